@@ -1,0 +1,42 @@
+# What a newcomer needs: `make demo` and `make test`. Everything lives in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export RAYSLURM_MODE ?= local
+export DAGSTER_HOME ?= $(CURDIR)/.dagster_home
+
+.PHONY: help install demo dev test lint bench clean
+
+help:  ## show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.installed: pyproject.toml scripts/make_venv.py
+	@$(PYTHON) scripts/make_venv.py $(VENV)
+	@echo "installing into $(VENV) (Ray and Dagster are large: a minute or two the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+install: $(VENV)/.installed  ## set up .venv
+
+demo: install  ## materialize the example study here, with progress and a table of results
+	@$(BIN)/python -m example_project.demo
+
+dev: install  ## open the example in `dagster dev`
+	@mkdir -p "$(DAGSTER_HOME)"
+	@$(BIN)/dagster dev -m example_project.definitions
+
+lint: install  ## formatting, lint, types, and the runtime's Python 3.8 floor
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/vermin --quiet --no-tips --eval-annotations --target=3.8- --violations dagster_rayslurm/runtime
+
+test: install lint  ## everything that needs no cluster
+	@$(BIN)/python -m pytest
+	@echo "Slurm modes are not in this version, so no test needs a cluster: everything ran."
+
+bench: install  ## measure the figures, each beside doing it by hand
+	@$(BIN)/python -m benchmarks
+
+clean:  ## remove .venv and what the example left in this directory
+	rm -rf $(VENV) .dagster_home .pytest_cache .mypy_cache .ruff_cache

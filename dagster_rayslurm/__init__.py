@@ -1,0 +1,36 @@
+"""Run Ray-backed Dagster assets on this machine or on a Slurm cluster.
+
+Importing this package imports neither Ray nor paramiko.
+"""
+
+from dagster._core.libraries import DagsterLibraryRegistry
+
+from ._version import __version__
+from .compute import CompletedRun, ComputeResource
+from .config import ExecutionMode, SessionConfig
+from .connections.config import SSHConnectionResource
+from .environments import InheritedEnvironment, PreDeployedEnvironment
+from .errors import RunFailure
+from .launchers import BashLauncher, Launcher, RayLauncher
+from .slurm.config import SlurmQueueConfig, SlurmResource
+from .slurm.hetjob import HetComponent
+
+DagsterLibraryRegistry.register("dagster-rayslurm", __version__, is_dagster_package=False)
+
+__all__ = [
+    "BashLauncher",
+    "CompletedRun",
+    "ComputeResource",
+    "ExecutionMode",
+    "HetComponent",
+    "InheritedEnvironment",
+    "Launcher",
+    "PreDeployedEnvironment",
+    "RayLauncher",
+    "RunFailure",
+    "SSHConnectionResource",
+    "SessionConfig",
+    "SlurmQueueConfig",
+    "SlurmResource",
+    "__version__",
+]

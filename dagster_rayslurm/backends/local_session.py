@@ -1,0 +1,220 @@
+"""A warm local Ray cluster: found by many processes, started by one, ended by itself when idle."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..config import SessionConfig
+from ..connections.local import LocalConnection
+from ..environments import Interpreter
+from ..plan import fingerprint
+from ..runtime.control import SESSION
+from ..runtime.record import RUNTIME_LOG, tail_file
+from ..runtime.spec import RaySpec, RuntimeSpec
+from .local import reap_later, runtime_command, start_process
+from .rundir import Layout, write_runtime_spec
+
+_ANSWER_TIMEOUT = 30.0
+_START_TIMEOUT = 60.0
+_ATTEMPTS = 5
+
+
+class SessionError(RuntimeError):
+    """No session can be had; the message says why."""
+
+
+class SessionClient:
+    """One connection to a session.
+
+    Raises:
+        OSError: nobody listens.
+    """
+
+    def __init__(self, socket_path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(_ANSWER_TIMEOUT)
+        try:
+            self._socket.connect(socket_path)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Send a request and wait for its answer; a session that ends meanwhile answers "closing"."""
+        try:
+            self.send(**request)
+            line = self._socket.makefile("rb").readline()
+        except (BrokenPipeError, ConnectionResetError):
+            line = b""
+        return json.loads(line) if line else {"ok": False, "error": "closing"}
+
+    def send(self, **request: Any) -> None:
+        self._socket.sendall(json.dumps(request).encode() + b"\n")
+
+    def at_end(self) -> bool:
+        """Whether the session closed the connection."""
+        self._socket.setblocking(False)
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True
+        finally:
+            self._socket.settimeout(_ANSWER_TIMEOUT)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class SharedRuntime:
+    """A payload in a session's runtime; the connection is its lifeline."""
+
+    job_id: str | None = None
+
+    def __init__(self, client: SessionClient, cluster_id: str, directory: Path) -> None:
+        self.cluster_id = cluster_id
+        self._client = client
+        self._directory = directory
+
+    def ended(self) -> str | None:
+        return "its session closed the connection" if self._client.at_end() else None
+
+    def cancel(self, now: bool = False) -> None:
+        try:
+            self._client.send(op="cancel", now=now)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # It is gone already; `ended` tells.
+
+    def runtime_log(self) -> str:
+        return tail_file(str(self._directory / RUNTIME_LOG))
+
+    def release(self) -> None:
+        self._client.close()
+
+
+def session_name(config: SessionConfig, run_id: str) -> str:
+    """The name under which a session is looked for; with `scope="run"` each Dagster run has its own."""
+    name = config.name or "default"
+    return f"{name}-{run_id[:8]}" if config.scope == "run" else name
+
+
+def submit(
+    layout: Layout, interpreter: Interpreter, ray: RaySpec, config: SessionConfig, run_id: str, run_dir: str
+) -> SharedRuntime:
+    """Hand a payload to the session that fits, starting it if there is none.
+
+    Raises:
+        SessionError: no session can be had, or `on_misfit="error"` and one of this name has another cluster.
+        OSError: the session directory cannot be written.
+    """
+    name = session_name(config, run_id)
+    directory = layout.sessions / f"{name}-{fingerprint(ray, interpreter.python)}"
+    if config.on_misfit == "error":
+        _refuse_misfit(layout, name, directory)
+    refused = ""
+    for _ in range(_ATTEMPTS):
+        announced = _announced(directory) or _start(layout, interpreter, ray, config, directory)
+        try:
+            client = SessionClient(announced["socket"])
+        except OSError:
+            continue  # It ended after it was announced.
+        answer = client.ask(op="run", run_dir=run_dir, request_id=os.path.basename(run_dir))
+        if answer["ok"]:
+            return SharedRuntime(client, announced["cluster_id"], directory)
+        client.close()
+        refused = answer.get("message", answer["error"])
+        if answer["error"] != "closing":
+            break
+    raise SessionError(f"the warm session {directory.name} does not take the payload: {refused or 'it keeps ending'}")
+
+
+def stop(layout: Layout, cluster_id: str) -> bool:
+    """End the session with a cluster id, and its payloads; False if there is none."""
+    for directory in _directories(layout):
+        announced = _announced(directory)
+        if announced is not None and announced["cluster_id"] == cluster_id:
+            with contextlib.suppress(OSError):  # It ended meanwhile, which is what was asked for.
+                client = SessionClient(announced["socket"])
+                client.ask(op="stop")
+                client.close()
+            return True
+    return False
+
+
+def _directories(layout: Layout) -> list[Path]:
+    return [path.parent for path in layout.sessions.glob(f"*/{SESSION}")]
+
+
+def _refuse_misfit(layout: Layout, name: str, directory: Path) -> None:
+    for other in _directories(layout):
+        if other != directory and other.name.rpartition("-")[0] == name and _announced(other) is not None:
+            raise SessionError(
+                f"session {name!r} is alive with another cluster than this launcher asks for; use the same launcher, "
+                'another session name, or SessionConfig(on_misfit="new-session")'
+            )
+
+
+def _announced(directory: Path) -> dict[str, Any] | None:
+    """The announcement of a session that listens, else None."""
+    try:
+        announced: dict[str, Any] = json.loads((directory / SESSION).read_text(encoding="utf-8"))
+        SessionClient(announced["socket"]).close()
+        return announced
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Be the only one who starts a session here; the kernel lets go when this process dies."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with open(directory / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _start(
+    layout: Layout, interpreter: Interpreter, ray: RaySpec, config: SessionConfig, directory: Path
+) -> dict[str, Any]:
+    """Start a session unless somebody else just did, and wait until it listens."""
+    with _locked(directory):
+        announced = _announced(directory)
+        if announced is not None:
+            return announced
+        spec = RuntimeSpec(
+            cluster_id=f"local-{secrets.token_hex(4)}",
+            ray=ray,
+            idle_timeout=config.idle_timeout,
+            max_concurrent_payloads=config.max_concurrent_payloads,
+        )
+        write_runtime_spec(LocalConnection(), str(directory), spec)
+        LocalConnection().remove(str(directory / SESSION))
+        LocalConnection().remove(str(directory / RUNTIME_LOG))
+        command = runtime_command(layout, interpreter, "serve", str(directory))
+        process = start_process(command, str(directory), subprocess.DEVNULL)
+        deadline = time.monotonic() + _START_TIMEOUT
+        pause = 0.005
+        while time.monotonic() < deadline:
+            announced = _announced(directory)
+            if announced is not None:
+                reap_later(process)
+                return announced
+            if process.poll() is not None:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        process.terminate()
+        reap_later(process)
+        log = tail_file(str(directory / RUNTIME_LOG), lines=5).strip()
+        raise SessionError(f"the warm session {directory.name} did not start: {log or 'its runtime said nothing'}")

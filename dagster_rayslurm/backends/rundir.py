@@ -1,0 +1,99 @@
+"""The run directory: what is written before a runtime starts, and which old ones go."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dagster_pipes import PipesContextData
+
+from ..connections.base import Connection
+from ..plan import Plan
+from ..runtime.payload import CONTEXT
+from ..runtime.record import JOURNAL, STDIO
+from ..runtime.spec import RuntimeSpec, to_json
+from ..runtime.supervisor import PAYLOAD, SECRETS
+
+RUNTIME = "runtime.json"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things are below the base directory, here and on a cluster alike."""
+
+    base: Path
+
+    @property
+    def runs(self) -> Path:
+        return self.base / "runs"
+
+    @property
+    def sessions(self) -> Path:
+        return self.base / "sessions"
+
+    @property
+    def runtimes(self) -> Path:
+        return self.base / "runtime"
+
+    @property
+    def outputs(self) -> Path:
+        return self.base / "outputs"
+
+    @property
+    def data(self) -> Path:
+        return self.base / "data"
+
+
+def write_run_dir(connection: Connection, run_dir: str, plan: Plan, context: PipesContextData) -> None:
+    """Make the run directory of a payload.
+
+    The record's files are made here, before anything polls for them: on NFS a name that was looked for in vain stays
+    missing for up to a minute.
+
+    Raises:
+        OSError: something cannot be written.
+    """
+    connection.make_dir(run_dir)
+    files = {
+        PAYLOAD: to_json(plan.payload),
+        CONTEXT: json.dumps(context),
+        JOURNAL: "",
+        STDIO: "",
+    }
+    if plan.secret_env:
+        files[SECRETS] = json.dumps(plan.secret_env)
+    for name, content in files.items():
+        connection.write(os.path.join(run_dir, name), content.encode("utf-8"))
+
+
+def write_runtime_spec(connection: Connection, directory: str, spec: RuntimeSpec) -> None:
+    """Write the runtime's own start record.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    connection.make_dir(directory)
+    connection.write(os.path.join(directory, RUNTIME), to_json(spec).encode("utf-8"))
+
+
+def sweep_old(directories: list[Path], retention_days: float) -> list[Path]:
+    """Remove the entries of some directories that nobody changed for a while.
+
+    Returns:
+        What was removed.
+    """
+    oldest = time.time() - retention_days * 86400
+    removed = []
+    for directory in directories:
+        for entry in directory.glob("*"):
+            try:
+                if entry.is_dir() and entry.stat().st_mtime < oldest:
+                    shutil.rmtree(entry, ignore_errors=True)
+                    removed.append(entry)
+            except FileNotFoundError:
+                continue  # Another process sweeps as well.
+    return removed

@@ -1,0 +1,103 @@
+"""The `rayslurm` command: a look at run directories without Dagster."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .._version import __version__
+from ..backends.rundir import Layout
+from ..runtime.record import JOURNAL, STATUS, STDIO, LineReader, Record
+
+_CHUNK = 1024 * 1024
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="rayslurm")
+@click.option(
+    "--base",
+    default="~/.dagster_rayslurm",
+    show_default=True,
+    envvar="RAYSLURM_BASE",
+    help="Base directory, `local_base` of the ComputeResource.",
+)
+@click.pass_context
+def main(context: click.Context, base: str) -> None:
+    """Look at the runs of dagster-rayslurm on this machine."""
+    context.obj = Layout(Path(base).expanduser())
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per run.")
+@click.pass_obj
+def runs(layout: Layout, as_json: bool) -> None:
+    """List the run directories that were kept or are in use."""
+    rows = [_summary(path) for path in sorted(layout.runs.glob("*/"), key=lambda path: path.stat().st_mtime)]
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(row))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("run", "state", "since", "says")
+    for row in rows:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["at"])) if row["at"] else ""
+        table.add_row(row["run"], row["state"], since, row["says"])
+    Console().print(table)
+
+
+@main.command()
+@click.argument("run")
+@click.pass_obj
+def show(layout: Layout, run: str) -> None:
+    """Print the phases and the end of a run, one JSON object per line."""
+    for record in _records(_find(layout, run) / JOURNAL):
+        click.echo(json.dumps(record, ensure_ascii=False))
+
+
+@main.command()
+@click.argument("run")
+@click.pass_obj
+def logs(layout: Layout, run: str) -> None:
+    """Print the output of a run's payload."""
+    for record in _records(_find(layout, run) / STDIO):
+        click.echo(record["d"], nl=False, err=record["s"] == "stderr")
+
+
+def _find(layout: Layout, run: str) -> Path:
+    """The one run directory whose name begins with `run`."""
+    found = [path for path in layout.runs.glob("*/") if path.name.startswith(run)]
+    if len(found) != 1:
+        what = "no run" if not found else f"{len(found)} runs"
+        raise click.ClickException(f"{what} in {layout.runs} begins with {run!r}; `rayslurm runs` lists them")
+    return found[0]
+
+
+def _records(path: Path) -> list[Record]:
+    reader = LineReader()
+    records: list[Record] = []
+    try:
+        with path.open("rb") as file:
+            while data := file.read(_CHUNK):
+                records += reader.feed(data)
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
+    return records
+
+
+def _summary(run_dir: Path) -> dict[str, Any]:
+    try:
+        status = json.loads((run_dir / STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        status = {}
+    return {
+        "run": run_dir.name,
+        "state": status.get("state", "unknown"),
+        "at": status.get("at"),
+        "says": status.get("message", ""),
+    }

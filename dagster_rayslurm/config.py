@@ -1,0 +1,220 @@
+"""The configuration pattern that every public class shares: strict keys, `EnvVar` anywhere, one sentence per mistake.
+
+Dagster builds its schema from the fields; what goes wrong with enums, optional unions, subclasses and unknown keys
+was tried on Dagster 1.13 and is avoided here once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Annotated, Any, Optional, TypeVar
+
+import dagster as dg
+from pydantic import BeforeValidator, ConfigDict, Field
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_TIME_LIMIT = re.compile(r"^(UNLIMITED|INFINITE|\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2})$", re.IGNORECASE)
+_MEMORY = re.compile(r"^\d+[KMGT]?$", re.IGNORECASE)
+_SIGNAL = re.compile(r"^([A-Z0-9]+@)?\d+$")
+
+_RESERVED = ("RAYSLURM_", "DAGSTER_PIPES_")
+_RESERVED_NAMES = (
+    "RAY_ADDRESS",
+    "RAY_API_SERVER_ADDRESS",
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN",
+    "RAY_AUTH_TOKEN_PATH",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR",
+)
+
+_ENV_VARS = (dg.EnvVar, type(dg.EnvVar.int("HOME")))
+"""`EnvVar` of a string, and the class of `EnvVar.int`, which Dagster does not export."""
+
+C = TypeVar("C", bound=dg.Config)
+
+
+class ExecutionMode(str, Enum):
+    """How the runtime gets started; the values are what configuration and the environment spell."""
+
+    LOCAL = "local"
+    """A child process on this machine, with no SSH and no Slurm."""
+    SLURM = "slurm"
+    """One Slurm allocation per asset."""
+    SLURM_SESSION = "slurm-session"
+    """A warm allocation that many assets share."""
+    SLURM_HETJOB = "slurm-hetjob"
+    """One heterogeneous Slurm job."""
+
+
+class StrictConfig(dg.Config):
+    """`dg.Config` that refuses unknown keys, which Dagster would accept silently."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def is_env_var(value: Any) -> bool:
+    """Whether a value is an `EnvVar` that nobody resolved yet (`EnvVar.int` is an int that is 0)."""
+    return isinstance(value, _ENV_VARS)
+
+
+def checked(check: Callable[[Any], Any]) -> BeforeValidator:
+    """A before-validator that leaves None and unresolved variables alone; they are checked once they have a value."""
+    return BeforeValidator(lambda value: value if value is None or is_env_var(value) else check(value))
+
+
+def choice(*options: str) -> BeforeValidator:
+    """One of some strings, or an Enum member with such a value (Enum and Literal fields break with `EnvVar`)."""
+
+    def check(value: object) -> str:
+        text = value.value if isinstance(value, Enum) else value
+        if text not in options:
+            raise ValueError(f"{text!r} is not one of {', '.join(map(repr, options))}")
+        return str(text)
+
+    return checked(check)
+
+
+def at_least(low: float, unit: str = "") -> BeforeValidator:
+    """A number that is not smaller than `low`."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= low:
+            raise ValueError(f"{value!r} is not a number of at least {low:g}{unit and ' ' + unit}")
+        return value
+
+    return checked(check)
+
+
+def check_text(value: object) -> str:
+    """A string that may stand in a script, a job name or a command: no control characters."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a string")
+    found = _CONTROL.search(value)
+    if found:
+        raise ValueError(f"{value!r} contains the control character {found.group()!r}; remove it")
+    return value
+
+
+def check_time_limit(value: object) -> str:
+    """A time limit in one of the formats of sbatch(1), Slurm 22.05."""
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else check_text(value)
+    if not _TIME_LIMIT.match(text):
+        raise ValueError(
+            f"{text!r} is not a Slurm time limit; write minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED"
+        )
+    return text
+
+
+def check_memory(value: object) -> str:
+    """A size as `sbatch --mem` takes it."""
+    if not _MEMORY.match(check_text(value)):
+        raise ValueError(f'{value!r} is not a Slurm memory size; write a number with K, M, G or T, such as "16G"')
+    return str(value)
+
+
+def check_signal(value: object) -> str:
+    """A warning before the time limit: "SECONDS" or "SIGNAL@SECONDS"."""
+    if not _SIGNAL.match(check_text(value)):
+        raise ValueError(f'{value!r} is not a signal before the time limit; write SECONDS or SIGNAL@SECONDS ("USR1@300")')
+    return str(value)
+
+
+def check_identifier(value: object) -> str:
+    """A name that can be part of a path, a label and a resource of Ray."""
+    if not re.match(r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$", check_text(value)):
+        raise ValueError(f"{value!r} is not a name: use up to 63 letters, digits, '-', '_' and '.'")
+    return str(value)
+
+
+def check_sbatch_options(value: object) -> list[str]:
+    """Long options as sbatch spells them."""
+    if isinstance(value, str) or not isinstance(value, (list, tuple)):
+        raise ValueError('write a list of options, such as ["--licenses=matlab:1"]')
+    for option in value:
+        if not is_env_var(option) and not check_text(option).startswith("--"):
+            raise ValueError(f"{option!r} is not a long option of sbatch; write it as --NAME or --NAME=VALUE")
+    return list(value)
+
+
+text = checked(check_text)
+time_limit = checked(check_time_limit)
+memory = checked(check_memory)
+identifier = checked(check_identifier)
+
+
+def resolve_variables(config: C, what: str) -> C:
+    """A copy of a config in which every `EnvVar` has its value.
+
+    Dagster resolves variables in resources and run config; a config object that is handed to `run()` never passes
+    there.
+
+    Args:
+        config: any config object.
+        what: its name in the error message.
+
+    Raises:
+        ValueError: a variable is not set.
+    """
+    values = {name: _resolve(getattr(config, name), f"{what}.{name}") for name in type(config).model_fields}
+    return type(config)(**values)
+
+
+def _resolve(value: Any, where: str) -> Any:
+    if is_env_var(value):
+        resolved = value.get_value()
+        if resolved is None:
+            raise ValueError(f"{where}: the environment variable {value.env_var_name} is not set")
+        return resolved
+    if isinstance(value, dg.Config):
+        return resolve_variables(value, where)
+    if isinstance(value, dict):
+        return {key: _resolve(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_resolve(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    return value
+
+
+def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[str, str]:
+    """Environment variables as the payload gets them.
+
+    Raises:
+        ValueError: a name is invalid or reserved, a value is no string or has a NUL, or an `EnvVar` is not set.
+    """
+    checked_variables = {}
+    for name, value in (variables or {}).items():
+        if not isinstance(name, str) or not _VARIABLE.match(name):
+            raise ValueError(f"{what}: {name!r} is not a name of an environment variable")
+        if name.startswith(_RESERVED) or name in _RESERVED_NAMES:
+            raise ValueError(f"{what}: {name} is reserved, it is set for every payload; choose another name")
+        resolved = _resolve(value, f"{what}[{name!r}]")
+        if not isinstance(resolved, str):
+            raise ValueError(f"{what}[{name!r}]: {type(resolved).__name__} is not a string; write str(…)")
+        if "\0" in resolved:
+            raise ValueError(f"{what}[{name!r}]: the value contains a NUL character; remove it")
+        checked_variables[name] = resolved
+    return checked_variables
+
+
+class SessionConfig(StrictConfig):
+    """A warm allocation (in local mode: a warm Ray cluster) that assets, processes and runs share."""
+
+    name: Annotated[Optional[str], identifier] = Field(
+        None, description="Name under which the session is found; None derives it from the launcher and the queue."
+    )
+    num_nodes: Annotated[Optional[int], at_least(1)] = Field(None, description="Nodes of the allocation; None for the queue's.")
+    time_limit: Annotated[Optional[str], time_limit] = Field(
+        None, description="Time limit of the allocation in Slurm's format; None for the queue's."
+    )
+    idle_timeout: Annotated[int, at_least(0, "seconds")] = Field(
+        600, description="Seconds without a payload after which the session ends itself."
+    )
+    max_concurrent_payloads: Annotated[int, at_least(1)] = Field(1, description="Payloads that run at the same time; others queue.")
+    scope: Annotated[str, choice("shared", "run")] = Field(
+        "shared", description='"shared" between all runs, or "run" for a session of each Dagster run\'s own.'
+    )
+    on_misfit: Annotated[str, choice("new-session", "error")] = Field(
+        "new-session", description="What to do when a session of this name has another footprint than the launcher asks for."
+    )

@@ -1,0 +1,1 @@
+"""Connections: how files and commands reach the place where the runtime works."""

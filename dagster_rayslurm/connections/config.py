@@ -1,0 +1,94 @@
+"""How to reach an edge (login) node by SSH."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Optional
+
+import dagster as dg
+from pydantic import ConfigDict, Field
+
+from ..config import at_least, choice, text
+
+_STRINGS = (
+    "host",
+    "user",
+    "key_path",
+    "key_passphrase",
+    "password",
+    "certificate_path",
+    "host_key_checking",
+    "known_hosts_file",
+    "client",
+)
+_INTEGERS = ("port", "connect_timeout", "keepalive")
+
+
+class SSHConnectionResource(dg.ConfigurableResource):
+    """An SSH server and how to log in: key, agent, certificate, password, through other hosts if need be."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: Annotated[str, text] = Field(description="Name or address of the edge (login) node.")
+    port: Annotated[int, at_least(1)] = Field(22, description="Port of its SSH server.")
+    user: Annotated[Optional[str], text] = Field(None, description="User to log in as; None for the user that runs Dagster.")
+    key_path: Annotated[Optional[str], text] = Field(None, description="Private key file; None for the agent and the default keys.")
+    key_passphrase: Optional[str] = Field(None, description="Passphrase of the private key; give it as an EnvVar.")
+    password: Optional[str] = Field(None, description="Password; give it as an EnvVar. Keys are the better choice.")
+    certificate_path: Annotated[Optional[str], text] = Field(None, description="OpenSSH user certificate that goes with the key.")
+    jump_host: Optional["SSHConnectionResource"] = Field(
+        None, description="Host to go through, itself an SSH connection, which may have a jump host of its own."
+    )
+    host_key_checking: Annotated[str, choice("accept-new", "strict", "off")] = Field(
+        "accept-new",
+        description='"accept-new" learns the key of an unknown host and refuses a changed one, "strict" knows all hosts '
+        'beforehand, "off" checks nothing.',
+    )
+    known_hosts_file: Annotated[Optional[str], text] = Field(None, description="Host keys; None for `~/.ssh/known_hosts`.")
+    client: Annotated[str, choice("paramiko", "openssh")] = Field(
+        "paramiko", description='SSH implementation: "paramiko", or "openssh" for the `ssh` program with its own configuration.'
+    )
+    require_existing_master: bool = Field(
+        False, description="Only use an OpenSSH master connection that a person opened (two-factor sites); never log in."
+    )
+    connect_timeout: Annotated[int, at_least(1, "seconds")] = Field(30, description="Seconds until a login that hangs has failed.")
+    keepalive: Annotated[int, at_least(0, "seconds")] = Field(15, description="Seconds between keepalive messages; 0 for none.")
+
+    @classmethod
+    def from_env(cls, prefix: str = "SLURM_EDGE_NODE_") -> "SSHConnectionResource":
+        """A connection whose fields are `EnvVar` references to the variables that are set.
+
+        `<PREFIX>HOST`, `PORT`, `USER`, `KEY_PATH`, `KEY_PASSPHRASE`, `PASSWORD`, `CERTIFICATE_PATH`,
+        `HOST_KEY_CHECKING`, `KNOWN_HOSTS_FILE`, `CLIENT`, `CONNECT_TIMEOUT`, `KEEPALIVE`, and the same for one jump
+        host as `<PREFIX>JUMP_HOST`, `JUMP_PORT` and so on. The prefix is taken with or without its last underscore. A
+        host that is not set is complained of at first use, not at import.
+
+        Args:
+            prefix: what the variables begin with.
+
+        Example:
+            ```python
+            ssh = SSHConnectionResource.from_env()
+            ```
+        """
+        stem = prefix.rstrip("_") + "_"
+        jump = f"{stem}JUMP_"
+        fields = _references(stem, os.environ)
+        if f"{jump}HOST" in os.environ:
+            fields["jump_host"] = cls(**_references(jump, os.environ))
+        return cls(**fields)
+
+
+def _references(stem: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """`EnvVar` references for the fields whose variables are set; the host always, so that its absence is named."""
+    names = {name: stem + name.upper() for name in (*_STRINGS, *_INTEGERS)}
+    references = {
+        name: dg.EnvVar.int(variable) if name in _INTEGERS else dg.EnvVar(variable)
+        for name, variable in names.items()
+        if variable in environ or name == "host"
+    }
+    return references
+
+
+SSHConnectionResource.model_rebuild()

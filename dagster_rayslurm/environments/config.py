@@ -1,0 +1,27 @@
+"""How an environment is named in configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Union
+
+from pydantic import Field
+
+from ..config import StrictConfig, text
+
+
+class InheritedEnvironment(StrictConfig):
+    """The Python that runs Dagster; only on the machine that runs it."""
+
+    kind: Literal["inherited"] = Field("inherited", description="Tells the environments apart in configuration.")
+
+
+class PreDeployedEnvironment(StrictConfig):
+    """An environment that is already where the payload runs."""
+
+    kind: Literal["pre-deployed"] = Field("pre-deployed", description="Tells the environments apart in configuration.")
+    path: Annotated[str, text] = Field(
+        description="A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."
+    )
+
+
+Environment = Union[InheritedEnvironment, PreDeployedEnvironment]

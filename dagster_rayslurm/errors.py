@@ -1,0 +1,46 @@
+"""Failures that users see: a `dg.Failure` of a named kind, with the sentence that helps and whether to try again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import dagster as dg
+
+KINDS = (
+    "configuration",
+    "connection",
+    "submission",
+    "allocation",
+    "cluster-start",
+    "cluster-lost",
+    "environment",
+    "payload",
+    "pipes",
+    "record",
+    "runtime",
+    "cancelled",
+)
+"""What can go wrong, from before anything starts to the very end."""
+
+RETRYABLE = frozenset({"connection", "allocation", "cluster-start", "cluster-lost", "runtime"})
+"""Kinds in which the infrastructure failed, not the request: another attempt may succeed."""
+
+_PAYLOAD_KINDS = frozenset({"payload", "pipes"})
+"""Kinds that the user's own code decides; a `RetryPolicy` of the asset may retry them."""
+
+
+class RunFailure(dg.Failure):
+    """A run that did not succeed.
+
+    Attributes:
+        kind: one of `KINDS`.
+    """
+
+    def __init__(self, kind: str, sentence: str, metadata: Mapping[str, Any] | None = None) -> None:
+        self.kind = kind
+        super().__init__(
+            description=sentence,
+            metadata={"Failure kind": kind, **(metadata or {})},
+            allow_retries=kind in RETRYABLE or kind in _PAYLOAD_KINDS,
+        )

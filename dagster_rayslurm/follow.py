@@ -1,0 +1,201 @@
+"""The follower: reads a record while it grows and hands each part to Dagster, in the step's own thread.
+
+Its whole state is two byte offsets and what the evidence says so far; a read that fails is simply tried again.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import dagster as dg
+from dagster_pipes import PipesContextData, PipesParams
+
+from .runtime.record import JOURNAL, STDIO, LineReader, Record, tail_lines
+
+CHUNK = 1024 * 1024
+
+
+class ReadsFiles(Protocol):
+    """What the follower needs of a connection."""
+
+    def read(self, path: str, offset: int, limit: int) -> bytes:
+        """Bytes of a file from an offset on; b"" at its end or if it is not there yet."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Seconds between two reads: `busy` right after data came, growing to `idle`."""
+
+    busy: float
+    idle: float
+    growth: float = 1.5
+
+
+@dataclass
+class Evidence:
+    """What is known about a run; `outcome.judge` turns it into a verdict."""
+
+    end: Record | None = None
+    opened: bool = False
+    closed: bool = False
+    exception: dict[str, Any] | None = None
+    message_error: str | None = None
+    runtime_exit: str | None = None
+    """How the runtime ended, in words, if it did so before its `end` was seen."""
+    runtime_log: str = ""
+    interrupted: bool = False
+    damaged_lines: int = 0
+    tails: dict[str, str] = field(default_factory=dict)
+    last_output: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=64))
+
+    def output_tail(self) -> str:
+        return tail_lines("".join(self.last_output))
+
+
+class RecordReader(dg.PipesMessageReader):
+    """The message reader of one run: holds the handler that the follower feeds.
+
+    The runtime itself tells the payload where to write, so no parameters are handed out.
+    """
+
+    def __init__(self) -> None:
+        self.handler: Any = None
+
+    @contextlib.contextmanager
+    def read_messages(self, handler: Any) -> Iterator[PipesParams]:
+        self.handler = handler
+        yield {}
+
+    @property
+    def expected_writer_count(self) -> int:
+        return 1
+
+    def no_messages_debug_text(self) -> str:
+        return "the payload was expected to call dagster_pipes.open_dagster_pipes(), with its default message writer."
+
+
+class RecordContextInjector(dg.PipesContextInjector):
+    """Keeps the Pipes context for the run directory; the runtime tells the payload where it is."""
+
+    def __init__(self) -> None:
+        self.context_data: PipesContextData | None = None
+
+    @contextlib.contextmanager
+    def inject_context(self, context_data: PipesContextData) -> Iterator[PipesParams]:
+        self.context_data = context_data
+        yield {}
+
+    def no_messages_debug_text(self) -> str:
+        return "the context was written into the run directory."
+
+
+class Follower:
+    """Follows one record to its `end`.
+
+    Args:
+        connection: how to read the record.
+        run_dir: where it is.
+        nonce: the attempt that counts; the `end` of another one is none.
+        handler: Dagster's handler of Pipes messages.
+        log: the step's log.
+        cadence: how often to read.
+    """
+
+    def __init__(
+        self, connection: ReadsFiles, run_dir: str, nonce: str, handler: Any, log: Any, cadence: Cadence
+    ) -> None:
+        self.evidence = Evidence()
+        self._connection = connection
+        self._nonce = nonce
+        self._handler = handler
+        self._log = log
+        self._cadence = cadence
+        self._paths = {name: os.path.join(run_dir, name) for name in (JOURNAL, STDIO)}
+        self._readers = {name: LineReader() for name in (JOURNAL, STDIO)}
+
+    def follow(self, runtime_exited: Callable[[], str | None], deadline: float | None = None) -> Evidence:
+        """Read until the `end`, or until the runtime is gone and nothing is left to read.
+
+        Args:
+            runtime_exited: asked between reads; says how the runtime ended once it did.
+            deadline: `time.monotonic()` at which to stop all the same.
+        """
+        pause = self._cadence.busy
+        while True:
+            # Asked before the read: what a runtime wrote before it ended is then read for sure.
+            exited = runtime_exited()
+            progress = self.read_once()
+            if self._complete():
+                break
+            if progress:
+                pause = self._cadence.busy
+                continue
+            if exited is not None:
+                self.evidence.runtime_exit = exited
+                break
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            time.sleep(pause)
+            pause = min(pause * self._cadence.growth, self._cadence.idle)
+        self.evidence.damaged_lines = sum(reader.damaged for reader in self._readers.values())
+        return self.evidence
+
+    def read_once(self) -> bool:
+        """Read what is there; whether there was anything."""
+        # Output first: the message that reports a result then follows the lines that led to it.
+        return self._read(STDIO, self._take_output) | self._read(JOURNAL, self._take)
+
+    def _read(self, name: str, take: Callable[[Record], None]) -> bool:
+        reader = self._readers[name]
+        data = self._connection.read(self._paths[name], reader.next_read, CHUNK)
+        for record in reader.feed(data):
+            take(record)
+        if name == STDIO and data:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        return bool(data)
+
+    def _complete(self) -> bool:
+        """Whether the `end` and all the output before it are in."""
+        end = self.evidence.end
+        return end is not None and self._readers[STDIO].offset >= end.get("stdio_bytes", 0)
+
+    def _take_output(self, record: Record) -> None:
+        (sys.stderr if record["s"] == "stderr" else sys.stdout).write(record["d"])
+        self.evidence.last_output.append(record["d"][-4096:])
+
+    def _take(self, record: Record) -> None:
+        kind = record.get("type")
+        if kind == "pipes":
+            self._take_message(record["line"])
+        elif kind == "phase":
+            self._log.info(f"[rayslurm] {record['phase']}: {record['message']}")
+        elif kind == "tail":
+            self.evidence.tails[record["name"]] = record["text"]
+        elif kind == "end" and record.get("nonce") == self._nonce:
+            self.evidence.end = record
+
+    def _take_message(self, line: str) -> None:
+        """Hand one Pipes message to Dagster; one that Dagster refuses is kept as evidence, not swallowed."""
+        evidence = self.evidence
+        try:
+            message = json.loads(line)
+            method, params = message["method"], message.get("params") or {}
+            evidence.opened |= method == "opened"
+            if method == "closed":
+                evidence.closed = True
+                evidence.exception = params.get("exception")
+            self._handler.handle_message(message)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            evidence.message_error = evidence.message_error or f"{why}; the message was: {line[:500]}"
+            self._log.error(f"[rayslurm] a Pipes message cannot be used: {why}")

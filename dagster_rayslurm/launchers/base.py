@@ -1,0 +1,47 @@
+"""What every launcher has in common, and what a launcher of your own overrides."""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+from pydantic import Field
+
+from ..config import StrictConfig, at_least, text
+from ..runtime.spec import RaySpec
+
+
+class Launcher(StrictConfig):
+    """Turns a payload into a command and says what it needs around it.
+
+    Derive from this class for a launcher of your own and hand it to `ComputeResource.run(launcher=…)`; in
+    `default_launcher` Dagster would silently drop what a subclass adds, so only the launchers of this package stand
+    there.
+    """
+
+    working_dir: Annotated[Optional[str], text] = Field(
+        None,
+        description="Directory whose entries the payload finds in its own working directory; None for an empty one.",
+    )
+    grace_period: Annotated[int, at_least(0, "seconds")] = Field(
+        10, description="Seconds between SIGTERM and SIGKILL when the payload is cancelled."
+    )
+
+    def command(self, argv: list[str]) -> list[str]:
+        """The command that is run for a payload's own command; the same one unless a launcher wraps it."""
+        return argv
+
+    def ray_spec(self) -> RaySpec | None:
+        """The Ray cluster that must be alive before the payload starts, or None."""
+        return None
+
+    def footprint(self) -> tuple[float | None, float | None]:
+        """CPUs and GPUs that the payload needs on its node; None where it does not say."""
+        return None, None
+
+
+def forbid_subclassing(cls: type, base: type) -> None:
+    """Refuse a subclass that Dagster would replace by its base when it reads configuration."""
+    raise TypeError(
+        f"{cls.__name__} cannot derive from {base.__name__}: as `default_launcher` Dagster would silently turn it into a "
+        f"{base.__name__}; derive from Launcher and pass an instance to run(launcher=…)"
+    )

@@ -1,0 +1,24 @@
+"""A payload without a cluster: one process on the first node."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Optional
+
+from pydantic import Field
+
+from ..config import at_least
+from .base import Launcher, forbid_subclassing
+
+
+class BashLauncher(Launcher):
+    """Runs the payload as a plain process."""
+
+    kind: Literal["bash"] = Field("bash", description="Tells the launchers apart in configuration.")
+    num_cpus: Annotated[Optional[int], at_least(1)] = Field(None, description="CPUs the payload needs; None for what is granted.")
+    num_gpus: Annotated[Optional[int], at_least(0)] = Field(None, description="GPUs the payload needs; None for what is granted.")
+
+    def footprint(self) -> tuple[float | None, float | None]:
+        return self.num_cpus, self.num_gpus
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        forbid_subclassing(cls, BashLauncher)

@@ -1,0 +1,125 @@
+"""A payload with a Ray cluster around it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Optional
+
+from pydantic import Field
+
+from ..config import at_least, check_text, checked, choice, identifier, text
+from ..runtime.ports import parse_range
+from ..runtime.spec import RaySpec
+from .base import Launcher, forbid_subclassing
+
+
+def _check_port_range(value: object) -> str:
+    parse_range(check_text(value))
+    return str(value)
+
+
+def _check_ray_args(value: object) -> list[str]:
+    if isinstance(value, str) or not isinstance(value, (list, tuple)):
+        raise ValueError('write a list of arguments of `ray start`, such as ["--system-config={…}"]')
+    for argument in value:
+        name = check_text(argument).partition("=")[0]
+        if name in _OWN_OPTIONS:
+            raise ValueError(f"{name} is set by the launcher itself; {_OWN_OPTIONS[name]}")
+    return list(value)
+
+
+_OWN_OPTIONS = {
+    "--address": "the cluster is always a new one",
+    "--block": "it is always on",
+    "--dashboard-port": "use port_range",
+    "--head": "the first node is the head",
+    "--include-dashboard": "use dashboard",
+    "--node-ip-address": "use head_node_address or network_interface",
+    "--num-cpus": "use num_cpus_per_node",
+    "--num-gpus": "use num_gpus_per_node",
+    "--object-store-memory": "use object_store_memory_gb",
+    "--port": "use port_range",
+    "--ray-client-server-port": "use port_range",
+    "--resources": "use resources",
+    "--temp-dir": "it must be short, private and on the node",
+}
+
+
+class RayLauncher(Launcher):
+    """Runs the payload as the driver of a Ray cluster that spans the allocation.
+
+    The payload calls `ray.init()` or `ray.init(address="auto")` and reaches its own cluster and no other.
+    """
+
+    kind: Literal["ray"] = Field("ray", description="Tells the launchers apart in configuration.")
+    num_cpus_per_node: Annotated[Optional[int], at_least(0)] = Field(
+        None, description="CPUs that Ray schedules on each node; None for what is granted."
+    )
+    num_gpus_per_node: Annotated[Optional[int], at_least(0)] = Field(
+        None, description="GPUs that Ray schedules on each node; None for what is granted."
+    )
+    max_workers: Annotated[Optional[int], at_least(0)] = Field(
+        None, description="Most nodes that join the head; None for all. Local mode has one node."
+    )
+    min_nodes: Annotated[Optional[int], at_least(1)] = Field(
+        None, description="Nodes that must be alive before the payload starts; None for all. Local mode has one node."
+    )
+    ray_version: Annotated[Optional[str], text] = Field(None, description="Exact Ray version that the environment must have.")
+    ray_args: Annotated[list[str], checked(_check_ray_args)] = Field([], description="More arguments of `ray start`.")
+    head_node_address: Annotated[Optional[str], text] = Field(
+        None, description="Address that the head binds and is reached at; None for the one Ray finds."
+    )
+    network_interface: Annotated[Optional[str], text] = Field(
+        None, description='Network interface whose address each node uses, such as "ib0".'
+    )
+    component_id: Annotated[Optional[str], identifier] = Field(
+        None, description="Component of a heterogeneous job that the payload runs in."
+    )
+    object_store_memory_gb: Optional[float] = Field(
+        None, description="Object store of each node in GiB; None for Ray's choice (30 % of the memory)."
+    )
+    resources: dict[str, float] = Field({}, description="Custom resources of each node.")
+    labels: dict[str, str] = Field({}, description="Labels of each node, for label selectors.")
+    dashboard: bool = Field(True, description="Start the dashboard; without it the cluster is up about a second sooner.")
+    auth: Annotated[str, choice("token", "disabled")] = Field(
+        "token",
+        description='"token" for Ray\'s token authentication (Ray 2.52 or newer); "disabled" lets anybody who reaches the '
+        "node run code as you.",
+    )
+    launch_style: Annotated[str, choice("builtin", "symmetric-run")] = Field(
+        "builtin", description='"builtin", or "symmetric-run" for `ray symmetric-run` on all nodes of a Slurm allocation.'
+    )
+    startup_timeout: Annotated[int, at_least(1, "seconds")] = Field(
+        300, description="Seconds until a cluster that is not complete has failed."
+    )
+    port_range: Annotated[Optional[str], checked(_check_port_range)] = Field(
+        None,
+        description='Ports that all of Ray stays within, as "LOW-HIGH", for firewalled sites; each cluster takes 100 on a node.',
+    )
+    health_check: Annotated[Optional[str], text] = Field(
+        None, description="Shell command that each node runs before Ray starts; a failure names the node."
+    )
+    preload: Annotated[list[str], checked(lambda value: [check_text(item) for item in value])] = Field(
+        [], description="Modules that a warm session imports once, before payloads are forked from it."
+    )
+
+    def ray_spec(self) -> RaySpec:
+        store = self.object_store_memory_gb
+        return RaySpec(
+            num_cpus=self.num_cpus_per_node,
+            num_gpus=self.num_gpus_per_node,
+            object_store_memory=None if store is None else int(store * 2**30),
+            resources=self.resources,
+            labels=self.labels,
+            dashboard=self.dashboard,
+            auth=self.auth,
+            ray_version=self.ray_version,
+            ray_args=self.ray_args,
+            node_ip_address=self.head_node_address,
+            network_interface=self.network_interface,
+            port_range=self.port_range,
+            startup_timeout=self.startup_timeout,
+            health_check=self.health_check,
+        )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        forbid_subclassing(cls, RayLauncher)

@@ -1,0 +1,141 @@
+"""What users see of a run in Dagster: metadata of results and of failures, from the record alone. Pure."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import dagster as dg
+
+from .follow import Evidence
+from .runtime.record import Record
+
+MIB = 2**20
+
+Metadata = dict[str, Any]
+
+
+def run_metadata(end: Record, mode: str, cluster_id: str, job_id: str | None) -> Metadata:
+    """Metadata that is attached to every result of a run.
+
+    Args:
+        end: the `end` record, whose figures are the runtime's own measurements.
+        mode: execution mode.
+        cluster_id: name of the Ray cluster.
+        job_id: Slurm's job id, if any.
+    """
+    context: Mapping[str, Any] = end.get("context") or {}
+    metadata: Metadata = {"Execution mode": mode}
+    if job_id is not None:
+        metadata["Slurm job ID"] = job_id
+    if context.get("ray_version"):
+        metadata["Ray cluster ID"] = cluster_id
+        metadata["Ray version"] = context["ray_version"]
+        metadata["Ray cluster was warm"] = bool(context["warm"])
+        metadata["Ray bring-up (s)"] = round(context["bring_up"], 2)
+        if context.get("dashboard_url"):
+            metadata["Ray dashboard"] = dg.MetadataValue.url(context["dashboard_url"])
+        metadata["Nodes"] = _nodes_table(context["nodes"])
+    else:
+        metadata["Node"] = context.get("hostname", "")
+    metadata.update(_usage_metadata(end.get("usage") or {}, _cpus(context)))
+    if end.get("stdio_dropped"):
+        metadata["Output not recorded (characters)"] = end["stdio_dropped"]
+    if end.get("outputs_left_out"):
+        metadata["Outputs left out"] = dg.MetadataValue.md("\n".join(f"- {line}" for line in end["outputs_left_out"]))
+    return metadata
+
+
+def failure_metadata(evidence: Evidence, run_dir: str, kept: bool) -> Metadata:
+    """Metadata of a failure: the last output, what the logs say, and where to look."""
+    metadata: Metadata = {}
+    output = evidence.output_tail()
+    if output.strip():
+        metadata["Last output"] = _code(output)
+    for name, text in evidence.tails.items():
+        metadata[f"Log: {name}"] = _code(text)
+    if evidence.runtime_log.strip():
+        metadata["Runtime log"] = _code(evidence.runtime_log)
+    end = evidence.end or {}
+    for key, label in (("exit_code", "Exit code"), ("signal", "Signal")):
+        if end.get(key) is not None:
+            metadata[label] = int(end[key])
+    if kept:
+        metadata["Run directory"] = dg.MetadataValue.path(run_dir)
+    return metadata
+
+
+def _usage_metadata(usage: Mapping[str, Any], cpus: float) -> Metadata:
+    if not usage:
+        return {}
+    elapsed = usage["elapsed"]
+    metadata: Metadata = {
+        "Elapsed (s)": round(elapsed, 2),
+        "CPU time (s)": round(usage["cpu_seconds"], 2),
+        "Peak memory (MiB)": round(usage["peak_memory"] / MIB, 1),
+    }
+    if elapsed > 0 and cpus > 0:
+        metadata["CPU efficiency (%)"] = round(100 * usage["cpu_seconds"] / (elapsed * cpus), 1)
+    if usage["gpu_utilization_mean"] is not None:
+        metadata["GPU utilization mean (%)"] = round(usage["gpu_utilization_mean"], 1)
+        metadata["GPU utilization max (%)"] = round(usage["gpu_utilization_max"], 1)
+        metadata["GPU memory max (MiB)"] = round(usage["gpu_memory_max"] / MIB, 1)
+    if usage["spilled_bytes"]:
+        metadata["Object store spilled (MiB)"] = round(usage["spilled_bytes"] / MIB, 1)
+    if len(usage["points"]) >= 2:
+        metadata["Usage"] = dg.MetadataValue.md(usage_chart(usage["points"]))
+    return metadata
+
+
+def _cpus(context: Mapping[str, Any]) -> float:
+    nodes = context.get("nodes") or []
+    return sum(node["resources"].get("CPU", 0.0) for node in nodes) or float(context.get("num_cpus") or 0)
+
+
+def _nodes_table(nodes: list[Mapping[str, Any]]) -> dg.TableMetadataValue:
+    records = [
+        dg.TableRecord(
+            {
+                "node": node["hostname"],
+                "address": node["address"],
+                "head": bool(node["head"]),
+                "CPUs": float(node["resources"].get("CPU", 0.0)),
+                "GPUs": float(node["resources"].get("GPU", 0.0)),
+                "memory (GiB)": round(node["resources"].get("memory", 0.0) / 2**30, 1),
+                "object store (GiB)": round(node["resources"].get("object_store_memory", 0.0) / 2**30, 2),
+            }
+        )
+        for node in nodes
+    ]
+    return dg.MetadataValue.table(records)
+
+
+def usage_chart(points: list[list[float]]) -> str:
+    """A Markdown picture of CPUs busy and memory over time, from (seconds, CPUs, bytes) points."""
+    width, height, left, top = 560, 150, 8, 22
+    last = points[-1][0] or 1.0
+    cpu_top = max(point[1] for point in points) or 1.0
+    memory_top = max(point[2] for point in points) or 1.0
+
+    def line(index: int, highest: float, colour: str) -> str:
+        dots = " ".join(
+            f"{left + width * point[0] / last:.1f},{top + height * (1 - point[index] / highest):.1f}" for point in points
+        )
+        return f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{dots}"/>'
+
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 16}" height="{height + 48}" '
+        'font-family="sans-serif" font-size="11">'
+        f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="#999"/>'
+        f'<text x="{left}" y="14" fill="#2563eb">CPUs busy, up to {cpu_top:.1f}</text>'
+        f'<text x="{left + width}" y="14" fill="#d97706" text-anchor="end">memory, up to {memory_top / MIB:.0f} MiB</text>'
+        f'<text x="{left + width}" y="{top + height + 16}" fill="#666" text-anchor="end">{last:.1f} s</text>'
+        f"{line(1, cpu_top, '#2563eb')}{line(2, memory_top, '#d97706')}</svg>"
+    )
+    return f"![usage over time](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
+
+
+def _code(text: str) -> dg.MarkdownMetadataValue:
+    """A Markdown code block that the text cannot close: indented, whatever is in it."""
+    return dg.MetadataValue.md("\n".join("    " + line for line in text.splitlines()))

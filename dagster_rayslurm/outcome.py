@@ -1,0 +1,138 @@
+"""From evidence to verdict: success, or a failure of a named kind with the sentence that helps. Pure."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from .follow import Evidence
+
+_REASONS = {
+    "cancel": "cancelled",
+    "cluster-start": "cluster-start",
+    "cluster-lost": "cluster-lost",
+    "environment": "environment",
+    "record": "record",
+    "runtime": "runtime",
+    "spawn": "payload",
+}
+"""Kinds for the reasons of an `end` that is not the payload's own."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The truth about a run. `kind` is None for success, else one of `errors.KINDS`."""
+
+    kind: str | None
+    sentence: str
+
+
+SUCCESS = Verdict(None, "the payload succeeded")
+
+
+def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdict:
+    """Judge a run.
+
+    Args:
+        evidence: what the record and the runtime's own end say.
+        uses_pipes: whether the payload is declared to open Dagster Pipes.
+        require_messages: whether a payload that never opened or closed Pipes has failed.
+
+    Returns:
+        Success only for an `end` with exit code 0, Pipes closed without an exception, and every message used.
+    """
+    end = evidence.end
+    if end is None:
+        return _without_end(evidence)
+    reason = end["reason"]
+    if reason != "exit":
+        return Verdict(_REASONS.get(reason, "runtime"), _sentence_of(reason, end.get("message")))
+    if end["signal"] is not None:
+        return Verdict("payload", f"the payload was killed by {signal_name(end['signal'])}{_hint(end['signal'])}")
+    exception = evidence.exception
+    if exception is not None and exception.get("name") == "SystemExit":
+        exception = None  # Every click or typer main ends with one; the exit code says what it meant.
+    if exception is not None:
+        return Verdict("payload", f"the payload raised {exception.get('name')}: {_first_line(exception.get('message'))}")
+    if end["exit_code"] != 0:
+        return Verdict("payload", f"the payload ended with exit code {end['exit_code']}{_exit_hint(end['exit_code'])}")
+    return _judge_messages(evidence, uses_pipes and require_messages)
+
+
+def _judge_messages(evidence: Evidence, required: bool) -> Verdict:
+    if evidence.message_error:
+        return Verdict("pipes", f"the payload succeeded, but Dagster refused a Pipes message: {evidence.message_error}")
+    if evidence.damaged_lines:
+        return Verdict("record", f"{evidence.damaged_lines} lines of the record are damaged, so results may be missing")
+    if required and not evidence.opened:
+        return Verdict(
+            "pipes",
+            "the payload ended with exit code 0 but never opened Dagster Pipes: call dagster_pipes.open_dagster_pipes() "
+            "in it, or run it with uses_pipes=False",
+        )
+    if required and not evidence.closed:
+        return Verdict(
+            "pipes",
+            "the payload ended with exit code 0 without closing Dagster Pipes, so its last results may be missing: use "
+            "`with open_dagster_pipes() as pipes:`, and do not leave by os._exit()",
+        )
+    return SUCCESS
+
+
+def _without_end(evidence: Evidence) -> Verdict:
+    if evidence.interrupted:
+        return Verdict("cancelled", "the run was cancelled, and the runtime was killed before it could say how")
+    if evidence.runtime_exit is None:
+        return Verdict("runtime", "the record has no end and nothing is known of the runtime")
+    log = _last_line(evidence.runtime_log)
+    sentence = f"the runtime ended ({evidence.runtime_exit}) before the payload's end was recorded"
+    return Verdict("runtime", f"{sentence}: {log}" if log else sentence)
+
+
+def _sentence_of(reason: str, message: str | None) -> str:
+    said = {
+        "cancel": "the run was cancelled",
+        "cluster-lost": "the Ray cluster was lost while the payload ran",
+        "cluster-start": "the Ray cluster did not start",
+        "environment": "the environment cannot run the payload",
+        "record": "the record of the run cannot be kept, so the payload was ended",
+        "spawn": "the payload did not start",
+    }.get(reason, "the runtime failed")
+    return f"{said}: {message}" if message else said
+
+
+def exit_in_words(code: int) -> str:
+    """An exit code as `subprocess` gives it (negative: the signal), or a shell's 128 + signal."""
+    if code < 0 or code > 128:
+        return signal_name(-code if code < 0 else code - 128)
+    return f"exit code {code}"
+
+
+def signal_name(number: int) -> str:
+    """ "signal 9 (SIGKILL)"."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def _hint(number: int) -> str:
+    if number == signal.SIGKILL:
+        return "; the kernel does that when memory runs out (see `dmesg`), else somebody ended it"
+    if number == signal.SIGSEGV:
+        return "; a native library crashed"
+    return ""
+
+
+def _exit_hint(code: int) -> str:
+    if code > 128:
+        return f"; a shell reports {signal_name(code - 128)} of its command that way"
+    return ""
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().splitlines()[0] if (text or "").strip() else "(no message)"
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1] if text.strip() else ""

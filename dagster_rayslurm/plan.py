@@ -1,0 +1,166 @@
+"""From the arguments of `run()` to a plan: what runs, on what footprint. Pure but for looking at named files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from .launchers import Launcher
+from .runtime import PROTOCOL_VERSION
+from .runtime.spec import PayloadSpec, RaySpec
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One payload and the cluster it needs, in the runtime's own words."""
+
+    payload: PayloadSpec
+    ray: RaySpec | None
+    footprint: tuple[float | None, float | None]
+    secret_env: dict[str, str] = field(default_factory=dict, repr=False)
+    uses_pipes: bool = True
+
+
+def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[str]:
+    """The command of a payload.
+
+    Args:
+        payload_path: an existing file is a script, whatever characters its path has; otherwise a command split as a
+            shell would; a list is taken as it is.
+
+    Raises:
+        ValueError: it is empty, contains a NUL, cannot be split, or looks like a file that is not there.
+    """
+    if isinstance(payload_path, (str, os.PathLike)):
+        text = os.fspath(payload_path)
+        if "\0" in text:
+            raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
+        if text and Path(text).expanduser().is_file():
+            return ["python", os.path.abspath(os.path.expanduser(text))]
+        argv = _split(text)
+        if isinstance(payload_path, os.PathLike) or (len(argv) == 1 and ("/" in argv[0] or argv[0].endswith(".py"))):
+            if not os.access(text, os.X_OK):
+                raise ValueError(f"payload_path: there is no file {text!r} (looked in {os.getcwd()})")
+    else:
+        argv = list(payload_path)
+    for word in argv:
+        if not isinstance(word, str) or "\0" in word:
+            raise ValueError(f"payload_path: {word!r} is not a word of a command; use strings without NUL characters")
+    if not argv or not argv[0]:
+        raise ValueError("payload_path: it is empty; name a script or a command")
+    return argv
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"payload_path: {text!r} cannot be split into words: {error}; pass a list instead") from None
+
+
+def existing_directory(path: str | None, what: str) -> str | None:
+    """An absolute directory.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if path is None:
+        return None
+    full = os.path.abspath(os.path.expanduser(path))
+    if not os.path.isdir(full):
+        raise ValueError(f"{what}: there is no directory {full!r}")
+    return full
+
+
+def existing_files(paths: Sequence[str | os.PathLike[str]] | None, what: str) -> list[str]:
+    """Absolute paths of files or directories with different names.
+
+    Raises:
+        ValueError: one is not there, or two have the same name.
+    """
+    if isinstance(paths, (str, os.PathLike)):
+        raise ValueError(f"{what}: write a list, such as [{os.fspath(paths)!r}]")
+    full = [os.path.abspath(os.path.expanduser(os.fspath(path))) for path in paths or []]
+    for path in full:
+        if not os.path.exists(path):
+            raise ValueError(f"{what}: there is no file {path!r}")
+    names = [os.path.basename(path) for path in full]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{what}: two files are called {name!r}; they would stand in the same directory")
+    return full
+
+
+def check_outputs(patterns: Sequence[str] | None) -> list[str]:
+    """Patterns that stay within the payload's directory.
+
+    Raises:
+        ValueError: one is absolute or climbs out.
+    """
+    if isinstance(patterns, str):
+        raise ValueError(f"outputs: write a list, such as [{patterns!r}]")
+    for pattern in patterns or []:
+        if not isinstance(pattern, str) or not pattern or "\0" in pattern:
+            raise ValueError(f"outputs: {pattern!r} is not a pattern")
+        if os.path.isabs(pattern) or ".." in pattern.split("/"):
+            raise ValueError(f"outputs: {pattern!r} leaves the payload's directory; write a pattern relative to it")
+    return list(patterns or [])
+
+
+def make_plan(
+    *,
+    payload_path: str | os.PathLike[str] | Sequence[str],
+    launcher: Launcher,
+    nonce: str,
+    env: Mapping[str, str],
+    secret_env: Mapping[str, str],
+    extra_files: Sequence[str | os.PathLike[str]] | None,
+    outputs: Sequence[str] | None,
+    max_output_bytes: int,
+    max_stdio_bytes: int,
+    uses_pipes: bool,
+) -> Plan:
+    """Put a plan together.
+
+    Raises:
+        ValueError: an argument cannot be used; the sentence names it.
+    """
+    both = sorted(set(env) & set(secret_env))
+    if both:
+        raise ValueError(f"secret_env: {both[0]} is in extra_env too; Ray workers would see it there")
+    ray = launcher.ray_spec()
+    payload = PayloadSpec(
+        argv=launcher.command(parse_payload(payload_path)),
+        nonce=nonce,
+        env=dict(env),
+        working_dir=existing_directory(launcher.working_dir, "working_dir"),
+        extra_files=existing_files(extra_files, "extra_files"),
+        outputs=check_outputs(outputs),
+        max_output_bytes=max_output_bytes,
+        max_stdio_bytes=max_stdio_bytes,
+        grace_period=launcher.grace_period,
+        uses_ray=ray is not None,
+    )
+    return Plan(payload, ray, launcher.footprint(), dict(secret_env), uses_pipes)
+
+
+def fingerprint(ray: RaySpec, python: str) -> str:
+    """A short name for everything that makes two warm clusters differ."""
+    # How long to wait for a cluster says nothing about the cluster.
+    shape = asdict(replace(ray, startup_timeout=0.0))
+    text = json.dumps([PROTOCOL_VERSION, python, shape], sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:12]
+
+
+def run_dir_name(run_id: str, step_key: str, nonce: str) -> str:
+    """The name of a run directory: readable, unique and harmless in a path."""
+    step = _UNSAFE.sub("_", step_key)[:40]
+    return f"{run_id[:8]}-{step}-{nonce}"

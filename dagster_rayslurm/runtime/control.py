@@ -1,0 +1,150 @@
+"""Who hands payloads to the runtime and may cancel them: the parent's pipe, or clients of a session's socket.
+
+Both speak JSON lines, and both are lifelines: a payload whose requester is gone is cancelled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any, Callable, Dict, Optional, Tuple
+
+from .loop import Loop
+from .payload import End, Payload
+from .record import split_lines, write_atomically
+from .spec import SpecError
+from .supervisor import Closing, Supervisor
+
+SESSION = "session.json"
+_MAX_REQUEST = 64 * 1024
+
+ORPHANED = End("cancel", "the Dagster process that asked for the run is gone")
+CANCELLED = End("cancel", "cancelled from Dagster")
+
+
+class _Lines:
+    """Calls back with each JSON object that a descriptor delivers, and with its end."""
+
+    def __init__(self, loop: Loop, fd: int, take: Callable[[Dict[str, Any]], None], gone: Callable[[], None]) -> None:
+        self._loop = loop
+        self._fd = fd
+        self._take = take
+        self._gone = gone
+        self._partial = b""
+        loop.on_readable(fd, self._read)
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._fd, _MAX_REQUEST)
+        except ConnectionResetError:
+            data = b""
+        if not data or len(self._partial) > _MAX_REQUEST:
+            self._loop.forget(self._fd)
+            return self._gone()
+        lines, self._partial = split_lines(self._partial + data)
+        for line in lines:
+            try:
+                request = json.loads(line.decode("utf-8"))
+            except ValueError:
+                request = {}
+            self._take(request if isinstance(request, dict) else {})
+
+
+def serve_parent(supervisor: Supervisor, run_dir: str, fd: int = 0) -> None:
+    """Run one payload for the parent process, which holds the other end of `fd`."""
+    payload = supervisor.submit(run_dir)
+    _Lines(supervisor.loop, fd, lambda request: _cancel(payload, request), lambda: payload.end_early(ORPHANED))
+
+
+def _cancel(payload: Payload, request: Dict[str, Any]) -> None:
+    if request.get("op") == "cancel":
+        payload.end_early(CANCELLED, grace=0 if request.get("now") else None)
+
+
+class SessionServer:
+    """Listens on a Unix socket in the private scratch directory and announces it in the session directory.
+
+    Args:
+        supervisor: who runs the payloads.
+        session_dir: where `session.json` says how to reach this session.
+        socket_path: the socket; only this user reaches it, because its directory is 0700.
+    """
+
+    def __init__(self, supervisor: Supervisor, session_dir: str, socket_path: str) -> None:
+        self._supervisor = supervisor
+        self._announcement = os.path.join(session_dir, SESSION)
+        self._seen: Dict[str, Payload] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(socket_path)
+        self._listener.listen(64)
+        self._listener.setblocking(False)
+        supervisor.loop.on_readable(self._listener.fileno(), self._accept)
+        announcement = dict(supervisor.describe(), socket=socket_path)
+        write_atomically(self._announcement, json.dumps(announcement).encode("utf-8"))
+
+    def close(self) -> None:
+        """Take the announcement back, unless a successor already wrote its own."""
+        self._listener.close()
+        try:
+            with open(self._announcement, encoding="utf-8") as file:
+                announced = json.load(file)
+            if announced.get("pid") == os.getpid():
+                os.unlink(self._announcement)
+        except (OSError, ValueError):
+            return  # Gone or replaced: nothing of ours is left.
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return  # The client went away before it was accepted.
+        _Client(self, self._supervisor, connection)
+
+    def admit(self, request: Dict[str, Any], on_end: Callable[[Payload], None]) -> Tuple[Dict[str, Any], Optional[Payload]]:
+        """Answer a `run` request; its id is accepted once."""
+        request_id, run_dir = str(request.get("request_id")), str(request.get("run_dir"))
+        if request_id in self._seen:
+            return {"ok": False, "error": "duplicate"}, None
+        try:
+            payload = self._supervisor.submit(run_dir, on_end)
+        except Closing:
+            return {"ok": False, "error": "closing"}, None
+        except (OSError, SpecError) as error:
+            return {"ok": False, "error": "refused", "message": str(error)}, None
+        self._seen[request_id] = payload
+        return {"ok": True}, payload
+
+
+class _Client:
+    """One connection: at most one payload, which is cancelled when the connection ends first."""
+
+    def __init__(self, server: SessionServer, supervisor: Supervisor, connection: socket.socket) -> None:
+        self._server = server
+        self._supervisor = supervisor
+        self._connection = connection
+        self._payload: Optional[Payload] = None
+        _Lines(supervisor.loop, connection.fileno(), self._take, self._gone)
+
+    def _take(self, request: Dict[str, Any]) -> None:
+        op = request.get("op")
+        if op == "run" and self._payload is None:
+            answer, self._payload = self._server.admit(request, lambda payload: None)
+        elif op == "cancel" and self._payload is not None:
+            return _cancel(self._payload, request)
+        elif op == "stop":
+            answer = {"ok": True}
+            self._supervisor.close(End("cancel", "the Ray cluster was ended by cleanup_cluster"))
+        elif op == "describe":
+            answer = dict(self._supervisor.describe(), ok=True)
+        else:
+            answer = {"ok": False, "error": "unknown request"}
+        try:
+            self._connection.sendall(json.dumps(answer).encode("utf-8") + b"\n")
+        except OSError:
+            return  # The end of the connection is reported next.
+
+    def _gone(self) -> None:
+        self._connection.close()
+        if self._payload is not None:
+            self._payload.end_early(ORPHANED)

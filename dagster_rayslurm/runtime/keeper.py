@@ -1,0 +1,70 @@
+"""The keeper: a parent that does nothing but make sure that no process outlives the runtime.
+
+The runtime tears down what it started. The keeper is for the case that the runtime itself is killed: it is the
+runtime's parent and a subreaper, so everything below becomes its child, and it ends all of it. When the keeper is
+killed instead, the kernel sends the runtime SIGTERM, which then tears down as usual.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Callable
+
+from . import processes, scratch
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def guard(main: Callable[[], int]) -> int:
+    """Run `main` in a forked child and outlive it.
+
+    Returns:
+        The exit code of `main`, or 128 + the signal that ended it. The child never returns from here.
+    """
+    processes.become_subreaper()
+    arrange = processes.die_with_parent(signal.SIGTERM)
+    # Blocked until the handlers stand: a signal in between would end the keeper alone.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    child = os.fork()
+    if child == 0:
+        arrange()
+        processes.become_subreaper()
+        _exit_with(main)
+    for signum in _FORWARDED:
+        signal.signal(signum, lambda received, _: os.kill(child, received))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    # The runtime alone holds the control channel: its other end must see EOF when the runtime ends.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    code = _wait(child)
+    processes.kill_descendants(os.getpid(), collect=_collect)
+    scratch.sweep()
+    return code
+
+
+def _exit_with(main: Callable[[], int]) -> None:
+    """Leave the forked child by `main`'s code, never by returning into the parent's stack."""
+    code = 70  # EX_SOFTWARE of sysexits(3), unless `main` says otherwise.
+    try:
+        code = main()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(child: int) -> int:
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _collect() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
+    except ChildProcessError:
+        return

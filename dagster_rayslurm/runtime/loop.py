@@ -1,0 +1,118 @@
+"""One thread that waits for everything at once: file descriptors, timers, signals and the ends of processes."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+ExitCallback = Callable[[int, Any], None]
+"""Called with the exit status (negative: the signal) and the `resource.struct_rusage` of a process."""
+
+
+class Timer:
+    """A call that is due later, until it is cancelled."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call: Optional[Callable[[], None]] = call
+
+    def cancel(self) -> None:
+        self.call = None
+
+
+class Loop:
+    """Reacts to what happens, one callback after another, so that no state needs a lock."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._timers: List[Tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._children: Dict[int, Tuple["subprocess.Popen[bytes]", ExitCallback]] = {}
+        self._signals: Dict[int, Callable[[int], None]] = {}
+        self._stopping = False
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)
+        self._wakeup = reader
+        self._wakeup_writer = writer
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.on_readable(reader.fileno(), self._wake)
+
+    def on_readable(self, fd: int, call: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, call)
+
+    def forget(self, fd: int) -> None:
+        """Stop watching a descriptor; one that is not watched is ignored."""
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def call_later(self, delay: float, call: Callable[[], None]) -> Timer:
+        timer = Timer(call)
+        heapq.heappush(self._timers, (time.monotonic() + delay, next(self._order), timer))
+        return timer
+
+    def on_signal(self, signum: int, call: Callable[[int], None]) -> None:
+        self._signals[signum] = call
+        signal.signal(signum, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked it until somebody listens.
+
+    def spawn(self, argv: Sequence[str], on_exit: ExitCallback, **options: Any) -> int:
+        """Start a process in a session of its own and be told of its end.
+
+        Returns:
+            The process id, which is its process group too.
+
+        Raises:
+            OSError: the program could not be started.
+        """
+        process: "subprocess.Popen[bytes]" = subprocess.Popen(argv, start_new_session=True, **options)
+        self._children[process.pid] = (process, on_exit)
+        return process.pid
+
+    def children(self) -> List[int]:
+        """Process ids started here that have not ended."""
+        return list(self._children)
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def run(self) -> None:
+        """React until `stop()`."""
+        while not self._stopping:
+            timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            for key, _ in self._selector.select(timeout):
+                if key.fd in self._selector.get_map():  # An earlier callback of this round may have closed it.
+                    key.data()
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                timer = heapq.heappop(self._timers)[2]
+                if timer.call is not None:
+                    timer.call()
+
+    def _wake(self) -> None:
+        received = set(self._wakeup.recv(4096))
+        if signal.SIGCHLD in received:
+            self.reap()
+        for signum in received & set(self._signals):
+            self._signals[signum](signum)
+
+    def reap(self) -> None:
+        """Collect every ended child, adopted orphans included, and tell those who asked."""
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._children:
+                process, on_exit = self._children.pop(pid)
+                code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                process.returncode = code  # Popen must not wait for a process that is already collected.
+                on_exit(code, usage)

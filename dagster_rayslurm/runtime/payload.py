@@ -1,0 +1,367 @@
+"""One payload: its directory and environment, its process, its output and Pipes messages into the record."""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Optional
+
+from . import processes
+from .loop import Loop, Timer
+from .outputs import collect_outputs
+from .record import STATUS, RunRecord, split_lines, write_atomically
+from .spec import PayloadSpec
+from .usage import Sampler
+
+CONTEXT = "pipes_context.json"
+_CHUNK = 256 * 1024
+_MESSAGE_POLL = 0.1
+_SYNC_INTERVAL = 0.2
+_DRAIN_DEADLINE = 5.0
+
+_SCRUBBED = ("RAY_", "DAGSTER_PIPES_", "RAYSLURM_")
+"""Prefixes of variables of the runtime's own environment that must not leak into a payload's."""
+
+Environment = Dict[str, str]
+
+
+@dataclass(frozen=True)
+class End:
+    """How a payload ended. `reason` is one of the words of the `end` record; see `dagster_rayslurm.outcome`."""
+
+    reason: str
+    message: Optional[str] = None
+    exit_code: Optional[int] = None
+    signal: Optional[int] = None
+
+
+def pipes_param(params: Dict[str, Any]) -> str:
+    """A Pipes bootstrap parameter as `dagster_pipes.encode_param` writes it: base64 of zlib of JSON."""
+    return base64.b64encode(zlib.compress(json.dumps(params).encode("utf-8"))).decode("ascii")
+
+
+def payload_environment(
+    spec: PayloadSpec, inherited: Environment, python: str, run_dir: str, messages: str, ray: Environment
+) -> Environment:
+    """The environment of a payload: what the runtime inherited, Ray's coordinates, and what the user asked for."""
+    env = {name: value for name, value in inherited.items() if not name.startswith(_SCRUBBED)}
+    env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])
+    env["PYTHONUNBUFFERED"] = "1"
+    env["RAYSLURM_RUN_DIR"] = run_dir
+    env["DAGSTER_PIPES_CONTEXT"] = pipes_param({"path": os.path.join(run_dir, CONTEXT)})
+    env["DAGSTER_PIPES_MESSAGES"] = pipes_param({"path": messages})
+    if spec.uses_ray:
+        env.update({"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"})  # Ray's defaults suit a terminal, not a log.
+        if spec.env:
+            # Workers inherit the raylet's environment, not the driver's; the job's runtime_env reaches them (Ray 2.60).
+            env["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps({"runtime_env": {"env_vars": spec.env}})
+    env.update(ray)
+    env.update(spec.env)
+    return env
+
+
+def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
+    """Make the payload's directory: links to the entries of `working_dir`, then the extra files.
+
+    Links, so that the payload's own new files never land in the user's source tree and nothing is copied.
+    """
+    os.makedirs(work_dir, exist_ok=True)
+    sources = []
+    if spec.working_dir:
+        sources = [os.path.join(spec.working_dir, name) for name in os.listdir(spec.working_dir)]
+    for source in [*sources, *spec.extra_files]:
+        link = os.path.join(work_dir, os.path.basename(source))
+        if os.path.islink(link):
+            os.unlink(link)  # An extra file stands in for the entry of the same name.
+        os.symlink(source, link)
+
+
+class Payload:
+    """Runs one payload and writes its record.
+
+    Args:
+        loop: where everything happens.
+        run_dir: the run directory, with the Pipes context in it.
+        spec: what to run.
+        secret_env: variables for the driver only, which the record never sees.
+        record: the record of this run.
+        on_end: called once, after the `end` is written.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        run_dir: str,
+        spec: PayloadSpec,
+        secret_env: Environment,
+        record: RunRecord,
+        on_end: Callable[["Payload"], None],
+    ) -> None:
+        self.loop = loop
+        self.run_dir = run_dir
+        self.spec = spec
+        self.record = record
+        self.context: Dict[str, Any] = {}
+        """Facts about the cluster that the `end` repeats, so that metadata needs no other record."""
+        self._secret_env = secret_env
+        self._on_end = on_end
+        self._work_dir = os.path.join(run_dir, "work")
+        self._pid: Optional[int] = None
+        self._exit: Optional[End] = None
+        self._verdict: Optional[End] = None
+        self._usage: Dict[str, Any] = {}
+        self._streams: Dict[int, "_Stream"] = {}
+        self._messages: Optional[_MessageFile] = None
+        self._timers: Dict[str, Timer] = {}
+        self._sampler: Optional[Sampler] = None
+        self._started_at: Optional[float] = None
+        self.ended = False
+
+    def start(self, ray_env: Environment, messages_path: str, spill_dir: Optional[str] = None) -> None:
+        """Start the process; a payload that cannot start ends at once."""
+        self._messages = _MessageFile(messages_path)
+        env = payload_environment(
+            self.spec, dict(os.environ), sys.executable, self.run_dir, messages_path, ray_env
+        )
+        env.update(self._secret_env)
+        argv = list(self.spec.argv)
+        if argv[0] in ("python", "python3"):
+            argv[0] = sys.executable  # The environment's Python started this runtime.
+        out, err = os.pipe(), os.pipe()
+        self._started_at = time.time()
+        self._sampler = Sampler(self.loop, spill_dir)
+        try:
+            lay_out_work_dir(self._work_dir, self.spec)
+            self._pid = self.loop.spawn(
+                argv,
+                self._exited,
+                cwd=self._work_dir,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out[1],
+                stderr=err[1],
+                preexec_fn=processes.die_with_parent(),
+            )
+        except (OSError, ValueError) as error:
+            for fd in (*out, *err):
+                os.close(fd)
+            self._sampler.cancel()
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            return self._finish(End("spawn", "the command %r cannot be started: %s" % (argv[0], why)))
+        os.close(out[1])
+        os.close(err[1])
+        self._watch("stdout", out[0])
+        self._watch("stderr", err[0])
+        self._phase("running", "payload started (pid %d)" % self._pid)
+        self._every(_MESSAGE_POLL, "messages", self._copy_messages)
+        self._every(_SYNC_INTERVAL, "sync", self.record.sync)
+
+    def end_early(self, end: End, grace: Optional[float] = None) -> None:
+        """End the payload for a reason of the runtime's own: SIGTERM to its group, SIGKILL after the grace period.
+
+        The first reason stands; asking again shortens the wait if `grace` is shorter.
+        """
+        if self.ended:
+            return
+        if self._verdict is None:
+            self._verdict = end
+        if self._pid is None:
+            return self._finish(self._verdict)
+        grace = self.spec.grace_period if grace is None else grace
+        if grace > 0:
+            processes.signal_group(self._pid, signal.SIGTERM)
+        self._due("kill", grace, self._kill)
+
+    def phase(self, name: str, message: str, **detail: Any) -> None:
+        """Write a phase into the journal, unless the payload ended."""
+        if not self.ended:
+            self._phase(name, message, **detail)
+
+    def start_record(self, start: Dict[str, Any]) -> None:
+        """Write the first record of the run."""
+        self._keep(start)
+
+    def keep_tail(self, name: str, text: str) -> None:
+        """Write the last lines of a log that explains a failure."""
+        if not self.ended:
+            self._keep({"type": "tail", "name": name, "text": text})
+
+    def abandon(self, end: End) -> None:
+        """Write the `end` without waiting for the process, which the caller ends with everything else."""
+        if not self.ended:
+            self._finish(end)
+
+    def _phase(self, name: str, message: str, **detail: Any) -> None:
+        at = time.time()
+        self._keep({"type": "phase", "phase": name, "message": message, "at": at, **detail})
+        self._guarded(self.record.sync)
+        self._guarded(lambda: self._write_status({"state": name, "message": message, "at": at}))
+
+    def _write_status(self, status: Dict[str, Any]) -> None:
+        status.update(nonce=self.spec.nonce, runtime_pid=os.getpid(), payload_pid=self._pid)
+        write_atomically(os.path.join(self.run_dir, STATUS), json.dumps(status).encode("utf-8"))
+
+    def _kill(self) -> None:
+        if self._pid is not None:
+            processes.signal_group(self._pid, signal.SIGKILL)
+
+    def _watch(self, name: str, fd: int) -> None:
+        self._streams[fd] = _Stream(name)
+        self.loop.on_readable(fd, lambda: self._read(fd))
+
+    def _due(self, name: str, delay: float, call: Callable[[], None]) -> None:
+        """Have `call` made later, instead of what was due under this name."""
+        if name in self._timers:
+            self._timers[name].cancel()
+        self._timers[name] = self.loop.call_later(delay, call)
+
+    def _every(self, interval: float, name: str, call: Callable[[], None]) -> None:
+        def again() -> None:
+            self._guarded(call)
+            if not self.ended:
+                self._due(name, interval, again)
+
+        self._due(name, interval, again)
+
+    def _read(self, fd: int) -> bool:
+        """Copy one chunk of output; False at the end of the stream."""
+        data = os.read(fd, _CHUNK)
+        stream = self._streams[fd]
+        text = stream.decoder.decode(data, final=not data)
+        if text:
+            self.record.output(stream.name, text, time.time())
+        if not data:
+            self.loop.forget(fd)
+            os.close(fd)
+            del self._streams[fd]
+            self._finish_if_complete()
+        return bool(data)
+
+    def _copy_messages(self) -> None:
+        assert self._messages is not None
+        while self._messages.copy(self._keep):
+            continue
+
+    def _keep(self, *records: Dict[str, Any]) -> None:
+        self._guarded(lambda: self.record.write(*records))
+
+    def _guarded(self, write: Callable[[], None]) -> None:
+        """Write to the record; a record that cannot be kept ends the payload, because results would be lost."""
+        try:
+            write()
+        except OSError as error:
+            if not self.ended:
+                why = "%s cannot be written: %s" % (self.run_dir, error.strerror)
+                self.end_early(End("record", why))
+
+    def _exited(self, code: int, rusage: Any) -> None:
+        assert self._pid is not None and self._sampler is not None
+        self._exit = End("exit", exit_code=code) if code >= 0 else End("exit", signal=-code)
+        self._usage = self._sampler.stop(self._pid, rusage)
+        self._kill()
+        self._kill_leftovers()
+        self._due("drain", _DRAIN_DEADLINE, self._give_up_draining)
+        self._finish_if_complete()
+
+    def _kill_leftovers(self) -> None:
+        """End what the payload left behind in other process groups; its environment names this run."""
+        mark = "RAYSLURM_RUN_DIR=" + self.run_dir
+        below = [process.pid for process in processes.descendants(os.getpid())]
+        processes.kill_all(pid for pid in below if processes.has_environment(pid, mark))
+
+    def _finish_if_complete(self) -> None:
+        if self._exit is not None and not self._streams and not self.ended:
+            self._finish(self._verdict or self._exit)
+
+    def _give_up_draining(self) -> None:
+        """A process that cannot be killed holds the pipe: what it may still write is not waited for."""
+        for fd in list(self._streams):
+            self.loop.forget(fd)
+            os.close(fd)
+            del self._streams[fd]
+        self._finish_if_complete()
+
+    def _finish(self, end: End) -> None:
+        """Write the one `end`; nothing is written to the run directory afterwards."""
+        if self._messages is not None:
+            self._copy_messages()
+            end = self._verdict or end  # Copying the last messages may itself have failed.
+        self.ended = True
+        for timer in self._timers.values():
+            timer.cancel()
+        ended_at = time.time()
+        fields = self._exit or end
+        try:
+            taken, left_out = collect_outputs(
+                self._work_dir, os.path.join(self.run_dir, "outputs"), self.spec.outputs, self.spec.max_output_bytes
+            )
+        except OSError as error:
+            taken, left_out = [], ["all of them: %s" % error.strerror]
+        self._write_end(
+            {
+                "type": "end",
+                "nonce": self.spec.nonce,
+                "reason": end.reason,
+                "message": end.message,
+                "exit_code": fields.exit_code,
+                "signal": fields.signal,
+                "started_at": self._started_at,
+                "ended_at": ended_at,
+                "pipes_messages": self._messages.count if self._messages else 0,
+                "usage": self._usage,
+                "outputs": taken,
+                "outputs_left_out": left_out,
+                "context": self.context,
+            }
+        )
+        self._on_end(self)
+
+    def _write_end(self, end: Dict[str, Any]) -> None:
+        try:
+            self._write_status({"state": "ended", "message": end["reason"], "at": end["ended_at"]})
+        except OSError:
+            end["status_stale"] = True  # A full disk: the journal's `end` has space set aside, the status has not.
+        try:
+            self.record.end(end)
+        except OSError as error:
+            # Whoever follows finds a runtime that ended without an `end`, and this line in its log.
+            print("rayslurm: the end of the run cannot be recorded: %s" % error, file=sys.stderr)
+
+
+class _Stream:
+    """One output stream; bytes that are not UTF-8 become U+FFFD, characters cut by a chunk are put together."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+
+class _MessageFile:
+    """The file that `dagster_pipes` appends messages to by default; complete lines move into the journal."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file = open(path, "xb+", buffering=0)  # noqa: SIM115 - kept open for as long as the payload runs
+        self._partial = b""
+        self.count = 0
+
+    def copy(self, keep: Callable[..., None]) -> bool:
+        """Move one chunk of messages on; False if there was none."""
+        data = self._file.read(_CHUNK)
+        if not data:
+            return False
+        lines, self._partial = split_lines(self._partial + data)
+        now = time.time()
+        records = [{"type": "pipes", "at": now, "line": line.decode("utf-8", "replace")} for line in lines if line]
+        self.count += len(records)
+        if records:
+            keep(*records)
+        return True

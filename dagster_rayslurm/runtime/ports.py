@@ -1,0 +1,139 @@
+"""Ports for Ray's services on a node that other clusters share.
+
+Every fixed port is chosen free and outside the kernel's ephemeral range, so that no outgoing connection takes it
+between the choice and Ray's own bind. With a `port_range` (a firewalled site) the node's clusters divide the range
+into blocks, each held by a lock for as long as its runtime lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import re
+import socket
+import tempfile
+from dataclasses import dataclass
+from typing import List, Optional, Tuple
+
+BLOCK = 100
+"""Ports of one cluster on one node when a `port_range` is set: 10 for services, the others for workers."""
+
+SERVICES = (
+    "port",
+    "ray-client-server-port",
+    "dashboard-port",
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "runtime-env-agent-port",
+    "metrics-export-port",
+    "node-manager-port",
+    "object-manager-port",
+)
+"""The options of `ray start --head` that take a port (Ray 2.60)."""
+
+_CHOSEN = ("port", "ray-client-server-port", "dashboard-port")
+"""Those that must be known beforehand; the others are left to the kernel unless there is a range."""
+
+
+class PortError(OSError):
+    """No port can be had; the message says in which range."""
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Ports of a head node: the options of `ray start`, and the lock that keeps a block."""
+
+    gcs: int
+    dashboard: int
+    options: Tuple[str, ...]
+    lock: Optional[int] = None
+
+
+def parse_range(text: str) -> Tuple[int, int]:
+    """The bounds of "LOW-HIGH", both included.
+
+    Raises:
+        ValueError: if it is no such range, or too small for one cluster.
+    """
+    match = re.match(r"^(\d+)-(\d+)$", text)
+    low, high = (int(match.group(1)), int(match.group(2))) if match else (0, 0)
+    if not 1024 <= low <= high <= 65535:
+        raise ValueError('expected "LOW-HIGH" with 1024 <= LOW <= HIGH <= 65535, got %r' % text)
+    if high - low + 1 < BLOCK:
+        raise ValueError("a cluster needs %d ports on each node, %s has %d" % (BLOCK, text, high - low + 1))
+    return low, high
+
+
+def ephemeral_range() -> Tuple[int, int]:
+    """The kernel's range for outgoing connections (ip(7), ip_local_port_range)."""
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+            low, high = map(int, file.read().split())
+            return low, high
+    except (OSError, ValueError):
+        return 32768, 65535
+
+
+def is_free(port: int) -> bool:
+    """Whether nothing listens on a port, on any address."""
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((address, port))
+        except OSError as error:
+            if family == socket.AF_INET or error.errno == 98:  # EADDRINUSE; a host without IPv6 answers otherwise.
+                return False
+    return True
+
+
+def choose(port_range: Optional[str] = None) -> Ports:
+    """Choose the ports of a head node.
+
+    Raises:
+        PortError: if there are not enough free ones.
+    """
+    return _from_block(*_claim_block(port_range)) if port_range else _scattered()
+
+
+def _scattered() -> Ports:
+    low, high = ephemeral_range()
+    candidates = [*range(10000, min(low, 65536)), *range(high + 1, 65536)] or list(range(10000, 65536))
+    chosen: List[int] = []
+    for port in random.SystemRandom().sample(candidates, min(200, len(candidates))):
+        if is_free(port):
+            chosen.append(port)
+        if len(chosen) == len(_CHOSEN):
+            break
+    else:
+        raise PortError("no free ports outside the ephemeral range %d-%d" % (low, high))
+    named = dict(zip(_CHOSEN, chosen))
+    options = ["--%s=%d" % (service, named.get(service, 0)) for service in SERVICES]
+    return Ports(named["port"], named["dashboard-port"], (*options, "--min-worker-port=0", "--max-worker-port=0"))
+
+
+def _claim_block(port_range: str) -> Tuple[List[int], int]:
+    low, high = parse_range(port_range)
+    directory = os.path.join(tempfile.gettempdir(), "rayslurm-ports-%d" % os.geteuid())
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    for start in range(low, high - BLOCK + 2, BLOCK):
+        lock = os.open(os.path.join(directory, str(start)), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        free = [port for port in range(start, start + BLOCK) if is_free(port)]
+        if len(free) > len(SERVICES):
+            return free, lock
+        os.close(lock)
+    raise PortError("every block of %d ports in %s is taken on this node" % (BLOCK, port_range))
+
+
+def _from_block(free: List[int], lock: int) -> Ports:
+    named = dict(zip(SERVICES, free))
+    workers = ",".join(map(str, free[len(SERVICES) :]))
+    options = ["--%s=%d" % item for item in named.items()]
+    return Ports(named["port"], named["dashboard-port"], (*options, "--worker-port-list=" + workers), lock)

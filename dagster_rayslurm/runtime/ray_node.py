@@ -1,0 +1,126 @@
+"""`ray start --block` on one node, in the environment's Python, reporting the cluster to the runtime.
+
+`ray start` runs in this very process, with a thread beside it that asks the GCS for its nodes. So the import of Ray
+is paid once, and the cluster counts as alive as soon as the GCS says so, seconds before `ray start` returns.
+Facts about Ray's private API were read in and tried on Ray 2.60.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any, Dict, List, Optional, Tuple
+
+TOKEN_SINCE = (2, 52)
+"""First Ray version with token authentication."""
+
+_FAST, _SLOW = 0.05, 1.0
+_ALIVE = 0  # GcsNodeInfo.ALIVE in Ray's gcs.proto.
+
+
+def main(argv: List[str]) -> int:
+    """Run `ray start` as told; `argv` is one JSON object.
+
+    Keys: `report_fd` (where JSON lines go), `gcs` ("HOST:PORT" to ask), `ray_version` (required one, or null),
+    `token` (whether authentication is on), `start` (the arguments of `ray start`).
+    """
+    order = json.loads(argv[0])
+    report = _Reporter(order["report_fd"])
+    try:
+        import ray
+        from ray.scripts.scripts import main as ray_cli
+    except ImportError as error:
+        report(event="environment", message="Ray cannot be imported by %s: %s" % (sys.executable, error))
+        return 1
+    refusal = refuse_version(ray.__version__, order["ray_version"], order["token"])
+    if refusal:
+        report(event="environment", message=refusal)
+        return 1
+    report(event="version", ray_version=ray.__version__)
+    threading.Thread(target=_watch, args=(order["gcs"], report), daemon=True).start()
+    sys.argv = ["ray", "start", *order["start"]]
+    ray_cli()
+    return 0
+
+
+def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[str]:
+    """Why this version of Ray cannot be used, or None."""
+    if wanted and found != wanted:
+        return "Ray %s is installed for %s, and ray_version asks for %s" % (found, sys.executable, wanted)
+    if token and version_tuple(found) < TOKEN_SINCE:
+        return (
+            "Ray %s has no token authentication (Ray 2.52 has it), so anybody who reaches this node could run code as "
+            'you: upgrade Ray, or accept that with RayLauncher(auth="disabled")' % found
+        )
+    return None
+
+
+def version_tuple(version: str) -> Tuple[int, int]:
+    """Major and minor of a version; "2.60.0rc1" is (2, 60)."""
+    major, _, rest = version.partition(".")
+    return int(major), int(rest.partition(".")[0])
+
+
+class _Reporter:
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)  # Ray's daemons must not hold it open.
+        self._file = os.fdopen(fd, "w", encoding="utf-8", buffering=1)
+
+    def __call__(self, **event: Any) -> None:
+        self._file.write(json.dumps(event) + "\n")
+
+
+def _watch(gcs: str, report: _Reporter) -> None:
+    """Report the table of nodes whenever it changes."""
+    try:
+        # Its constructor retries for tens of seconds when nobody listens yet, so the port is tried first.
+        _wait_for_port(gcs)
+        client = _gcs_client(gcs)
+        known: Optional[Dict[str, Any]] = None
+        while True:
+            nodes = _nodes(client)
+            if nodes is not None and nodes != known:
+                report(event="nodes", nodes=nodes)
+                known = nodes
+            time.sleep(_SLOW if known else _FAST)
+    except BaseException as error:
+        report(event="watch-failed", message="%s: %s" % (type(error).__name__, error))
+
+
+def _wait_for_port(gcs: str) -> None:
+    host, _, port = gcs.rpartition(":")
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+            return
+        except OSError:
+            time.sleep(_FAST)
+
+
+def _gcs_client(gcs: str) -> Any:
+    from ray._raylet import GcsClient
+
+    return GcsClient(address=gcs)
+
+
+def _nodes(client: Any) -> Optional[Dict[str, Any]]:
+    """Nodes by id, or None while the GCS does not answer."""
+    try:
+        infos = client.get_all_node_info(timeout=2)
+    except Exception as error:  # Ray's RPC errors have no common public base.
+        print("rayslurm: the GCS does not answer: %s" % error, file=sys.stderr)
+        return None
+    return {
+        node_id.hex(): {
+            "alive": info.state == _ALIVE,
+            "head": bool(info.is_head_node),
+            "hostname": info.node_manager_hostname,
+            "address": info.node_manager_address,
+            "resources": dict(info.resources_total),
+        }
+        for node_id, info in infos.items()
+    }

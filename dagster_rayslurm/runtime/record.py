@@ -1,0 +1,229 @@
+"""The record of a run: append-only JSON lines, each with its own checksum, that survive torn writes and full disks.
+
+`journal.jsonl` holds the start, phases, Pipes messages, usage and exactly one `end`; `stdio.jsonl` the payload's
+output; `status.json` the current state. Writers own a file alone; readers keep a byte offset and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from typing import Any, Dict, List, Optional, Tuple
+
+JOURNAL = "journal.jsonl"
+STDIO = "stdio.jsonl"
+STATUS = "status.json"
+RUNTIME_LOG = "runtime.log"
+
+_CRC_KEY = b',"crc":"'
+_RESERVE_BYTES = 64 * 1024
+
+Record = Dict[str, Any]
+
+
+def encode(record: Record) -> bytes:
+    """One record as a JSON line whose last member is the CRC-32 of everything before it."""
+    body = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")[:-1]
+    return body + _CRC_KEY + b'%08x"}\n' % zlib.crc32(body)
+
+
+def decode(line: bytes) -> Optional[Record]:
+    """The record of a line without its newline, or None if the line is torn or was altered."""
+    body, key, tail = line.rpartition(_CRC_KEY)
+    if not key or tail != b'%08x"}' % zlib.crc32(body):
+        return None
+    try:
+        record = json.loads((body + b"}").decode("utf-8", "surrogatepass"))
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+class LineReader:
+    """Turns bytes read from successive offsets into records.
+
+    Attributes:
+        offset: first byte that is not consumed yet; the only state that resuming needs.
+        damaged: number of complete lines whose checksum did not hold.
+    """
+
+    def __init__(self, offset: int = 0) -> None:
+        self.offset = offset
+        self.damaged = 0
+        self._partial: List[bytes] = []
+        self._partial_bytes = 0
+
+    @property
+    def next_read(self) -> int:
+        """The offset to read from next: after the consumed lines and the partial one kept in memory."""
+        return self.offset + self._partial_bytes
+
+    def feed(self, data: bytes) -> List[Record]:
+        """The records that `data`, read at `next_read`, completes."""
+        if b"\n" not in data:  # Not joined yet: a line of many chunks would be copied once for each of them.
+            self._partial.append(data)
+            self._partial_bytes += len(data)
+            return []
+        lines, rest = split_lines(b"".join([*self._partial, data]))
+        self._partial, self._partial_bytes = [rest], len(rest)
+        self.offset += sum(map(len, lines)) + len(lines)
+        records = [record for record in map(decode, lines) if record is not None]
+        self.damaged += len(lines) - len(records)
+        return records
+
+
+class Appender:
+    """Appends records to one file; a failed write leaves no torn line behind.
+
+    Args:
+        path: the file, which only this writer appends to.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.size = os.fstat(self._fd).st_size
+        self._dirty = False
+
+    def append(self, data: bytes) -> None:
+        """Append whole encoded lines.
+
+        Raises:
+            OSError: the disk is full or the file system failed; the file ends where it did before.
+        """
+        view, start = memoryview(data), self.size
+        try:
+            while view:
+                written = os.write(self._fd, view)
+                self.size += written
+                view = view[written:]
+            self._dirty = True
+        except OSError:
+            os.ftruncate(self._fd, start)
+            self.size = start
+            raise
+
+    def sync(self) -> None:
+        """Make what was appended visible to other hosts (a network file system sends it on fsync)."""
+        if self._dirty:
+            os.fsync(self._fd)
+            self._dirty = False
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class RunRecord:
+    """The record of one payload, as the runtime writes it.
+
+    Output that cannot be kept (size cap, full disk) is counted and announced once; a journal line that cannot be
+    kept raises, because a lost Pipes message is a lost result. Space for the `end` is set aside at the start.
+
+    Args:
+        run_dir: the run directory; must exist.
+        max_stdio_bytes: size at which `stdio.jsonl` stops to grow.
+    """
+
+    def __init__(self, run_dir: str, max_stdio_bytes: int) -> None:
+        self.run_dir = run_dir
+        self._journal = Appender(os.path.join(run_dir, JOURNAL))
+        self._stdio = Appender(os.path.join(run_dir, STDIO))
+        self._max_stdio_bytes = max_stdio_bytes
+        self._reserve = os.path.join(run_dir, "journal.reserve")
+        self.stdio_dropped = 0
+        self.ended = False
+        with open(self._reserve, "wb") as file:
+            file.write(os.urandom(_RESERVE_BYTES))  # Random: a file system that compresses must set it aside too.
+            os.fsync(file.fileno())
+
+    @property
+    def stdio_bytes(self) -> int:
+        return self._stdio.size
+
+    def write(self, *records: Record) -> None:
+        """Append records to the journal.
+
+        Raises:
+            OSError: they could not be kept.
+        """
+        self._journal.append(b"".join(map(encode, records)))
+
+    def output(self, stream: str, text: str, at: float) -> None:
+        """Append payload output; `stream` is "stdout" or "stderr"."""
+        if self.stdio_dropped:
+            self.stdio_dropped += len(text)
+            return
+        line = encode({"s": stream, "t": round(at, 3), "d": text})
+        try:
+            if self._stdio.size + len(line) <= self._max_stdio_bytes:
+                return self._stdio.append(line)
+            why = "output limit of %d bytes reached" % self._max_stdio_bytes
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+        self.stdio_dropped += len(text)
+        marker = encode({"s": "stderr", "t": round(at, 3), "d": "\n[rayslurm] output not recorded from here: %s\n" % why})
+        try:
+            self._stdio.append(marker)
+        except OSError:
+            return  # The `end` carries the number of dropped characters all the same.
+
+    def sync(self) -> None:
+        self._stdio.sync()
+        self._journal.sync()
+
+    def end(self, record: Record) -> None:
+        """Append the one `end`, using the space set aside if the disk is full, and close the record."""
+        if self.ended:
+            return
+        self.ended = True
+        try:
+            os.unlink(self._reserve)
+        except FileNotFoundError:
+            pass  # A second writer of the same directory is refused elsewhere; nothing is lost here.
+        self._stdio.sync()
+        full = dict(record, stdio_bytes=self.stdio_bytes, stdio_dropped=self.stdio_dropped)
+        self._journal.append(encode(full))
+        self._journal.sync()
+        self._journal.close()
+        self._stdio.close()
+
+
+def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
+    """Replace a file in one step: temporary name, fsync, rename."""
+    temporary = "%s.%d.tmp" % (path, os.getpid())
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        try:
+            os.unlink(temporary)
+        except FileNotFoundError:
+            pass
+        raise
+
+
+def tail_lines(text: str, lines: int = 40, chars: int = 8000) -> str:
+    """The last lines of a text, bounded in characters too."""
+    return "\n".join(text[-chars:].splitlines()[-lines:])
+
+
+def tail_file(path: str, lines: int = 40, limit: int = 16384) -> str:
+    """The last lines of a log file, or "" if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - limit))
+            return tail_lines(file.read().decode("utf-8", "replace"), lines)
+    except OSError:
+        return ""
+
+
+def split_lines(buffer: bytes) -> Tuple[List[bytes], bytes]:
+    """Complete lines of a buffer, and the rest."""
+    *lines, rest = buffer.split(b"\n")
+    return lines, rest

@@ -1,0 +1,99 @@
+"""The start record: what the orchestrator asks the runtime to do, as frozen dataclasses that travel as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional, Type, TypeVar
+
+from . import PROTOCOL_VERSION
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RaySpec:
+    """The Ray cluster that must be alive before a payload starts. `None` means "as granted on the node"."""
+
+    num_cpus: Optional[int] = None
+    num_gpus: Optional[int] = None
+    object_store_memory: Optional[int] = None
+    resources: Dict[str, float] = field(default_factory=dict)
+    labels: Dict[str, str] = field(default_factory=dict)
+    dashboard: bool = True
+    auth: str = "token"
+    ray_version: Optional[str] = None
+    ray_args: List[str] = field(default_factory=list)
+    node_ip_address: Optional[str] = None
+    network_interface: Optional[str] = None
+    port_range: Optional[str] = None
+    startup_timeout: float = 300.0
+    health_check: Optional[str] = None
+
+
+@dataclass(frozen=True)
+class PayloadSpec:
+    """One payload: a command, its environment and what is expected of it."""
+
+    argv: List[str]
+    nonce: str
+    env: Dict[str, str] = field(default_factory=dict)
+    working_dir: Optional[str] = None
+    """Directory whose entries appear in the payload's own working directory; None for an empty one."""
+    extra_files: List[str] = field(default_factory=list)
+    outputs: List[str] = field(default_factory=list)
+    max_output_bytes: int = 100 * 2**20
+    max_stdio_bytes: int = 2**30
+    grace_period: float = 10.0
+    uses_ray: bool = False
+
+
+@dataclass(frozen=True)
+class RuntimeSpec:
+    """One runtime: the cluster it keeps, and how long it lives without a payload."""
+
+    cluster_id: str
+    ray: Optional[RaySpec] = None
+    idle_timeout: Optional[float] = None
+    """Seconds without a payload after which a session ends; None for a runtime that runs one payload and ends."""
+    max_concurrent_payloads: int = 1
+    protocol: int = PROTOCOL_VERSION
+
+
+class SpecError(ValueError):
+    """The start record cannot be used; the message says why."""
+
+
+def to_json(spec: Any) -> str:
+    """Render a spec as JSON, one key per line so that a person can read it in the run directory."""
+    return json.dumps(dataclasses.asdict(spec), indent=1, sort_keys=True)
+
+
+def from_json(cls: Type[T], text: str) -> T:
+    """Parse a spec, refusing unknown keys and other protocol versions.
+
+    Raises:
+        SpecError: if the text is no JSON object of this class, or speaks another protocol version.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise SpecError("the start record is not JSON: %s" % error) from None
+    if not isinstance(data, dict):
+        raise SpecError("the start record is not a JSON object")
+    protocol = data.get("protocol", PROTOCOL_VERSION)
+    if protocol != PROTOCOL_VERSION:
+        raise SpecError(
+            "the start record speaks protocol version %s and this runtime version %s" % (protocol, PROTOCOL_VERSION)
+        )
+    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise SpecError("the start record has unknown keys: %s" % ", ".join(unknown))
+    if isinstance(data.get("ray"), dict):
+        data["ray"] = from_json(RaySpec, json.dumps(data["ray"]))
+    try:
+        return cls(**data)
+    except TypeError as error:
+        raise SpecError("the start record is incomplete: %s" % error) from None

@@ -1,0 +1,236 @@
+"""The heart of the runtime: payloads wait for the cluster, run, end; the cluster serves them and ends last.
+
+A runtime for one payload and a session that stays warm are the same thing here: they differ in who hands payloads
+over (`control`) and in when there is nothing left to wait for.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import platform
+import signal
+import sys
+import time
+import traceback
+from typing import Any, Callable, Deque, Dict, List, Optional
+
+from . import PROTOCOL_VERSION, machine, processes, scratch
+from .cluster import ClusterError, RayCluster
+from .loop import Loop, Timer
+from .payload import End, Payload
+from .record import RunRecord
+from .spec import PayloadSpec, RuntimeSpec, SpecError, from_json
+
+PAYLOAD = "payload.json"
+SECRETS = "secrets.json"
+
+_LOST_GRACE = 1.0
+"""Seconds a payload gets after its cluster is lost: `ray.init` would hang for 40 s and more (Ray 2.60)."""
+
+
+class Closing(Exception):
+    """The runtime takes no more payloads; the caller starts another one."""
+
+
+class Supervisor:
+    """Runs payloads, on one Ray cluster if the spec has one.
+
+    Args:
+        loop: where everything happens.
+        spec: the cluster and the runtime's own life.
+        private: scratch directory of this runtime.
+    """
+
+    def __init__(self, loop: Loop, spec: RuntimeSpec, private: scratch.Scratch) -> None:
+        self.loop = loop
+        self.spec = spec
+        self.machine = machine.detect()
+        self.cluster: Optional[RayCluster] = None
+        self._scratch = private
+        self._waiting: Deque[Payload] = collections.deque()
+        self._running: List[Payload] = []
+        self._served = 0
+        self._closing = False
+        self._idle: Optional[Timer] = None
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.on_signal(signum, self._interrupted)
+        if spec.ray is not None:
+            self.cluster = RayCluster(
+                loop, spec.ray, self.machine, private, self._pump, self._cluster_failed, self._tell
+            )
+
+    def run(self) -> None:
+        """React until there is nothing left to do, then end everything that was started here."""
+        try:
+            if self.cluster is not None:
+                self.cluster.start()
+            self._settle()
+            self.loop.run()
+        except BaseException:
+            # A defect here must not leave anybody waiting for an `end` that nobody writes.
+            self._abort(End("runtime", "the runtime failed: " + traceback.format_exc(limit=-3)))
+            raise
+        finally:
+            if self.cluster is not None:
+                self.cluster.stop()
+            processes.kill_descendants(os.getpid(), collect=self.loop.reap)
+            self._scratch.remove()
+
+    def submit(self, run_dir: str, on_end: Callable[[Payload], None] = lambda payload: None) -> Payload:
+        """Take over the payload of a run directory.
+
+        Raises:
+            Closing: this runtime is about to end.
+            SpecError: the run directory's start record cannot be used.
+            OSError: the run directory cannot be read or written.
+        """
+        if self._closing:
+            raise Closing
+        spec = from_json(PayloadSpec, _read(os.path.join(run_dir, PAYLOAD)))
+        secrets = _take_secrets(run_dir)
+        record = RunRecord(run_dir, spec.max_stdio_bytes)
+
+        def ended(payload: Payload) -> None:
+            on_end(payload)
+            self._ended(payload)
+
+        payload = Payload(self.loop, run_dir, spec, secrets, record, ended)
+        payload.start_record(
+            {
+                "type": "start",
+                "nonce": spec.nonce,
+                "protocol": PROTOCOL_VERSION,
+                "at": time.time(),
+                "cluster_id": self.spec.cluster_id,
+                "hostname": self.machine.hostname,
+                "pid": os.getpid(),
+                "python": platform.python_version(),
+            }
+        )
+        self._served += 1
+        self._waiting.append(payload)
+        if self._idle is not None:
+            self._idle.cancel()
+        if self.cluster is not None and self.cluster.ready:
+            payload.phase("cluster-ready", "the warm Ray cluster %s is up" % self.spec.cluster_id)
+        elif len(self._waiting) + len(self._running) > 1:
+            payload.phase("queued", "waiting for the Ray cluster %s" % self.spec.cluster_id)
+        self._pump()
+        return payload
+
+    def close(self, end: End, grace: Optional[float] = None) -> None:
+        """Take no more payloads, end those that are here and then the runtime."""
+        self._closing = True
+        for payload in [*self._waiting, *self._running]:
+            payload.end_early(end, grace)
+        self._settle()
+
+    def describe(self) -> Dict[str, Any]:
+        """What a session tells who asks."""
+        return {
+            "cluster_id": self.spec.cluster_id,
+            "protocol": PROTOCOL_VERSION,
+            "pid": os.getpid(),
+            "ready": self.cluster is None or self.cluster.ready,
+            "closing": self._closing,
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "served": self._served,
+        }
+
+    def _pump(self) -> None:
+        """Start what may start now, in the order of arrival."""
+        if self.cluster is not None and not self.cluster.ready:
+            return
+        while self._waiting and len(self._running) < self.spec.max_concurrent_payloads and not self._closing:
+            payload = self._waiting.popleft()
+            self._running.append(payload)
+            self._start(payload)
+        for place, payload in enumerate(self._waiting, 1):
+            payload.phase("queued", "place %d in the queue of the Ray cluster %s" % (place, self.spec.cluster_id))
+
+    def _start(self, payload: Payload) -> None:
+        messages = self._scratch.join("messages-%s.jsonl" % payload.spec.nonce)
+        payload.context = {
+            "hostname": self.machine.hostname,
+            "num_cpus": self.machine.num_cpus,
+            "num_gpus": self.machine.num_gpus,
+            "warm": self._served > 1,
+        }
+        if self.cluster is None:
+            return payload.start({}, messages)
+        payload.context.update(self.cluster.facts())
+        payload.start(self.cluster.environment, messages, self._scratch.ray_temp_dir)
+
+    def _ended(self, payload: Payload) -> None:
+        if payload in self._running:
+            self._running.remove(payload)
+        else:
+            self._waiting.remove(payload)
+        self._pump()
+        self._settle()
+
+    def _settle(self) -> None:
+        """With nothing to run: end, or wait for `idle_timeout`."""
+        if self._waiting or self._running:
+            return
+        if self._closing or (self.spec.idle_timeout is None and self._served):
+            return self.loop.stop()
+        if self.spec.idle_timeout is not None:
+            if self._idle is not None:
+                self._idle.cancel()
+            self._idle = self.loop.call_later(self.spec.idle_timeout, lambda: self.close(End("cancel")))
+
+    def _cluster_failed(self, error: ClusterError) -> None:
+        assert self.cluster is not None
+        self._closing = True
+        for name, text in self.cluster.log_tails().items():
+            for payload in [*self._waiting, *self._running]:
+                payload.keep_tail(name, text)
+        self.close(End(error.reason, str(error)), grace=_LOST_GRACE)
+
+    def _tell(self, phase: str, message: str) -> None:
+        for payload in [*self._waiting, *self._running]:
+            payload.phase(phase, message)
+
+    def _interrupted(self, signum: int) -> None:
+        again = self._closing
+        name = signal.Signals(signum).name
+        self.close(End("cancel", "the runtime received %s" % name), grace=0 if again else None)
+
+    def _abort(self, end: End) -> None:
+        self._closing = True
+        for payload in [*self._waiting, *self._running]:
+            payload.abandon(end)
+
+
+def _take_secrets(run_dir: str) -> Dict[str, str]:
+    """Read the secret variables and remove their file, so that they exist in memory only from here on."""
+    path = os.path.join(run_dir, SECRETS)
+    try:
+        secrets = json.loads(_read(path))
+        os.unlink(path)
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise SpecError("%s is not JSON" % path) from error
+    return {str(name): str(value) for name, value in secrets.items()}
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def load_spec(directory: str) -> RuntimeSpec:
+    """The runtime's own start record.
+
+    Raises:
+        SystemExit: it cannot be used; the message goes to the runtime's log.
+    """
+    try:
+        return from_json(RuntimeSpec, _read(os.path.join(directory, "runtime.json")))
+    except (OSError, SpecError) as error:
+        sys.exit("rayslurm runtime: %s: %s" % (directory, error))

@@ -1,0 +1,200 @@
+"""What the payload and its Ray cluster use on this node, sampled from /proc and `nvidia-smi`.
+
+CPU time is the sum of what every process seen has used; memory is the private memory of all processes plus the
+largest shared mapping once, because all of Ray's processes map the same object store.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, Dict, Iterable, List, Optional
+
+from . import processes
+from .loop import Loop, Timer
+from .processes import Process
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.3
+"""Seconds until the first sample and between the late ones: short payloads are seen, long ones cost nothing."""
+_GPU_INTERVAL = 5.0
+_GPU_QUERY = ("nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
+_MAX_POINTS = 240
+
+
+@dataclass
+class Usage:
+    """Usage over a payload's window. `points` are (seconds since start, CPUs busy, bytes of memory)."""
+
+    elapsed: float = 0.0
+    cpu_seconds: float = 0.0
+    peak_memory: int = 0
+    gpu_utilization_mean: Optional[float] = None
+    gpu_utilization_max: Optional[float] = None
+    gpu_memory_max: Optional[int] = None
+    spilled_bytes: int = 0
+    points: List[List[float]] = field(default_factory=list)
+
+
+class Meter:
+    """Adds up usage of changing sets of processes over one window. Pure arithmetic: the caller reads /proc."""
+
+    def __init__(self, baseline: Dict[int, Process], started: float) -> None:
+        self._baseline = {pid: process.cpu_seconds for pid, process in baseline.items()}
+        self._cpu: Dict[int, float] = {}
+        self._started = started
+        self._last = (started, 0.0)
+        self._gpu: List[float] = []
+        self.usage = Usage()
+
+    def add(self, at: float, seen: Iterable[Process], memory: int) -> None:
+        for process in seen:
+            used = process.cpu_seconds - self._baseline.get(process.pid, 0.0)
+            self._cpu[process.pid] = max(used, self._cpu.get(process.pid, 0.0))
+        self._point(at, memory)
+
+    def settle(self, at: float, pid: int, cpu_seconds: float) -> None:
+        """Take the kernel's own figure for a process that ended, with the children it waited for."""
+        self._cpu[pid] = max(cpu_seconds, self._cpu.get(pid, 0.0))
+        self._point(at, 0)
+
+    def add_gpus(self, rows: List[List[float]]) -> None:
+        """Add one answer of `nvidia-smi`: rows of (index, percent busy, MiB used)."""
+        if not rows:
+            return
+        self._gpu.append(sum(row[1] for row in rows) / len(rows))
+        used = int(sum(row[2] for row in rows)) * 2**20
+        self.usage.gpu_memory_max = max(used, self.usage.gpu_memory_max or 0)
+        self.usage.gpu_utilization_max = max(max(row[1] for row in rows), self.usage.gpu_utilization_max or 0.0)
+        self.usage.gpu_utilization_mean = sum(self._gpu) / len(self._gpu)
+
+    def summary(self) -> Dict[str, Any]:
+        return asdict(self.usage)
+
+    def _point(self, at: float, memory: int) -> None:
+        usage = self.usage
+        usage.cpu_seconds = sum(self._cpu.values())
+        usage.peak_memory = max(usage.peak_memory, memory)
+        usage.elapsed = at - self._started
+        since, before = self._last
+        if at - since >= _FIRST / 2:
+            busy = (usage.cpu_seconds - before) / (at - since)
+            usage.points.append([round(usage.elapsed, 2), round(busy, 2), float(memory)])
+            self._last = (at, usage.cpu_seconds)
+        if len(usage.points) > _MAX_POINTS:
+            del usage.points[1::2]
+
+
+class Sampler:
+    """Feeds a `Meter` while a payload runs.
+
+    Args:
+        loop: where the timers run.
+        spill_dir: Ray's temporary directory, whose spilled objects are counted; None without Ray.
+    """
+
+    def __init__(self, loop: Loop, spill_dir: Optional[str] = None) -> None:
+        self._loop = loop
+        self._spill_dir = spill_dir
+        below = {process.pid: process for process in processes.descendants(os.getpid())}
+        self.meter = Meter(below, time.monotonic())
+        self._stopped = False
+        self._pause = _FIRST
+        self._timer = loop.call_later(self._pause, self._sample)
+        self._gpu_timer: Optional[Timer] = loop.call_later(0.0, self._ask_gpus)
+
+    def stop(self, pid: int, rusage: Any) -> Dict[str, Any]:
+        """Take the last sample and the ended payload's own figures."""
+        self.cancel()
+        now = time.monotonic()
+        below = processes.descendants(os.getpid())
+        self.meter.add(now, below, memory_of(below))
+        self.meter.settle(now, pid, rusage.ru_utime + rusage.ru_stime)
+        # ru_maxrss is in KiB (getrusage(2)); it is the only witness of a payload that ended before a sample.
+        self.meter.usage.peak_memory = max(self.meter.usage.peak_memory, rusage.ru_maxrss * 1024)
+        self._count_spilled()
+        return self.meter.summary()
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+        self._stopped = True
+        if self._gpu_timer is not None:
+            self._gpu_timer.cancel()
+
+    def _sample(self) -> None:
+        below = processes.descendants(os.getpid())
+        self.meter.add(time.monotonic(), below, memory_of(below))
+        self._count_spilled()
+        self._pause = min(self._pause * _GROWTH, _LONGEST)
+        self._timer = self._loop.call_later(self._pause, self._sample)
+
+    def _count_spilled(self) -> None:
+        if self._spill_dir:
+            spilled = _spilled_bytes(self._spill_dir)
+            self.meter.usage.spilled_bytes = max(self.meter.usage.spilled_bytes, spilled)
+
+    def _ask_gpus(self) -> None:
+        self._gpu_timer = None
+        reader, writer = os.pipe()
+
+        def answered(code: int, _: Any) -> None:
+            with os.fdopen(reader, "rb") as file:
+                text = file.read().decode("utf-8", "replace")
+            if code == 0 and not self._stopped:
+                self.meter.add_gpus(parse_gpus(text))
+                self._gpu_timer = self._loop.call_later(_GPU_INTERVAL, self._ask_gpus)
+
+        try:
+            self._loop.spawn(
+                _GPU_QUERY,
+                answered,
+                stdin=subprocess.DEVNULL,
+                stdout=writer,
+                stderr=subprocess.DEVNULL,
+                preexec_fn=processes.die_with_parent(),
+            )
+        except OSError:
+            os.close(reader)  # No driver on this node.
+        finally:
+            os.close(writer)
+
+
+def memory_of(seen: Iterable[Process]) -> int:
+    """Bytes of memory of a set of processes: private pages of each, and the largest shared part once."""
+    private, shared = 0, 0
+    for process in seen:
+        try:
+            with open("/proc/%d/statm" % process.pid) as file:
+                fields = file.read().split()
+        except OSError:
+            continue
+        private += (int(fields[1]) - int(fields[2])) * _PAGE
+        shared = max(shared, int(fields[2]) * _PAGE)
+    return private + shared
+
+
+def parse_gpus(text: str) -> List[List[float]]:
+    """Rows of numbers; a row with "[N/A]" (a MIG slice, say) is left out."""
+    rows = []
+    for line in text.splitlines():
+        try:
+            rows.append([float(value) for value in line.split(",")])
+        except ValueError:
+            continue
+    return [row for row in rows if len(row) == 3]
+
+
+def _spilled_bytes(ray_temp_dir: str) -> int:
+    """Bytes in Ray's spill directories (Ray 2.60: `session_*/ray_spilled_objects*`)."""
+    total = 0
+    session = os.path.join(ray_temp_dir, "session_latest")
+    try:
+        names = [name for name in os.listdir(session) if name.startswith("ray_spilled_objects")]
+        for name in names:
+            with os.scandir(os.path.join(session, name)) as entries:
+                total += sum(entry.stat().st_size for entry in entries)
+    except OSError:
+        return total  # Not made yet, or an object went away while we looked.
+    return total

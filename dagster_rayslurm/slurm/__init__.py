@@ -1,0 +1,1 @@
+"""Slurm: how a cluster is described."""

@@ -1,0 +1,78 @@
+"""What to ask Slurm for, and how to reach it. Options mean what sbatch(1) of Slurm 22.05 says."""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+import dagster as dg
+from pydantic import ConfigDict, Field
+
+from ..config import (
+    StrictConfig,
+    at_least,
+    check_sbatch_options,
+    check_signal,
+    checked,
+    memory,
+    text,
+    time_limit,
+)
+from ..connections.config import SSHConnectionResource
+
+
+class SlurmQueueConfig(StrictConfig):
+    """The footprint of an allocation and where it is asked for. None leaves a choice to Slurm or the launcher."""
+
+    partition: Annotated[Optional[str], text] = Field(None, description="Partition (`--partition`); None for the cluster's default.")
+    account: Annotated[Optional[str], text] = Field(None, description="Account that is charged (`--account`).")
+    qos: Annotated[Optional[str], text] = Field(None, description="Quality of service (`--qos`).")
+    reservation: Annotated[Optional[str], text] = Field(None, description="Reservation to run in (`--reservation`).")
+    constraint: Annotated[Optional[str], text] = Field(
+        None, description='Required node features (`--constraint`), such as "a100&nvlink".'
+    )
+    num_nodes: Annotated[int, at_least(1)] = Field(1, description="Number of nodes (`--nodes`).")
+    cpus_per_node: Annotated[Optional[int], at_least(1)] = Field(
+        None, description="CPUs on each node (`--cpus-per-task` of the one task per node); None asks for what the launcher wants."
+    )
+    gpus_per_node: Annotated[Optional[int], at_least(0)] = Field(
+        None, description="GPUs on each node (`--gpus-per-node`); None asks for what the launcher wants."
+    )
+    gpu_type: Annotated[Optional[str], text] = Field(None, description='Type of GPU as the cluster names it, such as "a100".')
+    mem: Annotated[Optional[str], memory] = Field(None, description='Memory of each node (`--mem`), such as "64G".')
+    mem_per_cpu: Annotated[Optional[str], memory] = Field(None, description='Memory for each CPU (`--mem-per-cpu`), such as "4G".')
+    time_limit: Annotated[str, time_limit] = Field(
+        "01:00:00", description="Time limit (`--time`): minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED."
+    )
+    exclusive: bool = Field(False, description="Share the nodes with no other job (`--exclusive`).")
+    nodelist: Annotated[Optional[str], text] = Field(None, description="Nodes that must be in the allocation (`--nodelist`).")
+    exclude: Annotated[Optional[str], text] = Field(None, description="Nodes that must not be in the allocation (`--exclude`).")
+    switches: Annotated[Optional[str], text] = Field(
+        None, description='Most leaf switches to span and how long to wait for that (`--switches`), such as "1@00:30:00".'
+    )
+    requeue: bool = Field(False, description="Let Slurm requeue the job after a node failure or preemption (`--requeue`).")
+    signal_before_timeout: Annotated[Optional[str], checked(check_signal)] = Field(
+        None,
+        description='Signal to the payload ahead of the time limit, as SECONDS or SIGNAL@SECONDS ("USR1@300"); the runtime\'s '
+        "own clock sends it, so Ray is not hit.",
+    )
+    extra_sbatch: Annotated[list[str], checked(check_sbatch_options)] = Field(
+        [], description='Any other long options of sbatch, such as ["--licenses=matlab:1"].'
+    )
+
+
+class SlurmResource(dg.ConfigurableResource):
+    """A Slurm cluster: how to reach it, the default footprint, and where files go."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ssh: Optional[SSHConnectionResource] = Field(
+        None, description="SSH connection to the edge (login) node; None when Dagster itself runs where `sbatch` is."
+    )
+    queue: SlurmQueueConfig = Field(default_factory=SlurmQueueConfig, description="Default footprint of allocations.")
+    remote_base: Annotated[str, text] = Field(
+        "~/.dagster_rayslurm",
+        description="Directory for run directories and caches, on a file system that the edge and the compute nodes share.",
+    )
+    poll_interval: Annotated[int, at_least(1, "seconds")] = Field(
+        30, description="Seconds between two looks at the queue, for pending reasons and lost jobs; results never wait for it."
+    )
