@@ -26,15 +26,16 @@ from .config import (
     check_environment,
     choice,
     resolve_variables,
-    text,
+    plain_text,
 )
 from .connections.local import LocalConnection
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, resolve_environment
 from .errors import RunFailure
-from .follow import Cadence, Evidence, Follower, RecordContextInjector, RecordReader
+from .follow import Cadence, Evidence, Follower
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .metadata import failure_metadata, run_metadata
 from .outcome import judge
+from .pipes import RecordContextInjector, RecordReader
 from .plan import Plan, make_plan, run_dir_name
 from .runtime import machine
 from .runtime.cluster import footprint_error
@@ -110,14 +111,14 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
     environment: Union[InheritedEnvironment, PreDeployedEnvironment] = Field(
         default_factory=InheritedEnvironment, discriminator="kind", description="The Python environment of payloads."
     )
-    pre_deployed_env_path: Annotated[Optional[str], text] = Field(
+    pre_deployed_env_path: Annotated[Optional[str], plain_text] = Field(
         None, description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh."
     )
     auto_detect_platform: bool = Field(True, description="Ask the cluster for its CPU architecture instead of assuming this one's.")
-    data_dir: Annotated[Optional[str], text] = Field(
+    data_dir: Annotated[Optional[str], plain_text] = Field(
         None, description="Directory that every payload finds in RAYSLURM_DATA_DIR; None for `data` below the base directory."
     )
-    local_base: Annotated[str, text] = Field(
+    local_base: Annotated[str, plain_text] = Field(
         "~/.dagster_rayslurm", description="Base directory on this machine: run directories of the local mode, outputs."
     )
     require_messages: bool = Field(True, description="Fail a Pipes payload that never opened or never closed Pipes.")
@@ -194,11 +195,12 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             )
             _check_footprint(plan)
             interpreter = resolve_environment(self._environment)
+        # Asset and check contexts wrap the one that open_pipes_session takes for all of them.
         op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
         step = op_context.get_step_execution_context().step.key
         run_dir = str(self._layout.runs / run_dir_name(op_context.run.run_id, step, plan.payload.nonce))
-        reader, injector = RecordReader(), RecordContextInjector()
-        with dg.open_pipes_session(context, injector, reader, extras) as session:  # type: ignore[arg-type]
+        reader, injector = RecordReader(), RecordContextInjector(op_context)
+        with dg.open_pipes_session(op_context, injector, reader, extras) as session:
             attempt: Attempt | None = None
             try:
                 with _start_errors():

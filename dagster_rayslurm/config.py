@@ -139,9 +139,9 @@ def check_sbatch_options(value: object) -> list[str]:
     return list(value)
 
 
-text = checked(check_text)
-time_limit = checked(check_time_limit)
-memory = checked(check_memory)
+plain_text = checked(check_text)
+slurm_time = checked(check_time_limit)
+slurm_memory = checked(check_memory)
 identifier = checked(check_identifier)
 
 
@@ -205,7 +205,7 @@ class SessionConfig(StrictConfig):
         None, description="Name under which the session is found; None derives it from the launcher and the queue."
     )
     num_nodes: Annotated[Optional[int], at_least(1)] = Field(None, description="Nodes of the allocation; None for the queue's.")
-    time_limit: Annotated[Optional[str], time_limit] = Field(
+    time_limit: Annotated[Optional[str], slurm_time] = Field(
         None, description="Time limit of the allocation in Slurm's format; None for the queue's."
     )
     idle_timeout: Annotated[int, at_least(0, "seconds")] = Field(

@@ -6,17 +6,13 @@ Its whole state is two byte offsets and what the evidence says so far; a read th
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-import dagster as dg
-from dagster_pipes import PipesContextData, PipesParams
 
 from .runtime.record import JOURNAL, STDIO, LineReader, Record, tail_lines
 
@@ -59,43 +55,6 @@ class Evidence:
 
     def output_tail(self) -> str:
         return tail_lines("".join(self.last_output))
-
-
-class RecordReader(dg.PipesMessageReader):
-    """The message reader of one run: holds the handler that the follower feeds.
-
-    The runtime itself tells the payload where to write, so no parameters are handed out.
-    """
-
-    def __init__(self) -> None:
-        self.handler: Any = None
-
-    @contextlib.contextmanager
-    def read_messages(self, handler: Any) -> Iterator[PipesParams]:
-        self.handler = handler
-        yield {}
-
-    @property
-    def expected_writer_count(self) -> int:
-        return 1
-
-    def no_messages_debug_text(self) -> str:
-        return "the payload was expected to call dagster_pipes.open_dagster_pipes(), with its default message writer."
-
-
-class RecordContextInjector(dg.PipesContextInjector):
-    """Keeps the Pipes context for the run directory; the runtime tells the payload where it is."""
-
-    def __init__(self) -> None:
-        self.context_data: PipesContextData | None = None
-
-    @contextlib.contextmanager
-    def inject_context(self, context_data: PipesContextData) -> Iterator[PipesParams]:
-        self.context_data = context_data
-        yield {}
-
-    def no_messages_debug_text(self) -> str:
-        return "the context was written into the run directory."
 
 
 class Follower:

@@ -53,7 +53,7 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
     if exception is not None and exception.get("name") == "SystemExit":
         exception = None  # Every click or typer main ends with one; the exit code says what it meant.
     if exception is not None:
-        return Verdict("payload", f"the payload raised {exception.get('name')}: {_first_line(exception.get('message'))}")
+        return Verdict("payload", f"the payload raised {_first_line(exception.get('message')) or exception.get('name')}")
     if end["exit_code"] != 0:
         return Verdict("payload", f"the payload ended with exit code {end['exit_code']}{_exit_hint(end['exit_code'])}")
     return _judge_messages(evidence, uses_pipes and require_messages)
@@ -131,7 +131,7 @@ def _exit_hint(code: int) -> str:
 
 
 def _first_line(text: str | None) -> str:
-    return (text or "").strip().splitlines()[0] if (text or "").strip() else "(no message)"
+    return text.strip().splitlines()[0] if text and text.strip() else ""
 
 
 def _last_line(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Optional
 import dagster as dg
 from pydantic import ConfigDict, Field
 
-from ..config import at_least, choice, text
+from ..config import at_least, choice, plain_text
 
 _STRINGS = (
     "host",
@@ -30,13 +30,13 @@ class SSHConnectionResource(dg.ConfigurableResource):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host: Annotated[str, text] = Field(description="Name or address of the edge (login) node.")
+    host: Annotated[str, plain_text] = Field(description="Name or address of the edge (login) node.")
     port: Annotated[int, at_least(1)] = Field(22, description="Port of its SSH server.")
-    user: Annotated[Optional[str], text] = Field(None, description="User to log in as; None for the user that runs Dagster.")
-    key_path: Annotated[Optional[str], text] = Field(None, description="Private key file; None for the agent and the default keys.")
+    user: Annotated[Optional[str], plain_text] = Field(None, description="User to log in as; None for the user that runs Dagster.")
+    key_path: Annotated[Optional[str], plain_text] = Field(None, description="Private key file; None for the agent and the default keys.")
     key_passphrase: Optional[str] = Field(None, description="Passphrase of the private key; give it as an EnvVar.")
     password: Optional[str] = Field(None, description="Password; give it as an EnvVar. Keys are the better choice.")
-    certificate_path: Annotated[Optional[str], text] = Field(None, description="OpenSSH user certificate that goes with the key.")
+    certificate_path: Annotated[Optional[str], plain_text] = Field(None, description="OpenSSH user certificate that goes with the key.")
     jump_host: Optional["SSHConnectionResource"] = Field(
         None, description="Host to go through, itself an SSH connection, which may have a jump host of its own."
     )
@@ -45,7 +45,7 @@ class SSHConnectionResource(dg.ConfigurableResource):
         description='"accept-new" learns the key of an unknown host and refuses a changed one, "strict" knows all hosts '
         'beforehand, "off" checks nothing.',
     )
-    known_hosts_file: Annotated[Optional[str], text] = Field(None, description="Host keys; None for `~/.ssh/known_hosts`.")
+    known_hosts_file: Annotated[Optional[str], plain_text] = Field(None, description="Host keys; None for `~/.ssh/known_hosts`.")
     client: Annotated[str, choice("paramiko", "openssh")] = Field(
         "paramiko", description='SSH implementation: "paramiko", or "openssh" for the `ssh` program with its own configuration.'
     )

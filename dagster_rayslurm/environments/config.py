@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Union
 
 from pydantic import Field
 
-from ..config import StrictConfig, text
+from ..config import StrictConfig, plain_text
 
 
 class InheritedEnvironment(StrictConfig):
@@ -19,7 +19,7 @@ class PreDeployedEnvironment(StrictConfig):
     """An environment that is already where the payload runs."""
 
     kind: Literal["pre-deployed"] = Field("pre-deployed", description="Tells the environments apart in configuration.")
-    path: Annotated[str, text] = Field(
+    path: Annotated[str, plain_text] = Field(
         description="A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."
     )
 

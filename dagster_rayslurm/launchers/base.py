@@ -6,7 +6,7 @@ from typing import Annotated, Optional
 
 from pydantic import Field
 
-from ..config import StrictConfig, at_least, text
+from ..config import StrictConfig, at_least, plain_text
 from ..runtime.spec import RaySpec
 
 
@@ -18,7 +18,7 @@ class Launcher(StrictConfig):
     there.
     """
 
-    working_dir: Annotated[Optional[str], text] = Field(
+    working_dir: Annotated[Optional[str], plain_text] = Field(
         None,
         description="Directory whose entries the payload finds in its own working directory; None for an empty one.",
     )

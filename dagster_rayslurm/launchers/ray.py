@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Optional
 
 from pydantic import Field
 
-from ..config import at_least, check_text, checked, choice, identifier, text
+from ..config import at_least, check_text, checked, choice, identifier, plain_text
 from ..runtime.ports import parse_range
 from ..runtime.spec import RaySpec
 from .base import Launcher, forbid_subclassing
@@ -63,12 +63,12 @@ class RayLauncher(Launcher):
     min_nodes: Annotated[Optional[int], at_least(1)] = Field(
         None, description="Nodes that must be alive before the payload starts; None for all. Local mode has one node."
     )
-    ray_version: Annotated[Optional[str], text] = Field(None, description="Exact Ray version that the environment must have.")
+    ray_version: Annotated[Optional[str], plain_text] = Field(None, description="Exact Ray version that the environment must have.")
     ray_args: Annotated[list[str], checked(_check_ray_args)] = Field([], description="More arguments of `ray start`.")
-    head_node_address: Annotated[Optional[str], text] = Field(
+    head_node_address: Annotated[Optional[str], plain_text] = Field(
         None, description="Address that the head binds and is reached at; None for the one Ray finds."
     )
-    network_interface: Annotated[Optional[str], text] = Field(
+    network_interface: Annotated[Optional[str], plain_text] = Field(
         None, description='Network interface whose address each node uses, such as "ib0".'
     )
     component_id: Annotated[Optional[str], identifier] = Field(
@@ -95,7 +95,7 @@ class RayLauncher(Launcher):
         None,
         description='Ports that all of Ray stays within, as "LOW-HIGH", for firewalled sites; each cluster takes 100 on a node.',
     )
-    health_check: Annotated[Optional[str], text] = Field(
+    health_check: Annotated[Optional[str], plain_text] = Field(
         None, description="Shell command that each node runs before Ray starts; a failure names the node."
     )
     preload: Annotated[list[str], checked(lambda value: [check_text(item) for item in value])] = Field(

@@ -1,0 +1,151 @@
+"""What the tests share: a base directory of their own, payloads from text, and the proof that nothing is left."""
+
+import os
+import shutil
+import tempfile
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import psutil
+import pytest
+
+from dagster_rayslurm import BashLauncher, CompletedRun, ComputeResource, Launcher, RayLauncher, RunFailure
+
+MARK = "PYTEST_OF_RAYSLURM"
+"""A variable that every process started by a test inherits, however far it is detached."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scratch_base() -> Iterator[Path]:
+    """A short TMPDIR of the test run's own, so that scratch directories of others are never looked at."""
+    path = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(path)
+    tempfile.tempdir = None
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+    os.environ.pop("TMPDIR")
+    if before is not None:
+        os.environ["TMPDIR"] = before
+    tempfile.tempdir = None
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(scratch_base: Path) -> Iterator[None]:
+    """After each test: no process that it started, no scratch directory."""
+    mark = uuid.uuid4().hex
+    os.environ[MARK] = mark
+    yield
+    os.environ.pop(MARK)
+    assert wait_until(lambda: not marked_processes(mark), 15), [p.cmdline() for p in marked_processes(mark)]
+    assert wait_until(lambda: not list(scratch_base.glob("rs-*")), 5), list(scratch_base.glob("rs-*"))
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Living processes, other than this one, that carry a test's mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], Any], timeout: float) -> Any:
+    """The condition's first true value, or its last one after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value or time.monotonic() > deadline:
+            return value
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def compute(base: Path) -> ComputeResource:
+    """Local mode without a cluster."""
+    return ComputeResource(local_base=str(base), default_launcher=BashLauncher(grace_period=2))
+
+
+def small_ray(**fields: Any) -> RayLauncher:
+    """A Ray launcher for tests: small, without dashboard."""
+    defaults = {"object_store_memory_gb": 0.1, "dashboard": False, "startup_timeout": 120, "grace_period": 2}
+    return RayLauncher(**{**defaults, **fields})
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a payload from text."""
+
+    def write(text: str, name: str = "payload.py") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write
+
+
+PIPES = """
+from dagster_pipes import open_dagster_pipes
+with open_dagster_pipes() as pipes:
+"""
+
+
+def pipes_script(body: str) -> str:
+    """A payload whose body runs inside the Pipes context."""
+    return PIPES + textwrap.indent(textwrap.dedent(body), "    ")
+
+
+class Ran:
+    """What came of running one asset: Dagster's events, and the run or its failure."""
+
+    def __init__(self, result: dg.ExecuteInProcessResult, completed: list[CompletedRun], failures: list[RunFailure]) -> None:
+        self.result = result
+        self.completed = completed
+        self.failures = failures
+
+    @property
+    def failure(self) -> RunFailure:
+        assert len(self.failures) == 1, "the run was expected to fail"
+        return self.failures[0]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        materialization = self.result.asset_materializations_for_node("asset_under_test")[0]
+        return {key: value.value for key, value in materialization.metadata.items()}
+
+
+def run_asset(compute: ComputeResource, payload: Any, *, instance: dg.DagsterInstance | None = None, **arguments: Any) -> Ran:
+    """Materialize one asset whose body is one `run()`."""
+    completed: list[CompletedRun] = []
+    failures: list[RunFailure] = []
+
+    @dg.asset
+    def asset_under_test(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
+        try:
+            run = compute.run(context=context, payload_path=payload, **arguments)
+        except RunFailure as failure:
+            failures.append(failure)
+            raise
+        completed.append(run)
+        return run.get_materialize_result()
+
+    result = dg.materialize([asset_under_test], resources={"compute": compute}, instance=instance, raise_on_error=False)
+    assert result.success == (not failures), [event.message for event in result.all_events if event.is_failure]
+    return Ran(result, completed, failures)
+
+
+__all__ = ["Launcher", "Ran", "pipes_script", "run_asset", "small_ray", "wait_until"]

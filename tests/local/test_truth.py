@@ -1,0 +1,203 @@
+"""The truth about the end: what happened, in words that help, and nothing reported as success that was none."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from dagster_rayslurm import BashLauncher, ComputeResource
+
+from ..conftest import pipes_script, run_asset
+
+REPORT = "pipes.report_asset_materialization()\n"
+
+CASES = {
+    "exit code": ("print('last words'); raise SystemExit(3)", "payload", "the payload ended with exit code 3"),
+    "signal": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "payload", "killed by signal 11 (SIGSEGV)"),
+    "killed": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "payload", "runs out (see `dmesg`)"),
+    "exception": (pipes_script("raise ValueError('no such column')"), "payload", "raised ValueError: no such column"),
+    "sys.exit(3) in pipes": (pipes_script(REPORT + "import sys; sys.exit(3)"), "payload", "ended with exit code 3"),
+    "never opens": ("print('fine')", "pipes", "never opened Dagster Pipes"),
+    "never closes": (pipes_script(REPORT + "import os; os._exit(0)"), "pipes", "without closing Dagster Pipes"),
+    "no module": ("import no_such_module_at_all", "payload", "exit code 1"),
+    "bad message": (
+        pipes_script("pipes._message_channel.write_message({'__dagster_pipes_version': '0.1', 'method': 'dance', 'params': {}})"),
+        "pipes",
+        "refused a Pipes message",
+    ),
+    "exception but exit 0": (
+        "try:\n" + textwrap.indent(pipes_script("raise KeyError('k')").strip(), "    ") + "\nexcept KeyError: pass\n",
+        "payload",
+        "raised KeyError",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_payload_that_fails_says_how(case: str, compute: ComputeResource, script: Any, base: Path) -> None:
+    text, kind, says = CASES[case]
+    failure = run_asset(compute, script(text)).failure
+    assert failure.kind == kind and says in (failure.description or "")
+    assert failure.metadata["Failure kind"].value == kind
+    run_dir = Path(failure.metadata["Run directory"].value)
+    assert run_dir.parent == base / "runs" and (run_dir / "journal.jsonl").exists()
+
+
+def test_the_last_output_is_in_the_failure(compute: ComputeResource, script: Any) -> None:
+    failure = run_asset(compute, script("import sys; print('a clue', file=sys.stderr); sys.exit(1)")).failure
+    assert "a clue" in failure.metadata["Last output"].value and failure.metadata["Exit code"].value == 1
+
+
+def test_sys_exit_0_in_pipes_is_success(compute: ComputeResource, script: Any) -> None:
+    """Every click or typer main does it."""
+    assert run_asset(compute, script(pipes_script(REPORT + "import sys; sys.exit(0)"))).completed
+
+
+def test_a_payload_may_be_declared_not_to_use_pipes(compute: ComputeResource, script: Any) -> None:
+    assert run_asset(compute, script("print('fine')"), uses_pipes=False).completed
+    assert run_asset(compute, script("raise SystemExit(4)"), uses_pipes=False).failure.kind == "payload"
+
+
+def test_messages_may_be_declared_optional(base: Path, script: Any) -> None:
+    relaxed = ComputeResource(local_base=str(base), default_launcher=BashLauncher(), require_messages=False)
+    assert run_asset(relaxed, script("print('fine')")).completed
+
+
+@pytest.mark.parametrize(
+    ("payload", "arguments", "says"),
+    [
+        ("no/such/script.py", {}, "payload_path: there is no file 'no/such/script.py'"),
+        (Path("/no/such"), {}, "payload_path: there is no file '/no/such'"),
+        ("train.py", {}, "payload_path: there is no file 'train.py'"),
+        ("", {}, "payload_path: it is empty"),
+        ([], {}, "payload_path: it is empty"),
+        ("python 'x", {}, "cannot be split into words"),
+        ("python\0", {}, "NUL"),
+        (["python", "a\0b"], {}, "NUL"),
+        ("python -V", {"extra_env": {"RAY_ADDRESS": "x"}}, "extra_env: RAY_ADDRESS is reserved"),
+        ("python -V", {"extra_env": {"A": "a\0"}}, "extra_env['A']: the value contains a NUL"),
+        ("python -V", {"extra_env": {"A": "1"}, "secret_env": {"A": "2"}}, "secret_env: A is in extra_env too"),
+        ("python -V", {"secret_env": {"A": dg.EnvVar("RS_NOT_SET")}}, "RS_NOT_SET is not set"),
+        ("python -V", {"extra_files": ["/no/such/file"]}, "extra_files: there is no file '/no/such/file'"),
+        ("python -V", {"extra_files": "abc"}, "extra_files: write a list"),
+        ("python -V", {"outputs": ["../x"]}, "outputs: '../x' leaves the payload's directory"),
+        ("python -V", {"outputs": "*.png"}, "outputs: write a list"),
+        ("python -V", {"launcher": BashLauncher(working_dir="/no/such/dir")}, "working_dir: there is no directory"),
+        ("python -V", {"launcher": BashLauncher(num_cpus=4096)}, "BashLauncher.num_cpus=4096 asks for more"),
+        ("python -V", {"launcher": BashLauncher(num_gpus=64)}, "BashLauncher.num_gpus=64 asks for more"),
+        ("python -V", {"launcher": "ray"}, "launcher: 'ray' is not a launcher"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_anything_starts(
+    payload: Any, arguments: dict[str, Any], says: str, compute: ComputeResource, base: Path
+) -> None:
+    failure = run_asset(compute, payload, **arguments).failure
+    assert failure.kind == "configuration" and says in (failure.description or "")
+    assert "\n" not in (failure.description or "") and not failure.allow_retries
+    assert not (base / "runs").exists()
+
+
+@pytest.mark.parametrize("mode", ["slurm", "slurm-session", "slurm-hetjob"])
+def test_slurm_modes_refuse_with_a_sentence(mode: str, base: Path) -> None:
+    from dagster_rayslurm import SlurmResource
+
+    without = ComputeResource(mode=mode, local_base=str(base))
+    assert "set slurm=SlurmResource" in (run_asset(without, "python -V").failure.description or "")
+    given = ComputeResource(mode=mode, slurm=SlurmResource(), local_base=str(base))
+    assert "is not available in this version" in (run_asset(given, "python -V").failure.description or "")
+
+
+def test_an_environment_that_is_not_there(base: Path, tmp_path: Path) -> None:
+    compute = ComputeResource(local_base=str(base), pre_deployed_env_path=str(tmp_path))
+    failure = run_asset(compute, "python -V").failure
+    assert failure.kind == "configuration" and "neither bin/python nor activate.sh" in (failure.description or "")
+
+
+def test_a_command_that_is_not_there(compute: ComputeResource) -> None:
+    failure = run_asset(compute, "no-such-command-here --x").failure
+    assert failure.kind == "payload" and "'no-such-command-here' cannot be started: No such file" in (failure.description or "")
+
+
+def test_a_base_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    compute = ComputeResource(local_base=str(tmp_path / "file"), default_launcher=BashLauncher())
+    failure = run_asset(compute, "python -V").failure
+    assert failure.kind == "record" and "Not a directory" in (failure.description or "")
+
+
+def test_a_pre_deployed_environment_is_used(base: Path, tmp_path: Path, capfd: Any) -> None:
+    """A prefix with bin/python, and a directory with an activate.sh whose path has odd characters."""
+    prefix = tmp_path / "prefix"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(prefix)], check=True)
+    compute = ComputeResource(local_base=str(base), pre_deployed_env_path=str(prefix), default_launcher=BashLauncher())
+    run_asset(compute, ["python", "-c", "import sys; print('PREFIX', sys.prefix)"], uses_pipes=False)
+    assert f"PREFIX {prefix}" in capfd.readouterr().out
+    odd = tmp_path / "it's; $HOME"
+    odd.mkdir()
+    (odd / "activate.sh").write_text(f'export MODULES="loaded \'x\'"; export PATH="{prefix}/bin:$PATH"\n')
+    compute = ComputeResource(local_base=str(base), pre_deployed_env_path=str(odd), default_launcher=BashLauncher())
+    run_asset(compute, ["python", "-c", "import os; print('MODULES', os.environ['MODULES'])"], uses_pipes=False)
+    assert "MODULES loaded 'x'" in capfd.readouterr().out
+
+
+@pytest.fixture
+def small_base(tmp_path: Path) -> Any:
+    target = tmp_path / "small"
+    target.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(target)], capture_output=True)
+    if mounted.returncode != 0:
+        if os.environ.get("CI"):
+            pytest.fail(f"a small tmpfs cannot be mounted: {mounted.stderr.decode()}")
+        pytest.skip("mounting a small tmpfs needs root")
+    yield target
+    subprocess.run(["umount", str(target)], check=True)
+
+
+def test_a_disk_that_fills_up_loses_output_but_not_the_truth(small_base: Path, script: Any) -> None:
+    compute = ComputeResource(local_base=str(small_base), default_launcher=BashLauncher())
+    chatty = script(pipes_script("for n in range(20000): print('line', n, 'x' * 50)\npipes.report_asset_materialization()"), "a.py")
+    ran = run_asset(compute, chatty)
+    assert ran.metadata["Output not recorded (characters)"] > 500_000
+    reporting = script(pipes_script("for n in range(5000): pipes.log.info('message %d %s' % (n, 'x' * 200))"), "b.py")
+    failure = run_asset(compute, reporting).failure
+    assert failure.kind == "record" and "No space left on device" in (failure.description or "")
+
+
+def test_what_a_payload_leaves_running_is_ended(compute: ComputeResource, script: Any) -> None:
+    """A daemon in a session of its own, holding the payload's output; `nothing_is_left` proves its end."""
+    payload = script(
+        pipes_script("""
+        import subprocess
+        subprocess.Popen(["setsid", "sh", "-c", "trap '' TERM HUP; sleep 300 & sleep 300"])
+        pipes.report_asset_materialization()
+        """)
+    )
+    assert run_asset(compute, payload).completed
+
+
+def test_a_killed_runtime_is_told_and_leaves_nothing(compute: ComputeResource, script: Any) -> None:
+    payload = script("import os, signal, subprocess; subprocess.Popen(['setsid', 'sleep', '300']); os.kill(os.getppid(), signal.SIGKILL); import time; time.sleep(60)")
+    failure = run_asset(compute, payload).failure
+    assert failure.kind == "runtime" and "signal 9 (SIGKILL)" in (failure.description or "")
+    assert failure.allow_retries
+
+
+def test_a_killed_keeper_still_gives_a_verdict(compute: ComputeResource, script: Any) -> None:
+    """The kernel tells the runtime, which then ends the payload as if it had been cancelled."""
+    payload = script(
+        """
+        import os, signal, time
+        runtime = os.getppid()
+        keeper = int(open(f"/proc/{runtime}/stat").read().rpartition(")")[2].split()[1])
+        os.kill(keeper, signal.SIGKILL)
+        time.sleep(60)
+        """
+    )
+    failure = run_asset(compute, payload).failure
+    assert failure.kind in ("cancelled", "runtime") and signal.SIGTERM

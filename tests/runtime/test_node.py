@@ -1,0 +1,198 @@
+"""What the runtime finds on its node: resources, ports, private directories."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dagster_rayslurm.runtime import machine, ports, scratch
+from dagster_rayslurm.runtime.cluster import ClusterError, footprint_error, interface_address, start_arguments
+from dagster_rayslurm.runtime.ray_node import refuse_version, version_tuple
+from dagster_rayslurm.runtime.spec import RaySpec
+
+HERE = machine.Machine("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_limit=None)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [("0,1", 2), ("", 0), ("NoDevFiles", 0), ("-1", 0), ("GPU-8f2e, GPU-77aa", 2), ("MIG-1", 1)],
+)
+def test_gpus_are_those_that_are_visible(visible: str, count: int) -> None:
+    assert machine.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+def test_gpus_of_the_driver_where_nothing_restricts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text('#!/bin/sh\n[ "$1" = --query-gpu=name ] && printf "NVIDIA H200\\nNVIDIA H200\\n"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert machine.detect().num_gpus == 2
+    fake.write_text("#!/bin/sh\nexit 9\n")
+    assert machine.detect().num_gpus == 0
+
+
+def test_cpus_are_those_of_the_affinity() -> None:
+    one = sorted(os.sched_getaffinity(0))[:1]
+    code = "from dagster_rayslurm.runtime import machine; print(machine.detect().num_cpus)"
+    found = subprocess.run(
+        [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {one}); {code}"], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "1"
+
+
+def test_slurm_memory_is_the_limit() -> None:
+    assert machine.detect({"SLURM_MEM_PER_NODE": "512"}).memory_limit == 512 * 2**20
+    per_cpu = machine.detect({"SLURM_MEM_PER_CPU": "100"})
+    assert per_cpu.memory_limit == 100 * 2**20 * per_cpu.num_cpus
+    unlimited = machine.detect({"SLURM_MEM_PER_NODE": "0"}).memory_limit
+    assert unlimited is None or unlimited < machine.detect({}).memory
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (RaySpec(num_cpus=5), ["num_cpus_per_node=5", "n1", "4 CPUs"]),
+        (RaySpec(num_gpus=2), ["num_gpus_per_node=2", "n1", "1 GPUs"]),
+        (RaySpec(num_cpus=4, num_gpus=1), None),
+        (RaySpec(), None),
+    ],
+)
+def test_a_footprint_that_is_not_granted_is_named(spec: RaySpec, words: list[str] | None) -> None:
+    problem = footprint_error(spec, HERE)
+    assert problem is None if words is None else problem is not None and all(word in problem for word in words)
+
+
+def test_ray_is_told_what_was_granted() -> None:
+    chosen = ports.Ports(20001, 20002, ("--port=20001",))
+    limited = machine.Machine("n1", 4, 1, 64 * 2**30, memory_limit=10 * 2**30)
+    arguments = start_arguments(RaySpec(resources={"a b": 1}, labels={"x": "y"}), limited, chosen, "/tmp/r", "10.0.0.1")
+    assert {"--num-cpus=4", "--num-gpus=1", "--node-ip-address=10.0.0.1", '--resources={"a b": 1}', "--labels=x=y"} <= set(arguments)
+    sizes = {name: int(value) for name, _, value in (a.partition("=") for a in arguments) if name.endswith("memory")}
+    assert sum(sizes.values()) <= 10 * 2**30 and set(sizes) == {"--memory", "--object-store-memory"}
+
+
+def test_ports_are_free_distinct_and_outside_the_ephemeral_range() -> None:
+    low, high = ports.ephemeral_range()
+    chosen = ports.choose()
+    named = [int(option.partition("=")[2]) for option in chosen.options if not option.endswith("=0")]
+    assert len(set(named)) == 3 and all(not low <= port <= high for port in named)
+    assert all(ports.is_free(port) for port in named)
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_listening_port_is_not_free(family: socket.AddressFamily) -> None:
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        try:
+            listener.bind(("127.0.0.1" if family == socket.AF_INET else "::1", 0))
+        except OSError:
+            pytest.skip("no such address family on this machine")
+        listener.listen()
+        assert not ports.is_free(listener.getsockname()[1])
+
+
+def test_clusters_divide_a_port_range() -> None:
+    first = ports.choose("20000-20199")
+    second = ports.choose("20000-20199")
+    try:
+        with pytest.raises(ports.PortError, match="20000-20199"):
+            ports.choose("20000-20199")
+        assert first.gcs // 100 != second.gcs // 100
+    finally:
+        for chosen in (first, second):
+            assert chosen.lock is not None
+            os.close(chosen.lock)
+    again = ports.choose("20000-20199")
+    assert again.lock is not None
+    os.close(again.lock)
+    workers = next(option for option in again.options if option.startswith("--worker-port-list="))
+    assert all(20000 <= int(port) <= 20199 for port in workers.partition("=")[2].split(","))
+
+
+@pytest.mark.parametrize("text", ["", "x", "1-2-3", "80-20000", "20000-20050", "20100-20000", "1024-70000"])
+def test_a_range_that_cannot_serve_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"LOW-HIGH|ports"):
+        ports.parse_range(text)
+
+
+def test_an_unknown_interface_names_those_there_are() -> None:
+    assert interface_address("lo") == "127.0.0.1"
+    with pytest.raises(ClusterError, match=r"network_interface='ib7'.*lo"):
+        interface_address("ib7")
+
+
+def test_scratch_is_short_private_and_goes() -> None:
+    private = scratch.Scratch()
+    assert stat.S_IMODE(os.stat(private.path).st_mode) == 0o700
+    assert len(os.fsencode(private.ray_temp_dir)) <= scratch.MAX_RAY_TEMP_DIR_BYTES
+    assert scratch.sweep() == []  # It has an owner.
+    private.remove()
+    assert not os.path.exists(private.path)
+
+
+def test_sweeping_takes_what_a_dead_runtime_left_and_nothing_else(scratch_base: Path) -> None:
+    code = "import os; from dagster_rayslurm.runtime import scratch; print(scratch.Scratch().path, flush=True); os.kill(os.getpid(), 9)"
+    dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+    alive = scratch.Scratch()
+    fresh = scratch_base / "rs-fresh"  # A runtime between mkdir and lock.
+    fresh.mkdir()
+    link = scratch_base / "rs-link"
+    link.symlink_to("/")
+    assert os.path.isdir(dead)
+    try:
+        assert scratch.sweep() == [dead]
+        assert os.path.isdir(alive.path) and fresh.is_dir()
+        os.utime(fresh, (time.time() - 3600,) * 2)
+        assert scratch.sweep() == [str(fresh)]
+    finally:
+        alive.remove()
+        link.unlink()
+
+
+def test_a_long_tmpdir_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / ("long" * 20)))
+    private = scratch.Scratch()
+    try:
+        assert len(os.fsencode(private.ray_temp_dir)) <= scratch.MAX_RAY_TEMP_DIR_BYTES
+    finally:
+        private.remove()
+
+
+def test_a_lock_that_a_sweeper_holds_costs_another_name(monkeypatch: pytest.MonkeyPatch, scratch_base: Path) -> None:
+    names = iter(["aaaaaaaa", "bbbbbbbb"])
+    monkeypatch.setattr(scratch.secrets, "token_hex", lambda _: next(names))
+    original = scratch._lock
+    held: list[int] = []
+
+    def contended(path: str) -> int | None:
+        if path.endswith("aaaaaaaa"):
+            fd = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            held.append(fd)
+        return original(path)
+
+    monkeypatch.setattr(scratch, "_lock", contended)
+    private = scratch.Scratch()
+    assert private.path.endswith("rs-bbbbbbbb")
+    private.remove()
+    for fd in held:
+        os.close(fd)
+    with contextlib.suppress(OSError):
+        scratch.shutil.rmtree(scratch_base / "rs-aaaaaaaa")
+
+
+def test_versions_of_ray() -> None:
+    assert version_tuple("2.60.0rc1") == (2, 60)
+    assert refuse_version("2.60.0", None, token=True) is None
+    assert "ray_version asks for 2.59.0" in (refuse_version("2.60.0", "2.59.0", token=True) or "")
+    assert 'auth="disabled"' in (refuse_version("2.9.3", None, token=True) or "")
+    assert refuse_version("2.9.3", None, token=False) is None

@@ -1,0 +1,187 @@
+"""Smaller parts of the runtime: specs, the archive, usage, outputs, environments of payloads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from dagster_pipes import decode_param
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagster_rayslurm.archive import install_runtime, runtime_archive
+from dagster_rayslurm.runtime import outputs, payload, processes, spec, usage
+from dagster_rayslurm.runtime.processes import Process
+
+
+def test_specs_survive_json() -> None:
+    ray = spec.RaySpec(num_cpus=2, resources={"x": 1.5}, labels={"ä": "ö"})
+    runtime = spec.RuntimeSpec("c1", ray=ray, idle_timeout=3)
+    assert spec.from_json(spec.RuntimeSpec, spec.to_json(runtime)) == runtime
+    one = spec.PayloadSpec(argv=["a b", "'"], nonce="n", env={"A": "\n"})
+    assert spec.from_json(spec.PayloadSpec, spec.to_json(one)) == one
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        ('{"cluster_id": "c", "protocol": 99}', "version 99"),
+        ('{"cluster_id": "c", "colour": 1}', "unknown keys: colour"),
+        ("{}", "incomplete"),
+        ('{"cluster_id": "c", "ray": {"x": 1}}', "unknown keys: x"),
+    ],
+)
+def test_a_spec_that_cannot_be_used_says_why(text: str, says: str) -> None:
+    with pytest.raises(spec.SpecError, match=says):
+        spec.from_json(spec.RuntimeSpec, text)
+
+
+def test_the_archive_is_reproducible_and_named_by_its_content(tmp_path: Path) -> None:
+    name, content = runtime_archive()
+    runtime_archive.cache_clear()
+    assert runtime_archive() == (name, content)
+    path = install_runtime(tmp_path)
+    assert path.name == name and install_runtime(tmp_path) == path
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+
+
+def test_the_runtime_needs_nothing_but_the_standard_library(tmp_path: Path) -> None:
+    """`-I -S`: no site-packages at all."""
+    path = install_runtime(tmp_path)
+    with zipfile.ZipFile(path) as archive:
+        modules = [name[:-3].replace("/", ".") for name in archive.namelist() if name.count("/") and "__" not in name]
+    code = f"import sys; sys.path.insert(0, {str(path)!r}); import {', '.join(modules)}; print(len(sys.modules))"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, capture_output=True)
+
+
+def test_the_runtime_explains_itself(tmp_path: Path) -> None:
+    path = install_runtime(tmp_path)
+    for arguments in ([], ["walk"]):
+        said = subprocess.run([sys.executable, "-I", str(path), *arguments], capture_output=True, text=True)
+        assert said.returncode == 1 and "ray-node" in said.stderr
+
+
+def test_a_runtime_without_its_spec_says_so(tmp_path: Path) -> None:
+    path = install_runtime(tmp_path)
+    said = subprocess.run([sys.executable, "-I", str(path), "run", str(tmp_path)], capture_output=True, text=True)
+    assert said.returncode != 0 and "runtime.json" in said.stderr
+
+
+def test_pipes_parameters_are_those_of_dagster_pipes() -> None:
+    assert decode_param(payload.pipes_param({"path": "/ä b"})) == {"path": "/ä b"}
+
+
+def test_the_environment_of_a_payload() -> None:
+    one = spec.PayloadSpec(argv=["x"], nonce="n", env={"FOO": "1", "PATH_LIKE": "a:b"}, uses_ray=True)
+    inherited = {"PATH": "/usr/bin", "RAY_ADDRESS": "other:1", "DAGSTER_PIPES_CONTEXT": "old", "RAYSLURM_X": "old", "KEEP": "me"}
+    env = payload.payload_environment(one, inherited, "/env/bin/python", "/run/d", "/s/m", {"RAY_ADDRESS": "mine:2"})
+    assert env["PATH"] == "/env/bin:/usr/bin" and env["KEEP"] == "me" and env["RAY_ADDRESS"] == "mine:2"
+    assert "RAYSLURM_X" not in env
+    assert decode_param(env["DAGSTER_PIPES_MESSAGES"]) == {"path": "/s/m"}
+    assert json.loads(env["RAY_JOB_CONFIG_JSON_ENV_VAR"])["runtime_env"]["env_vars"] == one.env
+
+
+def test_the_work_dir_links_sources_and_extra_files(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "pkg").mkdir(parents=True)
+    (source / "config.yaml").write_text("theirs")
+    extra = tmp_path / "elsewhere" / "config.yaml"
+    extra.parent.mkdir()
+    extra.write_text("mine")
+    work = tmp_path / "work"
+    one = spec.PayloadSpec(argv=["x"], nonce="n", working_dir=str(source), extra_files=[str(extra)])
+    payload.lay_out_work_dir(str(work), one)
+    assert (work / "config.yaml").read_text() == "mine" and (source / "config.yaml").read_text() == "theirs"
+    (work / "new.txt").write_text("x")
+    assert not (source / "new.txt").exists()
+
+
+def test_outputs_smallest_first_within_the_cap(tmp_path: Path) -> None:
+    work, target = tmp_path / "work[1]", tmp_path / "out"
+    (work / "sub").mkdir(parents=True)
+    (work / "a.png").write_bytes(b"1" * 10)
+    (work / "sub" / "b.png").write_bytes(b"2" * 20)
+    (work / "big.png").write_bytes(b"3" * 1000)
+    taken, left_out = outputs.collect_outputs(str(work), str(target), ["**/*.png", "*.csv"], 50)
+    assert [entry["name"] for entry in taken] == ["a.png", "sub/b.png"]
+    assert (target / "sub" / "b.png").read_bytes() == b"2" * 20
+    assert any("big.png (1000 bytes)" in line for line in left_out) and any("'*.csv'" in line for line in left_out)
+
+
+def test_outputs_cannot_climb_out(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "secret").write_text("x")
+    taken, _ = outputs.collect_outputs(str(tmp_path / "work"), str(tmp_path / "out"), ["../secret"], 50)
+    assert taken == []
+
+
+def test_usage_counts_only_its_own_window() -> None:
+    meter = usage.Meter({7: Process(7, 1, 100.0)}, started=0.0)
+    meter.add(1.0, [Process(7, 1, 100.5), Process(8, 1, 0.5)], memory=300)
+    meter.add(2.0, [Process(7, 1, 101.0)], memory=200)  # 8 ended; what it used stays counted.
+    meter.settle(2.5, 8, 0.75)
+    summary = meter.summary()
+    assert summary["cpu_seconds"] == pytest.approx(1.75) and summary["peak_memory"] == 300
+    assert summary["elapsed"] == 2.5 and summary["points"][0] == [1.0, 1.0, 300.0]
+
+
+def test_usage_points_stay_bounded() -> None:
+    meter = usage.Meter({}, started=0.0)
+    for second in range(5000):
+        meter.add(float(second + 1), [Process(7, 1, second / 2)], memory=1)
+    assert len(meter.usage.points) <= 240 and meter.usage.points[-1][0] > 4900
+
+
+def test_gpu_rows() -> None:
+    assert usage.parse_gpus("0, 35, 1024\n1, [N/A], 5\nrubbish\n") == [[0.0, 35.0, 1024.0]]
+    meter = usage.Meter({}, started=0.0)
+    meter.add_gpus([[0, 50, 100], [1, 100, 300]])
+    meter.add_gpus([[0, 0, 10], [1, 0, 10]])
+    summary = meter.summary()
+    assert (summary["gpu_utilization_mean"], summary["gpu_utilization_max"]) == (37.5, 100)
+    assert summary["gpu_memory_max"] == 400 * 2**20
+
+
+def test_descendants_are_found_and_ended() -> None:
+    code = (
+        "import os,sys,subprocess,time\n"
+        "sys.path.insert(0, %r)\n"
+        "from dagster_rayslurm.runtime import processes, keeper\n"
+        "processes.become_subreaper()\n"
+        # A grandchild in a session of its own, whose parent is gone: an orphan of nobody but the subreaper.
+        "subprocess.run(['setsid','sh','-c','sleep 60 & sleep 0.1'])\n"
+        "found=[p.pid for p in processes.descendants(os.getpid())]\n"
+        "left=processes.kill_descendants(os.getpid(), keeper._collect)\n"
+        "print(len(found), left, len(processes.descendants(os.getpid())))" % os.getcwd()
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["1", "[]", "0"]
+
+
+def test_environment_of_a_process_is_matched_exactly() -> None:
+    child = subprocess.Popen(["sleep", "60"], env={"RAYSLURM_RUN_DIR": "/a/b"})
+    try:
+        assert processes.has_environment(child.pid, "RAYSLURM_RUN_DIR=/a/b")
+        assert not processes.has_environment(child.pid, "RAYSLURM_RUN_DIR=/a")
+    finally:
+        child.kill()
+        child.wait()
+
+
+@given(st.binary(max_size=400), st.lists(st.integers(1, 7), max_size=60))
+def test_bytes_of_any_kind_cut_anywhere_decode_alike(data: bytes, cuts: list[int]) -> None:
+    stream, text = payload._Stream("stdout"), ""
+    rest = data
+    for size in cuts:
+        text += stream.decoder.decode(rest[:size])
+        rest = rest[size:]
+    text += stream.decoder.decode(rest) + stream.decoder.decode(b"", final=True)
+    assert text == data.decode("utf-8", "replace")

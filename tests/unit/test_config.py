@@ -1,0 +1,338 @@
+"""Configuration, with each trap of Dagster 1.13 that the pattern avoids."""
+
+import subprocess
+import sys
+from typing import Any
+
+import dagster as dg
+import pytest
+from pydantic import ValidationError
+
+import dagster_rayslurm
+from dagster_rayslurm import (
+    BashLauncher,
+    ComputeResource,
+    ExecutionMode,
+    HetComponent,
+    InheritedEnvironment,
+    Launcher,
+    PreDeployedEnvironment,
+    RayLauncher,
+    SessionConfig,
+    SlurmQueueConfig,
+    SlurmResource,
+    SSHConnectionResource,
+)
+from dagster_rayslurm.config import check_environment, resolve_variables
+
+PUBLIC = [
+    BashLauncher,
+    ComputeResource,
+    HetComponent,
+    InheritedEnvironment,
+    PreDeployedEnvironment,
+    RayLauncher,
+    SSHConnectionResource,
+    SessionConfig,
+    SlurmQueueConfig,
+    SlurmResource,
+]
+
+DEFAULTS: dict[type, dict[str, Any]] = {
+    ComputeResource: {
+        "mode": "local",
+        "slurm": None,
+        "components": [],
+        "enable_cluster_reuse": False,
+        "pre_deployed_env_path": None,
+        "auto_detect_platform": True,
+        "data_dir": None,
+        "require_messages": True,
+        "keep_run_dirs": "failed",
+        "retention_days": 14,
+        "connection_loss_timeout": 86400,
+        "queue_timeout": None,
+    },
+    SlurmResource: {"ssh": None, "remote_base": "~/.dagster_rayslurm", "poll_interval": 30},
+    SlurmQueueConfig: {
+        **dict.fromkeys(
+            "partition account qos reservation constraint cpus_per_node gpus_per_node gpu_type mem mem_per_cpu nodelist "
+            "exclude switches signal_before_timeout".split()
+        ),
+        "num_nodes": 1,
+        "time_limit": "01:00:00",
+        "exclusive": False,
+        "requeue": False,
+        "extra_sbatch": [],
+    },
+    SSHConnectionResource: {
+        **dict.fromkeys("user key_path key_passphrase password certificate_path jump_host known_hosts_file".split()),
+        "port": 22,
+        "host_key_checking": "accept-new",
+        "client": "paramiko",
+        "require_existing_master": False,
+        "connect_timeout": 30,
+        "keepalive": 15,
+    },
+    RayLauncher: {
+        **dict.fromkeys(
+            "num_cpus_per_node num_gpus_per_node max_workers min_nodes ray_version head_node_address network_interface "
+            "component_id working_dir object_store_memory_gb port_range health_check".split()
+        ),
+        "ray_args": [],
+        "resources": {},
+        "labels": {},
+        "dashboard": True,
+        "auth": "token",
+        "launch_style": "builtin",
+        "startup_timeout": 300,
+        "grace_period": 10,
+        "preload": [],
+    },
+    BashLauncher: {"working_dir": None, "num_cpus": None, "num_gpus": None, "grace_period": 10},
+    SessionConfig: {
+        "name": None,
+        "num_nodes": None,
+        "time_limit": None,
+        "idle_timeout": 600,
+        "max_concurrent_payloads": 1,
+        "scope": "shared",
+        "on_misfit": "new-session",
+    },
+    HetComponent: {"head": False},
+}
+
+
+@pytest.mark.parametrize("cls", DEFAULTS, ids=lambda cls: cls.__name__)
+def test_fields_and_defaults_are_the_published_ones(cls: Any) -> None:
+    required: dict[type, dict[str, Any]] = {
+        SSHConnectionResource: {"host": "h"},
+        HetComponent: {"component_id": "c", "queue": SlurmQueueConfig()},
+    }
+    instance = cls(**required.get(cls, {}))
+    assert {name: getattr(instance, name) for name in DEFAULTS[cls]} == DEFAULTS[cls]
+
+
+@pytest.mark.parametrize("cls", PUBLIC, ids=lambda cls: cls.__name__)
+def test_every_field_has_a_description(cls: Any) -> None:
+    missing = [name for name, field in cls.model_fields.items() if not field.description]
+    assert missing == [] and cls.__doc__
+
+
+@pytest.mark.parametrize("cls", PUBLIC, ids=lambda cls: cls.__name__)
+def test_unknown_keys_are_refused(cls: Any) -> None:
+    with pytest.raises(ValidationError, match="num_gpu_per_nodes"):
+        cls(num_gpu_per_nodes=1, host="h", path="p", component_id="c", queue=SlurmQueueConfig())
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: ComputeResource(mode="slrum"), "'slrum' is not one of 'local', 'slurm', 'slurm-session', 'slurm-hetjob'"),
+        (lambda: ComputeResource(keep_run_dirs="some"), "'some' is not one of 'all', 'failed', 'none'"),
+        (lambda: ComputeResource(retention_days=-1), "at least 0 days"),
+        (lambda: SlurmQueueConfig(time_limit="1h"), "'1h' is not a Slurm time limit; write minutes"),
+        (lambda: SlurmQueueConfig(time_limit="01:00:00\n#SBATCH --uid=0"), "control character"),
+        (lambda: SlurmQueueConfig(partition="gpu\n"), "control character"),
+        (lambda: SlurmQueueConfig(mem="lots"), "'lots' is not a Slurm memory size"),
+        (lambda: SlurmQueueConfig(num_nodes=0), "at least 1"),
+        (lambda: SlurmQueueConfig(extra_sbatch=["-p gpu"]), "'-p gpu' is not a long option"),
+        (lambda: SlurmQueueConfig(extra_sbatch="--x"), "write a list"),
+        (lambda: SlurmQueueConfig(signal_before_timeout="soon"), "SIGNAL@SECONDS"),
+        (lambda: SSHConnectionResource(host="h", host_key_checking="no"), "'no' is not one of"),
+        (lambda: SSHConnectionResource(host="h\0"), "control character"),
+        (lambda: RayLauncher(num_cpus_per_node=-1), "at least 0"),
+        (lambda: RayLauncher(auth="none"), "'none' is not one of 'token', 'disabled'"),
+        (lambda: RayLauncher(port_range="1-2"), "LOW-HIGH"),
+        (lambda: RayLauncher(ray_args=["--head"]), "--head is set by the launcher itself"),
+        (lambda: RayLauncher(ray_args="--x"), "write a list"),
+        (lambda: RayLauncher(component_id="a b"), "is not a name"),
+        (lambda: SessionConfig(scope="global"), "'global' is not one of"),
+        (lambda: HetComponent(component_id="../x", queue=SlurmQueueConfig()), "is not a name"),
+    ],
+)
+def test_a_bad_value_gets_one_clear_sentence(make: Any, says: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        make()
+    assert len(caught.value.errors()) == 1 and says in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", ["30", "90:00", "01:00:00", "2-12", "2-12:30", "2-12:30:15", "UNLIMITED"])
+def test_time_limits_of_sbatch(limit: str) -> None:
+    assert SlurmQueueConfig(time_limit=limit).time_limit == limit
+
+
+def test_an_enum_member_is_its_value() -> None:
+    assert ComputeResource(mode=ExecutionMode.SLURM_SESSION).mode == "slurm-session"  # type: ignore[arg-type]
+
+
+def materialize(compute: ComputeResource, run_config: Any = None) -> ComputeResource:
+    """The resource as an asset sees it."""
+    seen = []
+
+    @dg.asset
+    def look(compute: ComputeResource) -> None:
+        seen.append(compute)
+
+    dg.materialize([look], resources={"compute": compute}, run_config=run_config)
+    return seen[0]
+
+
+def test_env_vars_are_resolved_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"RS_MODE": "slurm", "RS_HOST": "edge", "RS_PORT": "2222", "RS_VERSION": "2.60.0", "RS_LABEL": "blue", "RS_N": "3"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    seen = materialize(
+        ComputeResource(
+            mode=dg.EnvVar("RS_MODE"),
+            slurm=SlurmResource(
+                ssh=SSHConnectionResource(
+                    host=dg.EnvVar("RS_HOST"),
+                    port=dg.EnvVar.int("RS_PORT"),
+                    jump_host=SSHConnectionResource(host="j1", jump_host=SSHConnectionResource(host=dg.EnvVar("RS_HOST"))),
+                ),
+                queue=SlurmQueueConfig(num_nodes=dg.EnvVar.int("RS_N"), extra_sbatch=["--x=1", "--y"]),
+            ),
+            default_launcher=RayLauncher(ray_version=dg.EnvVar("RS_VERSION"), labels={"colour": dg.EnvVar("RS_LABEL")}),
+            components=[HetComponent(component_id="gpu", queue=SlurmQueueConfig(num_nodes=2), launcher=BashLauncher())],
+        )
+    )
+    assert seen.mode == "slurm" and seen.slurm is not None and seen.slurm.ssh is not None
+    ssh = seen.slurm.ssh
+    assert (ssh.host, ssh.port) == ("edge", 2222)
+    assert ssh.jump_host is not None and ssh.jump_host.jump_host is not None and ssh.jump_host.jump_host.host == "edge"
+    assert seen.slurm.queue.num_nodes == 3 and seen.slurm.queue.extra_sbatch == ["--x=1", "--y"]
+    assert isinstance(seen.default_launcher, RayLauncher)
+    assert (seen.default_launcher.ray_version, seen.default_launcher.labels) == ("2.60.0", {"colour": "blue"})
+    assert isinstance(seen.components[0].launcher, BashLauncher) and seen.components[0].queue.num_nodes == 2
+
+
+def test_a_bad_value_of_a_variable_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RS_MODE", "slrum")
+    with pytest.raises(dg.DagsterResourceFunctionError) as caught:
+        materialize(ComputeResource(mode=dg.EnvVar("RS_MODE")))
+    assert "'slrum' is not one of" in str(caught.value.__cause__)
+
+
+def test_run_config_chooses_and_refuses() -> None:
+    compute = ComputeResource.configure_at_launch()
+    config = {"mode": "local", "default_launcher": {"bash": {"grace_period": 3}}, "environment": {"pre-deployed": {"path": "/x"}}}
+    seen = materialize(compute, {"resources": {"compute": {"config": config}}})
+    assert seen.default_launcher == BashLauncher(grace_period=3) and seen.environment == PreDeployedEnvironment(path="/x")
+    with pytest.raises(dg.DagsterInvalidConfigError, match="num_cpu"):
+        materialize(compute, {"resources": {"compute": {"config": {"default_launcher": {"bash": {"num_cpu": 3}}}}}})
+
+
+def test_a_partial_override_resets_the_siblings() -> None:
+    """What the documentation warns of: Dagster merges per field, not within one."""
+    compute = ComputeResource(default_launcher=RayLauncher(num_cpus_per_node=2, dashboard=False))
+    override = {"resources": {"compute": {"config": {"default_launcher": {"ray": {"num_cpus_per_node": 1}}}}}}
+    launcher = materialize(compute, override).default_launcher
+    assert isinstance(launcher, RayLauncher) and launcher.num_cpus_per_node == 1 and launcher.dashboard is True
+
+
+def test_required_resource_keys_work_like_parameters() -> None:
+    seen = []
+
+    @dg.op(required_resource_keys={"compute"})
+    def look(context: dg.OpExecutionContext) -> None:
+        seen.append(context.resources.compute)
+
+    @dg.job(resource_defs={"compute": ComputeResource(mode="local")})
+    def look_job() -> None:
+        look()
+
+    look_job.execute_in_process()
+    assert isinstance(seen[0], ComputeResource)
+
+
+@pytest.mark.parametrize("base", [RayLauncher, BashLauncher])
+def test_a_subclass_that_dagster_would_downcast_is_refused(base: Any) -> None:
+    with pytest.raises(TypeError, match=r"derive from Launcher"):
+        type("Mine", (base,), {})
+
+
+def test_a_launcher_of_ones_own_derives_from_launcher() -> None:
+    class Torchrun(Launcher):
+        nproc: int = 2
+
+        def command(self, argv: list[str]) -> list[str]:
+            return ["torchrun", f"--nproc={self.nproc}", *argv[1:]]
+
+    assert Torchrun().command(["python", "x.py"]) == ["torchrun", "--nproc=2", "x.py"]
+
+
+def test_from_env_refers_to_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOST", "PORT", "USER", "PASSWORD", "JUMP_HOST", "JUMP_KEY_PATH"):
+        monkeypatch.setenv(f"SITE_{name}", {"PORT": "2200"}.get(name, f"the-{name}"))
+    for prefix in ("SITE_", "SITE"):
+        ssh = SSHConnectionResource.from_env(prefix)
+        assert isinstance(ssh.password, dg.EnvVar) and ssh.key_path is None and ssh.client == "paramiko"
+        resolved = materialize(ComputeResource(slurm=SlurmResource(ssh=ssh))).slurm
+        assert resolved is not None and resolved.ssh is not None and resolved.ssh.jump_host is not None
+        assert (resolved.ssh.host, resolved.ssh.port, resolved.ssh.user) == ("the-HOST", 2200, "the-USER")
+        assert resolved.ssh.jump_host.key_path == "the-JUMP_KEY_PATH"
+
+
+def test_from_env_complains_at_use_not_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOWHERE_HOST", raising=False)
+    ssh = SSHConnectionResource.from_env("NOWHERE")
+    with pytest.raises(dg.DagsterInvalidConfigError, match="NOWHERE_HOST"):
+        materialize(ComputeResource(slurm=SlurmResource(ssh=ssh)))
+
+
+def test_a_password_never_shows_in_a_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SITE_HOST", "h")
+    monkeypatch.setenv("SITE_PASSWORD", "hunter2")
+    compute = ComputeResource(slurm=SlurmResource(ssh=SSHConnectionResource.from_env("SITE")))
+
+    @dg.asset
+    def uses(compute: ComputeResource) -> None: ...
+
+    job = dg.Definitions(assets=[uses], resources={"compute": compute}).resolve_implicit_global_asset_job_def()
+    assert "hunter2" not in str(job.run_config_schema.config_type.__dict__) and "hunter2" not in repr(compute)
+
+
+def test_variables_in_a_launcher_that_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RS_N", "2")
+    launcher = RayLauncher(num_cpus_per_node=dg.EnvVar.int("RS_N"), labels={"a": dg.EnvVar("RS_UNSET")})
+    with pytest.raises(ValueError, match=r"launcher\.labels\['a'\]: the environment variable RS_UNSET is not set"):
+        resolve_variables(launcher, "launcher")
+    monkeypatch.setenv("RS_UNSET", "x")
+    resolved = resolve_variables(launcher, "launcher")
+    assert resolved.num_cpus_per_node == 2 and resolved.labels == {"a": "x"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RAY_ADDRESS": "x"}, "RAY_ADDRESS is reserved"),
+        ({"DAGSTER_PIPES_CONTEXT": "x"}, "DAGSTER_PIPES_CONTEXT is reserved"),
+        ({"RAYSLURM_DATA_DIR": "x"}, "RAYSLURM_DATA_DIR is reserved"),
+        ({"A B": "x"}, "'A B' is not a name"),
+        ({"": "x"}, "'' is not a name"),
+        ({"A": "x\0"}, "NUL"),
+        ({"A": 3}, "int is not a string"),
+    ],
+)
+def test_bad_environment_variables_are_named(variables: Any, says: str) -> None:
+    with pytest.raises(ValueError, match="^extra_env") as caught:
+        check_environment(variables, "extra_env")
+    assert says in str(caught.value)
+
+
+def test_odd_values_are_fine() -> None:
+    odd = {"A": "line\nbreak; $HOME 'quote' \"double\" ä ☃", "_b": ""}
+    assert check_environment(odd, "extra_env") == odd
+
+
+def test_the_package_imports_neither_ray_nor_paramiko() -> None:
+    code = "import dagster_rayslurm, sys; print([m for m in ('ray', 'paramiko') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_library_is_registered_and_the_exports_are_there() -> None:
+    from dagster._core.libraries import DagsterLibraryRegistry
+
+    assert DagsterLibraryRegistry.get()["dagster-rayslurm"] == dagster_rayslurm.__version__
+    assert all(hasattr(dagster_rayslurm, name) for name in dagster_rayslurm.__all__)
