@@ -25,13 +25,14 @@ from .config import (
     at_least,
     check_environment,
     choice,
-    resolve_variables,
     plain_text,
+    resolve_variables,
 )
 from .connections.local import LocalConnection
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, resolve_environment
 from .errors import RunFailure
 from .follow import Cadence, Evidence, Follower
+from .interrupts import deferred_interrupts
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .metadata import failure_metadata, run_metadata
 from .outcome import judge
@@ -95,47 +96,54 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Annotated[str, choice(*(mode.value for mode in ExecutionMode))] = Field(
-        "local", description='How payloads run: "local", "slurm", "slurm-session" or "slurm-hetjob".'
+        default="local", description='How payloads run: "local", "slurm", "slurm-session" or "slurm-hetjob".'
     )
-    slurm: Optional[SlurmResource] = Field(None, description="The Slurm cluster; needed by every mode but local.")
+    slurm: Optional[SlurmResource] = Field(default=None, description="The Slurm cluster; needed by every mode but local.")
     default_launcher: Union[RayLauncher, BashLauncher] = Field(
-        default_factory=RayLauncher, discriminator="kind", description="Launcher of payloads that name none."
+        default=RayLauncher(), discriminator="kind", description="Launcher of payloads that name none."
     )
     session: SessionConfig = Field(
-        default_factory=SessionConfig, description="The warm session that is shared, with enable_cluster_reuse or slurm-session."
+        default=SessionConfig(), description="The warm session that is shared, with enable_cluster_reuse or slurm-session."
     )
-    components: list[HetComponent] = Field([], description="Components of the heterogeneous job (slurm-hetjob).")
+    components: list[HetComponent] = Field(default=[], description="Components of the heterogeneous job (slurm-hetjob).")
     enable_cluster_reuse: bool = Field(
-        False, description="Keep the Ray cluster warm between payloads; it ends itself after session.idle_timeout."
+        default=False, description="Keep the Ray cluster warm between payloads; it ends itself after session.idle_timeout."
     )
     environment: Union[InheritedEnvironment, PreDeployedEnvironment] = Field(
-        default_factory=InheritedEnvironment, discriminator="kind", description="The Python environment of payloads."
+        default=InheritedEnvironment(), discriminator="kind", description="The Python environment of payloads."
     )
     pre_deployed_env_path: Annotated[Optional[str], plain_text] = Field(
-        None, description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh."
+        default=None, description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh."
     )
-    auto_detect_platform: bool = Field(True, description="Ask the cluster for its CPU architecture instead of assuming this one's.")
+    auto_detect_platform: bool = Field(
+        default=True, description="Ask the cluster for its CPU architecture instead of assuming this one's."
+    )
     data_dir: Annotated[Optional[str], plain_text] = Field(
-        None, description="Directory that every payload finds in RAYSLURM_DATA_DIR; None for `data` below the base directory."
+        default=None,
+        description="Directory that every payload finds in RAYSLURM_DATA_DIR; None for `data` below the base directory.",
     )
     local_base: Annotated[str, plain_text] = Field(
-        "~/.dagster_rayslurm", description="Base directory on this machine: run directories of the local mode, outputs."
+        default="~/.dagster_rayslurm", description="Base directory on this machine: run directories of the local mode, outputs."
     )
-    require_messages: bool = Field(True, description="Fail a Pipes payload that never opened or never closed Pipes.")
+    require_messages: bool = Field(default=True, description="Fail a Pipes payload that never opened or never closed Pipes.")
     keep_run_dirs: Annotated[str, choice("all", "failed", "none")] = Field(
-        "failed", description='Which run directories stay for a look: "all", "failed" or "none".'
+        default="failed", description='Which run directories stay for a look: "all", "failed" or "none".'
     )
-    retention_days: Annotated[int, at_least(0, "days")] = Field(14, description="Days after which kept run directories and outputs go.")
+    retention_days: Annotated[int, at_least(0, "days")] = Field(
+        default=14, description="Days after which kept run directories and outputs go."
+    )
     connection_loss_timeout: Annotated[int, at_least(0, "seconds")] = Field(
-        86400, description="Seconds that a run may be out of reach before it has failed."
+        default=86400, description="Seconds that a run may be out of reach before it has failed."
     )
     queue_timeout: Annotated[Optional[int], at_least(1, "seconds")] = Field(
-        None, description="Seconds in Slurm's queue after which a run has failed; None waits for ever."
+        default=None, description="Seconds in Slurm's queue after which a run has failed; None waits for ever."
     )
     max_stdio_mb: Annotated[int, at_least(1, "MiB")] = Field(
-        1024, description="MiB of payload output that are recorded; the rest is counted and dropped."
+        default=1024, description="MiB of payload output that are recorded; the rest is counted and dropped."
     )
-    max_outputs_mb: Annotated[int, at_least(0, "MiB")] = Field(100, description="MiB of files that `outputs=` brings back.")
+    max_outputs_mb: Annotated[int, at_least(0, "MiB")] = Field(
+        default=100, description="MiB of files that `outputs=` brings back."
+    )
 
     def run(  # type: ignore[override]
         self,
@@ -160,7 +168,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
                 split as a shell would (`python -m pkg.mod --epochs 3`); a list is taken as it is. `python` means the
                 environment's Python.
             launcher: instead of `default_launcher`, as a whole.
-            queue: instead of the Slurm resource's queue, as a whole.
+            queue: instead of the Slurm resource's queue, as a whole; local mode has no use for it.
             extra_env: variables for the payload and its Ray workers.
             secret_env: variables for the payload's driver process alone.
             extras: Pipes extras, `pipes.extras` in the payload.
@@ -178,6 +186,8 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         with _configuration_errors():
             self._check_mode(launcher, components)
             chosen = self._launcher(launcher)
+            if queue is not None:
+                resolve_variables(queue, "queue")  # Nothing asks Slurm for it in local mode, but a mistake shows here too.
             plan = make_plan(
                 payload_path=payload_path,
                 launcher=chosen,
@@ -216,9 +226,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
                         cluster_id = f"local-{plan.payload.nonce}"
                         write_runtime_spec(LocalConnection(), run_dir, RuntimeSpec(cluster_id, plan.ray))
                         attempt = OwnRuntime(self._layout, interpreter, run_dir, cluster_id)
-                follower = Follower(
-                    LocalConnection(), run_dir, plan.payload.nonce, reader.handler, context.log, _LOCAL_CADENCE
-                )
+                follower = Follower(LocalConnection(), run_dir, plan.payload.nonce, reader.handler, context.log, _LOCAL_CADENCE)
                 evidence = self._follow(follower, attempt, plan, context)
             except BaseException:
                 self._clean_up(run_dir, failed=True)
@@ -323,22 +331,24 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         try:
             return follower.follow(attempt.ended)
         except BaseException as error:
-            follower.evidence.interrupted = True
-            context.log.warning(f"[rayslurm] ending the payload: {type(error).__name__}")
-            try:
+            with deferred_interrupts() as interrupted_again:
+                follower.evidence.interrupted = True
+                if isinstance(error, (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)):
+                    _mark_canceling(context)
+                context.log.warning(f"[rayslurm] ending the payload: {type(error).__name__}")
                 attempt.cancel()
-                follower.follow(attempt.ended, time.monotonic() + plan.payload.grace_period + _CANCEL_MARGIN)
-            except BaseException:
-                attempt.cancel(now=True)  # Interrupted again: no more grace.
-                follower.follow(attempt.ended, time.monotonic() + _CANCEL_MARGIN)
-            finally:
+
+                def ended() -> str | None:
+                    if interrupted_again():
+                        attempt.cancel(now=True)
+                    return attempt.ended()
+
+                follower.follow(ended, time.monotonic() + plan.payload.grace_period + _CANCEL_MARGIN)
                 verdict = judge(follower.evidence, plan.uses_pipes, self.require_messages)
                 context.log.info(f"[rayslurm] {verdict.sentence}")
             raise
 
-    def _conclude(
-        self, evidence: Evidence, plan: Plan, attempt: Attempt, run_dir: str, outputs_dir: Path
-    ) -> dict[str, Any]:
+    def _conclude(self, evidence: Evidence, plan: Plan, attempt: Attempt, run_dir: str, outputs_dir: Path) -> dict[str, Any]:
         """Judge the run, bring its outputs back and tidy up.
 
         Raises:
@@ -372,6 +382,16 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             sweep_old([layout.runs, layout.outputs], self.retention_days)
 
 
+def _mark_canceling(context: Context) -> None:
+    """Let a run that Ctrl-C interrupts end as canceled, as the terminate button does.
+
+    Dagster 1.13 calls it failed unless somebody marked it beforehand. A run that Dagster will resume is left alone.
+    """
+    run = context.instance.get_run_by_id(context.run.run_id)
+    if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):
+        context.instance.report_run_canceling(run)
+
+
 def _check_footprint(plan: Plan) -> None:
     """Refuse more than this machine has.
 
@@ -380,9 +400,7 @@ def _check_footprint(plan: Plan) -> None:
     """
     here = machine.detect()
     cpus, gpus = plan.footprint
-    wanted = plan.ray or RaySpec(
-        num_cpus=None if cpus is None else int(cpus), num_gpus=None if gpus is None else int(gpus)
-    )
+    wanted = plan.ray or RaySpec(num_cpus=None if cpus is None else int(cpus), num_gpus=None if gpus is None else int(gpus))
     problem = footprint_error(wanted, here)
     if problem:
         raise ValueError(problem if plan.ray else problem.replace("RayLauncher", "BashLauncher").replace("_per_node", ""))

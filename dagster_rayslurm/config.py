@@ -202,19 +202,24 @@ class SessionConfig(StrictConfig):
     """A warm allocation (in local mode: a warm Ray cluster) that assets, processes and runs share."""
 
     name: Annotated[Optional[str], identifier] = Field(
-        None, description="Name under which the session is found; None derives it from the launcher and the queue."
+        default=None, description="Name under which the session is found; None derives it from the launcher and the queue."
     )
-    num_nodes: Annotated[Optional[int], at_least(1)] = Field(None, description="Nodes of the allocation; None for the queue's.")
+    num_nodes: Annotated[Optional[int], at_least(1)] = Field(
+        default=None, description="Nodes of the allocation; None for the queue's."
+    )
     time_limit: Annotated[Optional[str], slurm_time] = Field(
-        None, description="Time limit of the allocation in Slurm's format; None for the queue's."
+        default=None, description="Time limit of the allocation in Slurm's format; None for the queue's."
     )
     idle_timeout: Annotated[int, at_least(0, "seconds")] = Field(
-        600, description="Seconds without a payload after which the session ends itself."
+        default=600, description="Seconds without a payload after which the session ends itself."
     )
-    max_concurrent_payloads: Annotated[int, at_least(1)] = Field(1, description="Payloads that run at the same time; others queue.")
+    max_concurrent_payloads: Annotated[int, at_least(1)] = Field(
+        default=1, description="Payloads that run at the same time; others queue."
+    )
     scope: Annotated[str, choice("shared", "run")] = Field(
-        "shared", description='"shared" between all runs, or "run" for a session of each Dagster run\'s own.'
+        default="shared", description='"shared" between all runs, or "run" for a session of each Dagster run\'s own.'
     )
     on_misfit: Annotated[str, choice("new-session", "error")] = Field(
-        "new-session", description="What to do when a session of this name has another footprint than the launcher asks for."
+        default="new-session",
+        description="What to do when a session of this name has another footprint than the launcher asks for.",
     )

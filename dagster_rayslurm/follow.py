@@ -69,9 +69,7 @@ class Follower:
         cadence: how often to read.
     """
 
-    def __init__(
-        self, connection: ReadsFiles, run_dir: str, nonce: str, handler: Any, log: Any, cadence: Cadence
-    ) -> None:
+    def __init__(self, connection: ReadsFiles, run_dir: str, nonce: str, handler: Any, log: Any, cadence: Cadence) -> None:
         self.evidence = Evidence()
         self._connection = connection
         self._nonce = nonce
@@ -154,7 +152,7 @@ class Follower:
                 evidence.closed = True
                 evidence.exception = params.get("exception")
             self._handler.handle_message(message)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever Dagster's handler raises on a user's message
             why = f"{type(error).__name__}: {error}"
             evidence.message_error = evidence.message_error or f"{why}; the message was: {line[:500]}"
             self._log.error(f"[rayslurm] a Pipes message cannot be used: {why}")

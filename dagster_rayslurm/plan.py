@@ -46,9 +46,9 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[
         if text and Path(text).expanduser().is_file():
             return ["python", os.path.abspath(os.path.expanduser(text))]
         argv = _split(text)
-        if isinstance(payload_path, os.PathLike) or (len(argv) == 1 and ("/" in argv[0] or argv[0].endswith(".py"))):
-            if not os.access(text, os.X_OK):
-                raise ValueError(f"payload_path: there is no file {text!r} (looked in {os.getcwd()})")
+        is_path = isinstance(payload_path, os.PathLike) or (len(argv) == 1 and ("/" in argv[0] or argv[0].endswith(".py")))
+        if is_path and not os.access(text, os.X_OK):
+            raise ValueError(f"payload_path: there is no file {text!r} (looked in {os.getcwd()})")
     else:
         argv = list(payload_path)
     for word in argv:

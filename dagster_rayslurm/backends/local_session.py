@@ -184,9 +184,7 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def _start(
-    layout: Layout, interpreter: Interpreter, ray: RaySpec, config: SessionConfig, directory: Path
-) -> dict[str, Any]:
+def _start(layout: Layout, interpreter: Interpreter, ray: RaySpec, config: SessionConfig, directory: Path) -> dict[str, Any]:
     """Start a session unless somebody else just did, and wait until it listens."""
     with _locked(directory):
         announced = _announced(directory)

@@ -31,32 +31,45 @@ class SSHConnectionResource(dg.ConfigurableResource):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: Annotated[str, plain_text] = Field(description="Name or address of the edge (login) node.")
-    port: Annotated[int, at_least(1)] = Field(22, description="Port of its SSH server.")
-    user: Annotated[Optional[str], plain_text] = Field(None, description="User to log in as; None for the user that runs Dagster.")
-    key_path: Annotated[Optional[str], plain_text] = Field(None, description="Private key file; None for the agent and the default keys.")
-    key_passphrase: Optional[str] = Field(None, description="Passphrase of the private key; give it as an EnvVar.")
-    password: Optional[str] = Field(None, description="Password; give it as an EnvVar. Keys are the better choice.")
-    certificate_path: Annotated[Optional[str], plain_text] = Field(None, description="OpenSSH user certificate that goes with the key.")
-    jump_host: Optional["SSHConnectionResource"] = Field(
-        None, description="Host to go through, itself an SSH connection, which may have a jump host of its own."
+    port: Annotated[int, at_least(1)] = Field(default=22, description="Port of its SSH server.")
+    user: Annotated[Optional[str], plain_text] = Field(
+        default=None, description="User to log in as; None for the user that runs Dagster."
+    )
+    key_path: Annotated[Optional[str], plain_text] = Field(
+        default=None, description="Private key file; None for the agent and the default keys."
+    )
+    key_passphrase: Optional[str] = Field(default=None, description="Passphrase of the private key; give it as an EnvVar.")
+    password: Optional[str] = Field(default=None, description="Password; give it as an EnvVar. Keys are the better choice.")
+    certificate_path: Annotated[Optional[str], plain_text] = Field(
+        default=None, description="OpenSSH user certificate that goes with the key."
+    )
+    jump_host: Optional[SSHConnectionResource] = Field(
+        default=None, description="Host to go through, itself an SSH connection, which may have a jump host of its own."
     )
     host_key_checking: Annotated[str, choice("accept-new", "strict", "off")] = Field(
-        "accept-new",
+        default="accept-new",
         description='"accept-new" learns the key of an unknown host and refuses a changed one, "strict" knows all hosts '
         'beforehand, "off" checks nothing.',
     )
-    known_hosts_file: Annotated[Optional[str], plain_text] = Field(None, description="Host keys; None for `~/.ssh/known_hosts`.")
+    known_hosts_file: Annotated[Optional[str], plain_text] = Field(
+        default=None, description="Host keys; None for `~/.ssh/known_hosts`."
+    )
     client: Annotated[str, choice("paramiko", "openssh")] = Field(
-        "paramiko", description='SSH implementation: "paramiko", or "openssh" for the `ssh` program with its own configuration.'
+        default="paramiko",
+        description='SSH implementation: "paramiko", or "openssh" for the `ssh` program with its own configuration.',
     )
     require_existing_master: bool = Field(
-        False, description="Only use an OpenSSH master connection that a person opened (two-factor sites); never log in."
+        default=False, description="Only use an OpenSSH master connection that a person opened (two-factor sites); never log in."
     )
-    connect_timeout: Annotated[int, at_least(1, "seconds")] = Field(30, description="Seconds until a login that hangs has failed.")
-    keepalive: Annotated[int, at_least(0, "seconds")] = Field(15, description="Seconds between keepalive messages; 0 for none.")
+    connect_timeout: Annotated[int, at_least(1, "seconds")] = Field(
+        default=30, description="Seconds until a login that hangs has failed."
+    )
+    keepalive: Annotated[int, at_least(0, "seconds")] = Field(
+        default=15, description="Seconds between keepalive messages; 0 for none."
+    )
 
     @classmethod
-    def from_env(cls, prefix: str = "SLURM_EDGE_NODE_") -> "SSHConnectionResource":
+    def from_env(cls, prefix: str = "SLURM_EDGE_NODE_") -> SSHConnectionResource:
         """A connection whose fields are `EnvVar` references to the variables that are set.
 
         `<PREFIX>HOST`, `PORT`, `USER`, `KEY_PATH`, `KEY_PASSPHRASE`, `PASSWORD`, `CERTIFICATE_PATH`,

@@ -12,13 +12,13 @@ from ..config import StrictConfig, plain_text
 class InheritedEnvironment(StrictConfig):
     """The Python that runs Dagster; only on the machine that runs it."""
 
-    kind: Literal["inherited"] = Field("inherited", description="Tells the environments apart in configuration.")
+    kind: Literal["inherited"] = Field(default="inherited", description="Tells the environments apart in configuration.")
 
 
 class PreDeployedEnvironment(StrictConfig):
     """An environment that is already where the payload runs."""
 
-    kind: Literal["pre-deployed"] = Field("pre-deployed", description="Tells the environments apart in configuration.")
+    kind: Literal["pre-deployed"] = Field(default="pre-deployed", description="Tells the environments apart in configuration.")
     path: Annotated[str, plain_text] = Field(
         description="A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."
     )

@@ -19,11 +19,11 @@ class Launcher(StrictConfig):
     """
 
     working_dir: Annotated[Optional[str], plain_text] = Field(
-        None,
+        default=None,
         description="Directory whose entries the payload finds in its own working directory; None for an empty one.",
     )
     grace_period: Annotated[int, at_least(0, "seconds")] = Field(
-        10, description="Seconds between SIGTERM and SIGKILL when the payload is cancelled."
+        default=10, description="Seconds between SIGTERM and SIGKILL when the payload is cancelled."
     )
 
     def command(self, argv: list[str]) -> list[str]:

@@ -13,9 +13,13 @@ from .base import Launcher, forbid_subclassing
 class BashLauncher(Launcher):
     """Runs the payload as a plain process."""
 
-    kind: Literal["bash"] = Field("bash", description="Tells the launchers apart in configuration.")
-    num_cpus: Annotated[Optional[int], at_least(1)] = Field(None, description="CPUs the payload needs; None for what is granted.")
-    num_gpus: Annotated[Optional[int], at_least(0)] = Field(None, description="GPUs the payload needs; None for what is granted.")
+    kind: Literal["bash"] = Field(default="bash", description="Tells the launchers apart in configuration.")
+    num_cpus: Annotated[Optional[int], at_least(1)] = Field(
+        default=None, description="CPUs the payload needs; None for what is granted."
+    )
+    num_gpus: Annotated[Optional[int], at_least(0)] = Field(
+        default=None, description="GPUs the payload needs; None for what is granted."
+    )
 
     def footprint(self) -> tuple[float | None, float | None]:
         return self.num_cpus, self.num_gpus

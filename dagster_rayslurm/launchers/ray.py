@@ -50,56 +50,58 @@ class RayLauncher(Launcher):
     The payload calls `ray.init()` or `ray.init(address="auto")` and reaches its own cluster and no other.
     """
 
-    kind: Literal["ray"] = Field("ray", description="Tells the launchers apart in configuration.")
+    kind: Literal["ray"] = Field(default="ray", description="Tells the launchers apart in configuration.")
     num_cpus_per_node: Annotated[Optional[int], at_least(0)] = Field(
-        None, description="CPUs that Ray schedules on each node; None for what is granted."
+        default=None, description="CPUs that Ray schedules on each node; None for what is granted."
     )
     num_gpus_per_node: Annotated[Optional[int], at_least(0)] = Field(
-        None, description="GPUs that Ray schedules on each node; None for what is granted."
+        default=None, description="GPUs that Ray schedules on each node; None for what is granted."
     )
     max_workers: Annotated[Optional[int], at_least(0)] = Field(
-        None, description="Most nodes that join the head; None for all. Local mode has one node."
+        default=None, description="Most nodes that join the head; None for all. Local mode has one node."
     )
     min_nodes: Annotated[Optional[int], at_least(1)] = Field(
-        None, description="Nodes that must be alive before the payload starts; None for all. Local mode has one node."
+        default=None, description="Nodes that must be alive before the payload starts; None for all. Local mode has one node."
     )
-    ray_version: Annotated[Optional[str], plain_text] = Field(None, description="Exact Ray version that the environment must have.")
-    ray_args: Annotated[list[str], checked(_check_ray_args)] = Field([], description="More arguments of `ray start`.")
+    ray_version: Annotated[Optional[str], plain_text] = Field(
+        default=None, description="Exact Ray version that the environment must have."
+    )
+    ray_args: Annotated[list[str], checked(_check_ray_args)] = Field(default=[], description="More arguments of `ray start`.")
     head_node_address: Annotated[Optional[str], plain_text] = Field(
-        None, description="Address that the head binds and is reached at; None for the one Ray finds."
+        default=None, description="Address that the head binds and is reached at; None for the one Ray finds."
     )
     network_interface: Annotated[Optional[str], plain_text] = Field(
-        None, description='Network interface whose address each node uses, such as "ib0".'
+        default=None, description='Network interface whose address each node uses, such as "ib0".'
     )
     component_id: Annotated[Optional[str], identifier] = Field(
-        None, description="Component of a heterogeneous job that the payload runs in."
+        default=None, description="Component of a heterogeneous job that the payload runs in."
     )
     object_store_memory_gb: Optional[float] = Field(
-        None, description="Object store of each node in GiB; None for Ray's choice (30 % of the memory)."
+        default=None, description="Object store of each node in GiB; None for Ray's choice (30 % of the memory)."
     )
-    resources: dict[str, float] = Field({}, description="Custom resources of each node.")
-    labels: dict[str, str] = Field({}, description="Labels of each node, for label selectors.")
-    dashboard: bool = Field(True, description="Start the dashboard; without it the cluster is up about a second sooner.")
+    resources: dict[str, float] = Field(default={}, description="Custom resources of each node.")
+    labels: dict[str, str] = Field(default={}, description="Labels of each node, for label selectors.")
+    dashboard: bool = Field(default=True, description="Start the dashboard; without it the cluster is up about a second sooner.")
     auth: Annotated[str, choice("token", "disabled")] = Field(
-        "token",
+        default="token",
         description='"token" for Ray\'s token authentication (Ray 2.52 or newer); "disabled" lets anybody who reaches the '
         "node run code as you.",
     )
     launch_style: Annotated[str, choice("builtin", "symmetric-run")] = Field(
-        "builtin", description='"builtin", or "symmetric-run" for `ray symmetric-run` on all nodes of a Slurm allocation.'
+        default="builtin", description='"builtin", or "symmetric-run" for `ray symmetric-run` on all nodes of a Slurm allocation.'
     )
     startup_timeout: Annotated[int, at_least(1, "seconds")] = Field(
-        300, description="Seconds until a cluster that is not complete has failed."
+        default=300, description="Seconds until a cluster that is not complete has failed."
     )
     port_range: Annotated[Optional[str], checked(_check_port_range)] = Field(
-        None,
+        default=None,
         description='Ports that all of Ray stays within, as "LOW-HIGH", for firewalled sites; each cluster takes 100 on a node.',
     )
     health_check: Annotated[Optional[str], plain_text] = Field(
-        None, description="Shell command that each node runs before Ray starts; a failure names the node."
+        default=None, description="Shell command that each node runs before Ray starts; a failure names the node."
     )
     preload: Annotated[list[str], checked(lambda value: [check_text(item) for item in value])] = Field(
-        [], description="Modules that a warm session imports once, before payloads are forked from it."
+        default=[], description="Modules that a warm session imports once, before payloads are forked from it."
     )
 
     def ray_spec(self) -> RaySpec:

@@ -33,6 +33,7 @@ def serve(session_dir):  # type: (str) -> int
 
 
 def main(argv):  # type: (list[str]) -> int
+    """Take the role that the command line names."""
     role = argv[0] if argv else ""
     if role == "ray-node":
         from . import ray_node

@@ -52,9 +52,7 @@ def footprint_error(spec: RaySpec, machine: Machine) -> Optional[str]:
     return "RayLauncher.%s=%d asks for more than node %s grants: %s" % (field, asked, machine.hostname, granted)
 
 
-def start_arguments(
-    spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_dir: str, address: Optional[str]
-) -> List[str]:
+def start_arguments(spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_dir: str, address: Optional[str]) -> List[str]:
     """The arguments of `ray start --head` (Ray 2.60)."""
     arguments = ["--head", "--block", "--disable-usage-stats", "--temp-dir=" + temp_dir, *chosen.options]
     arguments.append("--num-cpus=%d" % (machine.num_cpus if spec.num_cpus is None else spec.num_cpus))

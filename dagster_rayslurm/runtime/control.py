@@ -101,13 +101,13 @@ class SessionServer:
             return  # The client went away before it was accepted.
         _Client(self, self._supervisor, connection)
 
-    def admit(self, request: Dict[str, Any], on_end: Callable[[Payload], None]) -> Tuple[Dict[str, Any], Optional[Payload]]:
+    def admit(self, request: Dict[str, Any]) -> Tuple[Dict[str, Any], Optional[Payload]]:
         """Answer a `run` request; its id is accepted once."""
         request_id, run_dir = str(request.get("request_id")), str(request.get("run_dir"))
         if request_id in self._seen:
             return {"ok": False, "error": "duplicate"}, None
         try:
-            payload = self._supervisor.submit(run_dir, on_end)
+            payload = self._supervisor.submit(run_dir)
         except Closing:
             return {"ok": False, "error": "closing"}, None
         except (OSError, SpecError) as error:
@@ -129,7 +129,7 @@ class _Client:
     def _take(self, request: Dict[str, Any]) -> None:
         op = request.get("op")
         if op == "run" and self._payload is None:
-            answer, self._payload = self._server.admit(request, lambda payload: None)
+            answer, self._payload = self._server.admit(request)
         elif op == "cancel" and self._payload is not None:
             return _cancel(self._payload, request)
         elif op == "stop":

@@ -10,9 +10,7 @@ from typing import Dict, List, Sequence, Tuple, Union
 Entry = Dict[str, Union[str, int]]
 
 
-def collect_outputs(
-    work_dir: str, target: str, patterns: Sequence[str], max_bytes: int
-) -> Tuple[List[Entry], List[str]]:
+def collect_outputs(work_dir: str, target: str, patterns: Sequence[str], max_bytes: int) -> Tuple[List[Entry], List[str]]:
     """Copy matching files into the run directory, smallest first, until the cap.
 
     Args:

@@ -128,9 +128,7 @@ class Payload:
     def start(self, ray_env: Environment, messages_path: str, spill_dir: Optional[str] = None) -> None:
         """Start the process; a payload that cannot start ends at once."""
         self._messages = _MessageFile(messages_path)
-        env = payload_environment(
-            self.spec, dict(os.environ), sys.executable, self.run_dir, messages_path, ray_env
-        )
+        env = payload_environment(self.spec, dict(os.environ), sys.executable, self.run_dir, messages_path, ray_env)
         env.update(self._secret_env)
         argv = list(self.spec.argv)
         if argv[0] in ("python", "python3"):
@@ -231,8 +229,8 @@ class Payload:
 
         self._due(name, interval, again)
 
-    def _read(self, fd: int) -> bool:
-        """Copy one chunk of output; False at the end of the stream."""
+    def _read(self, fd: int) -> None:
+        """Copy one chunk of output."""
         data = os.read(fd, _CHUNK)
         stream = self._streams[fd]
         text = stream.decoder.decode(data, final=not data)
@@ -243,7 +241,6 @@ class Payload:
             os.close(fd)
             del self._streams[fd]
             self._finish_if_complete()
-        return bool(data)
 
     def _copy_messages(self) -> None:
         assert self._messages is not None
@@ -349,7 +346,7 @@ class _MessageFile:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._file = open(path, "xb+", buffering=0)  # noqa: SIM115 - kept open for as long as the payload runs
+        self._file = open(path, "xb+", buffering=0)
         self._partial = b""
         self.count = 0
 

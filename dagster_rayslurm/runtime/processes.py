@@ -99,6 +99,7 @@ def signal_group(pid: int, signum: int) -> bool:
 
 
 def kill_all(pids: Iterable[int]) -> None:
+    """SIGKILL some processes; those that are gone already are no error."""
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)

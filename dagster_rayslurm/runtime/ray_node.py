@@ -43,7 +43,7 @@ def main(argv: List[str]) -> int:
     report(event="version", ray_version=ray.__version__)
     threading.Thread(target=_watch, args=(order["gcs"], report), daemon=True).start()
     sys.argv = ["ray", "start", *order["start"]]
-    ray_cli()
+    ray_cli()  # type: ignore[no-untyped-call]
     return 0
 
 
@@ -102,7 +102,7 @@ def _wait_for_port(gcs: str) -> None:
 
 
 def _gcs_client(gcs: str) -> Any:
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     return GcsClient(address=gcs)
 

@@ -84,9 +84,7 @@ def from_json(cls: Type[T], text: str) -> T:
         raise SpecError("the start record is not a JSON object")
     protocol = data.get("protocol", PROTOCOL_VERSION)
     if protocol != PROTOCOL_VERSION:
-        raise SpecError(
-            "the start record speaks protocol version %s and this runtime version %s" % (protocol, PROTOCOL_VERSION)
-        )
+        raise SpecError("the start record speaks protocol version %s and this runtime version %s" % (protocol, PROTOCOL_VERSION))
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(data) - known)
     if unknown:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any, Callable, Deque, Dict, List, Optional
+from typing import Any, Deque, Dict, List, Optional
 
 from . import PROTOCOL_VERSION, machine, processes, scratch
 from .cluster import ClusterError, RayCluster
@@ -57,9 +57,7 @@ class Supervisor:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
         if spec.ray is not None:
-            self.cluster = RayCluster(
-                loop, spec.ray, self.machine, private, self._pump, self._cluster_failed, self._tell
-            )
+            self.cluster = RayCluster(loop, spec.ray, self.machine, private, self._pump, self._cluster_failed, self._tell)
 
     def run(self) -> None:
         """React until there is nothing left to do, then end everything that was started here."""
@@ -78,7 +76,7 @@ class Supervisor:
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
             self._scratch.remove()
 
-    def submit(self, run_dir: str, on_end: Callable[[Payload], None] = lambda payload: None) -> Payload:
+    def submit(self, run_dir: str) -> Payload:
         """Take over the payload of a run directory.
 
         Raises:
@@ -91,12 +89,7 @@ class Supervisor:
         spec = from_json(PayloadSpec, _read(os.path.join(run_dir, PAYLOAD)))
         secrets = _take_secrets(run_dir)
         record = RunRecord(run_dir, spec.max_stdio_bytes)
-
-        def ended(payload: Payload) -> None:
-            on_end(payload)
-            self._ended(payload)
-
-        payload = Payload(self.loop, run_dir, spec, secrets, record, ended)
+        payload = Payload(self.loop, run_dir, spec, secrets, record, self._ended)
         payload.start_record(
             {
                 "type": "start",

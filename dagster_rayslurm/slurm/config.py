@@ -13,8 +13,8 @@ from ..config import (
     check_sbatch_options,
     check_signal,
     checked,
-    slurm_memory,
     plain_text,
+    slurm_memory,
     slurm_time,
 )
 from ..connections.config import SSHConnectionResource
@@ -23,40 +23,55 @@ from ..connections.config import SSHConnectionResource
 class SlurmQueueConfig(StrictConfig):
     """The footprint of an allocation and where it is asked for. None leaves a choice to Slurm or the launcher."""
 
-    partition: Annotated[Optional[str], plain_text] = Field(None, description="Partition (`--partition`); None for the cluster's default.")
-    account: Annotated[Optional[str], plain_text] = Field(None, description="Account that is charged (`--account`).")
-    qos: Annotated[Optional[str], plain_text] = Field(None, description="Quality of service (`--qos`).")
-    reservation: Annotated[Optional[str], plain_text] = Field(None, description="Reservation to run in (`--reservation`).")
-    constraint: Annotated[Optional[str], plain_text] = Field(
-        None, description='Required node features (`--constraint`), such as "a100&nvlink".'
+    partition: Annotated[Optional[str], plain_text] = Field(
+        default=None, description="Partition (`--partition`); None for the cluster's default."
     )
-    num_nodes: Annotated[int, at_least(1)] = Field(1, description="Number of nodes (`--nodes`).")
+    account: Annotated[Optional[str], plain_text] = Field(default=None, description="Account that is charged (`--account`).")
+    qos: Annotated[Optional[str], plain_text] = Field(default=None, description="Quality of service (`--qos`).")
+    reservation: Annotated[Optional[str], plain_text] = Field(
+        default=None, description="Reservation to run in (`--reservation`)."
+    )
+    constraint: Annotated[Optional[str], plain_text] = Field(
+        default=None, description='Required node features (`--constraint`), such as "a100&nvlink".'
+    )
+    num_nodes: Annotated[int, at_least(1)] = Field(default=1, description="Number of nodes (`--nodes`).")
     cpus_per_node: Annotated[Optional[int], at_least(1)] = Field(
-        None, description="CPUs on each node (`--cpus-per-task` of the one task per node); None asks for what the launcher wants."
+        default=None,
+        description="CPUs on each node (`--cpus-per-task` of the one task per node); None asks for what the launcher wants.",
     )
     gpus_per_node: Annotated[Optional[int], at_least(0)] = Field(
-        None, description="GPUs on each node (`--gpus-per-node`); None asks for what the launcher wants."
+        default=None, description="GPUs on each node (`--gpus-per-node`); None asks for what the launcher wants."
     )
-    gpu_type: Annotated[Optional[str], plain_text] = Field(None, description='Type of GPU as the cluster names it, such as "a100".')
-    mem: Annotated[Optional[str], slurm_memory] = Field(None, description='Memory of each node (`--mem`), such as "64G".')
-    mem_per_cpu: Annotated[Optional[str], slurm_memory] = Field(None, description='Memory for each CPU (`--mem-per-cpu`), such as "4G".')
+    gpu_type: Annotated[Optional[str], plain_text] = Field(
+        default=None, description='Type of GPU as the cluster names it, such as "a100".'
+    )
+    mem: Annotated[Optional[str], slurm_memory] = Field(default=None, description='Memory of each node (`--mem`), such as "64G".')
+    mem_per_cpu: Annotated[Optional[str], slurm_memory] = Field(
+        default=None, description='Memory for each CPU (`--mem-per-cpu`), such as "4G".'
+    )
     time_limit: Annotated[str, slurm_time] = Field(
-        "01:00:00", description="Time limit (`--time`): minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED."
+        default="01:00:00", description="Time limit (`--time`): minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED."
     )
-    exclusive: bool = Field(False, description="Share the nodes with no other job (`--exclusive`).")
-    nodelist: Annotated[Optional[str], plain_text] = Field(None, description="Nodes that must be in the allocation (`--nodelist`).")
-    exclude: Annotated[Optional[str], plain_text] = Field(None, description="Nodes that must not be in the allocation (`--exclude`).")
+    exclusive: bool = Field(default=False, description="Share the nodes with no other job (`--exclusive`).")
+    nodelist: Annotated[Optional[str], plain_text] = Field(
+        default=None, description="Nodes that must be in the allocation (`--nodelist`)."
+    )
+    exclude: Annotated[Optional[str], plain_text] = Field(
+        default=None, description="Nodes that must not be in the allocation (`--exclude`)."
+    )
     switches: Annotated[Optional[str], plain_text] = Field(
-        None, description='Most leaf switches to span and how long to wait for that (`--switches`), such as "1@00:30:00".'
+        default=None, description='Most leaf switches to span and how long to wait for that (`--switches`), such as "1@00:30:00".'
     )
-    requeue: bool = Field(False, description="Let Slurm requeue the job after a node failure or preemption (`--requeue`).")
+    requeue: bool = Field(
+        default=False, description="Let Slurm requeue the job after a node failure or preemption (`--requeue`)."
+    )
     signal_before_timeout: Annotated[Optional[str], checked(check_signal)] = Field(
-        None,
+        default=None,
         description='Signal to the payload ahead of the time limit, as SECONDS or SIGNAL@SECONDS ("USR1@300"); the runtime\'s '
         "own clock sends it, so Ray is not hit.",
     )
     extra_sbatch: Annotated[list[str], checked(check_sbatch_options)] = Field(
-        [], description='Any other long options of sbatch, such as ["--licenses=matlab:1"].'
+        default=[], description='Any other long options of sbatch, such as ["--licenses=matlab:1"].'
     )
 
 
@@ -66,13 +81,14 @@ class SlurmResource(dg.ConfigurableResource):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ssh: Optional[SSHConnectionResource] = Field(
-        None, description="SSH connection to the edge (login) node; None when Dagster itself runs where `sbatch` is."
+        default=None, description="SSH connection to the edge (login) node; None when Dagster itself runs where `sbatch` is."
     )
-    queue: SlurmQueueConfig = Field(default_factory=SlurmQueueConfig, description="Default footprint of allocations.")
+    queue: SlurmQueueConfig = Field(default=SlurmQueueConfig(), description="Default footprint of allocations.")
     remote_base: Annotated[str, plain_text] = Field(
-        "~/.dagster_rayslurm",
+        default="~/.dagster_rayslurm",
         description="Directory for run directories and caches, on a file system that the edge and the compute nodes share.",
     )
     poll_interval: Annotated[int, at_least(1, "seconds")] = Field(
-        30, description="Seconds between two looks at the queue, for pending reasons and lost jobs; results never wait for it."
+        default=30,
+        description="Seconds between two looks at the queue, for pending reasons and lost jobs; results never wait for it.",
     )

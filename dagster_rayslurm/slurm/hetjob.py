@@ -17,6 +17,6 @@ class HetComponent(StrictConfig):
     component_id: Annotated[str, identifier] = Field(description="Name of the component; Ray nodes carry it as a label.")
     queue: SlurmQueueConfig = Field(description="Footprint of the component.")
     launcher: Union[RayLauncher, BashLauncher] = Field(
-        default_factory=RayLauncher, discriminator="kind", description="What runs on the component's nodes."
+        default=RayLauncher(), discriminator="kind", description="What runs on the component's nodes."
     )
-    head: bool = Field(False, description="Whether the Ray head sits in this component; otherwise it is the first one's.")
+    head: bool = Field(default=False, description="Whether the Ray head sits in this component; otherwise it is the first one's.")

@@ -49,7 +49,9 @@ def test_multi_assets_and_custom_messages(compute: ComputeResource, script: Any)
 
 def test_several_calls_in_one_step(compute: ComputeResource, script: Any) -> None:
     payload = script(
-        pipes_script("pipes.report_asset_materialization(asset_key=pipes.extras['key'], metadata={'pid': __import__('os').getpid()})")
+        pipes_script(
+            "pipes.report_asset_materialization(asset_key=pipes.extras['key'], metadata={'pid': __import__('os').getpid()})"
+        )
     )
 
     @dg.multi_asset(specs=[dg.AssetSpec("one"), dg.AssetSpec("two")])
@@ -140,7 +142,7 @@ def test_commands_are_split_as_a_shell_would(compute: ComputeResource, command: 
 
 
 def test_a_script_may_have_any_name(compute: ComputeResource, script: Any) -> None:
-    payload = script(RESULT, "odd dir/it's $HOME; \"quoted\" ä☃\n.py")
+    payload = script(RESULT, 'odd dir/it\'s $HOME; "quoted" ä☃\n.py')
     assert run_asset(compute, payload).metadata["rows"] == 7
     assert run_asset(compute, str(payload)).metadata["rows"] == 7
 
@@ -225,7 +227,9 @@ def test_output_is_live_and_complete(compute: ComputeResource, script: Any, capf
 
 
 def test_compute_logs_and_events(compute: ComputeResource, script: Any, tmp_path: Path) -> None:
-    payload = script(pipes_script("print('a line of output')\npipes.log.info('a pipes log line')\npipes.report_asset_materialization()"))
+    payload = script(
+        pipes_script("print('a line of output')\npipes.log.info('a pipes log line')\npipes.report_asset_materialization()")
+    )
     with dg.instance_for_test(temp_dir=str(tmp_path)) as instance:
         ran = run_asset(compute, payload, instance=instance)
         run_id = ran.result.run_id
@@ -237,7 +241,9 @@ def test_compute_logs_and_events(compute: ComputeResource, script: Any, tmp_path
 
 
 def test_two_runs_at_once_do_not_meet(compute: ComputeResource, script: Any) -> None:
-    payload = script(pipes_script("import time, os; time.sleep(0.5); pipes.report_asset_materialization(metadata={'cwd': os.getcwd()})"))
+    payload = script(
+        pipes_script("import time, os; time.sleep(0.5); pipes.report_asset_materialization(metadata={'cwd': os.getcwd()})")
+    )
 
     def make(name: str) -> dg.AssetsDefinition:
         @dg.asset(name=name)
@@ -263,7 +269,9 @@ def test_two_runs_at_once_do_not_meet(compute: ComputeResource, script: Any) -> 
     assert len(cwds) == 3
 
 
-def test_run_directories_are_kept_and_swept(compute: ComputeResource, script: Any, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_directories_are_kept_and_swept(
+    compute: ComputeResource, script: Any, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dagster_rayslurm import compute as module
 
     keeping = ComputeResource(local_base=str(base), default_launcher=BashLauncher(), keep_run_dirs="all", retention_days=1)

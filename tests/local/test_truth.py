@@ -1,7 +1,6 @@
 """The truth about the end: what happened, in words that help, and nothing reported as success that was none."""
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -161,7 +160,9 @@ def small_base(tmp_path: Path) -> Any:
 
 def test_a_disk_that_fills_up_loses_output_but_not_the_truth(small_base: Path, script: Any) -> None:
     compute = ComputeResource(local_base=str(small_base), default_launcher=BashLauncher())
-    chatty = script(pipes_script("for n in range(20000): print('line', n, 'x' * 50)\npipes.report_asset_materialization()"), "a.py")
+    chatty = script(
+        pipes_script("for n in range(20000): print('line', n, 'x' * 50)\npipes.report_asset_materialization()"), "a.py"
+    )
     ran = run_asset(compute, chatty)
     assert ran.metadata["Output not recorded (characters)"] > 500_000
     reporting = script(pipes_script("for n in range(5000): pipes.log.info('message %d %s' % (n, 'x' * 200))"), "b.py")
@@ -182,7 +183,14 @@ def test_what_a_payload_leaves_running_is_ended(compute: ComputeResource, script
 
 
 def test_a_killed_runtime_is_told_and_leaves_nothing(compute: ComputeResource, script: Any) -> None:
-    payload = script("import os, signal, subprocess; subprocess.Popen(['setsid', 'sleep', '300']); os.kill(os.getppid(), signal.SIGKILL); import time; time.sleep(60)")
+    payload = script(
+        """
+        import os, signal, subprocess, time
+        subprocess.Popen(["setsid", "sleep", "300"])
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+        """
+    )
     failure = run_asset(compute, payload).failure
     assert failure.kind == "runtime" and "signal 9 (SIGKILL)" in (failure.description or "")
     assert failure.allow_retries
@@ -200,4 +208,4 @@ def test_a_killed_keeper_still_gives_a_verdict(compute: ComputeResource, script:
         """
     )
     failure = run_asset(compute, payload).failure
-    assert failure.kind in ("cancelled", "runtime") and signal.SIGTERM
+    assert failure.kind == "cancelled" and "received SIGTERM" in (failure.description or "")

@@ -76,7 +76,9 @@ def test_ray_is_told_what_was_granted() -> None:
     chosen = ports.Ports(20001, 20002, ("--port=20001",))
     limited = machine.Machine("n1", 4, 1, 64 * 2**30, memory_limit=10 * 2**30)
     arguments = start_arguments(RaySpec(resources={"a b": 1}, labels={"x": "y"}), limited, chosen, "/tmp/r", "10.0.0.1")
-    assert {"--num-cpus=4", "--num-gpus=1", "--node-ip-address=10.0.0.1", '--resources={"a b": 1}', "--labels=x=y"} <= set(arguments)
+    assert {"--num-cpus=4", "--num-gpus=1", "--node-ip-address=10.0.0.1", '--resources={"a b": 1}', "--labels=x=y"} <= set(
+        arguments
+    )
     sizes = {name: int(value) for name, _, value in (a.partition("=") for a in arguments) if name.endswith("memory")}
     assert sum(sizes.values()) <= 10 * 2**30 and set(sizes) == {"--memory", "--object-store-memory"}
 
@@ -140,7 +142,8 @@ def test_scratch_is_short_private_and_goes() -> None:
 
 
 def test_sweeping_takes_what_a_dead_runtime_left_and_nothing_else(scratch_base: Path) -> None:
-    code = "import os; from dagster_rayslurm.runtime import scratch; print(scratch.Scratch().path, flush=True); os.kill(os.getpid(), 9)"
+    make = "import os; from dagster_rayslurm.runtime import scratch; print(scratch.Scratch().path, flush=True); "
+    code = make + "os.kill(os.getpid(), 9)"
     dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
     alive = scratch.Scratch()
     fresh = scratch_base / "rs-fresh"  # A runtime between mkdir and lock.

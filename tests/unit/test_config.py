@@ -56,8 +56,22 @@ DEFAULTS: dict[type, dict[str, Any]] = {
     SlurmResource: {"ssh": None, "remote_base": "~/.dagster_rayslurm", "poll_interval": 30},
     SlurmQueueConfig: {
         **dict.fromkeys(
-            "partition account qos reservation constraint cpus_per_node gpus_per_node gpu_type mem mem_per_cpu nodelist "
-            "exclude switches signal_before_timeout".split()
+            [
+                "partition",
+                "account",
+                "qos",
+                "reservation",
+                "constraint",
+                "cpus_per_node",
+                "gpus_per_node",
+                "gpu_type",
+                "mem",
+                "mem_per_cpu",
+                "nodelist",
+                "exclude",
+                "switches",
+                "signal_before_timeout",
+            ]
         ),
         "num_nodes": 1,
         "time_limit": "01:00:00",
@@ -66,7 +80,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "extra_sbatch": [],
     },
     SSHConnectionResource: {
-        **dict.fromkeys("user key_path key_passphrase password certificate_path jump_host known_hosts_file".split()),
+        **dict.fromkeys(["user", "key_path", "key_passphrase", "password", "certificate_path", "jump_host", "known_hosts_file"]),
         "port": 22,
         "host_key_checking": "accept-new",
         "client": "paramiko",
@@ -76,8 +90,20 @@ DEFAULTS: dict[type, dict[str, Any]] = {
     },
     RayLauncher: {
         **dict.fromkeys(
-            "num_cpus_per_node num_gpus_per_node max_workers min_nodes ray_version head_node_address network_interface "
-            "component_id working_dir object_store_memory_gb port_range health_check".split()
+            [
+                "num_cpus_per_node",
+                "num_gpus_per_node",
+                "max_workers",
+                "min_nodes",
+                "ray_version",
+                "head_node_address",
+                "network_interface",
+                "component_id",
+                "working_dir",
+                "object_store_memory_gb",
+                "port_range",
+                "health_check",
+            ]
         ),
         "ray_args": [],
         "resources": {},
@@ -316,7 +342,7 @@ def test_variables_in_a_launcher_that_is_handed_over(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_bad_environment_variables_are_named(variables: Any, says: str) -> None:
-    with pytest.raises(ValueError, match="^extra_env") as caught:
+    with pytest.raises(ValueError, match=r"^extra_env") as caught:
         check_environment(variables, "extra_env")
     assert says in str(caught.value)
 

@@ -1,0 +1,39 @@
+"""Interrupts while a cancelled run is wound down: counted, so that none of them breaks off the cleaning up."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_SAME = 1.0
+"""Seconds within which another interrupt is the same one: Ctrl-C reaches a step process once from the terminal and
+once from the process that runs the steps (Dagster's multiprocess executor)."""
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[Callable[[], bool]]:
+    """Hold SIGINT and SIGTERM back; only the main thread gets them, so elsewhere there is nothing to hold.
+
+    Yields:
+        Whether somebody interrupted once more, after the one that led here.
+    """
+    began = time.monotonic()
+    again = threading.Event()
+
+    def take(*_: Any) -> None:
+        if time.monotonic() - began > _SAME:
+            again.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield again.is_set
+        return
+    before = {signum: signal.signal(signum, take) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield again.is_set
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,242 @@
+"""Cancelling: the terminate button, Ctrl-C once and twice, and Dagster killed without a word."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from ..conftest import marked_processes, wait_until
+
+pytestmark = pytest.mark.timeout(240)
+
+DEFINITIONS = """
+import dagster as dg
+from dagster_rayslurm import BashLauncher, ComputeResource, RayLauncher, SessionConfig
+
+@dg.asset
+def slow(context: dg.AssetExecutionContext, compute: ComputeResource):
+    return compute.run(context=context, payload_path={payload!r}, uses_pipes=False).get_materialize_result()
+
+job = dg.define_asset_job("job", "slow", executor_def=dg.{executor})
+compute = ComputeResource(local_base={base!r}, enable_cluster_reuse={warm}, session=SessionConfig(idle_timeout=60),
+    default_launcher={launcher})
+defs = dg.Definitions([slow], jobs=[job], resources={{"compute": compute}})
+"""
+
+POLITE = """
+import os, pathlib, signal, sys, time
+here = pathlib.Path({here!r})
+def stop(signum, frame):
+    (here / "stopped").write_text(str(time.time()))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print("payload is up", flush=True)
+(here / "up").write_text(str(os.getpid()))
+time.sleep(120)
+"""
+
+STUBBORN = """
+import os, pathlib, signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["setsid", "sleep", "300"])
+(pathlib.Path({here!r}) / "up").write_text(str(os.getpid()))
+time.sleep(120)
+"""
+
+
+class Dagster:
+    """A Dagster instance in a directory, and processes that run the job in it."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.env = {**os.environ, "DAGSTER_HOME": str(home), "DAGSTER_DISABLE_TELEMETRY": "yes"}
+
+    def write(self, payload: str, **fields: Any) -> Path:
+        script = self.home / "payload.py"
+        script.write_text(payload.format(here=str(self.home)))
+        defaults = {
+            "executor": "in_process_executor",
+            "launcher": "BashLauncher(grace_period=3)",
+            "warm": False,
+            "base": str(self.home / "base"),
+        }
+        definitions = self.home / "definitions.py"
+        definitions.write_text(DEFINITIONS.format(payload=str(script), **{**defaults, **fields}))
+        return definitions
+
+    def execute(self, definitions: Path) -> "subprocess.Popen[bytes]":
+        """As from a terminal: in a process group of its own, which Ctrl-C hits as a whole."""
+        command = [sys.executable, "-m", "dagster", "job", "execute", "-f", str(definitions), "-j", "job"]
+        with open(self.home / "log", "ab") as log:
+            return subprocess.Popen(command, env=self.env, cwd=self.home, stdout=log, stderr=log, start_new_session=True)
+
+    def statuses(self) -> list[dg.DagsterRunStatus]:
+        with dg.DagsterInstance.from_config(str(self.home)) as instance:
+            return [run.status for run in instance.get_runs()]
+
+    def messages(self) -> list[str]:
+        with dg.DagsterInstance.from_config(str(self.home)) as instance:
+            return [entry.user_message for run in instance.get_runs() for entry in instance.all_logs(run.run_id)]
+
+    def up(self) -> int:
+        """The payload's process id, once it runs."""
+        file = self.home / "up"
+        assert wait_until(lambda: file.exists() and file.read_text(), 90), (self.home / "log").read_text()
+        return int(file.read_text())
+
+
+@pytest.fixture
+def dagster(tmp_path: Path) -> Iterator[Dagster]:
+    home = tmp_path / "home"
+    home.mkdir()
+    # Runs are launched by the webserver itself; the default coordinator wants a daemon for that.
+    (home / "dagster.yaml").write_text(
+        "run_coordinator: {module: dagster._core.run_coordinator, class: DefaultRunCoordinator}\ntelemetry: {enabled: false}\n"
+    )
+    yield Dagster(home)
+
+
+def running(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.parametrize("executor", ["in_process_executor", "multiprocess_executor"])
+def test_ctrl_c_ends_the_payload_politely(executor: str, dagster: Dagster) -> None:
+    process = dagster.execute(dagster.write(POLITE, executor=executor))
+    pid = dagster.up()
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(60)
+    assert (dagster.home / "stopped").exists() and not running(pid)
+    assert dagster.statuses() == [dg.DagsterRunStatus.CANCELED]
+    assert "[rayslurm] the run was cancelled: cancelled from Dagster" in dagster.messages()
+
+
+def test_a_payload_that_ignores_it_is_killed_after_the_grace_period(dagster: Dagster) -> None:
+    process = dagster.execute(dagster.write(STUBBORN))
+    pid = dagster.up()
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    assert 3 <= time.monotonic() - started < 15 and not running(pid)
+    assert dagster.statuses() == [dg.DagsterRunStatus.CANCELED]
+
+
+def test_a_second_ctrl_c_waits_no_longer(dagster: Dagster) -> None:
+    process = dagster.execute(dagster.write(STUBBORN, launcher="BashLauncher(grace_period=60)"))
+    pid = dagster.up()
+    started = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(1.5)
+    assert running(pid)
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(60)
+    assert time.monotonic() - started < 30 and wait_until(lambda: not running(pid), 5)
+
+
+@pytest.mark.parametrize("payload", [POLITE, STUBBORN])
+def test_dagster_killed_without_a_word_leaves_nothing(payload: str, dagster: Dagster) -> None:
+    process = dagster.execute(dagster.write(payload))
+    pid = dagster.up()
+    process.kill()
+    process.wait()
+    assert wait_until(lambda: not running(pid), 10)
+    record = next((dagster.home / "base" / "runs").glob("*/journal.jsonl"))
+    ends = wait_until(lambda: [json.loads(line) for line in record.open() if '"type":"end"' in line], 5)
+    assert ends[0]["reason"] == "cancel" and "Dagster process that asked for the run is gone" in ends[0]["message"]
+
+
+@pytest.mark.ray
+def test_dagster_killed_while_ray_starts_leaves_nothing(dagster: Dagster) -> None:
+    launcher = "RayLauncher(object_store_memory_gb=0.1, dashboard=False, grace_period=2)"
+    process = dagster.execute(dagster.write(POLITE, launcher=launcher))
+    mark = os.environ["PYTEST_OF_RAYSLURM"]
+
+    assert wait_until(lambda: [p for p in marked_processes(mark) if p.name() == "gcs_server"], 60)
+    process.kill()
+    process.wait()
+    assert wait_until(lambda: not marked_processes(mark), 15)
+
+
+@pytest.mark.ray
+def test_cancelling_one_payload_keeps_the_warm_cluster(dagster: Dagster) -> None:
+    launcher = "RayLauncher(object_store_memory_gb=0.1, dashboard=False, grace_period=2)"
+    definitions = dagster.write(POLITE, launcher=launcher, warm=True)
+    process = dagster.execute(definitions)
+    pid = dagster.up()
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(60)
+    assert not running(pid) and dagster.statuses() == [dg.DagsterRunStatus.CANCELED]
+    session = next((dagster.home / "base" / "sessions").glob("*/session.json"))
+    cluster_id = json.loads(session.read_text())["cluster_id"]
+    (dagster.home / "up").unlink()
+    again = dagster.execute(definitions)
+    dagster.up()
+    again.kill()  # This time Dagster says nothing; the payload goes, the cluster stays.
+    again.wait()
+    assert json.loads(session.read_text())["cluster_id"] == cluster_id
+    from dagster_rayslurm import ComputeResource
+
+    assert ComputeResource(local_base=str(dagster.home / "base")).cleanup_cluster(cluster_id)
+
+
+def graphql(port: int, query: str, **variables: Any) -> Any:
+    body = json.dumps({"query": query, "variables": variables}).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/graphql", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)["data"]
+
+
+@pytest.fixture
+def webserver(dagster: Dagster) -> Iterator[Callable[[Path], int]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def serve(definitions: Path) -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "dagster_webserver", "-f", str(definitions), "-h", "127.0.0.1", "-p", str(port)]
+        with open(dagster.home / "log", "ab") as log:
+            started.append(subprocess.Popen(command, env=dagster.env, cwd=dagster.home, stdout=log, stderr=log))
+
+        def answers() -> bool:
+            try:
+                return bool(graphql(port, "{ version }"))
+            except OSError:
+                return False
+
+        assert wait_until(answers, 90), (dagster.home / "log").read_text()
+        return port
+
+    yield serve
+    for process in started:
+        process.terminate()
+        process.wait(30)
+
+
+LAUNCH = """mutation($name: String!, $location: String!) { launchRun(executionParams: {selector: {
+  jobName: "job", repositoryName: $name, repositoryLocationName: $location}, runConfigData: {}}) {
+  __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } } }"""
+
+
+def test_the_terminate_button(dagster: Dagster, webserver: Callable[[Path], int]) -> None:
+    """A run that the webserver launched, in steps of their own processes, terminated as the page does it."""
+    port = webserver(dagster.write(POLITE, executor="multiprocess_executor"))
+    repository = graphql(port, "{ repositoriesOrError { ... on RepositoryConnection { nodes { name location { name } } } } }")
+    node = repository["repositoriesOrError"]["nodes"][0]
+    launched = graphql(port, LAUNCH, name=node["name"], location=node["location"]["name"])["launchRun"]
+    run_id = launched["run"]["runId"]
+    pid = dagster.up()
+    answer = graphql(port, "mutation($id: String!) { terminateRun(runId: $id) { __typename } }", id=run_id)
+    assert answer["terminateRun"]["__typename"] == "TerminateRunSuccess"
+    assert wait_until(lambda: dagster.statuses() == [dg.DagsterRunStatus.CANCELED], 60), dagster.statuses()
+    assert (dagster.home / "stopped").exists() and not running(pid)

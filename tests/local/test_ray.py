@@ -1,0 +1,253 @@
+"""Local mode with a real Ray cluster: what the payload gets, what is lost and said, what is left."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm import ComputeResource, SessionConfig
+
+from ..conftest import marked_processes, pipes_script, run_asset, small_ray, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+USES_RAY = pipes_script("""
+    import os, ray
+    ray.init(address="auto")
+    @ray.remote
+    def look(name):
+        return os.environ.get(name)
+    names = ["FOO", "TOKEN", "RAYSLURM_DATA_DIR", "RAYSLURM_RUN_DIR", "DAGSTER_PIPES_CONTEXT"]
+    seen = dict(zip(names, ray.get([look.remote(name) for name in names])))
+    pipes.report_asset_materialization(metadata={
+        "seen": {"raw_value": seen, "type": "json"}, "address": os.environ["RAY_ADDRESS"], "token": os.environ["TOKEN"],
+        "cpus": ray.cluster_resources()["CPU"], "token_path": os.environ["RAY_AUTH_TOKEN_PATH"],
+        "resources": {"raw_value": ray.cluster_resources(), "type": "json"},
+    })
+""")
+
+
+@pytest.fixture
+def ray_compute(base: Path) -> ComputeResource:
+    return ComputeResource(local_base=str(base), default_launcher=small_ray())
+
+
+def test_a_payload_has_its_own_cluster(ray_compute: ComputeResource, script: Any, base: Path) -> None:
+    ran = run_asset(
+        ray_compute,
+        script(USES_RAY),
+        launcher=small_ray(num_cpus_per_node=1, resources={"odd name; $x": 2.0}, labels={"colour": "blue"}, dashboard=True),
+        extra_env={"FOO": "bär\n'2'"},
+        secret_env={"TOKEN": "s3cret"},
+    )
+    metadata = ran.metadata
+    assert metadata["seen"] == {
+        "FOO": "bär\n'2'",
+        "TOKEN": None,
+        "RAYSLURM_DATA_DIR": str(base / "data"),
+        "RAYSLURM_RUN_DIR": None,
+        "DAGSTER_PIPES_CONTEXT": None,
+    }
+    assert metadata["token"] == "s3cret" and metadata["cpus"] == 1 and metadata["resources"]["odd name; $x"] == 2.0
+    assert wait_until(lambda: not os.path.exists(metadata["token_path"]), 10)  # The teardown goes on after the result.
+    assert metadata["Ray version"] and metadata["Ray bring-up (s)"] > 0.5 and metadata["Ray cluster was warm"] is False
+    assert metadata["Ray dashboard"].startswith("http://127.0.0.1:")
+    table = metadata["Nodes"] if isinstance(metadata["Nodes"], list) else metadata["Nodes"].records
+    assert len(table) == 1
+    assert metadata["Peak memory (MiB)"] > 50 and metadata["CPU time (s)"] > 0.5 and "svg+xml" in metadata["Usage"]
+
+
+def test_the_token_is_needed(ray_compute: ComputeResource, script: Any) -> None:
+    """Another process of this user without the token is refused by the cluster."""
+    payload = script(
+        pipes_script("""
+        import os, subprocess, sys
+        env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+        code = "import ray; ray.init(); print('IN')"
+        intruder = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+        listing = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
+        token = open(os.environ["RAY_AUTH_TOKEN_PATH"]).read()
+        pipes.report_asset_materialization(metadata={
+            "in": "IN" in intruder.stdout, "said": intruder.stderr[-2000:], "in_argv": token in listing})
+        """)
+    )
+    metadata = run_asset(ray_compute, payload).metadata
+    assert metadata["in"] is False and "uthentication" in metadata["said"] and metadata["in_argv"] is False
+
+
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet", "ray-node"])
+def test_a_lost_head_ends_the_payload_at_once(victim: str, ray_compute: ComputeResource, script: Any) -> None:
+    payload = script(
+        pipes_script(f"""
+        import os, ray, signal, time
+        ray.init()
+        runtime = os.getppid()
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                words = open(f"/proc/{{pid}}/cmdline").read().split("\\0")
+                mine = open(f"/proc/{{pid}}/environ").read()
+            except OSError:
+                continue
+            if os.environ["RAY_AUTH_TOKEN_PATH"] in mine and any({victim!r} in word for word in words[:4]):
+                pipes.log.info("killing %s at %f" % (words[:1], time.time()))
+                os.kill(int(pid), signal.SIGKILL)
+                break
+        else:
+            raise LookupError("no victim")
+        open("killed-at", "w").write(str(time.time()))
+        time.sleep(120)
+        """)
+    )
+    failure = run_asset(ray_compute, payload).failure
+    ended = time.time()
+    assert failure.kind == "cluster-lost" and "was lost while the payload ran" in (failure.description or "")
+    killed = float((Path(failure.metadata["Run directory"].value) / "work" / "killed-at").read_text())
+    assert ended - killed < 10
+    assert any(key.startswith("Log: ") for key in failure.metadata)
+
+
+def test_ray_that_is_not_installed(base: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "prefix"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(prefix)], check=True)
+    compute = ComputeResource(local_base=str(base), pre_deployed_env_path=str(prefix), default_launcher=small_ray())
+    failure = run_asset(compute, "python -V", uses_pipes=False).failure
+    assert failure.kind == "environment" and f"Ray cannot be imported by {prefix}/bin/python" in (failure.description or "")
+
+
+def test_ray_of_another_version(ray_compute: ComputeResource) -> None:
+    failure = run_asset(ray_compute, "python -V", uses_pipes=False, launcher=small_ray(ray_version="2.1.0")).failure
+    assert failure.kind == "environment" and "ray_version asks for 2.1.0" in (failure.description or "")
+
+
+def test_ray_that_is_not_up_by_the_deadline(ray_compute: ComputeResource) -> None:
+    failure = run_asset(ray_compute, "python -V", uses_pipes=False, launcher=small_ray(startup_timeout=1)).failure
+    assert failure.kind == "cluster-start" and "within startup_timeout=1 s" in (failure.description or "")
+
+
+def test_ray_that_refuses_its_arguments(ray_compute: ComputeResource) -> None:
+    failure = run_asset(ray_compute, "python -V", uses_pipes=False, launcher=small_ray(ray_args=["--no-such-option"])).failure
+    assert failure.kind == "cluster-start" and "before Ray was up" in (failure.description or "")
+    assert "no-such-option" in failure.metadata["Log: ray start"].value
+
+
+def test_a_failed_health_check_names_the_node(ray_compute: ComputeResource) -> None:
+    launcher = small_ray(health_check="echo 'no scratch disk' && exit 7")
+    failure = run_asset(ray_compute, "python -V", uses_pipes=False, launcher=launcher).failure
+    assert failure.kind == "cluster-start" and "exit code 7" in (failure.description or "")
+    assert "no scratch disk" in (failure.description or "") and os.uname().nodename in (failure.description or "")
+
+
+def test_impossible_resources_are_refused_before_anything_starts(ray_compute: ComputeResource, base: Path) -> None:
+    failure = run_asset(ray_compute, "python -V", launcher=small_ray(num_gpus_per_node=64)).failure
+    assert failure.kind == "configuration" and "num_gpus_per_node=64" in (failure.description or "")
+    assert not (base / "runs").exists()
+
+
+def warm(base: Path, **session: Any) -> ComputeResource:
+    config = SessionConfig(**{"idle_timeout": 60, **session})
+    return ComputeResource(local_base=str(base), default_launcher=small_ray(), enable_cluster_reuse=True, session=config)
+
+
+WHICH = pipes_script("""
+    import os, ray
+    ray.init()
+    @ray.remote
+    def look():
+        return os.environ.get("FOO"), os.environ.get("BAR")
+    pipes.report_asset_materialization(metadata={"address": os.environ["RAY_ADDRESS"], "seen": list(ray.get(look.remote()))})
+""")
+
+
+def test_a_warm_cluster_serves_runs_and_ends_when_told(base: Path, script: Any) -> None:
+    compute = warm(base)
+    first = run_asset(compute, script(WHICH), extra_env={"FOO": "1"})
+    second = run_asset(compute, script(WHICH), extra_env={"BAR": "2"})
+    assert first.metadata["address"] == second.metadata["address"]
+    assert (first.metadata["seen"], second.metadata["seen"]) == (["1", None], [None, "2"])
+    assert second.metadata["Ray cluster was warm"] and first.metadata["Ray cluster was warm"] is False
+    cluster_id = second.completed[0].cluster_id
+    assert cluster_id == first.completed[0].cluster_id
+    assert compute.cleanup_cluster("local-no-such") is False
+    assert compute.cleanup_cluster(cluster_id) is True
+    third = run_asset(compute, script(WHICH))
+    assert third.completed[0].cluster_id != cluster_id
+    assert compute.cleanup_cluster(third.completed[0].cluster_id)
+
+
+def test_a_warm_cluster_is_shared_between_processes_and_ends_itself_when_idle(base: Path, script: Any, tmp_path: Path) -> None:
+    """Three processes ask at once; one cluster is started; all payloads run, one after the other."""
+    payload = script(WHICH)
+    program = script(
+        f"""
+        import dagster as dg
+        from dagster_rayslurm import ComputeResource, RayLauncher, SessionConfig
+
+        @dg.asset
+        def one(context: dg.AssetExecutionContext, compute: ComputeResource):
+            return compute.run(context=context, payload_path={str(payload)!r}).get_materialize_result()
+
+        compute = ComputeResource(
+            local_base={str(base)!r}, enable_cluster_reuse=True, session=SessionConfig(idle_timeout=3),
+            default_launcher=RayLauncher(object_store_memory_gb=0.1, dashboard=False))
+        result = dg.materialize([one], resources={{"compute": compute}})
+        metadata = result.asset_materializations_for_node("one")[0].metadata
+        print("CLUSTER", metadata["Ray cluster ID"].value, metadata["address"].value)
+        """,
+        "program.py",
+    )
+    started = [
+        subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for _ in range(3)
+    ]
+    said = {line for process in started for line in process.communicate()[0].splitlines() if line.startswith("CLUSTER")}
+    assert [process.returncode for process in started] == [0, 0, 0] and len(said) == 1
+    mark = os.environ["PYTEST_OF_RAYSLURM"]
+    assert marked_processes(mark)  # It is still warm,
+    assert wait_until(lambda: not marked_processes(mark), 20)  # until it was idle.
+    assert not list((base / "sessions").glob("*/session.json"))
+
+
+def test_another_footprint_gets_another_session_or_an_error(base: Path, script: Any) -> None:
+    compute = warm(base, name="shared")
+    first = run_asset(compute, script(WHICH))
+    other = run_asset(compute, script(WHICH), launcher=small_ray(num_cpus_per_node=1))
+    assert first.completed[0].cluster_id != other.completed[0].cluster_id
+    strict = warm(base, name="shared", on_misfit="error")
+    failure = run_asset(strict, script(WHICH), launcher=small_ray(resources={"x": 1})).failure
+    assert failure.kind == "cluster-start" and "session 'shared' is alive with another cluster" in (failure.description or "")
+    for ran in (first, other):
+        assert compute.cleanup_cluster(ran.completed[0].cluster_id)
+
+
+def test_a_payload_that_dies_leaves_the_warm_cluster_usable(base: Path, script: Any) -> None:
+    compute = warm(base)
+    crash = script("import ray, os; ray.init(); os.kill(os.getpid(), 9)", "crash.py")
+    assert "SIGKILL" in (run_asset(compute, crash).failure.description or "")
+    ran = run_asset(compute, script(WHICH))
+    assert ran.metadata["Ray cluster was warm"]
+    assert compute.cleanup_cluster(ran.completed[0].cluster_id)
+
+
+def test_a_warm_cluster_that_died_is_replaced(base: Path, script: Any) -> None:
+    compute = warm(base)
+    first = run_asset(compute, script(WHICH))
+    for process in marked_processes(os.environ["PYTEST_OF_RAYSLURM"]):
+        process.kill()
+    second = run_asset(compute, script(WHICH))
+    assert second.completed[0].cluster_id != first.completed[0].cluster_id
+    assert compute.cleanup_cluster(second.completed[0].cluster_id)
+
+
+def test_clusters_side_by_side_do_not_meet(base: Path, tmp_path: Path, script: Any) -> None:
+    """Two clusters on one node: ending one leaves the other alone."""
+    one, two = warm(base / "one"), warm(base / "two")
+    first, second = run_asset(one, script(WHICH)), run_asset(two, script(WHICH))
+    assert first.metadata["address"] != second.metadata["address"]
+    assert one.cleanup_cluster(first.completed[0].cluster_id)
+    again = run_asset(two, script(WHICH))
+    assert again.metadata["address"] == second.metadata["address"] and again.metadata["Ray cluster was warm"]
+    assert two.cleanup_cluster(second.completed[0].cluster_id)
