@@ -9,7 +9,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 from .launchers import Launcher
 from .runtime import PROTOCOL_VERSION
@@ -43,8 +42,9 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[
         text = os.fspath(payload_path)
         if "\0" in text:
             raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
-        if text and Path(text).expanduser().is_file():
-            return ["python", os.path.abspath(os.path.expanduser(text))]
+        path = os.path.expanduser(text)
+        if os.path.isfile(path):  # Path.is_file raises for a command longer than a file name can be.
+            return ["python", os.path.abspath(path)]
         argv = _split(text)
         is_path = isinstance(payload_path, os.PathLike) or (len(argv) == 1 and ("/" in argv[0] or argv[0].endswith(".py")))
         if is_path and not os.access(text, os.X_OK):

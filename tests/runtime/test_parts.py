@@ -18,6 +18,8 @@ from dagster_rayslurm.archive import install_runtime, runtime_archive
 from dagster_rayslurm.runtime import outputs, payload, processes, spec, usage
 from dagster_rayslurm.runtime.processes import Process
 
+from ..conftest import wait_until
+
 
 def test_specs_survive_json() -> None:
     ray = spec.RaySpec(num_cpus=2, resources={"x": 1.5}, labels={"ä": "ö"})
@@ -169,7 +171,7 @@ def test_descendants_are_found_and_ended() -> None:
 def test_environment_of_a_process_is_matched_exactly() -> None:
     child = subprocess.Popen(["sleep", "60"], env={"RAYSLURM_RUN_DIR": "/a/b"})
     try:
-        assert processes.has_environment(child.pid, "RAYSLURM_RUN_DIR=/a/b")
+        assert wait_until(lambda: processes.has_environment(child.pid, "RAYSLURM_RUN_DIR=/a/b"), 5)
         assert not processes.has_environment(child.pid, "RAYSLURM_RUN_DIR=/a")
     finally:
         child.kill()

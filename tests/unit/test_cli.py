@@ -1,0 +1,53 @@
+"""The `rayslurm` command, on run directories of real runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from dagster_rayslurm import ComputeResource
+from dagster_rayslurm.cli import main
+
+from ..conftest import run_asset
+
+
+@pytest.fixture
+def kept(compute: ComputeResource, script: Any, base: Path) -> Path:
+    run_asset(compute, script("import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit(5)"))
+    return next((base / "runs").iterdir())
+
+
+def invoke(base: Path, *arguments: str) -> Any:
+    return CliRunner().invoke(main, ["--base", str(base), *arguments])
+
+
+def test_runs_are_listed_shown_and_their_output_printed(kept: Path, base: Path) -> None:
+    assert kept.name[:12] in invoke(base, "runs").output
+    row = json.loads(invoke(base, "runs", "--json").output)
+    assert row["run"] == kept.name and row["state"] == "ended"
+    records = [json.loads(line) for line in invoke(base, "show", kept.name[:8]).output.splitlines()]
+    assert [record["type"] for record in records] == ["start", "phase", "end"] and records[-1]["exit_code"] == 5
+    logs = invoke(base, "logs", kept.name)
+    assert "to stdout" in logs.stdout and "to stderr" in logs.stderr
+
+
+def test_a_name_that_fits_none_or_many_is_explained(kept: Path, base: Path) -> None:
+    (base / "runs" / f"{kept.name}x").mkdir()
+    for name, says in (("nope", "no run"), (kept.name[:4], "2 runs")):
+        answer = invoke(base, "logs", name)
+        assert answer.exit_code == 1 and says in answer.output and "rayslurm runs" in answer.output
+
+
+def test_a_run_without_a_record_is_explained(base: Path) -> None:
+    (base / "runs" / "empty").mkdir(parents=True)
+    assert "cannot be read: No such file" in invoke(base, "show", "empty").output
+    assert json.loads(invoke(base, "runs", "--json").output)["state"] == "unknown"
+
+
+def test_the_command_is_installed() -> None:
+    said = subprocess.run([Path(sys.executable).parent / "rayslurm", "--version"], capture_output=True, text=True, check=True)
+    assert said.stdout.startswith("rayslurm, version ")

@@ -1,0 +1,96 @@
+"""The follower: whatever the reads return, each record counts once, and nothing but this attempt's `end` ends it."""
+
+import logging
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagster_rayslurm.follow import Cadence, Follower
+from dagster_rayslurm.runtime.record import JOURNAL, STDIO, encode
+
+LOG = logging.getLogger("test")
+FAST = Cadence(busy=0.0, idle=0.0)
+
+
+class Growing:
+    """Files that grow between reads, as a slow network file system shows them: late, in pieces, sometimes not at all."""
+
+    def __init__(self, files: dict[str, bytes], seed: int) -> None:
+        self.files = files
+        self.visible = dict.fromkeys(files, 0)
+        self.random = random.Random(seed)
+
+    def read(self, path: str, offset: int, limit: int) -> bytes:
+        name = path.rpartition("/")[2]
+        content = self.files[name]
+        grown = self.visible[name] + self.random.choice([0, 1, 7, 100, 5000])
+        # A read may see less than an earlier one did: a stale page of an attribute cache.
+        self.visible[name] = min(grown, len(content))
+        shown = max(offset, self.visible[name] - self.random.choice([0, 0, 50])) if self.visible[name] > offset else 0
+        return content[offset:shown][:limit]
+
+
+class Handler:
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def handle_message(self, message: Any) -> None:
+        if message["method"] == "bad":
+            raise KeyError("no such check")
+        self.messages.append(message["params"])
+
+
+def record_of(lines: list[str], messages: int, nonce: str = "n") -> dict[str, bytes]:
+    stdio = b"".join(encode({"s": "stdout", "t": 0, "d": line}) for line in lines)
+    pipes = [{"type": "pipes", "at": 0, "line": '{"method": "log", "params": {"n": %d}}' % n} for n in range(messages)]
+    end = {"type": "end", "nonce": nonce, "reason": "exit", "exit_code": 0, "signal": None, "stdio_bytes": len(stdio)}
+    return {STDIO: stdio, JOURNAL: b"".join(map(encode, [*pipes, end]))}
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text(max_size=200), max_size=20), st.integers(0, 20), st.integers())
+def test_everything_arrives_once_and_in_order(lines: list[str], messages: int, seed: int) -> None:
+    import contextlib
+    import io
+
+    handler, out = Handler(), io.StringIO()
+    follower = Follower(Growing(record_of(lines, messages), seed), "/run", "n", handler, LOG, FAST)
+    with contextlib.redirect_stdout(out):
+        evidence = follower.follow(lambda: None)
+    assert out.getvalue() == "".join(lines) and evidence.end is not None
+    assert handler.messages == [{"n": n} for n in range(messages)]
+
+
+def test_the_end_of_another_attempt_is_none(capsys: Any) -> None:
+    files = record_of(["x"], 0, nonce="old")
+    evidence = Follower(Growing(files, 1), "/run", "new", Handler(), LOG, FAST).follow(lambda: "exit code 1")
+    assert evidence.end is None
+
+
+def test_what_was_written_before_the_runtime_ended_is_read(capsys: Any) -> None:
+    class All(Growing):
+        def read(self, path: str, offset: int, limit: int) -> bytes:
+            return self.files[path.rpartition("/")[2]][offset : offset + limit]
+
+    files = record_of(["last words\n"], 3)
+    files[JOURNAL] = b"".join(files[JOURNAL].splitlines(keepends=True)[:-1])  # No end.
+    evidence = Follower(All(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda: "signal 9 (SIGKILL)")
+    assert evidence.end is None and evidence.runtime_exit == "signal 9 (SIGKILL)"
+    assert capsys.readouterr().out == "last words\n"
+
+
+@pytest.mark.parametrize("line", ["not json", "[]", "{}", '{"method": "bad", "params": {}}'])
+def test_a_message_that_cannot_be_used_is_evidence(line: str, capsys: Any) -> None:
+    files = record_of([], 0)
+    files[JOURNAL] = encode({"type": "pipes", "at": 0, "line": line}) + files[JOURNAL]
+    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda: None)
+    assert evidence.message_error and line in evidence.message_error
+
+
+def test_the_last_output_is_bounded(capsys: Any) -> None:
+    files = record_of(["y" * 100_000 + "\n"] * 200, 0)
+    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda: None)
+    assert sum(map(len, evidence.last_output)) <= 64 * 4096 and len(evidence.output_tail()) <= 8000

@@ -1,0 +1,82 @@
+"""Verdicts are pure: any evidence gives exactly one, and success only for the whole of it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagster_rayslurm.errors import KINDS, RunFailure
+from dagster_rayslurm.follow import Evidence
+from dagster_rayslurm.outcome import exit_in_words, judge, signal_name
+
+
+def end(reason: str = "exit", exit_code: int | None = 0, signal: int | None = None, message: str | None = None) -> dict[str, Any]:
+    return {"type": "end", "reason": reason, "exit_code": exit_code, "signal": signal, "message": message}
+
+
+GOOD = {"end": end(), "opened": True, "closed": True}
+
+
+def test_the_whole_of_it_is_success() -> None:
+    assert judge(Evidence(**GOOD), True, True).kind is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"end": None},
+        {"end": None, "runtime_exit": "exit code 1", "runtime_log": "Traceback\nMemoryError"},
+        {"end": None, "interrupted": True},
+        {"end": end(exit_code=1)},
+        {"end": end(exit_code=137)},
+        {"end": end(exit_code=None, signal=9)},
+        *(
+            {"end": end(reason=reason)}
+            for reason in ("cancel", "cluster-start", "cluster-lost", "record", "runtime", "spawn", "new")
+        ),
+        {"opened": False, "closed": False},
+        {"closed": False},
+        {"exception": {"name": "ValueError", "message": "ValueError: x\n", "stack": []}},
+        {"message_error": "no such check"},
+        {"damaged_lines": 1},
+    ],
+    ids=str,
+)
+def test_anything_less_is_a_failure_with_a_sentence(change: dict[str, Any]) -> None:
+    verdict = judge(Evidence(**{**GOOD, **change}), True, True)
+    assert verdict.kind in KINDS and verdict.sentence and "\n" not in verdict.sentence
+
+
+@given(
+    st.sampled_from(["exit", "cancel", "cluster-start", "cluster-lost", "environment", "record", "runtime", "spawn", "?"]),
+    st.integers(0, 255),
+    st.one_of(st.none(), st.integers(1, 70)),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_success_needs_exit_code_0_and_both_messages(
+    reason: str, code: int, signum: int | None, opened: bool, closed: bool, required: bool
+) -> None:
+    evidence = Evidence(end=end(reason, None if signum else code, signum), opened=opened, closed=closed)
+    verdict = judge(evidence, True, required)
+    good = reason == "exit" and code == 0 and signum is None and (not required or (opened and closed))
+    assert (verdict.kind is None) == good
+
+
+def test_hints_are_given_where_they_help() -> None:
+    assert "memory runs out" in judge(Evidence(**{**GOOD, "end": end(exit_code=None, signal=9)}), True, True).sentence
+    assert "SIGTERM" in judge(Evidence(**{**GOOD, "end": end(exit_code=143)}), True, True).sentence
+    assert "MemoryError" in judge(Evidence(runtime_exit="exit code 1", runtime_log="x\nMemoryError\n"), True, True).sentence
+
+
+def test_words_for_exits() -> None:
+    assert [exit_in_words(code) for code in (3, -9, 143)] == ["exit code 3", "signal 9 (SIGKILL)", "signal 15 (SIGTERM)"]
+    assert signal_name(99) == "signal 99"
+
+
+def test_only_what_may_be_better_next_time_may_be_retried() -> None:
+    retried = {kind for kind in KINDS if RunFailure(kind, "x").allow_retries}
+    assert {"configuration", "environment", "cancelled", "submission"}.isdisjoint(retried)
+    assert {"cluster-lost", "runtime", "connection", "payload"} <= retried

@@ -1,0 +1,112 @@
+"""Plans, names and metadata: pure functions."""
+
+import base64
+import os
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagster_rayslurm.follow import Evidence
+from dagster_rayslurm.metadata import failure_metadata, run_metadata, usage_chart
+from dagster_rayslurm.plan import existing_files, fingerprint, parse_payload, run_dir_name
+from dagster_rayslurm.runtime.spec import RaySpec
+
+END: dict[str, Any] = {
+    "context": {
+        "hostname": "n1",
+        "num_cpus": 4,
+        "warm": True,
+        "ray_version": "2.60.0",
+        "bring_up": 3.21,
+        "dashboard_url": "http://127.0.0.1:1",
+        "nodes": [
+            {"hostname": "n1", "address": "10.0.0.1", "head": True, "resources": {"CPU": 4.0, "GPU": 1.0, "memory": 2.0**30}}
+        ],
+    },
+    "usage": {
+        "elapsed": 10.0,
+        "cpu_seconds": 20.0,
+        "peak_memory": 2**30,
+        "gpu_utilization_mean": 40.0,
+        "gpu_utilization_max": 90.0,
+        "gpu_memory_max": 2**31,
+        "spilled_bytes": 2**20,
+        "points": [[1.0, 2.0, 3.0], [2.0, 4.0, 9.0]],
+    },
+    "outputs_left_out": ["x"],
+    "stdio_dropped": 5,
+    "exit_code": 1,
+    "signal": None,
+}
+
+
+def test_metadata_tells_what_was_used() -> None:
+    metadata = run_metadata(END, "local", "c1", None)
+    assert metadata["CPU efficiency (%)"] == 50.0 and metadata["Peak memory (MiB)"] == 1024.0
+    assert metadata["GPU utilization mean (%)"] == 40.0 and metadata["GPU memory max (MiB)"] == 2048.0
+    assert metadata["Object store spilled (MiB)"] == 1.0 and metadata["Output not recorded (characters)"] == 5
+    assert metadata["Nodes"].records[0].data["GPUs"] == 1.0 and "Slurm job ID" not in metadata
+    assert run_metadata(END, "slurm", "c1", "42")["Slurm job ID"] == "42"
+    dg.MaterializeResult(metadata=metadata)  # Dagster takes all of it.
+
+
+def test_metadata_of_a_run_that_never_started_its_payload() -> None:
+    assert run_metadata({"context": {}, "usage": {}, "outputs_left_out": []}, "local", "c", None)["Execution mode"] == "local"
+
+
+def test_a_failure_shows_text_that_no_markdown_can_break() -> None:
+    evidence = Evidence(end=END, tails={"raylet.err": "boom"}, runtime_log="log")
+    evidence.last_output.append("```\n# not a heading\n<b>\n")
+    metadata = failure_metadata(evidence, "/run", kept=True)
+    assert all(line.startswith("    ") for line in metadata["Last output"].value.splitlines())
+    assert metadata["Log: raylet.err"].value == "    boom" and metadata["Exit code"] == 1
+    assert "Run directory" not in failure_metadata(evidence, "/run", kept=False)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e4), st.floats(0, 1e13)), min_size=2, max_size=50))
+def test_the_chart_is_a_picture(points: list[tuple[float, float, float]]) -> None:
+    chart = usage_chart([list(point) for point in sorted(points)])
+    svg = base64.b64decode(chart.rpartition("base64,")[2][:-1])
+    assert ElementTree.fromstring(svg).tag.endswith("svg")
+
+
+@given(st.text(), st.text(min_size=8, max_size=8, alphabet="0123456789abcdef"))
+def test_run_directories_have_harmless_names(step: str, run_id: str) -> None:
+    name = run_dir_name(run_id, step, "n0")
+    assert "/" not in name and name.startswith(run_id) and name.endswith("-n0") and len(name) < 80 and name.isascii()
+
+
+@given(st.lists(st.text(min_size=1).filter(lambda word: "\0" not in word), min_size=1))
+def test_any_words_survive_a_shells_quoting(words: list[str]) -> None:
+    import shlex
+
+    text = shlex.join(words)
+    if len(words) > 1 and not os.path.isfile(text):
+        assert parse_payload(text) == words
+    assert parse_payload(words) == words
+
+
+def test_a_script_wins_over_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "python -V").write_text("")
+    assert parse_payload("python -V") == ["python", str(tmp_path / "python -V")]
+
+
+def test_files_of_one_name_cannot_stand_together(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.csv").write_text("")
+    with pytest.raises(ValueError, match=r"two files are called 'x\.csv'"):
+        existing_files([tmp_path / "a" / "x.csv", tmp_path / "b" / "x.csv"], "extra_files")
+    assert existing_files([os.fspath(tmp_path / "a")], "extra_files") == [str(tmp_path / "a")]
+
+
+def test_the_fingerprint_is_of_the_cluster_alone() -> None:
+    one = fingerprint(RaySpec(startup_timeout=1), "/p")
+    assert one == fingerprint(RaySpec(startup_timeout=2), "/p")
+    assert len({one, fingerprint(RaySpec(num_cpus=1), "/p"), fingerprint(RaySpec(), "/q")}) == 3
