@@ -6,11 +6,12 @@ Importing this package imports neither Ray nor paramiko.
 from dagster._core.libraries import DagsterLibraryRegistry
 
 from ._version import __version__
-from .compute import CompletedRun, ComputeResource
+from .compute import ComputeResource
 from .config import ExecutionMode, SessionConfig
 from .connections.config import SSHConnectionResource
 from .environments import InheritedEnvironment, PreDeployedEnvironment
 from .errors import RunFailure
+from .execution import CompletedRun
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .slurm.config import SlurmQueueConfig, SlurmResource
 from .slurm.hetjob import HetComponent

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from .launchers import Launcher
 from .runtime import PROTOCOL_VERSION
+from .runtime.footprint import Footprint
 from .runtime.spec import PayloadSpec, RaySpec
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -23,7 +24,7 @@ class Plan:
 
     payload: PayloadSpec
     ray: RaySpec | None
-    footprint: tuple[float | None, float | None]
+    footprint: Footprint
     secret_env: dict[str, str] = field(default_factory=dict, repr=False)
     uses_pipes: bool = True
 
@@ -121,6 +122,7 @@ def make_plan(
     launcher: Launcher,
     nonce: str,
     env: Mapping[str, str],
+    data_dir: str,
     secret_env: Mapping[str, str],
     extra_files: Sequence[str | os.PathLike[str]] | None,
     outputs: Sequence[str] | None,
@@ -141,6 +143,7 @@ def make_plan(
         argv=launcher.command(parse_payload(payload_path)),
         nonce=nonce,
         env=dict(env),
+        data_dir=data_dir,
         working_dir=existing_directory(launcher.working_dir, "working_dir"),
         extra_files=existing_files(extra_files, "extra_files"),
         outputs=check_outputs(outputs),

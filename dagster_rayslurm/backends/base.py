@@ -1,8 +1,25 @@
-"""What every backend hands back: a runtime at work on one payload."""
+"""What every backend is, and what it hands back: a runtime at work on one payload."""
 
 from __future__ import annotations
 
 from typing import Protocol
+
+from ..connections.base import Connection
+from ..follow import Cadence
+from ..plan import Plan
+from .rundir import Layout
+
+
+class StartError(RuntimeError):
+    """A runtime cannot be had; the message says why.
+
+    Attributes:
+        kind: one of `errors.KINDS`.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class Attempt(Protocol):
@@ -30,4 +47,45 @@ class Attempt(Protocol):
 
     def release(self) -> None:
         """Let go of the runtime after the payload's end was read."""
+        ...
+
+
+class Backend(Protocol):
+    """A way to get a runtime started.
+
+    Attributes:
+        connection: how to reach the files where the runtime works.
+        layout: where things are there.
+        cadence: how often the record is read.
+    """
+
+    @property
+    def connection(self) -> Connection: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def cadence(self) -> Cadence: ...
+
+    def check(self, plan: Plan) -> None:
+        """Refuse what this backend cannot give, before anything starts.
+
+        Raises:
+            ValueError: naming the field.
+        """
+        ...
+
+    def start(self, plan: Plan, run_dir: str, run_id: str) -> Attempt:
+        """Get a runtime to work on the payload whose run directory is written.
+
+        Args:
+            plan: what to run.
+            run_dir: its run directory.
+            run_id: the Dagster run.
+
+        Raises:
+            StartError: no runtime can be had.
+            OSError: a file cannot be written.
+        """
         ...

@@ -1,39 +1,58 @@
-"""Local mode: the runtime as a child process, for one payload."""
+"""Local mode: the runtime as a child process of the step, or one that is warm already."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..archive import install_runtime
+from ..config import SessionConfig
+from ..connections.local import LocalConnection
 from ..environments import Interpreter
+from ..follow import Cadence
 from ..outcome import exit_in_words
+from ..plan import Plan
+from ..runtime import machine
+from ..runtime.footprint import footprint_error
 from ..runtime.record import RUNTIME_LOG, tail_file
-from .rundir import Layout
+from ..runtime.spec import RuntimeSpec
+from . import local_session
+from .base import Attempt
+from .process import reap_later, runtime_command, start_process
+from .rundir import Layout, write_runtime_spec
+
+_CADENCE = Cadence(busy=0.01, idle=0.1)
+"""Reading a file of this machine costs next to nothing."""
 
 
-def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directory: str) -> list[str]:
-    """The command that starts a runtime on this machine; `-I` keeps the user's modules out of it."""
-    archive = install_runtime(layout.runtimes)
-    return interpreter.start("-I", str(archive), role, directory)
+@dataclass(frozen=True)
+class LocalBackend:
+    """Runs payloads on this machine.
 
-
-def start_process(command: list[str], directory: str, stdin: int) -> subprocess.Popen[bytes]:
-    """Start a runtime with its own log, in a session of its own: Ctrl-C in a terminal must reach Dagster alone.
-
-    Raises:
-        OSError: the interpreter cannot be started.
+    Args:
+        layout: where run directories go.
+        interpreter: the Python that runs them.
+        session: how a warm Ray cluster is shared; None for a cluster of each payload's own.
     """
-    with open(os.path.join(directory, RUNTIME_LOG), "ab") as log:
-        return subprocess.Popen(command, cwd=directory, stdin=stdin, stdout=log, stderr=log, start_new_session=True)
 
+    layout: Layout
+    interpreter: Interpreter
+    session: SessionConfig | None
+    connection: LocalConnection = field(default_factory=LocalConnection)
+    cadence: Cadence = _CADENCE
 
-def reap_later(process: subprocess.Popen[bytes]) -> None:
-    """Collect a process whenever it ends, so that a long-lived Dagster process keeps no zombie."""
-    threading.Thread(target=process.communicate, name="rayslurm-reaper", daemon=True).start()
+    def check(self, plan: Plan) -> None:
+        problem = footprint_error(plan.footprint, machine.detect())
+        if problem:
+            raise ValueError(problem)
+
+    def start(self, plan: Plan, run_dir: str, run_id: str) -> Attempt:
+        if plan.ray is not None and self.session is not None:
+            return local_session.submit(self.layout, self.interpreter, plan.ray, self.session, run_id, run_dir)
+        cluster_id = f"local-{plan.payload.nonce}"
+        write_runtime_spec(self.connection, run_dir, RuntimeSpec(cluster_id, plan.ray))
+        return OwnRuntime(self.layout, self.interpreter, run_dir, cluster_id)
 
 
 class OwnRuntime:

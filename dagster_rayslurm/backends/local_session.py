@@ -21,16 +21,13 @@ from ..plan import fingerprint
 from ..runtime.control import SESSION
 from ..runtime.record import RUNTIME_LOG, tail_file
 from ..runtime.spec import RaySpec, RuntimeSpec
-from .local import reap_later, runtime_command, start_process
+from .base import StartError
+from .process import reap_later, runtime_command, start_process
 from .rundir import Layout, write_runtime_spec
 
 _ANSWER_TIMEOUT = 30.0
 _START_TIMEOUT = 60.0
 _ATTEMPTS = 5
-
-
-class SessionError(RuntimeError):
-    """No session can be had; the message says why."""
 
 
 class SessionClient:
@@ -115,7 +112,7 @@ def submit(
     """Hand a payload to the session that fits, starting it if there is none.
 
     Raises:
-        SessionError: no session can be had, or `on_misfit="error"` and one of this name has another cluster.
+        StartError: no session can be had, or `on_misfit="error"` and one of this name has another cluster.
         OSError: the session directory cannot be written.
     """
     name = session_name(config, run_id)
@@ -136,7 +133,9 @@ def submit(
         refused = answer.get("message", answer["error"])
         if answer["error"] != "closing":
             break
-    raise SessionError(f"the warm session {directory.name} does not take the payload: {refused or 'it keeps ending'}")
+    raise StartError(
+        "cluster-start", f"the warm session {directory.name} does not take the payload: {refused or 'it keeps ending'}"
+    )
 
 
 def stop(layout: Layout, cluster_id: str) -> bool:
@@ -159,9 +158,10 @@ def _directories(layout: Layout) -> list[Path]:
 def _refuse_misfit(layout: Layout, name: str, directory: Path) -> None:
     for other in _directories(layout):
         if other != directory and other.name.rpartition("-")[0] == name and _announced(other) is not None:
-            raise SessionError(
+            raise StartError(
+                "cluster-start",
                 f"session {name!r} is alive with another cluster than this launcher asks for; use the same launcher, "
-                'another session name, or SessionConfig(on_misfit="new-session")'
+                'another session name, or SessionConfig(on_misfit="new-session")',
             )
 
 
@@ -215,4 +215,4 @@ def _start(layout: Layout, interpreter: Interpreter, ray: RaySpec, config: Sessi
         process.terminate()
         reap_later(process)
         log = tail_file(str(directory / RUNTIME_LOG), lines=5).strip()
-        raise SessionError(f"the warm session {directory.name} did not start: {log or 'its runtime said nothing'}")
+        raise StartError("cluster-start", f"the warm session {directory.name} did not start: {log or 'its runtime said nothing'}")

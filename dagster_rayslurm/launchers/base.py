@@ -7,6 +7,7 @@ from typing import Annotated, Optional
 from pydantic import Field
 
 from ..config import StrictConfig, at_least, plain_text
+from ..runtime.footprint import Footprint
 from ..runtime.spec import RaySpec
 
 
@@ -34,9 +35,9 @@ class Launcher(StrictConfig):
         """The Ray cluster that must be alive before the payload starts, or None."""
         return None
 
-    def footprint(self) -> tuple[float | None, float | None]:
-        """CPUs and GPUs that the payload needs on its node; None where it does not say."""
-        return None, None
+    def footprint(self) -> Footprint:
+        """What the payload needs of each node."""
+        return ()
 
 
 def forbid_subclassing(cls: type, base: type) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Optional
 from pydantic import Field
 
 from ..config import at_least
+from ..runtime.footprint import Footprint, Want
 from .base import Launcher, forbid_subclassing
 
 
@@ -21,8 +22,8 @@ class BashLauncher(Launcher):
         default=None, description="GPUs the payload needs; None for what is granted."
     )
 
-    def footprint(self) -> tuple[float | None, float | None]:
-        return self.num_cpus, self.num_gpus
+    def footprint(self) -> Footprint:
+        return (Want("BashLauncher.num_cpus", self.num_cpus, "CPUs"), Want("BashLauncher.num_gpus", self.num_gpus, "GPUs"))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         forbid_subclassing(cls, BashLauncher)

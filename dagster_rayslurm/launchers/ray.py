@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Optional
 from pydantic import Field
 
 from ..config import at_least, check_text, checked, choice, identifier, plain_text
+from ..runtime.footprint import Footprint, ray_footprint
 from ..runtime.ports import parse_range
 from ..runtime.spec import RaySpec
 from .base import Launcher, forbid_subclassing
@@ -122,6 +123,9 @@ class RayLauncher(Launcher):
             startup_timeout=self.startup_timeout,
             health_check=self.health_check,
         )
+
+    def footprint(self) -> Footprint:
+        return ray_footprint(self.ray_spec())
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         forbid_subclassing(cls, RayLauncher)

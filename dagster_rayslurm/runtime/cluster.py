@@ -14,6 +14,7 @@ import time
 from typing import Any, Callable, Dict, List, Optional
 
 from . import ports, processes
+from .footprint import footprint_error, ray_footprint
 from .loop import Loop, Timer
 from .machine import Machine
 from .record import split_lines, tail_file
@@ -39,17 +40,6 @@ class ClusterError(Exception):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-def footprint_error(spec: RaySpec, machine: Machine) -> Optional[str]:
-    """What a cluster asks of this node and does not get, as a sentence that names the field; or None."""
-    if spec.num_cpus is not None and spec.num_cpus > machine.num_cpus:
-        asked, granted, field = spec.num_cpus, "%d CPUs" % machine.num_cpus, "num_cpus_per_node"
-    elif spec.num_gpus is not None and spec.num_gpus > machine.num_gpus:
-        asked, granted, field = spec.num_gpus, "%d GPUs" % machine.num_gpus, "num_gpus_per_node"
-    else:
-        return None
-    return "RayLauncher.%s=%d asks for more than node %s grants: %s" % (field, asked, machine.hostname, granted)
 
 
 def start_arguments(spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_dir: str, address: Optional[str]) -> List[str]:
@@ -172,7 +162,7 @@ class RayCluster:
 
     def start(self) -> None:
         """Begin to start the cluster; `on_ready` or `on_failed` follows."""
-        problem = footprint_error(self.spec, self._machine)
+        problem = footprint_error(ray_footprint(self.spec), self._machine)
         if problem:
             return self._fail(ClusterError("cluster-start", problem))
         self._deadline = self._loop.call_later(self.spec.startup_timeout, self._too_late)

@@ -58,22 +58,27 @@ def payload_environment(
     env["RAYSLURM_RUN_DIR"] = run_dir
     env["DAGSTER_PIPES_CONTEXT"] = pipes_param({"path": os.path.join(run_dir, CONTEXT)})
     env["DAGSTER_PIPES_MESSAGES"] = pipes_param({"path": messages})
+    everywhere = dict(spec.env)
+    if spec.data_dir is not None:
+        everywhere["RAYSLURM_DATA_DIR"] = spec.data_dir
     if spec.uses_ray:
         env.update({"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"})  # Ray's defaults suit a terminal, not a log.
-        if spec.env:
+        if everywhere:
             # Workers inherit the raylet's environment, not the driver's; the job's runtime_env reaches them (Ray 2.60).
-            env["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps({"runtime_env": {"env_vars": spec.env}})
+            env["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps({"runtime_env": {"env_vars": everywhere}})
     env.update(ray)
-    env.update(spec.env)
+    env.update(everywhere)
     return env
 
 
 def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
-    """Make the payload's directory: links to the entries of `working_dir`, then the extra files.
+    """Make the directories: data, and the payload's own with links to the entries of `working_dir` and the extra files.
 
     Links, so that the payload's own new files never land in the user's source tree and nothing is copied.
     """
     os.makedirs(work_dir, exist_ok=True)
+    if spec.data_dir is not None:
+        os.makedirs(spec.data_dir, exist_ok=True)
     sources = []
     if spec.working_dir:
         sources = [os.path.join(spec.working_dir, name) for name in os.listdir(spec.working_dir)]

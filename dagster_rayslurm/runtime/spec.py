@@ -41,6 +41,8 @@ class PayloadSpec:
     env: Dict[str, str] = field(default_factory=dict)
     working_dir: Optional[str] = None
     """Directory whose entries appear in the payload's own working directory; None for an empty one."""
+    data_dir: Optional[str] = None
+    """Directory that outlives the run, made if it is not there; the payload and its workers find it in RAYSLURM_DATA_DIR."""
     extra_files: List[str] = field(default_factory=list)
     outputs: List[str] = field(default_factory=list)
     max_output_bytes: int = 100 * 2**20

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from dagster_rayslurm.runtime import machine, ports, scratch
-from dagster_rayslurm.runtime.cluster import ClusterError, footprint_error, interface_address, start_arguments
+from dagster_rayslurm.runtime.cluster import ClusterError, interface_address, start_arguments
+from dagster_rayslurm.runtime.footprint import footprint_error, ray_footprint
 from dagster_rayslurm.runtime.ray_node import refuse_version, version_tuple
 from dagster_rayslurm.runtime.spec import RaySpec
 
@@ -68,7 +69,7 @@ def test_slurm_memory_is_the_limit() -> None:
     ],
 )
 def test_a_footprint_that_is_not_granted_is_named(spec: RaySpec, words: list[str] | None) -> None:
-    problem = footprint_error(spec, HERE)
+    problem = footprint_error(ray_footprint(spec), HERE)
     assert problem is None if words is None else problem is not None and all(word in problem for word in words)
 
 

@@ -1,0 +1,177 @@
+"""One payload from start to verdict, the same for every mode: start, follow, judge, bring back, tidy up."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from dagster_pipes import PipesExtras
+
+from .backends.base import Attempt, Backend, StartError
+from .backends.rundir import Layout, sweep_old, write_run_dir
+from .errors import RunFailure
+from .follow import Evidence, Follower
+from .interrupts import deferred_interrupts
+from .metadata import failure_metadata, run_metadata
+from .outcome import judge
+from .pipes import RecordContextInjector, RecordReader
+from .plan import Plan, run_dir_name
+
+_CANCEL_MARGIN = 15.0
+"""Seconds beyond the grace period that a cancelled run is followed: it still takes its record to the end."""
+_SWEEP_INTERVAL = 3600.0
+_last_sweep: dict[Path, float] = {}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the user decided about every run of a resource; see the fields of `ComputeResource`."""
+
+    mode: str
+    require_messages: bool
+    keep_run_dirs: str
+    retention_days: float
+
+    def keeps(self, failed: bool) -> bool:
+        """Whether a run directory stays."""
+        return self.keep_run_dirs == "all" or (self.keep_run_dirs == "failed" and failed)
+
+
+class CompletedRun(dg.PipesClientCompletedInvocation):
+    """A payload that succeeded.
+
+    `get_results()`, `get_materialize_result()`, `get_asset_check_result()` and `get_custom_messages()` give what it
+    reported, each with the run's `metadata`.
+
+    Attributes:
+        cluster_id: name of the Ray cluster, for `ComputeResource.cleanup_cluster`.
+        job_id: Slurm's job id; None in local mode.
+        outputs: local paths of the files that `outputs=` asked for.
+    """
+
+    def __init__(self, session: Any, metadata: Mapping[str, Any], attempt: Attempt, outputs: list[Path]) -> None:
+        super().__init__(session, metadata=metadata)
+        self.cluster_id = attempt.cluster_id
+        self.job_id = attempt.job_id
+        self.outputs = outputs
+
+
+def execute(
+    context: dg.OpExecutionContext, plan: Plan, backend: Backend, policy: Policy, extras: PipesExtras | None
+) -> CompletedRun:
+    """Run a plan and wait for it.
+
+    Raises:
+        RunFailure: it did not succeed.
+    """
+    step = context.get_step_execution_context().step.key
+    name = run_dir_name(context.run.run_id, step, plan.payload.nonce)
+    run_dir = str(backend.layout.runs / name)
+    reader, injector = RecordReader(), RecordContextInjector(context)
+    with dg.open_pipes_session(context, injector, reader, extras) as session:
+        attempt: Attempt | None = None
+        try:
+            with _start_errors():
+                _sweep(backend.layout, policy.retention_days)
+                assert injector.context_data is not None
+                write_run_dir(backend.connection, run_dir, plan, injector.context_data)
+                attempt = backend.start(plan, run_dir, context.run.run_id)
+            follower = Follower(backend.connection, run_dir, plan.payload.nonce, reader.handler, context.log, backend.cadence)
+            evidence = _follow(follower, attempt, plan, policy, context)
+        except BaseException:
+            if not policy.keeps(failed=True):
+                backend.connection.remove(run_dir)
+            raise
+        finally:
+            if attempt is not None:
+                attempt.release()
+        outputs = backend.layout.outputs / context.run.run_id / name
+        metadata = _conclude(evidence, plan, attempt, backend, policy, run_dir, outputs)
+    return CompletedRun(session, metadata, attempt, sorted(path for path in outputs.rglob("*") if path.is_file()))
+
+
+def _follow(follower: Follower, attempt: Attempt, plan: Plan, policy: Policy, context: dg.OpExecutionContext) -> Evidence:
+    """Follow the run; when interrupted, end it, take what it still says, and let the interrupt go on."""
+    try:
+        return follower.follow(attempt.ended)
+    except BaseException as error:
+        with deferred_interrupts() as interrupted_again:
+            follower.evidence.interrupted = True
+            if isinstance(error, (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)):
+                _mark_canceling(context)
+            context.log.warning(f"[rayslurm] ending the payload: {type(error).__name__}")
+            attempt.cancel()
+
+            def ended() -> str | None:
+                if interrupted_again():
+                    attempt.cancel(now=True)
+                return attempt.ended()
+
+            follower.follow(ended, time.monotonic() + plan.payload.grace_period + _CANCEL_MARGIN)
+            verdict = judge(follower.evidence, plan.uses_pipes, policy.require_messages)
+            context.log.info(f"[rayslurm] {verdict.sentence}")
+        raise
+
+
+def _conclude(
+    evidence: Evidence, plan: Plan, attempt: Attempt, backend: Backend, policy: Policy, run_dir: str, outputs: Path
+) -> dict[str, Any]:
+    """Judge the run, bring its outputs back and tidy up.
+
+    Returns:
+        The metadata of its results.
+
+    Raises:
+        RunFailure: the run did not succeed.
+    """
+    if evidence.end is None:
+        evidence.runtime_log = attempt.runtime_log()
+    verdict = judge(evidence, plan.uses_pipes, policy.require_messages)
+    metadata: dict[str, Any] = {}
+    if evidence.end is not None:
+        metadata = run_metadata(evidence.end, policy.mode, attempt.cluster_id, attempt.job_id)
+        for entry in evidence.end["outputs"]:
+            backend.connection.download(os.path.join(run_dir, "outputs", entry["name"]), str(outputs / entry["name"]))
+    failed = verdict.kind is not None
+    if not policy.keeps(failed):
+        backend.connection.remove(run_dir)
+    if verdict.kind is not None:
+        metadata.update(failure_metadata(evidence, run_dir, policy.keeps(failed)))
+        raise RunFailure(verdict.kind, verdict.sentence, metadata)
+    return metadata
+
+
+def _mark_canceling(context: dg.OpExecutionContext) -> None:
+    """Let a run that Ctrl-C interrupts end as canceled, as the terminate button does.
+
+    Dagster 1.13 calls it failed unless somebody marked it beforehand. A run that Dagster will resume is left alone.
+    """
+    run = context.instance.get_run_by_id(context.run.run_id)
+    if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):
+        context.instance.report_run_canceling(run)
+
+
+def _sweep(layout: Layout, retention_days: float) -> None:
+    """Remove what is older than `retention_days`, once an hour and process."""
+    now = time.monotonic()
+    if now - _last_sweep.get(layout.base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
+        _last_sweep[layout.base] = now
+        sweep_old([layout.runs, layout.outputs], retention_days)
+
+
+@contextmanager
+def _start_errors() -> Iterator[None]:
+    """Turn what keeps a runtime from starting into one failure."""
+    try:
+        yield
+    except StartError as error:
+        raise RunFailure(error.kind, str(error)) from None
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise RunFailure("record", f"the run cannot be started: {error.strerror}{where}") from error

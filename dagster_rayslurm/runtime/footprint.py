@@ -1,0 +1,42 @@
+"""What a payload asks of a node, held against what the node grants. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional, Tuple
+
+from .machine import Machine
+from .spec import RaySpec
+
+
+class Want(NamedTuple):
+    """An amount that a field of a launcher asks of a node; None if it does not say."""
+
+    field: str
+    amount: Optional[int]
+    unit: str
+
+
+Footprint = Tuple[Want, ...]
+
+
+def footprint_error(footprint: Footprint, machine: Machine) -> Optional[str]:
+    """What a payload asks of this node and does not get, as a sentence that names the field; or None."""
+    granted = {"CPUs": machine.num_cpus, "GPUs": machine.num_gpus}
+    for wanted in footprint:
+        if wanted.amount is not None and wanted.amount > granted[wanted.unit]:
+            return "%s=%d asks for more than node %s grants: %d %s" % (
+                wanted.field,
+                wanted.amount,
+                machine.hostname,
+                granted[wanted.unit],
+                wanted.unit,
+            )
+    return None
+
+
+def ray_footprint(spec: RaySpec) -> Footprint:
+    """What a cluster asks of each node."""
+    return (
+        Want("RayLauncher.num_cpus_per_node", spec.num_cpus, "CPUs"),
+        Want("RayLauncher.num_gpus_per_node", spec.num_gpus, "GPUs"),
+    )
