@@ -1,0 +1,60 @@
+"""What the README shows is run, and what it names is there."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+FILES = {match.group(1): block for block in PYTHON if (match := re.match(r"# (\w+\.py)\n", block))}
+
+
+@pytest.mark.ray
+def test_the_asset_of_the_readme_runs(tmp_path: Path, base: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    assert set(FILES) == {"train.py", "definitions.py"}
+    program = """
+        from definitions import defs
+        result = defs.resolve_implicit_global_asset_job_def().execute_in_process()
+        print("BEST", result.asset_materializations_for_node("model")[0].metadata["best score"].value)
+    """
+    env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170)
+    assert "BEST 0.9375" in said.stdout, said.stderr[-3000:]
+
+
+@pytest.mark.parametrize("block", [block for block in PYTHON if block not in FILES.values()])
+def test_other_snippets_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_EDGE_NODE_HOST", "edge")
+    exec(compile(block, "README.md", "exec"), {"__name__": "snippet"})
+
+
+def test_the_commands_and_rooms_that_are_named_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`?make ([a-z]+)", README)) <= targets
+    rooms = re.search(r"\| room \| job \|(.*?)\n\n", README, re.DOTALL)
+    assert rooms is not None
+    for room in re.findall(r"`([a-z_]+(?:\.py|/))`", rooms.group(1)):
+        assert (ROOT / "dagster_rayslurm" / room).exists(), room
+
+
+def test_pixi_has_the_tasks_of_the_makefile() -> None:
+    pixi = (ROOT / "pixi.toml").read_text()
+    for task in ("install", "demo", "dev", "test", "bench"):
+        assert re.search(rf"^{task} = ", pixi, re.MULTILINE), task
+
+
+def test_the_kinds_of_failure_are_all_explained() -> None:
+    from dagster_rayslurm.errors import KINDS, RunFailure
+
+    rows = dict(re.findall(r"^\| `([a-z-]+)` \| .* \| (yes|no) \|$", README, re.MULTILINE))
+    assert set(rows) == set(KINDS) - {"connection", "submission", "allocation"}  # These come with the Slurm modes.
+    assert {kind: RunFailure(kind, "x").allow_retries for kind in rows} == {kind: says == "yes" for kind, says in rows.items()}
