@@ -14,6 +14,8 @@ from typing import Annotated, Any, Optional, TypeVar
 import dagster as dg
 from pydantic import BeforeValidator, ConfigDict, Field
 
+from .runtime.spec import RAY_COORDINATES
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _TIME_LIMIT = re.compile(r"^(UNLIMITED|INFINITE|\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2})$", re.IGNORECASE)
@@ -21,14 +23,6 @@ _MEMORY = re.compile(r"^\d+[KMGT]?$", re.IGNORECASE)
 _SIGNAL = re.compile(r"^([A-Z0-9]+@)?\d+$")
 
 _RESERVED = ("RAYSLURM_", "DAGSTER_PIPES_")
-_RESERVED_NAMES = (
-    "RAY_ADDRESS",
-    "RAY_API_SERVER_ADDRESS",
-    "RAY_AUTH_MODE",
-    "RAY_AUTH_TOKEN",
-    "RAY_AUTH_TOKEN_PATH",
-    "RAY_JOB_CONFIG_JSON_ENV_VAR",
-)
 
 _ENV_VARS = (dg.EnvVar, type(dg.EnvVar.int("HOME")))
 """`EnvVar` of a string, and the class of `EnvVar.int`, which Dagster does not export."""
@@ -187,7 +181,7 @@ def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[st
     for name, value in (variables or {}).items():
         if not isinstance(name, str) or not _VARIABLE.match(name):
             raise ValueError(f"{what}: {name!r} is not a name of an environment variable")
-        if name.startswith(_RESERVED) or name in _RESERVED_NAMES:
+        if name.startswith(_RESERVED) or name in RAY_COORDINATES:
             raise ValueError(f"{what}: {name} is reserved, it is set for every payload; choose another name")
         resolved = _resolve(value, f"{what}[{name!r}]")
         if not isinstance(resolved, str):

@@ -127,7 +127,11 @@ class Follower:
         return end is not None and self._readers[STDIO].offset >= end.get("stdio_bytes", 0)
 
     def _take_output(self, record: Record) -> None:
-        (sys.stderr if record["s"] == "stderr" else sys.stdout).write(record["d"])
+        stream = sys.stderr if record["s"] == "stderr" else sys.stdout
+        try:
+            stream.write(record["d"])
+        except UnicodeEncodeError:  # Dagster runs in a locale without UTF-8.
+            stream.write(record["d"].encode("ascii", "backslashreplace").decode("ascii"))
         self.evidence.last_output.append(record["d"][-4096:])
 
     def _take(self, record: Record) -> None:

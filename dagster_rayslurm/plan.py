@@ -155,11 +155,11 @@ def make_plan(
     return Plan(payload, ray, launcher.footprint(), dict(secret_env), uses_pipes)
 
 
-def fingerprint(ray: RaySpec, python: str) -> str:
+def fingerprint(ray: RaySpec, python: Sequence[str]) -> str:
     """A short name for everything that makes two warm clusters differ."""
     # How long to wait for a cluster says nothing about the cluster.
     shape = asdict(replace(ray, startup_timeout=0.0))
-    text = json.dumps([PROTOCOL_VERSION, python, shape], sort_keys=True)
+    text = json.dumps([PROTOCOL_VERSION, list(python), shape], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:12]
 
 

@@ -116,7 +116,7 @@ def submit(
         OSError: the session directory cannot be written.
     """
     name = session_name(config, run_id)
-    directory = layout.sessions / f"{name}-{fingerprint(ray, interpreter.python)}"
+    directory = layout.sessions / f"{name}-{fingerprint(ray, interpreter.start())}"
     if config.on_misfit == "error":
         _refuse_misfit(layout, name, directory)
     refused = ""

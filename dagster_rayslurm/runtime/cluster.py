@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -19,7 +22,7 @@ from .loop import Loop, Timer
 from .machine import Machine
 from .record import split_lines, tail_file
 from .scratch import Scratch
-from .spec import RaySpec
+from .spec import RAY_COORDINATES, RaySpec
 
 _ATTEMPTS = 3
 _CLASH = re.compile(r"address already in use|port \d+ is already|already occupied|Failed to bind", re.IGNORECASE)
@@ -73,10 +76,6 @@ def interface_address(interface: str) -> str:
     Raises:
         ClusterError: if this node has no such interface, or it has no address.
     """
-    import fcntl
-    import socket
-    import struct
-
     request = struct.pack("256s", os.fsencode(interface)[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -129,6 +128,7 @@ class RayCluster:
         self._on_phase = on_phase
         self._ports: Optional[ports.Ports] = None
         self._pid: Optional[int] = None
+        self._report_fd: Optional[int] = None
         self._report = b""
         self._problem: Optional[ClusterError] = None
         self._deadline: Optional[Timer] = None
@@ -221,6 +221,8 @@ class RayCluster:
 
     def _start_head(self) -> None:
         self._attempt += 1
+        if self._ports is not None and self._ports.lock is not None:
+            os.close(self._ports.lock)
         try:
             self._ports = ports.choose(self.spec.port_range)
             address = self.spec.node_ip_address
@@ -232,7 +234,8 @@ class RayCluster:
         os.mkdir(self._scratch.ray_temp_dir, 0o700)
         if self.spec.dashboard:
             self.dashboard_url = "http://127.0.0.1:%d" % self._ports.dashboard
-        reader, writer = os.pipe()
+        self._report_fd, writer = os.pipe()
+        os.set_blocking(self._report_fd, False)
         order = {
             "report_fd": writer,
             "gcs": "%s:%d" % (address or "127.0.0.1", self._ports.gcs),
@@ -240,9 +243,9 @@ class RayCluster:
             "token": self.spec.auth == "token",
             "start": start_arguments(self.spec, self._machine, self._ports, self._scratch.ray_temp_dir, address),
         }
-        env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
+        env = {name: value for name, value in os.environ.items() if name not in RAY_COORDINATES}
         env.update(self.environment)
-        self._loop.on_readable(reader, lambda: self._read_report(reader))
+        self._loop.on_readable(self._report_fd, self._read_report)
         try:
             with open(self._log_path, "ab") as log:
                 self._pid = self._loop.spawn(
@@ -261,15 +264,20 @@ class RayCluster:
         finally:
             os.close(writer)
 
-    def _read_report(self, fd: int) -> None:
-        data = os.read(fd, 65536)
-        if not data:
-            self._loop.forget(fd)
-            os.close(fd)
-            return
-        lines, self._report = split_lines(self._report + data)
-        for line in lines:
-            self._take(json.loads(line.decode("utf-8")))
+    def _read_report(self) -> None:
+        """Take what `ray_node` reported so far."""
+        try:
+            while self._report_fd is not None:
+                data = os.read(self._report_fd, 65536)
+                if not data:
+                    self._loop.forget(self._report_fd)
+                    os.close(self._report_fd)
+                    self._report_fd = None
+                lines, self._report = split_lines(self._report + data)
+                for line in lines:
+                    self._take(json.loads(line.decode("utf-8")))
+        except BlockingIOError:
+            return  # That was all for now.
 
     def _take(self, event: Dict[str, Any]) -> None:
         kind = event["event"]
@@ -302,11 +310,10 @@ class RayCluster:
             self._on_ready()
 
     def _head_exited(self, code: int, _: Any) -> None:
-        pid, self._pid = self._pid, None
+        self._pid = None
+        self._read_report()  # Its last words may say why, and may not have been read yet.
         if self._failed:
             return
-        if pid is not None:
-            self._kill_group(pid)
         how = "signal %d" % -code if code < 0 else "exit code %d" % code
         node = self._machine.hostname
         if self.ready:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Set, Tuple
 
 from .loop import Loop
 from .payload import End, Payload
@@ -74,7 +74,7 @@ class SessionServer:
     def __init__(self, supervisor: Supervisor, session_dir: str, socket_path: str) -> None:
         self._supervisor = supervisor
         self._announcement = os.path.join(session_dir, SESSION)
-        self._seen: Dict[str, Payload] = {}
+        self._seen: Set[str] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(socket_path)
         self._listener.listen(64)
@@ -112,7 +112,7 @@ class SessionServer:
             return {"ok": False, "error": "closing"}, None
         except (OSError, SpecError) as error:
             return {"ok": False, "error": "refused", "message": str(error)}, None
-        self._seen[request_id] = payload
+        self._seen.add(request_id)
         return {"ok": True}, payload
 
 

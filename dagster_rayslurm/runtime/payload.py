@@ -18,7 +18,7 @@ from . import processes
 from .loop import Loop, Timer
 from .outputs import collect_outputs
 from .record import STATUS, RunRecord, split_lines, write_atomically
-from .spec import PayloadSpec
+from .spec import RAY_COORDINATES, PayloadSpec
 from .usage import Sampler
 
 CONTEXT = "pipes_context.json"
@@ -27,7 +27,7 @@ _MESSAGE_POLL = 0.1
 _SYNC_INTERVAL = 0.2
 _DRAIN_DEADLINE = 5.0
 
-_SCRUBBED = ("RAY_", "DAGSTER_PIPES_", "RAYSLURM_")
+_SCRUBBED = ("DAGSTER_PIPES_", "RAYSLURM_")
 """Prefixes of variables of the runtime's own environment that must not leak into a payload's."""
 
 Environment = Dict[str, str]
@@ -52,7 +52,7 @@ def payload_environment(
     spec: PayloadSpec, inherited: Environment, python: str, run_dir: str, messages: str, ray: Environment
 ) -> Environment:
     """The environment of a payload: what the runtime inherited, Ray's coordinates, and what the user asked for."""
-    env = {name: value for name, value in inherited.items() if not name.startswith(_SCRUBBED)}
+    env = {name: value for name, value in inherited.items() if not name.startswith(_SCRUBBED) and name not in RAY_COORDINATES}
     env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])
     env["PYTHONUNBUFFERED"] = "1"
     env["RAYSLURM_RUN_DIR"] = run_dir
@@ -172,8 +172,8 @@ class Payload:
 
         The first reason stands; asking again shortens the wait if `grace` is shorter.
         """
-        if self.ended:
-            return
+        if self.ended or (self._exit is not None and end.reason != "record"):
+            return  # It ended by itself first, and that is the truth.
         if self._verdict is None:
             self._verdict = end
         if self._pid is None:

@@ -11,6 +11,16 @@ from . import PROTOCOL_VERSION
 
 T = TypeVar("T")
 
+RAY_COORDINATES = (
+    "RAY_ADDRESS",
+    "RAY_API_SERVER_ADDRESS",
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN",
+    "RAY_AUTH_TOKEN_PATH",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR",
+)
+"""Variables that lead to a Ray cluster (Ray 2.60): the runtime sets them, and those it inherits lead elsewhere."""
+
 
 @dataclass(frozen=True)
 class RaySpec:

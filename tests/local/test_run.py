@@ -1,6 +1,8 @@
 """`run()` in local mode, for every kind of Dagster step."""
 
+import io
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -238,6 +240,35 @@ def test_compute_logs_and_events(compute: ComputeResource, script: Any, tmp_path
         assert any(message.startswith("[rayslurm] running: payload started") for message in messages)
         keys = instance.compute_log_manager.get_log_keys_for_log_key_prefix([run_id], io_type="out")  # type: ignore[arg-type]
         assert any("a line of output" in path.read_text() for path in Path(instance.storage_directory()).rglob("*.out")), keys
+
+
+def test_output_in_a_locale_without_utf8(compute: ComputeResource, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ascii_out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", ascii_out)
+    run_asset(compute, script(pipes_script("print('schön')\npipes.report_asset_materialization()")))
+    ascii_out.flush()
+    assert b"sch\\xf6n" in ascii_out.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+def test_output_beyond_the_limit_is_counted(base: Path, script: Any) -> None:
+    compute = ComputeResource(local_base=str(base), default_launcher=BashLauncher(), max_stdio_mb=1)
+    ran = run_asset(compute, script(pipes_script("print('x' * 3_000_000)\npipes.report_asset_materialization()")))
+    assert 1_500_000 < ran.metadata["Output not recorded (characters)"] <= 3_000_001
+
+
+def test_gpus_are_sampled_where_nvidia_smi_answers(
+    compute: ComputeResource, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "bin" / "nvidia-smi"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/sh\ncase "$1" in *index*) echo "0, 70, 2048"; echo "1, 30, 1024";; *) echo A; echo B;; esac\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(fake.parent), prepend=os.pathsep)
+    metadata = run_asset(
+        compute, script(pipes_script("import time; time.sleep(1); pipes.report_asset_materialization()"))
+    ).metadata
+    assert metadata["GPU utilization mean (%)"] == 50 and metadata["GPU utilization max (%)"] == 70
+    assert metadata["GPU memory max (MiB)"] == 3072
 
 
 def test_two_runs_at_once_do_not_meet(compute: ComputeResource, script: Any) -> None:

@@ -48,6 +48,12 @@ def test_a_payload_that_fails_says_how(case: str, compute: ComputeResource, scri
     assert run_dir.parent == base / "runs" and (run_dir / "journal.jsonl").exists()
 
 
+def test_a_script_that_is_missing_says_so(compute: ComputeResource) -> None:
+    failure = run_asset(compute, "python no_such_script.py --x").failure
+    assert failure.kind == "payload" and "exit code 2" in (failure.description or "")
+    assert "no_such_script.py" in failure.metadata["Last output"].value
+
+
 def test_the_last_output_is_in_the_failure(compute: ComputeResource, script: Any) -> None:
     failure = run_asset(compute, script("import sys; print('a clue', file=sys.stderr); sys.exit(1)")).failure
     assert "a clue" in failure.metadata["Last output"].value and failure.metadata["Exit code"].value == 1

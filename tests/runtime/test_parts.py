@@ -83,9 +83,15 @@ def test_pipes_parameters_are_those_of_dagster_pipes() -> None:
 
 def test_the_environment_of_a_payload() -> None:
     one = spec.PayloadSpec(argv=["x"], nonce="n", env={"FOO": "1", "PATH_LIKE": "a:b"}, uses_ray=True)
-    inherited = {"PATH": "/usr/bin", "RAY_ADDRESS": "other:1", "DAGSTER_PIPES_CONTEXT": "old", "RAYSLURM_X": "old", "KEEP": "me"}
+    inherited = {
+        "PATH": "/usr/bin",
+        "RAY_ADDRESS": "other:1",
+        "DAGSTER_PIPES_CONTEXT": "old",
+        "RAYSLURM_X": "old",
+        "RAY_KEEP": "me",
+    }
     env = payload.payload_environment(one, inherited, "/env/bin/python", "/run/d", "/s/m", {"RAY_ADDRESS": "mine:2"})
-    assert env["PATH"] == "/env/bin:/usr/bin" and env["KEEP"] == "me" and env["RAY_ADDRESS"] == "mine:2"
+    assert env["PATH"] == "/env/bin:/usr/bin" and env["RAY_KEEP"] == "me" and env["RAY_ADDRESS"] == "mine:2"
     assert "RAYSLURM_X" not in env
     assert decode_param(env["DAGSTER_PIPES_MESSAGES"]) == {"path": "/s/m"}
     assert json.loads(env["RAY_JOB_CONFIG_JSON_ENV_VAR"])["runtime_env"]["env_vars"] == one.env

@@ -107,6 +107,6 @@ def test_files_of_one_name_cannot_stand_together(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_is_of_the_cluster_alone() -> None:
-    one = fingerprint(RaySpec(startup_timeout=1), "/p")
-    assert one == fingerprint(RaySpec(startup_timeout=2), "/p")
-    assert len({one, fingerprint(RaySpec(num_cpus=1), "/p"), fingerprint(RaySpec(), "/q")}) == 3
+    one = fingerprint(RaySpec(startup_timeout=1), ["/p"])
+    assert one == fingerprint(RaySpec(startup_timeout=2), ["/p"])
+    assert len({one, fingerprint(RaySpec(num_cpus=1), ["/p"]), fingerprint(RaySpec(), ["/q"])}) == 3
