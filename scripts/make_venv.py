@@ -3,26 +3,44 @@
 Standard library only: this runs before anything is installed.
 """
 
-import json
+import html.parser
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import urllib.parse
 import urllib.request
 import venv
 
 INDEX = os.environ.get("PIP_INDEX_URL", "").rstrip("/")
 
 
+class Wheels(html.parser.HTMLParser):
+    """The pip wheels of a package index's page (PEP 503)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[tuple[int, ...], str] = {}
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        """Keep the link of a release; pre-releases and yanked ones are passed over."""
+        values = dict(attributes)
+        link = values.get("href") or ""
+        release = re.search(r"/pip-(\d+(?:\.\d+)*)-py3-none-any\.whl", link)
+        if tag == "a" and release and "data-yanked" not in values:
+            self.found[tuple(map(int, release[1].split(".")))] = link
+
+
 def pip_wheel(directory: str) -> str:
-    """Download the newest pip wheel from the package index (PEP 691) and return its path."""
-    request = urllib.request.Request(f"{INDEX}/pip/", headers={"Accept": "application/vnd.pypi.simple.v1+json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        files = json.load(answer)["files"]
-    wheels = [file for file in files if file["filename"].endswith(".whl") and not file.get("yanked")]
-    newest = max(wheels, key=lambda file: file["upload-time"])
-    path = os.path.join(directory, newest["filename"])
-    urllib.request.urlretrieve(newest["url"], path)
+    """Download the newest pip wheel from the package index and return its path."""
+    page = f"{INDEX}/pip/"
+    with urllib.request.urlopen(page, timeout=60) as answer:
+        wheels = Wheels()
+        wheels.feed(answer.read().decode())
+    link = urllib.parse.urljoin(page, max(wheels.found.items())[1])
+    path = os.path.join(directory, os.path.basename(urllib.parse.urlparse(link).path))
+    urllib.request.urlretrieve(link, path)
     return path
 
 
