@@ -91,7 +91,7 @@ def execute(
         finally:
             if attempt is not None:
                 attempt.release()
-        outputs = backend.layout.outputs / context.run.run_id / name
+        outputs = backend.layout.outputs / name
         metadata = _conclude(evidence, plan, attempt, backend, policy, run_dir, outputs)
     return CompletedRun(session, metadata, attempt, sorted(path for path in outputs.rglob("*") if path.is_file()))
 

@@ -113,7 +113,7 @@ def _nodes_table(nodes: list[Mapping[str, Any]]) -> dg.TableMetadataValue:
 
 def usage_chart(points: list[list[float]]) -> str:
     """A Markdown picture of CPUs busy and memory over time, from (seconds, CPUs, bytes) points."""
-    width, height, left, top = 560, 150, 8, 22
+    width, height, left, top = 400, 130, 8, 22
     last = points[-1][0] or 1.0
     cpu_top = max(point[1] for point in points) or 1.0
     memory_top = max(point[2] for point in points) or 1.0

@@ -22,7 +22,7 @@ from .base import Attempt
 from .process import reap_later, runtime_command, start_process
 from .rundir import Layout, write_runtime_spec
 
-_CADENCE = Cadence(busy=0.01, idle=0.1)
+_CADENCE = Cadence(busy=0.01, idle=0.05)
 """Reading a file of this machine costs next to nothing."""
 
 

@@ -1,0 +1,91 @@
+"""The example study, made for real, and the demo as a newcomer runs it."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from ..conftest import marked_processes, wait_until
+
+ROOT = Path(__file__).parents[2]
+PAYLOADS = sorted((ROOT / "example_project" / "payloads").glob("*.py"))
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.mark.ray
+def test_the_demo_materializes_the_whole_study(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    env = {**os.environ, "DAGSTER_HOME": str(home), "RAYSLURM_BASE": str(tmp_path / "base"), "COLUMNS": "160"}
+    env.pop("RAYSLURM_MODE", None)
+    command = [sys.executable, "-m", "example_project.demo"]
+    said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=390)
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert said.stderr == "" and "trial 16/16" in said.stdout and "accuracy_above_floor passed" in said.stdout
+    pictures = [Path(line) for line in said.stdout.splitlines() if line.endswith(".png")]
+    assert {"confusion_matrix.png", "learning_curve.png", "prototype_7.png"} <= {path.name for path in pictures}
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 60_000 for path in pictures)
+    assert not marked_processes(os.environ["PYTEST_OF_RAYSLURM"])  # Not even the warm cluster is left.
+
+    with dg.DagsterInstance.from_config(str(home)) as instance:  # What `dagster dev` would show.
+        assert {run.status for run in instance.get_runs()} == {dg.DagsterRunStatus.SUCCESS} and len(instance.get_runs()) == 11
+        metadata = {}
+        for name in ("digit_classifier", "digit_features", "digits_features", "digit_predictions", "report", "model_sweep"):
+            event = instance.get_latest_materialization_event(dg.AssetKey(name))
+            if event is not None and event.asset_materialization is not None:
+                metadata[name] = event.asset_materialization.metadata
+        assert metadata["digit_classifier"]["accuracy"].value > 0.95
+        assert "data:image/png;base64," in str(metadata["report"]["confusion matrix"].value)
+        # One warm cluster served every Ray step.
+        ray_steps = [metadata[name]["Ray cluster ID"].value for name in ("digits_features", "model_sweep", "digit_predictions")]
+        assert len(set(ray_steps)) == 1
+        partitions = instance.get_materialized_partitions(dg.AssetKey("digit_prototypes"))
+        assert partitions == {str(digit) for digit in range(10)}
+
+
+def test_the_demo_says_what_failed(tmp_path: Path) -> None:
+    """A mode that is not there: one sentence, exit code 1."""
+    env = {**os.environ, "DAGSTER_HOME": str(tmp_path), "RAYSLURM_BASE": str(tmp_path / "base"), "RAYSLURM_MODE": "slurm"}
+    env["SLURM_EDGE_NODE_HOST"] = "nowhere"
+    command = [sys.executable, "-m", "example_project.demo"]
+    said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert said.returncode == 1 and "digits_raw failed: mode: 'slurm' is not available in this version" in said.stdout
+
+
+@pytest.mark.ray
+def test_ctrl_c_ends_the_demo_and_all_it_started(tmp_path: Path) -> None:
+    env = {**os.environ, "DAGSTER_HOME": str(tmp_path / "home"), "RAYSLURM_BASE": str(tmp_path / "base")}
+    env.pop("RAYSLURM_MODE", None)
+    command = [sys.executable, "-m", "example_project.demo"]
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, start_new_session=True, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "digits_features: running" in line:
+            break
+    os.killpg(process.pid, 2)
+    rest = process.stdout.read()
+    assert process.wait(60) == 130 and "nothing is left running" in rest
+    assert wait_until(lambda: not marked_processes(os.environ["PYTEST_OF_RAYSLURM"]), 20)
+
+
+def test_definitions_load_without_ray() -> None:
+    code = "import example_project.definitions, sys; print([m for m in ('ray', 'sklearn', 'paramiko') if m in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=lambda path: path.name)
+def test_payloads_are_plain_user_code(payload: Path) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(payload.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").partition(".")[0])
+    assert imported.isdisjoint({"dagster", "dagster_rayslurm", "example_project"})
+    assert not re.search(r"RAY_ADDRESS|\bSLURM_", payload.read_text())
