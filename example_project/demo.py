@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from dagster._core.execution.plan.objects import ErrorSource
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -133,8 +134,10 @@ def open_instance() -> Iterator[dg.DagsterInstance]:
     """The instance of DAGSTER_HOME, where `dagster dev` shows the same runs; without it one that is thrown away."""
     home = os.environ.get("DAGSTER_HOME")
     if home:
-        Path(home).mkdir(parents=True, exist_ok=True)
-        (Path(home) / "dagster.yaml").touch()
+        settings = Path(home) / "dagster.yaml"
+        settings.parent.mkdir(parents=True, exist_ok=True)
+        if not settings.exists():
+            settings.write_text("telemetry:\n  enabled: false\n")
     with dg.DagsterInstance.get() if home else dg.DagsterInstance.ephemeral() as instance:
         yield instance
 
@@ -186,7 +189,8 @@ def failure_of(result: dg.ExecuteInProcessResult) -> str:
     for event in result.all_events:
         if event.is_step_failure:
             data = event.step_failure_data
-            reason = data.user_failure_data.description if data.user_failure_data else data.error_display_string
+            error = data.error.message.strip() if data.error else "no reason was given"
+            reason = data.user_failure_data.description if data.user_failure_data else error
             metadata = data.user_failure_data.metadata if data.user_failure_data else {}
             where = f" (run directory: {metadata['Run directory'].value})" if "Run directory" in metadata else ""
             return f"{event.step_key} failed: {reason}{where}"
@@ -208,8 +212,8 @@ def main() -> int:
         try:
             with live:
                 result = run(progress, instance)
-            record = instance.get_run_by_id(result.run_id)
-            interrupted = record is not None and record.status == dg.DagsterRunStatus.CANCELED
+            failures = [event.step_failure_data for event in result.all_events if event.is_step_failure]
+            interrupted = any(failure.error_source == ErrorSource.INTERRUPT for failure in failures)
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
             interrupted = True
         if interrupted:
