@@ -208,9 +208,10 @@ def main() -> int:
     with own_screen() as (console, log), open_instance() as instance:
         progress = Progress(console, [*names, CHECK, "digit_prototypes"])
         console.print("Materializing the example study; the first Ray step brings up a cluster that the others find warm.")
-        live = Live(progress, console=console, refresh_per_second=8) if console.is_terminal else contextlib.nullcontext()
+        # What payloads print belongs into the log, which is where the redirected descriptors lead.
+        live = Live(progress, console=console, refresh_per_second=8, redirect_stdout=False, redirect_stderr=False)
         try:
-            with live:
+            with live if console.is_terminal else contextlib.nullcontext():
                 result = run(progress, instance)
             failures = [event.step_failure_data for event in result.all_events if event.is_step_failure]
             interrupted = any(failure.error_source == ErrorSource.INTERRUPT for failure in failures)

@@ -166,7 +166,6 @@ class RayCluster:
         if problem:
             return self._fail(ClusterError("cluster-start", problem))
         self._deadline = self._loop.call_later(self.spec.startup_timeout, self._too_late)
-        self._on_phase("cluster-start", "starting Ray on %s" % self._machine.hostname)
         with open(self._token_path, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(secrets.token_hex(32))
         if self.spec.health_check:

@@ -116,6 +116,8 @@ class Payload:
         self.record = record
         self.context: Dict[str, Any] = {}
         """Facts about the cluster that the `end` repeats, so that metadata needs no other record."""
+        self.place: Optional[int] = None
+        """Place in the queue that was last told to the user."""
         self._secret_env = secret_env
         self._on_end = on_end
         self._work_dir = os.path.join(run_dir, "work")

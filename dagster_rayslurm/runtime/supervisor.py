@@ -108,8 +108,8 @@ class Supervisor:
             self._idle.cancel()
         if self.cluster is not None and self.cluster.ready:
             payload.phase("cluster-ready", "the warm Ray cluster %s is up" % self.spec.cluster_id)
-        elif len(self._waiting) + len(self._running) > 1:
-            payload.phase("queued", "waiting for the Ray cluster %s" % self.spec.cluster_id)
+        elif self.cluster is not None:
+            payload.phase("cluster-start", "starting the Ray cluster %s on %s" % (self.spec.cluster_id, self.machine.hostname))
         self._pump()
         return payload
 
@@ -142,7 +142,9 @@ class Supervisor:
             self._running.append(payload)
             self._start(payload)
         for place, payload in enumerate(self._waiting, 1):
-            payload.phase("queued", "place %d in the queue of the Ray cluster %s" % (place, self.spec.cluster_id))
+            if payload.place != place:
+                payload.place = place
+                payload.phase("queued", "place %d in the queue of the Ray cluster %s" % (place, self.spec.cluster_id))
 
     def _start(self, payload: Payload) -> None:
         messages = self._scratch.join("messages-%s.jsonl" % payload.spec.nonce)
