@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import py_compile
+import sys
+import tempfile
 import zipfile
 from functools import lru_cache
 from pathlib import Path
@@ -18,16 +21,33 @@ _MAIN = f"import sys\nfrom {PACKAGE}.__main__ import main\nsys.exit(main(sys.arg
 
 
 @lru_cache(maxsize=1)
-def runtime_archive() -> tuple[str, bytes]:
-    """The file name and the bytes of the runtime's zipapp; the same sources give the same bytes."""
-    sources = sorted(Path(runtime.__file__).parent.glob("*.py"))
-    members = {"__main__.py": _MAIN.encode()} | {f"{PACKAGE}/{path.name}": path.read_bytes() for path in sources}
+def _sources() -> dict[str, bytes]:
+    modules = sorted(Path(runtime.__file__).parent.glob("*.py"))
+    return {"__main__.py": _MAIN.encode()} | {f"{PACKAGE}/{path.name}": path.read_bytes() for path in modules}
+
+
+def runtime_name() -> str:
+    """The file name of the runtime's zipapp: its sources, and the Python whose bytecode is in it beside them."""
+    content = b"".join(name.encode() + b"\0" + text + b"\0" for name, text in _sources().items())
+    return f"runtime-{hashlib.sha256(content).hexdigest()[:16]}-{sys.implementation.cache_tag}.pyz"
+
+
+def build_runtime() -> bytes:
+    """The runtime's zipapp.
+
+    zipimport never writes bytecode and would compile all of it at each start (50 ms), so it is put in; a Python of
+    another version passes over it and takes the sources.
+    """
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in members.items():
-            archive.writestr(zipfile.ZipInfo(name), content)  # ZipInfo's fixed date keeps the bytes equal.
-    content = buffer.getvalue()
-    return f"runtime-{hashlib.sha256(content).hexdigest()[:16]}.pyz", content
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive, tempfile.TemporaryDirectory() as directory:
+        for name, text in _sources().items():
+            archive.writestr(zipfile.ZipInfo(name), text)
+            source, compiled = Path(directory, "source.py"), Path(directory, "compiled.pyc")
+            source.write_bytes(text)
+            mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+            py_compile.compile(str(source), str(compiled), dfile=name, doraise=True, invalidation_mode=mode)
+            archive.writestr(zipfile.ZipInfo(f"{name}c"), compiled.read_bytes())
+    return buffer.getvalue()
 
 
 def install_runtime(directory: Path) -> Path:
@@ -36,9 +56,8 @@ def install_runtime(directory: Path) -> Path:
     Raises:
         OSError: the directory cannot be written.
     """
-    name, content = runtime_archive()
-    path = directory / name
+    path = directory / runtime_name()
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomically(str(path), content)
+        write_atomically(str(path), build_runtime())
     return path

@@ -18,8 +18,7 @@ from ..config import SessionConfig
 from ..connections.local import LocalConnection
 from ..environments import Interpreter
 from ..plan import fingerprint
-from ..runtime.control import SESSION
-from ..runtime.record import RUNTIME_LOG, tail_file
+from ..runtime.record import RUNTIME_LOG, SESSION, tail_file
 from ..runtime.spec import RaySpec, RuntimeSpec
 from .base import StartError
 from .process import reap_later, runtime_command, start_process

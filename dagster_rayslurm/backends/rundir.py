@@ -13,12 +13,8 @@ from dagster_pipes import PipesContextData
 
 from ..connections.base import Connection
 from ..plan import Plan
-from ..runtime.payload import CONTEXT
-from ..runtime.record import JOURNAL, STDIO
+from ..runtime.record import CONTEXT, JOURNAL, PAYLOAD, RUNTIME, SECRETS, STDIO
 from ..runtime.spec import RuntimeSpec, to_json
-from ..runtime.supervisor import PAYLOAD, SECRETS
-
-RUNTIME = "runtime.json"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import shutil
 import signal
 import socket
@@ -167,7 +166,7 @@ class RayCluster:
             return self._fail(ClusterError("cluster-start", problem))
         self._deadline = self._loop.call_later(self.spec.startup_timeout, self._too_late)
         with open(self._token_path, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            file.write(secrets.token_hex(32))
+            file.write(os.urandom(32).hex())
         if self.spec.health_check:
             return self._check_health(self.spec.health_check)
         self._start_head()

@@ -12,11 +12,10 @@ from typing import Any, Callable, Dict, Optional, Set, Tuple
 
 from .loop import Loop
 from .payload import End, Payload
-from .record import split_lines, write_atomically
+from .record import SESSION, split_lines, write_atomically
 from .spec import SpecError
 from .supervisor import Closing, Supervisor
 
-SESSION = "session.json"
 _MAX_REQUEST = 64 * 1024
 
 ORPHANED = End("cancel", "the Dagster process that asked for the run is gone")

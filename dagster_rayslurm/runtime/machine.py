@@ -22,15 +22,20 @@ class Machine:
     memory_limit: Optional[int]
 
 
-def detect(environ: Optional[Mapping[str, str]] = None) -> Machine:
-    """Detect the resources granted to this process."""
+def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) -> Machine:
+    """Detect the resources granted to this process.
+
+    Args:
+        environ: the environment to look at; None for this process's own.
+        with_gpus: False if nobody will ask for GPUs, since `nvidia-smi` takes its time.
+    """
     environ = os.environ if environ is None else environ
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [limit for limit in (_slurm_memory(environ), _cgroup_memory()) if limit is not None and limit < memory]
     return Machine(
         hostname=socket.gethostname(),
         num_cpus=_cpus(),
-        num_gpus=count_gpus(environ),
+        num_gpus=count_gpus(environ) if with_gpus else 0,
         memory=memory,
         memory_limit=min(limits) if limits else None,
     )

@@ -17,11 +17,10 @@ from typing import Any, Callable, Dict, Optional
 from . import processes
 from .loop import Loop, Timer
 from .outputs import collect_outputs
-from .record import STATUS, RunRecord, split_lines, write_atomically
+from .record import CONTEXT, STATUS, RunRecord, split_lines, write_atomically
 from .spec import RAY_COORDINATES, PayloadSpec
 from .usage import Sampler
 
-CONTEXT = "pipes_context.json"
 _CHUNK = 256 * 1024
 _MESSAGE_POLL = 0.1
 _SYNC_INTERVAL = 0.2

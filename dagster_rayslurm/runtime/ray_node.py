@@ -18,7 +18,7 @@ from typing import Any, Dict, List, Optional, Tuple
 TOKEN_SINCE = (2, 52)
 """First Ray version with token authentication."""
 
-_FAST, _SLOW = 0.05, 1.0
+_FAST, _SLOW = 0.02, 1.0
 _ALIVE = 0  # GcsNodeInfo.ALIVE in Ray's gcs.proto.
 
 

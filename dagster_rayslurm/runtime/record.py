@@ -16,6 +16,14 @@ STDIO = "stdio.jsonl"
 STATUS = "status.json"
 RUNTIME_LOG = "runtime.log"
 
+RUNTIME = "runtime.json"
+PAYLOAD = "payload.json"
+SECRETS = "secrets.json"
+CONTEXT = "pipes_context.json"
+SESSION = "session.json"
+"""What is written for the runtime: its own start record, the payload's, secret variables, the Pipes context; and how
+a session says where it listens."""
+
 _CRC_KEY = b',"crc":"'
 _RESERVE_BYTES = 64 * 1024
 

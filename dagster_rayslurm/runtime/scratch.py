@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import shutil
 import stat
 import tempfile
@@ -44,7 +43,7 @@ class Scratch:
         refusals = []
         for base in _bases():
             for _ in range(10):
-                path = os.path.join(base, _PREFIX + secrets.token_hex(4))
+                path = os.path.join(base, _PREFIX + os.urandom(4).hex())
                 try:
                     os.mkdir(path, 0o700)
                     lock = _lock(path)

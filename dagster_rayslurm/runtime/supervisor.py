@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import json
 import os
-import platform
 import signal
 import sys
 import time
@@ -20,11 +19,8 @@ from . import PROTOCOL_VERSION, machine, processes, scratch
 from .cluster import ClusterError, RayCluster
 from .loop import Loop, Timer
 from .payload import End, Payload
-from .record import RunRecord
+from .record import PAYLOAD, RUNTIME, SECRETS, RunRecord
 from .spec import PayloadSpec, RuntimeSpec, SpecError, from_json
-
-PAYLOAD = "payload.json"
-SECRETS = "secrets.json"
 
 _LOST_GRACE = 1.0
 """Seconds a payload gets after its cluster is lost: `ray.init` would hang for 40 s and more (Ray 2.60)."""
@@ -46,7 +42,7 @@ class Supervisor:
     def __init__(self, loop: Loop, spec: RuntimeSpec, private: scratch.Scratch) -> None:
         self.loop = loop
         self.spec = spec
-        self.machine = machine.detect()
+        self.machine = machine.detect(with_gpus=spec.ray is not None)
         self.cluster: Optional[RayCluster] = None
         self._scratch = private
         self._waiting: Deque[Payload] = collections.deque()
@@ -99,7 +95,7 @@ class Supervisor:
                 "cluster_id": self.spec.cluster_id,
                 "hostname": self.machine.hostname,
                 "pid": os.getpid(),
-                "python": platform.python_version(),
+                "python": sys.version.split()[0],
             }
         )
         self._served += 1
@@ -151,7 +147,6 @@ class Supervisor:
         payload.context = {
             "hostname": self.machine.hostname,
             "num_cpus": self.machine.num_cpus,
-            "num_gpus": self.machine.num_gpus,
             "warm": self._served > 1,
         }
         if self.cluster is None:
@@ -226,6 +221,6 @@ def load_spec(directory: str) -> RuntimeSpec:
         SystemExit: it cannot be used; the message goes to the runtime's log.
     """
     try:
-        return from_json(RuntimeSpec, _read(os.path.join(directory, "runtime.json")))
+        return from_json(RuntimeSpec, _read(os.path.join(directory, RUNTIME)))
     except (OSError, SpecError) as error:
         sys.exit("rayslurm runtime: %s: %s" % (directory, error))

@@ -172,8 +172,8 @@ def test_a_long_tmpdir_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_lock_that_a_sweeper_holds_costs_another_name(monkeypatch: pytest.MonkeyPatch, scratch_base: Path) -> None:
-    names = iter(["aaaaaaaa", "bbbbbbbb"])
-    monkeypatch.setattr(scratch.secrets, "token_hex", lambda _: next(names))
+    names = iter([b"\xaa" * 4, b"\xbb" * 4])
+    monkeypatch.setattr(scratch.os, "urandom", lambda _: next(names))
     original = scratch._lock
     held: list[int] = []
 

@@ -14,7 +14,7 @@ from dagster_pipes import decode_param
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.archive import install_runtime, runtime_archive
+from dagster_rayslurm.archive import build_runtime, install_runtime, runtime_name
 from dagster_rayslurm.runtime import outputs, payload, processes, spec, usage
 from dagster_rayslurm.runtime.processes import Process
 
@@ -46,20 +46,36 @@ def test_a_spec_that_cannot_be_used_says_why(text: str, says: str) -> None:
 
 
 def test_the_archive_is_reproducible_and_named_by_its_content(tmp_path: Path) -> None:
-    name, content = runtime_archive()
-    runtime_archive.cache_clear()
-    assert runtime_archive() == (name, content)
+    assert build_runtime() == build_runtime()
     path = install_runtime(tmp_path)
-    assert path.name == name and install_runtime(tmp_path) == path
+    assert path.name == runtime_name() and install_runtime(tmp_path) == path
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
+        names = archive.namelist()
+        assert all(f"{name}c" in names for name in names if name.endswith(".py"))
+
+
+def test_another_python_takes_the_sources(tmp_path: Path) -> None:
+    """Bytecode of an unknown version is passed over."""
+    path = install_runtime(tmp_path)
+    foreign = tmp_path / "foreign.pyz"
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(foreign, "w") as copy:
+        for name in archive.namelist():
+            content = archive.read(name)
+            copy.writestr(name, b"\0\0\r\n" + content[4:] if name.endswith(".pyc") else content)
+    said = subprocess.run([sys.executable, "-I", str(foreign), "walk"], capture_output=True, text=True)
+    assert said.returncode == 1 and "ray-node" in said.stderr
 
 
 def test_the_runtime_needs_nothing_but_the_standard_library(tmp_path: Path) -> None:
     """`-I -S`: no site-packages at all."""
     path = install_runtime(tmp_path)
     with zipfile.ZipFile(path) as archive:
-        modules = [name[:-3].replace("/", ".") for name in archive.namelist() if name.count("/") and "__" not in name]
+        modules = [
+            name[:-3].replace("/", ".")
+            for name in archive.namelist()
+            if name.endswith(".py") and name.count("/") and "__" not in name
+        ]
     code = f"import sys; sys.path.insert(0, {str(path)!r}); import {', '.join(modules)}; print(len(sys.modules))"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, capture_output=True)
 
