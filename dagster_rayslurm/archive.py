@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from . import runtime
+from .connections.local import LocalConnection
 from .runtime.record import write_atomically
 
 PACKAGE = "rayslurm_runtime"
@@ -58,6 +59,6 @@ def install_runtime(directory: Path) -> Path:
     """
     path = directory / runtime_name()
     if not path.exists():
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        LocalConnection().make_dir(str(directory))
         write_atomically(str(path), build_runtime())
     return path

@@ -31,7 +31,7 @@ from .config import (
 )
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, resolve_environment
 from .errors import RunFailure
-from .execution import CompletedRun, Policy, execute
+from .execution import CompletedRun, Policy, execute, start_errors
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .plan import Plan, make_plan
 from .runtime.spec import RuntimeSpec, to_json
@@ -96,7 +96,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
     keep_run_dirs: Annotated[str, choice("all", "failed", "none")] = Field(
         default="failed", description='Which run directories stay for a look: "all", "failed" or "none".'
     )
-    retention_days: Annotated[int, at_least(0, "days")] = Field(
+    retention_days: Annotated[int, at_least(1, "days")] = Field(
         default=14, description="Days after which kept run directories and outputs go."
     )
     connection_loss_timeout: Annotated[int, at_least(0, "seconds")] = Field(
@@ -166,7 +166,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             )
             backend = self._backend()
             backend.check(plan)
-        policy = Policy(self.mode, self.require_messages, self.keep_run_dirs, self.retention_days)
+        policy = Policy(self.mode, self.require_messages, self.keep_run_dirs, self.retention_days, self.connection_loss_timeout)
         # Asset and check contexts wrap the one that open_pipes_session takes for all of them.
         op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
         return execute(op_context, plan, backend, policy, extras)
@@ -179,8 +179,12 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
 
         Returns:
             Whether there was such a cluster.
+
+        Raises:
+            RunFailure: it does not answer.
         """
-        return local_session.stop(self._layout, cluster_id)
+        with start_errors():
+            return local_session.stop(self._layout, cluster_id)
 
     def job_script(self, *, payload_path: Payload, launcher: Launcher | None = None) -> str:
         """What would be started for a payload, for a person to read; nothing is started.

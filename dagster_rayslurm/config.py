@@ -75,7 +75,7 @@ def at_least(low: float, unit: str = "") -> BeforeValidator:
     """A number that is not smaller than `low`."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= low:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < float("inf"):
             raise ValueError(f"{value!r} is not a number of at least {low:g}{unit and ' ' + unit}")
         return value
 
@@ -204,7 +204,7 @@ class SessionConfig(StrictConfig):
     time_limit: Annotated[Optional[str], slurm_time] = Field(
         default=None, description="Time limit of the allocation in Slurm's format; None for the queue's."
     )
-    idle_timeout: Annotated[int, at_least(0, "seconds")] = Field(
+    idle_timeout: Annotated[int, at_least(1, "seconds")] = Field(
         default=600, description="Seconds without a payload after which the session ends itself."
     )
     max_concurrent_payloads: Annotated[int, at_least(1)] = Field(

@@ -19,12 +19,15 @@ from .errors import RunFailure
 from .follow import Evidence, Follower
 from .interrupts import deferred_interrupts
 from .metadata import failure_metadata, run_metadata
-from .outcome import judge
+from .outcome import Verdict, judge
 from .pipes import RecordContextInjector, RecordReader
 from .plan import Plan, run_dir_name
+from .runtime.record import SECRETS
 
 _CANCEL_MARGIN = 15.0
 """Seconds beyond the grace period that a cancelled run is followed: it still takes its record to the end."""
+_START_TIMEOUT = 180.0
+"""Seconds until a runtime that wrote nothing is given up; an `activate.sh` of a busy site takes its time."""
 _SWEEP_INTERVAL = 3600.0
 _last_sweep: dict[Path, float] = {}
 
@@ -37,6 +40,7 @@ class Policy:
     require_messages: bool
     keep_run_dirs: str
     retention_days: float
+    connection_loss_timeout: float
 
     def keeps(self, failed: bool) -> bool:
         """Whether a run directory stays."""
@@ -77,7 +81,7 @@ def execute(
     with dg.open_pipes_session(context, injector, reader, extras) as session:
         attempt: Attempt | None = None
         try:
-            with _start_errors():
+            with start_errors():
                 _sweep(backend.layout, policy.retention_days)
                 assert injector.context_data is not None
                 write_run_dir(backend.connection, run_dir, plan, injector.context_data)
@@ -89,6 +93,8 @@ def execute(
                 backend.connection.remove(run_dir)
             raise
         finally:
+            # The runtime takes them first thing; one that never came to it must not leave them.
+            backend.connection.remove(os.path.join(run_dir, SECRETS))
             if attempt is not None:
                 attempt.release()
         outputs = backend.layout.outputs / name
@@ -98,12 +104,20 @@ def execute(
 
 def _follow(follower: Follower, attempt: Attempt, plan: Plan, policy: Policy, context: dg.OpExecutionContext) -> Evidence:
     """Follow the run; when interrupted, end it, take what it still says, and let the interrupt go on."""
+    give_up = time.monotonic() + _START_TIMEOUT
+
+    def ended_or_stuck() -> str | None:
+        if not follower.evidence.started and time.monotonic() > give_up:
+            attempt.kill()
+            return f"it did not start within {_START_TIMEOUT:g} s"
+        return attempt.ended()
+
     try:
-        return follower.follow(attempt.ended)
+        return follower.follow(ended_or_stuck)
     except BaseException as error:
         with deferred_interrupts() as interrupted_again:
             follower.evidence.interrupted = True
-            if isinstance(error, (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)):
+            if isinstance(error, (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)) and _has_terminal():
                 _mark_canceling(context)
             context.log.warning(f"[rayslurm] ending the payload: {type(error).__name__}")
             attempt.cancel()
@@ -114,6 +128,8 @@ def _follow(follower: Follower, attempt: Attempt, plan: Plan, policy: Policy, co
                 return attempt.ended()
 
             follower.follow(ended, time.monotonic() + plan.payload.grace_period + _CANCEL_MARGIN)
+            if follower.evidence.end is None:
+                attempt.kill()
             verdict = judge(follower.evidence, plan.uses_pipes, policy.require_messages)
             context.log.info(f"[rayslurm] {verdict.sentence}")
         raise
@@ -136,8 +152,13 @@ def _conclude(
     metadata: dict[str, Any] = {}
     if evidence.end is not None:
         metadata = run_metadata(evidence.end, policy.mode, attempt.cluster_id, attempt.job_id)
-        for entry in evidence.end["outputs"]:
-            backend.connection.download(os.path.join(run_dir, "outputs", entry["name"]), str(outputs / entry["name"]))
+        try:
+            for entry in evidence.end["outputs"]:
+                name = entry["name"]
+                backend.connection.download(os.path.join(run_dir, "outputs", name), str(outputs / name))
+        except OSError as error:
+            if verdict.kind is None:
+                verdict = Verdict("record", f"the payload succeeded, but its outputs cannot be brought back: {error}")
     failed = verdict.kind is not None
     if not policy.keeps(failed):
         backend.connection.remove(run_dir)
@@ -145,6 +166,15 @@ def _conclude(
         metadata.update(failure_metadata(evidence, run_dir, policy.keeps(failed)))
         raise RunFailure(verdict.kind, verdict.sentence, metadata)
     return metadata
+
+
+def _has_terminal() -> bool:
+    """Whether a person at a terminal can have pressed Ctrl-C; a SIGTERM from a service manager is no such thing."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY))
+        return True
+    except OSError:
+        return False
 
 
 def _mark_canceling(context: dg.OpExecutionContext) -> None:
@@ -162,16 +192,15 @@ def _sweep(layout: Layout, retention_days: float) -> None:
     now = time.monotonic()
     if now - _last_sweep.get(layout.base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
         _last_sweep[layout.base] = now
-        sweep_old([layout.runs, layout.outputs], retention_days)
+        sweep_old(layout, retention_days)
 
 
 @contextmanager
-def _start_errors() -> Iterator[None]:
+def start_errors() -> Iterator[None]:
     """Turn what keeps a runtime from starting into one failure."""
     try:
         yield
     except StartError as error:
         raise RunFailure(error.kind, str(error)) from None
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise RunFailure("record", f"the run cannot be started: {error.strerror}{where}") from error
+        raise RunFailure("record", f"the run cannot be started: {error}") from error

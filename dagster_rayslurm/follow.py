@@ -1,6 +1,7 @@
 """The follower: reads a record while it grows and hands each part to Dagster, in the step's own thread.
 
-Its whole state is two byte offsets and what the evidence says so far; a read that fails is simply tried again.
+Its whole state is two byte offsets and what the evidence says so far; a read that fails is simply tried again until
+the record was out of reach for too long.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ class Evidence:
     """What is known about a run; `outcome.judge` turns it into a verdict."""
 
     end: Record | None = None
-    opened: bool = False
-    closed: bool = False
+    started: bool = False
+    opened: int = 0
+    """Writers that opened Pipes; a process that the payload starts may be one more."""
+    closed: int = 0
     exception: dict[str, Any] | None = None
     message_error: str | None = None
     runtime_exit: str | None = None
@@ -50,6 +53,8 @@ class Evidence:
     runtime_log: str = ""
     interrupted: bool = False
     damaged_lines: int = 0
+    unreachable: str | None = None
+    """Why the record could not be read for `connection_loss_timeout`."""
     tails: dict[str, str] = field(default_factory=dict)
     last_output: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=64))
 
@@ -67,15 +72,28 @@ class Follower:
         handler: Dagster's handler of Pipes messages.
         log: the step's log.
         cadence: how often to read.
+        loss_timeout: seconds for which the record may be out of reach.
     """
 
-    def __init__(self, connection: ReadsFiles, run_dir: str, nonce: str, handler: Any, log: Any, cadence: Cadence) -> None:
+    def __init__(
+        self,
+        connection: ReadsFiles,
+        run_dir: str,
+        nonce: str,
+        handler: Any,
+        log: Any,
+        cadence: Cadence,
+        loss_timeout: float = 86400.0,
+    ) -> None:
         self.evidence = Evidence()
         self._connection = connection
         self._nonce = nonce
         self._handler = handler
         self._log = log
         self._cadence = cadence
+        self._loss_timeout = loss_timeout
+        self._unreachable_since: float | None = None
+        self._output_lost = False
         self._paths = {name: os.path.join(run_dir, name) for name in (JOURNAL, STDIO)}
         self._readers = {name: LineReader() for name in (JOURNAL, STDIO)}
 
@@ -91,19 +109,19 @@ class Follower:
             # Asked before the read: what a runtime wrote before it ended is then read for sure.
             exited = runtime_exited()
             progress = self.read_once()
-            if self._complete():
+            if self._complete() or self.evidence.unreachable:
                 break
             if progress:
                 pause = self._cadence.busy
                 continue
-            if exited is not None:
+            if exited is not None and self._unreachable_since is None:
                 self.evidence.runtime_exit = exited
                 break
             if deadline is not None and time.monotonic() > deadline:
                 break
             time.sleep(pause)
             pause = min(pause * self._cadence.growth, self._cadence.idle)
-        self.evidence.damaged_lines = sum(reader.damaged for reader in self._readers.values())
+        self.evidence.damaged_lines = self._readers[JOURNAL].damaged
         return self.evidence
 
     def read_once(self) -> bool:
@@ -113,13 +131,25 @@ class Follower:
 
     def _read(self, name: str, take: Callable[[Record], None]) -> bool:
         reader = self._readers[name]
-        data = self._connection.read(self._paths[name], reader.next_read, CHUNK)
+        try:
+            data = self._connection.read(self._paths[name], reader.next_read, CHUNK)
+            self._unreachable_since = None
+        except OSError as error:
+            self._out_of_reach(error)
+            return False
         for record in reader.feed(data):
             take(record)
         if name == STDIO and data:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            self._print(lambda: (sys.stdout.flush(), sys.stderr.flush()))
         return bool(data)
+
+    def _out_of_reach(self, error: OSError) -> None:
+        now = time.monotonic()
+        if self._unreachable_since is None:
+            self._unreachable_since = now
+            self._log.warning(f"[rayslurm] the record cannot be read, the run goes on: {error}")
+        elif now - self._unreachable_since > self._loss_timeout:
+            self.evidence.unreachable = str(error)
 
     def _complete(self) -> bool:
         """Whether the `end` and all the output before it are in."""
@@ -129,14 +159,25 @@ class Follower:
     def _take_output(self, record: Record) -> None:
         stream = sys.stderr if record["s"] == "stderr" else sys.stdout
         try:
-            stream.write(record["d"])
+            self._print(lambda: stream.write(record["d"]))
         except UnicodeEncodeError:  # Dagster runs in a locale without UTF-8.
-            stream.write(record["d"].encode("ascii", "backslashreplace").decode("ascii"))
+            self._print(lambda: stream.write(record["d"].encode("ascii", "backslashreplace").decode("ascii")))
         self.evidence.last_output.append(record["d"][-4096:])
+
+    def _print(self, write: Callable[[], Any]) -> None:
+        """Write to Dagster's own output; a lost terminal or a full disk there is no reason to end a payload."""
+        try:
+            write()
+        except OSError as error:
+            if not self._output_lost:
+                self._output_lost = True
+                self._log.warning(f"[rayslurm] the payload's output cannot be shown: {error}")
 
     def _take(self, record: Record) -> None:
         kind = record.get("type")
-        if kind == "pipes":
+        if kind == "start":
+            self.evidence.started = True
+        elif kind == "pipes":
             self._take_message(record["line"])
         elif kind == "phase":
             self._log.info(f"[rayslurm] {record['phase']}: {record['message']}")
@@ -151,10 +192,12 @@ class Follower:
         try:
             message = json.loads(line)
             method, params = message["method"], message.get("params") or {}
-            evidence.opened |= method == "opened"
-            if method == "closed":
-                evidence.closed = True
-                evidence.exception = params.get("exception")
+            evidence.opened += method == "opened"
+            evidence.closed += method == "closed"
+            exception = params.get("exception") if method == "closed" else None
+            # Every click or typer main ends with SystemExit; the exit code says what it meant.
+            if exception and exception.get("name") != "SystemExit" and evidence.exception is None:
+                evidence.exception = exception
             self._handler.handle_message(message)
         except Exception as error:  # noqa: BLE001 - whatever Dagster's handler raises on a user's message
             why = f"{type(error).__name__}: {error}"

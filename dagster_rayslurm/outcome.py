@@ -50,8 +50,6 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
     if end["signal"] is not None:
         return Verdict("payload", f"the payload was killed by {signal_name(end['signal'])}{_hint(end['signal'])}")
     exception = evidence.exception
-    if exception is not None and exception.get("name") == "SystemExit":
-        exception = None  # Every click or typer main ends with one; the exit code says what it meant.
     if exception is not None:
         return Verdict("payload", f"the payload raised {_first_line(exception.get('message')) or exception.get('name')}")
     if end["exit_code"] != 0:
@@ -70,7 +68,7 @@ def _judge_messages(evidence: Evidence, required: bool) -> Verdict:
             "the payload ended with exit code 0 but never opened Dagster Pipes: call dagster_pipes.open_dagster_pipes() "
             "in it, or run it with uses_pipes=False",
         )
-    if required and not evidence.closed:
+    if required and evidence.closed < evidence.opened:
         return Verdict(
             "pipes",
             "the payload ended with exit code 0 without closing Dagster Pipes, so its last results may be missing: use "
@@ -82,6 +80,8 @@ def _judge_messages(evidence: Evidence, required: bool) -> Verdict:
 def _without_end(evidence: Evidence) -> Verdict:
     if evidence.interrupted:
         return Verdict("cancelled", "the run was cancelled, and the runtime was killed before it could say how")
+    if evidence.unreachable is not None:
+        return Verdict("connection", f"the record of the run was out of reach for too long: {evidence.unreachable}")
     if evidence.runtime_exit is None:
         return Verdict("runtime", "the record has no end and nothing is known of the runtime")
     log = _last_line(evidence.runtime_log)

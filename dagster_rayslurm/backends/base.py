@@ -41,6 +41,10 @@ class Attempt(Protocol):
         """Ask the runtime to end the payload, at once or after its grace period."""
         ...
 
+    def kill(self) -> None:
+        """End a runtime that does not answer, with all that it runs."""
+        ...
+
     def runtime_log(self) -> str:
         """The last lines of what the runtime itself had to say."""
         ...

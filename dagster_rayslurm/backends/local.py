@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +18,7 @@ from ..outcome import exit_in_words
 from ..plan import Plan
 from ..runtime import machine
 from ..runtime.footprint import footprint_error
-from ..runtime.record import RUNTIME_LOG, tail_file
+from ..runtime.record import RUNTIME_LOG, STATUS, tail_file
 from ..runtime.spec import RuntimeSpec
 from . import local_session
 from .base import Attempt
@@ -24,6 +27,7 @@ from .rundir import Layout, write_runtime_spec
 
 _CADENCE = Cadence(busy=0.01, idle=0.03)
 """Reading a file of this machine costs next to nothing."""
+_KEEPER_DEADLINE = 5.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class OwnRuntime:
 
     def __init__(self, layout: Layout, interpreter: Interpreter, run_dir: str, cluster_id: str) -> None:
         self.cluster_id = cluster_id
-        self._log = Path(run_dir) / RUNTIME_LOG
+        self._run_dir = Path(run_dir)
         command = runtime_command(layout, interpreter, "run", run_dir)
         self._process = start_process(command, run_dir, subprocess.PIPE)
 
@@ -79,8 +83,18 @@ class OwnRuntime:
         except BrokenPipeError:
             return  # It is gone already; `ended` tells.
 
+    def kill(self) -> None:
+        # The runtime first: its keeper then ends all that is below. A keeper that cannot do so goes next.
+        runtime = LocalConnection().read(str(self._run_dir / STATUS), 0, 65536)
+        with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
+            os.kill(json.loads(runtime)["runtime_pid"], signal.SIGKILL)
+        try:
+            self._process.wait(_KEEPER_DEADLINE)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def runtime_log(self) -> str:
-        return tail_file(str(self._log))
+        return tail_file(str(self._run_dir / RUNTIME_LOG))
 
     def release(self) -> None:
         # The end is read; the runtime still takes its cluster down, and nobody waits for that.

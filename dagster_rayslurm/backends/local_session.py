@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..archive import runtime_name
 from ..config import SessionConfig
 from ..connections.local import LocalConnection
 from ..environments import Interpreter
 from ..plan import fingerprint
-from ..runtime.record import RUNTIME_LOG, SESSION, tail_file
+from ..runtime.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
 from ..runtime.spec import RaySpec, RuntimeSpec
 from .base import StartError
 from .process import reap_later, runtime_command, start_process
@@ -46,13 +47,17 @@ class SessionClient:
             raise
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer; a session that ends meanwhile answers "closing"."""
+        """Send a request and wait for its answer; a session that ends meanwhile answers "gone".
+
+        Raises:
+            TimeoutError: the session does not answer.
+        """
         try:
             self.send(**request)
             line = self._socket.makefile("rb").readline()
         except (BrokenPipeError, ConnectionResetError):
             line = b""
-        return json.loads(line) if line else {"ok": False, "error": "closing"}
+        return json.loads(line) if line else {"ok": False, "error": "gone"}
 
     def send(self, **request: Any) -> None:
         self._socket.sendall(json.dumps(request).encode() + b"\n")
@@ -92,6 +97,9 @@ class SharedRuntime:
         except (BrokenPipeError, ConnectionResetError):
             return  # It is gone already; `ended` tells.
 
+    def kill(self) -> None:
+        return  # The session serves others; the end of the connection cancels what it still runs for this one.
+
     def runtime_log(self) -> str:
         return tail_file(str(self._directory / RUNTIME_LOG))
 
@@ -115,9 +123,16 @@ def submit(
         OSError: the session directory cannot be written.
     """
     name = session_name(config, run_id)
-    directory = layout.sessions / f"{name}-{fingerprint(ray, interpreter.start())}"
+    directory = layout.sessions / f"{name}-{session_fingerprint(ray, interpreter)}"
     if config.on_misfit == "error":
         _refuse_misfit(layout, name, directory)
+    # An activated environment is the session's own; otherwise a warm payload sees what a cold one would.
+    request = {
+        "op": "run",
+        "run_dir": run_dir,
+        "request_id": os.path.basename(run_dir),
+        "environ": dict(os.environ) if interpreter.activate is None else None,
+    }
     refused = ""
     for _ in range(_ATTEMPTS):
         announced = _announced(directory) or _start(layout, interpreter, ray, config, directory)
@@ -125,27 +140,63 @@ def submit(
             client = SessionClient(announced["socket"])
         except OSError:
             continue  # It ended after it was announced.
-        answer = client.ask(op="run", run_dir=run_dir, request_id=os.path.basename(run_dir))
-        if answer["ok"]:
+        try:
+            answer = client.ask(**request)
+        except TimeoutError:
+            client.close()
+            raise StartError("cluster-start", _stalled(directory, announced)) from None
+        if answer["ok"] or (answer["error"] == "gone" and _was_accepted(run_dir)):
             return SharedRuntime(client, announced["cluster_id"], directory)
         client.close()
         refused = answer.get("message", answer["error"])
-        if answer["error"] != "closing":
+        if answer["error"] not in ("closing", "gone"):
             break
     raise StartError(
         "cluster-start", f"the warm session {directory.name} does not take the payload: {refused or 'it keeps ending'}"
     )
 
 
+def session_fingerprint(ray: RaySpec, interpreter: Interpreter) -> str:
+    """A short name for everything that keeps two payloads from sharing a session.
+
+    The host is part of it: a socket is reached only there, also when the base directory is on a shared file system.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = ""
+    return fingerprint(ray, [*interpreter.start(), runtime_name(), socket.gethostname(), boot])
+
+
+def _was_accepted(run_dir: str) -> bool:
+    """Whether a session that went away without an answer had begun with the payload; it must not run twice."""
+    return LocalConnection().read(os.path.join(run_dir, JOURNAL), 0, 1) != b""
+
+
+def _stalled(directory: Path, announced: dict[str, Any]) -> str:
+    return (
+        f"the warm session {directory.name} (pid {announced.get('pid')}) does not answer within {_ANSWER_TIMEOUT:g} s; "
+        "end that process, then try again"
+    )
+
+
 def stop(layout: Layout, cluster_id: str) -> bool:
-    """End the session with a cluster id, and its payloads; False if there is none."""
+    """End the session with a cluster id, and its payloads; False if there is none.
+
+    Raises:
+        StartError: it does not answer.
+    """
     for directory in _directories(layout):
         announced = _announced(directory)
         if announced is not None and announced["cluster_id"] == cluster_id:
-            with contextlib.suppress(OSError):  # It ended meanwhile, which is what was asked for.
+            try:
                 client = SessionClient(announced["socket"])
                 client.ask(op="stop")
                 client.close()
+            except TimeoutError:
+                raise StartError("runtime", _stalled(directory, announced)) from None
+            except OSError:
+                return True  # It ended meanwhile, which is what was asked for.
             return True
     return False
 

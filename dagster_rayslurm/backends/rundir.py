@@ -13,7 +13,7 @@ from dagster_pipes import PipesContextData
 
 from ..connections.base import Connection
 from ..plan import Plan
-from ..runtime.record import CONTEXT, JOURNAL, PAYLOAD, RUNTIME, SECRETS, STDIO
+from ..runtime.record import CONTEXT, JOURNAL, PAYLOAD, RUNTIME, SECRETS, SESSION, STDIO
 from ..runtime.spec import RuntimeSpec, to_json
 
 
@@ -76,20 +76,22 @@ def write_runtime_spec(connection: Connection, directory: str, spec: RuntimeSpec
     connection.write(os.path.join(directory, RUNTIME), to_json(spec).encode("utf-8"))
 
 
-def sweep_old(directories: list[Path], retention_days: float) -> list[Path]:
-    """Remove the entries of some directories that nobody changed for a while.
+def sweep_old(layout: Layout, retention_days: float) -> list[Path]:
+    """Remove run directories, outputs and dead sessions that nobody touched for a while.
+
+    A runtime touches the directories of its payloads every few minutes, and an announced session is left alone.
 
     Returns:
         What was removed.
     """
     oldest = time.time() - retention_days * 86400
     removed = []
-    for directory in directories:
-        for entry in directory.glob("*"):
-            try:
-                if entry.is_dir() and entry.stat().st_mtime < oldest:
-                    shutil.rmtree(entry, ignore_errors=True)
-                    removed.append(entry)
-            except FileNotFoundError:
-                continue  # Another process sweeps as well.
+    for entry in [*layout.runs.glob("*"), *layout.outputs.glob("*"), *layout.sessions.glob("*")]:
+        try:
+            newest = max(path.stat().st_mtime for path in (entry, *entry.glob("*.json*")))
+            if entry.is_dir() and newest < oldest and not (entry / SESSION).exists():
+                shutil.rmtree(entry, ignore_errors=True)
+                removed.append(entry)
+        except FileNotFoundError:
+            continue  # Another process sweeps as well.
     return removed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 
@@ -23,10 +24,13 @@ class LocalConnection:
         write_atomically(path, data, mode)
 
     def make_dir(self, path: str) -> None:
-        os.makedirs(path, mode=0o700, exist_ok=True)
+        if not os.path.isdir(path):
+            self.make_dir(os.path.dirname(path))  # os.makedirs gives its mode to the last one only.
+            with contextlib.suppress(FileExistsError):  # Another run was faster.
+                os.mkdir(path, 0o700)
 
     def download(self, path: str, local_path: str) -> None:
-        os.makedirs(os.path.dirname(local_path), exist_ok=True)
+        self.make_dir(os.path.dirname(local_path))
         shutil.copyfile(path, local_path)
 
     def remove(self, path: str) -> None:

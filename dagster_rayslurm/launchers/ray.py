@@ -77,7 +77,7 @@ class RayLauncher(Launcher):
     component_id: Annotated[Optional[str], identifier] = Field(
         default=None, description="Component of a heterogeneous job that the payload runs in."
     )
-    object_store_memory_gb: Optional[float] = Field(
+    object_store_memory_gb: Annotated[Optional[float], at_least(0.08, "GiB")] = Field(
         default=None, description="Object store of each node in GiB; None for Ray's choice (30 % of the memory)."
     )
     resources: dict[str, float] = Field(default={}, description="Custom resources of each node.")

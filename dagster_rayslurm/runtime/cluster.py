@@ -197,6 +197,7 @@ class RayCluster:
         log = self._scratch.join("health-check.log")
 
         def done(code: int, _: Any) -> None:
+            self._pid = None
             if code != 0:
                 why = "the health check failed with exit code %d on node %s: %s" % (
                     code,
@@ -208,7 +209,7 @@ class RayCluster:
                 self._start_head()
 
         with open(log, "wb") as output:
-            self._loop.spawn(
+            self._pid = self._loop.spawn(
                 ["/bin/sh", "-c", command],
                 done,
                 stdin=subprocess.DEVNULL,
@@ -324,12 +325,9 @@ class RayCluster:
         self._fail(ClusterError("cluster-start", "`ray start` on node %s ended with %s before Ray was up" % (node, how)))
 
     def _too_late(self) -> None:
-        self._fail(
-            ClusterError(
-                "cluster-start",
-                "Ray was not up on node %s within startup_timeout=%g s" % (self._machine.hostname, self.spec.startup_timeout),
-            )
-        )
+        what = "Ray was not up" if self._attempt else "the health check did not end"
+        limit = (what, self._machine.hostname, self.spec.startup_timeout)
+        self._fail(ClusterError("cluster-start", "%s on node %s within startup_timeout=%g s" % limit))
 
     def _fail(self, error: ClusterError) -> None:
         if self._failed:

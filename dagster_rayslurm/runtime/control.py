@@ -5,6 +5,7 @@ Both speak JSON lines, and both are lifelines: a payload whose requester is gone
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -16,7 +17,8 @@ from .record import SESSION, split_lines, write_atomically
 from .spec import SpecError
 from .supervisor import Closing, Supervisor
 
-_MAX_REQUEST = 64 * 1024
+_MAX_REQUEST = 2**21
+"""Bytes of a request; the longest carries an environment (execve(2) allows 2 MiB for it)."""
 
 ORPHANED = End("cancel", "the Dagster process that asked for the run is gone")
 CANCELLED = End("cancel", "cancelled from Dagster")
@@ -35,7 +37,7 @@ class _Lines:
 
     def _read(self) -> None:
         try:
-            data = os.read(self._fd, _MAX_REQUEST)
+            data = os.read(self._fd, 65536)
         except ConnectionResetError:
             data = b""
         if not data or len(self._partial) > _MAX_REQUEST:
@@ -102,11 +104,11 @@ class SessionServer:
 
     def admit(self, request: Dict[str, Any]) -> Tuple[Dict[str, Any], Optional[Payload]]:
         """Answer a `run` request; its id is accepted once."""
-        request_id, run_dir = str(request.get("request_id")), str(request.get("run_dir"))
+        request_id, run_dir, environ = str(request.get("request_id")), str(request.get("run_dir")), request.get("environ")
         if request_id in self._seen:
             return {"ok": False, "error": "duplicate"}, None
         try:
-            payload = self._supervisor.submit(run_dir)
+            payload = self._supervisor.submit(run_dir, environ)
         except Closing:
             return {"ok": False, "error": "closing"}, None
         except (OSError, SpecError) as error:
@@ -123,12 +125,21 @@ class _Client:
         self._supervisor = supervisor
         self._connection = connection
         self._payload: Optional[Payload] = None
+        connection.setblocking(False)
         _Lines(supervisor.loop, connection.fileno(), self._take, self._gone)
 
     def _take(self, request: Dict[str, Any]) -> None:
         op = request.get("op")
         if op == "run" and self._payload is None:
+            if self._hung_up():
+                return  # It gave up while this session was stopped; what it asked for may run elsewhere by now.
             answer, self._payload = self._server.admit(request)
+            if self._payload is not None:
+                # The end of the connection tells a client that waits for an `end` that it has been written, or never will.
+                if self._payload.ended:
+                    self._supervisor.loop.call_later(0.0, self._hang_up)
+                else:
+                    self._payload.on_ended.append(self._hang_up)
         elif op == "cancel" and self._payload is not None:
             return _cancel(self._payload, request)
         elif op == "stop":
@@ -141,7 +152,19 @@ class _Client:
         try:
             self._connection.sendall(json.dumps(answer).encode("utf-8") + b"\n")
         except OSError:
-            return  # The end of the connection is reported next.
+            self._hang_up()  # Gone, or it does not read what it asks for.
+
+    def _hung_up(self) -> bool:
+        try:
+            return self._connection.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # The other end may have gone first.
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def _gone(self) -> None:
         self._connection.close()

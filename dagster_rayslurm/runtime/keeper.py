@@ -38,6 +38,8 @@ def guard(main: Callable[[], int]) -> int:
     # The runtime alone holds the control channel: its other end must see EOF when the runtime ends.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     code = _wait(child)
+    for signum in _FORWARDED:
+        signal.signal(signum, signal.SIG_IGN)  # Nobody is left to forward to, and the tidying up must not be broken off.
     processes.kill_descendants(os.getpid(), collect=_collect)
     scratch.sweep()
     return code

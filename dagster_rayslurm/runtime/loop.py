@@ -88,7 +88,7 @@ class Loop:
         while not self._stopping:
             timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
             for key, _ in self._selector.select(timeout):
-                if key.fd in self._selector.get_map():  # An earlier callback of this round may have closed it.
+                if self._selector.get_map().get(key.fd) is key:  # An earlier callback of this round may have closed it.
                     key.data()
             while self._timers and self._timers[0][0] <= time.monotonic():
                 timer = heapq.heappop(self._timers)[2]

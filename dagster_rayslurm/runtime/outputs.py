@@ -27,7 +27,7 @@ def collect_outputs(work_dir: str, target: str, patterns: Sequence[str], max_byt
     for pattern in patterns:
         names = [name for name in _matches(work_dir, pattern) if os.path.isfile(os.path.join(work_dir, name))]
         if not names:
-            left_out.append("no file matches %r" % pattern)
+            left_out.append("no file that the payload made matches %r" % pattern)
         found.update({name: os.path.getsize(os.path.join(work_dir, name)) for name in names})
     taken: List[Entry] = []
     total = 0
@@ -44,7 +44,9 @@ def collect_outputs(work_dir: str, target: str, patterns: Sequence[str], max_byt
 
 
 def _matches(work_dir: str, pattern: str) -> List[str]:
-    """Paths below `work_dir` that match; a pattern cannot reach outside."""
+    """Paths below `work_dir` that match and are the payload's own: no link to an input, nothing outside."""
     root = os.path.join(glob.escape(work_dir), pattern)
-    names = [os.path.relpath(path, work_dir) for path in glob.glob(root, recursive=True)]
-    return [name for name in names if not name.startswith(os.pardir)]
+    real = os.path.realpath(work_dir)
+    found = glob.glob(root, recursive=True)
+    own = [path for path in found if os.path.realpath(path) == os.path.join(real, os.path.relpath(path, work_dir))]
+    return [os.path.relpath(path, work_dir) for path in own]

@@ -12,7 +12,7 @@ import sys
 import time
 import zlib
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 from . import processes
 from .loop import Loop, Timer
@@ -65,6 +65,7 @@ def payload_environment(
         if everywhere:
             # Workers inherit the raylet's environment, not the driver's; the job's runtime_env reaches them (Ray 2.60).
             env["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps({"runtime_env": {"env_vars": everywhere}})
+            env["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # What the driver itself gives to ray.init wins over that.
     env.update(ray)
     env.update(everywhere)
     return env
@@ -97,7 +98,7 @@ class Payload:
         spec: what to run.
         secret_env: variables for the driver only, which the record never sees.
         record: the record of this run.
-        on_end: called once, after the `end` is written.
+        environ: what its environment is made from.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Payload:
         spec: PayloadSpec,
         secret_env: Environment,
         record: RunRecord,
-        on_end: Callable[["Payload"], None],
+        environ: Environment,
     ) -> None:
         self.loop = loop
         self.run_dir = run_dir
@@ -117,8 +118,10 @@ class Payload:
         """Facts about the cluster that the `end` repeats, so that metadata needs no other record."""
         self.place: Optional[int] = None
         """Place in the queue that was last told to the user."""
+        self.on_ended: List[Callable[[], None]] = []
+        """Called after the `end` is written, from the loop: never from within a call into this payload."""
+        self._environ = environ
         self._secret_env = secret_env
-        self._on_end = on_end
         self._work_dir = os.path.join(run_dir, "work")
         self._pid: Optional[int] = None
         self._exit: Optional[End] = None
@@ -133,17 +136,31 @@ class Payload:
 
     def start(self, ray_env: Environment, messages_path: str, spill_dir: Optional[str] = None) -> None:
         """Start the process; a payload that cannot start ends at once."""
-        self._messages = _MessageFile(messages_path)
-        env = payload_environment(self.spec, dict(os.environ), sys.executable, self.run_dir, messages_path, ray_env)
+        self._started_at = time.time()
+        try:
+            self._messages = _MessageFile(messages_path)
+            lay_out_work_dir(self._work_dir, self.spec)
+        except OSError as error:
+            return self._finish(End("record", "the run cannot be laid out: %s" % error))
+        env = payload_environment(self.spec, self._environ, sys.executable, self.run_dir, messages_path, ray_env)
         env.update(self._secret_env)
         argv = list(self.spec.argv)
         if argv[0] in ("python", "python3"):
             argv[0] = sys.executable  # The environment's Python started this runtime.
-        out, err = os.pipe(), os.pipe()
-        self._started_at = time.time()
         self._sampler = Sampler(self.loop, spill_dir)
         try:
-            lay_out_work_dir(self._work_dir, self.spec)
+            self._spawn(argv, env)
+        except (OSError, ValueError) as error:
+            self._sampler.cancel()
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            return self._finish(End("spawn", "the command %r cannot be started: %s" % (argv[0], why)))
+        self._phase("running", "payload started (pid %s)" % self._pid)
+        self._every(_MESSAGE_POLL, "messages", self._copy_messages)
+        self._every(_SYNC_INTERVAL, "sync", self.record.sync)
+
+    def _spawn(self, argv: List[str], env: Environment) -> None:
+        out, err = os.pipe(), os.pipe()
+        try:
             self._pid = self.loop.spawn(
                 argv,
                 self._exited,
@@ -154,19 +171,15 @@ class Payload:
                 stderr=err[1],
                 preexec_fn=processes.die_with_parent(),
             )
-        except (OSError, ValueError) as error:
-            for fd in (*out, *err):
-                os.close(fd)
-            self._sampler.cancel()
-            why = error.strerror if isinstance(error, OSError) else str(error)
-            return self._finish(End("spawn", "the command %r cannot be started: %s" % (argv[0], why)))
-        os.close(out[1])
-        os.close(err[1])
+        except BaseException:
+            os.close(out[0])
+            os.close(err[0])
+            raise
+        finally:
+            os.close(out[1])
+            os.close(err[1])
         self._watch("stdout", out[0])
         self._watch("stderr", err[0])
-        self._phase("running", "payload started (pid %d)" % self._pid)
-        self._every(_MESSAGE_POLL, "messages", self._copy_messages)
-        self._every(_SYNC_INTERVAL, "sync", self.record.sync)
 
     def end_early(self, end: End, grace: Optional[float] = None) -> None:
         """End the payload for a reason of the runtime's own: SIGTERM to its group, SIGKILL after the grace period.
@@ -183,6 +196,10 @@ class Payload:
         if grace > 0:
             processes.signal_group(self._pid, signal.SIGTERM)
         self._due("kill", grace, self._kill)
+
+    def keep_fresh(self) -> None:
+        """Mark the run directory as in use, for whoever sweeps old ones."""
+        self._guarded(lambda: os.utime(self.run_dir))
 
     def phase(self, name: str, message: str, **detail: Any) -> None:
         """Write a phase into the journal, unless the payload ended."""
@@ -296,6 +313,7 @@ class Payload:
         """Write the one `end`; nothing is written to the run directory afterwards."""
         if self._messages is not None:
             self._copy_messages()
+            self._messages.remove()
             end = self._verdict or end  # Copying the last messages may itself have failed.
         self.ended = True
         for timer in self._timers.values():
@@ -325,7 +343,8 @@ class Payload:
                 "context": self.context,
             }
         )
-        self._on_end(self)
+        for call in self.on_ended:
+            self.loop.call_later(0.0, call)
 
     def _write_end(self, end: Dict[str, Any]) -> None:
         try:
@@ -355,6 +374,11 @@ class _MessageFile:
         self._file = open(path, "xb+", buffering=0)
         self._partial = b""
         self.count = 0
+
+    def remove(self) -> None:
+        """Give the file back; a warm session outlives its payloads by far."""
+        self._file.close()
+        os.unlink(self._path)
 
     def copy(self, keep: Callable[..., None]) -> bool:
         """Move one chunk of messages on; False if there was none."""

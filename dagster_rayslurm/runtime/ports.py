@@ -1,18 +1,20 @@
 """Ports for Ray's services on a node that other clusters share.
 
 Every fixed port is chosen free and outside the kernel's ephemeral range, so that no outgoing connection takes it
-between the choice and Ray's own bind. With a `port_range` (a firewalled site) the node's clusters divide the range
-into blocks, each held by a lock for as long as its runtime lives.
+between the choice and Ray's own bind. With a `port_range` (a firewalled site) this user's clusters on the node divide
+the range into blocks, each held by a lock for as long as its runtime lives; other users' are met by their listening
+ports, and less often for a random choice of the block.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
 import re
 import socket
-import tempfile
+import stat
 from dataclasses import dataclass
 from typing import List, Optional, Tuple
 
@@ -84,7 +86,7 @@ def is_free(port: int) -> bool:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind((address, port))
         except OSError as error:
-            if family == socket.AF_INET or error.errno == 98:  # EADDRINUSE; a host without IPv6 answers otherwise.
+            if family == socket.AF_INET or error.errno == errno.EADDRINUSE:  # A host without IPv6 answers otherwise.
                 return False
     return True
 
@@ -116,10 +118,12 @@ def _scattered() -> Ports:
 
 def _claim_block(port_range: str) -> Tuple[List[int], int]:
     low, high = parse_range(port_range)
-    directory = os.path.join(tempfile.gettempdir(), "rayslurm-ports-%d" % os.geteuid())
-    os.makedirs(directory, mode=0o700, exist_ok=True)
-    for start in range(low, high - BLOCK + 2, BLOCK):
-        lock = os.open(os.path.join(directory, str(start)), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    directory = _lock_directory()
+    starts = list(range(low, high - BLOCK + 2, BLOCK))
+    random.SystemRandom().shuffle(starts)
+    for start in starts:
+        path = os.path.join(directory, str(start))
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -130,6 +134,16 @@ def _claim_block(port_range: str) -> Tuple[List[int], int]:
             return free, lock
         os.close(lock)
     raise PortError("every block of %d ports in %s is taken on this node" % (BLOCK, port_range))
+
+
+def _lock_directory() -> str:
+    """This user's directory of locks; not below TMPDIR, which jobs have to themselves."""
+    path = os.path.join("/tmp", "rayslurm-ports-%d" % os.geteuid())
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    info = os.lstat(path)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        raise PortError("%s must be a directory that only this user can write to" % path)
+    return path
 
 
 def _from_block(free: List[int], lock: int) -> Ports:

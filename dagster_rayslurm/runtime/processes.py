@@ -99,12 +99,20 @@ def signal_group(pid: int, signum: int) -> bool:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """SIGKILL some processes; those that are gone already are no error."""
+    """SIGKILL some processes; those that are gone, or that `sudo` made another user's, are no error."""
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):
             continue
+
+
+def kill_orphans(keep: Iterable[int]) -> None:
+    """SIGKILL what this subreaper adopted, with all below it; `keep` are the children it started itself."""
+    everything = table()
+    me, kept = os.getpid(), set(keep)
+    for process in [each for each in everything.values() if each.parent == me and each.pid not in kept]:
+        kill_all([process.pid, *(below.pid for below in descendants(process.pid, everything))])
 
 
 def kill_descendants(root: int, collect: Callable[[], None], deadline: float = 5.0) -> List[int]:

@@ -6,6 +6,8 @@ output; `status.json` the current state. Writers own a file alone; readers keep 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import zlib
@@ -61,6 +63,7 @@ class LineReader:
         self.damaged = 0
         self._partial: List[bytes] = []
         self._partial_bytes = 0
+        self._reread = -1
 
     @property
     def next_read(self) -> int:
@@ -69,12 +72,19 @@ class LineReader:
 
     def feed(self, data: bytes) -> List[Record]:
         """The records that `data`, read at `next_read`, completes."""
+        if not data:
+            return []
         if b"\n" not in data:  # Not joined yet: a line of many chunks would be copied once for each of them.
             self._partial.append(data)
             self._partial_bytes += len(data)
             return []
+        in_pieces = self._partial_bytes > 0
         lines, rest = split_lines(b"".join([*self._partial, data]))
-        self._partial, self._partial_bytes = [rest], len(rest)
+        if in_pieces and self._reread != self.offset and decode(lines[0]) is None:
+            # Its beginning may have been taken back since (a full disk, a stale page): read all of it once more.
+            self._partial, self._partial_bytes, self._reread = [], 0, self.offset
+            return []
+        self._partial, self._partial_bytes = ([rest] if rest else []), len(rest)
         self.offset += sum(map(len, lines)) + len(lines)
         records = [record for record in map(decode, lines) if record is not None]
         self.damaged += len(lines) - len(records)
@@ -123,7 +133,7 @@ class Appender:
 
 
 class RunRecord:
-    """The record of one payload, as the runtime writes it.
+    """The record of one payload, as the runtime writes it: once, from the empty files of a fresh run directory.
 
     Output that cannot be kept (size cap, full disk) is counted and announced once; a journal line that cannot be
     kept raises, because a lost Pipes message is a lost result. Space for the `end` is set aside at the start.
@@ -131,19 +141,27 @@ class RunRecord:
     Args:
         run_dir: the run directory; must exist.
         max_stdio_bytes: size at which `stdio.jsonl` stops to grow.
+
+    Raises:
+        FileExistsError: another runtime wrote, or writes, the record of this directory.
+        OSError: the directory cannot be written, or there is no space to set aside.
     """
 
     def __init__(self, run_dir: str, max_stdio_bytes: int) -> None:
         self.run_dir = run_dir
-        self._journal = Appender(os.path.join(run_dir, JOURNAL))
-        self._stdio = Appender(os.path.join(run_dir, STDIO))
         self._max_stdio_bytes = max_stdio_bytes
         self._reserve = os.path.join(run_dir, "journal.reserve")
         self.stdio_dropped = 0
         self.ended = False
-        with open(self._reserve, "wb") as file:
+        journal = os.path.join(run_dir, JOURNAL)
+        if os.path.exists(journal) and os.path.getsize(journal):
+            raise FileExistsError(errno.EEXIST, "there is a record already", journal)
+        with open(self._reserve, "xb") as file:
             file.write(os.urandom(_RESERVE_BYTES))  # Random: a file system that compresses must set it aside too.
+            file.flush()
             os.fsync(file.fileno())
+        self._journal = Appender(journal)
+        self._stdio = Appender(os.path.join(run_dir, STDIO))
 
     @property
     def stdio_bytes(self) -> int:
@@ -185,10 +203,8 @@ class RunRecord:
         if self.ended:
             return
         self.ended = True
-        try:
+        with contextlib.suppress(OSError):  # Gone with its directory, perhaps; then the `end` will say so.
             os.unlink(self._reserve)
-        except FileNotFoundError:
-            pass  # A second writer of the same directory is refused elsewhere; nothing is lost here.
         self._stdio.sync()
         full = dict(record, stdio_bytes=self.stdio_bytes, stdio_dropped=self.stdio_dropped)
         self._journal.append(encode(full))
@@ -199,8 +215,8 @@ class RunRecord:
 
 def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
     """Replace a file in one step: temporary name, fsync, rename."""
-    temporary = "%s.%d.tmp" % (path, os.getpid())
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    temporary = "%s.%s.tmp" % (path, os.urandom(6).hex())  # Threads, and hosts that share the directory, write too.
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)

@@ -1,25 +1,25 @@
 """Node-local private directories with short names, and the sweeping of those that a killed runtime left.
 
 Ray puts Unix sockets below its temporary directory; a socket's path must fit 107 bytes (unix(7)), of which Ray
-2.60 needs 68 with the dashboard on: 39 are left. The owner holds a lock on a file in the directory for as long as
-it lives, so a directory whose lock can be had belongs to nobody.
+2.60 needs 68 with the dashboard on: 39 are left. The owner holds a lock on the directory itself for as long as it
+lives, so a directory whose lock can be had belongs to nobody. Only directories with this module's own marker in them
+are ever removed.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import stat
 import tempfile
-import time
 from typing import List, Optional, Tuple
 
 MAX_RAY_TEMP_DIR_BYTES = 39
 _PREFIX = "rs-"
-_LOCK = "lock"
-_UNLOCKED_AGE = 60.0
-"""Seconds for which a directory without a lock file is taken to be in the making."""
+_NAME = re.compile(r"^rs-[0-9a-f]{8}$")
+_MARKER = ".rayslurm-scratch"
 
 
 class ScratchError(OSError):
@@ -42,17 +42,19 @@ class Scratch:
     def __init__(self) -> None:
         refusals = []
         for base in _bases():
-            for _ in range(10):
-                path = os.path.join(base, _PREFIX + os.urandom(4).hex())
-                try:
-                    os.mkdir(path, 0o700)
-                    lock = _lock(path)
-                except OSError as error:
-                    refusals.append("%s: %s" % (base, error.strerror))
-                    break
-                if lock is not None:  # Else a sweeper was faster; the next name is as good.
-                    self.path, self._lock = path, lock
-                    return
+            path = os.path.join(base, _PREFIX + os.urandom(4).hex())
+            try:
+                os.mkdir(path, 0o700)
+                lock = _lock(path)
+                if lock is None:
+                    raise OSError("somebody else locked %s" % path)
+                with open(os.path.join(path, _MARKER), "x"):
+                    pass  # From here on a sweeper may remove it, once the lock is free.
+            except OSError as error:
+                refusals.append("%s: %s" % (base, error.strerror or error))
+                continue
+            self.path, self._lock = path, lock
+            return
         raise ScratchError("no private directory can be made for sockets (%s)" % "; ".join(refusals))
 
     @property
@@ -68,8 +70,8 @@ class Scratch:
 
 
 def _lock(path: str) -> Optional[int]:
-    """Lock a scratch directory; None if somebody else holds it."""
-    fd = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Lock a directory; None if somebody else holds it."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return fd
@@ -91,7 +93,7 @@ def _abandoned() -> List[Tuple[str, int]]:
     found = []
     for base in _bases():
         try:
-            names = [name for name in os.listdir(base) if name.startswith(_PREFIX)]
+            names = [name for name in os.listdir(base) if _NAME.match(name)]
         except OSError:
             continue
         for name in names:
@@ -100,8 +102,8 @@ def _abandoned() -> List[Tuple[str, int]]:
                 info = os.lstat(path)
                 if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
                     continue
-                if not os.path.exists(os.path.join(path, _LOCK)) and time.time() - info.st_mtime < _UNLOCKED_AGE:
-                    continue
+                if not os.path.lexists(os.path.join(path, _MARKER)):
+                    continue  # In the making, or somebody's own directory.
                 lock = _lock(path)
             except OSError:
                 continue  # Removed meanwhile, or not ours to read.

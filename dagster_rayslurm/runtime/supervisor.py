@@ -25,6 +25,9 @@ from .spec import PayloadSpec, RuntimeSpec, SpecError, from_json
 _LOST_GRACE = 1.0
 """Seconds a payload gets after its cluster is lost: `ray.init` would hang for 40 s and more (Ray 2.60)."""
 
+_FRESH_INTERVAL = 600.0
+"""Seconds between two marks that run directories are in use; old ones are swept after days."""
+
 
 class Closing(Exception):
     """The runtime takes no more payloads; the caller starts another one."""
@@ -52,6 +55,7 @@ class Supervisor:
         self._idle: Optional[Timer] = None
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
+        loop.call_later(_FRESH_INTERVAL, self._keep_fresh)
         if spec.ray is not None:
             self.cluster = RayCluster(loop, spec.ray, self.machine, private, self._pump, self._cluster_failed, self._tell)
 
@@ -72,8 +76,12 @@ class Supervisor:
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
             self._scratch.remove()
 
-    def submit(self, run_dir: str) -> Payload:
+    def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
         """Take over the payload of a run directory.
+
+        Args:
+            run_dir: the run directory.
+            environ: what the payload's environment is made from; None for the runtime's own.
 
         Raises:
             Closing: this runtime is about to end.
@@ -83,9 +91,13 @@ class Supervisor:
         if self._closing:
             raise Closing
         spec = from_json(PayloadSpec, _read(os.path.join(run_dir, PAYLOAD)))
-        secrets = _take_secrets(run_dir)
         record = RunRecord(run_dir, spec.max_stdio_bytes)
-        payload = Payload(self.loop, run_dir, spec, secrets, record, self._ended)
+        payload = Payload(self.loop, run_dir, spec, _take_secrets(run_dir), record, environ or dict(os.environ))
+        payload.on_ended.append(lambda: self._ended(payload))
+        self._served += 1
+        self._waiting.append(payload)
+        if self._idle is not None:
+            self._idle.cancel()
         payload.start_record(
             {
                 "type": "start",
@@ -98,10 +110,6 @@ class Supervisor:
                 "python": sys.version.split()[0],
             }
         )
-        self._served += 1
-        self._waiting.append(payload)
-        if self._idle is not None:
-            self._idle.cancel()
         if self.cluster is not None and self.cluster.ready:
             payload.phase("cluster-ready", "the warm Ray cluster %s is up" % self.spec.cluster_id)
         elif self.cluster is not None:
@@ -135,9 +143,10 @@ class Supervisor:
             return
         while self._waiting and len(self._running) < self.spec.max_concurrent_payloads and not self._closing:
             payload = self._waiting.popleft()
-            self._running.append(payload)
-            self._start(payload)
-        for place, payload in enumerate(self._waiting, 1):
+            if not payload.ended:  # One that was cancelled in the queue is on its way out.
+                self._running.append(payload)
+                self._start(payload)
+        for place, payload in enumerate(list(self._waiting), 1):
             if payload.place != place:
                 payload.place = place
                 payload.phase("queued", "place %d in the queue of the Ray cluster %s" % (place, self.spec.cluster_id))
@@ -155,10 +164,12 @@ class Supervisor:
         payload.start(self.cluster.environment, messages, self._scratch.ray_temp_dir)
 
     def _ended(self, payload: Payload) -> None:
-        if payload in self._running:
-            self._running.remove(payload)
-        else:
-            self._waiting.remove(payload)
+        for where in (self._running, self._waiting):
+            if payload in where:
+                where.remove(payload)
+        if not self._running:
+            # With nothing running, an orphan is something that a payload left behind with another environment.
+            processes.kill_orphans(keep=self.loop.children())
         self._pump()
         self._settle()
 
@@ -180,6 +191,11 @@ class Supervisor:
             for payload in [*self._waiting, *self._running]:
                 payload.keep_tail(name, text)
         self.close(End(error.reason, str(error)), grace=_LOST_GRACE)
+
+    def _keep_fresh(self) -> None:
+        for payload in [*self._waiting, *self._running]:
+            payload.keep_fresh()
+        self.loop.call_later(_FRESH_INTERVAL, self._keep_fresh)
 
     def _tell(self, phase: str, message: str) -> None:
         for payload in [*self._waiting, *self._running]:

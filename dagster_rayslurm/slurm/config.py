@@ -88,6 +88,9 @@ class SlurmResource(dg.ConfigurableResource):
         default="~/.dagster_rayslurm",
         description="Directory for run directories and caches, on a file system that the edge and the compute nodes share.",
     )
+    site: dict[str, str] = Field(
+        default={}, description="Environment variables that every job at this site gets, such as proxies or NCCL settings."
+    )
     poll_interval: Annotated[int, at_least(1, "seconds")] = Field(
         default=30,
         description="Seconds between two looks at the queue, for pending reasons and lost jobs; results never wait for it.",

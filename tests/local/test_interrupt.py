@@ -1,11 +1,14 @@
 """Cancelling: the terminate button, Ctrl-C once and twice, and Dagster killed without a word."""
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -74,11 +77,29 @@ class Dagster:
         definitions.write_text(DEFINITIONS.format(payload=str(script), **{**defaults, **fields}))
         return definitions
 
+    def command(self, definitions: Path) -> list[str]:
+        return [sys.executable, "-m", "dagster", "job", "execute", "-f", str(definitions), "-j", "job"]
+
     def execute(self, definitions: Path) -> "subprocess.Popen[bytes]":
-        """As from a terminal: in a process group of its own, which Ctrl-C hits as a whole."""
-        command = [sys.executable, "-m", "dagster", "job", "execute", "-f", str(definitions), "-j", "job"]
+        """As a service: without a terminal."""
         with open(self.home / "log", "ab") as log:
-            return subprocess.Popen(command, env=self.env, cwd=self.home, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                self.command(definitions), env=self.env, cwd=self.home, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def type_command(self, definitions: Path) -> tuple[int, int]:
+        """As a person: in a terminal; its process id, and the keyboard."""
+        pid, keyboard = pty.fork()
+        if pid == 0:
+            os.chdir(self.home)
+            os.execve(sys.executable, self.command(definitions), self.env)
+        threading.Thread(target=self._show, args=(keyboard,), daemon=True).start()
+        return pid, keyboard
+
+    def _show(self, screen: int) -> None:
+        with open(self.home / "log", "ab") as log, contextlib.suppress(OSError):  # EIO: the terminal is closed.
+            while data := os.read(screen, 4096):
+                log.write(data)
 
     def statuses(self) -> list[dg.DagsterRunStatus]:
         with dg.DagsterInstance.from_config(str(self.home)) as instance:
@@ -112,35 +133,51 @@ def running(pid: int) -> bool:
 
 @pytest.mark.parametrize("executor", ["in_process_executor", "multiprocess_executor"])
 def test_ctrl_c_ends_the_payload_politely(executor: str, dagster: Dagster) -> None:
-    process = dagster.execute(dagster.write(POLITE, executor=executor))
+    process, keyboard = dagster.type_command(dagster.write(POLITE, executor=executor))
     pid = dagster.up()
-    os.killpg(process.pid, signal.SIGINT)
-    process.wait(60)
+    os.write(keyboard, b"\x03")
+    os.waitpid(process, 0)
+    os.close(keyboard)
     assert (dagster.home / "stopped").exists() and not running(pid)
     assert dagster.statuses() == [dg.DagsterRunStatus.CANCELED]
     assert "[rayslurm] the run was cancelled: cancelled from Dagster" in dagster.messages()
 
 
-def test_a_payload_that_ignores_it_is_killed_after_the_grace_period(dagster: Dagster) -> None:
+def test_a_service_that_is_stopped_leaves_the_verdict_to_dagster(dagster: Dagster) -> None:
+    """Nobody cancelled the run: Dagster calls it failed, so that its retries apply; the payload ends all the same."""
     process = dagster.execute(dagster.write(STUBBORN))
     pid = dagster.up()
     started = time.monotonic()
     process.send_signal(signal.SIGTERM)
     process.wait(60)
-    assert 3 <= time.monotonic() - started < 15 and not running(pid)
-    assert dagster.statuses() == [dg.DagsterRunStatus.CANCELED]
+    assert 3 <= time.monotonic() - started < 15 and not running(pid)  # grace_period=3, then SIGKILL.
+    assert dagster.statuses() == [dg.DagsterRunStatus.FAILURE]
 
 
 def test_a_second_ctrl_c_waits_no_longer(dagster: Dagster) -> None:
-    process = dagster.execute(dagster.write(STUBBORN, launcher="BashLauncher(grace_period=60)"))
+    process, keyboard = dagster.type_command(dagster.write(STUBBORN, launcher="BashLauncher(grace_period=60)"))
     pid = dagster.up()
     started = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
+    os.write(keyboard, b"\x03")
     time.sleep(1.5)
     assert running(pid)
-    os.killpg(process.pid, signal.SIGINT)
-    process.wait(60)
+    os.write(keyboard, b"\x03")
+    os.waitpid(process, 0)
+    os.close(keyboard)
     assert time.monotonic() - started < 30 and wait_until(lambda: not running(pid), 5)
+
+
+def test_a_runtime_that_is_stopped_is_killed_in_the_end(dagster: Dagster) -> None:
+    """SIGSTOP: it cannot end its payload, so its keeper does."""
+    definitions = dagster.write(POLITE, launcher="BashLauncher(grace_period=0)")
+    definitions.write_text("import dagster_rayslurm.execution as e\ne._CANCEL_MARGIN = 1.0\n" + definitions.read_text())
+    process = dagster.execute(definitions)
+    pid = dagster.up()
+    runtime = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(runtime, signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    assert wait_until(lambda: not running(pid) and not running(runtime), 10)
 
 
 @pytest.mark.parametrize("payload", [POLITE, STUBBORN])
@@ -175,7 +212,7 @@ def test_cancelling_one_payload_keeps_the_warm_cluster(dagster: Dagster) -> None
     pid = dagster.up()
     os.killpg(process.pid, signal.SIGINT)
     process.wait(60)
-    assert not running(pid) and dagster.statuses() == [dg.DagsterRunStatus.CANCELED]
+    assert not running(pid)
     session = next((dagster.home / "base" / "sessions").glob("*/session.json"))
     cluster_id = json.loads(session.read_text())["cluster_id"]
     (dagster.home / "up").unlink()

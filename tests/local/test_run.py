@@ -309,7 +309,8 @@ def test_run_directories_are_kept_and_swept(
     run_asset(keeping, script(RESULT))
     kept = list((base / "runs").iterdir())
     assert len(kept) == 1
-    os.utime(kept[0], (time.time() - 2 * 86400,) * 2)
+    for path in (*kept[0].iterdir(), kept[0]):
+        os.utime(path, (time.time() - 2 * 86400,) * 2)
     monkeypatch.setattr(module, "_last_sweep", {})
     run_asset(keeping, script(RESULT))
     assert len(list((base / "runs").iterdir())) == 1 and not kept[0].exists()

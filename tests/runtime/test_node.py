@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import socket
 import stat
@@ -57,6 +55,16 @@ def test_slurm_memory_is_the_limit() -> None:
     assert per_cpu.memory_limit == 100 * 2**20 * per_cpu.num_cpus
     unlimited = machine.detect({"SLURM_MEM_PER_NODE": "0"}).memory_limit
     assert unlimited is None or unlimited < machine.detect({}).memory
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_the_directory_of_port_locks_must_be_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    foreign = tmp_path / "rayslurm-ports"
+    foreign.mkdir()
+    os.chown(foreign, 65534, 65534)
+    monkeypatch.setattr(ports.os.path, "join", lambda *parts: str(foreign))
+    with pytest.raises(ports.PortError, match="only this user"):
+        ports._lock_directory()
 
 
 @pytest.mark.parametrize(
@@ -147,19 +155,26 @@ def test_sweeping_takes_what_a_dead_runtime_left_and_nothing_else(scratch_base: 
     code = make + "os.kill(os.getpid(), 9)"
     dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
     alive = scratch.Scratch()
-    fresh = scratch_base / "rs-fresh"  # A runtime between mkdir and lock.
-    fresh.mkdir()
-    link = scratch_base / "rs-link"
+    mine = scratch_base / "rs-results"  # What a user calls a directory is no business of ours,
+    mine.mkdir()
+    alike = scratch_base / "rs-0123abcd"  # not even when it looks like ours.
+    alike.mkdir()
+    link = scratch_base / "rs-abcdabcd"
     link.symlink_to("/")
+    for path in (mine, alike):
+        (path / "thesis.csv").write_text("x")
+        os.utime(path, (time.time() - 86400,) * 2)
     assert os.path.isdir(dead)
     try:
         assert scratch.sweep() == [dead]
-        assert os.path.isdir(alive.path) and fresh.is_dir()
-        os.utime(fresh, (time.time() - 3600,) * 2)
-        assert scratch.sweep() == [str(fresh)]
+        assert os.path.isdir(alive.path) and (mine / "thesis.csv").exists() and (alike / "thesis.csv").exists()
+        os.unlink(os.path.join(alive.path, ".rayslurm-scratch"))  # A cleaner of old files came by.
+        assert scratch.sweep() == [] and os.path.isdir(alive.path)
     finally:
         alive.remove()
         link.unlink()
+        for path in (mine, alike):
+            scratch.shutil.rmtree(path)
 
 
 def test_a_long_tmpdir_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -169,29 +184,6 @@ def test_a_long_tmpdir_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert len(os.fsencode(private.ray_temp_dir)) <= scratch.MAX_RAY_TEMP_DIR_BYTES
     finally:
         private.remove()
-
-
-def test_a_lock_that_a_sweeper_holds_costs_another_name(monkeypatch: pytest.MonkeyPatch, scratch_base: Path) -> None:
-    names = iter([b"\xaa" * 4, b"\xbb" * 4])
-    monkeypatch.setattr(scratch.os, "urandom", lambda _: next(names))
-    original = scratch._lock
-    held: list[int] = []
-
-    def contended(path: str) -> int | None:
-        if path.endswith("aaaaaaaa"):
-            fd = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT)
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            held.append(fd)
-        return original(path)
-
-    monkeypatch.setattr(scratch, "_lock", contended)
-    private = scratch.Scratch()
-    assert private.path.endswith("rs-bbbbbbbb")
-    private.remove()
-    for fd in held:
-        os.close(fd)
-    with contextlib.suppress(OSError):
-        scratch.shutil.rmtree(scratch_base / "rs-aaaaaaaa")
 
 
 def test_versions_of_ray() -> None:

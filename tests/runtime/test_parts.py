@@ -140,6 +140,18 @@ def test_outputs_smallest_first_within_the_cap(tmp_path: Path) -> None:
     assert any("big.png (1000 bytes)" in line for line in left_out) and any("'*.csv'" in line for line in left_out)
 
 
+def test_inputs_are_no_outputs(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "old").mkdir(parents=True)
+    (source / "old" / "plot.png").write_text("x")
+    (source / "input.png").write_text("x")
+    work = tmp_path / "work"
+    payload.lay_out_work_dir(str(work), spec.PayloadSpec(argv=["x"], nonce="n", working_dir=str(source)))
+    (work / "new.png").write_text("y")
+    taken, left_out = outputs.collect_outputs(str(work), str(tmp_path / "out"), ["**/*.png", "input.png"], 50)
+    assert [entry["name"] for entry in taken] == ["new.png"] and "'input.png'" in left_out[0]
+
+
 def test_outputs_cannot_climb_out(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "secret").write_text("x")

@@ -66,6 +66,50 @@ def test_a_torn_line_is_counted_and_skipped() -> None:
     assert reader.damaged == 1
 
 
+def test_a_line_whose_beginning_was_taken_back_is_read_again() -> None:
+    """What a reader saw of a write that failed half way is not there any more."""
+    reader = r.LineReader()
+    assert reader.feed(r.encode({"torn": "x" * 50})[:30]) == []
+    content = r.encode({"a": 1}) + r.encode({"b": 2})
+    found = reader.feed(content[reader.next_read :])
+    found += reader.feed(content[reader.next_read :])
+    assert found == [{"a": 1}, {"b": 2}] and reader.damaged == 0
+
+
+def test_a_damaged_line_in_pieces_does_not_stop_the_reader() -> None:
+    reader, found = r.LineReader(), []
+    content = b"x" * 100 + b"\n" + r.encode({"b": 2})
+    while reader.next_read < len(content):
+        found += reader.feed(content[reader.next_read : reader.next_read + 40])
+    assert found == [{"b": 2}] and reader.damaged == 1
+
+
+def test_a_record_is_written_by_one_runtime_only(tmp_path: Path) -> None:
+    record = make_record(tmp_path)
+    with pytest.raises(FileExistsError):  # The space that is set aside marks it as taken,
+        make_record(tmp_path)
+    record.end({"type": "end"})
+    with pytest.raises(FileExistsError, match="there is a record already"):  # and so does what was written.
+        make_record(tmp_path)
+
+
+def test_threads_replace_a_file_without_tearing_it(tmp_path: Path) -> None:
+    import threading
+
+    path = tmp_path / "f"
+    r.write_atomically(str(path), b"0" * 100_000)
+    writers = [
+        threading.Thread(target=lambda n=n: [r.write_atomically(str(path), b"%d" % n * 100_000) for _ in range(20)])
+        for n in range(4)
+    ]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        content = path.read_bytes()
+        assert len(content) == 100_000 and len(set(content)) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["f"]
+
+
 def test_a_very_long_line_of_many_chunks_is_cheap() -> None:
     line = r.encode({"d": "x" * 20_000_000})
     reader = r.LineReader()

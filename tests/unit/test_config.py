@@ -156,7 +156,7 @@ def test_unknown_keys_are_refused(cls: Any) -> None:
     [
         (lambda: ComputeResource(mode="slrum"), "'slrum' is not one of 'local', 'slurm', 'slurm-session', 'slurm-hetjob'"),
         (lambda: ComputeResource(keep_run_dirs="some"), "'some' is not one of 'all', 'failed', 'none'"),
-        (lambda: ComputeResource(retention_days=-1), "at least 0 days"),
+        (lambda: ComputeResource(retention_days=-1), "at least 1 days"),
         (lambda: SlurmQueueConfig(time_limit="1h"), "'1h' is not a Slurm time limit; write minutes"),
         (lambda: SlurmQueueConfig(time_limit="01:00:00\n#SBATCH --uid=0"), "control character"),
         (lambda: SlurmQueueConfig(partition="gpu\n"), "control character"),

@@ -94,3 +94,53 @@ def test_the_last_output_is_bounded(capsys: Any) -> None:
     files = record_of(["y" * 100_000 + "\n"] * 200, 0)
     evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda: None)
     assert sum(map(len, evidence.last_output)) <= 64 * 4096 and len(evidence.output_tail()) <= 8000
+
+
+def test_a_record_out_of_reach_is_waited_for(capsys: Any) -> None:
+    class Flaky(Growing):
+        def read(self, path: str, offset: int, limit: int) -> bytes:
+            if self.random.random() < 0.5:
+                raise OSError(116, "Stale file handle")
+            return super().read(path, offset, limit)
+
+    follower = Follower(Flaky(record_of(["x"], 3), 5), "/run", "n", Handler(), LOG, FAST)
+    assert follower.follow(lambda: None).end is not None
+
+
+def test_a_record_out_of_reach_for_too_long_is_a_lost_connection(capsys: Any) -> None:
+    class Gone(Growing):
+        def read(self, path: str, offset: int, limit: int) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    slow = Cadence(busy=0.01, idle=0.01)
+    follower = Follower(Gone(record_of(["x"], 3), 5), "/run", "n", Handler(), LOG, slow, loss_timeout=0.05)
+    evidence = follower.follow(lambda: "exit code 0")
+    assert evidence.end is None and "Input/output error" in (evidence.unreachable or "")
+
+
+def test_a_lost_terminal_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def write(self, text: str = "") -> None:
+            raise BrokenPipeError
+
+        flush = write
+
+    import sys
+
+    monkeypatch.setattr(sys, "stdout", Broken())
+    evidence = Follower(Growing(record_of(["x"], 3), 5), "/run", "n", Handler(), LOG, FAST).follow(lambda: None)
+    assert evidence.end is not None
+
+
+def test_the_first_exception_stands_and_every_writer_must_close(capsys: Any) -> None:
+    def closed(exception: str) -> dict[str, Any]:
+        return {"type": "pipes", "at": 0, "line": '{"method": "closed", "params": %s}' % exception}
+
+    opened = {"type": "pipes", "at": 0, "line": '{"method": "opened", "params": {}}'}
+    error, leaving = '{"exception": {"name": "ValueError"}}', '{"exception": {"name": "SystemExit"}}'
+    files = record_of([], 0)
+    files[JOURNAL] = (
+        b"".join(map(encode, [opened, opened, opened, closed(leaving), closed(error), closed("{}")])) + files[JOURNAL]
+    )
+    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda: None)
+    assert (evidence.opened, evidence.closed) == (3, 3) and evidence.exception == {"name": "ValueError"}

@@ -15,7 +15,7 @@ def end(reason: str = "exit", exit_code: int | None = 0, signal: int | None = No
     return {"type": "end", "reason": reason, "exit_code": exit_code, "signal": signal, "message": message}
 
 
-GOOD = {"end": end(), "opened": True, "closed": True}
+GOOD = {"end": end(), "opened": 1, "closed": 1}
 
 
 def test_the_whole_of_it_is_success() -> None:
@@ -35,8 +35,10 @@ def test_the_whole_of_it_is_success() -> None:
             {"end": end(reason=reason)}
             for reason in ("cancel", "cluster-start", "cluster-lost", "record", "runtime", "spawn", "new")
         ),
-        {"opened": False, "closed": False},
-        {"closed": False},
+        {"opened": 0, "closed": 0},
+        {"closed": 0},
+        {"opened": 2},
+        {"end": None, "unreachable": "Stale file handle"},
         {"exception": {"name": "ValueError", "message": "ValueError: x\n", "stack": []}},
         {"message_error": "no such check"},
         {"damaged_lines": 1},
