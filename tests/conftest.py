@@ -1,7 +1,9 @@
 """What the tests share: a base directory of their own, payloads from text, and the proof that nothing is left."""
 
+import contextlib
 import os
 import shutil
+import subprocess
 import tempfile
 import textwrap
 import time
@@ -98,6 +100,21 @@ def script(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+@contextlib.contextmanager
+def small_disk(path: Path, size: str) -> Iterator[Path]:
+    """A file system of a size such as "256k" at `path`."""
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True)
+    if mounted.returncode != 0:
+        if os.environ.get("CI"):
+            pytest.fail(f"a small tmpfs cannot be mounted: {mounted.stderr.decode()}")
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
 PIPES = """
 from dagster_pipes import open_dagster_pipes
 with open_dagster_pipes() as pipes:
@@ -148,4 +165,4 @@ def run_asset(compute: ComputeResource, payload: Any, *, instance: dg.DagsterIns
     return Ran(result, completed, failures)
 
 
-__all__ = ["Launcher", "Ran", "pipes_script", "run_asset", "small_ray", "wait_until"]
+__all__ = ["Launcher", "Ran", "pipes_script", "run_asset", "small_disk", "small_ray", "wait_until"]

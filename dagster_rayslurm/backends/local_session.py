@@ -228,7 +228,7 @@ def _announced(directory: Path) -> dict[str, Any] | None:
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Be the only one who starts a session here; the kernel lets go when this process dies."""
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    LocalConnection().make_dir(str(directory))
     with open(directory / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,5 @@
 """The truth about the end: what happened, in words that help, and nothing reported as success that was none."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -12,7 +11,7 @@ import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource
 
-from ..conftest import pipes_script, run_asset
+from ..conftest import pipes_script, run_asset, small_disk
 
 REPORT = "pipes.report_asset_materialization()\n"
 
@@ -151,21 +150,12 @@ def test_a_pre_deployed_environment_is_used(base: Path, tmp_path: Path, capfd: A
     assert "MODULES loaded 'x'" in capfd.readouterr().out
 
 
-@pytest.fixture
-def small_base(tmp_path: Path) -> Any:
-    target = tmp_path / "small"
-    target.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(target)], capture_output=True)
-    if mounted.returncode != 0:
-        if os.environ.get("CI"):
-            pytest.fail(f"a small tmpfs cannot be mounted: {mounted.stderr.decode()}")
-        pytest.skip("mounting a small tmpfs needs root")
-    yield target
-    subprocess.run(["umount", str(target)], check=True)
+def test_a_disk_that_fills_up_loses_output_but_not_the_truth(tmp_path: Path, script: Any) -> None:
+    with small_disk(tmp_path / "small", "512k") as small:
+        _fill_it(ComputeResource(local_base=str(small), default_launcher=BashLauncher()), script)
 
 
-def test_a_disk_that_fills_up_loses_output_but_not_the_truth(small_base: Path, script: Any) -> None:
-    compute = ComputeResource(local_base=str(small_base), default_launcher=BashLauncher())
+def _fill_it(compute: ComputeResource, script: Any) -> None:
     chatty = script(
         pipes_script("for n in range(20000): print('line', n, 'x' * 50)\npipes.report_asset_materialization()"), "a.py"
     )

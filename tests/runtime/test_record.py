@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime import record as r
+
+from ..conftest import small_disk
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -148,22 +148,13 @@ def test_the_end_is_written_once(tmp_path: Path) -> None:
     assert not (tmp_path / "journal.reserve").exists()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Any:
-    """A file system of 256 KiB."""
-    target = tmp_path / "disk"
-    target.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(target)], capture_output=True)
-    if mounted.returncode != 0:
-        if os.environ.get("CI"):
-            pytest.fail(f"a small tmpfs cannot be mounted: {mounted.stderr.decode()}")
-        pytest.skip("mounting a small tmpfs needs root")
-    yield target
-    subprocess.run(["umount", str(target)], check=True)
+def test_a_full_disk_keeps_whole_lines_and_the_end(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        _fill_it(disk)
 
 
-def test_a_full_disk_keeps_whole_lines_and_the_end(small_disk: Path) -> None:
-    record = make_record(small_disk)
+def _fill_it(disk: Path) -> None:
+    record = make_record(disk)
     for _ in range(100):
         record.output("stdout", "y" * 3000, 1.0)
     with pytest.raises(OSError) as caught:
@@ -171,10 +162,10 @@ def test_a_full_disk_keeps_whole_lines_and_the_end(small_disk: Path) -> None:
             record.write({"type": "pipes", "line": "z" * 500})
     assert caught.value.errno == errno.ENOSPC
     record.end({"type": "end", "reason": "record", "message": "x" * 2000})
-    journal = read_all(small_disk / r.JOURNAL)
+    journal = read_all(disk / r.JOURNAL)
     assert journal[-1]["type"] == "end" and journal[-1]["stdio_dropped"] > 0
     assert all(line["type"] in ("pipes", "end") for line in journal)
-    read_all(small_disk / r.STDIO)
+    read_all(disk / r.STDIO)
 
 
 def test_atomic_write_leaves_nothing_behind_when_it_fails(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dagster_rayslurm.environments import InheritedEnvironment, resolve_environm
 from dagster_rayslurm.runtime.record import JOURNAL, PAYLOAD, SECRETS, SESSION, LineReader
 from dagster_rayslurm.runtime.spec import PayloadSpec, RuntimeSpec, to_json
 
-from ..conftest import wait_until
+from ..conftest import small_disk, wait_until
 
 
 class Session:
@@ -140,14 +140,8 @@ def test_a_removed_run_directory_ends_only_its_own_payload(session: Callable[...
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    target = tmp_path / "full"
-    target.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(target)], capture_output=True).returncode:
-        if os.environ.get("CI"):
-            pytest.fail("a small tmpfs cannot be mounted")
-        pytest.skip("mounting a small tmpfs needs root")
-    yield target
-    subprocess.run(["umount", str(target)], check=True)
+    with small_disk(tmp_path / "full", "128k") as disk:
+        yield disk
 
 
 def test_one_payloads_full_disk_is_its_own_affair(session: Callable[..., Session], full_disk: Path) -> None:
