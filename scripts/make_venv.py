@@ -1,47 +1,27 @@
 """Make a virtual environment with pip in it, also where Debian's python3 comes without ensurepip.
 
-Standard library only: this runs before anything is installed.
+Standard library only: this runs before anything is installed, and needs no root.
 """
 
-import html.parser
+import glob
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import urllib.parse
-import urllib.request
 import venv
 
-INDEX = os.environ.get("PIP_INDEX_URL", "").rstrip("/")
 
-
-class Wheels(html.parser.HTMLParser):
-    """The pip wheels of a package index's page (PEP 503)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[tuple[int, ...], str] = {}
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        """Keep the link of a release; pre-releases and yanked ones are passed over."""
-        values = dict(attributes)
-        link = values.get("href") or ""
-        release = re.search(r"/pip-(\d+(?:\.\d+)*)-py3-none-any\.whl", link)
-        if tag == "a" and release and "data-yanked" not in values:
-            self.found[tuple(map(int, release[1].split(".")))] = link
-
-
-def pip_wheel(directory: str) -> str:
-    """Download the newest pip wheel from the package index and return its path."""
-    page = f"{INDEX}/pip/"
-    with urllib.request.urlopen(page, timeout=60) as answer:
-        wheels = Wheels()
-        wheels.feed(answer.read().decode())
-    link = urllib.parse.urljoin(page, max(wheels.found.items())[1])
-    path = os.path.join(directory, os.path.basename(urllib.parse.urlparse(link).path))
-    urllib.request.urlretrieve(link, path)
-    return path
+def debian_pip(directory: str) -> str:
+    """Fetch the wheel of Debian's and Ubuntu's own pip with apt, into a directory, and return its path."""
+    for name in ("lists/partial", "cache/archives/partial"):
+        os.makedirs(os.path.join(directory, name))
+    # Lists and cache of our own: the system's are root's, and may never have been updated.
+    options = [f"-oDir::State::Lists={directory}/lists", f"-oDir::Cache={directory}/cache", "-oAPT::Sandbox::User="]
+    subprocess.run(["apt-get", "-qq", *options, "update"], check=True)
+    subprocess.run(["apt-get", "-qq", *options, "download", "python3-pip-whl"], check=True, cwd=directory)
+    package = glob.glob(f"{directory}/python3-pip-whl*.deb")[0]
+    subprocess.run(["dpkg-deb", "-x", package, f"{directory}/unpacked"], check=True)
+    return glob.glob(f"{directory}/unpacked/usr/share/python-wheels/pip-*.whl")[0]
 
 
 def main() -> None:
@@ -52,17 +32,21 @@ def main() -> None:
     python = os.path.join(target, "bin", "python")
     if os.path.exists(python) and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0:
         return
+    # The pip that comes along may be years old and takes an hour over what a new one resolves in seconds.
+    upgrade = ["install", "--quiet", "--upgrade", "pip"]
     try:
         import ensurepip  # noqa: F401
 
         venv.create(target, with_pip=True, clear=True)
-        # The pip that comes with Python 3.10 takes an hour over what a new one resolves in seconds.
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], check=True)
-    except (ImportError, subprocess.CalledProcessError):
+        subprocess.run([python, "-m", "pip", *upgrade], check=True)
+    except ImportError:
         venv.create(target, with_pip=False, clear=True)
         with tempfile.TemporaryDirectory() as directory:
-            wheel = pip_wheel(directory)
-            subprocess.run([python, f"{wheel}/pip", "install", "--quiet", wheel], check=True)
+            try:
+                wheel = debian_pip(directory)
+            except (OSError, subprocess.CalledProcessError, IndexError) as error:
+                sys.exit(f"{sys.executable} has no ensurepip, and pip cannot be fetched ({error}); install python3-venv")
+            subprocess.run([python, f"{wheel}/pip", *upgrade], check=True)
 
 
 if __name__ == "__main__":

@@ -224,10 +224,8 @@ def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-        except FileNotFoundError:
-            pass
         raise
 
 
