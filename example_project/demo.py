@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -229,6 +230,7 @@ def main() -> int:
             for picture in row.pictures:
                 console.print(picture, markup=False, highlight=False, soft_wrap=True)
         console.print(f"\nDone in {time.monotonic() - started:.0f} s.", highlight=False)
+        shutil.rmtree(log.parent)  # It is for failures.
     return 0
 
 
