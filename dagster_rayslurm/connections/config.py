@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Optional
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Optional
 import dagster as dg
 from pydantic import ConfigDict, Field
 
-from ..config import at_least, choice, plain_text
+from ..config import at_least, check_text, checked, choice, plain_text
 
 _STRINGS = (
     "host",
@@ -18,11 +19,25 @@ _STRINGS = (
     "key_passphrase",
     "password",
     "certificate_path",
+    "host_key",
     "host_key_checking",
     "known_hosts_file",
     "client",
 )
 _INTEGERS = ("port", "connect_timeout", "keepalive")
+
+
+def check_host_key(value: object) -> str:
+    """A public key as a line of known_hosts or a .pub file holds it, without the host and the comment."""
+    fields = check_text(value).split()
+    try:
+        if len(fields) < 2 or fields[0].encode() not in base64.b64decode(fields[1], validate=True)[:64]:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            'this is not a public host key; write it as "ssh-ed25519 AAAA…", as `ssh-keyscan` prints it after the host'
+        )
+    return " ".join(fields[:2])
 
 
 class SSHConnectionResource(dg.ConfigurableResource):
@@ -51,6 +66,10 @@ class SSHConnectionResource(dg.ConfigurableResource):
         description='"accept-new" learns the key of an unknown host and refuses a changed one, "strict" knows all hosts '
         'beforehand, "off" checks nothing.',
     )
+    host_key: Annotated[Optional[str], checked(check_host_key)] = Field(
+        default=None,
+        description='The only host key to accept, as "ssh-ed25519 AAAA…"; then no file of host keys is looked at.',
+    )
     known_hosts_file: Annotated[Optional[str], plain_text] = Field(
         default=None, description="Host keys; None for `~/.ssh/known_hosts`."
     )
@@ -68,12 +87,16 @@ class SSHConnectionResource(dg.ConfigurableResource):
         default=15, description="Seconds between keepalive messages; 0 for none."
     )
 
+    def hops(self) -> list[SSHConnectionResource]:
+        """The servers that are logged in to, in order: jump hosts first, this one last."""
+        return [*(self.jump_host.hops() if self.jump_host else []), self]
+
     @classmethod
     def from_env(cls, prefix: str = "SLURM_EDGE_NODE_") -> SSHConnectionResource:
         """A connection whose fields are `EnvVar` references to the variables that are set.
 
         `<PREFIX>HOST`, `PORT`, `USER`, `KEY_PATH`, `KEY_PASSPHRASE`, `PASSWORD`, `CERTIFICATE_PATH`,
-        `HOST_KEY_CHECKING`, `KNOWN_HOSTS_FILE`, `CLIENT`, `CONNECT_TIMEOUT`, `KEEPALIVE`, and the same for one jump
+        `HOST_KEY`, `HOST_KEY_CHECKING`, `KNOWN_HOSTS_FILE`, `CLIENT`, `CONNECT_TIMEOUT`, `KEEPALIVE`, and the same for one jump
         host as `<PREFIX>JUMP_HOST`, `JUMP_PORT` and so on. The prefix is taken with or without its last underscore. A
         host that is not set is complained of at first use, not at import.
 

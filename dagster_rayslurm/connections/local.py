@@ -4,13 +4,66 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import shlex
 import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..runtime.record import write_atomically
+from .base import Completed, Progress
+
+_CHUNK = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class LocalForward:
+    """A port that needs no forwarding: it is reached from here anyway."""
+
+    host: str
+    port: int
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> LocalForward:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None: ...
 
 
 class LocalConnection:
-    """Files of this machine."""
+    """Files and commands of this machine."""
+
+    @property
+    def place(self) -> str:
+        return "this machine"
+
+    def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
+        if not command or any("\0" in word for word in command):
+            raise ValueError("a command needs a word at least, and no NUL character")
+        try:
+            process = subprocess.Popen(
+                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:  # As a shell would say it: 127 for what is not there, 126 for what cannot be run.
+            code = 127 if isinstance(error, FileNotFoundError) else 126
+            return Completed(code, b"", f"{command[0]}: {error.strerror}".encode())
+        try:
+            stdout, stderr = process.communicate(stdin, timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{self.place}: {shlex.join(command)[:200]} took over {timeout:g} s and was ended") from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        code = process.returncode
+        return Completed(128 - code if code < 0 else code, stdout, stderr)
+
+    def home(self) -> str:
+        return os.path.expanduser("~")
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
         try:
@@ -29,12 +82,42 @@ class LocalConnection:
             with contextlib.suppress(FileExistsError):  # Another run was faster.
                 os.mkdir(path, 0o700)
 
-    def download(self, path: str, local_path: str) -> None:
+    def upload(self, local_path: str, path: str, progress: Progress | None = None, mode: int = 0o600) -> None:
+        _copy(local_path, path, progress, mode)
+
+    def download(self, path: str, local_path: str, progress: Progress | None = None) -> None:
         self.make_dir(os.path.dirname(local_path))
-        shutil.copyfile(path, local_path)
+        _copy(path, local_path, progress, None)
 
     def remove(self, path: str) -> None:
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path, ignore_errors=True)
         elif os.path.lexists(path):
             os.unlink(path)
+
+    def forward(self, host: str, port: int) -> LocalForward:
+        return LocalForward(host, port)
+
+    def close(self) -> None: ...
+
+
+def temporary_name(path: str) -> str:
+    """A name beside `path` that no other writer has; short, whatever the length of the name itself."""
+    return os.path.join(os.path.dirname(path), f".rs-{secrets.token_hex(8)}.tmp")
+
+
+def _copy(source_path: str, path: str, progress: Progress | None, mode: int | None) -> None:
+    temporary = temporary_name(path)
+    try:
+        with open(source_path, "rb") as source, open(temporary, "xb") as target:
+            size = os.fstat(source.fileno()).st_size
+            while data := source.read(_CHUNK):
+                target.write(data)
+                if progress:
+                    progress(target.tell(), max(size, target.tell()))
+            if mode is not None:
+                os.fchmod(target.fileno(), mode)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)

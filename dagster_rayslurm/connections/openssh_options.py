@@ -1,0 +1,127 @@
+"""Options of ssh(1), OpenSSH 9.2, rendered from a connection's configuration. Pure.
+
+What the configuration leaves open is left to the user's own ssh_config: an alias, a ProxyJump, GSSAPI, a smart card.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+
+from .config import SSHConnectionResource
+from .credentials import certificate_path, key_path
+from .private_dir import private_dir
+
+
+def login_options(ssh: SSHConnectionResource, pinned_keys: str | None = None) -> list[str]:
+    """Everything that decides how a login to one server is made, but for the jump host and the server's name.
+
+    Args:
+        ssh: the server.
+        pinned_keys: a file that holds `host_key` and nothing else.
+    """
+    options = {
+        "ConnectTimeout": str(ssh.connect_timeout),
+        "ServerAliveInterval": str(ssh.keepalive),
+        # One that is not answered within the interval is enough: a new login is cheap, hanging is not.
+        "ServerAliveCountMax": "1",
+        "StrictHostKeyChecking": {"accept-new": "accept-new", "strict": "yes", "off": "no"}[ssh.host_key_checking],
+        "HashKnownHosts": "no",
+        "UpdateHostKeys": "no",
+        "NumberOfPasswordPrompts": "1",
+        "ForwardAgent": "no",
+        "ForwardX11": "no",
+        "PermitLocalCommand": "no",
+        "ClearAllForwardings": "yes",
+        "RequestTTY": "no",
+        "LogLevel": "INFO",
+    }
+    if ssh.port != 22:
+        options["Port"] = str(ssh.port)
+    if ssh.user:
+        options["User"] = ssh.user
+    key, certificate = key_path(ssh), certificate_path(ssh)
+    if key:
+        options["IdentityFile"] = _file(key)
+        options["IdentitiesOnly"] = "yes"  # Or an agent full of keys uses up the server's MaxAuthTries.
+    if certificate:
+        options["CertificateFile"] = _file(certificate)
+    if pinned_keys:
+        options |= {"UserKnownHostsFile": _file(pinned_keys), "GlobalKnownHostsFile": "/dev/null", "StrictHostKeyChecking": "yes"}
+    elif ssh.host_key_checking == "off":
+        options |= {"UserKnownHostsFile": "/dev/null", "GlobalKnownHostsFile": "/dev/null"}
+    elif ssh.known_hosts_file:
+        options["UserKnownHostsFile"] = _file(os.path.expanduser(ssh.known_hosts_file))
+    if ssh.key_passphrase is None and ssh.password is None:
+        options["BatchMode"] = "yes"
+    return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+
+
+def jump_options(ssh: SSHConnectionResource, pinned_keys: dict[int, str]) -> list[str]:
+    """How to get to a server through its jump hosts: an `ssh -W` as its ProxyCommand, which may have one itself.
+
+    Args:
+        ssh: the server.
+        pinned_keys: files of pinned host keys, by the number of jump hosts still ahead.
+    """
+    jump = ssh.jump_host
+    if jump is None:
+        return []
+    words = [
+        "ssh",
+        *login_options(jump, pinned_keys.get(len(jump.hops()) - 1)),
+        *jump_options(jump, pinned_keys),
+        *("-o", "ControlMaster=no", "-o", "ControlPath=none"),
+    ]
+    # ssh expands percent signs in a ProxyCommand: only the target's are meant.
+    command = f"{shlex.join(words).replace('%', '%%')} -W '[%h]:%p' -- {shlex.quote(jump.host).replace('%', '%%')}"
+    return ["-o", f"ProxyCommand={command}"]
+
+
+def control_path(ssh: SSHConnectionResource, number: int = 0) -> str:
+    """The control socket of a master connection; processes with the same configuration share it.
+
+    Args:
+        ssh: the server.
+        number: of several masters, when one has no session left.
+    """
+    words = [
+        ssh.host,
+        *login_options(ssh, ssh.host_key),
+        *jump_options(ssh, {i: h.host_key or "" for i, h in enumerate(ssh.hops())}),
+    ]
+    return os.path.join(private_dir(), f"{hashlib.sha256(shlex.join(words).encode()).hexdigest()[:16]}-{number}")
+
+
+def master_command(ssh: SSHConnectionResource, path: str | None = None) -> str:
+    """What a person types to open a master connection that `require_existing_master` uses.
+
+    Args:
+        ssh: the server.
+        path: its control socket; None for the one that is looked for.
+    """
+    return shlex.join(["ssh", "-M", "-S", path or control_path(ssh), "-fN", *_short(ssh), ssh.host])
+
+
+def _short(ssh: SSHConnectionResource) -> list[str]:
+    """The options that a person would give."""
+    words = ["-p", str(ssh.port)] if ssh.port != 22 else []
+    if ssh.user:
+        words += ["-l", ssh.user]
+    key, certificate = key_path(ssh), certificate_path(ssh)
+    words += ["-i", key] if key else []
+    words += ["-o", f"CertificateFile={_file(certificate)}"] if certificate else []
+    if ssh.known_hosts_file:
+        words += ["-o", f"UserKnownHostsFile={_file(os.path.expanduser(ssh.known_hosts_file))}"]
+    if ssh.jump_host:
+        words += [
+            "-o",
+            f"ProxyCommand={shlex.join(['ssh', *_short(ssh.jump_host)])} -W '[%h]:%p' {shlex.quote(ssh.jump_host.host)}",
+        ]
+    return words
+
+
+def _file(path: str) -> str:
+    """A file name as an option's value: quoted, for ssh splits at spaces, and without tokens to expand."""
+    return '"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'

@@ -1,0 +1,272 @@
+"""SSH by paramiko: one authenticated transport per process and host, jump hosts included."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import select
+import socket
+import threading
+import time
+from typing import Any
+
+import paramiko
+
+from . import failures
+from .base import ConnectionFailed
+from .config import SSHConnectionResource
+from .credentials import check_files
+from .link import Refused
+from .logins import login_slot
+from .paramiko_login import authenticate, check_host_key, prefer_known_types
+from .pump import pump
+from .ssh import SSHConnection
+
+_LOG = "dagster_rayslurm.paramiko"
+_CONNECT_SLICE = 4.0
+"""Seconds after which a TCP connection is tried anew: the kernel waits ever longer between its own tries."""
+_OPEN_TIMEOUT = 60.0
+_ADMINISTRATIVELY_PROHIBITED, _CONNECT_FAILED = 1, 2  # RFC 4254, section 5.1
+
+
+class ParamikoConnection(SSHConnection):
+    """An edge node reached by paramiko.
+
+    Args:
+        ssh: the server and how to log in.
+    """
+
+    def _login(self) -> ParamikoLink:
+        check_files(self.ssh)
+        return login(self.ssh)
+
+
+def login(ssh: SSHConnectionResource) -> ParamikoLink:
+    """Log in to a server, through its jump hosts.
+
+    Raises:
+        ConnectionFailed: it does not work out within `connect_timeout` for each server.
+    """
+    via: ParamikoLink | None = None
+    for hop in ssh.hops():
+        try:
+            with login_slot(f"{hop.host}:{hop.port}", hop.connect_timeout):
+                via = _login_to(hop, via)
+        except TimeoutError as error:
+            raise failures.other(hop, str(error), temporary=True) from None
+        finally:
+            if via is not None and via.ssh is not hop:
+                via.close()  # The way there is of no use without the end.
+    assert via is not None
+    return via
+
+
+def _login_to(ssh: SSHConnectionResource, via: ParamikoLink | None) -> ParamikoLink:
+    deadline = time.monotonic() + ssh.connect_timeout
+    stream = via.open_tcp(ssh, deadline) if via else _connect(ssh, deadline)
+    transport = _quiet_transport(stream)
+    try:
+        remaining = max(0.1, deadline - time.monotonic())
+        transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = remaining
+        prefer_known_types(transport, ssh)
+        transport.start_client(timeout=remaining)
+        if not transport.initial_kex_done:
+            raise failures.no_answer(ssh)
+        check_host_key(transport, ssh)
+        transport.auth_timeout = max(0.1, deadline - time.monotonic())
+        authenticate(transport, ssh, ssh.user or getpass.getuser())
+    except BaseException as error:
+        transport.close()
+        if isinstance(error, (paramiko.SSHException, EOFError, OSError)) and not isinstance(error, ConnectionFailed):
+            raise _explain(ssh, error, deadline) from None
+        raise
+    return ParamikoLink(ssh, transport, via)
+
+
+def _connect(ssh: SSHConnectionResource, deadline: float) -> socket.socket:
+    while True:
+        remaining = deadline - time.monotonic()
+        try:
+            stream = socket.create_connection((ssh.host, ssh.port), timeout=max(0.1, min(_CONNECT_SLICE, remaining)))
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return stream
+        except socket.gaierror:
+            raise failures.unknown_host(ssh) from None
+        except UnicodeError:
+            raise failures.unknown_host(ssh) from None
+        except ConnectionRefusedError:
+            raise failures.nothing_listens(ssh) from None
+        except TimeoutError:
+            if time.monotonic() >= deadline:
+                raise failures.no_answer(ssh) from None
+        except OSError as error:
+            raise failures.unreachable(ssh, error.strerror or str(error)) from None
+
+
+def _quiet_transport(stream: Any) -> Any:
+    transport = paramiko.Transport(stream)
+    transport.set_log_channel(_LOG)  # It logs tracebacks of what is said in a sentence here.
+    transport.logger.setLevel(100)
+    transport.daemon = True
+    return transport
+
+
+def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> ConnectionFailed:
+    """What an exception during the login means. Pure but for the clock."""
+    if time.monotonic() >= deadline - 0.05 or isinstance(error, TimeoutError):
+        return failures.no_answer(ssh)
+    text = str(error) or type(error).__name__
+    if "Invalid SSH banner" in text or "not a SSH server" in text or "Indecipherable protocol version" in text:
+        return failures.not_ssh(ssh)
+    if isinstance(error, paramiko.IncompatiblePeer):
+        return failures.other(
+            ssh, f"no cipher or key exchange in common ({text}); the server is too old or too new", temporary=False
+        )
+    if "SSH protocol banner" in text or isinstance(error, (EOFError, ConnectionResetError)):
+        return failures.busy(ssh)
+    return failures.other(ssh, f"the login broke off ({text})", temporary=True)
+
+
+class ParamikoProcess:
+    """A remote command with its streams.
+
+    Args:
+        link: the login that it runs on.
+        channel: a session channel on which the command was started.
+    """
+
+    def __init__(self, link: ParamikoLink, channel: Any) -> None:
+        self._link = link
+        self._channel = channel
+        self._poll = select.poll()
+        self._poll.register(channel.fileno(), select.POLLIN)
+
+    def write(self, data: bytes) -> None:
+        """Hand it input; blocks while the server takes none. What it takes no more is dropped."""
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            self._channel.sendall(data)
+
+    def read(self, timeout: float) -> tuple[bytes, bytes]:
+        """What came on stdout and stderr; two times nothing after `timeout` seconds.
+
+        Raises:
+            EOFError: the command's streams are closed and read.
+        """
+        channel = self._channel
+        self._poll.poll(max(0, timeout) * 1000)
+        out = channel.recv(65536) if channel.recv_ready() else b""
+        err = channel.recv_stderr(65536) if channel.recv_stderr_ready() else b""
+        if not (out or err) and (channel.closed or channel.eof_received):
+            # What came between the two looks is still to be had.
+            if channel.recv_ready() or channel.recv_stderr_ready():
+                return self.read(0)
+            raise EOFError
+        return out, err
+
+    def why(self, stdout: bytes, stderr: bytes) -> Exception:
+        """Why the streams ended before the command did."""
+        if self._link.alive():
+            return failures.no_shell(self._link.ssh, (stdout + stderr).decode("utf-8", "replace")[-300:].strip())
+        return failures.lost(self._link.ssh)
+
+    def close(self) -> None:
+        """Let go of it; its lifeline ends."""
+        with contextlib.suppress(OSError, EOFError):
+            self._channel.close()
+
+
+class ParamikoLink:
+    """An authenticated transport.
+
+    Args:
+        ssh: the server.
+        transport: logged in there.
+        via: the link to the jump host that it runs through; it is closed along.
+    """
+
+    def __init__(self, ssh: SSHConnectionResource, transport: Any, via: ParamikoLink | None) -> None:
+        self.ssh = ssh
+        self._transport = transport
+        self._via = via
+        self._closed = threading.Event()
+        if ssh.keepalive:
+            threading.Thread(target=self._watch, name="rayslurm-keepalive", daemon=True).start()
+
+    def alive(self) -> bool:
+        """Whether it still works, as far as is known."""
+        return bool(self._transport.is_active())
+
+    def subsystem(self, name: str) -> Any:
+        """A channel to a subsystem such as "sftp"."""
+        channel = self._open_session()
+        try:
+            channel.invoke_subsystem(name)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            channel.close()
+            if self.alive():
+                raise failures.no_sftp(self.ssh, str(error)) from None
+            raise failures.gone(self.ssh) from None
+        return channel
+
+    def execute(self, command: str) -> ParamikoProcess:
+        """Start a command in the login shell."""
+        channel = self._open_session()
+        try:
+            channel.exec_command(command)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            channel.close()
+            if self.alive():
+                raise failures.no_shell(self.ssh, str(error)) from None
+            raise failures.gone(self.ssh) from None
+        return ParamikoProcess(self, channel)
+
+    def tunnel(self, host: str, port: int, client: socket.socket) -> None:
+        """Carry a client's bytes to and from a port that is reached from there, until both sides are done."""
+        with contextlib.closing(client):
+            channel = self._open("direct-tcpip", (host, port), ("127.0.0.1", 0))
+            pump(client, channel)
+
+    def open_tcp(self, target: SSHConnectionResource, deadline: float) -> Any:
+        """A channel to the next hop's SSH server."""
+        remaining = max(0.1, deadline - time.monotonic())
+        try:
+            return self._open("direct-tcpip", (target.host, target.port), ("127.0.0.1", 0), remaining)
+        except paramiko.ChannelException as error:
+            raise failures.jump_refused(target, self.ssh, error.text or "refused") from None
+        except ConnectionFailed:
+            raise failures.jump_refused(target, self.ssh, f"no answer within {target.connect_timeout} s") from None
+
+    def close(self) -> None:
+        """Log out."""
+        self._closed.set()
+        self._transport.close()
+        if self._via is not None:
+            self._via.close()
+
+    def _open_session(self) -> Any:
+        try:
+            return self._open("session")
+        except paramiko.ChannelException as error:
+            # OpenSSH 9.2 answers a session beyond MaxSessions with CONNECT_FAILED "open failed".
+            if error.code in (_ADMINISTRATIVELY_PROHIBITED, _CONNECT_FAILED):
+                raise Refused from None
+            raise failures.other(self.ssh, f"the server opens no session ({error.text})", temporary=True) from None
+
+    def _open(self, kind: str, target: Any = None, source: Any = None, timeout: float = _OPEN_TIMEOUT) -> Any:
+        try:
+            return self._transport.open_channel(kind, target, source, timeout=timeout)
+        except paramiko.ChannelException:
+            raise
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            raise failures.gone(self.ssh, "" if isinstance(error, EOFError) else str(error)) from None
+
+    def _watch(self) -> None:
+        """Close the transport when the server stops answering, so that nobody waits for TCP to give up."""
+        every = self.ssh.keepalive
+        while not self._closed.wait(every) and self.alive():
+            alarm = threading.Timer(every, self._transport.close)
+            alarm.daemon = True
+            alarm.start()
+            with contextlib.suppress(Exception):  # A transport that ends meanwhile is what this is about.
+                self._transport.global_request("keepalive@openssh.com")
+            alarm.cancel()

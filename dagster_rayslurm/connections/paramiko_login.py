@@ -1,0 +1,210 @@
+"""What happens between paramiko's key exchange and an authenticated transport: host keys, keys, agent, prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import paramiko
+
+from . import failures
+from .base import ConnectionFailed
+from .config import SSHConnectionResource
+from .credentials import certificate_path, key_path, known_hosts_path
+from .known_hosts import KnownKey, Trust, add_key, judge, known_keys, read_text
+from .openssh_options import master_command
+
+_DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+_SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
+
+
+def _known(ssh: SSHConnectionResource) -> list[KnownKey]:
+    if ssh.host_key:
+        key_type, key = ssh.host_key.split()
+        return [KnownKey(key_type, key)]
+    try:
+        return known_keys(read_text(known_hosts_path(ssh)), ssh.host, ssh.port)
+    except OSError as error:
+        raise failures.bad_file(ssh, f"the known hosts cannot be read ({error}); check `known_hosts_file`") from None
+
+
+def prefer_known_types(transport: Any, ssh: SSHConnectionResource) -> None:
+    """Ask for a host key of a type that is known, so that a host with several keys is not taken for a changed one."""
+    known = [name for key in _known(ssh) if not key.revoked for name in _SIGNATURES.get(key.key_type, (key.key_type,))]
+    options = transport.get_security_options()
+    first = [name for name in options.key_types if name in known]
+    options.key_types = (*first, *(name for name in options.key_types if name not in first))
+
+
+def check_host_key(transport: Any, ssh: SSHConnectionResource) -> None:
+    """Judge the key that the server has proved to hold, and learn a new one if that is the policy.
+
+    Raises:
+        ConnectionFailed: it is not to be trusted.
+    """
+    shown = transport.get_remote_server_key()
+    key_type, key = shown.get_name(), shown.get_base64()
+    spelled, file = f"{key_type} {key}", known_hosts_path(ssh)
+    trust = judge(_known(ssh), key_type, key)
+    if trust is Trust.KNOWN:
+        return
+    if ssh.host_key:
+        raise failures.host_key_not_pinned(ssh, spelled)
+    if ssh.host_key_checking == "off":
+        return
+    if trust is Trust.REVOKED:
+        raise failures.host_key_revoked(ssh, file)
+    if trust is Trust.CHANGED:
+        raise failures.host_key_changed(ssh, file, spelled)
+    if ssh.host_key_checking == "strict":
+        raise failures.host_key_unknown(ssh, file, spelled)
+    try:
+        add_key(file, ssh.host, ssh.port, key_type, key)
+    except OSError as error:
+        raise failures.bad_file(
+            ssh, f"its new host key cannot be kept ({error}); make that file writable, or name another as `known_hosts_file`"
+        ) from None
+
+
+class _Prompts:
+    """Answers the prompts of keyboard-interactive: the password once, anything else is remembered as unanswered."""
+
+    def __init__(self, password: str | None) -> None:
+        self._password = password
+        self.unanswered: str | None = None
+
+    def __call__(self, title: str, instructions: str, fields: list[tuple[str, bool]]) -> list[str]:  # noqa: ARG002
+        return [self._answer(prompt) for prompt, _ in fields]
+
+    def _answer(self, prompt: str) -> str:
+        if self._password is not None and "password" in prompt.lower():
+            password, self._password = self._password, None  # Asked again, it was wrong: more tries only lock accounts.
+            return password
+        self.unanswered = self.unanswered or prompt.strip()
+        return ""
+
+
+def authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None:
+    """Log in with what there is, in the order of OpenSSH: keys, then the password; several factors if the server wants them.
+
+    Raises:
+        ConnectionFailed: the server takes none of it.
+    """
+    tried: list[str] = []
+    offered: list[str] = []
+    for what, key in _keys(ssh):
+        tried.append(what)
+        try:
+            offered = transport.auth_publickey(user, key)
+        except paramiko.BadAuthenticationType as error:
+            offered = error.allowed_types
+            break
+        except paramiko.AuthenticationException:
+            _still_there(transport, ssh)
+            continue
+        if not offered:
+            return
+        break  # A first factor; what else the server wants is in `offered`.
+    prompts = _Prompts(ssh.password)
+    if ssh.password is not None or "keyboard-interactive" in offered:
+        if ssh.password is not None:
+            tried.append("the password")
+        for method in ("keyboard-interactive", "password"):
+            try:
+                if method == "keyboard-interactive":
+                    offered = transport.auth_interactive(user, prompts)
+                elif ssh.password is not None:
+                    offered = transport.auth_password(user, ssh.password, fallback=False)
+                else:
+                    continue
+            except paramiko.BadAuthenticationType as error:
+                offered = error.allowed_types
+            except paramiko.AuthenticationException:
+                break
+            else:
+                if not offered:
+                    return
+    _still_there(transport, ssh)
+    if prompts.unanswered and "password" not in prompts.unanswered.lower():
+        raise failures.prompt_unanswered(ssh, prompts.unanswered, master_command(ssh))
+    raise failures.login_refused(ssh, " and ".join(tried), ", ".join(offered or _offered(transport, user)))
+
+
+def _still_there(transport: Any, ssh: SSHConnectionResource) -> None:
+    if not transport.is_active():
+        raise failures.login_refused(ssh, "all that was tried so far (it hung up)", "")
+
+
+def _offered(transport: Any, user: str) -> list[str]:
+    try:
+        transport.auth_none(user)
+    except paramiko.BadAuthenticationType as error:
+        return list(error.allowed_types)
+    except (paramiko.SSHException, EOFError, OSError):
+        pass
+    return []
+
+
+def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
+    """The keys to try, each with what messages call it."""
+    path = key_path(ssh)
+    if path:
+        key = _load(ssh, path)
+        yield f"the key {path}", key
+        return
+    if ssh.password is None or "SSH_AUTH_SOCK" in os.environ:
+        for key in _agent_keys():
+            yield f"the agent's key {key.comment or key.fingerprint}", key
+    for default in map(os.path.expanduser, _DEFAULT_KEYS):
+        if os.path.exists(default):
+            with contextlib.suppress(ConnectionFailed):  # Nobody named this one.
+                yield f"the key {default}", _load(ssh, default)
+
+
+def _agent_keys() -> list[Any]:
+    try:
+        return list(paramiko.Agent().get_keys())
+    except (paramiko.SSHException, OSError):
+        return []
+
+
+def _load(ssh: SSHConnectionResource, path: str) -> Any:
+    """A private key with its certificate; one that is locked and in the agent is used there.
+
+    Raises:
+        ConnectionFailed: it cannot be used.
+    """
+    passphrase = ssh.key_passphrase
+    try:
+        key = paramiko.PKey.from_path(path, passphrase.encode() if passphrase else None)
+    except TypeError:  # cryptography: a password was given for a plain key, or none for a locked one.
+        if passphrase:
+            return _load(ssh.model_copy(update={"key_passphrase": None}), path)
+        key = _from_agent(path)
+        if key is None:
+            raise failures.bad_file(ssh, f"the key {path} is locked; give `key_passphrase`, or add the key to an agent") from None
+    except (ValueError, paramiko.SSHException) as error:
+        if passphrase and "format" not in str(error).lower():
+            raise failures.bad_file(ssh, f"`key_passphrase` does not open the key {path}; check it") from None
+        raise failures.bad_file(
+            ssh, f"{path} is not a private key that can be read ({type(error).__name__}); check `key_path`"
+        ) from None
+    certificate = certificate_path(ssh) if ssh.key_path else None
+    if certificate:
+        try:
+            key.load_certificate(certificate)
+        except (ValueError, IndexError, paramiko.SSHException):
+            raise failures.bad_file(
+                ssh, f"{certificate} is not a certificate for the key {path}; check `certificate_path`"
+            ) from None
+    return key
+
+
+def _from_agent(path: str) -> Any | None:
+    """The agent's key whose public half lies beside a private key file."""
+    with contextlib.suppress(OSError, IndexError), open(f"{path}.pub") as file:
+        public = file.read().split()[1]
+        return next((key for key in _agent_keys() if key.get_base64() == public), None)
+    return None

@@ -1,0 +1,56 @@
+"""The connections of this process: one for each configuration, however many steps and threads ask for it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+
+from .base import Connection
+from .config import SSHConnectionResource
+from .local import LocalConnection
+
+_lock = threading.Lock()
+_connections: dict[str, Connection] = {}
+
+
+def connection_to(ssh: SSHConnectionResource | None) -> Connection:
+    """The connection to an edge node, shared within this process; to this machine if there is no SSH.
+
+    Nothing is sent before its first use.
+
+    Args:
+        ssh: the edge node, or None when Dagster runs where `sbatch` is.
+    """
+    if ssh is None:
+        return LocalConnection()
+    key = ssh.model_dump_json()
+    with _lock:
+        if key not in _connections:
+            _connections[key] = _make(ssh)
+        return _connections[key]
+
+
+def _make(ssh: SSHConnectionResource) -> Connection:
+    # Imported here: paramiko takes a third of a second that local runs need not pay.
+    if ssh.client == "openssh":
+        from .openssh import OpenSSHConnection
+
+        return OpenSSHConnection(ssh)
+    from .paramiko import ParamikoConnection
+
+    return ParamikoConnection(ssh)
+
+
+def close_connections() -> None:
+    """Log out everywhere."""
+    with _lock:
+        connections = list(_connections.values())
+        _connections.clear()
+    for connection in connections:
+        connection.close()
+
+
+atexit.register(close_connections)
+# A child must not speak on its parent's connections.
+os.register_at_fork(after_in_child=_connections.clear)

@@ -1,0 +1,246 @@
+"""A place behind SSH: all that does not depend on the SSH client, which only makes logins and opens channels."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import BinaryIO, TypeVar
+
+from . import failures
+from .base import Completed, ConnectionFailed, ConnectionLost, Progress, ServerBusy
+from .config import SSHConnectionResource
+from .forward import ListeningForward
+from .frame import BYE, Frame, frame
+from .link import Link, Process, Refused
+from .local import LocalConnection, temporary_name
+from .outage import Outage
+from .sessions import Sessions
+from .sftp import Sftp, SftpLost
+
+T = TypeVar("T")
+
+_QUICK = 3.0
+"""Seconds for which a first login that fails is tried again: what fails longer is more likely a mistake."""
+_PROGRESS = 5.0
+"""An attempt that lasted so many seconds before it broke counts as progress: a new outage begins."""
+
+
+class SSHConnection:
+    """An edge node behind SSH. One login serves all threads; it is made at first use, and again after a loss.
+
+    Args:
+        ssh: the server and how to log in.
+    """
+
+    def __init__(self, ssh: SSHConnectionResource) -> None:
+        self.ssh = ssh
+        self._lock = threading.Lock()
+        self._sessions: Sessions | None = None
+        self._ever_connected = False
+        self._failed: tuple[float, ConnectionFailed] | None = None
+        self._home: str | None = None
+
+    @property
+    def place(self) -> str:
+        return failures.spell(self.ssh)
+
+    def _login(self) -> Link:
+        """Log in anew.
+
+        Raises:
+            ConnectionFailed: it does not work out.
+        """
+        raise NotImplementedError
+
+    def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
+        framed = frame(command, stdin)
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def attempt(sessions: Sessions) -> Completed:
+            with sessions.for_command() as link, contextlib.closing(link.execute(framed.command)) as process:
+                return _finish(process, framed, deadline)
+
+        try:
+            # A command that may have run is not repeated here: only its caller knows whether that does harm.
+            return self._retrying(attempt, repeatable=False, deadline=deadline)
+        except TimeoutError:
+            raise TimeoutError(f"{self.place}: {shlex.join(command)[:200]} took over {timeout:g} s and was ended") from None
+
+    def home(self) -> str:
+        if self._home is None:
+            self._home = os.fsdecode(self.run(["printenv", "HOME"]).stdout.removesuffix(b"\n"))
+        return self._home
+
+    def read(self, path: str, offset: int, limit: int) -> bytes:
+        try:
+            return self._on_files(f"reading {path}", lambda sftp: sftp.read_file(os.fsencode(path), offset, limit))
+        except FileNotFoundError:
+            return b""
+
+    def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
+        self._replace(f"writing {path}", lambda: io.BytesIO(data), path, None, mode)
+
+    def upload(self, local_path: str, path: str, progress: Progress | None = None, mode: int = 0o600) -> None:
+        self._replace(f"copying {local_path} to {path}", lambda: open(local_path, "rb"), path, progress, mode)
+
+    def download(self, path: str, local_path: str, progress: Progress | None = None) -> None:
+        LocalConnection().make_dir(os.path.dirname(local_path))
+        temporary = temporary_name(local_path)
+
+        def get(sftp: Sftp) -> None:
+            with open(temporary, "ab") as target:  # After a loss, from where it ended.
+                sftp.copy_out(os.fsencode(path), target, progress)
+
+        try:
+            self._on_files(f"copying {path} to {local_path}", get)
+            os.replace(temporary, local_path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+    def make_dir(self, path: str) -> None:
+        self._on_files(f"making the directory {path}", lambda sftp: sftp.make_dirs(os.fsencode(path)))
+
+    def remove(self, path: str) -> None:
+        done = self.run(["rm", "-rf", "--", path])
+        if done.returncode:
+            raise OSError(f"{self.place}: removing {path} failed: {done.stderr.decode('utf-8', 'replace')[-500:].strip()}")
+
+    def forward(self, host: str, port: int) -> ListeningForward:
+        def carry(client: socket.socket) -> None:
+            self._logged_in().link.tunnel(host, port, client)
+
+        return ListeningForward(carry)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._sessions is not None:
+                self._sessions.close()
+                self._sessions = None
+
+    def _replace(self, doing: str, source: Callable[[], BinaryIO], path: str, progress: Progress | None, mode: int) -> None:
+        """Write to a temporary name, from where the last try ended, and rename."""
+        temporary, target = os.fsencode(temporary_name(path)), os.fsencode(path)
+        arrived = 0
+
+        def put(sftp: Sftp) -> None:
+            nonlocal arrived
+            with source() as file:
+                size = file.seek(0, os.SEEK_END)
+                resumed = arrived
+                for arrived in sftp.copy_in(file, size, temporary, resumed, progress, mode):  # noqa: B007
+                    pass
+            if resumed and sftp.stat(temporary).st_size != size:
+                arrived = 0  # Another edge node that goes by the same name may not have seen the first part.
+                raise SftpLost("a copy in two parts did not arrive whole")
+            sftp.replace(temporary, target)
+
+        def discard(sftp: Sftp) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                sftp.remove(temporary)
+
+        try:
+            self._on_files(doing, put)
+        except ConnectionFailed:
+            raise
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._on_files(f"removing {os.fsdecode(temporary)}", discard)
+            raise
+
+    def _on_files(self, doing: str, action: Callable[[Sftp], T]) -> T:
+        """Do something with files, again if the connection breaks; what the server refuses is said in a sentence."""
+
+        def attempt(sessions: Sessions) -> T:
+            try:
+                with sessions.for_files() as sftp:
+                    return action(sftp)
+            except SftpLost as error:
+                raise failures.lost(self.ssh, str(error)) from None
+
+        try:
+            return self._retrying(attempt, repeatable=True)
+        except ConnectionFailed:
+            raise
+        except OSError as error:
+            named = type(error)(f"{self.place}: {doing} failed: {error.strerror or error}")
+            named.errno = error.errno
+            raise named from None
+
+    def _retrying(self, attempt: Callable[[Sessions], T], repeatable: bool, deadline: float | None = None) -> T:
+        outage: Outage | None = None
+        while True:
+            sessions, began = None, time.monotonic()
+            try:
+                sessions = self._logged_in()
+                return attempt(sessions)
+            except Refused:
+                failure = failures.no_sessions(self.ssh)
+            except ConnectionFailed as error:
+                failure = error
+                lost = isinstance(error, ConnectionLost)
+                if sessions is not None and not (lost and sessions.link.alive()):
+                    self._forget(sessions)
+                if lost and not repeatable:
+                    raise
+            if outage is None or (sessions is not None and time.monotonic() - began > _PROGRESS):
+                outage = Outage()
+            patience = self.ssh.connect_timeout if self._ever_connected or isinstance(failure, ServerBusy) else _QUICK
+            pause = outage.pause()
+            over = deadline is not None and time.monotonic() + pause > deadline
+            if not failure.temporary or outage.seconds > patience or over:
+                raise failure from None
+            time.sleep(pause)
+
+    def _logged_in(self) -> Sessions:
+        asked = time.monotonic()
+        with self._lock:
+            if self._sessions is not None and self._sessions.link.alive():
+                return self._sessions
+            if self._failed is not None and self._failed[0] > asked:
+                raise self._failed[1]  # Another thread has just tried; all of them in turn would take for ever.
+            if self._sessions is not None:
+                self._sessions.close()
+                self._sessions = None
+            try:
+                self._sessions = Sessions(self._login())
+            except ConnectionFailed as error:
+                self._failed = (time.monotonic(), error)
+                raise
+            self._ever_connected = True
+            return self._sessions
+
+    def _forget(self, sessions: Sessions) -> None:
+        with self._lock:
+            if self._sessions is sessions:
+                self._sessions = None
+        sessions.close()
+
+
+def _finish(process: Process, framed: Frame, deadline: float | None) -> Completed:
+    """Feed a framed command and read until it has said that it ended.
+
+    Raises:
+        TimeoutError: the deadline passed.
+        Refused, ConnectionFailed: it was cut off.
+    """
+    threading.Thread(target=process.write, args=(framed.stdin,), daemon=True).start()
+    out, err = bytearray(), bytearray()
+    while not framed.complete(out, err):
+        remaining = 3600.0 if deadline is None else deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError
+        try:
+            more_out, more_err = process.read(remaining)
+        except EOFError:
+            raise process.why(bytes(out), bytes(err)) from None
+        out += more_out
+        err += more_err
+    process.write(BYE)
+    return framed.parse(bytes(out), bytes(err))
