@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export RAYSLURM_MODE ?= local
 export DAGSTER_HOME ?= $(CURDIR)/.dagster_home
 
-.PHONY: help install demo dev test lint bench clean
+.PHONY: help install demo dev test lint bench stack-up stack-down stack-logs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,9 +31,18 @@ lint: install  ## formatting, lint, types, and the runtime's Python 3.8 floor
 	@$(BIN)/mypy
 	@$(BIN)/vermin --quiet --no-tips --eval-annotations --target=3.8- --violations dagster_rayslurm/runtime
 
-test: install lint  ## everything that needs no cluster
+test: install lint  ## every test; those of the Slurm stack where Docker is
+	@if $(BIN)/python -m stack available; then $(BIN)/python -m stack up; else test -z "$$CI"; fi
 	@$(BIN)/python -m pytest
-	@echo "Slurm modes are not in this version, so no test needs a cluster: everything ran."
+
+stack-up: install  ## start a small Slurm cluster in containers, or bring it up to date
+	@$(BIN)/python -m stack up
+
+stack-down: install  ## remove it, with all that it holds
+	@$(BIN)/python -m stack down
+
+stack-logs: install  ## print what its services say
+	@$(BIN)/python -m stack logs
 
 bench: install  ## measure the figures, each beside doing it by hand
 	@$(BIN)/python -m benchmarks

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from .base import Completed
 
 # Left of the pipe: the command's input and the lifeline. Only "go" lets the command see the end of its input, so a
-# connection lost halfway never makes a cut-off input look complete. sshd makes each session a process group of its own
+# connection lost halfway never makes a cut-off input look complete. A command that does not read all of its input ends
+# `head` early; the rest is then read up to its last word. sshd makes each session a process group of its own
 # (setsid in do_exec_no_pty, OpenSSH 9.2), which is what `kill 0` reaches.
 _SCRIPT = """\
 printf %(begin)s; printf %(begin)s >&2
 { %(feed)s read -r word && [ "$word" = go ] && exec >/dev/null && read -r word && [ "$word" = bye ] && exit
+[ "$(tail -c 4)" = bye ] && exit
 trap "" TERM; kill -TERM 0; sleep 2; kill -KILL 0; } 2>/dev/null | { ( %(command)s )
 rc=$?; printf %(end)s; printf "%(end)s $rc." >&2; }
 """

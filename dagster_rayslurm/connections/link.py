@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any, Protocol
 
+from .config import SSHConnectionResource
+
 
 class Refused(Exception):
     """The server opens no further session on this login (`MaxSessions`, sshd_config(5)); nothing was started."""
@@ -36,6 +38,11 @@ class Process(Protocol):
 
 class Link(Protocol):
     """One login. What it raises: `Refused`, or `ConnectionFailed` before anything was started."""
+
+    @property
+    def ssh(self) -> SSHConnectionResource:
+        """The server that was logged in to."""
+        ...
 
     def alive(self) -> bool:
         """Whether it still works, as far as is known."""

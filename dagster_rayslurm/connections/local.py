@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shlex
 import shutil
 import signal
@@ -12,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..runtime.record import write_atomically
+from ..runtime.record import temporary_name, write_atomically
 from .base import Completed, Progress
 
 _CHUNK = 1024 * 1024
@@ -99,11 +98,6 @@ class LocalConnection:
         return LocalForward(host, port)
 
     def close(self) -> None: ...
-
-
-def temporary_name(path: str) -> str:
-    """A name beside `path` that no other writer has; short, whatever the length of the name itself."""
-    return os.path.join(os.path.dirname(path), f".rs-{secrets.token_hex(8)}.tmp")
 
 
 def _copy(source_path: str, path: str, progress: Progress | None, mode: int | None) -> None:

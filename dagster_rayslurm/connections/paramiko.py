@@ -223,7 +223,10 @@ class ParamikoLink:
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
         """Carry a client's bytes to and from a port that is reached from there, until both sides are done."""
         with contextlib.closing(client):
-            channel = self._open("direct-tcpip", (host, port), ("127.0.0.1", 0))
+            try:
+                channel = self._open("direct-tcpip", (host, port), ("127.0.0.1", 0))
+            except paramiko.ChannelException as error:
+                raise failures.other(self.ssh, f"{host}:{port} cannot be reached from there ({error.text})", temporary=True) from None
             pump(client, channel)
 
     def open_tcp(self, target: SSHConnectionResource, deadline: float) -> Any:

@@ -6,8 +6,9 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+from . import failures
 from .link import Link, Refused
-from .sftp import Sftp
+from .sftp import Sftp, SftpLost
 
 _MAX_SESSIONS = 10
 """Sessions on one login that sshd allows unless told otherwise (`MaxSessions`, sshd_config(5) of OpenSSH 9.2)."""
@@ -57,7 +58,7 @@ class Sessions:
 
         Raises:
             Refused: the server has none to give right now.
-            SftpLost: it does not speak SFTP.
+            ConnectionFailed: it does not speak SFTP, or the login is gone.
         """
         with self._taking_turns():
             with self._sftp_lock:
@@ -88,12 +89,20 @@ class Sessions:
     def _open_sftp(self) -> Sftp:
         self._take()
         try:
-            return Sftp(self.link.subsystem("sftp"))
+            return self._shake_hands()
         except BaseException as error:
             if isinstance(error, Refused):
                 self._learn()
             self._give_back()
             raise
+
+    def _shake_hands(self) -> Sftp:
+        try:
+            return Sftp(self.link.subsystem("sftp"))
+        except SftpLost as error:
+            if self.link.alive():
+                raise failures.no_sftp(self.link.ssh, str(error)) from None
+            raise failures.gone(self.link.ssh) from None
 
     def _close_sftp(self) -> None:
         if self._sftp is not None:

@@ -88,7 +88,7 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
                 return 3
             data = self.sock.recv(_CHUNK)
             if not data or len(seen) > _MOST_NOISE:
-                raise EOFError(seen.decode("utf-8", "replace")[-500:].strip())
+                raise protocol.SFTPError(seen.decode("utf-8", "replace")[-300:].strip())
             seen += data
 
     def _dispatch(self) -> None:

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import BinaryIO, TypeVar
 
+from ..runtime.record import temporary_name
 from . import failures
 from .base import Completed, ConnectionFailed, ConnectionLost, Progress, ServerBusy
 from .config import SSHConnectionResource
 from .forward import ListeningForward
 from .frame import BYE, Frame, frame
 from .link import Link, Process, Refused
-from .local import LocalConnection, temporary_name
+from .local import LocalConnection
 from .outage import Outage
 from .sessions import Sessions
 from .sftp import Sftp, SftpLost
@@ -230,7 +231,8 @@ def _finish(process: Process, framed: Frame, deadline: float | None) -> Complete
         TimeoutError: the deadline passed.
         Refused, ConnectionFailed: it was cut off.
     """
-    threading.Thread(target=process.write, args=(framed.stdin,), daemon=True).start()
+    feeder = threading.Thread(target=process.write, args=(framed.stdin,), daemon=True)
+    feeder.start()
     out, err = bytearray(), bytearray()
     while not framed.complete(out, err):
         remaining = 3600.0 if deadline is None else deadline - time.monotonic()
@@ -242,5 +244,6 @@ def _finish(process: Process, framed: Frame, deadline: float | None) -> Complete
             raise process.why(bytes(out), bytes(err)) from None
         out += more_out
         err += more_err
-    process.write(BYE)
+    if not feeder.is_alive():  # Else the command did not want all of its input, and the end of it is goodbye enough.
+        process.write(BYE)
     return framed.parse(bytes(out), bytes(err))

@@ -213,9 +213,14 @@ class RunRecord:
         self._stdio.close()
 
 
+def temporary_name(path: str) -> str:
+    """A name beside `path` that no other thread, process or host takes; short, however long the name itself is."""
+    return os.path.join(os.path.dirname(path), ".rs-%s.tmp" % os.urandom(8).hex())
+
+
 def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
     """Replace a file in one step: temporary name, fsync, rename."""
-    temporary = "%s.%s.tmp" % (path, os.urandom(6).hex())  # Threads, and hosts that share the directory, write too.
+    temporary = temporary_name(path)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(fd, "wb") as file:

@@ -1,0 +1,355 @@
+"""What login nodes and networks do to people: full servers, restarts, cuts and slow links."""
+
+import contextlib
+import hashlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm.connections.base import ConnectionFailed, ConnectionLost
+from stack.link import Link
+
+from ..conftest import wait_until
+from .conftest import CLIENTS, Connect
+from .sshd import Sshd
+
+CUT = 60.0
+
+
+def new_path(connection: Any, name: str) -> str:
+    return f"{connection.home()}/{name}-{os.getpid()}-{time.monotonic_ns()}"
+
+
+# -- sessions and logins that the server allows --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allowed", [1, 2, 10])
+def test_max_sessions(allowed: int, connect: Connect, sshd: Callable[..., Sshd], client: str) -> None:
+    """Files and commands of 16 threads get by with what there is; not one login more."""
+    server = sshd(f"MaxSessions {allowed}")
+    connection = connect(server, client)
+    path = new_path(connection, "sessions")
+    connection.make_dir(path)
+
+    def work(index: int) -> None:
+        file = f"{path}/{index}"
+        for turn in range(3):
+            connection.write(file, b"%d" % turn)
+            assert connection.run(["cat", file]).stdout == b"%d" % turn
+            assert connection.read(file, 0, 10) == b"%d" % turn
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(work, range(16)))
+    connection.remove(path)
+    assert server.logins() == 1
+
+
+def test_no_session_at_all(connect: Connect, sshd: Callable[..., Sshd], client: str) -> None:
+    with pytest.raises(ConnectionFailed, match=r"opens no session on this connection \(MaxSessions"):
+        connect(sshd("MaxSessions 0"), client, connect_timeout=3).run(["true"])
+
+
+def test_many_processes_on_one_master_get_a_second_one(connect: Connect, sshd: Callable[..., Sshd], openssh_there: None) -> None:
+    server = sshd("MaxSessions 3")
+    connections = [connect(server, "openssh") for _ in range(8)]
+    for connection in connections:  # Each keeps a session for its files, as each step's process does.
+        assert connection.read("/etc/hostname", 0, 4) == b"edge"
+    with ThreadPoolExecutor(8) as pool:
+        assert {done.stdout for done in pool.map(lambda connection: connection.run(["echo", "x"]), connections)} == {b"x\n"}
+    assert 2 <= server.logins() <= 6
+
+
+def test_sixty_simultaneous_logins(connect: Connect, sshd: Callable[..., Sshd], client: str) -> None:
+    """sshd's MaxStartups is 10:30:100: more than ten at once and it turns some away, sixty and it turns away all."""
+    server = sshd()
+    connections = [connect(server, client) for _ in range(60)]
+    if client == "openssh":  # Sixty Dagster hosts, as it were: processes of one host share a master.
+        connections = [connect(server, client, connect_timeout=30 + index) for index in range(60)]
+    with ThreadPoolExecutor(60) as pool:
+        done = list(pool.map(lambda connection: connection.run(["echo", "x"]).stdout, connections))
+    assert done == [b"x\n"] * 60
+    assert server.logins() == 60 and "drop connection" not in server.log()
+
+
+def test_a_server_that_turns_logins_away_for_a_while(connect: Connect, sshd: Callable[..., Sshd], client: str) -> None:
+    """Other hosts may have used up MaxStartups: a login waits for its turn instead of failing."""
+    import socket
+
+    server = sshd("MaxStartups 2:100:2", "LoginGraceTime 60")
+    with contextlib.ExitStack() as others:
+        for _ in range(2):
+            other = others.enter_context(socket.create_connection((server.host, server.port)))
+            assert other.recv(3) == b"SSH"
+        release = threading.Timer(5, others.close)
+        release.start()
+        began = time.monotonic()
+        assert connect(server, client).run(["echo", "x"]).stdout == b"x\n"
+        assert 4 < time.monotonic() - began < 12
+        release.join()
+
+
+# -- restarts ------------------------------------------------------------------------------------------------------------
+
+
+def restart(server: Sshd, down: float = 0.5) -> None:
+    server.stop()
+    time.sleep(down)
+    server.start()
+
+
+def test_a_restart_between_operations(connect: Connect, server: Sshd, client: str) -> None:
+    connection = connect(server, client)
+    assert connection.read("/etc/hostname", 0, 4) == b"edge"
+    restart(server)
+    assert connection.read("/etc/hostname", 0, 4) == b"edge"
+    restart(server)
+    assert connection.run(["echo", "x"]).stdout == b"x\n"
+
+
+def test_a_restart_in_the_middle_of_reads(connect: Connect, server: Sshd, client: str) -> None:
+    connection = connect(server, client)
+    path, data = new_path(connection, "read"), os.urandom(3_000_000)
+    connection.write(path, data)
+    stop = threading.Event()
+    wrong: list[Any] = []
+    turns = [0]
+
+    def look() -> None:
+        while not stop.is_set():
+            got = b""
+            while part := connection.read(path, len(got), 1024 * 1024):
+                got += part
+            if got != data:
+                wrong.append(len(got))
+            turns[0] += 1
+
+    readers = [threading.Thread(target=look) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for _ in range(3):
+        before = turns[0]
+        assert wait_until(lambda before=before: turns[0] > before + 3, 30)
+        restart(server)
+    before = turns[0]
+    assert wait_until(lambda: turns[0] > before + 3, 30)
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong
+    connection.remove(path)
+
+
+def test_a_restart_in_the_middle_of_an_upload_goes_on_where_it_was(
+    connect: Connect, server: Sshd, client: str, tmp_path: Path
+) -> None:
+    here = tmp_path / "big"
+    here.write_bytes(os.urandom(200_000_000))
+    connection = connect(server, client)
+    path = new_path(connection, "upload")
+    told: list[int] = []
+    restarted = threading.Event()
+
+    def progress(done: int, size: int) -> None:
+        told.append(done)
+        if done > 60_000_000 and not restarted.is_set():
+            restarted.set()
+            server.stop()
+            server.start()
+
+    connection.upload(str(here), path, progress)
+    assert restarted.is_set() and told[-1] == 200_000_000
+    assert told == sorted(told)  # It never began again.
+    digest = connection.run(["sha256sum", path]).stdout.decode().split()[0]
+    assert digest == hashlib.sha256(here.read_bytes()).hexdigest()
+    assert b".rs-" not in connection.run(["ls", "-A", connection.home()]).stdout
+    connection.remove(path)
+
+
+def test_a_restart_in_the_middle_of_a_download_goes_on_where_it_was(
+    connect: Connect, server: Sshd, client: str, tmp_path: Path
+) -> None:
+    connection = connect(server, client)
+    path = new_path(connection, "download")
+    data = os.urandom(100_000_000)
+    connection.write(path, data)
+    restarted = threading.Event()
+
+    def progress(done: int, size: int) -> None:
+        if done > 30_000_000 and not restarted.is_set():
+            restarted.set()
+            server.stop()
+            server.start()
+
+    connection.download(path, str(tmp_path / "back"), progress)
+    assert (tmp_path / "back").read_bytes() == data and len(list(tmp_path.glob("*.tmp"))) == 0
+    connection.remove(path)
+
+
+def test_a_restart_in_the_middle_of_a_command_is_said_and_nothing_stays(connect: Connect, server: Sshd, client: str) -> None:
+    """Whether the command did its work is not known, so it is not run again; its caller is told at once."""
+    connection = connect(server, client)
+    mark = f"4{os.getpid()}.{time.monotonic_ns()}"
+    path = new_path(connection, "times")
+    threading.Timer(1.5, server.stop).start()
+    began = time.monotonic()
+    with pytest.raises(ConnectionLost, match="the connection was lost"):
+        connection.run(["sh", "-c", f"echo x >> {path}; sleep {mark}"])
+    assert time.monotonic() - began < 4
+    server.start()
+    assert connection.read(path, 0, 10) == b"x\n"
+    look = ["sh", "-c", f"ps -eo args= | grep '^sleep {mark[:-1]}[{mark[-1]}]'"]
+    assert wait_until(lambda: not connection.run(look).stdout, 8)
+    connection.remove(path)
+
+
+def test_a_lost_sftp_server_costs_no_login(connect: Connect, server: Sshd, client: str) -> None:
+    connection = connect(server, client)
+    for _ in range(3):
+        assert connection.read("/etc/hostname", 0, 4) == b"edge"
+        server.end_sftp()
+    assert connection.read("/etc/hostname", 0, 4) == b"edge"
+    assert server.logins() == 1
+
+
+def test_input_that_is_cut_off_is_never_taken_for_whole(connect: Connect, server: Sshd, client: str) -> None:
+    """A command like sbatch must not act on the first half of its input."""
+    with Link(server.host, server.port, 0.05) as link:
+        connection = connect(server, client, host="127.0.0.1", port=link.port)
+        path = new_path(connection, "half")
+        data = bytes(30_000_000)
+        threading.Timer(0.4, server.stop).start()
+        with pytest.raises(ConnectionLost):
+            connection.run(["sh", "-c", f"cat > {path}.part; mv {path}.part {path}"], stdin=data)
+        server.start()
+        connection.run(["sleep", "3"])
+        assert connection.run(["ls", path]).returncode != 0
+        connection.remove(f"{path}.part")
+
+
+def test_a_server_that_is_gone_is_said_within_connect_timeout(connect: Connect, server: Sshd, client: str) -> None:
+    connection = connect(server, client, connect_timeout=4)
+    connection.run(["true"])
+    server.stop()
+    began = time.monotonic()
+    with pytest.raises(ConnectionFailed, match="nothing listens") as caught:
+        connection.read("/etc/hostname", 0, 1)
+    assert caught.value.temporary and 2 < time.monotonic() - began < 8
+    server.start()
+    assert connection.read("/etc/hostname", 0, 4) == b"edge"
+
+
+# -- cuts and slow links -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def cut_by_proxy(server: Sshd) -> Iterator[tuple[str, int, Callable[[], None], Callable[[], None]]]:
+    """What is open hangs for ever, what is new is refused: a NAT router that restarts."""
+    with Link(server.host, server.port) as link:
+        yield "127.0.0.1", link.port, link.cut, link.mend
+
+
+@contextlib.contextmanager
+def cut_by_firewall(server: Sshd) -> Iterator[tuple[str, int, Callable[[], None], Callable[[], None]]]:
+    """Packets of this port vanish both ways, and pass again later: a cable that is pulled."""
+    rules = [["OUTPUT", "-p", "tcp", "-d", server.host, "--dport", str(server.port), "-j", "DROP"]]
+    rules += [["INPUT", "-p", "tcp", "-s", server.host, "--sport", str(server.port), "-j", "DROP"]]
+
+    def change(action: str) -> None:
+        for rule in rules:
+            subprocess.run(["iptables", "-w", action, *rule], check=True, capture_output=True)
+
+    try:
+        change("-A")
+        change("-D")
+    except (OSError, subprocess.CalledProcessError) as error:
+        if os.environ.get("CI"):
+            pytest.fail(f"packets cannot be dropped here: {error}")
+        pytest.skip("dropping packets needs root and iptables")
+    yield server.host, server.port, lambda: change("-A"), lambda: change("-D")
+
+
+@pytest.mark.timeout(240)
+def test_a_cut_of_a_minute(connect: Connect, sshd: Callable[..., Sshd], openssh_there: None) -> None:
+    """A reader as the follower is one: it goes on within 5 s after the cut, with both clients and both kinds of cut."""
+    resumed: dict[str, float] = {}
+    failures: list[str] = []
+
+    def follow(name: str, client: str, way: Any) -> None:
+        host, port, cut, mend = way
+        connection = connect(None, client, host=host, port=port)
+        connection.run(["true"])
+        assert connection.read("/etc/hostname", 0, 4) == b"edge"
+        timers = [threading.Timer(0.1, cut), threading.Timer(0.1 + CUT, mend)]
+        for timer in timers:
+            timer.start()
+        end_of_cut = time.monotonic() + 0.1 + CUT
+        time.sleep(0.5)
+        while name not in resumed and time.monotonic() < end_of_cut + 30:
+            with contextlib.suppress(ConnectionFailed):
+                assert connection.read("/etc/hostname", 0, 4) == b"edge"
+                resumed[name] = time.monotonic() - end_of_cut
+                break
+            time.sleep(0.5)
+        else:
+            failures.append(name)
+        for timer in timers:
+            timer.join()
+
+    with contextlib.ExitStack() as ways:
+        threads = [
+            threading.Thread(target=follow, args=(f"{client}, {kind.__name__}", client, ways.enter_context(kind(sshd()))))
+            for client in CLIENTS
+            for kind in (cut_by_proxy, cut_by_firewall)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(resumed) == 4, (resumed, failures)
+    assert all(-0.2 < seconds <= 5 for seconds in resumed.values()), resumed
+
+
+def test_a_link_of_80_ms(connect: Connect, server: Sshd, client: str, tmp_path: Path) -> None:
+    """Everything works, and what can be in flight together is: 40 reads take a few round trips, not hundreds."""
+    with Link(server.host, server.port, 0.04) as link:
+        connection = connect(server, client, host="127.0.0.1", port=link.port)
+        assert connection.run(["cat"], stdin=b"x" * 100_000).stdout == b"x" * 100_000
+        path = new_path(connection, "far")
+        data = os.urandom(1_000_000)
+        connection.write(path, data)
+        assert connection.read(path, 0, 2_000_000) == data
+        began = time.monotonic()
+        with ThreadPoolExecutor(40) as pool:
+            assert all(part == data[:100] for part in pool.map(lambda _: connection.read(path, 0, 100), range(40)))
+        assert time.monotonic() - began < 40 * 2 * 0.08 / 2
+        (tmp_path / "up").write_bytes(data * 20)
+        connection.upload(str(tmp_path / "up"), path)
+        connection.download(path, str(tmp_path / "down"))
+        assert (tmp_path / "down").read_bytes() == data * 20
+        connection.remove(path)
+
+
+def test_a_child_process_does_not_speak_on_its_parents_connection(connect: Connect, server: Sshd) -> None:
+    from dagster_rayslurm.connections.shared import close_connections, connection_to
+
+    ssh = connect.fields(server)
+    try:
+        connection_to(ssh).run(["true"])
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                code = 0 if connection_to(ssh).run(["echo", "child"]).stdout == b"child\n" else 2
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert connection_to(ssh).run(["echo", "parent"]).stdout == b"parent\n"
+        assert server.logins() == 2
+    finally:
+        close_connections()
