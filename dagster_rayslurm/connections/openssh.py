@@ -286,7 +286,9 @@ class PipeStream:
         Raises:
             Refused, ConnectionFailed: it never began.
         """
-        data = self._socket.recv(size)
+        data = b""
+        with contextlib.suppress(ConnectionResetError):  # It ended without reading all that it was sent.
+            data = self._socket.recv(size)
         if not data:
             self._process.wait()
             self._said.seek(0)

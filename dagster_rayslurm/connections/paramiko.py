@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import select
+import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import paramiko
@@ -138,8 +139,21 @@ class ParamikoProcess:
     def __init__(self, link: ParamikoLink, channel: Any) -> None:
         self._link = link
         self._channel = channel
-        self._poll = select.poll()
-        self._poll.register(channel.fileno(), select.POLLIN)
+        # A thread for each stream: the descriptor that a channel offers to poll() misses data when both streams have
+        # news at the same time (OrPipe in paramiko 5.1 sets and clears without a lock).
+        self._news: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self._open = 2
+        for number, receive in enumerate((channel.recv, channel.recv_stderr)):
+            threading.Thread(target=self._receive, args=(number, receive), daemon=True).start()
+
+    def _receive(self, number: int, receive: Callable[[int], bytes]) -> None:
+        data = b"-"
+        while data:
+            try:
+                data = receive(65536)
+            except (OSError, EOFError):
+                data = b""
+            self._news.put((number, data))
 
     def write(self, data: bytes) -> None:
         """Hand it input; blocks while the server takes none. What it takes no more is dropped."""
@@ -152,16 +166,13 @@ class ParamikoProcess:
         Raises:
             EOFError: the command's streams are closed and read.
         """
-        channel = self._channel
-        self._poll.poll(max(0, timeout) * 1000)
-        out = channel.recv(65536) if channel.recv_ready() else b""
-        err = channel.recv_stderr(65536) if channel.recv_stderr_ready() else b""
-        if not (out or err) and (channel.closed or channel.eof_received):
-            # What came between the two looks is still to be had.
-            if channel.recv_ready() or channel.recv_stderr_ready():
-                return self.read(0)
+        if not self._open:
             raise EOFError
-        return out, err
+        got = [b"", b""]
+        with contextlib.suppress(queue.Empty):
+            number, got[number] = self._news.get(timeout=max(0.0, timeout))
+            self._open -= not got[number]
+        return got[0], got[1]
 
     def why(self, stdout: bytes, stderr: bytes) -> Exception:
         """Why the streams ended before the command did."""
@@ -261,6 +272,9 @@ class ParamikoLink:
         except paramiko.ChannelException:
             raise
         except (paramiko.SSHException, EOFError, OSError) as error:
+            if self.alive() and "Unable to open channel" in str(error):
+                # The server refused, but another thread, refused as well, has taken the exception that says so.
+                raise paramiko.ChannelException(_CONNECT_FAILED, "refused") from None
             raise failures.gone(self.ssh, "" if isinstance(error, EOFError) else str(error)) from None
 
     def _watch(self) -> None:

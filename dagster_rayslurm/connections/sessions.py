@@ -43,7 +43,7 @@ class Sessions:
         with self._taking_turns() as turns:
             if turns:
                 self.drop_sftp()
-            self._take()
+            self._take(turns)
             try:
                 yield self.link
             except Refused:
@@ -60,11 +60,11 @@ class Sessions:
             Refused: the server has none to give right now.
             ConnectionFailed: it does not speak SFTP, or the login is gone.
         """
-        with self._taking_turns():
+        with self._taking_turns() as turns:
             with self._sftp_lock:
                 if self._sftp is None or self._sftp.lost:
                     self._close_sftp()
-                    self._sftp = self._open_sftp()
+                    self._sftp = self._open_sftp(turns)
                 sftp = self._sftp
             yield sftp
 
@@ -86,8 +86,8 @@ class Sessions:
             with self._turn:
                 yield True
 
-    def _open_sftp(self) -> Sftp:
-        self._take()
+    def _open_sftp(self, turns: bool) -> Sftp:
+        self._take(turns)
         try:
             return self._shake_hands()
         except BaseException as error:
@@ -114,10 +114,18 @@ class Sessions:
         """A refusal tells how many the server allows: those that were open."""
         with self._changed:
             self._limit = max(1, min(self._limit, self._open - 1))
+            self._changed.notify_all()
 
-    def _take(self) -> None:
+    def _take(self, turns: bool) -> None:
+        """Count one more as open, once that is allowed.
+
+        Raises:
+            Refused: it has become known meanwhile that files and commands must take turns.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._open < self._limit)
+            self._changed.wait_for(lambda: self._open < self._limit or (self._limit == 1 and not turns))
+            if self._open >= self._limit:
+                raise Refused
             self._open += 1
 
     def _give_back(self) -> None:

@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 _QUICK = 3.0
 """Seconds for which a first login that fails is tried again: what fails longer is more likely a mistake."""
+_AT_ONCE = 32768
+"""Bytes of input that pipes and channels take without anybody reading."""
 _PROGRESS = 5.0
 """An attempt that lasted so many seconds before it broke counts as progress: a new outage begins."""
 
@@ -231,8 +233,12 @@ def _finish(process: Process, framed: Frame, deadline: float | None) -> Complete
         TimeoutError: the deadline passed.
         Refused, ConnectionFailed: it was cut off.
     """
-    feeder = threading.Thread(target=process.write, args=(framed.stdin,), daemon=True)
-    feeder.start()
+    feeder = None
+    if len(framed.stdin) <= _AT_ONCE:
+        process.write(framed.stdin)
+    else:
+        feeder = threading.Thread(target=process.write, args=(framed.stdin,), daemon=True)
+        feeder.start()
     out, err = bytearray(), bytearray()
     while not framed.complete(out, err):
         remaining = 3600.0 if deadline is None else deadline - time.monotonic()
@@ -244,6 +250,6 @@ def _finish(process: Process, framed: Frame, deadline: float | None) -> Complete
             raise process.why(bytes(out), bytes(err)) from None
         out += more_out
         err += more_err
-    if not feeder.is_alive():  # Else the command did not want all of its input, and the end of it is goodbye enough.
+    if feeder is None or not feeder.is_alive():  # Else the command did not want all of its input, and the end of it is goodbye enough.
         process.write(BYE)
     return framed.parse(bytes(out), bytes(err))
