@@ -148,7 +148,7 @@ class _Pipe(asyncio.Protocol):
         else:
             act()
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._later(self.end)
 
     def end(self) -> None:
@@ -166,5 +166,5 @@ class _Far(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._pipe.down(data)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._pipe._later(self._pipe.end)

@@ -23,6 +23,7 @@ from . import failures, openssh_askpass
 from .base import ConnectionFailed
 from .config import SSHConnectionResource
 from .credentials import check_files, key_path, known_hosts_path
+from .keys import check_keys
 from .link import Refused
 from .logins import login_slot
 from .openssh_options import control_path, jump_options, login_options, master_command
@@ -53,6 +54,7 @@ class OpenSSHConnection(SSHConnection):
         if self.ssh.require_existing_master:
             return _existing_master(self.ssh)
         check_files(self.ssh)
+        check_keys(self.ssh)
         for number in range(_MASTERS):
             path = control_path(self.ssh, number)
             _ensure_master(self.ssh, path)
@@ -158,10 +160,11 @@ def _write(path: str, text: str, mode: int = 0o600) -> None:
 
 def _try_to_open(ssh: SSHConnectionResource, path: str, scratch: str, remaining: float, tcp_timeout: int) -> None:
     pinned = {number: os.path.join(scratch, f"pinned-{number}") for number, hop in enumerate(ssh.hops()) if hop.host_key}
+    said_path = os.path.join(scratch, "said")
     words = [
         *("ssh", "-o", f"ConnectTimeout={tcp_timeout}", "-M", "-S", path, "-o", f"ControlPersist={_PERSIST}", "-fN"),
         *login_options(ssh, pinned.get(len(ssh.hops()) - 1)),
-        *jump_options(ssh, pinned),
+        *jump_options(ssh, pinned, said_path),
         *("--", ssh.host),
     ]
     environ = {
@@ -171,8 +174,7 @@ def _try_to_open(ssh: SSHConnectionResource, path: str, scratch: str, remaining:
         "SSH_ASKPASS_REQUIRE": "force",  # OpenSSH 8.4; older ones want a display and no terminal.
         "DISPLAY": os.environ.get("DISPLAY", ":0"),
     }
-    said_path = os.path.join(scratch, "said")
-    with open(said_path, "wb") as said:
+    with open(said_path, "ab") as said:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environ, start_new_session=True, close_fds=True
         )
@@ -188,9 +190,6 @@ def _try_to_open(ssh: SSHConnectionResource, path: str, scratch: str, remaining:
         with contextlib.suppress(FileNotFoundError), open(os.path.join(scratch, openssh_askpass.UNANSWERED)) as file:
             prompt = file.readline().strip()
             if "password" not in prompt.lower():
-                hop = next((hop for hop in ssh.hops() if "passphrase" in prompt and (key_path(hop) or "\0") in prompt), None)
-                if hop:
-                    raise failures.bad_file(hop, f"`key_passphrase` does not open the key {key_path(hop)}; check it")
                 raise failures.prompt_unanswered(ssh, prompt, master_command(ssh))
         raise explain(ssh, text)
 

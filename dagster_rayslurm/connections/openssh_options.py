@@ -58,12 +58,13 @@ def login_options(ssh: SSHConnectionResource, pinned_keys: str | None = None) ->
     return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 
 
-def jump_options(ssh: SSHConnectionResource, pinned_keys: dict[int, str]) -> list[str]:
+def jump_options(ssh: SSHConnectionResource, pinned_keys: dict[int, str], log: str = "/dev/null") -> list[str]:
     """How to get to a server through its jump hosts: an `ssh -W` as its ProxyCommand, which may have one itself.
 
     Args:
         ssh: the server.
         pinned_keys: files of pinned host keys, by the number of jump hosts still ahead.
+        log: where the jump hosts' ssh complains: with ControlPersist, ssh silences its ProxyCommand.
     """
     jump = ssh.jump_host
     if jump is None:
@@ -71,11 +72,10 @@ def jump_options(ssh: SSHConnectionResource, pinned_keys: dict[int, str]) -> lis
     words = [
         "ssh",
         *login_options(jump, pinned_keys.get(len(jump.hops()) - 1)),
-        *jump_options(jump, pinned_keys),
+        *jump_options(jump, pinned_keys, log),
         *("-o", "ControlMaster=no", "-o", "ControlPath=none"),
     ]
-    # ssh expands percent signs in a ProxyCommand: only the target's are meant.
-    command = f"{shlex.join(words).replace('%', '%%')} -W '[%h]:%p' -- {shlex.quote(jump.host).replace('%', '%%')}"
+    command = f"{_plain(shlex.join(words))} -W '[%h]:%p' -- {_plain(shlex.quote(jump.host))} 2>> {_plain(shlex.quote(log))}"
     return ["-o", f"ProxyCommand={command}"]
 
 
@@ -120,6 +120,11 @@ def _short(ssh: SSHConnectionResource) -> list[str]:
             f"ProxyCommand={shlex.join(['ssh', *_short(ssh.jump_host)])} -W '[%h]:%p' {shlex.quote(ssh.jump_host.host)}",
         ]
     return words
+
+
+def _plain(text: str) -> str:
+    """Text in which ssh expands nothing: of the percent signs in a ProxyCommand only the target's are meant."""
+    return text.replace("%", "%%")
 
 
 def _file(path: str) -> str:

@@ -10,10 +10,14 @@ _SHARE = 0.05
 
 
 class Outage:
-    """Pauses between tries: longer and longer, but beyond a start never more than a twentieth of the outage so far."""
+    """Pauses between tries: longer and longer, but beyond a start never more than a twentieth of the outage so far.
 
-    def __init__(self) -> None:
-        self._since = time.monotonic()
+    Args:
+        since: `time.monotonic()` when it began.
+    """
+
+    def __init__(self, since: float) -> None:
+        self._since = since
         self._next = _FIRST
 
     @property

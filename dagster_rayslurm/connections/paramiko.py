@@ -237,7 +237,9 @@ class ParamikoLink:
             try:
                 channel = self._open("direct-tcpip", (host, port), ("127.0.0.1", 0))
             except paramiko.ChannelException as error:
-                raise failures.other(self.ssh, f"{host}:{port} cannot be reached from there ({error.text})", temporary=True) from None
+                raise failures.other(
+                    self.ssh, f"{host}:{port} cannot be reached from there ({error.text})", temporary=True
+                ) from None
             pump(client, channel)
 
     def open_tcp(self, target: SSHConnectionResource, deadline: float) -> Any:

@@ -12,11 +12,14 @@ import paramiko
 from . import failures
 from .base import ConnectionFailed
 from .config import SSHConnectionResource
-from .credentials import certificate_path, key_path, known_hosts_path
+from .credentials import key_path, known_hosts_path
+from .keys import agent_keys, load_key
 from .known_hosts import KnownKey, Trust, add_key, judge, known_keys, read_text
 from .openssh_options import master_command
 
 _DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+_MOST_TRIES = 4
+"""Of the agent's keys: sshd hangs up after six failures (`MaxAuthTries`, sshd_config(5) of OpenSSH 9.2)."""
 _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 
 
@@ -151,60 +154,11 @@ def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
     """The keys to try, each with what messages call it."""
     path = key_path(ssh)
     if path:
-        key = _load(ssh, path)
-        yield f"the key {path}", key
+        yield f"the key {path}", load_key(ssh, path)
         return
-    if ssh.password is None or "SSH_AUTH_SOCK" in os.environ:
-        for key in _agent_keys():
-            yield f"the agent's key {key.comment or key.fingerprint}", key
+    for key in agent_keys()[:_MOST_TRIES]:
+        yield f"the agent's key {key.comment or key.fingerprint}", key
     for default in map(os.path.expanduser, _DEFAULT_KEYS):
         if os.path.exists(default):
             with contextlib.suppress(ConnectionFailed):  # Nobody named this one.
-                yield f"the key {default}", _load(ssh, default)
-
-
-def _agent_keys() -> list[Any]:
-    try:
-        return list(paramiko.Agent().get_keys())
-    except (paramiko.SSHException, OSError):
-        return []
-
-
-def _load(ssh: SSHConnectionResource, path: str) -> Any:
-    """A private key with its certificate; one that is locked and in the agent is used there.
-
-    Raises:
-        ConnectionFailed: it cannot be used.
-    """
-    passphrase = ssh.key_passphrase
-    try:
-        key = paramiko.PKey.from_path(path, passphrase.encode() if passphrase else None)
-    except TypeError:  # cryptography: a password was given for a plain key, or none for a locked one.
-        if passphrase:
-            return _load(ssh.model_copy(update={"key_passphrase": None}), path)
-        key = _from_agent(path)
-        if key is None:
-            raise failures.bad_file(ssh, f"the key {path} is locked; give `key_passphrase`, or add the key to an agent") from None
-    except (ValueError, paramiko.SSHException) as error:
-        if passphrase and "format" not in str(error).lower():
-            raise failures.bad_file(ssh, f"`key_passphrase` does not open the key {path}; check it") from None
-        raise failures.bad_file(
-            ssh, f"{path} is not a private key that can be read ({type(error).__name__}); check `key_path`"
-        ) from None
-    certificate = certificate_path(ssh) if ssh.key_path else None
-    if certificate:
-        try:
-            key.load_certificate(certificate)
-        except (ValueError, IndexError, paramiko.SSHException):
-            raise failures.bad_file(
-                ssh, f"{certificate} is not a certificate for the key {path}; check `certificate_path`"
-            ) from None
-    return key
-
-
-def _from_agent(path: str) -> Any | None:
-    """The agent's key whose public half lies beside a private key file."""
-    with contextlib.suppress(OSError, IndexError), open(f"{path}.pub") as file:
-        public = file.read().split()[1]
-        return next((key for key in _agent_keys() if key.get_base64() == public), None)
-    return None
+                yield f"the key {default}", load_key(ssh, default)

@@ -193,11 +193,12 @@ class SSHConnection:
                 if lost and not repeatable:
                     raise
             if outage is None or (sessions is not None and time.monotonic() - began > _PROGRESS):
-                outage = Outage()
-            patience = self.ssh.connect_timeout if self._ever_connected or isinstance(failure, ServerBusy) else _QUICK
+                outage = Outage(began if sessions is None else time.monotonic())
+            patient = self._ever_connected or isinstance(failure, ServerBusy)
+            patience = self.ssh.connect_timeout if patient else min(_QUICK, self.ssh.connect_timeout)
             pause = outage.pause()
             over = deadline is not None and time.monotonic() + pause > deadline
-            if not failure.temporary or outage.seconds > patience or over:
+            if not failure.temporary or outage.seconds + pause > patience or over:
                 raise failure from None
             time.sleep(pause)
 
@@ -250,6 +251,8 @@ def _finish(process: Process, framed: Frame, deadline: float | None) -> Complete
             raise process.why(bytes(out), bytes(err)) from None
         out += more_out
         err += more_err
-    if feeder is None or not feeder.is_alive():  # Else the command did not want all of its input, and the end of it is goodbye enough.
+    if (
+        feeder is None or not feeder.is_alive()
+    ):  # Else the command did not want all of its input, and the end of it is goodbye enough.
         process.write(BYE)
     return framed.parse(bytes(out), bytes(err))

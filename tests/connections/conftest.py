@@ -19,8 +19,8 @@ from dagster_rayslurm.connections.openssh import OpenSSHConnection
 from dagster_rayslurm.connections.openssh_options import control_path
 from dagster_rayslurm.connections.paramiko import ParamikoConnection
 
-from ..stack.conftest import stack  # noqa: F401
 from ..conftest import MARK
+from ..stack.conftest import stack  # noqa: F401
 from .sshd import Sshd
 
 CLIENTS = ("paramiko", "openssh")

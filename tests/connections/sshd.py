@@ -15,7 +15,9 @@ Subsystem sftp /usr/lib/openssh/sftp-server
 LogLevel VERBOSE
 """
 
-_HOST_KEY = "{ ls /etc/ssh/ssh_host_ed25519_key >/dev/null 2>&1 || ssh-keygen -q -t ed25519 -N '' -f /etc/ssh/ssh_host_ed25519_key; }"
+_HOST_KEY = (
+    "{ ls /etc/ssh/ssh_host_ed25519_key >/dev/null 2>&1 || ssh-keygen -q -t ed25519 -N '' -f /etc/ssh/ssh_host_ed25519_key; }"
+)
 
 _ports = itertools.count(random.randrange(20000, 28000))
 

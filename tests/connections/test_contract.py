@@ -50,7 +50,9 @@ def test_words_arrive_as_they_are(place: Place, words: list[str]) -> None:
     assert done.stdout.split(b"\0")[:-1] == [os.fsencode(word) for word in [*words, "the last"]]
 
 
-@pytest.mark.parametrize("word", ["-n", "!!", "a!b", "$HOME", "`id`", "\\", "'", '"', "\n", "\r", "*", "~", "&", "%s", "@", "", "é\udcff"])
+@pytest.mark.parametrize(
+    "word", ["-n", "!!", "a!b", "$HOME", "`id`", "\\", "'", '"', "\n", "\r", "*", "~", "&", "%s", "@", "", "é\udcff"]
+)
 def test_words_that_shells_like(place: Place, word: str) -> None:
     assert place.connection.run(["printf", "%s", word]).stdout == os.fsencode(word)
     assert place.connection.run(["env", "printf", "<%s>", word, "if"]).stdout == b"<" + os.fsencode(word) + b"><if>"
@@ -166,7 +168,9 @@ def test_modes(place: Place) -> None:
     place.connection.make_dir(path)
     for name, mode in {"private": 0o600, "program": 0o755, "open": 0o666}.items():
         place.connection.write(os.path.join(path, name), b"", mode)
-    done = place.connection.run(["stat", "-c", "%a", path, *(os.path.join(path, name) for name in ("private", "program", "open"))])
+    done = place.connection.run(
+        ["stat", "-c", "%a", path, *(os.path.join(path, name) for name in ("private", "program", "open"))]
+    )
     assert done.stdout.split() in ([b"700", b"600", b"755", b"666"], [b"700", b"600", b"755", b"644"])
 
 

@@ -99,7 +99,7 @@ def test_other_kinds_of_keys(kind: str, connect: Connect, server: Sshd, client: 
 
 
 def test_a_key_with_a_passphrase(connect: Connect, server: Sshd, client: str, authorize: Any, tmp_path: Path) -> None:
-    key = Key(tmp_path / "it's a % \"key\"", passphrase=PASSPHRASE)
+    key = Key(tmp_path / 'it\'s a % "key"', passphrase=PASSPHRASE)
     authorize(key.public)
     works(connect(server, client, key_path=str(key.path), key_passphrase=PASSPHRASE))
 
@@ -196,7 +196,7 @@ def test_two_jump_hosts_each_with_a_login_of_its_own(
 
 def test_one_login_serves_everything(connect: Connect, server: Sshd, client: str) -> None:
     connection = connect(server, client)
-    for index in range(20):
+    for _ in range(20):
         connection.run(["true"])
         connection.write(f"/tmp/one-{os.getpid()}", b"x")
         connection.read(f"/tmp/one-{os.getpid()}", 0, 1)
@@ -314,7 +314,9 @@ def test_login_shells_that_run_nothing(user: str, says: str, connect: Connect, s
 def test_a_master_opened_by_hand(connect: Connect, server: Sshd, openssh_there: None, tmp_path: Path) -> None:
     ssh = connect.fields(server, client="openssh", require_existing_master=True, user="dev")
     connection = connect.to(ssh)
-    with pytest.raises(ConnectionFailed, match="no master connection is open and require_existing_master is set; type: ssh -M") as caught:
+    with pytest.raises(
+        ConnectionFailed, match="no master connection is open and require_existing_master is set; type: ssh"
+    ) as caught:
         connection.run(["true"])
     assert server.logins() == 0  # It never logs in by itself.
     command = str(caught.value).split("type: ")[1]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -283,7 +284,7 @@ def test_a_cut_of_a_minute(connect: Connect, sshd: Callable[..., Sshd], openssh_
 
     def follow(name: str, client: str, way: Any) -> None:
         host, port, cut, mend = way
-        connection = connect(None, client, host=host, port=port)
+        connection = connect(SimpleNamespace(host=host, port=port), client)
         connection.run(["true"])
         assert connection.read("/etc/hostname", 0, 4) == b"edge"
         timers = [threading.Timer(0.1, cut), threading.Timer(0.1 + CUT, mend)]

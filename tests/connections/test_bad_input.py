@@ -1,0 +1,293 @@
+"""Mistakes in a configuration: each gets one sentence that names the remedy, in time, with no secret and no traceback."""
+
+import os
+import re
+import shutil
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import paramiko
+import pytest
+
+from dagster_rayslurm import SSHConnectionResource
+from dagster_rayslurm.connections.base import ConnectionFailed
+
+from .conftest import PASSWORD, Connect
+from .sshd import Sshd
+from .test_logins import PASSPHRASE, Key
+
+SECRETS = (PASSWORD, PASSPHRASE, "wr0ng-secret")
+
+
+@pytest.fixture
+def refused(connect: Connect, client: str, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Makes a connection that cannot be had, and returns the sentence."""
+
+    def refuse(server: Any, within: float = 6.0, **fields: Any) -> str:
+        capfd.readouterr()
+        began = time.monotonic()
+        with pytest.raises(ConnectionFailed) as caught:
+            connect(server, client, **{"connect_timeout": 5, **fields}).run(["true"])
+        took, said, printed = time.monotonic() - began, str(caught.value), "".join(capfd.readouterr())
+        assert took < within
+        assert "\n" not in said and "Traceback" not in printed and "Exception" not in said + printed
+        assert said.startswith("SSH to ") and not any(secret in said + printed for secret in SECRETS)
+        assert caught.value.__cause__ is None and caught.value.__suppress_context__
+        return said
+
+    return refuse
+
+
+def test_a_wrong_host(refused: Any, server: Sshd) -> None:
+    assert re.search(r"no host is called 'no-such-host.invalid'; check `host` and", refused(server, host="no-such-host.invalid"))
+
+
+def test_an_empty_or_odd_host(refused: Any, server: Sshd) -> None:
+    for host in ("-oProxyCommand=touch /tmp/owned", "a b", "ä" * 70, "x" * 300):
+        refused(server, host=host)
+    assert not os.path.exists("/tmp/owned")
+
+
+def test_a_wrong_port(refused: Any, server: Sshd) -> None:
+    assert "nothing listens there; check `host` and `port`" in refused(server, port=1)
+
+
+class Service(socketserver.BaseRequestHandler):
+    greeting = b""
+
+    def handle(self) -> None:
+        self.request.sendall(self.greeting)
+        self.request.settimeout(20)
+        with_client = b"-"
+        while with_client:
+            try:
+                with_client = self.request.recv(1000)
+            except OSError:
+                return
+
+
+@pytest.fixture
+def service() -> Iterator[Callable[[bytes], Any]]:
+    """Starts something that listens and is no SSH server."""
+    servers = []
+
+    def start(greeting: bytes) -> Any:
+        handler = type("Handler", (Service,), {"greeting": greeting})
+        server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return type("Server", (), {"host": "127.0.0.1", "port": server.server_address[1]})
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_port_that_says_nothing(refused: Any, service: Any) -> None:
+    assert "no answer within 2 s; check `host` and `port`, and the VPN or firewall" in refused(
+        service(b""), 4.0, connect_timeout=2
+    )
+
+
+def test_a_port_that_speaks_something_else(refused: Any, service: Any) -> None:
+    said = refused(service(b"HTTP/1.1 400 Bad Request\r\nServer: x\r\n\r\n" + b"<html>\r\n" * 2000), connect_timeout=3)
+    assert "what answers there is not an SSH server; check `port`" in said
+
+
+def test_a_host_that_does_not_answer(refused: Any, server: Sshd) -> None:
+    host = server.host.rpartition(".")[0] + ".253"  # An address of the containers' network that nobody has.
+    said = refused(server, host=host, connect_timeout=3)
+    assert re.search(r"cannot be reached \(No route to host\); check the network|no answer within 3 s", said)
+
+
+def test_a_wrong_user(refused: Any, server: Sshd) -> None:
+    said = refused(server, user="nobody-here")
+    assert re.search(
+        r"SSH to nobody-here@.*refused the login with the key .*; it takes publickey; check `user`, `key_path`", said
+    )
+
+
+def test_a_wrong_key(refused: Any, server: Sshd, tmp_path: Path) -> None:
+    key = Key(tmp_path / "key")
+    assert f"refused the login with the key {key.path}; it takes publickey" in refused(server, key_path=str(key.path))
+
+
+def test_no_key_at_all(refused: Any, server: Sshd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    assert "refused the login with" in refused(server, key_path=None)
+
+
+def test_a_wrong_password(refused: Any, sshd: Any) -> None:
+    for method in ("PasswordAuthentication yes", "KbdInteractiveAuthentication yes"):
+        server = sshd(method, "PubkeyAuthentication no")
+        said = refused(server, key_path=None, password="wr0ng-secret", within=12)
+        assert "refused the login with" in said and "the password" in said
+        assert len(re.findall("Failed (password|keyboard-interactive)", server.log())) == 1  # More tries lock accounts.
+
+
+def test_a_wrong_passphrase(refused: Any, server: Sshd, tmp_path: Path) -> None:
+    key = Key(tmp_path / "locked 'key'", passphrase=PASSPHRASE)
+    said = refused(server, key_path=str(key.path), key_passphrase="wr0ng-secret")
+    assert f"`key_passphrase` does not open the key {key.path}" in said
+
+
+def test_a_missing_passphrase(refused: Any, server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    key = Key(tmp_path / "locked", passphrase=PASSPHRASE)
+    assert f"the key {key.path} is locked; give `key_passphrase`, or add the key to an agent" in refused(
+        server, key_path=str(key.path)
+    )
+
+
+def test_a_missing_key_file(refused: Any, server: Sshd, tmp_path: Path) -> None:
+    assert f"{tmp_path}/none does not exist; check `key_path`" in refused(server, within=1, key_path=f"{tmp_path}/none")
+
+
+def test_a_key_file_that_is_a_directory(refused: Any, server: Sshd, tmp_path: Path) -> None:
+    assert f"{tmp_path} cannot be read (Is a directory)" in refused(server, within=1, key_path=str(tmp_path))
+
+
+def test_a_key_that_others_can_read(refused: Any, server: Sshd, tmp_path: Path) -> None:
+    key = Key(tmp_path / "key")
+    key.path.chmod(0o644)
+    assert f"others can read the key {key.path} (mode 0644); run: chmod 600 {key.path}" in refused(
+        server, within=1, key_path=str(key.path)
+    )
+
+
+@pytest.mark.parametrize(
+    "content", ["", "not a key\n", "-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n-----END OPENSSH PRIVATE KEY-----\n"]
+)
+def test_a_file_that_is_no_key(content: str, refused: Any, server: Sshd, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.touch(0o600)
+    path.write_text(content)
+    assert f"{path} is not a private key that can be read" in refused(server, key_path=str(path))
+
+
+def test_a_certificate_of_another_key(refused: Any, sshd: Any, stack: Any, tmp_path: Path) -> None:
+    authority, key, other = Key(tmp_path / "ca"), Key(tmp_path / "key"), Key(tmp_path / "other", "rsa")
+    stack.exec("edge", ["sh", "-c", 'echo "$0" > /tmp/ca2.pub', authority.public])
+    server = sshd("TrustedUserCAKeys /tmp/ca2.pub", "AuthorizedKeysFile none")
+    certificate = other.certify(authority, "dev")
+    said = refused(server, key_path=str(key.path), certificate_path=str(certificate))
+    assert "is not a certificate for the key" in said or "refused the login with the key" in said
+    assert "does not exist; check `certificate_path`" in refused(server, certificate_path=str(tmp_path / "none"))
+
+
+def test_an_unknown_jump_host(refused: Any, connect: Connect, server: Sshd) -> None:
+    jump = connect.fields(server, host="no-such-jump.invalid")
+    assert re.search(r"SSH to dev@no-such-jump.invalid:\d+: no host is called", refused(server, jump_host=jump))
+
+
+def test_a_jump_host_that_refuses_the_login(refused: Any, connect: Connect, server: Sshd, tmp_path: Path) -> None:
+    jump = connect.fields(server, user="jumper", key_path=str(Key(tmp_path / "key").path))
+    assert re.search(r"refused the login with the key", refused(server, jump_host=jump))
+
+
+def test_a_host_that_the_jump_host_cannot_reach(refused: Any, connect: Connect, server: Sshd) -> None:
+    said = refused(server, port=1, jump_host=connect.fields(server))
+    assert re.search(
+        rf"the jump host dev@{server.host}:{server.port} cannot reach it \(.*\); check `host` and `port` as seen from", said
+    )
+
+
+def test_a_jump_host_that_does_not_forward(refused: Any, connect: Connect, sshd: Any, server: Sshd) -> None:
+    said = refused(server, jump_host=connect.fields(sshd("AllowTcpForwarding no")))
+    assert re.search(r"the jump host .* cannot reach it \(.*(rohibited|open failed)\).*AllowTcpForwarding", said)
+
+
+def test_the_key_of_a_jump_host_has_changed(refused: Any, connect: Connect, server: Sshd, sshd: Any, tmp_path: Path) -> None:
+    jump, file = sshd(), tmp_path / "known jump"
+    file.write_text(f"[{jump.host}]:{jump.port} {Key(tmp_path / 'k').public}\n")
+    said = refused(server, jump_host=connect.fields(jump, known_hosts_file=str(file)))
+    assert f"SSH to dev@{jump.host}:{jump.port}: its host key is not the one in {file}" in said
+
+
+class Questions(paramiko.ServerInterface):
+    """A server that asks for a code, as sites with two factors do."""
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "keyboard-interactive"
+
+    def check_auth_interactive(self, username: str, submethods: str) -> Any:
+        return paramiko.InteractiveQuery("", "", ("Verification code: ", False))
+
+    def check_auth_interactive_response(self, responses: list[str]) -> int:
+        return int(paramiko.AUTH_FAILED)
+
+
+def test_a_prompt_that_nobody_can_answer(refused: Any, client: str) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    host_key = paramiko.RSAKey.generate(2048)
+
+    def serve() -> None:
+        while True:
+            try:
+                stream, _ = listener.accept()
+            except OSError:
+                return
+            transport = paramiko.Transport(stream)
+            transport.add_server_key(host_key)
+            transport.start_server(server=Questions())
+
+    threading.Thread(target=serve, daemon=True).start()
+    place = type("Server", (), {"host": "127.0.0.1", "port": listener.getsockname()[1]})
+    said = refused(place, password="wr0ng-secret")
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    assert "the server asks 'Verification code:', which nobody can answer here" in re.sub(r"\(dev@127.0.0.1\) ", "", said)
+    assert 'client="openssh" and require_existing_master=True, then type: ssh -M -S /tmp/' in said
+
+
+def test_a_certificate_with_no_known_hosts_to_write(refused: Any, server: Sshd, tmp_path: Path) -> None:
+    (tmp_path / "dir").mkdir()
+    said = refused(server, known_hosts_file=str(tmp_path / "dir"))
+    assert "cannot be read (Is a directory); check `known_hosts_file`" in said
+
+
+def test_no_ssh_program(connect: Connect, server: Sshd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert shutil.which("ssh") is None
+    with pytest.raises(ConnectionFailed, match='client="openssh" needs the `ssh` program'):
+        connect(server, "openssh").run(["true"])
+
+
+def test_missing_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dagster as dg
+
+    monkeypatch.delenv("SITE_HOST", raising=False)
+
+    @dg.asset
+    def never(ssh: SSHConnectionResource) -> None:
+        raise AssertionError
+
+    with pytest.raises(dg.DagsterInvalidConfigError, match='environment variable "SITE_HOST" which is not set'):
+        dg.materialize([never], resources={"ssh": SSHConnectionResource.from_env("SITE")})
+
+
+def test_a_secret_is_in_no_command_line_and_no_environment(connect: Connect, sshd: Any, openssh_there: None) -> None:
+    server = sshd("PasswordAuthentication yes", "PubkeyAuthentication no")
+    connection = connect(server, "openssh", key_path=None, password=PASSWORD)
+    connection.run(["true"])
+    import psutil
+
+    for process in psutil.process_iter():
+        try:
+            if process.name() == "ssh":
+                assert PASSWORD not in " ".join(process.cmdline()) + str(process.environ())
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    for root, _, files in os.walk(f"/tmp/rayslurm-{os.getuid()}"):
+        for name in files:
+            path = os.path.join(root, name)
+            if os.path.isfile(path):
+                assert PASSWORD not in Path(path).read_text()
