@@ -22,9 +22,12 @@ from .figures import Figure, Options, Sample, number
 Measure = Callable[[Options], "Figure | list[Figure]"]
 
 
+_NEED_THE_STACK = ("connections", "connections.idle")
+
+
 def _measures() -> dict[str, Measure]:
     """The figures by name; imported late, so that `--help` does not wait for Dagster."""
-    from . import first, imports, local, messages, stdout
+    from . import connections, first, imports, local, messages, stdout
 
     return {
         "import": imports.imports,
@@ -34,6 +37,8 @@ def _measures() -> dict[str, Measure]:
         "local.warm": local.local_warm,
         "stdout": stdout.stdout,
         "messages": messages.messages,
+        "connections": connections.connections,
+        "connections.idle": connections.idle_readers,
     }
 
 
@@ -73,6 +78,8 @@ def _machine() -> dict[str, object]:
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Keep the raw figures here.")
 def main(names: tuple[str, ...], runs: int | None, messages: int, lines: int, json_path: Path | None) -> None:
     """Measure the figures, or those with the given NAMES, each beside doing the same by hand."""
+    from . import connections
+
     warnings.filterwarnings("ignore", module="dagster")
     measures = _measures()
     unknown = [name for name in names if name not in measures]
@@ -84,6 +91,11 @@ def main(names: tuple[str, ...], runs: int | None, messages: int, lines: int, js
     options = Options(runs, messages, lines)
     figures: list[Figure] = []
     for name in names or measures:
+        if name in _NEED_THE_STACK and not connections.available():
+            if names:
+                raise click.UsageError(f"{name} needs the Slurm stack (`make stack-up`) and the ssh and sftp programs")
+            console.print(f"leaving out {name}: the Slurm stack (`make stack-up`) or the ssh and sftp programs are not there")
+            continue
         console.print(f"measuring {name}")  # No spinner: its thread would share the interpreter with what is measured.
         measured = measures[name](options)
         figures += measured if isinstance(measured, list) else [measured]

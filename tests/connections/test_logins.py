@@ -234,7 +234,7 @@ def test_a_new_host_key_is_learned_once(connect: Connect, server: Sshd, client: 
 
 
 def test_strict_refuses_what_it_does_not_know(connect: Connect, server: Sshd, client: str, tmp_path: Path) -> None:
-    with pytest.raises(ConnectionFailed, match='host key is not in .*known.* and host_key_checking is "strict"; compare'):
+    with pytest.raises(ConnectionFailed, match=r"host key is not in .*known.* and host_key_checking is \"strict\"; compare"):
         connect(server, client, known_hosts_file=str(tmp_path / "known"), host_key_checking="strict").run(["true"])
     assert server.logins() == 0
 
