@@ -6,6 +6,7 @@ was tried on Dagster 1.13 and is avoided here once.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -158,7 +159,11 @@ def resolve_variables(config: C, what: str) -> C:
 
 def _resolve(value: Any, where: str) -> Any:
     if is_env_var(value):
-        resolved = value.get_value()
+        try:
+            resolved = value.get_value()
+        except ValueError:
+            found = os.environ.get(value.env_var_name)
+            raise ValueError(f"{where}: the environment variable {value.env_var_name} is {found!r}, not an integer") from None
         if resolved is None:
             raise ValueError(f"{where}: the environment variable {value.env_var_name} is not set")
         return resolved

@@ -1,4 +1,4 @@
-"""The `rayslurm` command: a look at run directories without Dagster."""
+"""The `rayslurm` command: a look at run directories and at the edge node, without Dagster."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 from .._version import __version__
 from ..backends.rundir import Layout
 from ..runtime.record import JOURNAL, STATUS, STDIO, LineReader, Record
+from .check import check
 
 _CHUNK = 1024 * 1024
 
@@ -27,8 +28,11 @@ _CHUNK = 1024 * 1024
 )
 @click.pass_context
 def main(context: click.Context, base: str) -> None:
-    """Look at the runs of dagster-rayslurm on this machine."""
+    """Look at the runs of dagster-rayslurm, and at the cluster."""
     context.obj = Layout(Path(base).expanduser())
+
+
+main.add_command(check)
 
 
 @main.command()

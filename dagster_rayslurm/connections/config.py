@@ -27,6 +27,14 @@ _STRINGS = (
 _INTEGERS = ("port", "connect_timeout", "keepalive")
 
 
+def check_name(value: object) -> str:
+    """A host or user name: one word, and none that a program could take for an option."""
+    text = check_text(value)
+    if not text or text.startswith("-") or len(text.split()) != 1 or text != text.strip():
+        raise ValueError(f"{text!r} is not a name of a host or user; write one word that does not begin with '-'")
+    return text
+
+
 def check_host_key(value: object) -> str:
     """A public key as a line of known_hosts or a .pub file holds it, without the host and the comment."""
     fields = check_text(value).split()
@@ -45,9 +53,9 @@ class SSHConnectionResource(dg.ConfigurableResource):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host: Annotated[str, plain_text] = Field(description="Name or address of the edge (login) node.")
+    host: Annotated[str, checked(check_name)] = Field(description="Name or address of the edge (login) node.")
     port: Annotated[int, at_least(1)] = Field(default=22, description="Port of its SSH server.")
-    user: Annotated[Optional[str], plain_text] = Field(
+    user: Annotated[Optional[str], checked(check_name)] = Field(
         default=None, description="User to log in as; None for the user that runs Dagster."
     )
     key_path: Annotated[Optional[str], plain_text] = Field(

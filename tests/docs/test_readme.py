@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+STACK = (ROOT / "stack" / "README.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 FILES = {match.group(1): block for block in PYTHON if (match := re.match(r"# (\w+\.py)\n", block))}
 
@@ -39,7 +40,7 @@ def test_other_snippets_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_commands_and_rooms_that_are_named_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`?make ([a-z]+)", README)) <= targets
+    assert set(re.findall(r"(?:`|\$ )make ([a-z-]+)", README + STACK)) <= targets
     rooms = re.search(r"\| room \| job \|(.*?)\n\n", README, re.DOTALL)
     assert rooms is not None
     for room in re.findall(r"`([a-z_]+(?:\.py|/))`", rooms.group(1)):
@@ -50,6 +51,26 @@ def test_pixi_has_the_tasks_of_the_makefile() -> None:
     pixi = (ROOT / "pixi.toml").read_text()
     for task in ("install", "demo", "dev", "test", "bench"):
         assert re.search(rf"^{task} = ", pixi, re.MULTILINE), task
+
+
+def test_the_stack_is_as_its_readme_says() -> None:
+    """The commands of its page work on it; what its choices are is what the settings take."""
+    from stack.access import read_environment
+    from stack.settings import ACCOUNTING_SERVICES, Settings
+
+    services = set(re.findall(r"`([a-z0-9]+)`", "".join(re.findall(r"^\| (`[a-z0-9`, ]+`) \| ", STACK, re.MULTILINE))))
+    settings = Settings.from_environment({})
+    assert set(settings.services) <= services and set(ACCOUNTING_SERVICES) <= services
+    for variable in re.findall(r"`(RAYSLURM_STACK_[A-Z_]+)`", STACK):
+        assert variable in (ROOT / "stack" / "settings.py").read_text(), variable
+    environment = read_environment(Settings.from_environment())
+    if environment:
+        commands = re.search(r"\$ (set -a; .*?)\n\$ make stack-logs", STACK, re.DOTALL)
+        assert commands is not None
+        script = re.sub(r"^\$ ", "", commands[1], flags=re.MULTILINE)
+        env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        said = subprocess.run(["sh", "-ec", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        assert said.returncode == 0 and "compute*" in said.stdout and "gpu" in said.stdout, said.stderr
 
 
 def test_the_kinds_of_failure_are_all_explained() -> None:

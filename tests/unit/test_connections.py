@@ -1,0 +1,281 @@
+"""The pure parts of connections, and those that need nothing but this machine."""
+
+import base64
+import hashlib
+import hmac
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from dagster_rayslurm import SSHConnectionResource
+from dagster_rayslurm.connections import private_dir as private_dir_module
+from dagster_rayslurm.connections.frame import BYE, frame
+from dagster_rayslurm.connections.known_hosts import KnownKey, Trust, add_key, judge, known_keys
+from dagster_rayslurm.connections.logins import SLOTS, login_slot
+from dagster_rayslurm.connections.openssh_askpass import choose
+from dagster_rayslurm.connections.openssh_options import control_path, jump_options, login_options, master_command
+from dagster_rayslurm.connections.outage import Outage
+from dagster_rayslurm.connections.private_dir import private_dir
+
+# -- known hosts ---------------------------------------------------------------------------------------------------------
+
+
+def hashed(name: str, salt: bytes = b"0123456789abcdefghij") -> str:
+    digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()
+    return f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
+
+
+@pytest.mark.parametrize(
+    ("names", "host", "port", "matches"),
+    [
+        ("edge", "edge", 22, True),
+        ("edge", "EDGE", 22, True),
+        ("edge", "edge", 2222, False),
+        ("[edge]:2222", "edge", 2222, True),
+        ("[edge]:2222", "edge", 22, False),
+        ("a,edge,b", "edge", 22, True),
+        ("*.site.org", "login1.site.org", 22, True),
+        ("*.site.org,!login2.site.org", "login2.site.org", 22, False),
+        ("!login2.site.org,*.site.org", "login2.site.org", 22, False),
+        ("login?", "login1", 22, True),
+        ("[*.site.org]:2222", "login1.site.org", 2222, True),
+        ("[2001:db8::1]:2222", "2001:db8::1", 2222, True),
+        ("[a-z]", "b", 22, False),
+        (hashed("edge"), "edge", 22, True),
+        (hashed("[edge]:2222"), "edge", 2222, True),
+        (hashed("edge"), "edgf", 22, False),
+        ("|1|broken", "edge", 22, False),
+    ],
+)
+def test_names_in_known_hosts(names: str, host: str, port: int, matches: bool) -> None:
+    text = f"# comment\n\n{names} ssh-ed25519 AAAA a comment\n"
+    assert (known_keys(text, host, port) == [KnownKey("ssh-ed25519", "AAAA")]) is matches
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
+@given(host=st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True), port=st.sampled_from([22, 2222]))
+def test_what_is_added_is_what_ssh_finds(host: str, port: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    key = "AAAAC3NzaC1lZDI1NTE5AAAAIEDShYqB4U8POSp9FNGz41/mdW55+3B0ypEtfSJ2vmv7"
+    file = tmp_path_factory.mktemp("k") / "known"
+    add_key(str(file), host, port, "ssh-ed25519", key)
+    add_key(str(file), host, port, "ssh-ed25519", key)
+    assert file.read_text().count("\n") == 1 and file.stat().st_mode & 0o777 == 0o600
+    name = host if port == 22 else f"[{host}]:{port}"
+    found = subprocess.run(["ssh-keygen", "-F", name, "-f", file], capture_output=True, text=True)
+    assert key in found.stdout
+    subprocess.run(["ssh-keygen", "-H", "-f", file], capture_output=True, check=True)
+    assert known_keys(file.read_text(), host, port) == [KnownKey("ssh-ed25519", key)]
+
+
+def test_what_known_keys_say_of_a_key() -> None:
+    known = [KnownKey("ssh-rsa", "R"), KnownKey("ssh-ed25519", "E")]
+    assert judge([], "ssh-ed25519", "E") is Trust.NEW
+    assert judge(known, "ssh-ed25519", "E") is Trust.KNOWN
+    assert judge(known, "ssh-ed25519", "X") is Trust.CHANGED
+    assert judge(known, "ecdsa", "X") is Trust.CHANGED
+    assert judge([*known, KnownKey("ssh-ed25519", "E", revoked=True)], "ssh-ed25519", "E") is Trust.REVOKED
+    assert judge([KnownKey("ssh-ed25519", "O", revoked=True)], "ssh-ed25519", "E") is Trust.NEW
+
+
+def test_many_learn_a_key_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "dir" / "known"
+    threads = [threading.Thread(target=add_key, args=(str(file), f"h{i % 3}", 22, "ssh-rsa", "K")) for i in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(file.read_text().splitlines()) == [f"h{i} ssh-rsa K" for i in range(3)]
+
+
+# -- frames --------------------------------------------------------------------------------------------------------------
+
+SHELLS = [shell for shell in ("dash", "bash", "busybox", "zsh", "tcsh", "fish") if shutil.which(shell)]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_frame_in_each_login_shell(shell: str) -> None:
+    framed = frame(["printf", "%s", "a'b\n!! $x"], b"")
+    words = [shell, "sh"] if shell == "busybox" else [shell]
+    done = subprocess.run([*words, "-c", framed.command], input=framed.stdin + BYE, capture_output=True, timeout=20)
+    assert framed.complete(done.stdout, done.stderr)
+    assert framed.parse(done.stdout, done.stderr).stdout == b"a'b\n!! $x"
+
+
+def run_frame(framed: Any) -> Any:
+    done = subprocess.run(
+        ["sh", "-c", framed.command], input=framed.stdin + BYE, capture_output=True, timeout=20, start_new_session=True
+    )
+    assert framed.complete(done.stdout, done.stderr), done
+    return framed.parse(done.stdout, done.stderr)
+
+
+@given(
+    noise=st.binary(max_size=50), output=st.binary(max_size=50).filter(lambda data: b"\0" not in data), code=st.integers(0, 255)
+)
+def test_output_is_told_from_noise(noise: bytes, output: bytes, code: int) -> None:
+    framed = frame(["x"], b"")
+    out = noise + framed.begin + output + framed.end
+    err = noise + framed.begin + output + framed.end + b" %d." % code
+    assert framed.complete(out, err)
+    parsed = framed.parse(out, err)
+    assert (parsed.stdout, parsed.stderr, parsed.returncode) == (output, output, code)
+    for cut in range(len(noise + framed.begin), len(err)):
+        assert not framed.complete(out, err[:cut])
+
+
+def test_a_command_that_prints_its_own_marks() -> None:
+    framed = frame(["sh", "-c", "cat /proc/$PPID/cmdline | tail -c 10; printf 'end-0 0.'; exit 7"], b"")
+    assert run_frame(framed).returncode == 7
+
+
+def test_a_command_that_closes_its_input_is_left_alone() -> None:
+    framed = frame(["sh", "-c", "exec <&-; sleep 0.5; echo done"], b"x" * 200_000)
+    assert run_frame(framed).stdout == b"done\n"
+
+
+def test_a_frame_without_goodbye_ends_everything() -> None:
+    framed = frame(["sleep", "77"], b"")
+    started = time.monotonic()
+    process = subprocess.Popen(
+        ["sh", "-c", framed.command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    out, err = process.communicate(framed.stdin, timeout=20)
+    assert not framed.complete(out, err) and time.monotonic() - started < 10
+
+
+def test_an_empty_command_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty command"):
+        frame([], b"")
+
+
+# -- ssh options ---------------------------------------------------------------------------------------------------------
+
+
+def resource(**fields: Any) -> SSHConnectionResource:
+    return SSHConnectionResource(**{"host": "edge", **fields})
+
+
+def test_only_what_is_configured_overrides_the_users_own_ssh_config() -> None:
+    options = login_options(resource())
+    assert not any(option.startswith(("Port=", "User=", "IdentityFile=", "UserKnownHostsFile=")) for option in options)
+    assert "StrictHostKeyChecking=accept-new" in options and "BatchMode=yes" in options
+    full = login_options(
+        resource(
+            port=2222, user="dev", key_path="/k e%y", certificate_path="/c", known_hosts_file="/kh", host_key_checking="strict"
+        )
+    )
+    assert {"Port=2222", "User=dev", 'IdentityFile="/k e%%y"', "IdentitiesOnly=yes", 'CertificateFile="/c"'} < set(full)
+    assert {'UserKnownHostsFile="/kh"', "StrictHostKeyChecking=yes"} < set(full)
+
+
+def test_secrets_are_in_no_option() -> None:
+    jump = resource(host="jump", password="s3cret", key_path="/k", key_passphrase="pass")
+    ssh = resource(password="s3cret2", jump_host=jump)
+    words = " ".join([*login_options(ssh), *jump_options(ssh, {}), control_path(ssh), master_command(ssh)])
+    assert "s3cret" not in words and "pass" not in words.replace("NumberOfPasswordPrompts", "")
+
+
+def test_each_configuration_has_a_control_socket_of_its_own() -> None:
+    variants: list[dict[str, Any]] = [
+        {},
+        {"port": 2},
+        {"user": "u"},
+        {"jump_host": resource(host="j")},
+        {"host_key_checking": "off"},
+    ]
+    paths = {control_path(resource(**fields)) for fields in variants}
+    assert len(paths) == len(variants) and all(len(path) < 60 for path in paths)
+
+
+@pytest.mark.parametrize("name", ["-oProxyCommand=touch /tmp/x", "-l", "a b", "", " edge", "edge\n"])
+def test_names_that_a_program_could_take_for_something_else_are_refused(name: str) -> None:
+    for fields in ({"host": name}, {"user": name}):
+        with pytest.raises(ValidationError, match="not a name of a host or user|control character"):
+            resource(**fields)
+
+
+ANSWERS = [
+    {"kind": "passphrase", "for": "/home/me/key", "secret": "a"},
+    {"kind": "password", "for": "me@jump", "secret": "b"},
+    {"kind": "password", "for": "me@edge", "secret": "c"},
+]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "index"),
+    [
+        ("Enter passphrase for key '/home/me/key': ", 0),
+        ("Enter passphrase for key '/home/me/other': ", None),
+        ("me@jump's password: ", 1),
+        ("me@edge's password: ", 2),
+        ("(me@edge) Password: ", 2),
+        ("Password: ", 1),
+        ("(me@edge) Verification code: ", None),
+        ("The authenticity of host can't be established. Continue? ", None),
+    ],
+)
+def test_which_answer_a_prompt_gets(prompt: str, index: int | None) -> None:
+    assert choose(ANSWERS, prompt) == index
+
+
+# -- patience ------------------------------------------------------------------------------------------------------------
+
+
+def test_pauses_grow_with_the_outage_and_stay_bounded() -> None:
+    for lasted, longest in ((0.0, 1.5), (60.0, 3.0), (86400.0, 30.0)):
+        outage = Outage(time.monotonic() - lasted)
+        pauses = [outage.pause() for _ in range(20)]
+        assert max(pauses) <= longest + 0.1 and min(pauses) >= 0.1
+        assert pauses[0] < pauses[-1]
+
+
+def test_four_logins_at_a_time() -> None:
+    at_once, most, lock = [0], [0], threading.Lock()
+
+    def log_in() -> None:
+        with login_slot("test-host:22", 30):
+            with lock:
+                at_once[0] += 1
+                most[0] = max(most[0], at_once[0])
+            time.sleep(0.02)
+            with lock:
+                at_once[0] -= 1
+
+    threads = [threading.Thread(target=log_in) for _ in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most[0] == SLOTS
+
+
+def test_a_directory_that_somebody_else_made_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = private_dir()
+    assert os.stat(path).st_mode & 0o777 == 0o700
+    real = os.lstat(path)
+    for wrong in ({"st_mode": real.st_mode | 0o022}, {"st_uid": real.st_uid + 1}, {"st_mode": 0o120777}):
+        values = {"st_mode": real.st_mode, "st_uid": real.st_uid, **wrong}
+        monkeypatch.setattr(private_dir_module.os, "lstat", lambda _, values=values: type("Stat", (), values))
+        with pytest.raises(OSError, match="is not a directory of user"):
+            private_dir()
+
+
+def test_a_local_connection_needs_no_forward() -> None:
+    from dagster_rayslurm.connections.shared import connection_to
+
+    with socket.create_server(("127.0.0.1", 0)) as server, connection_to(None).forward(*server.getsockname()) as forward:
+        assert (forward.host, forward.port) == server.getsockname()
