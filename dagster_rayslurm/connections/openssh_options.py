@@ -94,6 +94,12 @@ def control_path(ssh: SSHConnectionResource, number: int = 0) -> str:
     return os.path.join(private_dir(), f"{hashlib.sha256(shlex.join(words).encode()).hexdigest()[:16]}-{number}")
 
 
+def multiplexed(path: str, *words: str) -> list[str]:
+    """An `ssh` that uses the master at `path` or fails: it could not even make a connection of its own."""
+    guard = ["-o", "ControlMaster=no", "-o", "ProxyCommand=false", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR"]
+    return ["ssh", "-F", "none", "-S", path, *guard, *words]
+
+
 def master_command(ssh: SSHConnectionResource, path: str | None = None) -> str:
     """What a person types to open a master connection that `require_existing_master` uses.
 

@@ -204,7 +204,7 @@ def test_each_configuration_has_a_control_socket_of_its_own() -> None:
 @pytest.mark.parametrize("name", ["-oProxyCommand=touch /tmp/x", "-l", "a b", "", " edge", "edge\n"])
 def test_names_that_a_program_could_take_for_something_else_are_refused(name: str) -> None:
     for fields in ({"host": name}, {"user": name}):
-        with pytest.raises(ValidationError, match="not a name of a host or user|control character"):
+        with pytest.raises(ValidationError, match=r"not a name of a host or user|control character"):
             resource(**fields)
 
 

@@ -1,0 +1,212 @@
+"""Master connections of the `ssh` program: opened once for all processes, or by a person; and why one cannot be had."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+from . import failures, openssh_askpass
+from .config import SSHConnectionResource
+from .credentials import key_path, known_hosts_path
+from .logins import login_slot
+from .openssh_options import control_path, jump_options, login_options, master_command, multiplexed
+from .private_dir import private_dir
+
+_PERSIST = 60
+"""Seconds that a master stays after its last session, so that the next process finds it."""
+_FIRST_SLICE = 5.0
+"""Seconds after which a TCP connection is tried anew: the kernel waits ever longer between its own tries."""
+
+
+def existing_master(ssh: SSHConnectionResource) -> str:
+    """The control socket of the master that a person opened: where our command puts it, or their own configuration.
+
+    Raises:
+        ConnectionFailed: there is none.
+    """
+    asked = subprocess.run(
+        [
+            "ssh",
+            "-G",
+            *(["-l", ssh.user] if ssh.user else []),
+            *(["-p", str(ssh.port)] if ssh.port != 22 else []),
+            "--",
+            ssh.host,
+        ],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    own = re.search(r"^controlpath (?!none$)(.+)$", asked.stdout, re.MULTILINE)
+    for path in [control_path(ssh), *([own[1]] if own else [])]:
+        if _master_runs(path):
+            return path
+    raise failures.no_master(ssh, master_command(ssh))
+
+
+def _master_runs(path: str) -> bool:
+    """Whether a master answers at a control socket."""
+    return (
+        os.path.exists(path)
+        and subprocess.run(multiplexed(path, "-O", "check", "--", "host"), capture_output=True).returncode == 0
+    )
+
+
+def ensure_master(ssh: SSHConnectionResource, path: str) -> None:
+    """Open a master at a control socket unless one is there; one process does it, others wait.
+
+    Raises:
+        ConnectionFailed: the login does not work out.
+    """
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _master_runs(path):
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        _open_master(ssh, path)
+
+
+def _open_master(ssh: SSHConnectionResource, path: str) -> None:
+    deadline, timeout = time.monotonic() + ssh.connect_timeout * len(ssh.hops()), _FIRST_SLICE
+    while True:
+        remaining = deadline - time.monotonic()
+        try:
+            with login_slot(f"{ssh.host}:{ssh.port}", ssh.connect_timeout), _scratch(ssh) as scratch:
+                return _try_to_open(ssh, path, scratch, remaining, int(max(1, min(timeout, remaining))))
+        except TimeoutError as error:
+            raise failures.other(ssh, str(error), temporary=True) from None
+        except _NoAnswer as error:
+            if time.monotonic() >= deadline - 1:
+                raise failures.no_answer(error.ssh) from None
+            timeout *= 2  # The server may also be slow to greet.
+
+
+class _NoAnswer(Exception):
+    def __init__(self, ssh: SSHConnectionResource) -> None:
+        self.ssh = ssh
+
+
+@contextlib.contextmanager
+def _scratch(ssh: SSHConnectionResource) -> Iterator[str]:
+    """A directory for one login: the askpass program with its answers, pinned host keys, what ssh says."""
+    with tempfile.TemporaryDirectory(prefix="login.", dir=private_dir()) as scratch:
+        answers = []
+        for number, hop in enumerate(ssh.hops()):
+            if hop.host_key:
+                _write(os.path.join(scratch, f"pinned-{number}"), f"* {hop.host_key}\n")
+            if hop.key_passphrase is not None:
+                answers.append({"kind": "passphrase", "for": key_path(hop) or "", "secret": hop.key_passphrase})
+            if hop.password is not None:
+                answers.append({"kind": "password", "for": f"{hop.user or getpass.getuser()}@{hop.host}", "secret": hop.password})
+        _write(os.path.join(scratch, openssh_askpass.ANSWERS), json.dumps(answers))
+        program = shlex.join([sys.executable, "-I", openssh_askpass.__file__, scratch])
+        _write(os.path.join(scratch, "askpass"), f'#!/bin/sh\nexec {program} "$1"\n', 0o700)
+        yield scratch
+
+
+def _write(path: str, text: str, mode: int = 0o600) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        file.write(text)
+
+
+def _try_to_open(ssh: SSHConnectionResource, path: str, scratch: str, remaining: float, tcp_timeout: int) -> None:
+    pinned = {number: os.path.join(scratch, f"pinned-{number}") for number, hop in enumerate(ssh.hops()) if hop.host_key}
+    said_path = os.path.join(scratch, "said")
+    words = [
+        *("ssh", "-o", f"ConnectTimeout={tcp_timeout}", "-M", "-S", path, "-o", f"ControlPersist={_PERSIST}", "-fN"),
+        *login_options(ssh, pinned.get(len(ssh.hops()) - 1)),
+        *jump_options(ssh, pinned, said_path),
+        *("--", ssh.host),
+    ]
+    environ = {
+        **os.environ,
+        "LC_ALL": "C",
+        "SSH_ASKPASS": os.path.join(scratch, "askpass"),
+        "SSH_ASKPASS_REQUIRE": "force",  # OpenSSH 8.4; older ones want a display and no terminal.
+        "DISPLAY": os.environ.get("DISPLAY", ":0"),
+    }
+    with open(said_path, "ab") as said:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environ, start_new_session=True, close_fds=True
+        )
+        try:
+            code = process.wait(max(1.0, remaining))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise failures.no_answer(ssh) from None
+    if code:
+        with open(said_path, errors="replace") as file:
+            text = file.read()
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(scratch, openssh_askpass.UNANSWERED)) as file:
+            prompt = file.readline().strip()
+            if "password" not in prompt.lower():
+                raise failures.prompt_unanswered(ssh, prompt, master_command(ssh))
+        raise explain(ssh, text)
+
+
+def explain(ssh: SSHConnectionResource, said: str) -> Exception:
+    """What ssh(1) means by what it says when a login fails. Pure.
+
+    Args:
+        ssh: the server that was to be reached.
+        said: its words, in the C locale.
+    """
+    hops = ssh.hops()
+    # The hop that is spoken of: the innermost ssh complains first, and names its host.
+    at = next((hop for hop in hops if re.search(rf"(?<![\w.-]){re.escape(hop.host)}(?![\w-]).*?\b{hop.port}\b", said)), None)
+    at = at or next((hop for hop in hops if hop.host in said), ssh)
+    file = known_hosts_path(at)
+    if re.search(r"REVOKED HOST KEY|is marked as revoked", said, re.IGNORECASE):
+        return failures.host_key_revoked(at, file)
+    if "HOST IDENTIFICATION HAS CHANGED" in said or "No matching host key" in said:
+        return failures.host_key_not_pinned(at, "") if at.host_key else failures.host_key_changed(at, file, "")
+    if "Host key verification failed" in said:
+        return failures.host_key_not_pinned(at, "") if at.host_key else failures.host_key_unknown(at, file, "")
+    if "Could not resolve hostname" in said:
+        return failures.unknown_host(at)
+    if refused := re.search(r"open failed: (?:connect failed|administratively prohibited): (.*)", said):
+        return failures.jump_refused(ssh, ssh.jump_host or ssh, refused[1].strip())
+    if "Connection refused" in said:
+        return failures.nothing_listens(at)
+    if re.search(r"Connection timed out|Operation timed out|Connection to \S+ port \d+ timed out", said):
+        return _NoAnswer(at)
+    if routed := re.search(r"No route to host|Network is unreachable|Host is down", said):
+        return failures.unreachable(at, routed[0])
+    if locked := re.search(r'Load key "?(.+?)"?: incorrect passphrase', said):
+        return failures.bad_file(at, f"`key_passphrase` does not open the key {locked[1]}, or it is missing; check it")
+    if invalid := re.search(r'Load key "?(.+?)"?: (.+)', said):
+        return failures.bad_file(
+            at, f"{invalid[1]} is not a private key that can be read ({invalid[2].strip()}); check `key_path`"
+        )
+    if denied := re.search(r"Permission denied \(([^)]*)\)", said):
+        return failures.login_refused(at, _credentials(at), denied[1].replace(",", ", "))
+    if "Too many authentication failures" in said:
+        return failures.login_refused(at, "more keys than it allows", "")
+    if re.search(
+        r"kex_exchange_identification: (read: )?Connection (closed|reset)|banner exchange.*(closed|reset)", said, re.IGNORECASE
+    ):
+        return failures.busy(at)
+    if re.search(
+        r"kex_exchange_identification: (banner line|client sent)|Bad remote protocol|invalid format", said, re.IGNORECASE
+    ):
+        return failures.not_ssh(at)
+    words = " / ".join(line.strip() for line in said.splitlines() if line.strip())[-300:]
+    return failures.other(ssh, f"ssh failed: {words or 'it said nothing'}", temporary=True)
+
+
+def _credentials(ssh: SSHConnectionResource) -> str:
+    key = key_path(ssh)
+    parts = [f"the key {key}" if key else "the keys that ssh finds", *(["the password"] if ssh.password is not None else [])]
+    return " and ".join(parts)
