@@ -29,6 +29,13 @@ class ServerBusy(ConnectionFailed):
         super().__init__(sentence, temporary=True)
 
 
+class ConnectionGone(ConnectionFailed):
+    """The connection had ended before anything was started on it."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, temporary=True)
+
+
 class ConnectionLost(ConnectionFailed):
     """The connection broke while something was under way; whether it was carried out is not known."""
 
@@ -84,6 +91,9 @@ class Connection(Protocol):
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
         """Run a command and wait for its end; its words are taken as they are, no shell looks at them.
 
+        A program that is not there ends with 127, as in a shell. What the command leaves running in the background is
+        neither waited for nor listened to.
+
         Args:
             command: the program and its arguments.
             stdin: all that it can read.
@@ -92,7 +102,6 @@ class Connection(Protocol):
         Raises:
             ValueError: a word contains a NUL character.
             TimeoutError: it took longer than `timeout` seconds.
-            FileNotFoundError: there is no such program.
             ConnectionLost: the connection broke while the command may have run.
             ConnectionFailed: the connection cannot be had; the command did not run.
         """

@@ -27,6 +27,13 @@ _STRINGS = (
 _INTEGERS = ("port", "connect_timeout", "keepalive")
 
 
+def check_port(value: object) -> int:
+    """A TCP port."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 65536:
+        raise ValueError(f"{value!r} is not a port; write a number from 1 to 65535")
+    return value
+
+
 def check_name(value: object) -> str:
     """A host or user name: one word, and none that a program could take for an option."""
     text = check_text(value)
@@ -54,15 +61,19 @@ class SSHConnectionResource(dg.ConfigurableResource):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: Annotated[str, checked(check_name)] = Field(description="Name or address of the edge (login) node.")
-    port: Annotated[int, at_least(1)] = Field(default=22, description="Port of its SSH server.")
+    port: Annotated[int, checked(check_port)] = Field(default=22, description="Port of its SSH server.")
     user: Annotated[Optional[str], checked(check_name)] = Field(
         default=None, description="User to log in as; None for the user that runs Dagster."
     )
     key_path: Annotated[Optional[str], plain_text] = Field(
         default=None, description="Private key file; None for the agent and the default keys."
     )
-    key_passphrase: Optional[str] = Field(default=None, description="Passphrase of the private key; give it as an EnvVar.")
-    password: Optional[str] = Field(default=None, description="Password; give it as an EnvVar. Keys are the better choice.")
+    key_passphrase: Optional[str] = Field(
+        default=None, repr=False, description="Passphrase of the private key; give it as an EnvVar."
+    )
+    password: Optional[str] = Field(
+        default=None, repr=False, description="Password; give it as an EnvVar. Keys are the better choice."
+    )
     certificate_path: Annotated[Optional[str], plain_text] = Field(
         default=None, description="OpenSSH user certificate that goes with the key."
     )

@@ -5,7 +5,7 @@ Both SSH clients map what they see onto these, so that a mistake reads the same 
 
 from __future__ import annotations
 
-from .base import ConnectionFailed, ConnectionLost, ServerBusy
+from .base import ConnectionFailed, ConnectionGone, ConnectionLost, ServerBusy
 from .config import SSHConnectionResource
 
 
@@ -52,9 +52,8 @@ def lost(ssh: SSHConnectionResource, detail: str = "") -> ConnectionLost:
     return ConnectionLost(f"SSH to {spell(ssh)}: the connection was lost{detail and f' ({detail})'}")
 
 
-def gone(ssh: SSHConnectionResource, detail: str = "") -> ConnectionFailed:
-    """Like `lost`, but surely before anything was started."""
-    return _failed(ssh, f"the connection is gone{detail and f' ({detail})'}", temporary=True)
+def gone(ssh: SSHConnectionResource, detail: str = "") -> ConnectionGone:
+    return ConnectionGone(f"SSH to {spell(ssh)}: the connection is gone{detail and f' ({detail})'}")
 
 
 def jump_refused(ssh: SSHConnectionResource, jump: SSHConnectionResource, detail: str) -> ConnectionFailed:

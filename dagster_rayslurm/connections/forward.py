@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable
 
-from .base import ConnectionFailed
 from .link import Refused
 
 
@@ -23,6 +22,7 @@ class ListeningForward:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self._clients: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._closed = threading.Event()
         threading.Thread(target=self._accept, name="rayslurm-forward", daemon=True).start()
 
     @property
@@ -35,6 +35,7 @@ class ListeningForward:
 
     def close(self) -> None:
         """Stop listening and cut the clients off."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # Wakes the thread in accept, which a close alone does not.
         self._listener.close()
@@ -51,17 +52,20 @@ class ListeningForward:
         self.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while not self._closed.is_set():
+            try:
                 client, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(client,), name="rayslurm-forward", daemon=True).start()
+            except OSError:
+                self._closed.wait(0.1)  # Closed; or out of descriptors, which may pass.
+                continue
+            with self._lock:
+                self._clients.add(client)
+            threading.Thread(target=self._serve, args=(client,), name="rayslurm-forward", daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with self._lock:
-            self._clients.add(client)
         try:
             # A client that cannot be carried sees its connection end, as it would without a forward in between.
-            with contextlib.suppress(OSError, ConnectionFailed, Refused):
+            with contextlib.suppress(OSError, EOFError, Refused):
                 self._carry(client)
         finally:
             client.close()

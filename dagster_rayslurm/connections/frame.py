@@ -3,12 +3,14 @@
 The command string that the user's login shell gets (bash, zsh, csh, fish) is the same harmless words every time; what is
 to be run follows on standard input and is read by `/bin/sh`. Marks around both output streams separate the command's
 own output from what start-up files print, and carry its exit code, so that a lost connection is never taken for an
-exit. The rest of standard input is the lifeline: when it ends without a goodbye, the whole process group is ended.
+exit. The rest of standard input is the lifeline: when it ends without a goodbye, the whole session is ended; only what
+made a session of its own escapes. It takes coreutils' `head` and `dd`; busybox's `head` reads too far.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +19,13 @@ from .base import Completed
 
 # Left of the pipe: the command's input and the lifeline. Only "go" lets the command see the end of its input, so a
 # connection lost halfway never makes a cut-off input look complete. A command that does not read all of its input ends
-# `head` early; the rest is then read up to its last word. sshd makes each session a process group of its own
-# (setsid in do_exec_no_pty, OpenSSH 9.2), which is what `kill 0` reaches.
+# `head` early; the rest is then read up to its last word. sshd gives each command a session of its own (setsid in
+# do_exec_no_pty, OpenSSH 9.2), led by this shell; timeout(1) and the like make process groups, but no sessions.
 _SCRIPT = """\
 printf %(begin)s; printf %(begin)s >&2
 { %(feed)s read -r word && [ "$word" = go ] && exec >/dev/null && read -r word && [ "$word" = bye ] && exit
 [ "$(tail -c 4)" = bye ] && exit
-trap "" TERM; kill -TERM 0; sleep 2; kill -KILL 0; } 2>/dev/null | { ( %(command)s )
+trap "" TERM; pkill -TERM -s $$ || kill -TERM 0; sleep 2; pkill -KILL -s $$ || kill -KILL 0; } 2>/dev/null | { ( %(command)s )
 rc=$?; printf %(end)s; printf "%(end)s $rc." >&2; }
 """
 
@@ -47,16 +49,53 @@ class Frame:
     begin: bytes
     end: bytes
 
-    def complete(self, stdout: bytes | bytearray, stderr: bytes | bytearray) -> bool:
-        """Whether the command ended and all that it wrote is here."""
-        tail = stderr[-len(self.end) - 8 :]
-        return self.end in stdout[-len(self.end) :] and self.end in tail and tail.endswith(b".")
 
-    def parse(self, stdout: bytes, stderr: bytes) -> Completed:
-        """The command's own output and exit code, of complete streams."""
-        out = stdout.split(self.begin, 1)[1].rsplit(self.end, 1)[0]
-        err, code = stderr.split(self.begin, 1)[1].rsplit(self.end, 1)
-        return Completed(int(code.strip(b" .")), out, err)
+class Output:
+    """Both streams of a framed command as they come in.
+
+    Args:
+        framed: the command.
+    """
+
+    def __init__(self, framed: Frame) -> None:
+        self._begin, self._end = framed.begin, framed.end
+        self._streams = (bytearray(), bytearray())
+        self._ends = [-1, -1]
+        self._code: int | None = None
+
+    @property
+    def began(self) -> bool:
+        """Whether the command may have run: what is older is the login shell's."""
+        return any(self._begin in stream for stream in self._streams)
+
+    def noise(self) -> tuple[bytes, bytes]:
+        """All that came, for messages."""
+        return bytes(self._streams[0]), bytes(self._streams[1])
+
+    def feed(self, stdout: bytes, stderr: bytes) -> bool:
+        """Take what came; whether the command has ended and all that it wrote is here.
+
+        What a background child of it writes later is of no interest.
+        """
+        for number, data in enumerate((stdout, stderr)):
+            stream = self._streams[number]
+            look_from = max(0, len(stream) - len(self._end) - 8)
+            stream += data
+            if self._ends[number] < 0:
+                self._ends[number] = stream.find(self._end, look_from)
+        if self._ends[1] >= 0 and self._code is None:
+            code = re.match(rb" (\d+)\.", self._streams[1][self._ends[1] + len(self._end) :][:8])
+            self._code = int(code[1]) if code else None
+        return self._ends[0] >= 0 and self._code is not None
+
+    def completed(self) -> Completed:
+        """The command's own output and exit code, once `feed` has said that it is complete."""
+        assert self._code is not None
+        out, err = (
+            bytes(stream[stream.index(self._begin) + len(self._begin) : end])
+            for stream, end in zip(self._streams, self._ends, strict=True)
+        )
+        return Completed(self._code, out, err)
 
 
 def frame(command: Sequence[str], stdin: bytes) -> Frame:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from typing import Any
 
 import paramiko
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
+from paramiko.pkey import UnknownKeyType
 
 from . import failures
 from .config import SSHConnectionResource
 from .credentials import certificate_path, key_path
+
+_AGENT_TIMEOUT = 5.0
 
 
 def check_keys(ssh: SSHConnectionResource) -> None:
@@ -23,9 +27,10 @@ def check_keys(ssh: SSHConnectionResource) -> None:
     """
     for hop in ssh.hops():
         path = key_path(hop)
-        if path:
-            with contextlib.suppress(UnsupportedAlgorithm):  # A FIDO key, which only ssh can use.
-                load_key(hop, path)
+        # A public half stands for the agent's key, and a FIDO key only ssh can use.
+        if path and not _text(path).startswith(("ssh-", "ecdsa-", "sk-")):
+            with contextlib.suppress(_UnknownKind):
+                _load(hop, path)
 
 
 def load_key(ssh: SSHConnectionResource, path: str) -> Any:
@@ -34,6 +39,17 @@ def load_key(ssh: SSHConnectionResource, path: str) -> Any:
     Raises:
         ConnectionFailed: it cannot be used.
     """
+    try:
+        return _load(ssh, path)
+    except _UnknownKind:
+        raise failures.bad_file(ssh, f'the key {path} is of a kind that paramiko does not know; use client="openssh"') from None
+
+
+class _UnknownKind(Exception):
+    """A key that may be good, but not for paramiko."""
+
+
+def _load(ssh: SSHConnectionResource, path: str) -> Any:
     key = _unlock(ssh, path)
     certificate = certificate_path(ssh) if ssh.key_path else None
     if certificate:
@@ -44,10 +60,16 @@ def load_key(ssh: SSHConnectionResource, path: str) -> Any:
 
 def agent_keys() -> list[Any]:
     """The keys of the agent that SSH_AUTH_SOCK names; none if there is none."""
-    try:
-        return list(paramiko.Agent().get_keys())
-    except (paramiko.SSHException, OSError):
-        return []
+    keys: list[Any] = []
+
+    def ask() -> None:
+        with contextlib.suppress(paramiko.SSHException, OSError):
+            keys.extend(paramiko.Agent().get_keys())
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_AGENT_TIMEOUT)  # A forwarded agent that has gone stale takes questions and never answers.
+    return list(keys)
 
 
 def _unlock(ssh: SSHConnectionResource, path: str) -> Any:
@@ -61,6 +83,8 @@ def _unlock(ssh: SSHConnectionResource, path: str) -> Any:
         if key is None:
             raise failures.bad_file(ssh, f"the key {path} is locked; give `key_passphrase`, or add the key to an agent") from None
         return key
+    except (UnsupportedAlgorithm, UnknownKeyType):
+        raise _UnknownKind from None
     except (ValueError, paramiko.SSHException) as error:
         if passphrase and "PRIVATE KEY-----" in _text(path) and "format" not in str(error).lower():
             raise failures.bad_file(ssh, f"`key_passphrase` does not open the key {path}; check it") from None

@@ -73,8 +73,8 @@ def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
     return Trust.CHANGED if any(not known.revoked for known in keys) else Trust.NEW
 
 
-def add_key(path: str, host: str, port: int, key_type: str, key: str) -> None:
-    """Append a key, once, whoever else does so at the same time.
+def add_key(path: str, host: str, port: int, key_type: str, key: str) -> Trust:
+    """Append a key, once, whoever else does so at the same time; what the file then says of it.
 
     Raises:
         OSError: the file cannot be written.
@@ -85,9 +85,12 @@ def add_key(path: str, host: str, port: int, key_type: str, key: str) -> None:
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "r+", errors="replace") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         text = file.read()
-        if judge(known_keys(text, host, port), key_type, key) is Trust.NEW:
-            newline = "" if not text or text.endswith("\n") else "\n"
-            file.write(f"{newline}{host_name(host, port)} {key_type} {key}\n")
+        trust = judge(known_keys(text, host, port), key_type, key)
+        if trust is not Trust.NEW:
+            return trust
+        newline = "" if not text or text.endswith("\n") else "\n"
+        file.write(f"{newline}{host_name(host, port)} {key_type} {key}\n")
+        return Trust.KNOWN
 
 
 def read_text(path: str) -> str:

@@ -8,13 +8,16 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from ..runtime.record import temporary_name, write_atomically
 from .base import Completed, Progress
 
 _CHUNK = 1024 * 1024
+_LONGEST = 1e6
 
 
 @dataclass(frozen=True)
@@ -42,24 +45,27 @@ class LocalConnection:
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
         if not command or any("\0" in word for word in command):
             raise ValueError("a command needs a word at least, and no NUL character")
-        try:
-            process = subprocess.Popen(
-                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-            )
-        except OSError as error:  # As a shell would say it: 127 for what is not there, 126 for what cannot be run.
-            code = 127 if isinstance(error, FileNotFoundError) else 126
-            return Completed(code, b"", f"{command[0]}: {error.strerror}".encode())
-        try:
-            stdout, stderr = process.communicate(stdin, timeout)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{self.place}: {shlex.join(command)[:200]} took over {timeout:g} s and was ended") from None
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-        code = process.returncode
-        return Completed(128 - code if code < 0 else code, stdout, stderr)
+        # Files, not pipes: nobody waits for what the command leaves running in the background.
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            given.write(stdin)
+            given.seek(0)
+            try:
+                process = subprocess.Popen(list(command), stdin=given, stdout=stdout, stderr=stderr, start_new_session=True)
+            except OSError as error:  # As a shell would say it: 127 for what is not there, 126 for what cannot be run.
+                code = 127 if isinstance(error, FileNotFoundError) else 126
+                return Completed(code, b"", f"{command[0]}: {error.strerror}".encode())
+            try:
+                code = process.wait(None if timeout is None else min(timeout, _LONGEST))
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"{self.place}: {shlex.join(command)[:200]} took over {timeout:g} s and was ended") from None
+            finally:
+                if process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            stdout.seek(0)
+            stderr.seek(0)
+            return Completed(128 - code if code < 0 else code, stdout.read(), stderr.read())
 
     def home(self) -> str:
         return os.path.expanduser("~")
@@ -76,10 +82,13 @@ class LocalConnection:
         write_atomically(path, data, mode)
 
     def make_dir(self, path: str) -> None:
-        if not os.path.isdir(path):
+        if path and not os.path.isdir(path):
             self.make_dir(os.path.dirname(path))  # os.makedirs gives its mode to the last one only.
-            with contextlib.suppress(FileExistsError):  # Another run was faster.
+            try:
                 os.mkdir(path, 0o700)
+            except FileExistsError:
+                if not os.path.isdir(path):  # Else another run was faster.
+                    raise NotADirectoryError(f"{path} is there and is not a directory") from None
 
     def upload(self, local_path: str, path: str, progress: Progress | None = None, mode: int = 0o600) -> None:
         _copy(local_path, path, progress, mode)
@@ -103,15 +112,19 @@ class LocalConnection:
 def _copy(source_path: str, path: str, progress: Progress | None, mode: int | None) -> None:
     temporary = temporary_name(path)
     try:
-        with open(source_path, "rb") as source, open(temporary, "xb") as target:
+        with open(source_path, "rb") as source, _created(temporary) as target:
             size = os.fstat(source.fileno()).st_size
             while data := source.read(_CHUNK):
                 target.write(data)
                 if progress:
                     progress(target.tell(), max(size, target.tell()))
-            if mode is not None:
-                os.fchmod(target.fileno(), mode)
+            os.fchmod(target.fileno(), 0o644 if mode is None else mode)
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def _created(path: str) -> BinaryIO:
+    """A new file that nobody else can read while it grows."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")

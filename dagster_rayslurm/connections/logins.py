@@ -43,6 +43,7 @@ def login_slot(target: str, connect_timeout: float) -> Iterator[None]:
                 yield
                 return
             finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # A child that was forked meanwhile holds the file open as well.
                 os.close(fd)
         if time.monotonic() > deadline:
             raise TimeoutError(f"{SLOTS} other logins to {target} have been in progress for {WAIT_FACTOR * connect_timeout:g} s")

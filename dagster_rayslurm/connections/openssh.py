@@ -13,6 +13,7 @@ import tempfile
 from typing import Any
 
 from . import failures
+from .base import ConnectionGone
 from .config import SSHConnectionResource
 from .credentials import check_files
 from .keys import check_keys
@@ -22,9 +23,10 @@ from .openssh_options import control_path, multiplexed
 from .ssh import SSHConnection
 
 _MASTERS = 8
-_REFUSED = re.compile(rb"Session open refused by peer|mux_client_request_session: session request failed")
+# What ssh(1), OpenSSH 8.4 to 10.0, says as a multiplexing client, each on a line of its own.
+_REFUSED = re.compile(rb"^mux_client_request_session: session request failed|^Session open refused by peer", re.MULTILINE)
 _NO_MASTER = re.compile(
-    rb"Control socket connect|ControlSocket|Connection closed by UNKNOWN|mux_client_hello|No such file or directory"
+    rb"^Control socket connect\(|^ControlSocket .* already exists|^Connection closed by UNKNOWN|^mux_client_\w+: ", re.MULTILINE
 )
 
 
@@ -157,14 +159,13 @@ class OpenSSHProcess:
 
     def why(self, stdout: bytes, stderr: bytes) -> Exception:
         """Why the streams ended before the command did."""
-        problem = self._link.never_began(stderr)
+        code = self._process.wait()
+        problem = self._link.never_began(stderr) if code == 255 else None
         if problem:
             return problem
-        if self._process.wait() == 255 and not stdout:
+        if code == 255 or not self._link.alive():
             return failures.lost(self._link.ssh, stderr.decode("utf-8", "replace")[-200:].strip())
-        if self._link.alive():
-            return failures.no_shell(self._link.ssh, (stdout + stderr).decode("utf-8", "replace")[-300:].strip())
-        return failures.lost(self._link.ssh)
+        return failures.no_shell(self._link.ssh, (stdout + stderr).decode("utf-8", "replace")[-300:].strip())
 
     def close(self) -> None:
         """Let go of it; its lifeline ends."""
@@ -200,7 +201,11 @@ class OpenSSHLink:
 
     def has_room(self) -> bool:
         """Whether the server opens a session for us beside those of other processes."""
-        done = subprocess.run(multiplexed(self.path, "-T", "--", "host", "exit 0"), capture_output=True, stdin=subprocess.DEVNULL)
+        probe = multiplexed(self.path, "-T", "--", "host", "exit 0")
+        try:
+            done = subprocess.run(probe, capture_output=True, stdin=subprocess.DEVNULL, timeout=self.ssh.connect_timeout)
+        except subprocess.TimeoutExpired:
+            return True  # A start-up file that takes its time.
         return not _REFUSED.search(done.stderr)
 
     def never_began(self, said: bytes) -> Exception | None:
@@ -222,14 +227,18 @@ class OpenSSHLink:
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
         """Carry a client's bytes to and from a port that is reached from there, until both sides are done."""
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        process = subprocess.Popen(
-            multiplexed(self.path, "-W", target, "--", "host"),
-            stdin=client.fileno(),
-            stdout=client.fileno(),
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        process.wait()
+        with tempfile.TemporaryFile() as said:
+            process = subprocess.Popen(
+                multiplexed(self.path, "-W", target, "--", "host"),
+                stdin=client.fileno(),
+                stdout=client.fileno(),
+                stderr=said,
+                start_new_session=True,
+            )
+            if process.wait() == 255:
+                said.seek(0)
+                if isinstance(problem := self.never_began(said.read()), ConnectionGone):
+                    raise problem
 
     def close(self) -> None:
         """Nothing: other processes use the master, and it goes by itself when nobody does."""

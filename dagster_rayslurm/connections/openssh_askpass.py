@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 
 ANSWERS, UNANSWERED = "answers.json", "unanswered"
+
+_ONE_TIME = re.compile(r"one.?time|\botp\b|token|passcode|verification|\bcode\b", re.IGNORECASE)
+
+
+def asks_password(prompt: str) -> bool:
+    """Whether a server's prompt is for the password that stays the same, and not for a second factor."""
+    return "password" in prompt.lower() and not _ONE_TIME.search(prompt)
 
 
 def choose(answers: Sequence[dict[str, str]], prompt: str) -> int | None:
@@ -19,15 +27,24 @@ def choose(answers: Sequence[dict[str, str]], prompt: str) -> int | None:
 
     Args:
         answers: each with the `kind` of secret ("passphrase" or "password"), what it is `for` (the key's path, or
-            "user@host"), and the `secret`.
+            "user@host"), the `secret`, and whether its server is `alone`, without jump hosts.
         prompt: what ssh asks, such as "dev@edge's password: " or "Enter passphrase for key '/k': ".
     """
-    kind = "passphrase" if "passphrase for" in prompt.lower() else "password" if "password" in prompt.lower() else None
-    fitting = [index for index, answer in enumerate(answers) if answer["kind"] == kind]
-    # A server's own "Password:" names nobody before OpenSSH 8.5; hops are asked in order.
-    named = [index for index in fitting if answers[index]["for"] in prompt]
-    chosen = named or (fitting if kind == "password" else [])
-    return chosen[0] if chosen else None
+    if "passphrase for" in prompt.lower():
+        return next(
+            (i for i, answer in enumerate(answers) if answer["kind"] == "passphrase" and f"'{answer['for']}'" in prompt), None
+        )
+    if not asks_password(prompt):
+        return None
+    for index, answer in enumerate(answers):
+        who = answer["for"]
+        if answer["kind"] == "password" and prompt.startswith((f"{who}'s password", f"({who}) ")):
+            return index
+    # Before OpenSSH 8.5 a server's own prompt came without a name; with one server there is no doubt whose it is.
+    names_nobody = "@" not in prompt
+    return next(
+        (i for i, answer in enumerate(answers) if names_nobody and answer["kind"] == "password" and answer.get("alone")), None
+    )
 
 
 def main(directory: str, prompt: str) -> int:

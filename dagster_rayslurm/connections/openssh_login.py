@@ -9,6 +9,8 @@ import json
 import os
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,8 @@ from .private_dir import private_dir
 
 _PERSIST = 60
 """Seconds that a master stays after its last session, so that the next process finds it."""
+_CHECK = 10.0
+_SCRATCH = "during-login-"
 _FIRST_SLICE = 5.0
 """Seconds after which a TCP connection is tried anew: the kernel waits ever longer between its own tries."""
 
@@ -56,10 +60,12 @@ def existing_master(ssh: SSHConnectionResource) -> str:
 
 def _master_runs(path: str) -> bool:
     """Whether a master answers at a control socket."""
-    return (
-        os.path.exists(path)
-        and subprocess.run(multiplexed(path, "-O", "check", "--", "host"), capture_output=True).returncode == 0
-    )
+    if not os.path.exists(path):
+        return False
+    try:
+        return subprocess.run(multiplexed(path, "-O", "check", "--", "host"), capture_output=True, timeout=_CHECK).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def ensure_master(ssh: SSHConnectionResource, path: str) -> None:
@@ -70,11 +76,13 @@ def ensure_master(ssh: SSHConnectionResource, path: str) -> None:
     """
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if _master_runs(path):
-            return
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        _open_master(ssh, path)
+        try:
+            if not _master_runs(path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                _open_master(ssh, path)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # A child that was forked meanwhile holds the file open as well.
 
 
 def _open_master(ssh: SSHConnectionResource, path: str) -> None:
@@ -100,7 +108,8 @@ class _NoAnswer(Exception):
 @contextlib.contextmanager
 def _scratch(ssh: SSHConnectionResource) -> Iterator[str]:
     """A directory for one login: the askpass program with its answers, pinned host keys, what ssh says."""
-    with tempfile.TemporaryDirectory(prefix="login.", dir=private_dir()) as scratch:
+    _sweep()
+    with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}.", dir=private_dir()) as scratch:
         answers = []
         for number, hop in enumerate(ssh.hops()):
             if hop.host_key:
@@ -108,11 +117,32 @@ def _scratch(ssh: SSHConnectionResource) -> Iterator[str]:
             if hop.key_passphrase is not None:
                 answers.append({"kind": "passphrase", "for": key_path(hop) or "", "secret": hop.key_passphrase})
             if hop.password is not None:
-                answers.append({"kind": "password", "for": f"{hop.user or getpass.getuser()}@{hop.host}", "secret": hop.password})
+                who = f"{hop.user or getpass.getuser()}@{hop.host}"
+                answers.append(
+                    {"kind": "password", "for": who, "secret": hop.password, "alone": "yes" if len(ssh.hops()) == 1 else ""}
+                )
         _write(os.path.join(scratch, openssh_askpass.ANSWERS), json.dumps(answers))
         program = shlex.join([sys.executable, "-I", openssh_askpass.__file__, scratch])
         _write(os.path.join(scratch, "askpass"), f'#!/bin/sh\nexec {program} "$1"\n', 0o700)
         yield scratch
+
+
+def _sweep() -> None:
+    """Remove what processes that were killed during a login have left: there may be secrets in it."""
+    for entry in os.scandir(private_dir()):
+        pid = entry.name.removeprefix(_SCRATCH).partition(".")[0]
+        if entry.name.startswith(_SCRATCH) and pid.isdecimal() and not _lives(int(pid)):
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _write(path: str, text: str, mode: int = 0o600) -> None:
@@ -132,6 +162,7 @@ def _try_to_open(ssh: SSHConnectionResource, path: str, scratch: str, remaining:
     environ = {
         **os.environ,
         "LC_ALL": "C",
+        "SHELL": "/bin/sh",  # Runs the ProxyCommand; a service user's is often nologin.
         "SSH_ASKPASS": os.path.join(scratch, "askpass"),
         "SSH_ASKPASS_REQUIRE": "force",  # OpenSSH 8.4; older ones want a display and no terminal.
         "DISPLAY": os.environ.get("DISPLAY", ":0"),
@@ -143,7 +174,7 @@ def _try_to_open(ssh: SSHConnectionResource, path: str, scratch: str, remaining:
         try:
             code = process.wait(max(1.0, remaining))
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise failures.no_answer(ssh) from None
     if code:
@@ -151,7 +182,7 @@ def _try_to_open(ssh: SSHConnectionResource, path: str, scratch: str, remaining:
             text = file.read()
         with contextlib.suppress(FileNotFoundError), open(os.path.join(scratch, openssh_askpass.UNANSWERED)) as file:
             prompt = file.readline().strip()
-            if "password" not in prompt.lower():
+            if not openssh_askpass.asks_password(prompt):
                 raise failures.prompt_unanswered(ssh, prompt, master_command(ssh))
         raise explain(ssh, text)
 

@@ -35,6 +35,9 @@ def login_options(ssh: SSHConnectionResource, pinned_keys: str | None = None) ->
         "PermitLocalCommand": "no",
         "ClearAllForwardings": "yes",
         "RequestTTY": "no",
+        "RemoteCommand": "none",
+        "VerifyHostKeyDNS": "no",
+        "NoHostAuthenticationForLocalhost": "no",
         "LogLevel": "INFO",
     }
     if ssh.port != 22:
@@ -49,6 +52,7 @@ def login_options(ssh: SSHConnectionResource, pinned_keys: str | None = None) ->
         options["CertificateFile"] = _file(certificate)
     if pinned_keys:
         options |= {"UserKnownHostsFile": _file(pinned_keys), "GlobalKnownHostsFile": "/dev/null", "StrictHostKeyChecking": "yes"}
+        options |= {"IgnoreUnknown": "KnownHostsCommand", "KnownHostsCommand": "none"}  # OpenSSH 8.5.
     elif ssh.host_key_checking == "off":
         options |= {"UserKnownHostsFile": "/dev/null", "GlobalKnownHostsFile": "/dev/null"}
     elif ssh.known_hosts_file:
@@ -86,12 +90,10 @@ def control_path(ssh: SSHConnectionResource, number: int = 0) -> str:
         ssh: the server.
         number: of several masters, when one has no session left.
     """
-    words = [
-        ssh.host,
-        *login_options(ssh, ssh.host_key),
-        *jump_options(ssh, {i: h.host_key or "" for i, h in enumerate(ssh.hops())}),
-    ]
-    return os.path.join(private_dir(), f"{hashlib.sha256(shlex.join(words).encode()).hexdigest()[:16]}-{number}")
+    # Not how long things may take: tuning that must not cost a login that a person made.
+    fields = ("host", "port", "user", "key_path", "certificate_path", "host_key", "host_key_checking", "known_hosts_file")
+    identity = repr([[getattr(hop, field) for field in fields] for hop in ssh.hops()])
+    return os.path.join(private_dir(), f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}-{number}")
 
 
 def multiplexed(path: str, *words: str) -> list[str]:
@@ -100,14 +102,10 @@ def multiplexed(path: str, *words: str) -> list[str]:
     return ["ssh", "-F", "none", "-S", path, *guard, *words]
 
 
-def master_command(ssh: SSHConnectionResource, path: str | None = None) -> str:
-    """What a person types to open a master connection that `require_existing_master` uses.
-
-    Args:
-        ssh: the server.
-        path: its control socket; None for the one that is looked for.
-    """
-    return shlex.join(["ssh", "-M", "-S", path or control_path(ssh), "-fN", *_short(ssh), ssh.host])
+def master_command(ssh: SSHConnectionResource) -> str:
+    """What a person types to open a master connection that `require_existing_master` uses."""
+    alive = ["-o", f"ServerAliveInterval={ssh.keepalive}", "-o", "ServerAliveCountMax=1"]
+    return shlex.join(["ssh", "-M", "-S", control_path(ssh), "-fN", *alive, *_short(ssh), "--", ssh.host])
 
 
 def _short(ssh: SSHConnectionResource) -> list[str]:
@@ -115,16 +113,14 @@ def _short(ssh: SSHConnectionResource) -> list[str]:
     words = ["-p", str(ssh.port)] if ssh.port != 22 else []
     if ssh.user:
         words += ["-l", ssh.user]
-    key, certificate = key_path(ssh), certificate_path(ssh)
-    words += ["-i", key] if key else []
+    key, certificate, jump = key_path(ssh), certificate_path(ssh), ssh.jump_host
+    words += ["-o", f"IdentityFile={_file(key)}"] if key else []
     words += ["-o", f"CertificateFile={_file(certificate)}"] if certificate else []
     if ssh.known_hosts_file:
         words += ["-o", f"UserKnownHostsFile={_file(os.path.expanduser(ssh.known_hosts_file))}"]
-    if ssh.jump_host:
-        words += [
-            "-o",
-            f"ProxyCommand={shlex.join(['ssh', *_short(ssh.jump_host)])} -W '[%h]:%p' {shlex.quote(ssh.jump_host.host)}",
-        ]
+    if jump:
+        through = _plain(shlex.join(["ssh", *_short(jump)]))
+        words += ["-o", f"ProxyCommand={through} -W '[%h]:%p' -- {_plain(shlex.quote(jump.host))}"]
     return words
 
 

@@ -27,6 +27,7 @@ _LOG = "dagster_rayslurm.paramiko"
 _CONNECT_SLICE = 4.0
 """Seconds after which a TCP connection is tried anew: the kernel waits ever longer between its own tries."""
 _OPEN_TIMEOUT = 60.0
+_SETTLE = 0.3
 _ADMINISTRATIVELY_PROHIBITED, _CONNECT_FAILED = 1, 2  # RFC 4254, section 5.1
 
 
@@ -105,7 +106,7 @@ def _connect(ssh: SSHConnectionResource, deadline: float) -> socket.socket:
 
 
 def _quiet_transport(stream: Any) -> Any:
-    transport = paramiko.Transport(stream)
+    transport = paramiko.Transport(stream, packetizer_class=_Packetizer)
     transport.set_log_channel(_LOG)  # It logs tracebacks of what is said in a sentence here.
     transport.logger.setLevel(100)
     transport.daemon = True
@@ -176,7 +177,7 @@ class ParamikoProcess:
 
     def why(self, stdout: bytes, stderr: bytes) -> Exception:
         """Why the streams ended before the command did."""
-        if self._link.alive():
+        if self._link.settled_alive():
             return failures.no_shell(self._link.ssh, (stdout + stderr).decode("utf-8", "replace")[-300:].strip())
         return failures.lost(self._link.ssh)
 
@@ -207,6 +208,13 @@ class ParamikoLink:
         """Whether it still works, as far as is known."""
         return bool(self._transport.is_active())
 
+    def settled_alive(self) -> bool:
+        """Like `alive`, after a moment: paramiko ends channels just before it says that the transport has ended."""
+        deadline = time.monotonic() + _SETTLE
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.alive()
+
     def subsystem(self, name: str) -> Any:
         """A channel to a subsystem such as "sftp"."""
         channel = self._open_session()
@@ -233,14 +241,11 @@ class ParamikoLink:
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
         """Carry a client's bytes to and from a port that is reached from there, until both sides are done."""
-        with contextlib.closing(client):
-            try:
-                channel = self._open("direct-tcpip", (host, port), ("127.0.0.1", 0))
-            except paramiko.ChannelException as error:
-                raise failures.other(
-                    self.ssh, f"{host}:{port} cannot be reached from there ({error.text})", temporary=True
-                ) from None
-            pump(client, channel)
+        try:
+            channel = self._open("direct-tcpip", (host, port), ("127.0.0.1", 0))
+        except paramiko.ChannelException as error:
+            raise failures.other(self.ssh, f"{host}:{port} cannot be reached from there ({error.text})", temporary=True) from None
+        pump(client, channel)
 
     def open_tcp(self, target: SSHConnectionResource, deadline: float) -> Any:
         """A channel to the next hop's SSH server."""
@@ -283,9 +288,28 @@ class ParamikoLink:
         """Close the transport when the server stops answering, so that nobody waits for TCP to give up."""
         every = self.ssh.keepalive
         while not self._closed.wait(every) and self.alive():
-            alarm = threading.Timer(every, self._transport.close)
-            alarm.daemon = True
-            alarm.start()
+            answered = threading.Event()
+            threading.Thread(target=self._close_if_silent, args=(answered, every), daemon=True).start()
             with contextlib.suppress(Exception):  # A transport that ends meanwhile is what this is about.
                 self._transport.global_request("keepalive@openssh.com")
-            alarm.cancel()
+            answered.set()
+
+    def _close_if_silent(self, answered: threading.Event, every: float) -> None:
+        """Close the transport unless something is heard; the answer itself may queue behind much else."""
+        asked = time.monotonic()
+        while not answered.wait(every):
+            if self._transport.packetizer.heard < asked:
+                self._transport.close()
+                return
+            asked = self._transport.packetizer.heard + 1e-6
+
+
+class _Packetizer(paramiko.packet.Packetizer):  # type: ignore[misc]
+    """Notes when the server was heard last."""
+
+    heard = 0.0
+
+    def read_message(self) -> Any:
+        message = super().read_message()
+        self.heard = time.monotonic()
+        return message

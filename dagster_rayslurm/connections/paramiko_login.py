@@ -15,8 +15,10 @@ from .config import SSHConnectionResource
 from .credentials import key_path, known_hosts_path
 from .keys import agent_keys, load_key
 from .known_hosts import KnownKey, Trust, add_key, judge, known_keys, read_text
+from .openssh_askpass import asks_password
 from .openssh_options import master_command
 
+_GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
 _DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 _MOST_TRIES = 4
 """Of the agent's keys: sshd hangs up after six failures (`MaxAuthTries`, sshd_config(5) of OpenSSH 9.2)."""
@@ -28,7 +30,8 @@ def _known(ssh: SSHConnectionResource) -> list[KnownKey]:
         key_type, key = ssh.host_key.split()
         return [KnownKey(key_type, key)]
     try:
-        return known_keys(read_text(known_hosts_path(ssh)), ssh.host, ssh.port)
+        text = read_text(known_hosts_path(ssh)) + "\n" + read_text(_GLOBAL_KNOWN_HOSTS)
+        return known_keys(text, ssh.host, ssh.port)
     except OSError as error:
         raise failures.bad_file(ssh, f"the known hosts cannot be read ({error}); check `known_hosts_file`") from None
 
@@ -64,11 +67,13 @@ def check_host_key(transport: Any, ssh: SSHConnectionResource) -> None:
     if ssh.host_key_checking == "strict":
         raise failures.host_key_unknown(ssh, file, spelled)
     try:
-        add_key(file, ssh.host, ssh.port, key_type, key)
+        trust = add_key(file, ssh.host, ssh.port, key_type, key)
     except OSError as error:
         raise failures.bad_file(
             ssh, f"its new host key cannot be kept ({error}); make that file writable, or name another as `known_hosts_file`"
         ) from None
+    if trust is not Trust.KNOWN:  # Another process has just learned another key.
+        raise failures.host_key_changed(ssh, file, spelled)
 
 
 class _Prompts:
@@ -82,7 +87,7 @@ class _Prompts:
         return [self._answer(prompt) for prompt, _ in fields]
 
     def _answer(self, prompt: str) -> str:
-        if self._password is not None and "password" in prompt.lower():
+        if self._password is not None and asks_password(prompt):
             password, self._password = self._password, None  # Asked again, it was wrong: more tries only lock accounts.
             return password
         self.unanswered = self.unanswered or prompt.strip()
@@ -130,7 +135,7 @@ def authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None:
                 if not offered:
                     return
     _still_there(transport, ssh)
-    if prompts.unanswered and "password" not in prompts.unanswered.lower():
+    if prompts.unanswered and not asks_password(prompts.unanswered):
         raise failures.prompt_unanswered(ssh, prompts.unanswered, master_command(ssh))
     raise failures.login_refused(ssh, " and ".join(tried), ", ".join(offered or _offered(transport, user)))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import stat
 
+_LONGEST = 40
+
 
 def private_dir() -> str:
     """The directory, made if need be. Its path is short: a control socket's may not exceed 107 bytes (unix(7)).
@@ -12,7 +14,8 @@ def private_dir() -> str:
     Raises:
         OSError: it cannot be made, or what is there is not a directory of this user alone.
     """
-    path = f"/tmp/rayslurm-{os.getuid()}"
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    path = f"{runtime}/rayslurm" if 0 < len(runtime) <= _LONGEST and os.path.isdir(runtime) else f"/tmp/rayslurm-{os.getuid()}"
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 
 from . import failures
@@ -12,6 +13,8 @@ from .sftp import Sftp, SftpLost
 
 _MAX_SESSIONS = 10
 """Sessions on one login that sshd allows unless told otherwise (`MaxSessions`, sshd_config(5) of OpenSSH 9.2)."""
+_FORGET_AFTER = 30.0
+"""Seconds after a refusal until one session more is tried again."""
 
 
 class Sessions:
@@ -27,6 +30,7 @@ class Sessions:
     def __init__(self, link: Link) -> None:
         self.link = link
         self._limit = _MAX_SESSIONS
+        self._learned_at = 0.0
         self._open = 0
         self._changed = threading.Condition()
         self._turn = threading.Lock()
@@ -34,16 +38,20 @@ class Sessions:
         self._sftp: Sftp | None = None
 
     @contextlib.contextmanager
-    def for_command(self) -> Iterator[Link]:
+    def for_command(self, deadline: float | None = None) -> Iterator[Link]:
         """A session to run a command on.
+
+        Args:
+            deadline: `time.monotonic()` until which to wait for one.
 
         Raises:
             Refused: the server has none to give right now.
+            TimeoutError: none came free in time.
         """
         with self._taking_turns() as turns:
             if turns:
                 self.drop_sftp()
-            self._take(turns)
+            self._take(turns, deadline, spare=0 if turns or self._sftp is not None else 1)
             try:
                 yield self.link
             except Refused:
@@ -75,8 +83,8 @@ class Sessions:
 
     def close(self) -> None:
         """Close all that is open."""
+        self.link.close()  # First: whoever waits for an answer then waits no more.
         self.drop_sftp()
-        self.link.close()
 
     @contextlib.contextmanager
     def _taking_turns(self) -> Iterator[bool]:
@@ -97,12 +105,18 @@ class Sessions:
             raise
 
     def _shake_hands(self) -> Sftp:
+        stream = self.link.subsystem("sftp")
+        alarm = threading.Timer(self.link.ssh.connect_timeout, stream.close)
+        alarm.daemon = True
+        alarm.start()
         try:
-            return Sftp(self.link.subsystem("sftp"))
+            return Sftp(stream)
         except SftpLost as error:
             if self.link.alive():
                 raise failures.no_sftp(self.link.ssh, str(error)) from None
             raise failures.gone(self.link.ssh) from None
+        finally:
+            alarm.cancel()
 
     def _close_sftp(self) -> None:
         if self._sftp is not None:
@@ -114,16 +128,30 @@ class Sessions:
         """A refusal tells how many the server allows: those that were open."""
         with self._changed:
             self._limit = max(1, min(self._limit, self._open - 1))
+            self._learned_at = time.monotonic()
             self._changed.notify_all()
 
-    def _take(self, turns: bool) -> None:
+    def _take(self, turns: bool, deadline: float | None = None, spare: int = 0) -> None:
         """Count one more as open, once that is allowed.
+
+        Args:
+            turns: whether the caller takes turns.
+            deadline: `time.monotonic()` until which to wait.
+            spare: how many sessions to leave to others.
 
         Raises:
             Refused: it has become known meanwhile that files and commands must take turns.
+            TimeoutError: the deadline passed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._open < self._limit or (self._limit == 1 and not turns))
+            if self._limit < _MAX_SESSIONS and time.monotonic() - self._learned_at > _FORGET_AFTER:
+                self._limit += 1  # sshd counts a session until its shell is reaped, and others may share the login.
+                self._learned_at = time.monotonic()
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._changed.wait_for(
+                lambda: self._open < max(1, self._limit - spare) or (self._limit == 1 and not turns), timeout
+            ):
+                raise TimeoutError
             if self._open >= self._limit:
                 raise Refused
             self._open += 1
@@ -131,4 +159,4 @@ class Sessions:
     def _give_back(self) -> None:
         with self._changed:
             self._open -= 1
-            self._changed.notify()
+            self._changed.notify_all()

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import paramiko
 from paramiko import sftp as protocol
 
-from .base import Progress
+from .base import ConnectionFailed, Progress
 
 _CHUNK = 32768
 """Bytes per request: what every SFTP server takes (draft-ietf-secsh-filexfer-02, section 3)."""
@@ -67,6 +67,9 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
         self._lost = False
         try:
             super().__init__(stream)
+        except ConnectionFailed:
+            stream.close()
+            raise
         except (paramiko.SSHException, EOFError, OSError, protocol.SFTPError) as error:
             stream.close()
             raise SftpLost(str(error)) from None
@@ -171,11 +174,23 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
                     break
             return b"".join(parts)
 
-    def copy_out(self, path: bytes, target: BinaryIO, progress: Progress | None) -> None:
-        """Append the file to `target`, from where that one ends."""
+    def copy_out(self, path: bytes, target: BinaryIO, progress: Progress | None, seen: list[object]) -> None:
+        """Append the file to `target`, from where that one ends; from the start, if it is not the file of before.
+
+        Args:
+            path: the file.
+            target: where it goes.
+            progress: told as it goes.
+            seen: empty at first; what tells the file from another one, between one try and the next.
+        """
         with self.opened(path, protocol.SFTP_FLAG_READ) as handle:
             _, message = self._request(protocol.CMD_FSTAT, handle)
-            size = paramiko.SFTPAttributes._from_msg(message).st_size or 0
+            found = paramiko.SFTPAttributes._from_msg(message)
+            size = found.st_size or 0
+            if seen != [size, found.st_mtime]:
+                seen[:] = [size, found.st_mtime]
+                target.truncate(0)
+                target.seek(0)
             done = asked = target.tell()
             replies: collections.deque[_Reply] = collections.deque()
             while True:
@@ -197,8 +212,13 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
         self, source: BinaryIO, size: int, path: bytes, start: int, progress: Progress | None, mode: int
     ) -> Iterator[int]:
         """Write a file's content from `start` on; yields how much is safely there as it grows, fsynced at the end."""
-        flags = protocol.SFTP_FLAG_WRITE | protocol.SFTP_FLAG_CREATE | (0 if start else protocol.SFTP_FLAG_TRUNC)
-        with self.opened(path, flags, mode) as handle:
+        new = protocol.SFTP_FLAG_CREATE | protocol.SFTP_FLAG_TRUNC
+        if start:
+            try:  # Another edge node that goes by the same name may not have what was sent.
+                start = start if (self.stat(path).st_size or 0) >= start else 0
+            except FileNotFoundError:
+                start = 0
+        with self.opened(path, protocol.SFTP_FLAG_WRITE | (0 if start else new), mode) as handle:
             source.seek(start)
             done, replies = start, collections.deque[tuple[_Reply, int]]()
             while True:

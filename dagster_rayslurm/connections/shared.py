@@ -52,5 +52,13 @@ def close_connections() -> None:
 
 
 atexit.register(close_connections)
-# A child must not speak on its parent's connections.
-os.register_at_fork(after_in_child=_connections.clear)
+
+
+def _start_anew() -> None:
+    """In a forked child: it must not speak on its parent's connections, nor wait for a thread that it does not have."""
+    global _lock
+    _lock = threading.Lock()
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import shlex
@@ -14,10 +15,10 @@ from typing import BinaryIO, TypeVar
 
 from ..runtime.record import temporary_name
 from . import failures
-from .base import Completed, ConnectionFailed, ConnectionLost, Progress, ServerBusy
+from .base import Completed, ConnectionFailed, ConnectionGone, ConnectionLost, Progress, ServerBusy
 from .config import SSHConnectionResource
 from .forward import ListeningForward
-from .frame import BYE, Frame, frame
+from .frame import BYE, Frame, Output, frame
 from .link import Link, Process, Refused
 from .local import LocalConnection
 from .outage import Outage
@@ -30,6 +31,8 @@ _QUICK = 3.0
 """Seconds for which a first login that fails is tried again: what fails longer is more likely a mistake."""
 _AT_ONCE = 32768
 """Bytes of input that pipes and channels take without anybody reading."""
+_BLOCK = 1024 * 1024
+_LONG = 3600.0
 _PROGRESS = 5.0
 """An attempt that lasted so many seconds before it broke counts as progress: a new outage begins."""
 
@@ -62,22 +65,28 @@ class SSHConnection:
         raise NotImplementedError
 
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
+        # A command that may have run is not repeated here: only its caller knows whether that does harm.
+        return self._run(command, stdin, timeout, repeatable=False)
+
+    def _run(self, command: Sequence[str], stdin: bytes, timeout: float | None, repeatable: bool) -> Completed:
         framed = frame(command, stdin)
         deadline = None if timeout is None else time.monotonic() + timeout
 
         def attempt(sessions: Sessions) -> Completed:
-            with sessions.for_command() as link, contextlib.closing(link.execute(framed.command)) as process:
-                return _finish(process, framed, deadline)
+            with sessions.for_command(deadline) as link, contextlib.closing(link.execute(framed.command)) as process:
+                return _finish(self.ssh, process, framed, deadline)
 
         try:
-            # A command that may have run is not repeated here: only its caller knows whether that does harm.
-            return self._retrying(attempt, repeatable=False, deadline=deadline)
+            return self._retrying(attempt, repeatable, deadline)
         except TimeoutError:
             raise TimeoutError(f"{self.place}: {shlex.join(command)[:200]} took over {timeout:g} s and was ended") from None
 
     def home(self) -> str:
         if self._home is None:
-            self._home = os.fsdecode(self.run(["printenv", "HOME"]).stdout.removesuffix(b"\n"))
+            done = self._run(["printenv", "HOME"], b"", None, repeatable=True)
+            if done.returncode or not done.stdout.startswith(b"/"):
+                raise OSError(f"{self.place}: the login has no HOME; the account needs a home directory")
+            self._home = os.fsdecode(done.stdout.removesuffix(b"\n"))
         return self._home
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
@@ -95,10 +104,11 @@ class SSHConnection:
     def download(self, path: str, local_path: str, progress: Progress | None = None) -> None:
         LocalConnection().make_dir(os.path.dirname(local_path))
         temporary = temporary_name(local_path)
+        seen: list[object] = []
 
         def get(sftp: Sftp) -> None:
             with open(temporary, "ab") as target:  # After a loss, from where it ended.
-                sftp.copy_out(os.fsencode(path), target, progress)
+                sftp.copy_out(os.fsencode(path), target, progress, seen)
 
         try:
             self._on_files(f"copying {path} to {local_path}", get)
@@ -111,13 +121,18 @@ class SSHConnection:
         self._on_files(f"making the directory {path}", lambda sftp: sftp.make_dirs(os.fsencode(path)))
 
     def remove(self, path: str) -> None:
-        done = self.run(["rm", "-rf", "--", path])
+        done = self._run(["rm", "-rf", "--", path], b"", None, repeatable=True)
         if done.returncode:
             raise OSError(f"{self.place}: removing {path} failed: {done.stderr.decode('utf-8', 'replace')[-500:].strip()}")
 
     def forward(self, host: str, port: int) -> ListeningForward:
         def carry(client: socket.socket) -> None:
-            self._logged_in().link.tunnel(host, port, client)
+            sessions = self._logged_in()
+            try:
+                sessions.link.tunnel(host, port, client)
+            except ConnectionGone:
+                self._forget(sessions)
+                self._logged_in().link.tunnel(host, port, client)
 
         return ListeningForward(carry)
 
@@ -130,19 +145,26 @@ class SSHConnection:
     def _replace(self, doing: str, source: Callable[[], BinaryIO], path: str, progress: Progress | None, mode: int) -> None:
         """Write to a temporary name, from where the last try ended, and rename."""
         temporary, target = os.fsencode(temporary_name(path)), os.fsencode(path)
-        arrived = 0
+        arrived, resumed, renamed = 0, False, False
 
         def put(sftp: Sftp) -> None:
-            nonlocal arrived
+            nonlocal arrived, resumed
             with source() as file:
                 size = file.seek(0, os.SEEK_END)
-                resumed = arrived
-                for arrived in sftp.copy_in(file, size, temporary, resumed, progress, mode):  # noqa: B007
-                    pass
-            if resumed and sftp.stat(temporary).st_size != size:
-                arrived = 0  # Another edge node that goes by the same name may not have seen the first part.
-                raise SftpLost("a copy in two parts did not arrive whole")
-            sftp.replace(temporary, target)
+                resumed |= arrived > 0
+                for done in sftp.copy_in(file, size, temporary, arrived, progress, mode):
+                    arrived = done
+
+        def rename(sftp: Sftp) -> None:
+            nonlocal renamed
+            try:
+                sftp.replace(temporary, target)
+            except FileNotFoundError:
+                if not renamed:  # Nobody else knows the name: a lost try has done it.
+                    raise
+            except SftpLost:
+                renamed = True
+                raise
 
         def discard(sftp: Sftp) -> None:
             with contextlib.suppress(FileNotFoundError):
@@ -150,12 +172,26 @@ class SSHConnection:
 
         try:
             self._on_files(doing, put)
+            while resumed and not self._same(source, temporary):
+                # The server lost what it had taken; another edge node may go by the same name.
+                arrived, resumed = 0, False
+                self._on_files(doing, put)
+            self._on_files(doing, rename)
         except ConnectionFailed:
             raise
         except BaseException:
             with contextlib.suppress(OSError):
                 self._on_files(f"removing {os.fsdecode(temporary)}", discard)
             raise
+
+    def _same(self, source: Callable[[], BinaryIO], path: bytes) -> bool:
+        """Whether a file there has the content of one here."""
+        digest = hashlib.sha256()
+        with source() as file:
+            while data := file.read(_BLOCK):
+                digest.update(data)
+        done = self._run(["sha256sum", "--", os.fsdecode(path)], b"", None, repeatable=True)
+        return digest.hexdigest().encode() in done.stdout[:66]
 
     def _on_files(self, doing: str, action: Callable[[Sftp], T]) -> T:
         """Do something with files, again if the connection breaks; what the server refuses is said in a sentence."""
@@ -187,10 +223,9 @@ class SSHConnection:
                 failure = failures.no_sessions(self.ssh)
             except ConnectionFailed as error:
                 failure = error
-                lost = isinstance(error, ConnectionLost)
-                if sessions is not None and not (lost and sessions.link.alive()):
-                    self._forget(sessions)
-                if lost and not repeatable:
+                if sessions is not None and (isinstance(error, ConnectionGone) or not sessions.link.alive()):
+                    self._forget(sessions)  # Else the login still serves other threads.
+                if isinstance(error, ConnectionLost) and not repeatable:
                     raise
             if outage is None or (sessions is not None and time.monotonic() - began > _PROGRESS):
                 outage = Outage(began if sessions is None else time.monotonic())
@@ -214,9 +249,10 @@ class SSHConnection:
                 self._sessions = None
             try:
                 self._sessions = Sessions(self._login())
-            except ConnectionFailed as error:
-                self._failed = (time.monotonic(), error)
-                raise
+            except OSError as error:
+                failure = error if isinstance(error, ConnectionFailed) else failures.other(self.ssh, str(error), temporary=False)
+                self._failed = (time.monotonic(), failure)
+                raise failure from None
             self._ever_connected = True
             return self._sessions
 
@@ -227,7 +263,7 @@ class SSHConnection:
         sessions.close()
 
 
-def _finish(process: Process, framed: Frame, deadline: float | None) -> Completed:
+def _finish(ssh: SSHConnectionResource, process: Process, framed: Frame, deadline: float | None) -> Completed:
     """Feed a framed command and read until it has said that it ended.
 
     Raises:
@@ -240,19 +276,21 @@ def _finish(process: Process, framed: Frame, deadline: float | None) -> Complete
     else:
         feeder = threading.Thread(target=process.write, args=(framed.stdin,), daemon=True)
         feeder.start()
-    out, err = bytearray(), bytearray()
-    while not framed.complete(out, err):
-        remaining = 3600.0 if deadline is None else deadline - time.monotonic()
+    output = Output(framed)
+    complete = False
+    while not complete:
+        remaining = _LONG if deadline is None else min(_LONG, deadline - time.monotonic())
         if remaining <= 0:
             raise TimeoutError
         try:
-            more_out, more_err = process.read(remaining)
+            complete = output.feed(*process.read(remaining))
         except EOFError:
-            raise process.why(bytes(out), bytes(err)) from None
-        out += more_out
-        err += more_err
+            # Whatever it was that ended it: what may have run must not look as if it had not.
+            if output.began:
+                raise failures.lost(ssh, "the command was cut off") from None
+            raise process.why(*output.noise()) from None
     if (
         feeder is None or not feeder.is_alive()
     ):  # Else the command did not want all of its input, and the end of it is goodbye enough.
         process.write(BYE)
-    return framed.parse(bytes(out), bytes(err))
+    return output.completed()
