@@ -42,18 +42,18 @@ class Sshd:
 
     def configure(self, *options: str) -> None:
         text = "\n".join([*options, f"Port {self.port}", f"PidFile {self._file}.pid", _BASE])
-        self._shell(f"cat > {self._file}.conf <<'EOF'\n{text}\nEOF")
+        self.shell(f"cat > {self._file}.conf <<'EOF'\n{text}\nEOF")
 
     def start(self) -> None:
-        self._shell(f"mkdir -p /run/sshd && {_HOST_KEY} && /usr/sbin/sshd -f {self._file}.conf -E {self._file}.log")
+        self.shell(f"mkdir -p /run/sshd && {_HOST_KEY} && /usr/sbin/sshd -f {self._file}.conf -E {self._file}.log")
         deadline = time.monotonic() + 10
-        while not self._shell(f"ss -Hltn 'sport = :{self.port}'"):
+        while not self.shell(f"ss -Hltn 'sport = :{self.port}'"):
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.05)
 
     def stop(self) -> None:
         """End the server and every session of it, as a restart of the whole machine would."""
-        self._shell(
+        self.shell(
             f"pid=$(cat {self._file}.pid); all=$pid; new=$pid; "
             'while [ -n "$new" ]; do new=$(for p in $new; do ps -o pid=,comm= --ppid $p; done | '
             "awk '$2 ~ /^sshd/ {print $1}'); all=\"$all $new\"; done; kill -9 $all; rm -f " + f"{self._file}.pid"
@@ -61,22 +61,22 @@ class Sshd:
 
     def end_sessions(self) -> None:
         """End every session; the server stays."""
-        self._shell(f"for p in $(ps -o pid= --ppid $(cat {self._file}.pid)); do kill -9 $p $(ps -o pid= --ppid $p); done; true")
+        self.shell(f"for p in $(ps -o pid= --ppid $(cat {self._file}.pid)); do kill -9 $p $(ps -o pid= --ppid $p); done; true")
 
     def end_sftp(self) -> None:
         """End the SFTP servers of all users there."""
-        self._shell("for p in $(ps -C sftp-server -o pid=); do kill -9 $p; done; true")
+        self.shell("for p in $(ps -C sftp-server -o pid=); do kill -9 $p; done; true")
 
     def log(self) -> str:
-        return str(self._shell(f"cat {self._file}.log"))
+        return str(self.shell(f"cat {self._file}.log"))
 
     def logins(self) -> int:
         return len(re.findall(r"Accepted \S+ for ", self.log()))
 
     def close(self) -> None:
-        if self._shell(f"ls {self._file}.pid 2>/dev/null || true"):
+        if self.shell(f"ls {self._file}.pid 2>/dev/null || true"):
             self.stop()
-        self._shell(f"rm -f {self._file}.*")
+        self.shell(f"rm -f {self._file}.*")
 
-    def _shell(self, script: str) -> str:
+    def shell(self, script: str) -> str:
         return str(self._stack.exec(self.service, ["sh", "-c", script]))

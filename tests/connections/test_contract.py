@@ -76,6 +76,14 @@ def test_a_command_need_not_read_its_input(place: Place) -> None:
     assert place.connection.run(["head", "-c", "3"], stdin=b"abcdef" * 500_000).stdout == b"abc"
 
 
+def test_nobody_waits_for_what_a_command_leaves_behind(place: Place) -> None:
+    began = time.monotonic()
+    noisy = "(for i in 1 2 3 4 5 6; do sleep 0.2; echo late; echo late >&2; done) & echo x"
+    assert place.connection.run(["sh", "-c", noisy], timeout=10).stdout == b"x\n"
+    assert time.monotonic() - began < 1
+    time.sleep(1.5)
+
+
 def test_a_long_command_line(place: Place) -> None:
     word = "x" * 100_000
     assert place.connection.run(["printf", "%s", word]).stdout == word.encode()
@@ -182,8 +190,9 @@ def test_what_the_place_refuses_is_said_in_a_sentence(place: Place) -> None:
     with pytest.raises(FileNotFoundError):
         place.connection.download(missing, os.path.join("/tmp", "never"))
     place.connection.write(os.path.join(place.dir, "plain"), b"x")
-    with pytest.raises(OSError):
-        place.connection.make_dir(os.path.join(place.dir, "plain", "below"))
+    for path in ("plain", "plain/below"):
+        with pytest.raises(OSError):
+            place.connection.make_dir(os.path.join(place.dir, path))
     with pytest.raises(OSError):
         place.connection.write(place.dir, b"x")
     assert place.connection.run(["ls", "-A", place.dir]).stdout == b"plain\n"

@@ -3,7 +3,9 @@
 import datetime
 import os
 import re
+import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.connections.base import ConnectionFailed
-from dagster_rayslurm.connections.openssh_options import control_path
+from dagster_rayslurm.connections.openssh_options import control_path, master_command
 from dagster_rayslurm.connections.shared import close_connections, connection_to
 
 from .conftest import PASSWORD, Connect, end_master
@@ -320,7 +322,8 @@ def test_a_master_opened_by_hand(connect: Connect, server: Sshd, openssh_there: 
         connection.run(["true"])
     assert server.logins() == 0  # It never logs in by itself.
     command = str(caught.value).split("type: ")[1]
-    subprocess.run(["sh", "-c", f"exec {command} -o StrictHostKeyChecking=accept-new"], check=True, stderr=subprocess.DEVNULL)
+    command = command.replace(" -- ", " -o StrictHostKeyChecking=accept-new -- ")
+    subprocess.run(["sh", "-c", command], check=True, stderr=subprocess.DEVNULL)
     works(connection)
     assert server.logins() == 1
     end_master(control_path(ssh))
@@ -349,6 +352,52 @@ def test_a_master_of_the_users_own_configuration(
         assert server.logins() == 1
     finally:
         end_master(own)
+
+
+def test_a_master_opened_by_hand_through_two_jump_hosts(
+    connect: Connect, sshd: Callable[..., Sshd], openssh_there: None, tmp_path: Path
+) -> None:
+    first, second, last = sshd(), sshd(), sshd()
+    key = tmp_path / "100% of 'it'"
+    key.touch(0o600)
+    key.write_bytes(Path(str(connect.fields(first).key_path)).read_bytes())
+    hops = connect.fields(second, key_path=str(key), jump_host=connect.fields(first))
+    for server in (first, second, last):  # The command is for a person, who would say yes to each new host key.
+        for known in (connect.fields(server).known_hosts_file,):
+            connect(server, "paramiko", known_hosts_file=known).run(["true"])
+    ssh = connect.fields(last, client="openssh", require_existing_master=True, jump_host=hops)
+    subprocess.run(["sh", "-c", master_command(ssh)], check=True, stderr=subprocess.DEVNULL)
+    works(connect.to(ssh))
+    assert [server.logins() for server in (first, second, last)] == [2, 2, 2]
+
+
+def test_jump_hosts_work_for_users_without_a_shell(
+    connect: Connect, sshd: Callable[..., Sshd], client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHELL", "/usr/sbin/nologin")
+    jump, last = sshd(), sshd()
+    works(connect(last, client, jump_host=connect.fields(jump)))
+
+
+def test_a_password_goes_to_its_own_host_only(connect: Connect, sshd: Callable[..., Sshd], client: str, tmp_path: Path) -> None:
+    jump = sshd("PasswordAuthentication yes", "KbdInteractiveAuthentication yes", service="c1")
+    last = sshd()
+    hop = connect.fields(jump, key_path=str(Key(tmp_path / "unknown", passphrase=PASSPHRASE).path), key_passphrase=PASSPHRASE)
+    with pytest.raises(ConnectionFailed, match="refused the login"):
+        connect(last, client, password=PASSWORD, jump_host=hop, connect_timeout=8).run(["true"])
+    assert "Failed password" not in jump.log() and "Failed keyboard-interactive" not in jump.log()
+
+
+def test_an_agent_that_does_not_answer(connect: Connect, server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "stale"))
+    listener.listen()
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "stale"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    began = time.monotonic()
+    with listener, pytest.raises(ConnectionFailed, match=r"refused the login|no answer"):
+        connect(server, "paramiko", key_path=None, connect_timeout=10).run(["true"])
+    assert time.monotonic() - began < 15
 
 
 # -- shared connections, and the environment -----------------------------------------------------------------------------

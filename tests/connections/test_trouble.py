@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.connections.base import ConnectionFailed, ConnectionLost
+from dagster_rayslurm.connections.openssh_options import control_path
 from stack.link import Link
 
 from ..conftest import wait_until
@@ -72,7 +74,7 @@ def test_sixty_simultaneous_logins(connect: Connect, sshd: Callable[..., Sshd], 
     server = sshd()
     connections = [connect(server, client) for _ in range(60)]
     if client == "openssh":  # Sixty Dagster hosts, as it were: processes of one host share a master.
-        connections = [connect(server, client, connect_timeout=30 + index) for index in range(60)]
+        connections = [connect(server, client, known_hosts_file=f"/tmp/known-{os.getpid()}-{index}") for index in range(60)]
     with ThreadPoolExecutor(60) as pool:
         done = list(pool.map(lambda connection: connection.run(["echo", "x"]).stdout, connections))
     assert done == [b"x\n"] * 60
@@ -81,8 +83,6 @@ def test_sixty_simultaneous_logins(connect: Connect, sshd: Callable[..., Sshd], 
 
 def test_a_server_that_turns_logins_away_for_a_while(connect: Connect, sshd: Callable[..., Sshd], client: str) -> None:
     """Other hosts may have used up MaxStartups: a login waits for its turn instead of failing."""
-    import socket
-
     server = sshd("MaxStartups 2:100:2", "LoginGraceTime 60")
     with contextlib.ExitStack() as others:
         for _ in range(2):
@@ -210,6 +210,112 @@ def test_a_restart_in_the_middle_of_a_command_is_said_and_nothing_stays(connect:
     connection.remove(path)
 
 
+def test_a_command_that_is_killed_with_its_shell_may_have_run(connect: Connect, server: Sshd, client: str) -> None:
+    """So it is not run again, whatever it printed, and nobody is told that it did not run; others are not disturbed."""
+    connection = connect(server, client)
+    path = new_path(connection, "once")
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(connection.run, ["sh", "-c", "sleep 2; echo whole"])
+        time.sleep(0.3)
+        with pytest.raises(ConnectionLost, match="cut off"):
+            connection.run(["sh", "-c", f"echo x >> {path}; ls /nope; echo 'Session open refused by peer' >&2; kill -9 0"])
+        assert other.result().stdout == b"whole\n"
+    assert connection.read(path, 0, 10) == b"x\n"
+    assert server.logins() == 1
+    connection.remove(path)
+
+
+def test_an_upload_whose_first_half_is_gone_begins_again(connect: Connect, server: Sshd, client: str, tmp_path: Path) -> None:
+    here = tmp_path / "big"
+    here.write_bytes(os.urandom(60_000_000))
+    connection = connect(server, client)
+    path = new_path(connection, "gone")
+    restarted = threading.Event()
+
+    def progress(done: int, size: int) -> None:
+        if done > 20_000_000 and not restarted.is_set():
+            restarted.set()
+            server.stop()
+            server.start()
+            server.shell("rm /home/dev/.rs-*.tmp; truncate -s 50000000 /tmp/x")
+
+    connection.upload(str(here), path, progress)
+    digest = connection.run(["sha256sum", path]).stdout.decode().split()[0]
+    assert restarted.is_set() and digest == hashlib.sha256(here.read_bytes()).hexdigest()
+    connection.remove(path)
+
+
+def test_an_upload_that_the_server_forgot_in_part_begins_again(
+    connect: Connect, server: Sshd, client: str, tmp_path: Path
+) -> None:
+    """The right length and the wrong content: what a crashed edge node leaves on a network file system."""
+    here = tmp_path / "big"
+    here.write_bytes(os.urandom(60_000_000))
+    connection = connect(server, client)
+    path = new_path(connection, "zeros")
+    restarted = threading.Event()
+
+    def progress(done: int, size: int) -> None:
+        if done > 20_000_000 and not restarted.is_set():
+            restarted.set()
+            server.stop()
+            server.start()
+            server.shell("dd if=/dev/zero of=$(ls /home/dev/.rs-*.tmp) bs=1M count=5 conv=notrunc")
+
+    connection.upload(str(here), path, progress)
+    digest = connection.run(["sha256sum", path]).stdout.decode().split()[0]
+    assert restarted.is_set() and digest == hashlib.sha256(here.read_bytes()).hexdigest()
+    connection.remove(path)
+
+
+def test_a_download_of_a_file_that_was_replaced_meanwhile_is_of_one_file(
+    connect: Connect, server: Sshd, client: str, tmp_path: Path
+) -> None:
+    connection = connect(server, client)
+    path = new_path(connection, "replaced")
+    connection.write(path, b"A" * 40_000_000)
+    restarted = threading.Event()
+
+    def progress(done: int, size: int) -> None:
+        if done > 10_000_000 and not restarted.is_set():
+            restarted.set()
+            server.stop()
+            server.start()
+            server.shell(f"head -c 45000000 /dev/zero | tr '\\0' B > {path}")
+
+    connection.download(path, str(tmp_path / "back"), progress)
+    assert restarted.is_set() and (tmp_path / "back").read_bytes() == b"B" * 45_000_000
+    connection.remove(path)
+
+
+def test_a_master_that_is_killed_is_opened_again(connect: Connect, server: Sshd, openssh_there: None) -> None:
+    connection = connect(server, "openssh")
+    path = control_path(connection.ssh)
+    for use in (lambda: connection.run(["true"]), lambda: connection.read("/etc/hostname", 0, 1)):
+        connection.run(["true"])
+        pid = subprocess.run(["ssh", "-S", path, "-O", "check", "host"], capture_output=True, text=True).stderr
+        os.kill(int(pid.split("pid=")[1].split(")")[0]), 9)
+        use()
+    with connection.forward("127.0.0.1", server.port) as forward:
+        pid = subprocess.run(["ssh", "-S", path, "-O", "check", "host"], capture_output=True, text=True).stderr
+        os.kill(int(pid.split("pid=")[1].split(")")[0]), 9)
+        with socket.create_connection((forward.host, forward.port), timeout=20) as through:
+            assert through.recv(3) == b"SSH"
+
+
+def test_waiting_for_a_session_counts_as_time(connect: Connect, sshd: Callable[..., Sshd], client: str) -> None:
+    connection = connect(sshd("MaxSessions 2"), client)
+    connection.read("/etc/hostname", 0, 1)
+    with ThreadPoolExecutor(2) as pool:
+        busy = [pool.submit(connection.run, ["sleep", "4"]) for _ in range(2)]
+        time.sleep(0.5)
+        began = time.monotonic()
+        with pytest.raises((TimeoutError, ConnectionFailed)):
+            connection.run(["true"], timeout=1)
+        assert time.monotonic() - began < 2.5
+        assert all(each.result().returncode == 0 for each in busy)
+
+
 def test_a_lost_sftp_server_costs_no_login(connect: Connect, server: Sshd, client: str) -> None:
     connection = connect(server, client)
     for _ in range(3):
@@ -227,7 +333,8 @@ def test_input_that_is_cut_off_is_never_taken_for_whole(connect: Connect, server
         data = bytes(30_000_000)
         threading.Timer(0.4, server.stop).start()
         with pytest.raises(ConnectionLost):
-            connection.run(["sh", "-c", f"cat > {path}.part; mv {path}.part {path}"], stdin=data)
+            # timeout(1) makes a process group of its own, as many wrappers do.
+            connection.run(["timeout", "99", "sh", "-c", f"cat > {path}.part; mv {path}.part {path}"], stdin=data)
         server.start()
         connection.run(["sleep", "3"])
         assert connection.run(["ls", path]).returncode != 0

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.connections import private_dir as private_dir_module
-from dagster_rayslurm.connections.frame import BYE, frame
+from dagster_rayslurm.connections.frame import BYE, Frame, Output, frame
 from dagster_rayslurm.connections.known_hosts import KnownKey, Trust, add_key, judge, known_keys
 from dagster_rayslurm.connections.logins import SLOTS, login_slot
 from dagster_rayslurm.connections.openssh_askpass import choose
@@ -107,16 +107,20 @@ def test_a_frame_in_each_login_shell(shell: str) -> None:
     framed = frame(["printf", "%s", "a'b\n!! $x"], b"")
     words = [shell, "sh"] if shell == "busybox" else [shell]
     done = subprocess.run([*words, "-c", framed.command], input=framed.stdin + BYE, capture_output=True, timeout=20)
-    assert framed.complete(done.stdout, done.stderr)
-    assert framed.parse(done.stdout, done.stderr).stdout == b"a'b\n!! $x"
+    assert completed(framed, done.stdout, done.stderr).stdout == b"a'b\n!! $x"
+
+
+def completed(framed: Frame, stdout: bytes, stderr: bytes) -> Any:
+    output = Output(framed)
+    assert output.feed(stdout, stderr), (stdout, stderr)
+    return output.completed()
 
 
 def run_frame(framed: Any) -> Any:
     done = subprocess.run(
         ["sh", "-c", framed.command], input=framed.stdin + BYE, capture_output=True, timeout=20, start_new_session=True
     )
-    assert framed.complete(done.stdout, done.stderr), done
-    return framed.parse(done.stdout, done.stderr)
+    return completed(framed, done.stdout, done.stderr)
 
 
 @given(
@@ -126,11 +130,13 @@ def test_output_is_told_from_noise(noise: bytes, output: bytes, code: int) -> No
     framed = frame(["x"], b"")
     out = noise + framed.begin + output + framed.end
     err = noise + framed.begin + output + framed.end + b" %d." % code
-    assert framed.complete(out, err)
-    parsed = framed.parse(out, err)
-    assert (parsed.stdout, parsed.stderr, parsed.returncode) == (output, output, code)
-    for cut in range(len(noise + framed.begin), len(err)):
-        assert not framed.complete(out, err[:cut])
+    in_pieces = Output(framed)
+    for index in range(len(err)):  # Byte by byte, however they are cut: complete at the very last one, and not before.
+        assert in_pieces.began is (len(err[:index]) >= len(noise + framed.begin))
+        assert in_pieces.feed(out[index : index + 1], err[index : index + 1]) is (index == len(err) - 1)
+    assert in_pieces.feed(b"late", b"noise of a child")
+    for parsed in (in_pieces.completed(), completed(framed, out, err + b"x")):
+        assert (parsed.stdout, parsed.stderr, parsed.returncode) == (output, output, code)
 
 
 def test_a_command_that_prints_its_own_marks() -> None:
@@ -154,7 +160,7 @@ def test_a_frame_without_goodbye_ends_everything() -> None:
         start_new_session=True,
     )
     out, err = process.communicate(framed.stdin, timeout=20)
-    assert not framed.complete(out, err) and time.monotonic() - started < 10
+    assert not Output(framed).feed(out, err) and time.monotonic() - started < 10
 
 
 def test_an_empty_command_is_refused() -> None:
@@ -223,13 +229,32 @@ ANSWERS = [
         ("me@jump's password: ", 1),
         ("me@edge's password: ", 2),
         ("(me@edge) Password: ", 2),
-        ("Password: ", 1),
+        ("Password: ", None),
+        ("me@edge2's password: ", None),
+        ("(me@edge) One-time password (OATH): ", None),
         ("(me@edge) Verification code: ", None),
         ("The authenticity of host can't be established. Continue? ", None),
     ],
 )
 def test_which_answer_a_prompt_gets(prompt: str, index: int | None) -> None:
     assert choose(ANSWERS, prompt) == index
+
+
+def test_a_prompt_without_a_name_is_answered_if_there_is_but_one_server() -> None:
+    assert choose([{**ANSWERS[1], "alone": "yes"}], "Password: ") == 0
+    assert choose([{**ANSWERS[1], "alone": "yes"}], "somebody@else's password: ") is None
+
+
+def test_a_key_that_another_process_has_just_learned_counts(tmp_path: Path) -> None:
+    file = str(tmp_path / "known")
+    assert add_key(file, "h", 22, "ssh-rsa", "A") is Trust.KNOWN
+    assert add_key(file, "h", 22, "ssh-rsa", "A") is Trust.KNOWN
+    assert add_key(file, "h", 22, "ssh-rsa", "B") is Trust.CHANGED
+
+
+def test_secrets_are_not_printed() -> None:
+    text = repr(resource(password="s3cret", key_passphrase="pass-phrase"))
+    assert "s3cret" not in text and "pass-phrase" not in text
 
 
 # -- patience ------------------------------------------------------------------------------------------------------------
