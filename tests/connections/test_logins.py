@@ -385,7 +385,7 @@ def test_a_password_goes_to_its_own_host_only(connect: Connect, sshd: Callable[.
     hop = connect.fields(jump, key_path=str(Key(tmp_path / "unknown", passphrase=PASSPHRASE).path), key_passphrase=PASSPHRASE)
     with pytest.raises(ConnectionFailed, match="refused the login"):
         connect(last, client, password=PASSWORD, jump_host=hop, connect_timeout=8).run(["true"])
-    assert "Failed password" not in jump.log() and "Failed keyboard-interactive" not in jump.log()
+    assert jump.logins() == 0  # It would have taken the password: the account is the same.
 
 
 def test_an_agent_that_does_not_answer(connect: Connect, server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
