@@ -289,8 +289,7 @@ def _finish(ssh: SSHConnectionResource, process: Process, framed: Frame, deadlin
             if output.began:
                 raise failures.lost(ssh, "the command was cut off") from None
             raise process.why(*output.noise()) from None
-    if (
-        feeder is None or not feeder.is_alive()
-    ):  # Else the command did not want all of its input, and the end of it is goodbye enough.
+    took_it_all = feeder is None or not feeder.is_alive()
+    if took_it_all:  # Else the end of the channel is goodbye enough.
         process.write(BYE)
     return output.completed()
