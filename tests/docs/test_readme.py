@@ -49,7 +49,7 @@ def test_the_commands_and_rooms_that_are_named_exist() -> None:
 
 def test_pixi_has_the_tasks_of_the_makefile() -> None:
     pixi = (ROOT / "pixi.toml").read_text()
-    for task in ("install", "demo", "dev", "test", "bench"):
+    for task in ("install", "demo", "dev", "test", "bench", "stack-up", "stack-down", "stack-logs"):
         assert re.search(rf"^{task} = ", pixi, re.MULTILINE), task
 
 
