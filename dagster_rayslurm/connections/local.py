@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shlex
 import shutil
@@ -88,7 +89,7 @@ class LocalConnection:
                 os.mkdir(path, 0o700)
             except FileExistsError:
                 if not os.path.isdir(path):  # Else another run was faster.
-                    raise NotADirectoryError(f"{path} is there and is not a directory") from None
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
 
     def upload(self, local_path: str, path: str, progress: Progress | None = None, mode: int = 0o600) -> None:
         _copy(local_path, path, progress, mode)
