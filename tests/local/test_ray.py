@@ -93,12 +93,12 @@ def test_a_lost_head_ends_the_payload_at_once(victim: str, ray_compute: ComputeR
             except OSError:
                 continue
             if os.environ["RAY_AUTH_TOKEN_PATH"] in mine and any({victim!r} in word for word in words[:4]):
-                pipes.log.info("killing %s at %f" % (words[:1], time.time()))
+                with open("killed-at", "w") as file:  # Before: what follows may end this process at once.
+                    file.write(str(time.time()))
                 os.kill(int(pid), signal.SIGKILL)
                 break
         else:
             raise LookupError("no victim")
-        open("killed-at", "w").write(str(time.time()))
         time.sleep(120)
         """)
     )
