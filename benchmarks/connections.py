@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.connections.base import Connection
 from dagster_rayslurm.connections.local import LocalConnection
-from dagster_rayslurm.connections.openssh import OpenSSHConnection
-from dagster_rayslurm.connections.paramiko import ParamikoConnection
+from dagster_rayslurm.connections.shared import new_connection
 from stack.access import read_environment
 from stack.cluster import Cluster
 from stack.link import Link
@@ -137,7 +136,7 @@ def connections(options: Options) -> list[Figure]:
 
 @contextlib.contextmanager
 def _connected(ssh: SSHConnectionResource) -> Iterator[Connection]:
-    connection = OpenSSHConnection(ssh) if ssh.client == "openssh" else ParamikoConnection(ssh)
+    connection = new_connection(ssh)
     try:
         connection.run(["true"])
         yield connection

@@ -31,7 +31,6 @@ class Link:
         self._server: asyncio.Server | None = None
         self._open: set[_Pipe] = set()
         self.port = 0
-        self.bytes_up = 0
         self._call(self._listen())
 
     def cut(self) -> None:
@@ -105,7 +104,6 @@ class _Pipe(asyncio.Protocol):
             self._there.write(data)
 
     def data_received(self, data: bytes) -> None:
-        self._link.bytes_up += len(data)
         self._later(self._up, data)
 
     def _up(self, data: bytes) -> None:

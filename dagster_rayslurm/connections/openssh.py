@@ -133,7 +133,6 @@ class OpenSSHProcess:
             self._poll.register(fd, select.POLLIN)
 
     def write(self, data: bytes) -> None:
-        """Hand it input; blocks while the server takes none. What it takes no more is dropped."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             view = memoryview(data)
@@ -141,11 +140,6 @@ class OpenSSHProcess:
                 view = view[self._process.stdin.write(view) :]
 
     def read(self, timeout: float) -> tuple[bytes, bytes]:
-        """What came on stdout and stderr; two times nothing after `timeout` seconds.
-
-        Raises:
-            EOFError: the command's streams are closed and read.
-        """
         if not self._open:
             raise EOFError
         got = [b"", b""]
@@ -158,7 +152,6 @@ class OpenSSHProcess:
         return got[0], got[1]
 
     def why(self, stdout: bytes, stderr: bytes) -> Exception:
-        """Why the streams ended before the command did."""
         code = self._process.wait()
         problem = self._link.never_began(stderr) if code == 255 else None
         if problem:
@@ -168,7 +161,6 @@ class OpenSSHProcess:
         return failures.no_shell(self._link.ssh, (stdout + stderr).decode("utf-8", "replace")[-300:].strip())
 
     def close(self) -> None:
-        """Let go of it; its lifeline ends."""
         _end(self._process)
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None:
@@ -221,11 +213,9 @@ class OpenSSHLink:
         return PipeStream(self, "-s", "--", "host", name)
 
     def execute(self, command: str) -> OpenSSHProcess:
-        """Start a command in the login shell."""
         return OpenSSHProcess(self, command)
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
-        """Carry a client's bytes to and from a port that is reached from there, until both sides are done."""
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         with tempfile.TemporaryFile() as said:
             process = subprocess.Popen(

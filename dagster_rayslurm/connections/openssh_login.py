@@ -9,25 +9,22 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 
+from ..runtime.scratch import Scratch, sweep
 from . import failures, openssh_askpass
 from .config import SSHConnectionResource
 from .credentials import key_path, known_hosts_path
 from .logins import login_slot
 from .openssh_options import control_path, jump_options, login_options, master_command, multiplexed
-from .private_dir import private_dir
 
 _PERSIST = 60
 """Seconds that a master stays after its last session, so that the next process finds it."""
 _CHECK = 10.0
-_SCRATCH = "during-login-"
 _FIRST_SLICE = 5.0
 """Seconds after which a TCP connection is tried anew: the kernel waits ever longer between its own tries."""
 
@@ -108,8 +105,10 @@ class _NoAnswer(Exception):
 @contextlib.contextmanager
 def _scratch(ssh: SSHConnectionResource) -> Iterator[str]:
     """A directory for one login: the askpass program with its answers, pinned host keys, what ssh says."""
-    _sweep()
-    with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}.", dir=private_dir()) as scratch:
+    sweep()  # A login that was killed may have left secrets.
+    directory = Scratch()
+    scratch = directory.path
+    try:
         answers = []
         for number, hop in enumerate(ssh.hops()):
             if hop.host_key:
@@ -125,24 +124,8 @@ def _scratch(ssh: SSHConnectionResource) -> Iterator[str]:
         program = shlex.join([sys.executable, "-I", openssh_askpass.__file__, scratch])
         _write(os.path.join(scratch, "askpass"), f'#!/bin/sh\nexec {program} "$1"\n', 0o700)
         yield scratch
-
-
-def _sweep() -> None:
-    """Remove what processes that were killed during a login have left: there may be secrets in it."""
-    for entry in os.scandir(private_dir()):
-        pid = entry.name.removeprefix(_SCRATCH).partition(".")[0]
-        if entry.name.startswith(_SCRATCH) and pid.isdecimal() and not _lives(int(pid)):
-            shutil.rmtree(entry.path, ignore_errors=True)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    finally:
+        directory.remove()
 
 
 def _write(path: str, text: str, mode: int = 0o600) -> None:

@@ -19,7 +19,7 @@ from .config import SSHConnectionResource
 from .credentials import check_files
 from .link import Refused
 from .logins import login_slot
-from .paramiko_login import authenticate, check_host_key, prefer_known_types
+from .paramiko_login import authenticate, check_host_key, keys_known, prefer_types
 from .pump import pump
 from .ssh import SSHConnection
 
@@ -70,11 +70,12 @@ def _login_to(ssh: SSHConnectionResource, via: ParamikoLink | None) -> ParamikoL
     try:
         remaining = max(0.1, deadline - time.monotonic())
         transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = remaining
-        prefer_known_types(transport, ssh)
+        known = keys_known(ssh)
+        prefer_types(transport, known)
         transport.start_client(timeout=remaining)
         if not transport.initial_kex_done:
             raise failures.no_answer(ssh)
-        check_host_key(transport, ssh)
+        check_host_key(transport, ssh, known)
         transport.auth_timeout = max(0.1, deadline - time.monotonic())
         authenticate(transport, ssh, ssh.user or getpass.getuser())
     except BaseException as error:
@@ -157,16 +158,10 @@ class ParamikoProcess:
             self._news.put((number, data))
 
     def write(self, data: bytes) -> None:
-        """Hand it input; blocks while the server takes none. What it takes no more is dropped."""
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
             self._channel.sendall(data)
 
     def read(self, timeout: float) -> tuple[bytes, bytes]:
-        """What came on stdout and stderr; two times nothing after `timeout` seconds.
-
-        Raises:
-            EOFError: the command's streams are closed and read.
-        """
         if not self._open:
             raise EOFError
         got = [b"", b""]
@@ -176,13 +171,11 @@ class ParamikoProcess:
         return got[0], got[1]
 
     def why(self, stdout: bytes, stderr: bytes) -> Exception:
-        """Why the streams ended before the command did."""
         if self._link.settled_alive():
             return failures.no_shell(self._link.ssh, (stdout + stderr).decode("utf-8", "replace")[-300:].strip())
         return failures.lost(self._link.ssh)
 
     def close(self) -> None:
-        """Let go of it; its lifeline ends."""
         with contextlib.suppress(OSError, EOFError):
             self._channel.close()
 
@@ -205,42 +198,20 @@ class ParamikoLink:
             threading.Thread(target=self._watch, name="rayslurm-keepalive", daemon=True).start()
 
     def alive(self) -> bool:
-        """Whether it still works, as far as is known."""
         return bool(self._transport.is_active())
 
     def settled_alive(self) -> bool:
         """Like `alive`, after a moment: paramiko ends channels just before it says that the transport has ended."""
-        deadline = time.monotonic() + _SETTLE
-        while self.alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        self._transport.join(_SETTLE)
         return self.alive()
 
     def subsystem(self, name: str) -> Any:
-        """A channel to a subsystem such as "sftp"."""
-        channel = self._open_session()
-        try:
-            channel.invoke_subsystem(name)
-        except (paramiko.SSHException, EOFError, OSError) as error:
-            channel.close()
-            if self.alive():
-                raise failures.no_sftp(self.ssh, str(error)) from None
-            raise failures.gone(self.ssh) from None
-        return channel
+        return self._started(lambda channel: channel.invoke_subsystem(name), failures.no_sftp)
 
     def execute(self, command: str) -> ParamikoProcess:
-        """Start a command in the login shell."""
-        channel = self._open_session()
-        try:
-            channel.exec_command(command)
-        except (paramiko.SSHException, EOFError, OSError) as error:
-            channel.close()
-            if self.alive():
-                raise failures.no_shell(self.ssh, str(error)) from None
-            raise failures.gone(self.ssh) from None
-        return ParamikoProcess(self, channel)
+        return ParamikoProcess(self, self._started(lambda channel: channel.exec_command(command), failures.no_shell))
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
-        """Carry a client's bytes to and from a port that is reached from there, until both sides are done."""
         try:
             channel = self._open("direct-tcpip", (host, port), ("127.0.0.1", 0))
         except paramiko.ChannelException as error:
@@ -263,6 +234,16 @@ class ParamikoLink:
         self._transport.close()
         if self._via is not None:
             self._via.close()
+
+    def _started(self, start: Callable[[Any], None], refused: Callable[[SSHConnectionResource, str], ConnectionFailed]) -> Any:
+        """A session on which something was started; what `refused` says of it if the server does not do so."""
+        channel = self._open_session()
+        try:
+            start(channel)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            channel.close()
+            raise refused(self.ssh, str(error)) if self.alive() else failures.gone(self.ssh) from None
+        return channel
 
     def _open_session(self) -> Any:
         try:

@@ -25,7 +25,12 @@ _MOST_TRIES = 4
 _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 
 
-def _known(ssh: SSHConnectionResource) -> list[KnownKey]:
+def keys_known(ssh: SSHConnectionResource) -> list[KnownKey]:
+    """The host keys that a server may show.
+
+    Raises:
+        ConnectionFailed: a file of host keys cannot be read.
+    """
     if ssh.host_key:
         key_type, key = ssh.host_key.split()
         return [KnownKey(key_type, key)]
@@ -36,15 +41,15 @@ def _known(ssh: SSHConnectionResource) -> list[KnownKey]:
         raise failures.bad_file(ssh, f"the known hosts cannot be read ({error}); check `known_hosts_file`") from None
 
 
-def prefer_known_types(transport: Any, ssh: SSHConnectionResource) -> None:
+def prefer_types(transport: Any, known: list[KnownKey]) -> None:
     """Ask for a host key of a type that is known, so that a host with several keys is not taken for a changed one."""
-    known = [name for key in _known(ssh) if not key.revoked for name in _SIGNATURES.get(key.key_type, (key.key_type,))]
+    wanted = [name for key in known if not key.revoked for name in _SIGNATURES.get(key.key_type, (key.key_type,))]
     options = transport.get_security_options()
-    first = [name for name in options.key_types if name in known]
+    first = [name for name in options.key_types if name in wanted]
     options.key_types = (*first, *(name for name in options.key_types if name not in first))
 
 
-def check_host_key(transport: Any, ssh: SSHConnectionResource) -> None:
+def check_host_key(transport: Any, ssh: SSHConnectionResource, known: list[KnownKey]) -> None:
     """Judge the key that the server has proved to hold, and learn a new one if that is the policy.
 
     Raises:
@@ -53,7 +58,7 @@ def check_host_key(transport: Any, ssh: SSHConnectionResource) -> None:
     shown = transport.get_remote_server_key()
     key_type, key = shown.get_name(), shown.get_base64()
     spelled, file = f"{key_type} {key}", known_hosts_path(ssh)
-    trust = judge(_known(ssh), key_type, key)
+    trust = judge(known, key_type, key)
     if trust is Trust.KNOWN:
         return
     if ssh.host_key:
@@ -151,7 +156,7 @@ def _offered(transport: Any, user: str) -> list[str]:
     except paramiko.BadAuthenticationType as error:
         return list(error.allowed_types)
     except (paramiko.SSHException, EOFError, OSError):
-        pass
+        return []
     return []
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from typing import TYPE_CHECKING
 
 from .base import Connection
 from .config import SSHConnectionResource
 from .local import LocalConnection
+
+if TYPE_CHECKING:
+    from .ssh import SSHConnection
 
 _lock = threading.Lock()
 _connections: dict[str, Connection] = {}
@@ -27,11 +31,16 @@ def connection_to(ssh: SSHConnectionResource | None) -> Connection:
     key = ssh.model_dump_json()
     with _lock:
         if key not in _connections:
-            _connections[key] = _make(ssh)
+            _connections[key] = new_connection(ssh)
         return _connections[key]
 
 
-def _make(ssh: SSHConnectionResource) -> Connection:
+def new_connection(ssh: SSHConnectionResource) -> SSHConnection:
+    """A connection of the caller's own, who closes it.
+
+    Args:
+        ssh: the edge node.
+    """
     # Imported here: paramiko takes a third of a second that local runs need not pay.
     if ssh.client == "openssh":
         from .openssh import OpenSSHConnection

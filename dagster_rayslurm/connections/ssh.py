@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import hashlib
 import io
@@ -37,7 +38,7 @@ _PROGRESS = 5.0
 """An attempt that lasted so many seconds before it broke counts as progress: a new outage begins."""
 
 
-class SSHConnection:
+class SSHConnection(abc.ABC):
     """An edge node behind SSH. One login serves all threads; it is made at first use, and again after a loss.
 
     Args:
@@ -56,13 +57,13 @@ class SSHConnection:
     def place(self) -> str:
         return failures.spell(self.ssh)
 
+    @abc.abstractmethod
     def _login(self) -> Link:
         """Log in anew.
 
         Raises:
             ConnectionFailed: it does not work out.
         """
-        raise NotImplementedError
 
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
         # A command that may have run is not repeated here: only its caller knows whether that does harm.

@@ -15,9 +15,9 @@ import pytest
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.connections.base import Connection
 from dagster_rayslurm.connections.local import LocalConnection
-from dagster_rayslurm.connections.openssh import OpenSSHConnection
 from dagster_rayslurm.connections.openssh_options import control_path
-from dagster_rayslurm.connections.paramiko import ParamikoConnection
+from dagster_rayslurm.connections.shared import new_connection
+from dagster_rayslurm.connections.ssh import SSHConnection
 
 from ..conftest import MARK
 from ..stack.conftest import stack  # noqa: F401
@@ -111,7 +111,7 @@ class Connect:
     def __init__(self, stack: Any, known_hosts: Path) -> None:  # noqa: F811
         self._stack = stack
         self._known_hosts = known_hosts
-        self._made: list[ParamikoConnection | OpenSSHConnection] = []
+        self._made: list[SSHConnection] = []
 
     def fields(self, server: Any, **fields: Any) -> SSHConnectionResource:
         defaults = {
@@ -123,18 +123,18 @@ class Connect:
         }
         return SSHConnectionResource(**{**defaults, **fields})
 
-    def __call__(self, server: Any, client: str, **fields: Any) -> ParamikoConnection | OpenSSHConnection:
+    def __call__(self, server: Any, client: str, **fields: Any) -> SSHConnection:
         return self.to(self.fields(server, client=client, **fields))
 
-    def to(self, ssh: SSHConnectionResource) -> ParamikoConnection | OpenSSHConnection:
-        made = OpenSSHConnection(ssh) if ssh.client == "openssh" else ParamikoConnection(ssh)
+    def to(self, ssh: SSHConnectionResource) -> SSHConnection:
+        made = new_connection(ssh)
         self._made.append(made)
         return made
 
     def close(self) -> None:
         for connection in self._made:
             connection.close()
-            if isinstance(connection, OpenSSHConnection):
+            if connection.ssh.client == "openssh":
                 for number in range(8):
                     end_master(control_path(connection.ssh, number))
 

@@ -59,10 +59,6 @@ class Sshd:
             "awk '$2 ~ /^sshd/ {print $1}'); all=\"$all $new\"; done; kill -9 $all; rm -f " + f"{self._file}.pid"
         )
 
-    def end_sessions(self) -> None:
-        """End every session; the server stays."""
-        self.shell(f"for p in $(ps -o pid= --ppid $(cat {self._file}.pid)); do kill -9 $p $(ps -o pid= --ppid $p); done; true")
-
     def end_sftp(self) -> None:
         """End the SFTP servers of all users there."""
         self.shell("for p in $(ps -C sftp-server -o pid=); do kill -9 $p; done; true")

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import socket
-import socketserver
 import stat
 import threading
 import time
@@ -243,12 +242,6 @@ def test_many_threads_at_once(place: Place) -> None:
 
     with ThreadPoolExecutor(24) as pool:
         list(pool.map(work, range(24)))
-
-
-class Echo(socketserver.BaseRequestHandler):
-    def handle(self) -> None:
-        while data := self.request.recv(65536):
-            self.request.sendall(data)
 
 
 ECHO = """

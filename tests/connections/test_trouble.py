@@ -105,6 +105,24 @@ def restart(server: Sshd, down: float = 0.5) -> None:
     server.start()
 
 
+class RestartsAt:
+    """Is told of a copy's progress, and restarts the server once it has come so far; then a script may meddle there."""
+
+    def __init__(self, bytes_done: int, server: Sshd, script: str = "true") -> None:
+        self.told: list[int] = []
+        self.restarted = False
+        self._at = bytes_done
+        self._server = server
+        self._script = script
+
+    def __call__(self, done: int, size: int) -> None:
+        self.told.append(done)
+        if done > self._at and not self.restarted:
+            self.restarted = True
+            restart(self._server, 0)
+            self._server.shell(self._script)
+
+
 def test_a_restart_between_operations(connect: Connect, server: Sshd, client: str) -> None:
     connection = connect(server, client)
     assert connection.read("/etc/hostname", 0, 4) == b"edge"
@@ -154,19 +172,11 @@ def test_a_restart_in_the_middle_of_an_upload_goes_on_where_it_was(
     here.write_bytes(os.urandom(200_000_000))
     connection = connect(server, client)
     path = new_path(connection, "upload")
-    told: list[int] = []
-    restarted = threading.Event()
-
-    def progress(done: int, size: int) -> None:
-        told.append(done)
-        if done > 60_000_000 and not restarted.is_set():
-            restarted.set()
-            server.stop()
-            server.start()
+    progress = RestartsAt(60_000_000, server)
 
     connection.upload(str(here), path, progress)
-    assert restarted.is_set() and told[-1] == 200_000_000
-    assert told == sorted(told)  # It never began again.
+    assert progress.restarted and progress.told[-1] == 200_000_000
+    assert progress.told == sorted(progress.told)  # It never began again.
     digest = connection.run(["sha256sum", path]).stdout.decode().split()[0]
     assert digest == hashlib.sha256(here.read_bytes()).hexdigest()
     assert b".rs-" not in connection.run(["ls", "-A", connection.home()]).stdout
@@ -180,13 +190,7 @@ def test_a_restart_in_the_middle_of_a_download_goes_on_where_it_was(
     path = new_path(connection, "download")
     data = os.urandom(100_000_000)
     connection.write(path, data)
-    restarted = threading.Event()
-
-    def progress(done: int, size: int) -> None:
-        if done > 30_000_000 and not restarted.is_set():
-            restarted.set()
-            server.stop()
-            server.start()
+    progress = RestartsAt(30_000_000, server)
 
     connection.download(path, str(tmp_path / "back"), progress)
     assert (tmp_path / "back").read_bytes() == data and len(list(tmp_path.glob("*.tmp"))) == 0
@@ -230,18 +234,11 @@ def test_an_upload_whose_first_half_is_gone_begins_again(connect: Connect, serve
     here.write_bytes(os.urandom(60_000_000))
     connection = connect(server, client)
     path = new_path(connection, "gone")
-    restarted = threading.Event()
-
-    def progress(done: int, size: int) -> None:
-        if done > 20_000_000 and not restarted.is_set():
-            restarted.set()
-            server.stop()
-            server.start()
-            server.shell("rm /home/dev/.rs-*.tmp; truncate -s 50000000 /tmp/x")
+    progress = RestartsAt(20_000_000, server, "rm /home/dev/.rs-*.tmp")
 
     connection.upload(str(here), path, progress)
     digest = connection.run(["sha256sum", path]).stdout.decode().split()[0]
-    assert restarted.is_set() and digest == hashlib.sha256(here.read_bytes()).hexdigest()
+    assert progress.restarted and digest == hashlib.sha256(here.read_bytes()).hexdigest()
     connection.remove(path)
 
 
@@ -253,18 +250,11 @@ def test_an_upload_that_the_server_forgot_in_part_begins_again(
     here.write_bytes(os.urandom(60_000_000))
     connection = connect(server, client)
     path = new_path(connection, "zeros")
-    restarted = threading.Event()
-
-    def progress(done: int, size: int) -> None:
-        if done > 20_000_000 and not restarted.is_set():
-            restarted.set()
-            server.stop()
-            server.start()
-            server.shell("dd if=/dev/zero of=$(ls /home/dev/.rs-*.tmp) bs=1M count=5 conv=notrunc")
+    progress = RestartsAt(20_000_000, server, "dd if=/dev/zero of=$(ls /home/dev/.rs-*.tmp) bs=1M count=5 conv=notrunc")
 
     connection.upload(str(here), path, progress)
     digest = connection.run(["sha256sum", path]).stdout.decode().split()[0]
-    assert restarted.is_set() and digest == hashlib.sha256(here.read_bytes()).hexdigest()
+    assert progress.restarted and digest == hashlib.sha256(here.read_bytes()).hexdigest()
     connection.remove(path)
 
 
@@ -274,17 +264,10 @@ def test_a_download_of_a_file_that_was_replaced_meanwhile_is_of_one_file(
     connection = connect(server, client)
     path = new_path(connection, "replaced")
     connection.write(path, b"A" * 40_000_000)
-    restarted = threading.Event()
-
-    def progress(done: int, size: int) -> None:
-        if done > 10_000_000 and not restarted.is_set():
-            restarted.set()
-            server.stop()
-            server.start()
-            server.shell(f"head -c 45000000 /dev/zero | tr '\\0' B > {path}")
+    progress = RestartsAt(10_000_000, server, f"head -c 45000000 /dev/zero | tr '\\0' B > {path}")
 
     connection.download(path, str(tmp_path / "back"), progress)
-    assert restarted.is_set() and (tmp_path / "back").read_bytes() == b"B" * 45_000_000
+    assert progress.restarted and (tmp_path / "back").read_bytes() == b"B" * 45_000_000
     connection.remove(path)
 
 
