@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from .follow import Evidence
 
 _REASONS = {
+    "allocation": "allocation",
     "cancel": "cancelled",
     "cluster-start": "cluster-start",
     "cluster-lost": "cluster-lost",
@@ -15,6 +16,7 @@ _REASONS = {
     "record": "record",
     "runtime": "runtime",
     "spawn": "payload",
+    "terminated": "cancelled",
 }
 """Kinds for the reasons of an `end` that is not the payload's own."""
 
@@ -91,12 +93,14 @@ def _without_end(evidence: Evidence) -> Verdict:
 
 def _sentence_of(reason: str, message: str | None) -> str:
     said = {
+        "allocation": "the allocation is not what was asked for",
         "cancel": "the run was cancelled",
         "cluster-lost": "the Ray cluster was lost while the payload ran",
         "cluster-start": "the Ray cluster did not start",
         "environment": "the environment cannot run the payload",
         "record": "the record of the run cannot be kept, so the payload was ended",
         "spawn": "the payload did not start",
+        "terminated": "the run was ended from outside",
     }.get(reason, "the runtime failed")
     return f"{said}: {message}" if message else said
 

@@ -122,6 +122,9 @@ class RayLauncher(Launcher):
             port_range=self.port_range,
             startup_timeout=self.startup_timeout,
             health_check=self.health_check,
+            max_workers=self.max_workers,
+            min_nodes=self.min_nodes,
+            launch_style=self.launch_style,
         )
 
     def footprint(self) -> Footprint:

@@ -1,5 +1,6 @@
-"""`python -I runtime.pyz run DIR | serve DIR | ray-node ORDER`."""
+"""`python -I runtime.pyz run DIR | node DIR | serve DIR | ray-node ORDER | hold FILE`."""
 
+import os
 import sys
 
 if sys.version_info < (3, 8):
@@ -15,6 +16,26 @@ def run(run_dir):  # type: (str) -> int
     control.serve_parent(runner, run_dir)
     runner.run()
     return 0
+
+
+def node(run_dir):  # type: (str) -> int
+    """Be one node of a Slurm step: the first runs the payload of the run directory, the others help it."""
+    from . import allocation, control, loop, scratch, supervisor, time_limit, worker
+
+    here = allocation.from_environ(os.environ)
+    if here is None:
+        sys.exit("rayslurm runtime: this is no task of a Slurm step: SLURM_JOB_ID and SLURM_NODEID are not set")
+    scratch.sweep()
+    spec = supervisor.load_spec(run_dir)
+    if here.node_id > 0:
+        worker.Worker(loop.Loop(), spec, here, scratch.Scratch()).run()
+        return 0
+    runner = supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch(), here, run_dir)
+    payload = control.serve_run_dir(runner, run_dir)
+    if spec.warn_before_limit is not None:
+        time_limit.LimitWarning(runner.loop, here.job_id, spec.warn_before_limit, spec.warn_signal, payload).start()
+    runner.run()
+    return runner.exit_code
 
 
 def serve(session_dir):  # type: (str) -> int
@@ -39,10 +60,15 @@ def main(argv):  # type: (list[str]) -> int
         from . import ray_node
 
         return ray_node.main(argv[1:])
-    if role in ("run", "serve"):
+    if role == "hold":
+        from . import hold
+
+        return hold.main(argv[1])
+    roles = {"run": run, "node": node, "serve": serve}
+    if role in roles:
         from . import keeper
 
-        return keeper.guard(lambda: (run if role == "run" else serve)(argv[1]))
+        return keeper.guard(lambda: roles[role](argv[1]))
     sys.exit(__doc__)
 
 

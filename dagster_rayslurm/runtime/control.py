@@ -1,6 +1,7 @@
-"""Who hands payloads to the runtime and may cancel them: the parent's pipe, or clients of a session's socket.
+"""Who hands payloads to the runtime and may cancel them: the parent's pipe, clients of a session's socket, or a file.
 
-Both speak JSON lines, and both are lifelines: a payload whose requester is gone is cancelled.
+The first two speak JSON lines, and both are lifelines: a payload whose requester is gone is cancelled. A batch job
+outlives a lost connection, so there a file in the run directory says that the run is cancelled.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any, Callable, Dict, Optional, Set, Tuple
 
 from .loop import Loop
 from .payload import End, Payload
-from .record import SESSION, split_lines, write_atomically
+from .record import CANCEL, SESSION, split_lines, write_atomically
 from .spec import SpecError
 from .supervisor import Closing, Supervisor
 
 _MAX_REQUEST = 2**21
 """Bytes of a request; the longest carries an environment (execve(2) allows 2 MiB for it)."""
+
+_CANCEL_POLL = 0.5
+"""Seconds between two looks at the file that cancels a run; one small read each."""
 
 ORPHANED = End("cancel", "the Dagster process that asked for the run is gone")
 CANCELLED = End("cancel", "cancelled from Dagster")
@@ -56,6 +60,26 @@ def serve_parent(supervisor: Supervisor, run_dir: str, fd: int = 0) -> None:
     """Run one payload for the parent process, which holds the other end of `fd`."""
     payload = supervisor.submit(run_dir)
     _Lines(supervisor.loop, fd, lambda request: _cancel(payload, request), lambda: payload.end_early(ORPHANED))
+
+
+def serve_run_dir(supervisor: Supervisor, run_dir: str) -> Payload:
+    """Run the payload of a run directory; the file `cancel.json` in it, empty at first, may cancel it."""
+    payload = supervisor.submit(run_dir)
+    path = os.path.join(run_dir, CANCEL)
+    taken = [b""]
+
+    def look() -> None:
+        with contextlib.suppress(OSError, ValueError):  # Unreadable for now, or replaced while it was read.
+            with open(path, "rb") as file:
+                text = file.read()
+            if text != taken[0]:
+                taken[0] = text
+                _cancel(payload, json.loads(text.decode("utf-8")))
+        if not payload.ended:
+            supervisor.loop.call_later(_CANCEL_POLL, look)
+
+    supervisor.loop.call_later(_CANCEL_POLL, look)
+    return payload
 
 
 def _cancel(payload: Payload, request: Dict[str, Any]) -> None:

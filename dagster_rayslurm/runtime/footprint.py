@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Optional, Tuple
 
 from .machine import Machine
-from .spec import RaySpec
+from .spec import RaySpec, RuntimeSpec
 
 
 class Want(NamedTuple):
@@ -40,3 +40,12 @@ def ray_footprint(spec: RaySpec) -> Footprint:
         Want("RayLauncher.num_cpus_per_node", spec.num_cpus, "CPUs"),
         Want("RayLauncher.num_gpus_per_node", spec.num_gpus, "GPUs"),
     )
+
+
+def runtime_footprint(spec: RuntimeSpec) -> Footprint:
+    """What every node of a runtime must grant: what Slurm was asked for, and what the cluster is to have."""
+    asked = (
+        Want("SlurmQueueConfig.cpus_per_node", spec.asked_cpus, "CPUs"),
+        Want("SlurmQueueConfig.gpus_per_node", spec.asked_gpus, "GPUs"),
+    )
+    return asked + (ray_footprint(spec.ray) if spec.ray is not None else ())

@@ -53,6 +53,11 @@ class Loop:
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
+    @staticmethod
+    def now() -> float:
+        """Seconds of the clock that timers go by."""
+        return time.monotonic()
+
     def call_later(self, delay: float, call: Callable[[], None]) -> Timer:
         timer = Timer(call)
         heapq.heappush(self._timers, (time.monotonic() + delay, next(self._order), timer))
@@ -97,10 +102,11 @@ class Loop:
 
     def _wake(self) -> None:
         received = set(self._wakeup.recv(4096))
-        if signal.SIGCHLD in received:
-            self.reap()
+        # Before the ends of children: a signal to all processes here explains why they ended.
         for signum in received & set(self._signals):
             self._signals[signum](signum)
+        if signal.SIGCHLD in received:
+            self.reap()
 
     def reap(self) -> None:
         """Collect every ended child, adopted orphans included, and tell those who asked."""

@@ -7,8 +7,8 @@ import re
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
-from typing import List, Mapping, Optional
+from dataclasses import asdict, dataclass
+from typing import Any, Dict, List, Mapping, Optional
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,15 @@ class Machine:
     num_gpus: int
     memory: int
     memory_limit: Optional[int]
+
+    def facts(self) -> Dict[str, Any]:
+        """As JSON can carry it."""
+        return asdict(self)
+
+
+def from_facts(facts: Mapping[str, Any]) -> Machine:
+    """What `Machine.facts` told on another node."""
+    return Machine(**facts)
 
 
 def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) -> Machine:
@@ -34,18 +43,25 @@ def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) 
     limits = [limit for limit in (_slurm_memory(environ), _cgroup_memory()) if limit is not None and limit < memory]
     return Machine(
         hostname=socket.gethostname(),
-        num_cpus=_cpus(),
+        num_cpus=count_cpus(environ),
         num_gpus=count_gpus(environ) if with_gpus else 0,
         memory=memory,
         memory_limit=min(limits) if limits else None,
     )
 
 
-def _cpus() -> int:
-    """CPUs this process may run on; the machine's count can be far more than Slurm granted."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def count_cpus(environ: Mapping[str, str]) -> int:
+    """CPUs granted to this process.
+
+    Where Slurm confines tasks, affinity says so. Where it does not (`TaskPlugin=task/none`), a process may run on all of
+    the machine, and `SLURM_CPUS_ON_NODE` alone says what it was granted (srun(1)).
+    """
+    machine = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else machine
+    granted = environ.get("SLURM_CPUS_ON_NODE", "")
+    if not granted.isdigit() or int(granted) == 0:
+        return usable
+    return int(granted) if usable == machine else min(usable, int(granted))
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
@@ -76,7 +92,7 @@ def _slurm_memory(environ: Mapping[str, str]) -> Optional[int]:
         return int(environ["SLURM_MEM_PER_NODE"]) * 2**20
     per_cpu = environ.get("SLURM_MEM_PER_CPU", "")
     if per_cpu.isdigit() and int(per_cpu):
-        return int(per_cpu) * 2**20 * _cpus()
+        return int(per_cpu) * 2**20 * count_cpus(environ)
     return None
 
 

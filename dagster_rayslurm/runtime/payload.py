@@ -19,12 +19,16 @@ from .loop import Loop, Timer
 from .outputs import collect_outputs
 from .record import CONTEXT, STATUS, RunRecord, split_lines, write_atomically
 from .spec import RAY_COORDINATES, PayloadSpec
-from .usage import Sampler
+from .team import Team
+from .usage import Sampler, merge
 
 _CHUNK = 256 * 1024
 _MESSAGE_POLL = 0.1
 _SYNC_INTERVAL = 0.2
 _DRAIN_DEADLINE = 5.0
+_SIGNAL_MARGIN = 0.25
+"""Seconds that a failed payload's end waits for a signal which ended it and the runtime alike: Slurm signals all
+processes of a job, the payload perhaps before the runtime."""
 
 _SCRUBBED = ("DAGSTER_PIPES_", "RAYSLURM_")
 """Prefixes of variables of the runtime's own environment that must not leak into a payload's."""
@@ -131,12 +135,25 @@ class Payload:
         self._messages: Optional[_MessageFile] = None
         self._timers: Dict[str, Timer] = {}
         self._sampler: Optional[Sampler] = None
+        self._team: Optional[Team] = None
+        self._measured = True
+        self._settled = True
         self._started_at: Optional[float] = None
         self.ended = False
 
-    def start(self, ray_env: Environment, messages_path: str, spill_dir: Optional[str] = None) -> None:
-        """Start the process; a payload that cannot start ends at once."""
+    def start(
+        self, ray_env: Environment, messages_path: str, spill_dir: Optional[str] = None, team: Optional[Team] = None
+    ) -> None:
+        """Start the process; a payload that cannot start ends at once.
+
+        Args:
+            ray_env: how it reaches its cluster.
+            messages_path: where its Pipes messages go.
+            spill_dir: Ray's temporary directory, or None.
+            team: the other nodes, which measure as well, or None.
+        """
         self._started_at = time.time()
+        self._team = team
         try:
             self._messages = _MessageFile(messages_path)
             lay_out_work_dir(self._work_dir, self.spec)
@@ -148,6 +165,8 @@ class Payload:
         if argv[0] in ("python", "python3"):
             argv[0] = sys.executable  # The environment's Python started this runtime.
         self._sampler = Sampler(self.loop, spill_dir)
+        if team is not None:
+            team.measure()
         try:
             self._spawn(argv, env)
         except (OSError, ValueError) as error:
@@ -186,16 +205,30 @@ class Payload:
 
         The first reason stands; asking again shortens the wait if `grace` is shorter.
         """
-        if self.ended or (self._exit is not None and end.reason != "record"):
+        if self.ended or (self._exit is not None and self._settled and end.reason != "record"):
             return  # It ended by itself first, and that is the truth.
         if self._verdict is None:
             self._verdict = end
         if self._pid is None:
             return self._finish(self._verdict)
+        if self._exit is not None:
+            return self._finish_if_complete()
         grace = self.spec.grace_period if grace is None else grace
         if grace > 0:
             processes.signal_group(self._pid, signal.SIGTERM)
         self._due("kill", grace, self._kill)
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the payload's process group, if it runs."""
+        if self._pid is not None and self._exit is None:
+            processes.signal_group(self._pid, signum)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that a shell would report for the payload; 1 if something else ended the run."""
+        if self._verdict is not None or self._exit is None:
+            return 1
+        return 128 + self._exit.signal if self._exit.signal is not None else int(self._exit.exit_code or 0)
 
     def keep_fresh(self) -> None:
         """Mark the run directory as in use, for whoever sweeps old ones."""
@@ -286,9 +319,25 @@ class Payload:
         assert self._pid is not None and self._sampler is not None
         self._exit = End("exit", exit_code=code) if code >= 0 else End("exit", signal=-code)
         self._usage = self._sampler.stop(self._pid, rusage)
+        if self._team is not None:
+            self._measured = False
+            self._team.collect(self._take_usage)
         self._kill()
         self._kill_leftovers()
+        if code != 0 and self._verdict is None:
+            self._settled = False
+            self._due("settle", _SIGNAL_MARGIN, self._settle)
         self._due("drain", _DRAIN_DEADLINE, self._give_up_draining)
+        self._finish_if_complete()
+
+    def _take_usage(self, others: Dict[str, Dict[str, Any]]) -> None:
+        """Take what the other nodes measured."""
+        self._usage = merge({str(self.context.get("hostname")): self._usage, **others})
+        self._measured = True
+        self._finish_if_complete()
+
+    def _settle(self) -> None:
+        self._settled = True
         self._finish_if_complete()
 
     def _kill_leftovers(self) -> None:
@@ -298,7 +347,8 @@ class Payload:
         processes.kill_all(pid for pid in below if processes.has_environment(pid, mark))
 
     def _finish_if_complete(self) -> None:
-        if self._exit is not None and not self._streams and not self.ended:
+        complete = not self._streams and self._measured and (self._settled or self._verdict is not None)
+        if self._exit is not None and complete and not self.ended:
             self._finish(self._verdict or self._exit)
 
     def _give_up_draining(self) -> None:

@@ -21,10 +21,10 @@ from typing import List, Optional, Tuple
 BLOCK = 100
 """Ports of one cluster on one node when a `port_range` is set: 10 for services, the others for workers."""
 
-SERVICES = (
-    "port",
-    "ray-client-server-port",
-    "dashboard-port",
+HEAD_SERVICES = ("port", "ray-client-server-port", "dashboard-port")
+"""The options of `ray start --head` that take a port, and that workers have no use for (Ray 2.60)."""
+
+NODE_SERVICES = (
     "dashboard-agent-listen-port",
     "dashboard-agent-grpc-port",
     "runtime-env-agent-port",
@@ -32,10 +32,7 @@ SERVICES = (
     "node-manager-port",
     "object-manager-port",
 )
-"""The options of `ray start --head` that take a port (Ray 2.60)."""
-
-_CHOSEN = ("port", "ray-client-server-port", "dashboard-port")
-"""Those that must be known beforehand; the others are left to the kernel unless there is a range."""
+"""Those of every node. They are left to the kernel unless there is a range; the head's must be known beforehand."""
 
 
 class PortError(OSError):
@@ -44,7 +41,7 @@ class PortError(OSError):
 
 @dataclass(frozen=True)
 class Ports:
-    """Ports of a head node: the options of `ray start`, and the lock that keeps a block."""
+    """Ports of a node: the options of `ray start`, and the lock that keeps a block. A worker has no GCS and dashboard (0)."""
 
     gcs: int
     dashboard: int
@@ -91,29 +88,36 @@ def is_free(port: int) -> bool:
     return True
 
 
-def choose(port_range: Optional[str] = None) -> Ports:
-    """Choose the ports of a head node.
+def choose(port_range: Optional[str] = None, head: bool = True) -> Ports:
+    """Choose the ports of a node.
+
+    Args:
+        port_range: "LOW-HIGH" that all of them lie in, or None.
+        head: whether it is the head of its cluster.
 
     Raises:
         PortError: if there are not enough free ones.
     """
-    return _from_block(*_claim_block(port_range)) if port_range else _scattered()
+    if port_range:
+        return _from_block(*_claim_block(port_range), head)
+    return _scattered(HEAD_SERVICES if head else ())
 
 
-def _scattered() -> Ports:
+def _scattered(services: Tuple[str, ...]) -> Ports:
     low, high = ephemeral_range()
     candidates = [*range(10000, min(low, 65536)), *range(high + 1, 65536)] or list(range(10000, 65536))
     chosen: List[int] = []
     for port in random.SystemRandom().sample(candidates, min(200, len(candidates))):
+        if len(chosen) == len(services):
+            break
         if is_free(port):
             chosen.append(port)
-        if len(chosen) == len(_CHOSEN):
-            break
-    else:
+    if len(chosen) < len(services):
         raise PortError("no free ports outside the ephemeral range %d-%d" % (low, high))
-    named = dict(zip(_CHOSEN, chosen))
-    options = ["--%s=%d" % (service, named.get(service, 0)) for service in SERVICES]
-    return Ports(named["port"], named["dashboard-port"], (*options, "--min-worker-port=0", "--max-worker-port=0"))
+    named = dict(zip(services, chosen))
+    options = ["--%s=%d" % item for item in named.items()] + ["--%s=0" % service for service in NODE_SERVICES]
+    every = (*options, "--min-worker-port=0", "--max-worker-port=0")
+    return Ports(named.get("port", 0), named.get("dashboard-port", 0), every)
 
 
 def _claim_block(port_range: str) -> Tuple[List[int], int]:
@@ -130,7 +134,7 @@ def _claim_block(port_range: str) -> Tuple[List[int], int]:
             os.close(lock)
             continue
         free = [port for port in range(start, start + BLOCK) if is_free(port)]
-        if len(free) > len(SERVICES):
+        if len(free) > len(HEAD_SERVICES + NODE_SERVICES):
             return free, lock
         os.close(lock)
     raise PortError("every block of %d ports in %s is taken on this node" % (BLOCK, port_range))
@@ -146,8 +150,9 @@ def _lock_directory() -> str:
     return path
 
 
-def _from_block(free: List[int], lock: int) -> Ports:
-    named = dict(zip(SERVICES, free))
-    workers = ",".join(map(str, free[len(SERVICES) :]))
+def _from_block(free: List[int], lock: int, head: bool) -> Ports:
+    services = HEAD_SERVICES + NODE_SERVICES if head else NODE_SERVICES
+    named = dict(zip(services, free))
+    workers = ",".join(map(str, free[len(services) :]))
     options = ["--%s=%d" % item for item in named.items()]
-    return Ports(named["port"], named["dashboard-port"], (*options, "--worker-port-list=" + workers), lock)
+    return Ports(named.get("port", 0), named.get("dashboard-port", 0), (*options, "--worker-port-list=" + workers), lock)

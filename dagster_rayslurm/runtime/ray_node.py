@@ -1,8 +1,8 @@
 """`ray start --block` on one node, in the environment's Python, reporting the cluster to the runtime.
 
-`ray start` runs in this very process, with a thread beside it that asks the GCS for its nodes. So the import of Ray
-is paid once, and the cluster counts as alive as soon as the GCS says so, seconds before `ray start` returns.
-Facts about Ray's private API were read in and tried on Ray 2.60.
+`ray start` runs in this very process, on the head with a thread beside it that asks the GCS for its nodes. So the
+import of Ray is paid once (on a worker while the head starts), and the cluster counts as alive as soon as the GCS says
+so, seconds before `ray start` returns. Facts about Ray's private API were read in and tried on Ray 2.60.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _ALIVE = 0  # GcsNodeInfo.ALIVE in Ray's gcs.proto.
 def main(argv: List[str]) -> int:
     """Run `ray start` as told; `argv` is one JSON object.
 
-    Keys: `report_fd` (where JSON lines go), `gcs` ("HOST:PORT" to ask), `ray_version` (required one, or null),
-    `token` (whether authentication is on), `start` (the arguments of `ray start`).
+    Keys: `report_fd` (where JSON lines go), `gcs` ("HOST:PORT" of the head), `head` (whether this is it), `expected`
+    (number of nodes), `ray_version` (required one, or null), `token` (whether authentication is on), `command` (the words
+    after `ray`), `entrypoint` (a file that `ray symmetric-run` makes when its cluster is up, or null).
     """
     order = json.loads(argv[0])
     report = _Reporter(order["report_fd"])
@@ -41,8 +42,12 @@ def main(argv: List[str]) -> int:
         report(event="environment", message=refusal)
         return 1
     report(event="version", ray_version=ray.__version__)
-    threading.Thread(target=_watch, args=(order["gcs"], report), daemon=True).start()
-    sys.argv = ["ray", "start", *order["start"]]
+    if order["head"]:
+        arguments = (order["gcs"], order["expected"], order["entrypoint"], report)
+        threading.Thread(target=_watch, args=arguments, daemon=True).start()
+    else:
+        _wait_for_port(order["gcs"])
+    sys.argv = ["ray", *order["command"]]
     ray_cli()  # type: ignore[no-untyped-call]
     return 0
 
@@ -74,8 +79,8 @@ class _Reporter:
         self._file.write(json.dumps(event) + "\n")
 
 
-def _watch(gcs: str, report: _Reporter) -> None:
-    """Report the table of nodes whenever it changes."""
+def _watch(gcs: str, expected: int, entrypoint: Optional[str], report: _Reporter) -> None:
+    """Report the table of nodes whenever it changes, and that the entrypoint has started."""
     try:
         # Its constructor retries for tens of seconds when nobody listens yet, so the port is tried first.
         _wait_for_port(gcs)
@@ -86,7 +91,14 @@ def _watch(gcs: str, report: _Reporter) -> None:
             if nodes is not None and nodes != known:
                 report(event="nodes", nodes=nodes)
                 known = nodes
-            time.sleep(_SLOW if known else _FAST)
+            elif nodes is None and known is not None and _refuses(gcs):
+                # `ray start` looks after its processes too, but not before it has come to its end, seconds later.
+                return report(event="gcs-lost")
+            if entrypoint and os.path.exists(entrypoint):
+                report(event="entrypoint")
+                entrypoint = None
+            complete = known is not None and sum(node["alive"] for node in known.values()) >= expected
+            time.sleep(_SLOW if complete and not entrypoint else _FAST)
     except BaseException as error:
         report(event="watch-failed", message="%s: %s" % (type(error).__name__, error))
 
@@ -99,6 +111,18 @@ def _wait_for_port(gcs: str) -> None:
             return
         except OSError:
             time.sleep(_FAST)
+
+
+def _refuses(gcs: str) -> bool:
+    """Whether nobody listens any more; a GCS that is only slow still does."""
+    host, _, port = gcs.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+        return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
 
 
 def _gcs_client(gcs: str) -> Any:

@@ -23,8 +23,10 @@ PAYLOAD = "payload.json"
 SECRETS = "secrets.json"
 CONTEXT = "pipes_context.json"
 SESSION = "session.json"
-"""What is written for the runtime: its own start record, the payload's, secret variables, the Pipes context; and how
-a session says where it listens."""
+CANCEL = "cancel.json"
+EXIT = "exit"
+"""What is written for the runtime: its own start record, the payload's, secret variables, the Pipes context; how a
+session says where it listens; the request to cancel; and the exit code that the batch script saw of its `srun`."""
 
 _CRC_KEY = b',"crc":"'
 _RESERVE_BYTES = 64 * 1024
@@ -211,6 +213,11 @@ class RunRecord:
         self._journal.sync()
         self._journal.close()
         self._stdio.close()
+
+
+def node_log(place: int) -> str:
+    """The name of a node's own log: what its runtime prints, and what Slurm says of its task."""
+    return "node-%d.log" % place
 
 
 def temporary_name(path: str) -> str:

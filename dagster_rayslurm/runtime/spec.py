@@ -40,6 +40,11 @@ class RaySpec:
     port_range: Optional[str] = None
     startup_timeout: float = 300.0
     health_check: Optional[str] = None
+    max_workers: Optional[int] = None
+    """Most nodes that join the head; None for all."""
+    min_nodes: Optional[int] = None
+    """Nodes that must be alive before the payload starts; None for all."""
+    launch_style: str = "builtin"
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,16 @@ class RuntimeSpec:
     idle_timeout: Optional[float] = None
     """Seconds without a payload after which a session ends; None for a runtime that runs one payload and ends."""
     max_concurrent_payloads: int = 1
+    control_key: Optional[str] = None
+    """Secret that the runtimes of an allocation know each other by, hex; the cluster's token is made from it."""
+    control_ports: List[int] = field(default_factory=list)
+    """Where the head's runtime listens for the others: the first of them that is free."""
+    asked_cpus: Optional[int] = None
+    """CPUs that Slurm was asked for on each node; fewer are an error of the site."""
+    asked_gpus: Optional[int] = None
+    warn_before_limit: Optional[float] = None
+    """Seconds before the time limit at which the payload gets `warn_signal`; None for no warning."""
+    warn_signal: str = "TERM"
     protocol: int = PROTOCOL_VERSION
 
 

@@ -16,14 +16,22 @@ import traceback
 from typing import Any, Deque, Dict, List, Optional
 
 from . import PROTOCOL_VERSION, machine, processes, scratch
-from .cluster import ClusterError, RayCluster
+from .allocation import Allocation
+from .channel import derive
+from .cluster import RayCluster
+from .footprint import footprint_error, runtime_footprint
 from .loop import Loop, Timer
 from .payload import End, Payload
-from .record import PAYLOAD, RUNTIME, SECRETS, RunRecord
+from .ray_start import ClusterError
+from .record import PAYLOAD, RUNTIME, SECRETS, RunRecord, node_log
 from .spec import PayloadSpec, RuntimeSpec, SpecError, from_json
+from .team import Member, Team
 
 _LOST_GRACE = 1.0
 """Seconds a payload gets after its cluster is lost: `ray.init` would hang for 40 s and more (Ray 2.60)."""
+
+_SAME_SIGNAL = 1.0
+"""Seconds within which another signal is the same one: Slurm sends it to the keeper too, which passes it on."""
 
 _FRESH_INTERVAL = 600.0
 """Seconds between two marks that run directories are in use; old ones are swept after days."""
@@ -40,13 +48,27 @@ class Supervisor:
         loop: where everything happens.
         spec: the cluster and the runtime's own life.
         private: scratch directory of this runtime.
+        allocation: the Slurm step whose first node this is; None elsewhere.
+        log_dir: directory of the logs of an allocation's nodes.
     """
 
-    def __init__(self, loop: Loop, spec: RuntimeSpec, private: scratch.Scratch) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        spec: RuntimeSpec,
+        private: scratch.Scratch,
+        allocation: Optional[Allocation] = None,
+        log_dir: str = "",
+    ) -> None:
         self.loop = loop
         self.spec = spec
-        self.machine = machine.detect(with_gpus=spec.ray is not None)
+        self.machine = machine.detect(with_gpus=spec.ray is not None or bool(spec.asked_gpus))
         self.cluster: Optional[RayCluster] = None
+        self.exit_code = 0
+        """What the last payload's end makes of this process's own, so that Slurm's books tell the same."""
+        self._allocation = allocation
+        self._team: Optional[Team] = None
+        self._closed_at = 0.0
         self._scratch = private
         self._waiting: Deque[Payload] = collections.deque()
         self._running: List[Payload] = []
@@ -56,14 +78,38 @@ class Supervisor:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
         loop.call_later(_FRESH_INTERVAL, self._keep_fresh)
+        if allocation is not None and len(allocation.nodes) > 1:
+            assert spec.control_key is not None
+            self._team = Team(
+                loop,
+                spec.control_key,
+                spec.control_ports,
+                allocation.nodes,
+                lambda place: os.path.join(log_dir, node_log(place)),
+                self._hear,
+            )
         if spec.ray is not None:
-            self.cluster = RayCluster(loop, spec.ray, self.machine, private, self._pump, self._cluster_failed, self._tell)
+            self.cluster = RayCluster(
+                loop,
+                spec.ray,
+                runtime_footprint(spec),
+                self.machine,
+                private,
+                os.urandom(32).hex() if spec.control_key is None else derive(spec.control_key, "ray-token"),
+                self._pump,
+                self._cluster_failed,
+                self._tell,
+            )
 
     def run(self) -> None:
         """React until there is nothing left to do, then end everything that was started here."""
         try:
+            problem = footprint_error(runtime_footprint(self.spec), self.machine)
             if self.cluster is not None:
-                self.cluster.start()
+                address = self._allocation.head_addresses[0] if self._allocation is not None else None
+                self.cluster.start(self._team, address)
+            elif problem:
+                self.close(End("allocation", problem))
             self._settle()
             self.loop.run()
         except BaseException:
@@ -73,6 +119,8 @@ class Supervisor:
         finally:
             if self.cluster is not None:
                 self.cluster.stop()
+            if self._team is not None:
+                self._team.stop()
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
             self._scratch.remove()
 
@@ -108,18 +156,20 @@ class Supervisor:
                 "hostname": self.machine.hostname,
                 "pid": os.getpid(),
                 "python": sys.version.split()[0],
+                "allocation": self._allocation.facts() if self._allocation is not None else None,
             }
         )
         if self.cluster is not None and self.cluster.ready:
             payload.phase("cluster-ready", "the warm Ray cluster %s is up" % self.spec.cluster_id)
         elif self.cluster is not None:
-            payload.phase("cluster-start", "starting the Ray cluster %s on %s" % (self.spec.cluster_id, self.machine.hostname))
+            payload.phase("cluster-start", "starting the Ray cluster %s on %s" % (self.spec.cluster_id, self._where()))
         self._pump()
         return payload
 
     def close(self, end: End, grace: Optional[float] = None) -> None:
         """Take no more payloads, end those that are here and then the runtime."""
-        self._closing = True
+        if not self._closing:
+            self._closing, self._closed_at = True, self.loop.now()
         for payload in [*self._waiting, *self._running]:
             payload.end_early(end, grace)
         self._settle()
@@ -158,12 +208,15 @@ class Supervisor:
             "num_cpus": self.machine.num_cpus,
             "warm": self._served > 1,
         }
+        if self._allocation is not None:
+            payload.context["allocation"] = self._allocation.facts()
         if self.cluster is None:
-            return payload.start({}, messages)
+            return payload.start({}, messages, team=self._team)
         payload.context.update(self.cluster.facts())
-        payload.start(self.cluster.environment, messages, self._scratch.ray_temp_dir)
+        payload.start(self.cluster.environment, messages, self._scratch.ray_temp_dir, self._team)
 
     def _ended(self, payload: Payload) -> None:
+        self.exit_code = payload.exit_code
         for where in (self._running, self._waiting):
             if payload in where:
                 where.remove(payload)
@@ -184,9 +237,21 @@ class Supervisor:
                 self._idle.cancel()
             self._idle = self.loop.call_later(self.spec.idle_timeout, lambda: self.close(End("cancel")))
 
+    def _hear(self, member: Member, message: Dict[str, Any]) -> None:
+        if self.cluster is not None:
+            self.cluster.take(member, message)
+
+    def _where(self) -> str:
+        """The nodes, in words."""
+        if self._allocation is None:
+            return self.machine.hostname
+        nodes = self._allocation.nodes
+        return nodes[0] if len(nodes) == 1 else "%d nodes: %s" % (len(nodes), ", ".join(nodes[:8] + ["…"] * (len(nodes) > 8)))
+
     def _cluster_failed(self, error: ClusterError) -> None:
         assert self.cluster is not None
-        self._closing = True
+        if self._closing:
+            return  # It is going down with all else, as when Slurm signals every process of the job.
         for name, text in self.cluster.log_tails().items():
             for payload in [*self._waiting, *self._running]:
                 payload.keep_tail(name, text)
@@ -202,9 +267,9 @@ class Supervisor:
             payload.phase(phase, message)
 
     def _interrupted(self, signum: int) -> None:
-        again = self._closing
+        again = self._closing and self.loop.now() - self._closed_at > _SAME_SIGNAL
         name = signal.Signals(signum).name
-        self.close(End("cancel", "the runtime received %s" % name), grace=0 if again else None)
+        self.close(End("terminated", "the runtime received %s" % name), grace=0 if again else None)
 
     def _abort(self, end: End) -> None:
         self._closing = True

@@ -10,7 +10,7 @@ import os
 import subprocess
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any, Dict, Iterable, List, Optional
+from typing import Any, Dict, Iterable, List, Mapping, Optional
 
 from . import processes
 from .loop import Loop, Timer
@@ -105,15 +105,16 @@ class Sampler:
         self._timer = loop.call_later(self._pause, self._sample)
         self._gpu_timer: Optional[Timer] = loop.call_later(0.0, self._ask_gpus)
 
-    def stop(self, pid: int, rusage: Any) -> Dict[str, Any]:
-        """Take the last sample and the ended payload's own figures."""
+    def stop(self, pid: Optional[int] = None, rusage: Any = None) -> Dict[str, Any]:
+        """Take the last sample, and the ended payload's own figures on the node where it ran."""
         self.cancel()
         now = time.monotonic()
         below = processes.descendants(os.getpid())
         self.meter.add(now, below, memory_of(below))
-        self.meter.settle(now, pid, rusage.ru_utime + rusage.ru_stime)
-        # ru_maxrss is in KiB (getrusage(2)); it is the only witness of a payload that ended before a sample.
-        self.meter.usage.peak_memory = max(self.meter.usage.peak_memory, rusage.ru_maxrss * 1024)
+        if pid is not None:
+            self.meter.settle(now, pid, rusage.ru_utime + rusage.ru_stime)
+            # ru_maxrss is in KiB (getrusage(2)); it is the only witness of a payload that ended before a sample.
+            self.meter.usage.peak_memory = max(self.meter.usage.peak_memory, rusage.ru_maxrss * 1024)
         self._count_spilled()
         return self.meter.summary()
 
@@ -159,6 +160,49 @@ class Sampler:
             os.close(reader)  # No driver on this node.
         finally:
             os.close(writer)
+
+
+def merge(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
+    """The usage of several nodes as one.
+
+    CPU time and spilled bytes are sums; peak memory is that of the node that used most, which is what `--mem` has to
+    allow for; GPU utilization is the mean of the nodes that have GPUs.
+
+    Args:
+        usages: usage by node name, the first of them the head's, whose window counts.
+
+    Returns:
+        A usage with `nodes` besides: CPU time and peak memory of each.
+    """
+    head, *others = usages.values()
+    busy = [usage["gpu_utilization_mean"] for usage in usages.values() if usage["gpu_utilization_mean"] is not None]
+    return dict(
+        head,
+        cpu_seconds=sum(usage["cpu_seconds"] for usage in usages.values()),
+        peak_memory=max(usage["peak_memory"] for usage in usages.values()),
+        gpu_utilization_mean=sum(busy) / len(busy) if busy else None,
+        gpu_utilization_max=_highest(usage["gpu_utilization_max"] for usage in usages.values()),
+        gpu_memory_max=_highest(usage["gpu_memory_max"] for usage in usages.values()),
+        spilled_bytes=sum(usage["spilled_bytes"] for usage in usages.values()),
+        points=[_sum_at(point, [usage["points"] for usage in others]) for point in head["points"]],
+        nodes={
+            name: {"cpu_seconds": usage["cpu_seconds"], "peak_memory": usage["peak_memory"]} for name, usage in usages.items()
+        },
+    )
+
+
+def _highest(values: Iterable[Optional[float]]) -> Optional[float]:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _sum_at(point: List[float], others: List[List[List[float]]]) -> List[float]:
+    """A point of the head's with what the other nodes last said before it."""
+    at, busy, memory = point
+    for points in others:
+        before = [other for other in points if other[0] <= at]
+        if before:
+            busy, memory = busy + before[-1][1], memory + before[-1][2]
+    return [at, round(busy, 2), memory]
 
 
 def memory_of(seen: Iterable[Process]) -> int:

@@ -1,0 +1,396 @@
+"""`ray start --block` on this node, head or not: health check, ports, the process, its reports and its log."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from typing import Any, Callable, Dict, List, Optional
+
+from . import ports, processes
+from .loop import Loop
+from .machine import Machine
+from .record import split_lines, tail_file
+from .scratch import Scratch
+from .spec import RAY_COORDINATES, RaySpec
+
+_ATTEMPTS = 3
+_CLASH = re.compile(r"address already in use|port \d+ is already|already occupied|Failed to bind", re.IGNORECASE)
+_LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard.log", "ray_process_exit.log")
+_SHARE_OF_LIMIT = 0.9
+"""Part of a memory limit that Ray may schedule on; the runtime and Ray's daemons live on the rest."""
+
+_SHIM = """#!/bin/sh
+# `ray stop` would end every Ray of this user on this node, other clusters too; what runs here ends with its runtime.
+[ "$1" = stop ] && exit 0
+exec %s -m ray.scripts.scripts "$@"
+"""
+
+Event = Dict[str, Any]
+
+
+class ClusterError(Exception):
+    """The cluster did not start or was lost.
+
+    Attributes:
+        reason: "environment", "cluster-start" or "cluster-lost", as in the `end` record.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def start_arguments(
+    spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
+) -> List[str]:
+    """The arguments of `ray start` (Ray 2.60).
+
+    Args:
+        spec: the cluster that is asked for.
+        machine: what this node grants.
+        chosen: the node's ports.
+        temp_dir: Ray's own directory.
+        address: the address of this node; None for the one that Ray finds.
+        gcs: "HOST:PORT" of the head to join; None for the head itself.
+    """
+    arguments = ["--block", "--head"] if gcs is None else ["--block", "--address=" + gcs]
+    if gcs is None:
+        arguments.append("--include-dashboard=%s" % ("true" if spec.dashboard else "false"))
+    if address:
+        arguments.append("--node-ip-address=" + address)
+    return arguments + _node_arguments(spec, machine, chosen, temp_dir)
+
+
+def symmetric_arguments(
+    spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_dir: str, gcs: str, head: bool, nodes: int, entrypoint: List[str]
+) -> List[str]:
+    """The arguments of `ray symmetric-run` (Ray 2.60), which starts the head where `gcs` is and workers elsewhere."""
+    arguments = ["--address=" + gcs, "--min-nodes=%d" % nodes]
+    if head:
+        arguments.append("--include-dashboard=%s" % ("true" if spec.dashboard else "false"))
+    own = [option for option in _node_arguments(spec, machine, chosen, temp_dir) if not option.startswith("--port=")]
+    return [*arguments, *own, "--", *entrypoint]
+
+
+def _node_arguments(spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_dir: str) -> List[str]:
+    """What every node says of itself."""
+    arguments = ["--disable-usage-stats", "--temp-dir=" + temp_dir, *chosen.options]
+    arguments.append("--num-cpus=%d" % (machine.num_cpus if spec.num_cpus is None else spec.num_cpus))
+    arguments.append("--num-gpus=%d" % (machine.num_gpus if spec.num_gpus is None else spec.num_gpus))
+    store = spec.object_store_memory
+    if store is not None:
+        arguments.append("--object-store-memory=%d" % store)
+    if machine.memory_limit is not None:
+        # Ray 2.60 looks at the machine and the root cgroup, not at what Slurm granted to the job.
+        usable = int(machine.memory_limit * _SHARE_OF_LIMIT)
+        if store is None:
+            store = int(usable * 0.3)
+            arguments.append("--object-store-memory=%d" % store)
+        arguments.append("--memory=%d" % max(usable - store, 2**20))
+    if spec.resources:
+        arguments.append("--resources=" + json.dumps(spec.resources))
+    if spec.labels:
+        arguments.append("--labels=" + ",".join("%s=%s" % item for item in sorted(spec.labels.items())))
+    return arguments + spec.ray_args
+
+
+def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:
+    """What every process of a cluster needs in its environment, drivers included."""
+    env = {"RAY_USAGE_STATS_ENABLED": "0"}
+    if spec.auth == "token":
+        env.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=token_path)
+    else:
+        env.update(RAY_AUTH_MODE="disabled")
+    return env
+
+
+def interface_address(interface: str) -> str:
+    """The IPv4 address of a network interface.
+
+    Raises:
+        ClusterError: if this node has no such interface, or it has no address.
+    """
+    request = struct.pack("256s", os.fsencode(interface)[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR of netdevice(7).
+        except OSError as error:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise ClusterError(
+                "cluster-start",
+                "network_interface=%r has no IPv4 address on node %s (%s); it has: %s"
+                % (interface, socket.gethostname(), error.strerror, known),
+            ) from None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def route_address(host: str) -> Optional[str]:
+    """The address from which this node reaches a host; None if it has no route there."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # Nothing is sent: the kernel only looks for a route.
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def join_host_port(host: str, port: int) -> str:
+    """ "HOST:PORT", with brackets around an IPv6 address."""
+    return "%s:%d" % ("[%s]" % host if ":" in host else host, port)
+
+
+class RayStart:
+    """Starts Ray on this node, again with other ports where one was taken meanwhile.
+
+    Args:
+        loop: where everything happens.
+        spec: what is asked for.
+        machine: what this node grants.
+        scratch: private directory for Ray's files and the token.
+        token: the cluster's secret.
+        nodes: number of nodes that the cluster shall have.
+        on_gcs: called with "HOST:PORT" whenever the head's port is chosen; never on a worker.
+        on_event: called with each report of `ray_node`.
+        on_failed: called once, when Ray does not start or has ended.
+        on_phase: called with a phase and a message for the user.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        spec: RaySpec,
+        machine: Machine,
+        scratch: Scratch,
+        token: str,
+        nodes: int,
+        on_gcs: Callable[[str], None],
+        on_event: Callable[[Event], None],
+        on_failed: Callable[[ClusterError], None],
+        on_phase: Callable[[str, str], None],
+    ) -> None:
+        self.ready = False
+        """Whether the cluster counts this node in; from then on its end is a loss."""
+        self.started = False
+        """Whether the health check is over."""
+        self.ports: Optional[ports.Ports] = None
+        self._loop = loop
+        self._spec = spec
+        self._machine = machine
+        self._scratch = scratch
+        self._nodes = nodes
+        self._on_gcs = on_gcs
+        self._on_event = on_event
+        self._on_failed = on_failed
+        self._on_phase = on_phase
+        self._pid: Optional[int] = None
+        self._report_fd: Optional[int] = None
+        self._report = b""
+        self._problem: Optional[ClusterError] = None
+        self._attempt = 0
+        self._over = False
+        self._gcs: Optional[str] = None
+        self._address: Optional[str] = None
+        with open(self.token_path, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(token)
+
+    @property
+    def token_path(self) -> str:
+        return self._scratch.join("ray.token")
+
+    def start(self, address: Optional[str], gcs: Optional[str] = None) -> None:
+        """Check the node and start Ray on it.
+
+        Args:
+            address: the node's own address; None for the one that Ray finds.
+            gcs: "HOST:PORT" of the head to join; None on the head.
+        """
+        self._address, self._gcs = address, gcs
+        if self._spec.health_check:
+            self._check_health(self._spec.health_check)
+        else:
+            self._start_ray()
+
+    def end(self) -> None:
+        """End every process of Ray on this node at once; what comes of it is no news."""
+        self._over = True
+        self._kill()
+
+    def log_tails(self) -> Dict[str, str]:
+        """The last lines of the logs that tell why Ray failed here."""
+        logs = os.path.join(self._scratch.ray_temp_dir, "session_latest", "logs")
+        paths = {"ray start": self._log_path, **{name: os.path.join(logs, name) for name in _LOGS}}
+        tails = {name: tail_file(path, lines=15) for name, path in paths.items()}
+        return {name: text for name, text in tails.items() if text.strip()}
+
+    @property
+    def _log_path(self) -> str:
+        return self._scratch.join("ray-start.log")
+
+    def _check_health(self, command: str) -> None:
+        log = self._scratch.join("health-check.log")
+
+        def done(code: int, _: Any) -> None:
+            self._pid = None
+            if self._over:
+                return
+            if code != 0:
+                why = "the health check failed with exit code %d on node %s: %s" % (
+                    code,
+                    self._machine.hostname,
+                    tail_file(log, lines=5).strip() or "it printed nothing",
+                )
+                return self._fail(ClusterError("cluster-start", why))
+            self._start_ray()
+
+        with open(log, "wb") as output:
+            self._pid = self._loop.spawn(
+                ["/bin/sh", "-c", command],
+                done,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=processes.die_with_parent(),
+            )
+
+    def _start_ray(self) -> None:
+        self.started = True
+        self._attempt += 1
+        if self.ports is not None and self.ports.lock is not None:
+            os.close(self.ports.lock)
+        try:
+            self.ports = ports.choose(self._spec.port_range, head=self._gcs is None)
+        except ports.PortError as error:
+            return self._fail(ClusterError("cluster-start", "node %s: %s" % (self._machine.hostname, error)))
+        shutil.rmtree(self._scratch.ray_temp_dir, ignore_errors=True)
+        os.mkdir(self._scratch.ray_temp_dir, 0o700)
+        head = self._gcs is None
+        gcs = self._gcs or join_host_port(self._address or "127.0.0.1", self.ports.gcs)
+        if head:
+            self._on_gcs(gcs)
+        entrypoint, command, env = None, ["start"], dict(os.environ)
+        if self._spec.launch_style == "symmetric-run":
+            entrypoint = self._scratch.join("entrypoint")
+            command = ["symmetric-run", *self._symmetric_arguments(gcs, head, entrypoint)]
+            env["PATH"] = os.pathsep.join([self._write_shim(), env.get("PATH", os.defpath)])
+            env["RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"] = str(int(self._spec.startup_timeout))
+        else:
+            command += start_arguments(
+                self._spec, self._machine, self.ports, self._scratch.ray_temp_dir, self._address, self._gcs
+            )
+        order = {
+            "gcs": gcs,
+            "head": head,
+            "expected": self._nodes,
+            "ray_version": self._spec.ray_version,
+            "token": self._spec.auth == "token",
+            "command": command,
+            "entrypoint": entrypoint,
+        }
+        env = {name: value for name, value in env.items() if name not in RAY_COORDINATES}
+        env.update(ray_environment(self._spec, self.token_path))
+        if entrypoint:
+            env["RAY_ADDRESS"] = gcs  # Its own `ray.init` finds other clusters otherwise.
+        self._spawn(order, env)
+
+    def _symmetric_arguments(self, gcs: str, head: bool, entrypoint: str) -> List[str]:
+        assert self.ports is not None
+        hold = [sys.executable, sys.argv[0], "hold", entrypoint]
+        where = self._scratch.ray_temp_dir
+        return symmetric_arguments(self._spec, self._machine, self.ports, where, gcs, head, self._nodes, hold)
+
+    def _write_shim(self) -> str:
+        """A directory with the `ray` program that `ray symmetric-run` calls."""
+        directory = self._scratch.join("bin")
+        os.makedirs(directory, exist_ok=True)
+        path = os.path.join(directory, "ray")
+        with open(path, "w") as file:
+            file.write(_SHIM % shlex.quote(sys.executable))
+        os.chmod(path, 0o700)
+        return directory
+
+    def _spawn(self, order: Dict[str, Any], env: Dict[str, str]) -> None:
+        self._report_fd, writer = os.pipe()
+        os.set_blocking(self._report_fd, False)
+        self._report = b""
+        self._loop.on_readable(self._report_fd, self._read_report)
+        try:
+            with open(self._log_path, "ab") as log:
+                self._pid = self._loop.spawn(
+                    [sys.executable, sys.argv[0], "ray-node", json.dumps(dict(order, report_fd=writer))],
+                    self._exited,
+                    cwd=self._scratch.path,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[writer],
+                    preexec_fn=processes.die_with_parent(),
+                )
+        except OSError as error:
+            self._fail(ClusterError("environment", "%s cannot be started: %s" % (sys.executable, error.strerror)))
+        finally:
+            os.close(writer)
+
+    def _read_report(self) -> None:
+        """Take what `ray_node` reported so far."""
+        try:
+            while self._report_fd is not None:
+                data = os.read(self._report_fd, 65536)
+                if not data:
+                    self._loop.forget(self._report_fd)
+                    os.close(self._report_fd)
+                    self._report_fd = None
+                lines, self._report = split_lines(self._report + data)
+                for line in lines:
+                    self._take(json.loads(line.decode("utf-8")))
+        except BlockingIOError:
+            return  # That was all for now.
+
+    def _take(self, event: Event) -> None:
+        if event["event"] == "environment":
+            self._problem = ClusterError("environment", "node %s: %s" % (self._machine.hostname, event["message"]))
+        elif event["event"] == "watch-failed":
+            self._problem = ClusterError("cluster-start", "the GCS cannot be asked for its nodes: " + event["message"])
+            self._kill()
+        elif not self._over:
+            self._on_event(event)
+
+    def _exited(self, code: int, _: Any) -> None:
+        self._pid = None
+        self._read_report()  # Its last words may say why, and may not have been read yet.
+        if self._over:
+            return
+        how = "signal %d" % -code if code < 0 else "exit code %d" % code
+        what = "`ray symmetric-run`" if self._spec.launch_style == "symmetric-run" else "`ray start`"
+        node = self._machine.hostname
+        if self.ready:
+            return self._fail(ClusterError("cluster-lost", "Ray on node %s ended with %s" % (node, how)))
+        if self._problem is not None:
+            return self._fail(self._problem)
+        if self._attempt < _ATTEMPTS and any(_CLASH.search(text) for text in self.log_tails().values()):
+            self._on_phase("cluster-start", "a port was taken meanwhile; trying Ray on node %s again with others" % node)
+            return self._start_ray()
+        self._fail(ClusterError("cluster-start", "%s on node %s ended with %s before Ray was up" % (what, node, how)))
+
+    def _fail(self, error: ClusterError) -> None:
+        if not self._over:
+            self._over = True
+            self._kill()
+            self._on_failed(error)
+
+    def _kill(self) -> None:
+        """SIGKILL `ray start` and all below it; Ray's daemons are in sessions of their own."""
+        if self._pid is not None:
+            below = [process.pid for process in processes.descendants(self._pid)]
+            processes.signal_group(self._pid, signal.SIGKILL)
+            processes.kill_all(below)

@@ -1,0 +1,236 @@
+"""The other nodes of an allocation, as the head's runtime sees them: who has come, what they say, what they are told."""
+
+from __future__ import annotations
+
+import functools
+import socket
+from typing import Any, Callable, Dict, Iterable, List, Optional
+
+from .channel import Channel, Message
+from .loop import Loop, Timer
+from .record import tail_file
+
+_STRANGER_TIMEOUT = 10.0
+"""Seconds in which who connects must prove that it belongs here."""
+PING_INTERVAL = 5.0
+SILENCE = 30.0
+"""Seconds without a word after which the other end of a channel counts as lost."""
+_USAGE_TIMEOUT = 0.25
+"""Seconds that the end of a run waits for the other nodes' figures."""
+
+
+class TeamError(OSError):
+    """The head cannot listen for the other nodes."""
+
+
+def listen(ports: List[int]) -> socket.socket:
+    """Listen on the first free port, on every address of this node.
+
+    Raises:
+        TeamError: none of them is free.
+    """
+    problem = ""
+    for port in ports:
+        for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
+            try:
+                listener = socket.socket(family, socket.SOCK_STREAM)
+            except OSError:
+                continue  # A host without IPv6.
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                listener.bind((address, port))
+                listener.listen(256)
+                listener.setblocking(False)
+                return listener
+            except OSError as error:
+                listener.close()
+                problem = str(error)
+    raise TeamError("the head cannot listen on any of the ports %s: %s" % (", ".join(map(str, ports)), problem))
+
+
+class Member:
+    """One other node."""
+
+    def __init__(self, node_id: int, name: str) -> None:
+        self.node_id = node_id
+        self.name = name
+        self.channel: Optional[Channel] = None
+        self.machine: Dict[str, Any] = {}
+        self.orders: Dict[str, Message] = {}
+        self.heard = 0.0
+
+
+class Team:
+    """Accepts the workers' connections and passes on what they say.
+
+    Args:
+        loop: where everything happens.
+        key: the secret of this run, hex.
+        ports: where to listen, the first free one.
+        nodes: names of all nodes; the first is this one.
+        log_path: where a node's own log is, by its place.
+        on_message: called with a member and its message; "joined" and "lost" come from here, too.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        key: str,
+        ports: List[int],
+        nodes: List[str],
+        log_path: Callable[[int], str],
+        on_message: Callable[[Member, Message], None],
+    ) -> None:
+        self.members = {place: Member(place, name) for place, name in enumerate(nodes) if place}
+        self._loop = loop
+        self._key = key
+        self._log_path = log_path
+        self._on_message = on_message
+        self._strangers: List[Channel] = []
+        self._collecting: Optional[_Collection] = None
+        self._timer: Optional[Timer] = None
+        self._listener = listen(ports)
+        loop.on_readable(self._listener.fileno(), self._accept)
+        self._ping()
+
+    def order(self, places: Iterable[int], **order: Any) -> None:
+        """Tell some nodes something, those too that join later; a later order with the same `op` replaces it."""
+        for place in places:
+            member = self.members[place]
+            member.orders[order["op"]] = order
+            if member.channel is not None:
+                member.channel.send(**order)
+
+    def missing(self) -> List[Member]:
+        """The nodes that never joined or are lost."""
+        return [member for member in self.members.values() if member.channel is None]
+
+    def log_tail(self, member: Member) -> str:
+        """The end of what a node's runtime had to say, from the file system that all nodes share."""
+        return tail_file(self._log_path(member.node_id), lines=15)
+
+    def measure(self) -> None:
+        """Begin to measure on all nodes."""
+        self.order(self.members, op="measure")
+
+    def collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
+        """End the measuring and hand over the figures by node name; of those that answer soon."""
+        for member in self.members.values():
+            member.orders.pop("measure", None)
+        asked = [member for member in self.members.values() if member.channel is not None]
+        self._collecting = _Collection({member.name for member in asked}, done)
+        for member in asked:
+            assert member.channel is not None
+            member.channel.send(op="report")
+        self._loop.call_later(_USAGE_TIMEOUT if asked else 0.0, self._collecting.finish)
+
+    def stop(self) -> None:
+        """Send everybody home."""
+        for member in self.members.values():
+            if member.channel is not None:
+                member.channel.send(op="stop")
+                member.channel.close()
+                member.channel = None
+        for channel in self._strangers:
+            channel.close()
+        self._loop.forget(self._listener.fileno())
+        self._listener.close()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return  # It went away before it was accepted.
+        held: List[Channel] = []
+
+        def take(message: Message) -> None:
+            self._introduced(held[0], message)
+
+        def forget() -> None:
+            if held[0] in self._strangers:
+                self._strangers.remove(held[0])
+
+        channel = Channel(self._loop, sock, self._key, "head", lambda: None, take, forget)
+        held.append(channel)
+        self._strangers.append(channel)
+
+        def too_slow() -> None:
+            if channel in self._strangers:
+                self._strangers.remove(channel)
+                channel.close()
+
+        self._loop.call_later(_STRANGER_TIMEOUT, too_slow)
+
+    def _introduced(self, channel: Channel, message: Message) -> None:
+        """The first message after the proof says which node it is; later ones are that node's."""
+        if channel in self._strangers:
+            member = self.members.get(int(message.get("node_id", 0)))
+            if member is None:
+                return channel.close()
+            self._strangers.remove(channel)
+            again = member.channel is not None or bool(member.machine)
+            if member.channel is not None:
+                member.channel.close()  # It came back before its loss was noticed here.
+            member.channel, member.machine = channel, message.get("machine", {})
+            member.heard = self._loop.now()
+            channel.on_gone(functools.partial(self._lost, member, channel, "its connection ended"))
+            for order in member.orders.values():
+                channel.send(**order)
+            if not again:
+                self._on_message(member, {"event": "joined"})
+            return
+        for member in self.members.values():
+            if member.channel is channel:
+                member.heard = self._loop.now()
+                return self._take(member, message)
+
+    def _take(self, member: Member, message: Message) -> None:
+        event = message.get("event")
+        if event == "pong":
+            return
+        if event == "usage":
+            if self._collecting is not None:
+                self._collecting.take(member.name, message["usage"])
+            return
+        self._on_message(member, message)
+
+    def _lost(self, member: Member, channel: Channel, why: str) -> None:
+        if member.channel is channel:
+            channel.close()
+            member.channel = None
+            self._on_message(member, {"event": "lost", "message": why})
+
+    def _ping(self) -> None:
+        now = self._loop.now()
+        for member in self.members.values():
+            if member.channel is None:
+                continue
+            if now - member.heard > SILENCE:
+                self._lost(member, member.channel, "it has been silent for %g s" % SILENCE)
+            else:
+                member.channel.send(op="ping")
+        self._timer = self._loop.call_later(PING_INTERVAL, self._ping)
+
+
+class _Collection:
+    """Figures on their way in; handed over once, when all are there or it is time."""
+
+    def __init__(self, waiting: "set[str]", done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
+        self._waiting = waiting
+        self._done: Optional[Callable[[Dict[str, Dict[str, Any]]], None]] = done
+        self._figures: Dict[str, Dict[str, Any]] = {}
+
+    def take(self, name: str, usage: Dict[str, Any]) -> None:
+        self._figures[name] = usage
+        self._waiting.discard(name)
+        if not self._waiting:
+            self.finish()
+
+    def finish(self) -> None:
+        if self._done is not None:
+            done, self._done = self._done, None
+            done(self._figures)

@@ -1,0 +1,182 @@
+"""A node of an allocation that is not the head: joins the head's runtime, starts Ray as told, measures, goes home."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from typing import Any, List, Optional
+
+from . import machine, processes, scratch
+from .allocation import Allocation
+from .channel import Channel, Message, derive
+from .cluster import node_address
+from .loop import Loop
+from .ray_start import ClusterError, RayStart
+from .spec import RuntimeSpec
+from .team import PING_INTERVAL, SILENCE
+from .usage import Sampler
+
+_CONNECT_TIMEOUT = 1.0
+_RETRY = 0.1
+_INTRODUCTION = 3.0
+"""Seconds in which the head must prove itself; something else may listen on the port."""
+_FIRST_WORD = 600.0
+"""Seconds until a head that was never reached is given up; it ends the step long before, after its own deadline."""
+
+
+class Worker:
+    """One node's runtime, for as long as its head is there.
+
+    Args:
+        loop: where everything happens.
+        spec: the start record, the same as the head's.
+        allocation: where this node stands.
+        private: scratch directory of this runtime.
+    """
+
+    def __init__(self, loop: Loop, spec: RuntimeSpec, allocation: Allocation, private: scratch.Scratch) -> None:
+        assert spec.control_key is not None
+        self._key = spec.control_key
+        self._loop = loop
+        self._spec = spec
+        self._allocation = allocation
+        self._scratch = private
+        self._machine = machine.detect(with_gpus=spec.ray is not None or bool(spec.asked_gpus))
+        self._ray: Optional[RayStart] = None
+        self._attempt = 0
+        self._sampler: Optional[Sampler] = None
+        self._channel: Optional[Channel] = None
+        self._proved = False
+        self._heard = loop.now()
+        self._parent = os.getppid()
+        self._ever_joined = False
+        self._problem = ""
+        self._candidates = self._addresses()
+        self._first = self._candidates[0]
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.on_signal(signum, self._signalled)
+
+    def run(self) -> None:
+        """Stay until the head sends this node home, or is lost."""
+        try:
+            self._connect()
+            self._watch()
+            self._loop.run()
+        finally:
+            if self._ray is not None:
+                self._ray.end()
+            processes.kill_descendants(os.getpid(), collect=self._loop.reap)
+            self._scratch.remove()
+
+    def _signalled(self, signum: int) -> None:
+        """Slurm signals every process of the step; the head decides how much time is left, and sends this node home."""
+        self._say("received %s" % signal.Signals(signum).name)
+        if os.getppid() != self._parent:  # The keeper is gone, so nobody would clean up after this runtime.
+            self._loop.stop()
+
+    def _addresses(self) -> List[Any]:
+        ray = self._spec.ray
+        override = [ray.node_ip_address] if ray is not None and ray.node_ip_address else []
+        hosts = dict.fromkeys([*self._allocation.head_addresses, *override])
+        return [(host, port) for port in self._spec.control_ports for host in hosts]
+
+    def _connect(self) -> None:
+        """Try the next place where the head may listen."""
+        if self._channel is not None:
+            return
+        place = self._candidates.pop(0)
+        self._candidates.append(place)
+        try:
+            sock = socket.create_connection(place, timeout=_CONNECT_TIMEOUT)
+        except OSError as error:
+            problem = "%s:%d: %s" % (place[0], place[1], error)
+            if problem != self._problem and place == self._first:
+                self._say("the head's runtime cannot be reached at " + problem)
+                self._problem = problem
+            self._loop.call_later(_RETRY, self._connect)
+            return
+        channel = Channel(self._loop, sock, self._key, "worker", self._joined, self._take, self._disconnected)
+        self._channel = channel
+
+        def not_the_head() -> None:
+            if self._channel is channel and not channel.proved:
+                channel.close()
+                self._disconnected()
+
+        self._loop.call_later(_INTRODUCTION, not_the_head)
+
+    def _joined(self) -> None:
+        assert self._channel is not None
+        self._ever_joined = True
+        self._heard = self._loop.now()
+        self._channel.send(node_id=self._allocation.node_id, machine=self._machine.facts())
+
+    def _disconnected(self) -> None:
+        self._channel = None
+        self._loop.call_later(_RETRY, self._connect)
+
+    def _watch(self) -> None:
+        """End when the head has not been heard for too long."""
+        silent = self._loop.now() - self._heard
+        if silent > (SILENCE if self._ever_joined else _FIRST_WORD):
+            self._say("the head's runtime has been out of reach for %d s; ending" % silent)
+            return self._loop.stop()
+        self._loop.call_later(PING_INTERVAL, self._watch)
+
+    def _take(self, message: Message) -> None:
+        self._heard = self._loop.now()
+        op = message.get("op")
+        if op == "ping":
+            self._send(event="pong")
+        elif op == "ray":
+            self._start_ray(message)
+        elif op == "measure" and self._sampler is None:
+            self._sampler = Sampler(self._loop, self._scratch.ray_temp_dir)
+        elif op == "report" and self._sampler is not None:
+            sampler, self._sampler = self._sampler, None
+            self._send(event="usage", usage=sampler.stop())
+        elif op == "stop":
+            self._loop.stop()
+
+    def _start_ray(self, order: Message) -> None:
+        """Start Ray, or start it anew for a head that had to take another port; after a reconnection it runs already."""
+        if order["attempt"] == self._attempt:
+            return
+        self._attempt = attempt = int(order["attempt"])
+        assert self._spec.ray is not None
+        if self._ray is not None:
+            self._ray.end()
+            os.unlink(self._ray.token_path)
+
+        def failed(error: ClusterError) -> None:
+            assert self._ray is not None
+            self._say(str(error))
+            self._send(event="failed", attempt=attempt, reason=error.reason, message=str(error), tails=self._ray.log_tails())
+
+        self._ray = RayStart(
+            self._loop,
+            self._spec.ray,
+            self._machine,
+            self._scratch,
+            derive(self._key, "ray-token"),
+            int(order["nodes"]),
+            lambda *_: None,
+            lambda *_: None,
+            failed,
+            lambda *said: self._say(said[1]),
+        )
+        try:
+            self._ray.start(node_address(self._spec.ray, order["gcs"]), order["gcs"])
+        except ClusterError as error:
+            failed(error)
+
+    def _send(self, **message: Any) -> None:
+        if self._channel is not None and self._channel.proved:
+            self._channel.send(**message)
+
+    def _say(self, text: str) -> None:
+        """Write to this node's log, whose end the head shows if this node is missing."""
+        sys.stderr.write("rayslurm on %s: %s\n" % (self._machine.hostname, text))
+        sys.stderr.flush()
