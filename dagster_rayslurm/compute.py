@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field
 
 from .backends import local_session
 from .backends.base import Backend
+from .backends.batch import BatchBackend, example_script
 from .backends.local import LocalBackend
 from .backends.process import runtime_command
 from .backends.rundir import Layout
@@ -37,6 +38,8 @@ from .plan import Plan, make_plan
 from .runtime.spec import RuntimeSpec, to_json
 from .slurm.config import SlurmQueueConfig, SlurmResource
 from .slurm.hetjob import HetComponent
+
+_AVAILABLE = (ExecutionMode.LOCAL.value, ExecutionMode.SLURM.value)
 
 Payload = Union[str, "os.PathLike[str]", Sequence[str]]
 Context = Union[dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckExecutionContext]
@@ -152,8 +155,8 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         """
         with _configuration_errors():
             self._check_mode(self._launcher(launcher), components)
-            if queue is not None:
-                resolve_variables(queue, "queue")  # Nothing asks Slurm for it in local mode, but a mistake shows here too.
+            # Nothing asks Slurm for it in local mode, but a mistake shows there, too.
+            queue = queue if queue is None else resolve_variables(queue, "queue")
             plan = self._plan(
                 payload_path,
                 self._launcher(launcher),
@@ -164,9 +167,16 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
                 outputs=outputs,
                 uses_pipes=uses_pipes,
             )
-            backend = self._backend()
+            backend = self._backend(queue)
             backend.check(plan)
-        policy = Policy(self.mode, self.require_messages, self.keep_run_dirs, self.retention_days, self.connection_loss_timeout)
+        policy = Policy(
+            self.mode,
+            self.require_messages,
+            self.keep_run_dirs,
+            self.retention_days,
+            self.connection_loss_timeout,
+            self._layout,
+        )
         # Asset and check contexts wrap the one that open_pipes_session takes for all of them.
         op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
         return execute(op_context, plan, backend, policy, extras)
@@ -186,15 +196,19 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         with start_errors():
             return local_session.stop(self._layout, cluster_id)
 
-    def job_script(self, *, payload_path: Payload, launcher: Launcher | None = None) -> str:
-        """What would be started for a payload, for a person to read; nothing is started.
+    def job_script(
+        self, *, payload_path: Payload, launcher: Launcher | None = None, queue: SlurmQueueConfig | None = None
+    ) -> str:
+        """What would be started for a payload, for a person to read; nothing is started, and no cluster is contacted.
 
         Args:
             payload_path: as for `run`.
             launcher: as for `run`.
+            queue: as for `run`.
 
         Returns:
-            In local mode the command that starts the runtime, and its start record.
+            The batch script, with words in capitals for what is known only when it is submitted. In local mode the
+            command that starts the runtime, and its start record.
 
         Raises:
             RunFailure: an argument cannot be used.
@@ -202,6 +216,8 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         with _configuration_errors():
             self._check_mode(self._launcher(launcher), None)
             plan = self._plan(payload_path, self._launcher(launcher), nonce="NONCE")
+            if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
+                return example_script(plan, self._queue(queue), self.slurm)
             interpreter = resolve_environment(self._environment)
         run_dir = str(self._layout.runs / "RUN_DIR")
         command = runtime_command(self._layout, interpreter, "run", run_dir)
@@ -216,8 +232,11 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         return Layout(Path(os.path.abspath(os.path.expanduser(self.local_base))))
 
     @property
-    def _data_dir(self) -> Path:
-        return Path(os.path.abspath(os.path.expanduser(self.data_dir))) if self.data_dir else self._layout.data
+    def _data_dir(self) -> str | None:
+        """The directory that payloads share; as it was given if it is on a cluster."""
+        if self.mode != ExecutionMode.LOCAL.value:
+            return self.data_dir
+        return os.path.abspath(os.path.expanduser(self.data_dir)) if self.data_dir else str(self._layout.data)
 
     @property
     def _environment(self) -> Environment:
@@ -251,7 +270,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             launcher=launcher,
             nonce=nonce,
             env=env,
-            data_dir=str(self._data_dir),
+            data_dir=self._data_dir,
             secret_env=secret_env,
             extra_files=extra_files,
             outputs=outputs,
@@ -260,25 +279,31 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             uses_pipes=uses_pipes,
         )
 
-    def _backend(self) -> Backend:
+    def _queue(self, queue: SlurmQueueConfig | None) -> SlurmQueueConfig:
+        assert self.slurm is not None
+        return self.slurm.queue if queue is None else resolve_variables(queue, "queue")
+
+    def _backend(self, queue: SlurmQueueConfig | None) -> Backend:
+        if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
+            return BatchBackend(self.slurm, self._queue(queue), self._environment, self.queue_timeout)
         session = self.session if self.enable_cluster_reuse else None
         return LocalBackend(self._layout, resolve_environment(self._environment), session)
 
     def _check_mode(self, launcher: Launcher, components: Sequence[HetComponent] | None) -> None:
         """Refuse what this mode cannot do, before anything starts."""
-        if self.mode != ExecutionMode.LOCAL.value:
-            if self.slurm is None:
-                raise ValueError(f"slurm: mode {self.mode!r} needs a Slurm cluster; set slurm=SlurmResource(…)")
-            raise ValueError(f"mode: {self.mode!r} is not available in this version; use mode='local'")
+        if self.mode != ExecutionMode.LOCAL.value and self.slurm is None:
+            raise ValueError(f"slurm: mode {self.mode!r} needs a Slurm cluster; set slurm=SlurmResource(…)")
+        if self.mode not in _AVAILABLE:
+            raise ValueError(f"mode: {self.mode!r} is not available in this version; use {' or '.join(map(repr, _AVAILABLE))}")
         if isinstance(launcher, RayLauncher):
-            if launcher.launch_style != "builtin":
+            if launcher.launch_style != "builtin" and self.mode == ExecutionMode.LOCAL.value:
                 raise ValueError(
                     f"launcher.launch_style: {launcher.launch_style!r} needs the nodes of a Slurm allocation; use 'builtin'"
                 )
             if launcher.preload:
                 raise ValueError("launcher.preload: it is not available in this version; remove it")
             if launcher.component_id is not None or components:
-                raise ValueError("components: mode 'local' has none in this version; remove components and component_id")
+                raise ValueError(f"components: mode {self.mode!r} has none in this version; remove components and component_id")
 
 
 @contextmanager

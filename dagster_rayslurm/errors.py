@@ -37,10 +37,18 @@ class RunFailure(dg.Failure):
         kind: one of `KINDS`.
     """
 
-    def __init__(self, kind: str, sentence: str, metadata: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, kind: str, sentence: str, metadata: Mapping[str, Any] | None = None, retry: bool | None = None) -> None:
+        """See the class.
+
+        Args:
+            kind: one of `KINDS`.
+            sentence: what is wrong, where, and what to do.
+            metadata: more than "Failure kind".
+            retry: whether a `RetryPolicy` may try again; None for what the kind says.
+        """
         self.kind = kind
         super().__init__(
             description=sentence,
             metadata={"Failure kind": kind, **(metadata or {})},
-            allow_retries=kind in RETRYABLE or kind in _PAYLOAD_KINDS,
+            allow_retries=kind in RETRYABLE or kind in _PAYLOAD_KINDS if retry is None else retry,
         )

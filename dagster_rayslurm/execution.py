@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 import dagster as dg
 from dagster_pipes import PipesExtras
 
-from .backends.base import Attempt, Backend, StartError
-from .backends.rundir import Layout, sweep_old, write_run_dir
+from .backends.base import Attempt, Backend, StartError, Step
+from .backends.rundir import Layout
+from .connections.base import Connection, ConnectionFailed
 from .errors import RunFailure
 from .follow import Evidence, Follower
 from .interrupts import deferred_interrupts
 from .metadata import failure_metadata, run_metadata
-from .outcome import Verdict, judge
+from .outcome import Verdict, asks_slurm, judge
 from .pipes import RecordContextInjector, RecordReader
 from .plan import Plan, run_dir_name
 from .runtime.record import SECRETS
@@ -29,18 +30,23 @@ _CANCEL_MARGIN = 15.0
 _START_TIMEOUT = 180.0
 """Seconds until a runtime that wrote nothing is given up; an `activate.sh` of a busy site takes its time."""
 _SWEEP_INTERVAL = 3600.0
-_last_sweep: dict[Path, float] = {}
+_last_sweep: dict[tuple[str, Path], float] = {}
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What the user decided about every run of a resource; see the fields of `ComputeResource`."""
+    """What the user decided about every run of a resource; see the fields of `ComputeResource`.
+
+    Attributes:
+        home: where things are on this machine, wherever payloads run.
+    """
 
     mode: str
     require_messages: bool
     keep_run_dirs: str
     retention_days: float
     connection_loss_timeout: float
+    home: Layout
 
     def keeps(self, failed: bool) -> bool:
         """Whether a run directory stays."""
@@ -74,30 +80,42 @@ def execute(
     Raises:
         RunFailure: it did not succeed.
     """
-    step = context.get_step_execution_context().step.key
-    name = run_dir_name(context.run.run_id, step, plan.payload.nonce)
-    run_dir = str(backend.layout.runs / name)
+    step_key = context.get_step_execution_context().step.key
+    partition_key = context.partition_key if context.has_partition_key else None
+    name = run_dir_name(context.run.run_id, step_key, plan.payload.nonce)
     reader, injector = RecordReader(), RecordContextInjector(context)
     with dg.open_pipes_session(context, injector, reader, extras) as session:
         attempt: Attempt | None = None
+        follower: Follower | None = None
+        run_dir: str | None = None
         try:
             with start_errors():
-                _sweep(backend.layout, policy.retention_days)
+                _sweep(backend, policy.retention_days)
+                run_dir = str(backend.layout.runs / name)
                 assert injector.context_data is not None
-                write_run_dir(backend.connection, run_dir, plan, injector.context_data)
-                attempt = backend.start(plan, run_dir, context.run.run_id)
-            follower = Follower(backend.connection, run_dir, plan.payload.nonce, reader.handler, context.log, backend.cadence)
+                step = Step(context.run.run_id, step_key, partition_key, context.log)
+                attempt = backend.start(plan, run_dir, injector.context_data, step)
+            follower = Follower(
+                backend.connection,
+                run_dir,
+                plan.payload.nonce,
+                reader.handler,
+                context.log,
+                backend.cadence,
+                policy.connection_loss_timeout,
+            )
             evidence = _follow(follower, attempt, plan, policy, context)
         except BaseException:
-            if not policy.keeps(failed=True):
-                backend.connection.remove(run_dir)
+            if run_dir is not None and not policy.keeps(failed=True):
+                _discard(backend.connection, run_dir)
             raise
         finally:
-            # The runtime takes them first thing; one that never came to it must not leave them.
-            backend.connection.remove(os.path.join(run_dir, SECRETS))
+            if plan.secret_env and run_dir is not None:
+                # The runtime takes them first thing; one that never came to it must not leave them.
+                _discard(backend.connection, os.path.join(run_dir, SECRETS))
             if attempt is not None:
-                attempt.release()
-        outputs = backend.layout.outputs / name
+                attempt.release(Evidence() if follower is None else follower.evidence)
+        outputs = policy.home.outputs / name
         metadata = _conclude(evidence, plan, attempt, backend, policy, run_dir, outputs)
     return CompletedRun(session, metadata, attempt, sorted(path for path in outputs.rglob("*") if path.is_file()))
 
@@ -106,26 +124,32 @@ def _follow(follower: Follower, attempt: Attempt, plan: Plan, policy: Policy, co
     """Follow the run; when interrupted, end it, take what it still says, and let the interrupt go on."""
     give_up = time.monotonic() + _START_TIMEOUT
 
-    def ended_or_stuck() -> str | None:
-        if not follower.evidence.started and time.monotonic() > give_up:
+    def ended_or_stuck(evidence: Evidence) -> str | None:
+        nonlocal give_up
+        if attempt.waiting:
+            give_up = time.monotonic() + _START_TIMEOUT
+        if not evidence.started and time.monotonic() > give_up:
             attempt.kill()
             return f"it did not start within {_START_TIMEOUT:g} s"
-        return attempt.ended()
+        return attempt.ended(evidence)
 
     try:
         return follower.follow(ended_or_stuck)
     except BaseException as error:
         with deferred_interrupts() as interrupted_again:
+            if isinstance(error, RunFailure):
+                attempt.kill()
+                raise
             follower.evidence.interrupted = True
             if isinstance(error, (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)) and _has_terminal():
                 _mark_canceling(context)
             context.log.warning(f"[rayslurm] ending the payload: {type(error).__name__}")
             attempt.cancel()
 
-            def ended() -> str | None:
+            def ended(evidence: Evidence) -> str | None:
                 if interrupted_again():
                     attempt.cancel(now=True)
-                return attempt.ended()
+                return attempt.ended(evidence)
 
             follower.follow(ended, time.monotonic() + plan.payload.grace_period + _CANCEL_MARGIN)
             if follower.evidence.end is None:
@@ -148,10 +172,12 @@ def _conclude(
     """
     if evidence.end is None:
         evidence.runtime_log = attempt.runtime_log()
+    if asks_slurm(evidence):
+        evidence.job = attempt.job_facts()
     verdict = judge(evidence, plan.uses_pipes, policy.require_messages)
-    metadata: dict[str, Any] = {}
+    metadata = run_metadata(evidence.end, policy.mode, attempt.cluster_id, attempt.job_id)
+    metadata.update(attempt.metadata(evidence))
     if evidence.end is not None:
-        metadata = run_metadata(evidence.end, policy.mode, attempt.cluster_id, attempt.job_id)
         try:
             for entry in evidence.end["outputs"]:
                 name = entry["name"]
@@ -161,11 +187,18 @@ def _conclude(
                 verdict = Verdict("record", f"the payload succeeded, but its outputs cannot be brought back: {error}")
     failed = verdict.kind is not None
     if not policy.keeps(failed):
-        backend.connection.remove(run_dir)
+        _discard(backend.connection, run_dir)
     if verdict.kind is not None:
-        metadata.update(failure_metadata(evidence, run_dir, policy.keeps(failed)))
-        raise RunFailure(verdict.kind, verdict.sentence, metadata)
+        where = f"{attempt.place}:{run_dir}" if attempt.place else run_dir
+        metadata.update(failure_metadata(evidence, where if policy.keeps(failed) else None))
+        raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry)
     return metadata
+
+
+def _discard(connection: Connection, path: str) -> None:
+    """Remove something that is of no more use; what stays is swept later, and no run fails because of it."""
+    with suppress(OSError):
+        connection.remove(path)
 
 
 def _has_terminal() -> bool:
@@ -187,12 +220,12 @@ def _mark_canceling(context: dg.OpExecutionContext) -> None:
         context.instance.report_run_canceling(run)
 
 
-def _sweep(layout: Layout, retention_days: float) -> None:
+def _sweep(backend: Backend, retention_days: float) -> None:
     """Remove what is older than `retention_days`, once an hour and process."""
-    now = time.monotonic()
-    if now - _last_sweep.get(layout.base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
-        _last_sweep[layout.base] = now
-        sweep_old(layout, retention_days)
+    now, where = time.monotonic(), (backend.connection.place, backend.layout.base)
+    if now - _last_sweep.get(where, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
+        _last_sweep[where] = now
+        backend.sweep(retention_days)
 
 
 @contextmanager
@@ -202,5 +235,7 @@ def start_errors() -> Iterator[None]:
         yield
     except StartError as error:
         raise RunFailure(error.kind, str(error)) from None
+    except ConnectionFailed as error:
+        raise RunFailure("connection", f"the run cannot be started: {error}", retry=error.temporary) from error
     except OSError as error:
         raise RunFailure("record", f"the run cannot be started: {error}") from error

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .runtime.record import JOURNAL, STDIO, LineReader, Record, tail_lines
+from .slurm.facts import JobFacts
 
 CHUNK = 1024 * 1024
 
@@ -30,11 +31,25 @@ class ReadsFiles(Protocol):
 
 @dataclass(frozen=True)
 class Cadence:
-    """Seconds between two reads: `busy` right after data came, growing to `idle`."""
+    """Seconds between two reads: `busy` while data flows, then a share of the silence so far.
+
+    So nobody waits for news longer than a fraction of the time that there were none, and a run that says nothing for
+    hours costs next to nothing.
+
+    Attributes:
+        busy: the shortest pause.
+        idle: the longest one of a run that has started.
+        waiting: the longest one before.
+    """
 
     busy: float
     idle: float
-    growth: float = 1.5
+    waiting: float
+    share: float = 0.1
+
+    def pause(self, silence: float, started: bool) -> float:
+        """Seconds until the next read after so many seconds of silence."""
+        return min(max(self.busy, self.share * silence), self.idle if started else self.waiting)
 
 
 @dataclass
@@ -42,7 +57,8 @@ class Evidence:
     """What is known about a run; `outcome.judge` turns it into a verdict."""
 
     end: Record | None = None
-    started: bool = False
+    started_at: float | None = None
+    """When the runtime took the payload over, by the clock of its node."""
     opened: int = 0
     """Writers that opened Pipes; a process that the payload starts may be one more."""
     closed: int = 0
@@ -51,12 +67,18 @@ class Evidence:
     runtime_exit: str | None = None
     """How the runtime ended, in words, if it did so before its `end` was seen."""
     runtime_log: str = ""
+    job: JobFacts | None = None
+    """What Slurm says of the job; asked for only where the record does not tell all."""
     interrupted: bool = False
     damaged_lines: int = 0
     unreachable: str | None = None
     """Why the record could not be read for `connection_loss_timeout`."""
     tails: dict[str, str] = field(default_factory=dict)
     last_output: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=64))
+
+    @property
+    def started(self) -> bool:
+        return self.started_at is not None
 
     def output_tail(self) -> str:
         return tail_lines("".join(self.last_output))
@@ -97,51 +119,52 @@ class Follower:
         self._paths = {name: os.path.join(run_dir, name) for name in (JOURNAL, STDIO)}
         self._readers = {name: LineReader() for name in (JOURNAL, STDIO)}
 
-    def follow(self, runtime_exited: Callable[[], str | None], deadline: float | None = None) -> Evidence:
+    def follow(self, runtime_exited: Callable[[Evidence], str | None], deadline: float | None = None) -> Evidence:
         """Read until the `end`, or until the runtime is gone and nothing is left to read.
 
         Args:
             runtime_exited: asked between reads; says how the runtime ended once it did.
             deadline: `time.monotonic()` at which to stop all the same.
         """
-        pause = self._cadence.busy
+        heard = time.monotonic()
         while True:
             # Asked before the read: what a runtime wrote before it ended is then read for sure.
-            exited = runtime_exited()
+            exited = runtime_exited(self.evidence)
             progress = self.read_once()
             if self._complete() or self.evidence.unreachable:
                 break
             if progress:
-                pause = self._cadence.busy
-                continue
-            if exited is not None and self._unreachable_since is None:
+                heard = time.monotonic()
+                # A full chunk has more behind it, and an `end` all that is left; else the next batch is worth a wait.
+                if progress >= CHUNK or self.evidence.end is not None:
+                    continue
+            if not progress and exited is not None and self._unreachable_since is None:
                 self.evidence.runtime_exit = exited
                 break
             if deadline is not None and time.monotonic() > deadline:
                 break
-            time.sleep(pause)
-            pause = min(pause * self._cadence.growth, self._cadence.idle)
+            time.sleep(self._cadence.pause(time.monotonic() - heard, self.evidence.started))
         self.evidence.damaged_lines = self._readers[JOURNAL].damaged
         return self.evidence
 
-    def read_once(self) -> bool:
-        """Read what is there; whether there was anything."""
+    def read_once(self) -> int:
+        """Read what is there; the bytes of the longer of the two reads."""
         # Output first: the message that reports a result then follows the lines that led to it.
-        return self._read(STDIO, self._take_output) | self._read(JOURNAL, self._take)
+        return max(self._read(STDIO, self._take_output), self._read(JOURNAL, self._take))
 
-    def _read(self, name: str, take: Callable[[Record], None]) -> bool:
+    def _read(self, name: str, take: Callable[[Record], None]) -> int:
         reader = self._readers[name]
         try:
             data = self._connection.read(self._paths[name], reader.next_read, CHUNK)
             self._unreachable_since = None
         except OSError as error:
             self._out_of_reach(error)
-            return False
+            return 0
         for record in reader.feed(data):
             take(record)
         if name == STDIO and data:
             self._print(lambda: (sys.stdout.flush(), sys.stderr.flush()))
-        return bool(data)
+        return len(data)
 
     def _out_of_reach(self, error: OSError) -> None:
         now = time.monotonic()
@@ -176,7 +199,7 @@ class Follower:
     def _take(self, record: Record) -> None:
         kind = record.get("type")
         if kind == "start":
-            self.evidence.started = True
+            self.evidence.started_at = float(record["at"])
         elif kind == "pipes":
             self._take_message(record["line"])
         elif kind == "phase":

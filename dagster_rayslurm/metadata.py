@@ -16,19 +16,21 @@ MIB = 2**20
 Metadata = dict[str, Any]
 
 
-def run_metadata(end: Record, mode: str, cluster_id: str, job_id: str | None) -> Metadata:
+def run_metadata(end: Record | None, mode: str, cluster_id: str, job_id: str | None) -> Metadata:
     """Metadata that is attached to every result of a run.
 
     Args:
-        end: the `end` record, whose figures are the runtime's own measurements.
+        end: the `end` record, whose figures are the runtime's own measurements; None for a run without one.
         mode: execution mode.
         cluster_id: name of the Ray cluster.
         job_id: Slurm's job id, if any.
     """
-    context: Mapping[str, Any] = end.get("context") or {}
     metadata: Metadata = {"Execution mode": mode}
     if job_id is not None:
         metadata["Slurm job ID"] = job_id
+    if end is None:
+        return metadata
+    context: Mapping[str, Any] = end.get("context") or {}
     if context.get("ray_version"):
         metadata["Ray cluster ID"] = cluster_id
         metadata["Ray version"] = context["ray_version"]
@@ -36,7 +38,7 @@ def run_metadata(end: Record, mode: str, cluster_id: str, job_id: str | None) ->
         metadata["Ray bring-up (s)"] = round(context["bring_up"], 2)
         if context.get("dashboard_url"):
             metadata["Ray dashboard"] = dg.MetadataValue.url(context["dashboard_url"])
-        metadata["Nodes"] = _nodes_table(context["nodes"])
+        metadata["Nodes"] = _nodes_table(context["nodes"], (end.get("usage") or {}).get("nodes") or {})
     else:
         metadata["Node"] = context.get("hostname", "")
     metadata.update(_usage_metadata(end.get("usage") or {}, _cpus(context)))
@@ -47,8 +49,13 @@ def run_metadata(end: Record, mode: str, cluster_id: str, job_id: str | None) ->
     return metadata
 
 
-def failure_metadata(evidence: Evidence, run_dir: str, kept: bool) -> Metadata:
-    """Metadata of a failure: the last output, what the logs say, and where to look."""
+def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
+    """Metadata of a failure: the last output, what the logs say, and where to look.
+
+    Args:
+        evidence: what is known of the run.
+        run_dir: where its run directory is, in words; None if it is gone.
+    """
     metadata: Metadata = {}
     output = evidence.output_tail()
     if output.strip():
@@ -61,7 +68,11 @@ def failure_metadata(evidence: Evidence, run_dir: str, kept: bool) -> Metadata:
     for key, label in (("exit_code", "Exit code"), ("signal", "Signal")):
         if end.get(key) is not None:
             metadata[label] = int(end[key])
-    if kept:
+    if evidence.job is not None:
+        metadata["Slurm state"] = evidence.job.state
+        if evidence.job.reason:
+            metadata["Slurm reason"] = evidence.job.reason
+    if run_dir is not None:
         metadata["Run directory"] = dg.MetadataValue.path(run_dir)
     return metadata
 
@@ -93,7 +104,8 @@ def _cpus(context: Mapping[str, Any]) -> float:
     return sum(node["resources"].get("CPU", 0.0) for node in nodes) or float(context.get("num_cpus") or 0)
 
 
-def _nodes_table(nodes: list[Mapping[str, Any]]) -> dg.TableMetadataValue:
+def _nodes_table(nodes: list[Mapping[str, Any]], usage: Mapping[str, Mapping[str, Any]]) -> dg.TableMetadataValue:
+    """The nodes of a cluster, with what was measured on each where there are several."""
     records = [
         dg.TableRecord(
             {
@@ -104,11 +116,22 @@ def _nodes_table(nodes: list[Mapping[str, Any]]) -> dg.TableMetadataValue:
                 "GPUs": float(node["resources"].get("GPU", 0.0)),
                 "memory (GiB)": round(node["resources"].get("memory", 0.0) / 2**30, 1),
                 "object store (GiB)": round(node["resources"].get("object_store_memory", 0.0) / 2**30, 2),
+                **_node_usage(usage, node["hostname"]),
             }
         )
         for node in nodes
     ]
     return dg.MetadataValue.table(records)
+
+
+def _node_usage(usage: Mapping[str, Mapping[str, Any]], hostname: str) -> dict[str, float]:
+    if not usage:
+        return {}
+    found = usage.get(hostname) or {}
+    return {
+        "CPU time (s)": round(found.get("cpu_seconds", 0.0), 2),
+        "peak memory (MiB)": round(found.get("peak_memory", 0) / MIB, 1),
+    }
 
 
 def usage_chart(points: list[list[float]]) -> str:

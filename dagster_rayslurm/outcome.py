@@ -6,6 +6,8 @@ import signal
 from dataclasses import dataclass
 
 from .follow import Evidence
+from .runtime.record import Record
+from .slurm.verdict import job_sentence
 
 _REASONS = {
     "allocation": "allocation",
@@ -23,13 +25,33 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The truth about a run. `kind` is None for success, else one of `errors.KINDS`."""
+    """The truth about a run.
+
+    Attributes:
+        kind: None for success, else one of `errors.KINDS`.
+        sentence: what happened.
+        retry: whether another attempt may succeed; None for what the kind says.
+    """
 
     kind: str | None
     sentence: str
+    retry: bool | None = None
 
 
 SUCCESS = Verdict(None, "the payload succeeded")
+
+
+def asks_slurm(evidence: Evidence) -> bool:
+    """Whether Slurm may know more of the end than the record: there is no `end`, or a signal from outside made it."""
+    end = evidence.end
+    if end is None:
+        return not evidence.interrupted
+    return end["reason"] == "terminated" or (end["reason"] == "exit" and _killed(end))
+
+
+def _killed(end: Record) -> bool:
+    """Whether a SIGKILL ended the payload, itself or below a shell; memory limits do that."""
+    return bool(end["signal"] == signal.SIGKILL or end["exit_code"] == 128 + signal.SIGKILL)
 
 
 def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdict:
@@ -44,6 +66,9 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
         Success only for an `end` with exit code 0, Pipes closed without an exception, and every message used.
     """
     end = evidence.end
+    by_slurm = judge_job(evidence) if asks_slurm(evidence) else None
+    if by_slurm is not None:
+        return by_slurm
     if end is None:
         return _without_end(evidence)
     reason = end["reason"]
@@ -77,6 +102,14 @@ def _judge_messages(evidence: Evidence, required: bool) -> Verdict:
             "`with open_dagster_pipes() as pipes:`, and do not leave by os._exit()",
         )
     return SUCCESS
+
+
+def judge_job(evidence: Evidence) -> Verdict | None:
+    """What Slurm's own word makes of a run; None if it explains nothing."""
+    if evidence.job is None:
+        return None
+    found = job_sentence(evidence.job, evidence.runtime_log, ended=evidence.end is not None)
+    return None if found is None else Verdict(*found)
 
 
 def _without_end(evidence: Evidence) -> Verdict:

@@ -27,6 +27,8 @@ class Plan:
     footprint: Footprint
     secret_env: dict[str, str] = field(default_factory=dict, repr=False)
     uses_pipes: bool = True
+    script: str | None = None
+    """The script on this machine that the payload's command names; None for a command of another form."""
 
 
 def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[str]:
@@ -43,9 +45,9 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[
         text = os.fspath(payload_path)
         if "\0" in text:
             raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
-        path = os.path.expanduser(text)
-        if os.path.isfile(path):  # Path.is_file raises for a command longer than a file name can be.
-            return ["python", os.path.abspath(path)]
+        script = script_of(payload_path)
+        if script is not None:
+            return ["python", script]
         argv = _split(text)
         is_path = isinstance(payload_path, os.PathLike) or (len(argv) == 1 and ("/" in argv[0] or argv[0].endswith(".py")))
         if is_path and not os.access(text, os.X_OK):
@@ -58,6 +60,23 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[
     if not argv or not argv[0]:
         raise ValueError("payload_path: it is empty; name a script or a command")
     return argv
+
+
+def script_of(payload_path: str | os.PathLike[str] | Sequence[str]) -> str | None:
+    """The absolute path of a payload that is a script on this machine; None if it is a command."""
+    if not isinstance(payload_path, (str, os.PathLike)):
+        return None
+    path = os.path.expanduser(os.fspath(payload_path))
+    # Path.is_file raises for a command longer than a file name can be, and os.path.isfile for a NUL in some Pythons.
+    return os.path.abspath(path) if "\0" not in path and os.path.isfile(path) else None
+
+
+def relocate(plan: Plan, script: str | None, working_dir: str | None, extra_files: Sequence[str], data_dir: str) -> Plan:
+    """The plan with the places that its files have where the payload runs."""
+    payload = plan.payload
+    argv = [script if script is not None and word == plan.script else word for word in payload.argv]
+    moved = replace(payload, argv=argv, working_dir=working_dir, extra_files=list(extra_files), data_dir=data_dir)
+    return replace(plan, payload=moved)
 
 
 def _split(text: str) -> list[str]:
@@ -122,7 +141,7 @@ def make_plan(
     launcher: Launcher,
     nonce: str,
     env: Mapping[str, str],
-    data_dir: str,
+    data_dir: str | None,
     secret_env: Mapping[str, str],
     extra_files: Sequence[str | os.PathLike[str]] | None,
     outputs: Sequence[str] | None,
@@ -152,7 +171,7 @@ def make_plan(
         grace_period=launcher.grace_period,
         uses_ray=ray is not None,
     )
-    return Plan(payload, ray, launcher.footprint(), dict(secret_env), uses_pipes)
+    return Plan(payload, ray, launcher.footprint(), dict(secret_env), uses_pipes, script_of(payload_path))
 
 
 def fingerprint(ray: RaySpec, python: Sequence[str]) -> str:

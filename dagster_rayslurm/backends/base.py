@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dagster_pipes import PipesContextData
 
 from ..connections.base import Connection
-from ..follow import Cadence
+from ..follow import Cadence, Evidence
 from ..plan import Plan
+from ..slurm.facts import JobFacts
 from .rundir import Layout
 
 
@@ -22,19 +27,48 @@ class StartError(RuntimeError):
         self.kind = kind
 
 
+@dataclass(frozen=True)
+class Step:
+    """What asks for a payload.
+
+    Attributes:
+        run_id: the Dagster run.
+        step_key: its step.
+        partition_key: the partition, or None.
+        log: the step's log.
+    """
+
+    run_id: str
+    step_key: str
+    partition_key: str | None
+    log: Any
+
+
 class Attempt(Protocol):
     """A runtime at work on one payload.
 
     Attributes:
         cluster_id: name of the Ray cluster or of the runtime that holds it.
         job_id: Slurm's job id; None where there is no Slurm.
+        waiting: whether the runtime has yet to be started, by a scheduler that takes its time.
+        place: where the run directory is, in words; "" for this machine.
     """
 
     cluster_id: str
     job_id: str | None
 
-    def ended(self) -> str | None:
-        """How the runtime ended, in words; None while it lives."""
+    @property
+    def waiting(self) -> bool: ...
+
+    @property
+    def place(self) -> str: ...
+
+    def ended(self, evidence: Evidence) -> str | None:
+        """How the runtime ended, in words; None while it lives.
+
+        Raises:
+            RunFailure: it will never start, or has had its time.
+        """
         ...
 
     def cancel(self, now: bool = False) -> None:
@@ -49,8 +83,16 @@ class Attempt(Protocol):
         """The last lines of what the runtime itself had to say."""
         ...
 
-    def release(self) -> None:
-        """Let go of the runtime after the payload's end was read."""
+    def job_facts(self) -> JobFacts | None:
+        """What Slurm says of the job, once it has ended; None where there is no Slurm, or it does not say."""
+        ...
+
+    def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
+        """What this way of running adds to the metadata of results and failures."""
+        ...
+
+    def release(self, evidence: Evidence) -> None:
+        """Let go of the runtime after the payload's end was read, or see to it that it ends."""
         ...
 
 
@@ -59,7 +101,7 @@ class Backend(Protocol):
 
     Attributes:
         connection: how to reach the files where the runtime works.
-        layout: where things are there.
+        layout: where things are there; finding that out may take a look at the place.
         cadence: how often the record is read.
     """
 
@@ -80,13 +122,18 @@ class Backend(Protocol):
         """
         ...
 
-    def start(self, plan: Plan, run_dir: str, run_id: str) -> Attempt:
-        """Get a runtime to work on the payload whose run directory is written.
+    def sweep(self, retention_days: float) -> None:
+        """Remove what nobody touched for so many days."""
+        ...
+
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step) -> Attempt:
+        """Make the run directory of a payload and get a runtime to work on it.
 
         Args:
             plan: what to run.
-            run_dir: its run directory.
-            run_id: the Dagster run.
+            run_dir: its run directory, not there yet.
+            context: the Pipes context.
+            step: who asks.
 
         Raises:
             StartError: no runtime can be had.

@@ -10,10 +10,12 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dagster_pipes import PipesContextData
+
 from ..config import SessionConfig
 from ..connections.local import LocalConnection
 from ..environments import Interpreter
-from ..follow import Cadence
+from ..follow import Cadence, Evidence
 from ..outcome import exit_in_words
 from ..plan import Plan
 from ..runtime import machine
@@ -21,11 +23,12 @@ from ..runtime.footprint import footprint_error
 from ..runtime.record import RUNTIME_LOG, STATUS, tail_file
 from ..runtime.spec import RuntimeSpec
 from . import local_session
-from .base import Attempt
+from .base import Attempt, Step
+from .local_session import LocalAttempt
 from .process import reap_later, runtime_command, start_process
-from .rundir import Layout, write_runtime_spec
+from .rundir import Layout, run_files, sweep_old, write_run_dir, write_runtime_spec
 
-_CADENCE = Cadence(busy=0.01, idle=0.03)
+_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
 """Reading a file of this machine costs next to nothing."""
 _KEEPER_DEADLINE = 5.0
 
@@ -52,18 +55,20 @@ class LocalBackend:
         if problem:
             raise ValueError(problem)
 
-    def start(self, plan: Plan, run_dir: str, run_id: str) -> Attempt:
+    def sweep(self, retention_days: float) -> None:
+        sweep_old(self.layout, retention_days)
+
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step) -> Attempt:
+        write_run_dir(self.connection, run_dir, run_files(plan, context))
         if plan.ray is not None and self.session is not None:
-            return local_session.submit(self.layout, self.interpreter, plan.ray, self.session, run_id, run_dir)
+            return local_session.submit(self.layout, self.interpreter, plan.ray, self.session, step.run_id, run_dir)
         cluster_id = f"local-{plan.payload.nonce}"
         write_runtime_spec(self.connection, run_dir, RuntimeSpec(cluster_id, plan.ray))
         return OwnRuntime(self.layout, self.interpreter, run_dir, cluster_id)
 
 
-class OwnRuntime:
+class OwnRuntime(LocalAttempt):
     """A runtime of one payload's own. Its standard input is the lifeline: it ends when Dagster does."""
-
-    job_id: str | None = None
 
     def __init__(self, layout: Layout, interpreter: Interpreter, run_dir: str, cluster_id: str) -> None:
         self.cluster_id = cluster_id
@@ -71,7 +76,7 @@ class OwnRuntime:
         command = runtime_command(layout, interpreter, "run", run_dir)
         self._process = start_process(command, run_dir, subprocess.PIPE)
 
-    def ended(self) -> str | None:
+    def ended(self, evidence: Evidence) -> str | None:  # noqa: ARG002
         code = self._process.poll()
         return None if code is None else exit_in_words(code)
 
@@ -96,6 +101,6 @@ class OwnRuntime:
     def runtime_log(self) -> str:
         return tail_file(str(self._run_dir / RUNTIME_LOG))
 
-    def release(self) -> None:
+    def release(self, evidence: Evidence) -> None:  # noqa: ARG002
         # The end is read; the runtime still takes its cluster down, and nobody waits for that.
         reap_later(self._process)

@@ -10,7 +10,7 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from ..archive import runtime_name
 from ..config import SessionConfig
 from ..connections.local import LocalConnection
 from ..environments import Interpreter
+from ..follow import Evidence
 from ..plan import fingerprint
 from ..runtime.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
 from ..runtime.spec import RaySpec, RuntimeSpec
+from ..slurm.facts import JobFacts
 from .base import StartError
 from .process import reap_later, runtime_command, start_process
 from .rundir import Layout, write_runtime_spec
@@ -78,17 +80,29 @@ class SessionClient:
         self._socket.close()
 
 
-class SharedRuntime:
-    """A payload in a session's runtime; the connection is its lifeline."""
+class LocalAttempt:
+    """What every runtime on this machine has in common: there is no Slurm."""
 
     job_id: str | None = None
+    waiting = False
+    place = ""
+
+    def job_facts(self) -> JobFacts | None:
+        return None
+
+    def metadata(self, evidence: Evidence) -> Mapping[str, Any]:  # noqa: ARG002
+        return {}
+
+
+class SharedRuntime(LocalAttempt):
+    """A payload in a session's runtime; the connection is its lifeline."""
 
     def __init__(self, client: SessionClient, cluster_id: str, directory: Path) -> None:
         self.cluster_id = cluster_id
         self._client = client
         self._directory = directory
 
-    def ended(self) -> str | None:
+    def ended(self, evidence: Evidence) -> str | None:  # noqa: ARG002
         return "its session closed the connection" if self._client.at_end() else None
 
     def cancel(self, now: bool = False) -> None:
@@ -103,7 +117,7 @@ class SharedRuntime:
     def runtime_log(self) -> str:
         return tail_file(str(self._directory / RUNTIME_LOG))
 
-    def release(self) -> None:
+    def release(self, evidence: Evidence) -> None:  # noqa: ARG002
         self._client.close()
 
 

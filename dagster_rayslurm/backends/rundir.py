@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,17 +44,21 @@ class Layout:
     def data(self) -> Path:
         return self.base / "data"
 
+    @property
+    def queue(self) -> Path:
+        return self.base / "queue"
 
-def write_run_dir(connection: Connection, run_dir: str, plan: Plan, context: PipesContextData) -> None:
-    """Make the run directory of a payload.
+    @property
+    def environments(self) -> Path:
+        return self.base / "environments"
 
-    The record's files are made here, before anything polls for them: on NFS a name that was looked for in vain stays
-    missing for up to a minute.
 
-    Raises:
-        OSError: something cannot be written.
+def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
+    """What stands in the run directory of a payload before its runtime starts.
+
+    The record's files are made beforehand, too: on NFS a name that was looked for in vain stays missing for up to a
+    minute.
     """
-    connection.make_dir(run_dir)
     files = {
         PAYLOAD: to_json(plan.payload),
         CONTEXT: json.dumps(context),
@@ -62,8 +67,18 @@ def write_run_dir(connection: Connection, run_dir: str, plan: Plan, context: Pip
     }
     if plan.secret_env:
         files[SECRETS] = json.dumps(plan.secret_env)
+    return {name: content.encode("utf-8") for name, content in files.items()}
+
+
+def write_run_dir(connection: Connection, run_dir: str, files: Mapping[str, bytes]) -> None:
+    """Make a run directory.
+
+    Raises:
+        OSError: something cannot be written.
+    """
+    connection.make_dir(run_dir)
     for name, content in files.items():
-        connection.write(os.path.join(run_dir, name), content.encode("utf-8"))
+        connection.write(os.path.join(run_dir, name), content)
 
 
 def write_runtime_spec(connection: Connection, directory: str, spec: RuntimeSpec) -> None:

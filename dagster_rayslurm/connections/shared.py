@@ -14,6 +14,7 @@ from .local import LocalConnection
 if TYPE_CHECKING:
     from .ssh import SSHConnection
 
+_here = LocalConnection()
 _lock = threading.Lock()
 _connections: dict[str, Connection] = {}
 
@@ -27,7 +28,7 @@ def connection_to(ssh: SSHConnectionResource | None) -> Connection:
         ssh: the edge node, or None when Dagster runs where `sbatch` is.
     """
     if ssh is None:
-        return LocalConnection()
+        return _here
     key = ssh.model_dump_json()
     with _lock:
         if key not in _connections:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from .config import Environment, PreDeployedEnvironment
 
-_ACTIVATE = '. "$1" && shift && exec "$@"'
+PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
+"""Where a prefix has its Python; the first that is there is taken."""
+ACTIVATE = '. "$1" && shift && exec "$@"'
 """Sources a script and becomes the command; the script and the command are arguments, never part of the text."""
 
 
@@ -25,7 +27,7 @@ class Interpreter:
         command = [self.python, *arguments]
         if self.activate is None:
             return command
-        return ["bash", "-c", _ACTIVATE, "rayslurm", self.activate, *command]
+        return ["bash", "-c", ACTIVATE, "rayslurm", self.activate, *command]
 
 
 def resolve_environment(environment: Environment) -> Interpreter:
@@ -38,8 +40,7 @@ def resolve_environment(environment: Environment) -> Interpreter:
         return Interpreter(sys.executable)
     prefix = Path(os.path.abspath(os.path.expanduser(environment.path)))
     activate = prefix / "activate.sh"
-    pythons = [prefix / "bin" / "python", prefix / "env" / "bin" / "python"]
-    python = next((path for path in pythons if os.access(path, os.X_OK)), None)
+    python = next((path for path in map(prefix.joinpath, PYTHONS) if os.access(path, os.X_OK)), None)
     if activate.is_file():
         return Interpreter(str(python or "python3"), str(activate))
     if python is None:
@@ -48,3 +49,33 @@ def resolve_environment(environment: Environment) -> Interpreter:
             "directory with an activate.sh"
         )
     return Interpreter(str(python))
+
+
+def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
+    """Where an environment is on the cluster, as its user wrote it: a prefix, or this very Python.
+
+    Args:
+        environment: the environment.
+        over_ssh: whether the cluster is behind SSH; else its nodes see the files of this machine.
+
+    Returns:
+        An absolute path, or one that begins with "~/".
+
+    Raises:
+        ValueError: it means nothing there.
+    """
+    if not isinstance(environment, PreDeployedEnvironment):
+        if over_ssh:
+            raise ValueError(
+                "environment: the Python that runs Dagster is not on the cluster; name the environment there: "
+                'pre_deployed_env_path="/path/to/env"'
+            )
+        return sys.executable
+    if environment.path == "~" or environment.path.startswith("~/") or os.path.isabs(environment.path):
+        return environment.path
+    if over_ssh:
+        raise ValueError(
+            f"environment: {environment.path!r} does not say where it is on the cluster; write an absolute path, or one that "
+            'begins with "~/"'
+        )
+    return os.path.abspath(os.path.expanduser(environment.path))

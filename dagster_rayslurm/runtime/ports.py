@@ -88,6 +88,19 @@ def is_free(port: int) -> bool:
     return True
 
 
+def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
+    """Ports that a head's runtime may try to listen on, chosen before anything is known of its node.
+
+    With a `port_range` they are the last ones of some of its blocks, where they are among the workers' ports.
+    """
+    chance = random.SystemRandom()
+    if port_range:
+        low, high = parse_range(port_range)
+        ends = list(range(low + BLOCK - 1, high + 1, BLOCK))
+        return chance.sample(ends, min(count, len(ends)))
+    return chance.sample(range(10000, 32768), count)  # Below the usual ephemeral range (ip(7)).
+
+
 def choose(port_range: Optional[str] = None, head: bool = True) -> Ports:
     """Choose the ports of a node.
 

@@ -95,3 +95,11 @@ class SlurmResource(dg.ConfigurableResource):
         default=30,
         description="Seconds between two looks at the queue, for pending reasons and lost jobs; results never wait for it.",
     )
+
+
+def split_signal(text: str | None) -> tuple[str, float | None]:
+    """The signal and the seconds of `signal_before_timeout`; "300" is SIGTERM, None no signal at all."""
+    if text is None:
+        return "TERM", None
+    name, _, seconds = text.rpartition("@")
+    return (name.removeprefix("SIG") or "TERM"), float(seconds)

@@ -12,7 +12,7 @@ from dagster_rayslurm.follow import Cadence, Follower
 from dagster_rayslurm.runtime.record import JOURNAL, STDIO, encode
 
 LOG = logging.getLogger("test")
-FAST = Cadence(busy=0.0, idle=0.0)
+FAST = Cadence(busy=0.0, idle=0.0, waiting=0.0)
 
 
 class Growing:
@@ -59,14 +59,14 @@ def test_everything_arrives_once_and_in_order(lines: list[str], messages: int, s
     handler, out = Handler(), io.StringIO()
     follower = Follower(Growing(record_of(lines, messages), seed), "/run", "n", handler, LOG, FAST)
     with contextlib.redirect_stdout(out):
-        evidence = follower.follow(lambda: None)
+        evidence = follower.follow(lambda _: None)
     assert out.getvalue() == "".join(lines) and evidence.end is not None
     assert handler.messages == [{"n": n} for n in range(messages)]
 
 
 def test_the_end_of_another_attempt_is_none(capsys: Any) -> None:
     files = record_of(["x"], 0, nonce="old")
-    evidence = Follower(Growing(files, 1), "/run", "new", Handler(), LOG, FAST).follow(lambda: "exit code 1")
+    evidence = Follower(Growing(files, 1), "/run", "new", Handler(), LOG, FAST).follow(lambda _: "exit code 1")
     assert evidence.end is None
 
 
@@ -77,7 +77,7 @@ def test_what_was_written_before_the_runtime_ended_is_read(capsys: Any) -> None:
 
     files = record_of(["last words\n"], 3)
     files[JOURNAL] = b"".join(files[JOURNAL].splitlines(keepends=True)[:-1])  # No end.
-    evidence = Follower(All(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda: "signal 9 (SIGKILL)")
+    evidence = Follower(All(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: "signal 9 (SIGKILL)")
     assert evidence.end is None and evidence.runtime_exit == "signal 9 (SIGKILL)"
     assert capsys.readouterr().out == "last words\n"
 
@@ -86,13 +86,13 @@ def test_what_was_written_before_the_runtime_ended_is_read(capsys: Any) -> None:
 def test_a_message_that_cannot_be_used_is_evidence(line: str, capsys: Any) -> None:
     files = record_of([], 0)
     files[JOURNAL] = encode({"type": "pipes", "at": 0, "line": line}) + files[JOURNAL]
-    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda: None)
+    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
     assert evidence.message_error and line in evidence.message_error
 
 
 def test_the_last_output_is_bounded(capsys: Any) -> None:
     files = record_of(["y" * 100_000 + "\n"] * 200, 0)
-    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda: None)
+    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
     assert sum(map(len, evidence.last_output)) <= 64 * 4096 and len(evidence.output_tail()) <= 8000
 
 
@@ -104,7 +104,7 @@ def test_a_record_out_of_reach_is_waited_for(capsys: Any) -> None:
             return super().read(path, offset, limit)
 
     follower = Follower(Flaky(record_of(["x"], 3), 5), "/run", "n", Handler(), LOG, FAST)
-    assert follower.follow(lambda: None).end is not None
+    assert follower.follow(lambda _: None).end is not None
 
 
 def test_a_record_out_of_reach_for_too_long_is_a_lost_connection(capsys: Any) -> None:
@@ -112,9 +112,9 @@ def test_a_record_out_of_reach_for_too_long_is_a_lost_connection(capsys: Any) ->
         def read(self, path: str, offset: int, limit: int) -> bytes:
             raise OSError(5, "Input/output error")
 
-    slow = Cadence(busy=0.01, idle=0.01)
+    slow = Cadence(busy=0.01, idle=0.01, waiting=0.01)
     follower = Follower(Gone(record_of(["x"], 3), 5), "/run", "n", Handler(), LOG, slow, loss_timeout=0.05)
-    evidence = follower.follow(lambda: "exit code 0")
+    evidence = follower.follow(lambda _: "exit code 0")
     assert evidence.end is None and "Input/output error" in (evidence.unreachable or "")
 
 
@@ -128,7 +128,7 @@ def test_a_lost_terminal_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setattr(sys, "stdout", Broken())
-    evidence = Follower(Growing(record_of(["x"], 3), 5), "/run", "n", Handler(), LOG, FAST).follow(lambda: None)
+    evidence = Follower(Growing(record_of(["x"], 3), 5), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
     assert evidence.end is not None
 
 
@@ -142,5 +142,5 @@ def test_the_first_exception_stands_and_every_writer_must_close(capsys: Any) -> 
     files[JOURNAL] = (
         b"".join(map(encode, [opened, opened, opened, closed(leaving), closed(error), closed("{}")])) + files[JOURNAL]
     )
-    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda: None)
+    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
     assert (evidence.opened, evidence.closed) == (3, 3) and evidence.exception == {"name": "ValueError"}

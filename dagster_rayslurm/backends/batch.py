@@ -1,0 +1,194 @@
+"""Slurm mode: the runtime in a batch job of its own, on all nodes of the allocation."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dagster_pipes import PipesContextData
+
+from ..bundles import Bundle, bundle_directory, bundle_files, install
+from ..connections.base import Connection
+from ..connections.shared import connection_to
+from ..environments import Environment, Interpreter
+from ..environments.check import check_environment_on
+from ..environments.resolve import path_on_cluster
+from ..follow import Cadence
+from ..interrupts import deferred_interrupts
+from ..plan import Plan, relocate
+from ..runtime.ports import control_ports
+from ..runtime.record import CANCEL, EXIT, RUNTIME
+from ..runtime.spec import RuntimeSpec, to_json
+from ..slurm.commands import slurm_commands
+from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
+from ..slurm.queue import shared_queue
+from ..slurm.request import JobRequest, job_comment, job_name, make_request
+from ..slurm.script import render_script
+from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, submit
+from .base import StartError, Step
+from .batch_job import BatchJob, cancel_named
+from .remote_sweep import sweep_remote
+from .rundir import Layout, run_files
+
+_CADENCE = Cadence(busy=0.2, idle=3.0, waiting=15.0)
+
+
+@dataclass(frozen=True)
+class BatchBackend:
+    """Runs each payload in a Slurm job of its own.
+
+    Args:
+        slurm: the cluster.
+        queue: what to ask it for.
+        environment: the Python environment there.
+        queue_timeout: seconds after which a job that still waits is given up; None waits for ever.
+    """
+
+    slurm: SlurmResource
+    queue: SlurmQueueConfig
+    environment: Environment
+    queue_timeout: float | None
+    cadence: Cadence = _CADENCE
+
+    @cached_property
+    def connection(self) -> Connection:
+        return connection_to(self.slurm.ssh)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(Path(self._absolute(self.slurm.remote_base)))
+
+    def check(self, plan: Plan) -> None:
+        make_request(self.queue, plan.footprint, job_name="rayslurm", comment="")
+        path_on_cluster(self.environment, over_ssh=self.slurm.ssh is not None)
+        for name, path in (("remote_base", self.slurm.remote_base), ("data_dir", plan.payload.data_dir)):
+            if path is not None and not (os.path.isabs(path) or path == "~" or path.startswith("~/")):
+                raise ValueError(f'{name}: {path!r} is relative; write an absolute path, or one that begins with "~/"')
+
+    def sweep(self, retention_days: float) -> None:
+        sweep_remote(self.connection, str(self.layout.base), retention_days)
+
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step) -> BatchJob:
+        commands = slurm_commands(self.connection)
+        interpreter = self._interpreter(plan)
+        plan, runtime = self._deliver(plan, step.log)
+        name = job_name(step.step_key, plan.payload.nonce)
+        comment = job_comment(step.run_id, step.step_key, step.partition_key)
+        request = make_request(self.queue, plan.footprint, job_name=name, comment=comment)
+        cluster_id = f"slurm-{plan.payload.nonce}"
+        files = {
+            **run_files(plan, context),
+            RUNTIME: to_json(runtime_spec(cluster_id, plan, request, self.queue)).encode("utf-8"),
+            JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm).encode("utf-8", "surrogateescape"),
+            CANCEL: b"",
+            EXIT: b"",
+        }
+        queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
+        try:
+            submitted = submit(commands, run_dir, files, name, queue.clock, step.log.warning)
+        except SubmissionRefused as error:
+            raise StartError(error.kind, str(error)) from None
+        except BaseException:
+            # Interrupted or cut off: whether Slurm has taken the job is not known, so it is cancelled by its name.
+            with deferred_interrupts():
+                cancel_named(commands, name, step.log)
+            raise
+        where = f"partition {request.partition}" if request.partition else "the default partition"
+        step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where} on {self.connection.place}")
+        return BatchJob(
+            commands=commands,
+            queue=queue,
+            request=request,
+            submitted=submitted,
+            run_dir=run_dir,
+            cluster_id=cluster_id,
+            queue_timeout=self.queue_timeout,
+            over_ssh=self.slurm.ssh is not None,
+            log=step.log,
+        )
+
+    def _absolute(self, path: str) -> str:
+        if path == "~" or path.startswith("~/"):
+            path = os.path.join(self.connection.home(), path[2:])
+        return os.path.normpath(path)
+
+    def _interpreter(self, plan: Plan) -> Interpreter:
+        try:
+            return check_environment_on(
+                self.connection,
+                self.environment,
+                ray_version=plan.ray.ray_version if plan.ray is not None else None,
+                needs_ray=plan.ray is not None,
+                token=plan.ray is not None and plan.ray.auth == "token",
+                needs_pipes=plan.uses_pipes,
+                cache_dir=str(self.layout.environments),
+            )
+        except ValueError as error:
+            raise StartError("configuration", str(error)) from None
+
+    def _deliver(self, plan: Plan, log: Any) -> tuple[Plan, str]:
+        """Send what the payload needs of this machine.
+
+        Returns:
+            The plan with the places that things have on the cluster, and the runtime's own.
+        """
+        payload = plan.payload
+        bundles: dict[str, Bundle] = {}
+        try:
+            if payload.working_dir:
+                bundles["working_dir"] = bundle_directory(payload.working_dir)
+            if payload.extra_files:
+                bundles["extra_files"] = bundle_files({os.path.basename(path): path for path in payload.extra_files})
+            inside = plan.script and "working_dir" in bundles and bundles["working_dir"].name_of(plan.script)
+            if plan.script and not inside:
+                bundles["script"] = bundle_files({os.path.basename(plan.script): plan.script}, what="payload_path")
+            installed = install(self.connection, str(self.layout.base), list(bundles.values()))
+        except ValueError as error:
+            raise StartError("configuration", str(error)) from None
+        log.debug(f"[rayslurm] delivered {', '.join(bundles) or 'nothing'} to {self.connection.place}")
+        places = {what: installed.bundles[bundle] for what, bundle in bundles.items()}
+        script = None
+        if plan.script:
+            script = (
+                os.path.join(places["working_dir"], inside)
+                if inside
+                else os.path.join(places["script"], os.path.basename(plan.script))
+            )
+        extra_files = [os.path.join(places["extra_files"], os.path.basename(path)) for path in payload.extra_files]
+        data_dir = self._absolute(payload.data_dir) if payload.data_dir else str(self.layout.data)
+        return relocate(plan, script, places.get("working_dir"), extra_files, data_dir), installed.runtime
+
+
+def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQueueConfig) -> RuntimeSpec:
+    """The start record of a job's runtime."""
+    signal_name, before = split_signal(queue.signal_before_timeout)
+    return RuntimeSpec(
+        cluster_id,
+        plan.ray,
+        control_key=secrets.token_hex(32),
+        control_ports=control_ports(plan.ray.port_range if plan.ray is not None else None),
+        asked_cpus=request.cpus_per_node,
+        asked_gpus=request.gpus_per_node,
+        warn_before_limit=before,
+        warn_signal=signal_name,
+    )
+
+
+def job_script(request: JobRequest, interpreter: Interpreter, runtime: str, run_dir: str, slurm: SlurmResource) -> str:
+    """The batch script that starts the runtime on all nodes."""
+    return render_script(request, interpreter.start("-I", runtime, "node", run_dir), run_dir, slurm.site)
+
+
+def example_script(plan: Plan, queue: SlurmQueueConfig, slurm: SlurmResource) -> str:
+    """The batch script of a plan, with words in capitals for what is known only when it is submitted."""
+    request = make_request(
+        queue, plan.footprint, job_name=job_name("STEP", plan.payload.nonce), comment=job_comment("RUN", "STEP", None)
+    )
+    base = slurm.remote_base
+    return job_script(
+        request, Interpreter("ENVIRONMENT/bin/python"), f"{base}/runtime/RUNTIME.pyz", f"{base}/runs/RUN_DIR", slurm
+    )

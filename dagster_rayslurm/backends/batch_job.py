@@ -1,0 +1,286 @@
+"""A submitted job that runs one payload: what is known of it, and how it is ended for sure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..connections.base import Connection
+from ..errors import RunFailure
+from ..follow import Evidence
+from ..runtime.record import CANCEL, EXIT, node_log, tail_lines
+from ..slurm.accounting import ask_job
+from ..slurm.facts import JobFacts
+from ..slurm.queue import SharedQueue, ask_queue
+from ..slurm.refusal import impossible
+from ..slurm.request import JobRequest
+from ..slurm.states import TERMINAL, Exited, JobView, JobWatch, Started, Submission, seen
+from ..slurm.submit import LOG, Submitted
+
+_EXIT_INTERVAL = 1.0
+"""Seconds between two looks at the exit code that the batch script leaves."""
+_SETTLE = 5.0
+"""Seconds that the record is read on after Slurm has said that the job is over: files may arrive later than that word."""
+_ASK_INTERVAL = 0.5
+"""Seconds between two questions of a run that is being cancelled."""
+_PATIENCE = 5.0
+"""Seconds in which a job whose runtime has written the `end` of a cancelled run is over by itself."""
+_KEEP_FRESH = 3600.0
+_GONE_DEADLINE = 60.0
+"""Seconds in which Slurm must confirm that a cancelled job is over; KillWait, after which it sends SIGKILL, is 30."""
+_STATE_DEADLINE = 15.0
+"""Seconds in which a job that is on its way down comes to its final state."""
+_LOG_BYTES = 65536
+
+
+class BatchJob:
+    """One Slurm job and the run directory that its runtime writes to.
+
+    Args:
+        commands: runs Slurm's programs, and reaches the files.
+        queue: the shared view of the queue.
+        request: what was asked for.
+        submitted: the job.
+        run_dir: its run directory.
+        cluster_id: name of the Ray cluster.
+        queue_timeout: seconds after which a job that still waits is given up; None waits for ever.
+        over_ssh: whether the cluster is behind SSH.
+        log: the step's log.
+    """
+
+    def __init__(
+        self,
+        *,
+        commands: Connection,
+        queue: SharedQueue,
+        request: JobRequest,
+        submitted: Submitted,
+        run_dir: str,
+        cluster_id: str,
+        queue_timeout: float | None,
+        over_ssh: bool,
+        log: Any,
+    ) -> None:
+        self.cluster_id = cluster_id
+        self.job_id: str | None = submitted.job_id
+        self._id = int(submitted.job_id)
+        self._commands = commands
+        self._queue = queue
+        self._request = request
+        self._submitted = submitted
+        self._run_dir = run_dir
+        self._queue_timeout = queue_timeout
+        self._over_ssh = over_ssh
+        self._log = log
+        self._watch = JobWatch(Submission(self._id, submitted.at, request.requeue))
+        self._started = False
+        self._exit_looked = self._fresh_at = time.monotonic()
+        self._told = ""
+        self._trouble: str | None = None
+        self._over_since: float | None = None
+        self._cancelled = self._ending = False
+        self._asked_at = 0.0
+
+    @property
+    def waiting(self) -> bool:
+        return not self._started and self._watch.view.kind not in ("running", "ended", "lost")
+
+    @property
+    def place(self) -> str:
+        return self._commands.place if self._over_ssh else ""
+
+    def ended(self, evidence: Evidence) -> str | None:
+        try:
+            now = self._queue.clock.now()
+            self._observe(evidence, now)
+        except OSError as error:
+            self._complain(str(error))
+            return None
+        view = self._watch.view
+        if not self._started and not view.over:
+            self._tell(view)
+            self._give_up_waiting(view, now)
+        return self._how_it_ended(view)
+
+    def cancel(self, now: bool = False) -> None:
+        if not self._started:
+            self._scancel()
+            return
+        self._ending = True
+        # The runtime ends the payload with Ray alive; scancel would hit all of Ray at the same moment.
+        with contextlib.suppress(OSError):
+            self._commands.write(os.path.join(self._run_dir, CANCEL), json.dumps({"op": "cancel", "now": now}).encode())
+
+    def kill(self) -> None:
+        self._scancel()
+        self._confirm_gone()
+
+    def runtime_log(self) -> str:
+        """What the batch script, Slurm, and the head's runtime printed."""
+        texts = []
+        for name in (LOG, node_log(0)):
+            with contextlib.suppress(OSError):
+                data = self._commands.read(os.path.join(self._run_dir, name), 0, _LOG_BYTES)
+                texts.append(data.decode("utf-8", "replace"))
+        return tail_lines("\n".join(text for text in texts if text.strip()))
+
+    def job_facts(self) -> JobFacts | None:
+        deadline = time.monotonic() + _STATE_DEADLINE
+        facts = None
+        while True:
+            with contextlib.suppress(OSError):  # Slurm that does not answer leaves the verdict to the record.
+                facts = ask_job(self._commands, self._id) or facts
+            if (facts is not None and facts.state in TERMINAL) or time.monotonic() > deadline:
+                return facts
+            time.sleep(0.5)
+
+    def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
+        request = self._request
+        metadata: dict[str, Any] = {"Slurm job ID": self.job_id, "Slurm job name": request.job_name}
+        allocation = ((evidence.end or {}).get("context") or {}).get("allocation") or {}
+        partition = allocation.get("partition") or request.partition
+        if partition:
+            metadata["Slurm partition"] = partition
+        if allocation.get("account"):
+            metadata["Slurm account"] = allocation["account"]
+        if allocation.get("nodes"):
+            metadata["Slurm nodes"] = ", ".join(allocation["nodes"])
+        if evidence.started_at is not None:
+            metadata["Queue wait (s)"] = round(max(0.0, evidence.started_at - self._submitted.at), 2)
+        return metadata
+
+    def release(self, evidence: Evidence) -> None:
+        """See to it that a job which was to be ended is over; one that ended by itself needs nobody."""
+        if self._cancelled or (not evidence.started and not self._watch.view.over):
+            self._confirm_gone()
+        elif self._ending:
+            self._confirm_gone(_PATIENCE)
+
+    def _observe(self, evidence: Evidence, now: float) -> None:
+        """Take in what there is to see, without waiting for Slurm."""
+        if evidence.started_at is not None and not self._started:
+            self._started = True
+            self._watch = self._watch.after(Started(evidence.started_at))
+        local = time.monotonic()
+        if not self._cancelled:
+            snapshot = self._queue.look(now)
+        elif local - self._asked_at >= _ASK_INTERVAL:
+            self._asked_at = local
+            snapshot = ask_queue(self._commands)  # Somebody waits for this one, so it may cost a question of its own.
+        else:
+            snapshot = None
+        if snapshot is not None:
+            self._watch = self._watch.after(seen(snapshot, self._id))
+        if self._queue.trouble:
+            self._complain(self._queue.trouble)
+        if local - self._exit_looked >= _EXIT_INTERVAL:
+            self._exit_looked = local
+            said = self._commands.read(os.path.join(self._run_dir, EXIT), 0, 64).split()
+            if said and said[-1].isdigit():
+                self._watch = self._watch.after(Exited(now, int(said[-1])))
+        if not self._started and local - self._fresh_at >= _KEEP_FRESH:
+            self._fresh_at = local
+            self._commands.run(["touch", "--", self._run_dir])  # Else it is swept as old while its job still waits.
+
+    def _tell(self, view: JobView) -> None:
+        """Say why the job waits, whenever that changes."""
+        if view.kind != "pending" or not (view.reason or view.expected_start):
+            return
+        start = time.strftime(", starts ~%H:%M", time.localtime(view.expected_start)) if view.expected_start else ""
+        text = f"queued: {view.reason or view.state}{start}"
+        if text != self._told:
+            self._told = text
+            self._log.info(f"[rayslurm] {text}")
+
+    def _give_up_waiting(self, view: JobView, now: float) -> None:
+        """End a job that cannot start as it was asked for, or has waited as long as its user allows."""
+        never = impossible(view.reason) if view.kind == "pending" else None
+        if never:
+            raise RunFailure("submission", f"Slurm job {self.job_id} can never start: {never}", self.metadata(Evidence()))
+        waited = now - self._submitted.at
+        if self._queue_timeout is not None and waited > self._queue_timeout:
+            raise RunFailure(
+                "allocation",
+                f"Slurm job {self.job_id} was still waiting ({view.reason or 'no reason is known'}) after "
+                f"queue_timeout={self._queue_timeout:g} s",
+                self.metadata(Evidence()),
+                retry=False,
+            )
+
+    def _how_it_ended(self, view: JobView) -> str | None:
+        if not view.over:
+            return None
+        if self._over_since is None:
+            self._over_since = time.monotonic()
+        if view.exit_code is not None and view.state not in TERMINAL:
+            return f"srun ended with exit code {view.exit_code}"
+        if self._started and time.monotonic() - self._over_since < _SETTLE:
+            return None
+        return f"Slurm calls the job {view.state}" if view.kind == "ended" else "Slurm no longer knows the job"
+
+    def _complain(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self._log.warning(f"[rayslurm] the job goes on, but its state cannot be asked for: {trouble}")
+
+    def _scancel(self) -> None:
+        self._cancelled = True
+        with contextlib.suppress(OSError):
+            self._commands.run(["scancel", str(self._id)], timeout=60)
+
+    def _confirm_gone(self, patience: float = 0.0) -> None:
+        """Repeat the cancellation until Slurm agrees that the job is over."""
+        if not wait_until_gone(self._commands, self._id, patience):
+            self._log.error(
+                f"[rayslurm] Slurm job {self.job_id} may still be there: it was cancelled, and Slurm has not confirmed its end; "
+                f"run `scancel {self.job_id}` on {self._commands.place}"
+            )
+
+
+def wait_until_gone(commands: Connection, job_id: int, patience: float = 0.0) -> bool:
+    """Cancel a job until Slurm says that it is over, or no longer knows it.
+
+    Args:
+        commands: runs Slurm's programs.
+        job_id: the job.
+        patience: seconds in which it may end by itself.
+
+    Returns:
+        Whether Slurm said so in time.
+    """
+    began = time.monotonic()
+    pause = 0.1
+    while True:
+        with contextlib.suppress(OSError):
+            row = ask_queue(commands).job(job_id)
+            if row is None or row.state in TERMINAL:
+                return True
+            if row.state != "COMPLETING" and time.monotonic() - began >= patience:
+                commands.run(["scancel", str(job_id)], timeout=60)
+        if time.monotonic() - began > _GONE_DEADLINE:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 3.0)
+
+
+def cancel_named(commands: Connection, name: str, log: Any) -> None:
+    """Cancel whatever job has a name: its submission was broken off, so its id is not known."""
+    try:
+        for _ in range(2):
+            commands.run(["scancel", "--quiet", "--me", f"--name={name}"], timeout=60)
+            time.sleep(1.0)  # sbatch may have been at it just now.
+        left = [row for row in ask_queue(commands).named(name) if row.state not in TERMINAL]
+        gone = all(wait_until_gone(commands, row.job_id) for row in left)
+    except OSError as error:
+        gone, why = False, str(error)
+    else:
+        why = "Slurm has not confirmed its end"
+    if not gone:
+        log.error(
+            f"[rayslurm] a Slurm job named {name} may have been submitted ({why}); run `scancel --name={name}` on "
+            f"{commands.place}"
+        )

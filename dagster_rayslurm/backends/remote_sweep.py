@@ -1,0 +1,91 @@
+"""What is removed below the base directory on a cluster, in one command there: only what has a name of our own form."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from ..connections.base import Connection
+
+_DAY = 1440
+"""Minutes after which something that should have had its final name by then is a leftover."""
+
+# Names are of harmless characters once they match. What others may be looking for is renamed before it is removed, so
+# that it is never half there; if it was marked as in use meanwhile (see `bundles.delivery`) it gets its name back.
+_SWEEP = """\
+export LC_ALL=C
+age=$2 every=$3 leftover=$4 grave=.rs-$5.gone
+cd -- "$1" 2>/dev/null || exit 0
+if [ "$every" -gt 0 ] && [ -n "$(find .swept -mmin "-$every" 2>/dev/null)" ]; then exit; fi
+umask 077
+: >.swept || exit
+list() {
+    where=$1 form=$2
+    shift 2
+    find -H "$where" -mindepth 1 -maxdepth 1 -uid "$(id -u)" -regextype posix-extended -regex "$where/($form)" "$@" \
+        -printf '%f\\n' 2>/dev/null
+}
+remove() { rm -rf -- "$1" 2>/dev/null || { chmod -R u+w -- "$1" && rm -rf -- "$1"; }; }
+recent() { [ -n "$(find "$@" -mmin "-$age" -print -quit 2>/dev/null)" ]; }
+retire() {
+    mv -T -- "$1/$2" "$1/$grave" || return
+    if recent "$1/$grave" -maxdepth 0 && mv -T -- "$1/$grave" "$1/$2"; then return; fi
+    remove "$1/$grave" && echo "$1/$2"
+}
+for name in $(list runs '[A-Za-z0-9_.-]+-[0-9a-f]{12}' -type d -mmin "+$age"); do
+    recent "runs/$name" -maxdepth 1 -name '*.json*' || { remove "runs/$name" && echo "runs/$name"; }
+done
+used=unknown
+for place in bundles runtime; do
+    case $place in
+    bundles) form='[0-9a-f]{32}' ;;
+    runtime) form='runtime-[0-9a-f]{16}-[A-Za-z0-9_-]+\\.pyz' ;;
+    esac
+    for name in $(list "$place" "$form" -mmin "+$age"); do
+        if [ "$used" = unknown ]; then
+            used=$(find -H runs -mindepth 2 -maxdepth 2 -type f '(' -name '*.json' -o -name '*.sh' ')' \
+                -exec grep -ohE '(bundles|runtime)/[A-Za-z0-9_.-]+' -- {} + 2>/dev/null)
+        fi
+        case $used in
+        *"$place/$name"*) ;;
+        *) retire "$place" "$name" ;;
+        esac
+    done
+done
+for name in $(list environments '[0-9a-f]{32}' -type f -mmin "+$age"); do rm -f -- "environments/$name"; done
+for place in bundles runtime environments queue runs; do
+    for name in $(list "$place" '\\.rs-[0-9a-f]{16}\\.[a-z]+' -cmin "+$leftover"); do
+        remove "$place/$name" && echo "$place/$name"
+    done
+done
+for name in $(list queue 'claim-[0-9]+' -type d -cmin "+$leftover"); do rmdir -- "queue/$name"; done
+exit 0
+"""
+
+
+def sweep_remote(
+    connection: Connection, base: str, retention_days: float, *, every_minutes: int = 60, timeout: float = 600.0
+) -> list[str]:
+    """Remove what nobody touched for a while: run directories, bundles, runtimes; and leftovers of what was killed.
+
+    A bundle or runtime stays while a run directory names it. Nothing is done if any process on any machine did it lately.
+
+    Args:
+        connection: how to reach the cluster.
+        base: the base directory there, absolute.
+        retention_days: age at which things go. Leftovers under temporary names go after a day.
+        every_minutes: least time between two sweeps of one base directory; 0 sweeps at once.
+        timeout: seconds after which it is given up; the next sweep goes on from there.
+
+    Returns:
+        What was removed, relative to the base directory.
+
+    Raises:
+        OSError: the cluster cannot be reached, the base directory cannot be written, or it took too long.
+    """
+    age, token = max(1, round(retention_days * _DAY)), secrets.token_hex(8)
+    command = ["sh", "-c", _SWEEP, "sh", base, str(age), str(every_minutes), str(_DAY), token]
+    done = connection.run(command, timeout=timeout)
+    if done.returncode:
+        raise OSError(f"{connection.place}: {base} cannot be swept: {done.stderr.decode('utf-8', 'replace')[-500:].strip()}")
+    return [os.fsdecode(line) for line in done.stdout.splitlines()]

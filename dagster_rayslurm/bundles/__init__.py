@@ -1,0 +1,21 @@
+"""How files of this machine get to the cluster: as immutable directories that are named by their content."""
+
+from .bundle import Bundle, bundle_directory, bundle_files, make_bundle
+from .delivery import Installed, forget_installed, install
+from .manifest import Entry, Limits, Manifest
+from .tree import scan, scan_files
+
+__all__ = [
+    "Bundle",
+    "Entry",
+    "Installed",
+    "Limits",
+    "Manifest",
+    "bundle_directory",
+    "bundle_files",
+    "forget_installed",
+    "install",
+    "make_bundle",
+    "scan",
+    "scan_files",
+]

@@ -1,0 +1,252 @@
+"""The environment on the cluster, looked at before anything is submitted: a queue is a bad place to learn that Ray is missing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import posixpath
+import secrets
+import time
+import weakref
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ..backends.base import StartError
+from ..connections.base import Connection
+from ..connections.local import LocalConnection
+from ..runtime.ray_node import refuse_version
+from .config import Environment
+from .resolve import ACTIVATE, PYTHONS, Interpreter, path_on_cluster
+
+_TIMEOUT = 120.0
+"""Seconds for an `activate.sh` and a Python to start."""
+_TRUSTED_MINUTES = 24 * 60
+"""Age at which an answer that is kept on the cluster counts no more: what an `activate.sh` loads has no fingerprint."""
+_TRUSTED_SECONDS = 300.0
+"""The same for one that this process keeps."""
+
+# The file of an answer: a fingerprint, the answer, and the paths whose state makes the fingerprint. Its name is a
+# temporary one until it is complete. The probe writes to a descriptor of its own, since start-up scripts print.
+_LOOK = """\
+prefix=$1 python=$2 directory=$3 kept=$3/$4 work=$3/.rs-$5 age=$6 probe=$7 activate_text=$8
+shift 8
+cd / || exit
+found=- activate=
+if [ -z "$python" ]; then
+    [ -d "$prefix" ] || { echo absent; exit; }
+    for name; do
+        if [ -z "$python" ] && [ -f "$prefix/$name" ] && [ -x "$prefix/$name" ]; then found=$name python=$prefix/$name; fi
+    done
+    if [ -f "$prefix/activate.sh" ]; then activate=$prefix/activate.sh; fi
+    if [ -z "$python$activate" ]; then
+        if [ -L "$prefix/$1" ] && [ ! -e "$prefix/$1" ]; then echo broken; else echo empty; fi
+        exit
+    fi
+fi
+echo "found $found $activate"
+state() { tail -n +3 "$1" | xargs -r -d '\\n' stat -L -c '%i %s %.9Y %.9Z' -- 2>/dev/null | sha256sum; }
+if [ -n "$(find "$kept" -mmin "-$age" 2>/dev/null)" ] && [ "$(head -n 1 "$kept")" = "$(state "$kept")" ]; then
+    echo kept
+    sed -n 2p "$kept"
+    exit
+fi
+umask 077
+mkdir -p -- "$directory" || exit
+trap 'rm -f "$work.tmp" "$work.new"' EXIT
+trap 'exit 143' HUP INT TERM
+if [ -n "$activate" ]; then
+    bash -c "$activate_text" rayslurm "$activate" sh -c 'echo >&3 && exec "$@"' sh "${python:-python3}" -c "$probe" \
+        3>"$work.tmp" >&2 </dev/null
+else
+    { echo >&3 && "$python" -c "$probe"; } 3>"$work.tmp" >&2 </dev/null
+fi
+code=$?
+lines=$(wc -l <"$work.tmp") || exit
+case $lines in
+0) echo "activate $code" ;;
+1) echo "python $code" ;;
+*)
+    if [ -z "$prefix" ]; then prefix=$python; fi
+    for name in activate.sh "$@"; do printf '%s\\n' "$prefix/$name"; done >>"$work.tmp"
+    { state "$work.tmp"; tail -n +2 "$work.tmp"; } >"$work.new" && mv -f -- "$work.new" "$kept"
+    echo asked
+    sed -n 2p "$work.tmp"
+    ;;
+esac
+"""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a payload needs of its environment; see `check_environment_on`."""
+
+    ray_version: str | None
+    needs_ray: bool
+    token: bool
+    needs_pipes: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of an environment.
+
+    Attributes:
+        interpreter: how its Python is started.
+        python: the version of that.
+        ray: its Ray; "" if it has one that does not say its version, None if it has none.
+        pipes: the same of Dagster Pipes.
+    """
+
+    interpreter: Interpreter
+    python: tuple[int, ...]
+    ray: str | None
+    pipes: str | None
+
+
+_known: weakref.WeakKeyDictionary[Connection, dict[str, tuple[float, Facts]]] = weakref.WeakKeyDictionary()
+
+
+def check_environment_on(
+    connection: Connection,
+    environment: Environment,
+    *,
+    ray_version: str | None,
+    needs_ray: bool,
+    token: bool,
+    needs_pipes: bool,
+    cache_dir: str,
+) -> Interpreter:
+    """See whether an environment on the cluster can run a payload, as its edge node sees it.
+
+    An answer is kept on the cluster while neither Python nor the directories it imports from change, for a day at most:
+    then the next look takes one command and no Python. This process keeps it for five minutes. A refusal is never kept.
+
+    Args:
+        connection: how to reach the cluster.
+        environment: the environment there.
+        ray_version: the Ray it must have; None for any.
+        needs_ray: whether a Ray cluster is started.
+        token: whether that has token authentication.
+        needs_pipes: whether the payload opens Dagster Pipes.
+        cache_dir: directory there for what is kept, absolute.
+
+    Returns:
+        How its Python is started.
+
+    Raises:
+        ValueError: the environment cannot be one on the cluster, whatever is there.
+        StartError: it is not there, does not start, or lacks something.
+        OSError: the cluster cannot be reached, or the answer cannot be kept.
+    """
+    path = path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection))
+    if path == "~" or path.startswith("~/"):
+        path = posixpath.join(connection.home(), path[2:])
+    needs = Needs(ray_version, needs_ray, token, needs_pipes)
+    at, known = _known.get(connection, {}).get(path, (0.0, None))
+    if known is not None and time.monotonic() - at < _TRUSTED_SECONDS and refusal(known, path, needs) is None:
+        return known.interpreter
+    is_python = environment.kind == "inherited"
+    facts, kept = _ask(connection, path, is_python, cache_dir, _TRUSTED_MINUTES)
+    problem = refusal(facts, path, needs)
+    if problem is not None and kept:
+        facts, _ = _ask(connection, path, is_python, cache_dir, 0)
+        problem = refusal(facts, path, needs)
+    if problem is not None:
+        raise _failed(problem, connection)
+    _known.setdefault(connection, {})[path] = (time.monotonic(), facts)
+    return facts.interpreter
+
+
+def refusal(facts: Facts, path: str, needs: Needs) -> str | None:
+    """Why an environment cannot run a payload, and what to do; None if it can.
+
+    Args:
+        facts: what is known of it.
+        path: where it is.
+        needs: what it must have.
+    """
+    python = facts.interpreter.python
+    if facts.python < (3, 8):
+        version = ".".join(map(str, facts.python))
+        return f"{path} has Python {version}, and 3.8 or newer is needed; make the environment anew"
+    if needs.needs_ray and facts.ray is None:
+        wanted = needs.ray_version and f"=={needs.ray_version}"
+        return (
+            f"{path} has no Ray; install it there: {python} -m pip install 'ray[default]{wanted or '>=2.52'}', or "
+            "use a BashLauncher for a payload that needs none"
+        )
+    if needs.needs_ray and facts.ray:
+        if needs.ray_version and facts.ray != needs.ray_version:
+            return (
+                f"{path} has Ray {facts.ray}, and ray_version asks for {needs.ray_version}; install that one or "
+                "change ray_version"
+            )
+        too_old = refuse_version(facts.ray, None, needs.token)
+        if too_old:
+            return f"{path}: {too_old}"
+    if needs.needs_pipes and facts.pipes is None:
+        return (
+            f"{path} has no Dagster Pipes; install it there: {python} -m pip install dagster-pipes, or run the "
+            "payload with uses_pipes=False"
+        )
+    return None
+
+
+def _ask(connection: Connection, path: str, is_python: bool, cache_dir: str, age: int) -> tuple[Facts, bool]:
+    """What is known of an environment, and whether it was known before; nothing older than `age` minutes counts.
+
+    Raises:
+        StartError: it is not there, or does not start.
+        OSError: the cluster cannot be reached, or the answer cannot be kept.
+    """
+    prefix, python = ("", path) if is_python else (path, "")
+    probe = _probe()
+    key = hashlib.sha256("\0".join([path, _LOOK, probe]).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    command = ["sh", "-c", _LOOK, "sh", prefix, python, cache_dir, key, secrets.token_hex(8), str(age), probe, ACTIVATE, *PYTHONS]
+    try:
+        done = connection.run(command, timeout=_TIMEOUT)
+    except TimeoutError:
+        raise _failed(f"{path}/activate.sh or its Python does not come to an end within {_TIMEOUT:g} s", connection) from None
+    said = done.stderr.decode("utf-8", "replace")[-1000:].strip()
+    first, how, answer = (*done.stdout.decode("utf-8", "surrogateescape").split("\n"), "", "")[:3]
+    if first in _NOT_FOUND:
+        raise _failed(_NOT_FOUND[first].format(path=path), connection)
+    how, _, code = how.partition(" ")
+    if how in _NOT_STARTED:
+        sentence = _NOT_STARTED[how].format(path=path, code=code)
+        raise _failed(f"{sentence}: {said}" if said else sentence, connection)
+    if how not in ("kept", "asked"):
+        raise OSError(f"{connection.place}: {cache_dir} cannot be used: {said or f'exit code {done.returncode}'}")
+    return _parse(first, answer, path, is_python), how == "kept"
+
+
+_NOT_FOUND = {
+    "absent": "there is no directory {path}, or this user cannot enter it; name a prefix that the edge node and the compute "
+    "nodes see",
+    "empty": "{path} has neither bin/python nor activate.sh; point it at a conda prefix, a venv, or a directory with an "
+    "activate.sh",
+    "broken": "{path}/bin/python is a link that leads nowhere; make the environment anew, with a Python that is still there",
+}
+_NOT_STARTED = {
+    "activate": "{path}/activate.sh failed with exit code {code}",
+    "python": "the Python of {path} cannot be started, it ended with exit code {code}",
+}
+
+
+def _failed(sentence: str, connection: Connection) -> StartError:
+    return StartError("environment", f"environment: on {connection.place} {sentence}")
+
+
+def _parse(found: str, answer: str, path: str, is_python: bool) -> Facts:
+    _, name, activate = found.split(" ", 2)
+    told = json.loads(answer)
+    python = path if is_python else "python3" if name == "-" else posixpath.join(path, name)
+    interpreter = Interpreter(python, activate or None)
+    return Facts(interpreter, tuple(told["python"]), told.get("ray"), told.get("pipes"))
+
+
+@lru_cache(maxsize=1)
+def _probe() -> str:
+    return Path(os.path.dirname(__file__), "probe.py").read_text(encoding="utf-8")

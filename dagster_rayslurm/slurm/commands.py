@@ -1,0 +1,83 @@
+"""Slurm's programs on the edge node, wherever its users find them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..connections.base import Completed, Connection
+from ..connections.local import LocalConnection
+
+_FIND = r"""
+where=$("${SHELL:-/bin/sh}" -l -c 'command -v sbatch' </dev/null 2>/dev/null | grep '^/.*/sbatch$' | tail -n 1)
+[ -n "$where" ] && printf '%s' "${where%/sbatch}"
+"""
+"""The directory of sbatch as a login shell finds it, whatever else that shell prints."""
+
+_KEPT = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ", "TMPDIR", "SLURM_CONF", "LD_LIBRARY_PATH", "MODULEPATH")
+_KEPT_PREFIXES = ("LC_", "MODULES", "LMOD_")
+
+
+def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of Dagster's own environment a job may see, where Dagster itself submits it.
+
+    `sbatch` hands its whole environment to the job, and sites may keep that in the accounting database
+    (slurm.conf(5), `AccountingStoreFlags=job_env`): neither Dagster's secrets nor the `SLURM_*` of a job that Dagster
+    runs in belong there.
+    """
+    return {name: value for name, value in environ.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
+
+
+class SlurmCommands:
+    """A connection whose commands find Slurm's programs.
+
+    The PATH of a non-interactive login is often shorter than that of a person's shell. Where a program is missing, a
+    login shell is asked once; all else is the connection's own.
+
+    Args:
+        connection: the edge node, or this machine.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._prefix = _own_prefix() if isinstance(connection, LocalConnection) else []
+        self._looked = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
+        """As `Connection.run`; a command that exits with 127 is tried again with the PATH of a login shell.
+
+        Raises:
+            OSError: as `Connection.run`.
+        """
+        done = self._connection.run([*self._prefix, *command], stdin, timeout)
+        if done.returncode != 127 or self._looked:
+            return done
+        self._looked = True
+        found = self._connection.run(["sh", "-c", _FIND], timeout=60)
+        directory = found.stdout.decode("utf-8", "surrogateescape")
+        if found.returncode or not directory:
+            return done
+        extend = 'PATH="$PATH:$1" && export PATH && shift && exec "$@"'
+        self._prefix = [*self._prefix, "sh", "-c", extend, "sh", directory]
+        return self._connection.run([*self._prefix, *command], stdin, timeout)
+
+
+def slurm_commands(connection: Connection) -> SlurmCommands:
+    """The commands over a connection, one object for all steps of this process: what a login shell said is kept there."""
+    with _lock:
+        if connection not in _commands:
+            _commands[connection] = SlurmCommands(connection)
+        return _commands[connection]
+
+
+_lock = threading.Lock()
+_commands: dict[Connection, SlurmCommands] = {}
+
+
+def _own_prefix() -> list[str]:
+    return ["env", "-i", *(f"{name}={value}" for name, value in job_environment(os.environ).items())]

@@ -1,0 +1,301 @@
+"""What Slurm itself says of one job, from `scontrol show job` and `sacct`. Pure; of Slurm 22.05 and 24.11.
+
+scontrol knows a job until MinJobAge after its end (300 s unless the site says otherwise) and needs no accounting; sacct
+knows it for good, its steps, and what they used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..runtime.nodelist import expand_nodelist
+from .snapshot import parse_count, parse_time
+
+SACCT_FIELDS = (
+    "JobID",
+    "State",
+    "ExitCode",
+    "Reason",
+    "Submit",
+    "Start",
+    "End",
+    "ElapsedRaw",
+    "TimelimitRaw",
+    "NNodes",
+    "NodeList",
+    "AllocCPUS",
+    "ReqMem",
+    "MaxRSS",
+    "TotalCPU",
+)
+"""What `sacct --format` is asked for; none of it is text that a user may choose, so "|" separates it well enough."""
+
+_OUT_OF_MEMORY_SIGNAL = 125
+"""What Slurm reports as the signal of a job in the state OUT_OF_MEMORY (SIG_OOM in slurm.h)."""
+_KILLED = 9
+_JOB_ID = re.compile(r"(?P<number>[0-9]+)(?:\+(?P<component>[0-9]+))?(?:\.(?P<step>.+))?")
+_MEMORY_KILL = re.compile(r"exceeded memory limit|oom[-_]kill event|Out Of Memory", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """A step of a job, as accounting knows it.
+
+    Attributes:
+        name: "batch", "extern" or a number; with the component before it, "+1.0", where that is not the first.
+        state: Slurm's word; steps have their own.
+        cancelled_by: user id of whoever cancelled it; 0 also stands for Slurm itself.
+        exit_code: as `JobFacts.exit_code`.
+        signal: what ended it; None if none did.
+        max_rss: largest memory of one of its tasks, in bytes; None if it was not sampled.
+    """
+
+    name: str
+    state: str
+    cancelled_by: int | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    max_rss: int | None = None
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """A job, as far as Slurm knows it. Times are seconds of the epoch, durations seconds, sizes bytes.
+
+    Attributes:
+        job_id: its number; of the first component of a heterogeneous job.
+        state: Slurm's word, such as "TIMEOUT", without the "by 1001" of sacct.
+        from_controller: whether slurmctld itself has said so; else accounting, which hears of a change later.
+        cancelled_by: user id of whoever cancelled it; only accounting knows.
+        reason: such as "TimeLimit"; "" for none.
+        exit_code: the batch script's; sacct alone shows one above 128 less 128.
+        signal: what ended it; None if none did.
+        submit: when it was submitted, or requeued.
+        start: when it started, or is expected to; None if it never did.
+        end: when it ended, or will at the latest.
+        elapsed: how long it ran.
+        time_limit: None if there is none.
+        nodes: names of its nodes; of all components.
+        num_nodes: number of nodes that it had or asked for.
+        cpus: CPUs on all nodes.
+        memory: memory that it was granted on all nodes.
+        restarts: how often it was requeued.
+        max_rss: largest memory of one task; None if it was not sampled.
+        total_cpu: CPU time of user and system.
+        steps: of the last attempt; empty without accounting.
+    """
+
+    job_id: int
+    state: str
+    from_controller: bool
+    cancelled_by: int | None = None
+    reason: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    submit: float | None = None
+    start: float | None = None
+    end: float | None = None
+    elapsed: float | None = None
+    time_limit: float | None = None
+    nodes: tuple[str, ...] = ()
+    num_nodes: int = 0
+    cpus: int = 0
+    memory: int | None = None
+    restarts: int = 0
+    max_rss: int | None = None
+    total_cpu: float | None = None
+    steps: tuple[StepFacts, ...] = ()
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether a memory limit ended it, as far as that can be seen here.
+
+        Without accounting only a cgroup's kill shows; `memory_kill` finds the others in the job's output.
+        """
+        words = (self.state, *(step.state for step in self.steps))
+        if any(word.startswith("OUT_OF_ME") for word in words) or self.reason == "OutOfMemory":
+            return True
+        return self.signal == _OUT_OF_MEMORY_SIGNAL or any(map(self._over_limit, self.steps))
+
+    def _over_limit(self, step: StepFacts) -> bool:
+        """Whether slurmd found the step above its limit (JobAcctGatherParams=OverMemoryKill) and killed it as root.
+
+        An administrator's `scancel` of a step looks the same, but for the memory.
+        """
+        by_slurm = step.cancelled_by == 0 and step.signal == _KILLED
+        return by_slurm and (step.max_rss or 0) >= (self.memory or 0) / max(1, self.num_nodes) > 0
+
+
+def memory_kill(output: str) -> str | None:
+    """The line in a job's output in which slurmstepd tells that a memory limit ended it; None if there is none."""
+    lines = (line.strip() for line in output.splitlines())
+    return next((line for line in lines if "slurmstepd" in line and _MEMORY_KILL.search(line)), None)
+
+
+def parse_scontrol(text: str) -> JobFacts | None:
+    """The job of `scontrol show job ID`, not in one line, with `SLURM_TIME_FORMAT=%s`; None if there is none in it."""
+    components = [_scontrol_fields(block) for block in re.split(r"(?m)^(?=JobId=)", text) if block.startswith("JobId=")]
+    if not components or "JobState" not in components[0]:
+        return None
+    first = components[0]
+    state, _ = state_word(first["JobState"])
+    exit_code, signal = _exit(state, first.get("ExitCode", ""))
+    return JobFacts(
+        job_id=int(first["JobId"]),
+        state=state,
+        from_controller=True,
+        reason=_reason(first.get("Reason", "")),
+        exit_code=exit_code,
+        signal=signal,
+        submit=parse_time(first.get("SubmitTime", "")),
+        start=parse_time(first.get("StartTime", "")),
+        end=parse_time(first.get("EndTime", "")),
+        elapsed=parse_duration(first.get("RunTime", "")),
+        time_limit=parse_duration(first.get("TimeLimit", "")),
+        nodes=tuple(node for fields in components for node in _nodes(fields.get("NodeList", ""))),
+        num_nodes=sum(parse_count(fields.get("NumNodes", "")) for fields in components),
+        cpus=sum(parse_count(fields.get("NumCPUs", "")) for fields in components),
+        memory=_sum(parse_size(_tres(fields).get("mem", "")) for fields in components),
+        restarts=parse_count(first.get("Restarts", "")),
+    )
+
+
+def _scontrol_fields(block: str) -> dict[str, str]:
+    """The fields of one component; text that a user may choose (job name, command, comment) is left out."""
+    fields: dict[str, str] = {}
+    in_name = False
+    for line in block.splitlines():
+        if line.startswith("   Command="):
+            break
+        in_name = in_name and not line.startswith(("   UserId=", "   HetJobIdSet="))
+        for word in () if in_name else line.split():
+            key, _, value = word.partition("=")
+            if key == "JobName":
+                in_name = True
+                break
+            fields.setdefault(key, value)
+    return fields
+
+
+def _tres(fields: Mapping[str, str]) -> dict[str, str]:
+    """What is granted, by name: `TRES` until 23.02, `AllocTRES` since."""
+    granted = fields.get("AllocTRES") or fields.get("TRES") or ""
+    return dict(each.split("=", 1) for each in granted.split(",") if "=" in each)
+
+
+def parse_sacct(text: str, job_id: int) -> JobFacts | None:
+    """The last attempt of a job in the output of sacct.
+
+    Args:
+        text: of `sacct --duplicates --noheader --parsable2 --format=` with `SACCT_FIELDS` and `SLURM_TIME_FORMAT=%s`.
+        job_id: the job; of the first component of a heterogeneous one.
+
+    Returns:
+        None if sacct does not know it.
+    """
+    attempts: dict[int, list[list[dict[str, str]]]] = {}
+    for line in text.splitlines():
+        fields = dict(zip(SACCT_FIELDS, line.split("|"), strict=False))
+        match = _JOB_ID.fullmatch(fields["JobID"])
+        if len(fields) < len(SACCT_FIELDS) or not match or int(match["number"]) != job_id:
+            continue
+        of_component = attempts.setdefault(int(match["component"] or 0), [])
+        fields["step"] = match["step"] or ""
+        if not fields["step"]:
+            of_component.append([fields])  # A requeued job comes again, under the same number.
+        elif of_component:
+            of_component[-1].append(fields)
+    if 0 not in attempts:
+        return None
+    jobs = {component: found[-1][0] for component, found in attempts.items()}
+    steps = tuple(_step(number, row) for number, found in sorted(attempts.items()) for row in found[-1][1:])
+    first = jobs[0]
+    state, cancelled_by = state_word(first["State"])
+    exit_code, signal = _exit(state, first["ExitCode"])
+    return JobFacts(
+        job_id=job_id,
+        state=state,
+        from_controller=False,
+        cancelled_by=cancelled_by,
+        reason=_reason(first["Reason"]),
+        exit_code=exit_code,
+        signal=signal,
+        submit=parse_time(first["Submit"]),
+        start=parse_time(first["Start"]),
+        end=parse_time(first["End"]),
+        elapsed=float(parse_count(first["ElapsedRaw"])),
+        time_limit=60.0 * parse_count(first["TimelimitRaw"]) or None,
+        nodes=tuple(node for _, job in sorted(jobs.items()) for node in _nodes(job["NodeList"])),
+        num_nodes=sum(parse_count(job["NNodes"]) for job in jobs.values()),
+        cpus=sum(parse_count(job["AllocCPUS"]) for job in jobs.values()),
+        memory=_sum(parse_size(job["ReqMem"]) for job in jobs.values()),
+        restarts=len(attempts[0]) - 1,
+        max_rss=max((step.max_rss for step in steps if step.max_rss is not None), default=None),
+        total_cpu=sum(parse_duration(job["TotalCPU"]) or 0.0 for job in jobs.values()),
+        steps=steps,
+    )
+
+
+def _step(component: int, row: Mapping[str, str]) -> StepFacts:
+    name = f"+{component}.{row['step']}" if component else row["step"]
+    state, cancelled_by = state_word(row["State"])
+    return StepFacts(name, state, cancelled_by, *_exit(state, row["ExitCode"]), parse_size(row["MaxRSS"]))
+
+
+def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> JobFacts | None:
+    """Both answers in one: the controller's word counts, accounting tells what the controller never knew."""
+    if controller is None or accounting is None:
+        return controller or accounting
+    return dataclasses.replace(
+        controller,
+        cancelled_by=accounting.cancelled_by,
+        max_rss=accounting.max_rss,
+        total_cpu=accounting.total_cpu,
+        steps=accounting.steps if accounting.restarts == controller.restarts else (),
+    )
+
+
+def state_word(text: str) -> tuple[str, int | None]:
+    """Slurm's word for a state without what sacct adds ("CANCELLED by 1001", "CANCELLED+"), and who cancelled it."""
+    match = re.fullmatch(r"(\S*?)\+?(?: by ([0-9]+))?", text.strip())
+    return (match[1], int(match[2]) if match[2] else None) if match else (text.strip(), None)
+
+
+def parse_duration(text: str) -> float | None:
+    """Seconds of "[D-]HH:MM:SS" or "MM:SS.mmm"; None for "UNLIMITED" and the like."""
+    match = re.fullmatch(r"(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]+)?)", text)
+    if not match:
+        return None
+    days, hours, minutes = (int(part or 0) for part in match.groups()[:3])
+    return 86400.0 * days + 3600 * hours + 60 * minutes + float(match[4])
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of "309816K", "2G" or "1.50G"; None if it is no size."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGTPE]?)", text)
+    return int(float(match[1]) * 1024 ** " KMGTPE".index(match[2] or " ")) if match else None
+
+
+def _exit(state: str, text: str) -> tuple[int | None, int | None]:
+    """Exit code and signal of "3:0"; for a node that failed Slurm puts there what nothing ended with."""
+    match = None if state == "NODE_FAIL" else re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    return (int(match[1]), int(match[2]) or None) if match else (None, None)
+
+
+def _reason(text: str) -> str:
+    return "" if text in ("None", "(null)") else text
+
+
+def _nodes(text: str) -> list[str]:
+    try:
+        return expand_nodelist(text)
+    except ValueError:
+        return [text]
+
+
+def _sum(sizes: Iterable[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) if known else None

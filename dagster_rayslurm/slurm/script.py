@@ -1,0 +1,120 @@
+"""The batch script of a job: what sbatch is asked for, and one srun of the runtime on all nodes. Pure.
+
+How sbatch and srun read what stands in the script was tried on Slurm 22.05 and 24.11.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..config import check_environment, check_text
+from ..runtime.record import EXIT
+from .request import JobRequest
+
+LOG = "slurm.log"
+"""What the batch script itself and Slurm print."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+
+_END = """\
+# scancel sends SIGTERM to this shell too, which must live to write the exit code; srun gets it as ever.
+trap : TERM
+{srun}
+code=$?
+echo "$code" >>{exit}
+exit "$code"
+"""
+
+
+def sbatch_quote(text: str) -> str:
+    """Quote a value for an #SBATCH line.
+
+    sbatch's parser takes a backslash as an escape everywhere, also within single quotes, and a `#` outside quotes as the
+    beginning of a comment.
+
+    Raises:
+        ValueError: it contains a control character; a newline would end the line.
+    """
+    if _PLAIN.fullmatch(check_text(text)):
+        return text
+    return "'" + text.replace("\\", r"\\").replace("'", r"'\''") + "'"
+
+
+def escape_pattern(path: str) -> str:
+    """A path as `--output` takes it, so that nothing in it is replaced (sbatch(1), "filename pattern").
+
+    A backslash anywhere turns replacement off, and is then taken away unless it is doubled.
+    """
+    return path.replace("\\", r"\\") if "\\" in path else path.replace("%", "%%")
+
+
+def render_script(request: JobRequest, command: Sequence[str], run_dir: str, site: Mapping[str, str]) -> str:
+    """The script that is handed to sbatch.
+
+    It appends the exit code of the runtime to the file `exit` in the run directory, what Slurm itself has to say goes to
+    `slurm.log` there, and what the runtime of each node writes to `node-<number>.log`. All of them are appended to, as a
+    job that is requeued runs the script again.
+
+    Args:
+        request: what to ask Slurm for.
+        command: the runtime, as it is started once on each node.
+        run_dir: absolute path of the run directory, on a file system that the nodes share.
+        site: environment variables that every job gets.
+
+    Raises:
+        ValueError: a value contains a control character, or a variable cannot be set.
+    """
+    lines = ["#!/bin/sh", f"# rayslurm: {check_text(request.comment)}"]
+    lines += [f"#SBATCH {option}" for option in _options(request, run_dir)]
+    lines += ["", f"cd {shlex.quote(check_text(run_dir))} || exit"]
+    for name, value in check_environment(site, "SlurmResource.site").items():
+        lines.append(f"export {name}={shlex.quote(check_text(value))}")
+    lines.append(_END.format(srun=_srun(request.num_nodes, command), exit=EXIT))
+    return "\n".join(lines)
+
+
+def _options(request: JobRequest, run_dir: str) -> Iterator[str]:
+    gpus = request.gpus_per_node
+    values = {
+        "job-name": request.job_name,
+        "comment": request.comment,
+        "output": escape_pattern(f"{run_dir}/{LOG}"),
+        "open-mode": "append",
+        "chdir": run_dir,
+        "partition": request.partition,
+        "account": request.account,
+        "qos": request.qos,
+        "reservation": request.reservation,
+        "constraint": request.constraint,
+        "nodes": request.num_nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": request.cpus_per_node,
+        "gpus-per-node": f"{request.gpu_type}:{gpus}" if request.gpu_type else gpus,
+        "mem": request.mem,
+        "mem-per-cpu": request.mem_per_cpu,
+        "time": request.time_limit,
+        "nodelist": request.nodelist,
+        "exclude": request.exclude,
+        "switches": request.switches,
+    }
+    for name, value in values.items():
+        if value is not None:
+            yield f"--{name}={sbatch_quote(str(value))}"
+    if request.exclusive:
+        yield "--exclusive"
+    yield "--requeue" if request.requeue else "--no-requeue"
+    for option in request.extra_sbatch:
+        name, equals, value = option.partition("=")
+        yield name + equals + (sbatch_quote(value) if equals else "")
+
+
+def _srun(num_nodes: int, command: Sequence[str]) -> str:
+    # Relative, as srun replaces patterns in an absolute path, and there is no escape that all versions know.
+    options = (
+        f"--nodes={num_nodes} --ntasks={num_nodes} --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1",
+        "--input=none --output=node-%t.log --open-mode=append --export=ALL",
+        shlex.join(check_text(word) for word in command),
+    )
+    return " \\\n    ".join(("srun", *options))

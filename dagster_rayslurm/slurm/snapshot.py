@@ -1,0 +1,141 @@
+"""What `squeue` says of all jobs of a user, as rows and as a file. Pure; of Slurm 22.05 and 24.11."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+_VERSION = 1
+
+_UNIT = "\x1f"
+# All that a name may hold comes last. %A is a number of its own even for components and array tasks, %i is what users
+# know them by; %S of a pending job is when Slurm expects to start it.
+COLUMNS = "".join(_UNIT + column for column in ("%A", "%i", "%T", "%r", "%S", "%V", "%D", "%N", "%P", "%j"))
+"""What follows the mark in `squeue --format`."""
+
+
+@dataclass(frozen=True)
+class QueueRow:
+    """A job as `squeue` shows it.
+
+    Attributes:
+        job_id: its own number, also for a component of a heterogeneous job or a task of an array.
+        label: what users know it by, such as "12+1" or "12_[1-5]".
+        state: Slurm's word, such as "PENDING".
+        reason: why it waits, or why it ended; "None" for none.
+        start: when it started, or is expected to, in seconds of the epoch; None if Slurm does not know.
+        submit: when it was submitted, or requeued.
+        num_nodes: number of nodes that it has or asks for.
+        nodes: its nodes in Slurm's short form; "" while it has none.
+        partition: one partition, or several separated by commas while it is pending.
+        name: its name, whatever is in it.
+    """
+
+    job_id: int
+    label: str
+    state: str
+    reason: str
+    start: float | None
+    submit: float | None
+    num_nodes: int
+    nodes: str
+    partition: str
+    name: str
+
+
+@dataclass(frozen=True)
+class QueueSnapshot:
+    """All jobs of the user in one answer of `squeue`.
+
+    Attributes:
+        began: when the question was put, by the cluster's clock, in seconds of the epoch; what was submitted later
+            cannot be in it.
+        rows: the jobs, also those that have just ended.
+        took: seconds that the answer took.
+    """
+
+    began: float
+    rows: tuple[QueueRow, ...]
+    took: float = 0.0
+
+    @cached_property
+    def _by_id(self) -> dict[int, QueueRow]:
+        return {row.job_id: row for row in self.rows}
+
+    def job(self, job_id: int) -> QueueRow | None:
+        """The row of a job; None if it is not in the queue."""
+        return self._by_id.get(job_id)
+
+    def named(self, word: str) -> tuple[QueueRow, ...]:
+        """The rows of jobs whose names contain a word."""
+        return tuple(row for row in self.rows if word in row.name)
+
+
+def render_snapshot(snapshot: QueueSnapshot) -> bytes:
+    """A snapshot as a line of JSON."""
+    rows = [dataclasses.astuple(row) for row in snapshot.rows]
+    content = {"version": _VERSION, "began": snapshot.began, "took": snapshot.took, "rows": rows}
+    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+
+
+def parse_snapshot(data: bytes) -> QueueSnapshot | None:
+    """The snapshot of a file; None if there is none, or it is one of another version."""
+    try:
+        content: dict[str, Any] = json.loads(data)
+        if content["version"] != _VERSION:
+            return None
+        rows = tuple(QueueRow(*row) for row in content["rows"])
+        return QueueSnapshot(float(content["began"]), rows, float(content["took"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def parse_squeue(text: str, mark: str) -> tuple[QueueRow, ...]:
+    """The rows of `squeue --format` with `mark` and `COLUMNS`, with `SLURM_TIME_FORMAT=%s` and `LC_ALL=C`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    before, *rows = ("\n" + text.removesuffix("\n")).split(f"\n{mark}{_UNIT}")
+    if before.strip():
+        raise ValueError(f"squeue printed {before.strip()[:200]!r} where jobs were expected")
+    return tuple(map(_row, rows))
+
+
+def _row(text: str) -> QueueRow:
+    fields = text.split(_UNIT, COLUMNS.count(_UNIT) - 1)
+    try:
+        number, label, state, reason, start, submit, num_nodes, nodes, partition, name = fields
+        return QueueRow(
+            job_id=int(number),
+            label=label,
+            state=state,
+            reason=reason,
+            start=parse_time(start),
+            submit=parse_time(submit),
+            num_nodes=parse_count(num_nodes),
+            nodes=nodes,
+            partition=partition,
+            name=name,
+        )
+    except ValueError:
+        raise ValueError(f"squeue printed {text[:200]!r} where a job was expected") from None
+
+
+def parse_time(text: str) -> float | None:
+    """A time as Slurm prints it with `SLURM_TIME_FORMAT=%s`; None for "N/A", "Unknown" and the like."""
+    # A date would be one of the cluster's time zone, which is not known here.
+    return float(text) if re.fullmatch(r"[1-9][0-9]*", text) else None
+
+
+def parse_count(text: str) -> int:
+    """A number as Slurm prints it: "1K" for 1024 nodes (convert_num_unit), "2-4" for a range, of which it is the first.
+
+    What cannot be read is 0: it is no reason to doubt all the rest.
+    """
+    match = re.match(r"([0-9]+)([KM]?)(?:-|$)", text)
+    return int(match[1]) * {"": 1, "K": 1024, "M": 1024 * 1024}[match[2]] if match else 0

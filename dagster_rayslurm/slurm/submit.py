@@ -1,0 +1,171 @@
+"""Submission: one command makes the run directory and calls sbatch in it, and a lost answer never makes two jobs."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ..connections.base import Completed, Connection, ConnectionFailed, ConnectionLost
+from .clock import ClusterClock
+from .refusal import explain
+
+JOB_SCRIPT = "job.sh"
+JOB_ID = "job_id"
+LOG = "slurm.log"
+"""The batch script, the id of its job once that is known, and what the script itself and Slurm print."""
+
+_SUBMIT = """
+umask 077
+unset TAR_OPTIONS
+mkdir -p -- "$1" || exit 70
+cd -- "$1" || exit 70
+if [ ! -s job_id ]; then
+    tar -xf - || exit 71
+    sbatch --parsable job.sh >job_id.new
+    code=$?
+    [ "$code" = 0 ] || exit "$code"
+    mv job_id.new job_id
+fi
+date +%s.%N
+cat job_id
+"""
+"""$1 is the run directory, the standard input a tar of what shall be in it. 127 comes from a missing sbatch."""
+
+_FIND = """
+squeue --me --all --noheader --states=all --name="$1" --format=%A || exit
+sacct --noheader --parsable2 --allocations --name="$1" --starttime=now-1day --format=JobIDRaw 2>/dev/null || true
+"""
+_ATTEMPTS = 5
+_PAUSE = 3.0
+"""Seconds between two looks for a job whose submission was cut off: slurmctld may still be at it."""
+
+
+class SubmissionRefused(Exception):
+    """Slurm, or the run directory, does not take the job; the message says why.
+
+    Attributes:
+        kind: "submission", or "configuration" for a base directory that cannot serve.
+    """
+
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job in the queue.
+
+    Attributes:
+        job_id: Slurm's id.
+        at: when it was submitted, by the cluster's clock, in seconds of the epoch.
+    """
+
+    job_id: str
+    at: float
+
+
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """A tar of small files that only their owner can read."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mode, info.mtime = len(content), 0o600, int(time.time())
+            archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def submit(
+    commands: Connection,
+    run_dir: str,
+    files: Mapping[str, bytes],
+    job_name: str,
+    clock: ClusterClock,
+    warn: Callable[[str], None],
+) -> Submitted:
+    """Make a run directory and submit its `job.sh`.
+
+    Args:
+        commands: runs commands on the edge node, see `SlurmCommands`.
+        run_dir: absolute path there.
+        files: what goes into it, `job.sh` too.
+        job_name: the job's name, which no other job has.
+        clock: the cluster's clock, which learns from the answer.
+        warn: told of a submission whose answer was lost.
+
+    Raises:
+        SubmissionRefused: the job is not taken.
+        ConnectionFailed: the edge node cannot be reached; nothing was submitted as far as can be told.
+    """
+    archive = pack(files)
+    for attempt in range(_ATTEMPTS):
+        asked = clock.local()
+        try:
+            done = commands.run(["sh", "-c", _SUBMIT, "sh", run_dir], archive)
+        except ConnectionLost as error:
+            warn(f"the connection broke while the job was submitted ({error}); looking for it before it is submitted again")
+            found = _find(commands, job_name)
+            if found is None and attempt + 1 < _ATTEMPTS:
+                continue
+            if found is None:
+                raise
+            commands.write(os.path.join(run_dir, JOB_ID), found.encode() + b"\n")
+            asked = clock.local()
+            done = commands.run(["sh", "-c", _SUBMIT, "sh", run_dir])
+        submitted = _taken(commands, done, run_dir)
+        clock.heard(submitted.at, asked, clock.local())
+        return submitted
+    raise AssertionError("the last attempt raises or returns")
+
+
+def _taken(commands: Connection, done: Completed, run_dir: str) -> Submitted:
+    if done.returncode:
+        raise _refusal(commands, done, run_dir)
+    clock, _, answer = done.stdout.decode("utf-8", "replace").partition("\n")
+    # `--parsable` prints "ID" or "ID;CLUSTER" (sbatch(1), Slurm 22.05).
+    job_id = answer.strip().splitlines()[-1].partition(";")[0] if answer.strip() else ""
+    if not job_id.isdigit():
+        raise SubmissionRefused("submission", f"sbatch printed {answer[:200]!r} where the id of the job was expected")
+    return Submitted(job_id, float(clock))
+
+
+def _refusal(commands: Connection, done: Completed, run_dir: str) -> SubmissionRefused:
+    said = done.stderr.decode("utf-8", "replace").strip()
+    base = os.path.dirname(os.path.dirname(run_dir))
+    if done.returncode in (70, 71):
+        return SubmissionRefused(
+            "configuration",
+            f"remote_base: {base} cannot be written on {commands.place}: {said.splitlines()[-1] if said else 'no reason given'}; "
+            "choose a directory of your own that the edge and the compute nodes share",
+        )
+    if done.returncode == 127:
+        return SubmissionRefused(
+            "submission",
+            f"sbatch is not found on {commands.place}, by a login shell neither; add its directory to PATH there",
+        )
+    partitions = commands.run(["sinfo", "--noheader", "--format=%R"], timeout=60)
+    names = partitions.stdout.decode("utf-8", "replace").split() if partitions.returncode == 0 else []
+    return SubmissionRefused("submission", explain(said, names))
+
+
+def _find(commands: Connection, job_name: str) -> str | None:
+    """The id of a job by its name; None if twice there was none."""
+    for look in range(2):
+        if look:
+            time.sleep(_PAUSE)
+        done = commands.run(["sh", "-c", _FIND, "sh", job_name], timeout=120)
+        if done.returncode:
+            raise ConnectionFailed(
+                f"squeue does not say on {commands.place} whether the job {job_name} was submitted: "
+                f"{done.stderr.decode('utf-8', 'replace').strip()[-300:]}; look for it before you run the asset again",
+                temporary=True,
+            )
+        found = [line.partition("_")[0] for line in done.stdout.decode("utf-8", "replace").split() if line[:1].isdigit()]
+        if found:
+            return found[0]
+    return None

@@ -1,0 +1,74 @@
+"""What Slurm's word for the end of a job means for the run in it. Pure; states as in squeue(1), Slurm 22.05."""
+
+from __future__ import annotations
+
+from .facts import JobFacts, memory_kill
+
+Found = tuple[str, str, bool | None]
+"""Kind of failure, sentence, and whether another attempt may succeed (None for what the kind says)."""
+
+_LOST_NODES = {
+    "BOOT_FAIL": "its nodes did not boot",
+    "NODE_FAIL": "one of its nodes failed",
+    "PREEMPTED": "another job took its place",
+    "REVOKED": "another cluster took it over",
+}
+
+
+def job_sentence(job: JobFacts, log: str, ended: bool) -> Found | None:
+    """What became of a run whose record does not tell, or tells of a signal from outside.
+
+    Args:
+        job: what Slurm says of it.
+        log: what the batch script, slurmstepd and the runtime printed.
+        ended: whether the runtime still wrote down the end, and was but signalled.
+
+    Returns:
+        None if Slurm has nothing to add.
+    """
+    which = f"Slurm job {job.job_id}"
+    where = f" on {', '.join(job.nodes[:8])}" if job.nodes else ""
+    killed = memory_kill(log)
+    if job.out_of_memory or killed:
+        said = f" ({killed})" if killed else _measured(job)
+        sentence = f"OUT_OF_MEMORY: {which}{where} used more memory than it was granted{_granted(job)}{said}"
+        return "allocation", f"{sentence}; ask for more with SlurmQueueConfig.mem or mem_per_cpu", False
+    if job.state in ("TIMEOUT", "DEADLINE"):
+        what = "time limit" if job.state == "TIMEOUT" else "deadline"
+        limit = f" of {_duration(job.time_limit)}" if job.time_limit else ""
+        ran = f" after {_duration(job.elapsed)}" if job.elapsed else ""
+        return "allocation", f"{job.state}: {which} was ended at its {what}{limit}{ran}; raise SlurmQueueConfig.time_limit", False
+    if job.state in _LOST_NODES:
+        return "allocation", f"{job.state}: {which}{where} is lost, {_LOST_NODES[job.state]}{_reason(job)}", True
+    if job.state == "CANCELLED":
+        by = f" by user id {job.cancelled_by}" if job.cancelled_by is not None else ""
+        return "cancelled", f"{which} was cancelled{by}{_reason(job)}", None
+    if ended:
+        return None
+    if job.state == "FAILED" and job.start is None:
+        return "allocation", f"FAILED: {which} did not start{_reason(job)}", None
+    return None
+
+
+def _reason(job: JobFacts) -> str:
+    return f" ({job.reason})" if job.reason else ""
+
+
+def _granted(job: JobFacts) -> str:
+    return f": {_size(job.memory / max(1, job.num_nodes))} on each node" if job.memory else ""
+
+
+def _measured(job: JobFacts) -> str:
+    return f", of which Slurm saw {_size(job.max_rss)}" if job.max_rss else ""
+
+
+def _size(amount: float) -> str:
+    return f"{amount / 2**20:.0f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    """[D-]HH:MM:SS, as Slurm writes it."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days}-" * (days > 0) + f"{hour:02}:{minute:02}:{second:02}"

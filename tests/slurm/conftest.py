@@ -1,0 +1,98 @@
+"""Runs on the stack's Slurm, each with a base directory of its own, and the proof that nothing is left there."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm import BashLauncher, ComputeResource, SlurmQueueConfig, SlurmResource, SSHConnectionResource
+from dagster_rayslurm.connections.base import Connection
+from dagster_rayslurm.connections.shared import connection_to
+
+from ..conftest import wait_until
+from ..stack.conftest import Stack, stack  # noqa: F401
+
+NODES = ("c1", "c2", "g1", "g2")
+
+
+@dataclass
+class Site:
+    """The stack as a site: how to reach it, and a base directory of the test's own."""
+
+    stack: Stack
+    ssh: SSHConnectionResource
+    base: str
+    env_path: str
+
+    @property
+    def connection(self) -> Connection:
+        return connection_to(self.ssh)
+
+    def sh(self, script: str, *arguments: str) -> str:
+        """What a shell script prints on the edge, as the user."""
+        done = self.connection.run(["sh", "-c", script, "sh", *arguments])
+        assert done.returncode == 0, done.stderr.decode()
+        return done.stdout.decode()
+
+    def jobs(self) -> list[str]:
+        """Ids of the user's jobs that are not over."""
+        return self.sh("squeue --me --noheader --format=%A").split()
+
+    def processes(self, service: str) -> list[str]:
+        """Command lines of the user's processes in a container, but for what a login needs."""
+        listed = self.stack.exec(service, ["ps", "-u", "dev", "-o", "args", "--no-headers"], check=False).splitlines()
+        return [line for line in listed if line.strip() and not line.startswith(("sshd: ", "/usr/lib/openssh/sftp-server"))]
+
+    def left(self, service: str) -> list[str]:
+        """Scratch directories of the runtime on a node."""
+        return self.stack.exec(service, ["sh", "-c", "ls -d /tmp/rs-* /var/tmp/rs-* 2>/dev/null || true"]).split()
+
+
+@pytest.fixture(scope="session")
+def site_ssh(stack: Stack) -> SSHConnectionResource:  # noqa: F811
+    values = {name: value for name, value in stack.env.items() if name.startswith("SLURM_EDGE_NODE_")}
+    return SSHConnectionResource(
+        host=values["SLURM_EDGE_NODE_HOST"],
+        port=int(values["SLURM_EDGE_NODE_PORT"]),
+        user=values["SLURM_EDGE_NODE_USER"],
+        key_path=values["SLURM_EDGE_NODE_KEY_PATH"],
+        known_hosts_file=values["SLURM_EDGE_NODE_KNOWN_HOSTS_FILE"],
+    )
+
+
+@pytest.fixture
+def site(stack: Stack, site_ssh: SSHConnectionResource) -> Iterator[Site]:  # noqa: F811
+    """The stack; afterwards it must be as quiet as it was."""
+    base = f"/home/dev/t-{uuid.uuid4().hex[:8]}"
+    place = Site(stack, site_ssh, base, stack.env["RAYSLURM_ENV_PATH"])
+    yield place
+    try:
+        assert wait_until(lambda: not place.jobs(), 45), place.sh("squeue --me")
+        for service in NODES:
+            assert wait_until(lambda node=service: not place.processes(node), 15), (service, place.processes(service))
+            assert wait_until(lambda node=service: not place.left(node), 5), (service, place.left(service))
+        assert not (own := [line for line in place.processes("edge") if base in line]), own
+    finally:
+        place.sh('scancel --quiet --me; chmod -R u+w -- "$1" 2>/dev/null; rm -rf -- "$1"', base)
+
+
+@pytest.fixture
+def slurm_compute(site: Site, tmp_path: Any) -> Callable[..., ComputeResource]:
+    """Makes resources for mode "slurm" on the stack; `queue` fields and resource fields may be given."""
+
+    def make(queue: dict[str, Any] | None = None, **fields: Any) -> ComputeResource:
+        asked = {"partition": "compute", "time_limit": "00:05:00", **(queue or {})}
+        slurm = {"ssh": site.ssh, "queue": SlurmQueueConfig(**asked), "remote_base": site.base, "poll_interval": 1}
+        slurm.update(fields.pop("slurm", {}))
+        defaults: dict[str, Any] = {
+            "mode": "slurm",
+            "slurm": SlurmResource(**slurm),
+            "pre_deployed_env_path": site.env_path,
+            "default_launcher": BashLauncher(grace_period=3),
+            "local_base": str(tmp_path / "base"),
+        }
+        return ComputeResource(**{**defaults, **fields})
+
+    return make

@@ -1,0 +1,252 @@
+"""Runs in Slurm jobs: what the payload gets, what comes back, and what Slurm and Dagster show of it."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from dagster_rayslurm import BashLauncher, ComputeResource
+
+from ..conftest import pipes_script, run_asset, small_ray, wait_until
+from .conftest import Site
+
+RAY_MEMORY = {"mem": "2500M", "cpus_per_node": 2}
+
+
+def test_a_payload_runs_in_a_job(slurm_compute: Callable[..., ComputeResource], script: Any, site: Site) -> None:
+    payload = script(
+        pipes_script("""
+        import os, sys, subprocess
+        print("on stdout é", os.uname().nodename)
+        print("on stderr", file=sys.stderr)
+        pipes.log.info("from the payload")
+        pipes.report_asset_materialization(metadata={
+            "job": os.environ["SLURM_JOB_ID"],
+            "python": sys.executable,
+            "value": os.environ["VALUE"],
+            "secret": os.environ["SECRET"][::-1],
+            "data": os.environ["RAYSLURM_DATA_DIR"],
+            "job facts": subprocess.run(["scontrol", "show", "job", os.environ["SLURM_JOB_ID"]], capture_output=True, text=True).stdout,
+        })
+        """)
+    )
+    compute = slurm_compute(queue={"cpus_per_node": 2, "mem": "700M"})
+    ran = run_asset(compute, payload, extra_env={"VALUE": "a 'b' \"c\" $d\né"}, secret_env={"SECRET": "s3cret-value"})
+    metadata, run = ran.metadata, ran.completed[0]
+    assert metadata["job"] == run.job_id == metadata["Slurm job ID"]
+    assert metadata["python"].startswith(site.env_path) and metadata["value"] == "a 'b' \"c\" $d\né"
+    assert metadata["secret"] == "eulav-terc3s" and metadata["data"] == f"{site.base}/data"
+    assert metadata["Slurm partition"] == "compute" and metadata["Slurm nodes"] in ("c1", "c2")
+    assert metadata["Queue wait (s)"] >= 0 and metadata["Elapsed (s)"] > 0
+    facts = metadata["job facts"]
+    assert f"Comment=dagster run {ran.result.run_id} step asset_under_test" in facts
+    assert "JobName=rayslurm-asset_under_test-" in facts and "s3cret-value" not in facts
+    # The job is over as soon as its payload is, and nothing of a success stays.
+    assert wait_until(lambda: not site.jobs(), 2.5), site.sh("squeue --me")
+    assert site.sh('ls "$1/runs"', site.base).split() == []
+
+
+def test_sacct_tells_the_same(slurm_compute: Callable[..., ComputeResource], script: Any, site: Site) -> None:
+    payload = script(
+        pipes_script("""
+        import time
+        memory = bytearray(200 * 2**20)
+        until = time.process_time() + 4
+        while time.process_time() < until:
+            pass
+        """)
+    )
+    if not site.stack.accounting:
+        pytest.skip("the stack has no accounting")
+    ran = run_asset(slurm_compute(queue={"cpus_per_node": 1, "mem": "1G"}), payload)
+    job_id = ran.completed[0].job_id
+    metadata = ran.metadata
+
+    def accounted() -> list[str]:
+        return site.sh(f"sacct -j {job_id}.0 --noheader --parsable2 --format=TotalCPU,MaxRSS,State,ExitCode").split()
+
+    row = wait_until(lambda: [line for line in accounted() if "COMPLETED" in line], 20)
+    assert row, accounted()
+    cpu, rss, _, exit_code = row[0].split("|")
+    minutes, _, seconds = cpu.partition(":")
+    assert exit_code == "0:0"
+    # sacct counts the runtime itself as well, and samples memory once a second.
+    assert float(seconds) + 60 * float(minutes) == pytest.approx(metadata["CPU time (s)"], abs=1.5)
+    assert int(rss.removesuffix("K")) / 1024 == pytest.approx(metadata["Peak memory (MiB)"], abs=80)
+
+
+def test_a_failed_payload_is_a_failed_job(slurm_compute: Callable[..., ComputeResource], script: Any, site: Site) -> None:
+    payload = script("import sys; print('last words'); sys.exit(7)")
+    failure = run_asset(slurm_compute(), payload).failure
+    assert failure.kind == "payload" and "exit code 7" in (failure.description or "")
+    assert "last words" in str(failure.metadata["Last output"].value)
+    where, _, run_dir = str(failure.metadata["Run directory"].value).rpartition(":")
+    assert where.startswith("dev@") and site.sh('ls "$1"', run_dir).split()
+    job_id = failure.metadata["Slurm job ID"].value
+    assert "ExitCode=7:0" in site.sh(f"scontrol show job {job_id}")
+
+
+def test_a_ray_cluster_spans_all_nodes(slurm_compute: Callable[..., ComputeResource], script: Any, site: Site) -> None:
+    payload = script(
+        pipes_script("""
+        import json, os, ray, socket
+        ray.init()
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+        @ray.remote(num_cpus=1)
+        def look():
+            return socket.gethostname(), os.environ.get("VALUE"), "SECRET" in os.environ, os.environ.get("RAYSLURM_DATA_DIR")
+
+        nodes = ray.nodes()
+        seen = ray.get([look.options(scheduling_strategy=On(node["NodeID"], soft=False)).remote() for node in nodes])
+        pipes.report_asset_materialization(metadata={
+            "seen": json.dumps(seen), "resources": json.dumps(ray.cluster_resources()), "alive": sum(node["Alive"] for node in nodes),
+            "labels": [node["Labels"].get("tier") for node in nodes],
+        })
+        """)
+    )
+    compute = slurm_compute(
+        queue={**RAY_MEMORY, "num_nodes": 2}, default_launcher=small_ray(resources={"slot": 2}, labels={"tier": "gold"})
+    )
+    ran = run_asset(compute, payload, extra_env={"VALUE": "x y"}, secret_env={"SECRET": "s"})
+    metadata = ran.metadata
+    assert sorted(seen[0] for seen in json.loads(metadata["seen"])) == ["c1", "c2"]
+    assert all(seen[1:] == ["x y", False, f"{site.base}/data"] for seen in json.loads(metadata["seen"]))
+    assert metadata["alive"] == 2 and metadata["labels"] == ["gold", "gold"]
+    resources = json.loads(metadata["resources"])
+    assert resources["CPU"] == 4 and resources["slot"] == 4
+    # What Slurm granted, not what the machines have: two times 2500 MB, less head-room.
+    assert 2 * 2**30 < resources["memory"] < 2 * 2500 * 2**20
+    rows = metadata["Nodes"].records
+    assert [row.data["node"] for row in rows] == ["c1", "c2"] and all(row.data["peak memory (MiB)"] > 50 for row in rows)
+    assert metadata["CPU time (s)"] >= sum(row.data["CPU time (s)"] for row in rows) - 0.02
+    # One srun for all nodes.
+    steps = site.sh(f"sacct -j {ran.completed[0].job_id} --noheader --parsable2 --format=JobID").split()
+    assert not site.stack.accounting or [step for step in steps if step.endswith((".0", ".1"))] == [
+        f"{ran.completed[0].job_id}.0"
+    ]
+
+
+def test_gpus_are_those_that_slurm_granted(slurm_compute: Callable[..., ComputeResource], script: Any) -> None:
+    payload = script(
+        pipes_script("""
+        import os, ray
+        ray.init()
+
+        @ray.remote(num_gpus=1)
+        def look():
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
+        pipes.report_asset_materialization(metadata={
+            "gpus": ray.cluster_resources()["GPU"], "seen": ray.get([look.remote() for _ in range(2)]),
+            "driver": os.environ["CUDA_VISIBLE_DEVICES"],
+        })
+        """)
+    )
+    queue = {"partition": "gpu", "gpus_per_node": 2, "gpu_type": "fake", **RAY_MEMORY}
+    metadata = run_asset(slurm_compute(queue=queue, default_launcher=small_ray()), payload).metadata
+    assert metadata["gpus"] == 2 and metadata["driver"] == "0,1" and set(metadata["seen"]) <= {"0", "1"}
+
+
+def test_files_travel(slurm_compute: Callable[..., ComputeResource], tmp_path: Path, site: Site) -> None:
+    project = tmp_path / "my project"
+    (project / "lib é").mkdir(parents=True)
+    (project / "main's.py").write_text(
+        pipes_script("""
+        import os, helper, pathlib
+        pathlib.Path("made.txt").write_text("made " + open("extra $1.txt").read() + open("lib é/data.bin").read())
+        pathlib.Path("plot.png").write_bytes(b"\\x89PNG")
+        pathlib.Path(os.environ["RAYSLURM_DATA_DIR"], "kept.txt").write_text("kept")
+        try:
+            open("lib é/data.bin", "w")
+            changed = True
+        except PermissionError:
+            changed = False
+        pipes.report_asset_materialization(metadata={"helper": helper.NAME, "changed": changed, "ignored": os.path.exists("big.dat")})
+        """)
+    )
+    (project / "helper.py").write_text("NAME = 'helper'\n")
+    (project / "lib é" / "data.bin").write_text("data")
+    (project / "big.dat").write_text("left out")
+    (project / ".rayignore").write_text("*.dat\n")
+    extra = tmp_path / "extra $1.txt"
+    extra.write_text("extra ")
+    compute = slurm_compute(default_launcher=BashLauncher(working_dir=str(project)), keep_run_dirs="none")
+    for _ in range(2):
+        ran = run_asset(compute, project / "main's.py", extra_files=[extra], outputs=["*.png", "made.txt"])
+        assert ran.metadata["helper"] == "helper" and ran.metadata["changed"] is False and ran.metadata["ignored"] is False
+        contents = {path.name: path.read_bytes() for path in ran.completed[0].outputs}
+        assert contents == {"made.txt": b"made extra data", "plot.png": b"\x89PNG"}
+    assert site.sh('cat "$1/data/kept.txt"', site.base) == "kept"
+    # Both runs found the same copies, and nobody else can read them.
+    assert len(site.sh('ls "$1/bundles"', site.base).split()) == 2
+    assert site.sh('find "$1" -maxdepth 2 -perm /077 ! -type l ! -path "*/data/*"', site.base).split() == []
+
+
+def test_two_clusters_share_a_node(slurm_compute: Callable[..., ComputeResource], script: Any) -> None:
+    """Two assets at once on one node, each with its own Ray; the end of one does the other no harm."""
+    payload = script(
+        pipes_script("""
+        import os, ray, time
+        ray.init()
+        time.sleep(float(os.environ["SECONDS"]))
+
+        @ray.remote
+        def look():
+            return os.environ["SECONDS"]
+
+        pipes.report_asset_materialization(metadata={"saw": ray.get(look.remote()), "cpus": ray.cluster_resources()["CPU"]})
+        """)
+    )
+    compute = slurm_compute(
+        queue={"nodelist": "c1", "mem": "1900M", "cpus_per_node": 2}, default_launcher=small_ray(startup_timeout=150)
+    )
+
+    def asset(name: str, seconds: str) -> dg.AssetsDefinition:
+        @dg.asset(name=name)
+        def made(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
+            return compute.run(context=context, payload_path=payload, extra_env={"SECONDS": seconds}).get_materialize_result()
+
+        return made
+
+    from concurrent.futures import ThreadPoolExecutor
+
+    def materialize(one: dg.AssetsDefinition) -> dg.ExecuteInProcessResult:
+        return dg.materialize([one], resources={"compute": compute}, raise_on_error=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(materialize, [asset("brief", "0"), asset("lasting", "6")]))
+    for result, name, seconds in zip(results, ("brief", "lasting"), ("0", "6"), strict=True):
+        assert result.success
+        metadata = result.asset_materializations_for_node(name)[0].metadata
+        assert metadata["saw"].value == seconds and metadata["cpus"].value == 2
+
+
+def test_a_signal_comes_ahead_of_the_time_limit(slurm_compute: Callable[..., ComputeResource], script: Any) -> None:
+    payload = script(
+        pipes_script("""
+        import signal, time
+        heard = []
+        signal.signal(signal.SIGUSR1, lambda *_: heard.append(time.time()))
+        began = time.time()
+        while not heard and time.time() - began < 50:
+            time.sleep(0.1)
+        pipes.report_asset_materialization(metadata={"after": heard[0] - began})
+        """)
+    )
+    compute = slurm_compute(queue={"time_limit": "00:01:00", "signal_before_timeout": "USR1@52"})
+    assert run_asset(compute, payload).metadata["after"] < 20
+
+
+def test_phases_are_quick(slurm_compute: Callable[..., ComputeResource], script: Any) -> None:
+    """A payload without Ray costs little more than its own time once the connection stands."""
+    payload = script(pipes_script("pass"))
+    compute = slurm_compute()
+    run_asset(compute, payload)
+    began = time.monotonic()
+    run_asset(compute, payload)
+    assert time.monotonic() - began < 10  # Generous: figures are for benchmarks.

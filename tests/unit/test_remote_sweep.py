@@ -1,0 +1,180 @@
+"""The sweep of a base directory, run on this machine: what is old and ours goes, nothing else."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagster_rayslurm.archive import runtime_name
+from dagster_rayslurm.backends.remote_sweep import sweep_remote
+from dagster_rayslurm.bundles import bundle_files, install
+from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.plan import run_dir_name
+
+DAY = 86400.0
+RUN = "0123abcd-my_step-0123456789ab"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base dir"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def make(base: Path) -> Callable[..., Path]:
+    """Makes a file, or a directory with the files that are given, of some age in days."""
+
+    def make(name: str, age: float, *files: str, is_file: bool = False) -> Path:
+        path = base / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if is_file:
+            path.write_text("x")
+        else:
+            path.mkdir()
+            for file in files:
+                (path / file).parent.mkdir(parents=True, exist_ok=True)
+                (path / file).write_text(f"{file} of {name}")
+                os.utime(path / file, (time.time() - age * DAY,) * 2)
+        os.utime(path, (time.time() - age * DAY,) * 2)
+        return path
+
+    return make
+
+
+def sweep(base: Path, retention_days: float = 14, every_minutes: int = 0) -> list[str]:
+    return sorted(sweep_remote(LocalConnection(), str(base), retention_days, every_minutes=every_minutes))
+
+
+def test_old_run_directories_go(base: Path, make: Callable[..., Path]) -> None:
+    old = make(f"runs/{RUN}", 15, "journal.jsonl", "work/deep/file")
+    (old / "work/link").symlink_to(base)
+    os.utime(old, (1, 1))
+    make("runs/0123abcd-my_step-ffffffffffff", 13, "journal.jsonl")
+    (make("runs/0123abcd-busy-0123456789ab", 20, "journal.jsonl") / "status.json").touch()
+    os.utime(base / "runs/0123abcd-busy-0123456789ab", (1, 1))
+    assert sweep(base) == [f"runs/{RUN}"]
+    assert sorted(os.listdir(base / "runs")) == ["0123abcd-busy-0123456789ab", "0123abcd-my_step-ffffffffffff"]
+
+
+@given(run_id=st.uuids().map(str), step=st.text(min_size=1, max_size=60))
+def test_every_run_directory_has_a_name_of_our_form(run_id: str, step: str) -> None:
+    name = run_dir_name(run_id, step, "0123456789ab")
+    assert subprocess.run(["grep", "-qxE", "--", "[A-Za-z0-9_.-]+-[0-9a-f]{12}"], input=name.encode()).returncode == 0
+
+
+def test_what_is_not_ours_stays(base: Path, make: Callable[..., Path], tmp_path: Path) -> None:
+    for name in (
+        "runs/thesis",
+        "runs/a b-0123456789ab",
+        f"runs/new\nline-{RUN}",
+        f"runs/{RUN} ",
+        "bundles/notes",
+        f"bundles/{'0' * 31}",
+        f"bundles/{'G' * 32}",
+        "runtime/old.pyz",
+        "queue/claim-x",
+        "queue/.rs-0123.tmp",
+        "data/0123abcd-my_step-0123456789ab",
+        f"data/{'0' * 32}",
+        f"{'0' * 32}",
+        RUN,
+    ):
+        make(name, 99)
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "file").mkdir(parents=True)
+    (base / "runs" / RUN).symlink_to(elsewhere)
+    os.utime(base / "runs" / RUN, (1, 1), follow_symlinks=False)
+    before = sorted(map(str, base.rglob("*")))
+    assert sweep(base) == []
+    assert sorted(map(str, base.rglob("*"))) == sorted([*before, str(base / ".swept")])
+    assert (elsewhere / "file").exists()
+
+
+def test_bundles_and_runtimes_that_nobody_asked_for(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("x")
+    made = bundle_files({"d/f": str(tmp_path / "f")})
+    done = install(LocalConnection(), str(base), [made])
+    assert sweep(base) == []
+    for path in (done.bundles[made], done.runtime):
+        os.utime(path, (time.time() - 15 * DAY,) * 2)
+    assert sweep(base) == sorted([f"bundles/{made.name}", f"runtime/{runtime_name()}"])
+    assert os.listdir(base / "bundles") == os.listdir(base / "runtime") == []
+    again = install(LocalConnection(), str(base), [made])
+    assert Path(again.bundles[made], "d/f").read_text() == "x"
+
+
+def test_what_a_run_directory_names_stays(base: Path, make: Callable[..., Path]) -> None:
+    bundle, other, runtime = "a" * 32, "b" * 32, f"runtime-{'0' * 16}-cpython-311.pyz"
+    for name in (bundle, other):
+        make(f"bundles/{name}", 99, "f")
+    make(f"runtime/{runtime}", 99, is_file=True)
+    run = make(f"runs/{RUN}", 1, "journal.jsonl")
+    (run / "payload.json").write_text(f'{{"working_dir": "{base}/bundles/{bundle}"}}')
+    (run / "job.sh").write_text(f"srun python -I '{base}/runtime/{runtime}' node .")
+    assert sweep(base) == [f"bundles/{other}"]
+    subprocess.run(["rm", "-r", run], check=True)
+    assert sweep(base) == [f"bundles/{bundle}", f"runtime/{runtime}"]
+
+
+def test_leftovers(base: Path, make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f".rs-{'0' * 16}.{end}" for end in ("tmp", "tgz", "unpack", "new", "gone")]
+    made = [make(f"{place}/{name}", 99) for place in ("bundles", "runtime", "queue", "environments") for name in names]
+    made[0].chmod(0o500)
+    make("queue/claim-1795282828000", 99)
+    assert sweep(base) == [] and all(path.exists() for path in made)  # They came to be just now.
+    monkeypatch.setattr("dagster_rayslurm.backends.remote_sweep._DAY", -1)
+    assert sweep_remote(LocalConnection(), str(base), -14 * 1e4, every_minutes=0)
+    assert not any(path.exists() for path in made) and os.listdir(base / "queue") == []
+
+
+def test_kept_answers_about_environments(base: Path, make: Callable[..., Path]) -> None:
+    make(f"environments/{'0' * 32}", 15, is_file=True)
+    make(f"environments/{'1' * 32}", 13, is_file=True)
+    sweep(base)
+    assert os.listdir(base / "environments") == ["1" * 32]
+
+
+def test_one_sweep_an_hour(base: Path, make: Callable[..., Path]) -> None:
+    make("runs/0123abcd-a-0123456789ab", 99)
+    assert sweep(base, every_minutes=60)
+    make("runs/0123abcd-b-0123456789ab", 99)
+    assert sweep(base, every_minutes=60) == []
+    os.utime(base / ".swept", (time.time() - 3700,) * 2)
+    assert sweep(base, every_minutes=60) == ["runs/0123abcd-b-0123456789ab"]
+
+
+def test_nothing_to_sweep(tmp_path: Path) -> None:
+    assert sweep(tmp_path / "not here") == [] and not (tmp_path / "not here").exists()
+
+
+def test_directories_that_are_links(base: Path, make: Callable[..., Path], tmp_path: Path) -> None:
+    make("real/0123abcd-a-0123456789ab", 99)
+    (base / "runs").symlink_to("real")
+    assert sweep(base) == ["runs/0123abcd-a-0123456789ab"]
+    assert os.listdir(base / "real") == []
+
+
+class Late(LocalConnection):
+    """Marks a bundle as in use at the last moment before it would be removed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def run(self, command: Any, *arguments: Any, **named: Any) -> Any:
+        script = command[2].replace('mv -T -- "$1/$2" "$1/$grave" ||', 'touch -c "$1/$2"; mv -T -- "$1/$2" "$1/$grave" ||')
+        assert script != command[2]
+        return super().run([*command[:2], script, *command[3:]], *arguments, **named)
+
+
+def test_what_is_taken_at_the_last_moment_stays(base: Path, make: Callable[..., Path]) -> None:
+    path = make(f"bundles/{'a' * 32}", 99, "f")
+    assert sweep_remote(Late(path), str(base), 14, every_minutes=0) == []
+    assert (path / "f").exists() and os.listdir(path.parent) == [path.name]

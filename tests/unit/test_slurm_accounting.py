@@ -1,0 +1,276 @@
+"""What Slurm says of one job, on recorded answers of two versions."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagster_rayslurm.connections.base import Completed
+from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.runtime.nodelist import expand_nodelist
+from dagster_rayslurm.slurm.accounting import ask_job
+from dagster_rayslurm.slurm.answers import SlurmUnanswered
+from dagster_rayslurm.slurm.facts import (
+    SACCT_FIELDS,
+    JobFacts,
+    StepFacts,
+    memory_kill,
+    merge_facts,
+    parse_duration,
+    parse_sacct,
+    parse_scontrol,
+    parse_size,
+    state_word,
+)
+
+from .slurm_said import VERSIONS, said
+
+MIB = 1024 * 1024
+
+
+def controller(version: str, name: str) -> JobFacts:
+    number, text = said(version, name, "scontrol")
+    facts = parse_scontrol(text)
+    assert facts is not None and facts.job_id == number and facts.from_controller
+    return facts
+
+
+def accounting(version: str, name: str) -> JobFacts:
+    number, text = said(version, name, "sacct")
+    facts = parse_sacct(text, number)
+    assert facts is not None and facts.job_id == number and not facts.from_controller
+    return facts
+
+
+def both(version: str, name: str) -> JobFacts:
+    facts = merge_facts(controller(version, name), accounting(version, name))
+    assert facts is not None
+    return facts
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+class TestRecorded:
+    def test_success(self, version: str) -> None:
+        facts = both(version, "ok")
+        assert (facts.state, facts.reason, facts.exit_code, facts.signal) == ("COMPLETED", "", 0, None)
+        assert (facts.nodes, facts.num_nodes, facts.cpus, facts.memory) == (("c1", "c2"), 2, 2, 2048 * MIB)
+        assert facts.submit and facts.start and facts.end and facts.submit <= facts.start <= facts.end
+        assert (facts.elapsed, facts.time_limit, facts.restarts) == (0, 300, 0)
+        assert [(step.name, step.state, step.exit_code) for step in facts.steps] == [
+            ("batch", "COMPLETED", 0),
+            ("0", "COMPLETED", 0),
+        ]
+        assert facts.total_cpu is not None and 0 < facts.total_cpu < 1 and facts.max_rss is None
+        assert facts.cancelled_by is None and not facts.out_of_memory
+
+    def test_exit_code(self, version: str) -> None:
+        facts = both(version, "bad")
+        assert (facts.state, facts.reason, facts.exit_code) == ("FAILED", "NonZeroExitCode", 3), "a comment is no state"
+        assert facts.steps[-1] == StepFacts("0", "FAILED", exit_code=3)
+
+    def test_signal(self, version: str) -> None:
+        facts = both(version, "sig")
+        assert (facts.state, facts.exit_code, facts.signal) == ("FAILED", 0, 11)
+        assert not facts.out_of_memory
+
+    def test_cancelled(self, version: str) -> None:
+        facts = both(version, "can")
+        assert (facts.state, facts.cancelled_by, facts.signal) == ("CANCELLED", 1001, 15)
+        assert {step.signal for step in facts.steps} == {15}
+        assert facts.max_rss and facts.max_rss > MIB and not facts.out_of_memory
+
+    def test_cancelled_while_pending(self, version: str) -> None:
+        facts = both(version, "pec")
+        assert (facts.state, facts.cancelled_by, facts.nodes, facts.elapsed) == ("CANCELLED", 1001, (), 0)
+        assert facts.time_limit is None and accounting(version, "pec").time_limit is None
+
+    def test_time_limit(self, version: str) -> None:
+        facts = both(version, "tim")
+        assert (facts.state, facts.reason, facts.time_limit) == ("TIMEOUT", "TimeLimit", 60)
+        assert facts.elapsed is not None and 60 < facts.elapsed < 120
+
+    @pytest.mark.parametrize(("name", "state", "code"), [("oom", "FAILED", 137), ("ooc", "COMPLETED", 0)])
+    def test_memory_limit_enforced_by_slurmd(self, version: str, name: str, state: str, code: int) -> None:
+        facts = both(version, name)
+        assert (facts.state, facts.exit_code) == (state, code)
+        assert facts.steps[-1].cancelled_by == 0 and facts.steps[-1].signal == 9
+        assert facts.max_rss and facts.memory and facts.max_rss > facts.memory == 100 * MIB
+        assert facts.out_of_memory
+        assert not controller(version, name).out_of_memory, "without accounting nothing shows it"
+        # An administrator who kills a step leaves the same words, but no memory above the limit.
+        small = dataclasses.replace(facts, steps=(*facts.steps[:-1], dataclasses.replace(facts.steps[-1], max_rss=MIB)))
+        assert not small.out_of_memory
+
+    def test_pending(self, version: str) -> None:
+        facts = both(version, "pen")
+        assert (facts.state, facts.reason, facts.start, facts.end, facts.nodes) == ("PENDING", "JobHeldUser", None, None, ())
+        assert facts.num_nodes == accounting(version, "pen").num_nodes == 1
+
+    def test_running(self, version: str) -> None:
+        facts = both(version, "run")
+        assert (facts.state, facts.reason, facts.nodes) == ("RUNNING", "", ("c2",))
+        assert facts.start and facts.end and facts.end - facts.start == facts.time_limit == 300
+        assert [step.state for step in facts.steps] == ["RUNNING"]
+
+    def test_a_requeued_job_is_its_last_attempt(self, version: str) -> None:
+        running = both(version, "req")
+        assert (running.state, running.restarts) == ("RUNNING", 1)
+        assert [step.state for step in running.steps] == ["RUNNING"]
+        ended = accounting(version, "req2")
+        assert (ended.state, ended.exit_code, ended.restarts, ended.elapsed) == ("FAILED", 1, 1, 30)
+        assert [step.name for step in ended.steps] == ["batch", "0"]
+
+    def test_steps_of_an_earlier_attempt_are_not_those_of_this_one(self, version: str) -> None:
+        again = dataclasses.replace(controller(version, "req"), restarts=2)
+        facts = merge_facts(again, accounting(version, "req"))
+        assert facts is not None and facts.steps == ()
+
+    def test_heterogeneous_job(self, version: str) -> None:
+        facts = both(version, "het")
+        assert (facts.state, facts.exit_code, facts.nodes, facts.num_nodes, facts.cpus) == ("FAILED", 4, ("c1", "c2"), 2, 2)
+        assert [step.name for step in facts.steps] == ["batch", "0", "+1.0"]
+        assert accounting(version, "het").nodes == facts.nodes and facts.memory == accounting(version, "het").memory == 2048 * MIB
+
+    def test_a_job_that_nobody_knows(self, version: str) -> None:
+        assert parse_scontrol(said(version, "none", "scontrol")[1]) is None
+        assert parse_sacct(said(version, "none", "sacct")[1], 9999999) is None
+        assert parse_sacct(said(version, "ok", "sacct")[1], 9999999) is None
+
+
+def test_a_node_that_failed_ended_nothing_with_a_code() -> None:
+    facts = both("24.11", "nodefail")
+    assert (facts.state, facts.reason, facts.exit_code, facts.signal) == ("NODE_FAIL", "NodeDown", None, None)
+    assert accounting("24.11", "nodefail").exit_code is None
+    waiting = both("24.11", "nodereq")
+    assert (waiting.state, waiting.reason, waiting.restarts) == ("PENDING", "ReqNodeNotAvail,_UnavailableNodes:c2", 1)
+
+
+def test_out_of_memory_where_cgroups_tell() -> None:
+    """As a cluster with task/cgroup says it; the stack has none."""
+    lines = [
+        "7|OUT_OF_MEMORY|0:125|None|1795281902|1795281903|1795281904|1|5|1|c2|1|100M||00:00.205",
+        "7.batch|OUT_OF_MEMORY|0:125||1795281903|1795281903|1795281904|1||1|c2|1||4052K|00:00.015",
+    ]
+    facts = parse_sacct("\n".join(lines), 7)
+    assert facts is not None and facts.out_of_memory and facts.signal == 125
+    assert JobFacts(7, "FAILED", True, reason="OutOfMemory").out_of_memory
+    assert JobFacts(7, "FAILED", True, exit_code=0, signal=125).out_of_memory
+    assert JobFacts(7, "COMPLETED", False, steps=(StepFacts("0", "OUT_OF_ME"),)).out_of_memory
+    assert not JobFacts(7, "FAILED", True, exit_code=137).out_of_memory
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "slurmstepd-c2: error: StepId=45.0 exceeded memory limit (317251584 > 104857600), being killed",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=45.0. Some of the step tasks have been OOM Killed.",
+        "slurmstepd: error: Detected 2 oom-kill event(s) in StepId=45.batch. Some of your processes may have been killed",
+    ],
+)
+def test_what_slurmstepd_writes_into_the_output(line: str) -> None:
+    output = f"step 3\nsrun: Job step aborted\n  {line}\nsrun: error: c2: task 0: Killed\n"
+    assert memory_kill(output) == line
+    assert memory_kill(output.replace("slurmstepd", "my_program")) is None
+    assert memory_kill("slurmstepd-c1: error: *** STEP 43.0 ON c1 CANCELLED AT 2026-11-21T17:25:17 ***") is None
+
+
+def test_names_and_comments_are_no_fields() -> None:
+    _, text = said("22.05", "bad", "scontrol")
+    hostile = "x JobState=COMPLETED Reason=None ExitCode=0:0\n   NodeList=g1\n JobState=COMPLETED"
+    text = text.replace("JobName=rs bad | x", f"JobName={hostile}").replace("Comment=a", f"Comment={hostile}")
+    facts = parse_scontrol(text)
+    assert facts is not None
+    assert (facts.state, facts.exit_code, facts.nodes) == ("FAILED", 3, ("c1",))
+
+
+def test_words_and_numbers() -> None:
+    assert state_word("CANCELLED by 1001") == ("CANCELLED", 1001)
+    assert state_word("CANCELLED+") == ("CANCELLED", None)
+    assert state_word("RUNNING") == ("RUNNING", None)
+    assert state_word("a new state") == ("a new state", None)
+    durations = ("00:05:00", "1-02:03:04", "02:03.500", "UNLIMITED", "Partition_Limit", "", "INVALID")
+    assert [parse_duration(text) for text in durations] == [300, 93784, 123.5, None, None, None, None]
+    sizes = ("309816K", "100M", "2G", "1.50G", "0", "", "?", "1000Mn")
+    assert [parse_size(text) for text in sizes] == [309816 << 10, 100 << 20, 2 << 30, 3 << 29, 0, None, None, None]
+
+
+@given(st.text(max_size=300), st.integers(0, 99))
+def test_no_output_is_too_strange_to_be_read(text: str, number: int) -> None:
+    parse_scontrol(f"JobId={number} JobName=x\n   JobState={text}")
+    parse_scontrol(text)
+    parse_sacct(f"{number}|" + text, number)
+    parse_sacct(f"{number}|" + "|".join([text.replace("|", "").replace("\n", "")] * (len(SACCT_FIELDS) - 1)), number)
+
+
+class Slurm(LocalConnection):
+    """Answers as Slurm's commands did."""
+
+    def __init__(self, scontrol: Completed, sacct: Completed) -> None:
+        self.answers = {"scontrol": scontrol, "sacct": sacct}
+        self.commands: list[list[str]] = []
+
+    def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
+        self.commands.append(list(command))
+        return next(answer for program, answer in self.answers.items() if program in command)
+
+
+UNKNOWN = Completed(1, b"", b"slurm_load_jobs error: Invalid job id specified\n")
+DOWN = Completed(1, b"", b"slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n")
+DISABLED = Completed(1, b"", b"Slurm accounting storage is disabled\n")
+DBD_DOWN = Completed(1, b"", b"sacct: error: Problem talking to the database: Connection refused\n")
+NOTHING = Completed(0, b"", b"")
+
+
+def answer(name: str, command: str) -> Completed:
+    return Completed(0, said("22.05", name, command)[1].encode(), b"")
+
+
+def test_asking_the_controller_and_accounting() -> None:
+    slurm = Slurm(answer("can", "scontrol"), answer("can", "sacct"))
+    assert ask_job(slurm, 43) == both("22.05", "can")
+    assert all({"LC_ALL=C", "SLURM_TIME_FORMAT=%s"} <= set(command) for command in slurm.commands)
+    assert ask_job(Slurm(UNKNOWN, answer("can", "sacct")), 43) == accounting("22.05", "can")
+    assert ask_job(Slurm(DOWN, answer("can", "sacct")), 43) == accounting("22.05", "can")
+    for without in (DISABLED, DBD_DOWN, NOTHING, Completed(127, b"", b"env: sacct: No such file")):
+        assert ask_job(Slurm(answer("can", "scontrol"), without), 43) == controller("22.05", "can")
+
+
+def test_a_job_unknown_to_slurm_is_none_and_no_error() -> None:
+    for without in (DISABLED, NOTHING, Completed(127, b"", b"env: 'sacct': No such file or directory")):
+        assert ask_job(Slurm(UNKNOWN, without), 43) is None
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "sacct", "said_by"),
+    [(DOWN, NOTHING, "scontrol"), (DOWN, DISABLED, "scontrol"), (UNKNOWN, DBD_DOWN, "sacct"), (DOWN, DBD_DOWN, "scontrol")],
+)
+def test_not_to_be_answered_is_not_to_be_unknown(scontrol: Completed, sacct: Completed, said_by: str) -> None:
+    with pytest.raises(SlurmUnanswered, match=f"this machine: {said_by} did not answer"):
+        ask_job(Slurm(scontrol, sacct), 43)
+    with pytest.raises(SlurmUnanswered, match="scontrol is not on the PATH"):
+        ask_job(Slurm(Completed(127, b"", b"env: scontrol: No such file"), NOTHING), 43)
+
+
+def test_lists_of_nodes() -> None:
+    assert expand_nodelist("c[1-2,05-07],x3,rack[1-2]n[01-02]") == [
+        *("c1", "c2", "c05", "c06", "c07", "x3"),
+        *("rack1n01", "rack1n02", "rack2n01", "rack2n02"),
+    ]
+    assert expand_nodelist("a[8-010],n[1-3]-ib") == ["a8", "a9", "a10", "n1-ib", "n2-ib", "n3-ib"]
+    assert expand_nodelist("") == expand_nodelist("(null)") == expand_nodelist("None assigned") == []
+
+
+@pytest.mark.parametrize(
+    "text", ["a[1-2", "a]", "n[]", "n[0-3,]", "n[a-b]", "n[2-1]", "n[[1]]", "a[1-99999999]", "a[0-1023][0-1023][0-1]"]
+)
+def test_what_is_no_list_of_nodes_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape("is not a list of nodes")):
+        expand_nodelist(text)
+
+
+@given(st.lists(st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), max_size=20))
+def test_plain_names_stay_as_they_are(names: list[str]) -> None:
+    assert expand_nodelist(",".join(names)) == [name for name in names if name != "None"]

@@ -1,0 +1,416 @@
+"""The shared queue: what squeue prints is read right whatever a job is called, and slurmctld is spared."""
+
+import random
+import re
+import stat
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagster_rayslurm.connections.base import Completed, ConnectionLost
+from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.slurm.answers import SlurmUnanswered
+from dagster_rayslurm.slurm.clock import ClusterClock
+from dagster_rayslurm.slurm.queue import SNAPSHOT, SharedQueue, ask_queue, shared_queue
+from dagster_rayslurm.slurm.snapshot import (
+    QueueRow,
+    QueueSnapshot,
+    parse_count,
+    parse_snapshot,
+    parse_squeue,
+    parse_time,
+    render_snapshot,
+)
+
+from ..conftest import wait_until
+from .slurm_said import VERSIONS, said
+
+EPOCH = 1_795_000_000.0
+INTERVAL = 30.0
+
+words = st.text(st.characters(exclude_characters="\x1f\n", codec="utf-8"), max_size=12)
+times = st.none() | st.integers(1, 2**33).map(float)
+rows = st.builds(
+    QueueRow,
+    job_id=st.integers(1, 2**31),
+    label=words,
+    state=words,
+    reason=words,
+    start=times,
+    submit=times,
+    num_nodes=st.integers(0, 9999),
+    nodes=words,
+    partition=words,
+    name=st.text(st.characters(codec="utf-8"), max_size=40),
+)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_squeue_printed(version: str) -> None:
+    _, text = said(version, "squeue", "squeue")
+    found = {row.name: row for row in parse_squeue(text, "MARK")}
+    assert {"a\nb\x1fc|d", "\ufffdbad \t x", "JobState=X Reason=y", "rs-het", "rs-array"} <= found.keys()
+    waits = found["JobState=X Reason=y"]
+    assert (waits.state, waits.reason, waits.num_nodes, waits.nodes) == ("PENDING", "BeginTime", 1, "")
+    assert waits.start is not None and waits.submit is not None and 3590 < waits.start - waits.submit < 3610
+    assert found["a\nb\x1fc|d"].start is None
+    components = [row for row in parse_squeue(text, "MARK") if row.name == "rs-het"]
+    leader, other = sorted(components, key=lambda row: row.job_id)
+    assert other.job_id == leader.job_id + 1 and leader.label == f"{leader.job_id}+0" and other.label == f"{leader.job_id}+1"
+
+
+@given(st.lists(rows, max_size=5))
+def test_rows_of_any_name_are_read_back(given_rows: list[QueueRow]) -> None:
+    text = ""
+    for row in given_rows:
+        start, submit = (f"{at:.0f}" if at else "N/A" for at in (row.start, row.submit))
+        fields = (row.job_id, row.label, row.state, row.reason, start, submit, row.num_nodes, row.nodes, row.partition, row.name)
+        text += "a1b2c3" + "".join(f"\x1f{field}" for field in fields) + "\n"
+    assert parse_squeue(text, "a1b2c3") == tuple(given_rows)
+
+
+@given(st.floats(0, 2e9), st.lists(rows, max_size=5), st.floats(0, 100))
+def test_a_snapshot_is_read_back_from_its_file(began: float, given_rows: list[QueueRow], took: float) -> None:
+    snapshot = QueueSnapshot(began, tuple(given_rows), took)
+    data = render_snapshot(snapshot)
+    assert parse_snapshot(data) == snapshot
+    assert data.count(b"\n") == 1 and data.endswith(b"\n")
+    assert all(parse_snapshot(data[:cut]) is None for cut in range(0, len(data) - 2, 7))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"null", b"[]", b'{"version": 2}', b'{"version":1,"began":1,"took":0,"rows":[[1]]}', b"\xff"]
+)
+def test_a_file_of_something_else_is_no_snapshot(data: bytes) -> None:
+    assert parse_snapshot(data) is None
+
+
+@pytest.mark.parametrize("text", ["slurm_load_jobs error: x\n", "MARK\x1f1\x1f1\n", "MARK" + "\x1fx" * 10 + "\n", "x\nMARK"])
+def test_what_is_no_queue_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="squeue printed"):
+        parse_squeue(text, "MARK")
+
+
+def test_numbers_as_slurm_prints_them() -> None:
+    assert [parse_count(text) for text in ("7", "1K", "2K", "1M", "2-4", "1-1", "", "?")] == [7, 1024, 2048, 1 << 20, 2, 1, 0, 0]
+    assert [parse_time(text) for text in ("N/A", "Unknown", "None", "", "0", "17", "2026-01-01T00:00:00")] == [None] * 5 + [
+        17,
+        None,
+    ]
+
+
+class Edge(LocalConnection):
+    """This machine with a `squeue` of the test's own, and a clock that stands until it is moved."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.lost = False
+        self.commands = 0
+        self.reads = 0
+        programs = {
+            "squeue": 'echo "$$ $(cat {0}/time)" >> {0}/calls\n[ ! -e {0}/slow ] || cat {0}/slow > {0}/time\n'
+            'mark="${{5#--format=}}"\necho "${{mark%%\x1f*}}\x1f7\x1f7\x1fRUNNING\x1fNone\x1fN/A\x1fN/A\x1f1\x1fc1\x1fp\x1fx"\n'
+            "[ ! -e {0}/broken ] || {{ cat {0}/broken >&2; exit 1; }}",
+            "date": 'case "$1" in +%s%3N) cat {0}/time;; +%s.%N) sed "s/...$/.&/" {0}/time;; esac',
+        }
+        for name, text in programs.items():
+            path = base / "bin" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("#!/bin/sh\n" + text.format(base))
+            path.chmod(0o755)
+        self.move(EPOCH)
+
+    def move(self, now: float) -> None:
+        (self.base / "time").write_text(f"{1000 * now:.0f}")
+
+    def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
+        self.commands += 1
+        if self.lost:
+            raise ConnectionLost("the connection broke")
+        return super().run(["env", f"PATH={self.base}/bin:/usr/bin:/bin", *command], stdin, timeout)
+
+    def read(self, path: str, offset: int, limit: int) -> bytes:
+        self.reads += 1
+        return super().read(path, offset, limit)
+
+    @property
+    def calls(self) -> list[float]:
+        """When squeue was called."""
+        path = self.base / "calls"
+        return [int(line.split()[1]) / 1000 for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def edge(tmp_path: Path) -> Edge:
+    return Edge(tmp_path / "edge")
+
+
+def at_once(work: Any) -> None:
+    work()
+
+
+def queue_of(edge: Edge, start: Any = at_once, interval: float = INTERVAL) -> SharedQueue:
+    return SharedQueue(edge, str(edge.base / "queue"), interval, start)
+
+
+def claims(edge: Edge) -> list[str]:
+    return sorted(path.name for path in (edge.base / "queue").glob("claim-*"))
+
+
+def most_per_minute(calls: list[float]) -> int:
+    return max(sum(1 for call in calls if start <= call < start + 60) for start in calls)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_hundred_callers_ask_twice_a_minute_at_most(edge: Edge, seed: int) -> None:
+    rand = random.Random(seed)
+    queues = [queue_of(edge) for _ in range(100)]
+    reckon = [rand.uniform(-1, 1) for _ in queues]  # Nobody knows the clock over there exactly.
+    end, now, began = EPOCH + 600, EPOCH, -1.0
+    while now < end:
+        now += rand.uniform(1, 7)
+        edge.move(now)
+        for number in rand.sample(range(100), 40):
+            snapshot = queues[number].look(now + reckon[number])
+            if snapshot:
+                began = max(began, snapshot.began)
+        assert now - began < 1.5 * INTERVAL, "the snapshot goes stale although everybody looks"
+    assert 15 <= len(edge.calls) <= 21
+    assert most_per_minute(edge.calls) <= 2
+    assert edge.commands < 300, "all but a few find the snapshot renewed before they try"
+    assert len(claims(edge)) <= 600 / INTERVAL + 1
+
+
+def test_claims_are_removed_in_time(edge: Edge) -> None:
+    queue = queue_of(edge)
+    for now in range(0, 3600, 40):
+        edge.move(EPOCH + now)
+        queue.look(EPOCH + now)
+    assert len(edge.calls) == 90
+    assert 5 < len(claims(edge)) < 25
+
+
+def test_a_young_snapshot_costs_nothing(edge: Edge) -> None:
+    queue_of(edge).look(EPOCH)
+    queue = queue_of(edge)
+    assert [queue.look(EPOCH + second) is not None for second in range(0, 29)] == [True] * 29
+    assert (len(edge.calls), edge.commands) == (1, 1)
+    before = edge.reads
+    queue.look(EPOCH + 29.5)
+    assert edge.reads == before
+    assert (edge.base / "queue").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_snapshot_is_stamped_with_the_time_at_which_squeue_began(edge: Edge) -> None:
+    (edge.base / "slow").write_text(f"{1000 * (EPOCH + 4):.0f}")
+    snapshot = queue_of(edge).look(EPOCH + 1)
+    assert snapshot is not None
+    assert (snapshot.began, snapshot.took) == (EPOCH, 4.0)
+    row = snapshot.job(7)
+    assert row is not None and (row.state, row.nodes, row.start) == ("RUNNING", "c1", None)
+    assert snapshot.job(8) is None
+
+
+def test_a_slow_controller_is_asked_less_often(edge: Edge) -> None:
+    (edge.base / "slow").write_text(f"{1000 * (EPOCH + 20):.0f}")
+    queue = queue_of(edge)
+    queue.look(EPOCH)
+    (edge.base / "slow").unlink()
+    for now in range(20, 100, 2):
+        edge.move(EPOCH + now)
+        queue.look(EPOCH + now)
+    assert edge.calls == [EPOCH], "5 x 20 s have not passed"
+    edge.move(EPOCH + 130)
+    queue.look(EPOCH + 130)
+    assert edge.calls == [EPOCH, EPOCH + 130]
+
+
+def test_a_squeue_that_fails_is_no_answer(edge: Edge) -> None:
+    queues = [queue_of(edge) for _ in range(20)]
+    first = queues[0].look(EPOCH)
+    (edge.base / "broken").write_text("slurm_load_jobs error: Socket timed out on send/recv operation\n")
+    for now in range(0, 300, 3):
+        edge.move(EPOCH + now)
+        for queue in queues:
+            queue.look(EPOCH + now)
+    assert {queue.look(EPOCH + now) for queue in queues} == {first}
+    told = [queue.trouble for queue in queues if queue.trouble]
+    assert told and all("Socket timed out" in each and "squeue did not answer (exit code 1)" in each for each in told)
+    assert most_per_minute(edge.calls) <= 2 and len(edge.calls) > 8
+    (edge.base / "broken").unlink()
+    for later in range(now + 3, now + 70, 3):
+        edge.move(EPOCH + later)
+        fresh = [queue.look(EPOCH + later) for queue in queues]
+    assert min(snapshot.began for snapshot in fresh if snapshot) > EPOCH + now
+    assert not any(queue.trouble for queue in queues)
+
+
+def test_a_claimer_that_died_is_superseded(edge: Edge) -> None:
+    dead, alive = queue_of(edge), queue_of(edge)
+    start = EPOCH // INTERVAL * INTERVAL
+    (edge.base / "queue" / f"claim-{1000 * start:.0f}").mkdir(parents=True)
+    edge.move(start + 1)
+    assert dead.look(start + 1) is alive.look(start + 1) is None
+    for now in range(2, 29):
+        edge.move(start + now)
+        assert alive.look(start + now) is None
+    assert not edge.calls
+    for now in range(30, 40):
+        edge.move(start + now)
+        alive.look(start + now)
+    assert len(edge.calls) == 1 and alive.look(start + 40) is not None
+
+
+def test_a_lost_connection_leaves_what_there_is(edge: Edge) -> None:
+    queue = queue_of(edge)
+    first = queue.look(EPOCH)
+    edge.lost = True
+    edge.move(EPOCH + 40)
+    assert queue.look(EPOCH + 40) is first
+    assert queue.trouble == "the connection broke"
+    edge.lost = False
+    edge.move(EPOCH + 80)
+    second = queue.look(EPOCH + 80)
+    assert second is not None and second.began == EPOCH + 80 and queue.trouble is None
+
+
+def test_a_directory_that_cannot_be_had_is_said(edge: Edge) -> None:
+    (edge.base / "queue").write_text("a file")
+    queue = queue_of(edge)
+    assert queue.look(EPOCH) is None
+    assert queue.trouble is not None and "queue" in queue.trouble
+    assert not edge.calls
+
+
+def test_a_claim_that_cannot_be_made_is_said(edge: Edge) -> None:
+    (edge.base / "queue").mkdir()
+    (edge.base / "queue" / f"claim-{1000 * (EPOCH // INTERVAL * INTERVAL):.0f}").write_text("no directory")
+    queue = queue_of(edge)
+    assert queue.look(EPOCH) is None
+    assert queue.trouble is not None and "claim-" in queue.trouble
+    assert not edge.calls
+
+
+def test_a_missing_squeue_is_said_and_claims_nothing(edge: Edge) -> None:
+    (edge.base / "bin" / "squeue").unlink()
+    queue = queue_of(edge)
+    assert queue.look(EPOCH) is None
+    assert queue.trouble is not None and "squeue is not on the PATH" in queue.trouble
+    assert claims(edge) == []
+    with pytest.raises(SlurmUnanswered, match="squeue is not on the PATH"):
+        ask_queue(edge)
+
+
+def test_asking_directly_shares_nothing(edge: Edge) -> None:
+    assert ask_queue(edge).named("x")[0].job_id == 7
+    assert not (edge.base / "queue").exists()
+    (edge.base / "broken").write_text("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    with pytest.raises(SlurmUnanswered, match="Unable to contact slurm controller"):
+        ask_queue(edge)
+
+
+def test_settings_of_the_user_hide_no_job(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    (edge.base / "bin" / "squeue").write_text(f'#!/bin/sh\nenv > {edge.base}/env; echo "$@" > {edge.base}/words\n')
+    monkeypatch.setenv("SQUEUE_PARTITION", "gpu")
+    monkeypatch.setenv("SQUEUE_NAMES", "a\nb")
+    monkeypatch.setenv("SLURM_CONF", "/etc/site.conf")
+    assert ask_queue(edge).rows == ()
+    seen = (edge.base / "env").read_text()
+    assert "SQUEUE_" not in seen and "SLURM_CONF=/etc/site.conf" in seen and "SLURM_TIME_FORMAT=%s" in seen
+    assert {"--me", "--all", "--states=all", "--noheader"} <= set((edge.base / "words").read_text().split())
+
+
+def test_nothing_older_replaces_a_snapshot(edge: Edge) -> None:
+    queue = queue_of(edge)
+    queue.look(EPOCH)
+    path = edge.base / "queue" / SNAPSHOT
+    old = render_snapshot(QueueSnapshot(EPOCH - 1000, ()))
+    path.write_bytes(old)  # As another host's cache may show it.
+    edge.lost = True
+    shown = queue.look(EPOCH + 31)
+    assert shown is not None and shown.began == EPOCH
+    path.write_bytes(render_snapshot(QueueSnapshot(EPOCH + 31, ())))
+    newer = queue.look(EPOCH + 34)
+    assert newer is not None and newer.began == EPOCH + 31
+
+
+def test_a_snapshot_of_the_future_does_not_stop_the_queue(edge: Edge) -> None:
+    path = edge.base / "queue" / SNAPSHOT
+    path.parent.mkdir()
+    path.write_bytes(render_snapshot(QueueSnapshot(EPOCH + 10_000, ())))
+    queue = queue_of(edge)
+    shown = queue.look(EPOCH)
+    assert shown is not None and shown.began == EPOCH
+    assert parse_snapshot(path.read_bytes()) == shown
+
+
+def test_looking_waits_for_nothing(edge: Edge) -> None:
+    (edge.base / "bin" / "squeue").write_text("#!/bin/sh\nsleep 1\n")
+    queue = queue_of(edge, start=None)
+    began = time.monotonic()
+    assert [queue.look(EPOCH + step) for step in range(20)] == [None] * 20
+    assert time.monotonic() - began < 0.5
+    assert wait_until(lambda: queue.look(EPOCH + 20), 10)
+    assert edge.commands == 1
+
+
+def test_many_threads_of_a_process_read_and_ask_once(edge: Edge) -> None:
+    queue = queue_of(edge, start=None)
+    threads = [threading.Thread(target=lambda: [queue.look(EPOCH) for _ in range(50)]) for _ in range(30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wait_until(lambda: queue.look(EPOCH), 10)
+    assert (len(edge.calls), edge.commands) == (1, 1)
+    assert edge.reads < 5
+
+
+def test_a_process_has_one_queue_for_a_connection_and_directory(edge: Edge) -> None:
+    queue = shared_queue(edge, "/d", 30)
+    assert shared_queue(edge, "/d", 30) is queue
+    assert shared_queue(edge, "/e", 30) is not queue
+    assert shared_queue(edge, "/d", 10) is not queue
+
+
+def test_the_clock_there_is_asked_once_and_put_right_by_every_answer(edge: Edge) -> None:
+    local = 100.0
+    clock = ClusterClock(edge, lambda: local)
+    assert clock.now() == EPOCH and edge.commands == 1
+    local = 107.0
+    assert clock.now() == EPOCH + 7 and edge.commands == 1
+    clock.heard(EPOCH + 8, asked=107, answered=109)  # Agrees with what is reckoned: it was EPOCH + 8 at 108.
+    assert clock.now() == EPOCH + 7
+    local = 110.0  # This machine slept for an hour, and its clock with it.
+    clock.heard(EPOCH + 3610, asked=110, answered=110.5)
+    assert EPOCH + 3609 < clock.now() <= EPOCH + 3610
+    queue = queue_of(edge)
+    queue.clock = clock
+    edge.move(EPOCH + 7200)
+    queue.look(clock.now())
+    assert abs(clock.now() - (EPOCH + 7200)) < 1, "the answer of squeue carries the time as well"
+
+
+@settings(max_examples=200)
+@given(st.floats(-1e6, 1e6), st.lists(st.tuples(st.floats(0, 100), st.floats(0, 5), st.floats(0, 1)), min_size=1, max_size=8))
+def test_the_clock_is_never_wrong_by_more_than_an_answer_takes(offset: float, answers: list[tuple[float, float, float]]) -> None:
+    local = 0.0
+    clock = ClusterClock(LocalConnection(), lambda: local)
+    for pause, took, part in answers:
+        asked = local + pause
+        local = asked + took
+        clock.heard(offset + asked + part * took, asked, local)
+        assert abs(clock.now() - (offset + local)) <= took + 1e-6
+
+
+def test_a_clock_that_cannot_be_asked_is_said(edge: Edge) -> None:
+    (edge.base / "bin" / "date").write_text("#!/bin/sh\necho date: no such format >&2; exit 1\n")
+    with pytest.raises(OSError, match=re.escape("`date +%s.%N` does not say the time: date: no such format")):
+        ClusterClock(edge).now()
+    assert (edge.base / "bin" / "date").stat().st_mode & stat.S_IXUSR

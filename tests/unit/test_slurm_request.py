@@ -1,0 +1,246 @@
+"""What is asked of Slurm: the queue's word, else the launcher's, and nothing that contradicts itself."""
+
+import re
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagster_rayslurm import BashLauncher, RayLauncher, SlurmQueueConfig
+from dagster_rayslurm.launchers import Launcher
+from dagster_rayslurm.slurm.request import FIELDS, JobRequest, job_comment, job_name, make_request
+
+OTHERS = """
+acctg-freq batch bb bbf begin cluster-constraint container container-id contiguous core-spec cores-per-socket cpu-freq
+cpus-per-gpu deadline delay-boot dependency distribution export export-file extra-node-info get-user-env gid gpu-bind
+gpu-freq gpus gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs kill-on-invalid-dep licenses mail-type
+mail-user mcs-label mem-bind mem-per-gpu mincpus network nice no-kill oom-kill-step overcommit oversubscribe power prefer
+priority profile propagate quiet reboot resv-ports sockets-per-node spread-job stepmgr thread-spec threads-per-core time-min
+tmp tres-bind tres-per-task uid use-min-nodes verbose wait-all-nodes wckey
+"""
+"""Options of sbatch (`--help` and man page of 22.05 and 24.11) that are neither a field nor used by the job script."""
+
+PLAIN = BashLauncher()
+
+EVERYTHING = {
+    "partition": "gpu",
+    "account": "study",
+    "qos": "normal",
+    "reservation": "course",
+    "constraint": "a100&nvlink",
+    "num_nodes": 2,
+    "cpus_per_node": 4,
+    "gpus_per_node": 2,
+    "gpu_type": "fake",
+    "mem": "2G",
+    "time_limit": "1-02:03:04",
+    "exclusive": True,
+    "nodelist": "g[1-2]",
+    "exclude": "c1",
+    "switches": "1@00:30:00",
+    "requeue": True,
+    "extra_sbatch": ["--nice=100", "--contiguous"],
+}
+
+
+def ask(queue: SlurmQueueConfig, launcher: Launcher = PLAIN) -> JobRequest:
+    return make_request(queue, launcher.footprint(), job_name="job", comment="why")
+
+
+def refusal(queue: SlurmQueueConfig, launcher: Launcher = PLAIN) -> str:
+    with pytest.raises(ValueError) as caught:
+        ask(queue, launcher)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_request_has_every_field_of_the_queue() -> None:
+    queue = SlurmQueueConfig(**EVERYTHING)
+    expected = {**EVERYTHING, "extra_sbatch": ("--nice=100", "--contiguous")}
+    request = ask(queue)
+    assert {name: getattr(request, name) for name in expected} == expected
+    assert (request.job_name, request.comment) == ("job", "why")
+    # The signal before the time limit is the runtime's, not Slurm's.
+    assert {field.name for field in fields(JobRequest)} == set(SlurmQueueConfig.model_fields) - {"signal_before_timeout"} | {
+        "job_name",
+        "comment",
+    }
+
+
+def test_a_queue_that_says_nothing_asks_for_one_node_for_an_hour() -> None:
+    assert ask(SlurmQueueConfig()) == JobRequest("job", "why", num_nodes=1, time_limit="01:00:00")
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [RayLauncher(num_cpus_per_node=3, num_gpus_per_node=2), BashLauncher(num_cpus=3, num_gpus=2)],
+    ids=["ray", "bash"],
+)
+def test_the_launcher_fills_in_what_the_queue_leaves_open(launcher: Launcher) -> None:
+    request = ask(SlurmQueueConfig(gpu_type="fake"), launcher)
+    assert (request.cpus_per_node, request.gpus_per_node, request.gpu_type) == (3, 2, "fake")
+    roomy = ask(SlurmQueueConfig(cpus_per_node=8, gpus_per_node=4), launcher)
+    assert (roomy.cpus_per_node, roomy.gpus_per_node) == (8, 4)
+
+
+@pytest.mark.parametrize("queue", [SlurmQueueConfig(), SlurmQueueConfig(gpus_per_node=0)], ids=["open", "zero"])
+def test_zero_asks_for_nothing(queue: SlurmQueueConfig) -> None:
+    request = ask(queue, RayLauncher(num_cpus_per_node=0, num_gpus_per_node=0))
+    assert (request.cpus_per_node, request.gpus_per_node) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("queue", "launcher", "wanted", "granted"),
+    [
+        ({"cpus_per_node": 2}, RayLauncher(num_cpus_per_node=3), "RayLauncher.num_cpus_per_node=3", "cpus_per_node=2"),
+        ({"cpus_per_node": 2}, BashLauncher(num_cpus=3), "BashLauncher.num_cpus=3", "cpus_per_node=2"),
+        ({"gpus_per_node": 1}, RayLauncher(num_gpus_per_node=2), "RayLauncher.num_gpus_per_node=2", "gpus_per_node=1"),
+        ({"gpus_per_node": 0}, BashLauncher(num_gpus=1), "BashLauncher.num_gpus=1", "gpus_per_node=0"),
+    ],
+)
+def test_a_launcher_that_wants_more_than_the_queue_grants(queue: dict, launcher: Launcher, wanted: str, granted: str) -> None:
+    message = refusal(SlurmQueueConfig(**queue), launcher)
+    assert message.startswith(f"{wanted} is more than SlurmQueueConfig.{granted} grants; ")
+    assert "leave it out" in message
+
+
+@given(granted=st.none() | st.integers(1, 5), wanted=st.none() | st.integers(0, 5))
+def test_a_launcher_never_gets_less_than_it_wants(granted: int | None, wanted: int | None) -> None:
+    queue, launcher = SlurmQueueConfig(cpus_per_node=granted), RayLauncher(num_cpus_per_node=wanted)
+    if granted is not None and wanted is not None and wanted > granted:
+        refusal(queue, launcher)
+    else:
+        got = ask(queue, launcher).cpus_per_node
+        assert (got or 0) >= (wanted or 0)
+        assert granted is None or got == granted
+
+
+def test_memory_is_per_node_or_per_cpu() -> None:
+    assert "mem='2G' and mem_per_cpu='1G' exclude each other" in refusal(SlurmQueueConfig(mem="2G", mem_per_cpu="1G"))
+    assert ask(SlurmQueueConfig(mem_per_cpu="1G")).mem_per_cpu == "1G"
+
+
+@pytest.mark.parametrize("gpus", [None, 0])
+def test_a_gpu_type_without_gpus(gpus: int | None) -> None:
+    message = refusal(SlurmQueueConfig(gpu_type="a100", gpus_per_node=gpus))
+    assert "gpu_type='a100'" in message
+    assert "gpus_per_node" in message
+
+
+@pytest.mark.parametrize("option", ["--gres=gpu:2", "--gres=license:1,gpu:a100:2", "--gpus=4", "--gpus-per-task=1"])
+def test_gpus_may_be_asked_for_by_sbatchs_own_options(option: str) -> None:
+    # The launcher's wish is not asked for a second time; whether it is met shows on the node.
+    request = ask(SlurmQueueConfig(extra_sbatch=[option]), RayLauncher(num_gpus_per_node=2))
+    assert (request.gpus_per_node, request.extra_sbatch) == (None, (option,))
+    message = refusal(SlurmQueueConfig(gpus_per_node=2, extra_sbatch=[option]))
+    assert repr(option) in message
+    assert "gpus_per_node=2" in message
+    assert "gpu_type" in refusal(SlurmQueueConfig(gpu_type="a100", extra_sbatch=[option]))
+
+
+def test_other_resources_are_no_gpus() -> None:
+    option = "--gres=gpu_mem:2,shard:1"
+    assert ask(SlurmQueueConfig(gpus_per_node=1, extra_sbatch=[option])).extra_sbatch == (option,)
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_an_option_that_has_a_field_is_refused_with_the_fields_name(name: str) -> None:
+    for option in (f"--{name}", f"--{name}=1"):
+        if option == "--exclusive=1":
+            continue
+        message = refusal(SlurmQueueConfig(extra_sbatch=["--nice=1", option]))
+        assert f"--{name} has a field of its own; use {FIELDS[name]}" in message
+    assert FIELDS[name] in SlurmQueueConfig.model_fields
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "job-name",
+        "comment",
+        "output",
+        "error",
+        "input",
+        "open-mode",
+        "chdir",
+        "wrap",
+        "array",
+        "parsable",
+        "wait",
+        "ntasks",
+        "ntasks-per-node",
+        "ntasks-per-gpu",
+        "tasks-per-node",
+        "clusters",
+        "test-only",
+        "help",
+        "version",
+    ],
+)
+def test_an_option_that_runs_depend_on_is_refused(name: str) -> None:
+    assert f"--{name} cannot be chosen; " in refusal(SlurmQueueConfig(extra_sbatch=[f"--{name}=x"]))
+
+
+@pytest.mark.parametrize(
+    ("short", "full"), [("part", "partition"), ("job-n", "job-name"), ("gpus-p", "gpus-per-node"), ("o", "open-mode")]
+)
+def test_a_shortened_option_is_refused_as_sbatch_would_complete_it(short: str, full: str) -> None:
+    message = refusal(SlurmQueueConfig(extra_sbatch=[f"--{short}=x"]))
+    assert f"--{short} for --" in message
+    assert full in message or short == "o"
+
+
+@pytest.mark.parametrize("option", ["--licenses matlab:1", "--", "--=1", "---x", "--1x", "--a b=c"])
+def test_what_is_no_long_option_is_refused(option: str) -> None:
+    assert "--NAME=VALUE" in refusal(SlurmQueueConfig(extra_sbatch=[option]))
+
+
+def test_all_other_options_of_sbatch_can_be_given() -> None:
+    options = [f"--{name}=1" for name in OTHERS.split()]
+    assert ask(SlurmQueueConfig(extra_sbatch=options)).extra_sbatch == tuple(options)
+
+
+def test_exclusive_has_kinds_that_the_field_has_no_words_for() -> None:
+    assert ask(SlurmQueueConfig(extra_sbatch=["--exclusive=user"])).extra_sbatch == ("--exclusive=user",)
+    assert "use exclusive" in refusal(SlurmQueueConfig(exclusive=True, extra_sbatch=["--exclusive=user"]))
+
+
+@pytest.mark.parametrize("field", ["job_name", "comment"])
+def test_names_with_control_characters_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match="control character"):
+        make_request(SlurmQueueConfig(), (), **{"job_name": "a", "comment": "b", field: "x\ny"})
+
+
+@given(step=st.text(), nonce=st.text("0123456789abcdef", min_size=12, max_size=12))
+def test_a_job_name_is_harmless_short_and_ends_in_the_nonce(step: str, nonce: str) -> None:
+    name = job_name(step, nonce)
+    assert re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name)
+    assert name.startswith("rayslurm-")
+    assert name.endswith(f"-{nonce}")
+
+
+def test_a_job_name_says_which_step() -> None:
+    assert job_name("group.train[eu/2026]", "0123456789ab") == "rayslurm-group.train_eu_2026_-0123456789ab"
+
+
+@given(step=st.text(), partition=st.none() | st.text())
+def test_a_comment_is_one_bounded_line(step: str, partition: str | None) -> None:
+    comment = job_comment("0" * 36, step, partition)
+    assert len(comment.encode()) <= 500
+    assert len(comment.splitlines()) == 1
+    assert not re.search(r"[\x00-\x1f\x7f]", comment)
+    make_request(SlurmQueueConfig(), (), job_name="x", comment=comment)
+
+
+def test_a_comment_names_run_step_and_partition() -> None:
+    assert job_comment("r1", "train", "2026|é") == "dagster run r1 step train partition 2026|é"
+    assert job_comment("r1", "train", None) == "dagster run r1 step train"
+    assert (
+        job_comment("r1", "a\nb", "\x1b[31m")
+        == "dagster run r1 step a\N{REPLACEMENT CHARACTER}b partition \N{REPLACEMENT CHARACTER}[31m"
+    )
+    long = job_comment("r1", "train", "ä" * 1000)
+    assert long.startswith("dagster run r1 step train partition ää")
+    assert long.endswith("ä…")

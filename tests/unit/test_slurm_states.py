@@ -1,0 +1,300 @@
+"""The reducer of a job's state: only positive evidence ends a job, and nothing that comes late or twice changes it."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dagster_rayslurm.slurm.facts import JobFacts, parse_sacct, parse_scontrol
+from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot, parse_squeue
+from dagster_rayslurm.slurm.states import (
+    ACTIVE,
+    MAY_REQUEUE,
+    TERMINAL,
+    WAITING,
+    Exited,
+    JobView,
+    JobWatch,
+    Observation,
+    Seen,
+    Started,
+    Submission,
+    Timers,
+    Told,
+    reduce_job,
+    seen,
+)
+
+from .slurm_said import VERSIONS, said
+
+JOB = 7
+SUBMITTED = 1000.0
+STATES = sorted(TERMINAL | WAITING | ACTIVE | {"REVOKED", "EXPEDITING", "?", "UPDATE_DB"})
+ONCE = Submission(JOB, SUBMITTED)
+AGAIN = Submission(JOB, SUBMITTED, requeue=True)
+
+
+def row(state: str, reason: str = "None", start: float | None = None, nodes: str = "") -> QueueRow:
+    return QueueRow(JOB, str(JOB), state, reason, start, SUBMITTED, 1, nodes, "compute", "a job")
+
+
+def present(at: float, state: str, **fields: Any) -> Seen:
+    return Seen(SUBMITTED + at, row(state, **fields))
+
+
+def absent(at: float) -> Seen:
+    return Seen(SUBMITTED + at, None)
+
+
+def told(at: float, state: str, from_controller: bool = True, **fields: Any) -> Told:
+    return Told(SUBMITTED + at, JobFacts(JOB, state, from_controller, **fields))
+
+
+def view(*observations: Observation, requeue: bool = False) -> JobView:
+    return reduce_job(AGAIN if requeue else ONCE, observations)
+
+
+stamps = st.integers(-3, 40).map(lambda step: SUBMITTED + 15.0 * step)
+rows = st.sampled_from(STATES).map(row)
+snapshots = st.builds(Seen, stamps, st.none() | rows)
+answers = st.builds(Told, stamps, st.builds(JobFacts, st.just(JOB), st.sampled_from(STATES), st.booleans()))
+observations = st.one_of(
+    snapshots, snapshots, answers, st.builds(Started, stamps), st.builds(Exited, stamps, st.sampled_from([0, 1, 137]))
+)
+submissions = st.sampled_from([ONCE, AGAIN])
+
+
+def test_nothing_is_known_of_a_job_that_nobody_looked_at() -> None:
+    assert view() == JobView("unknown")
+    assert not view().over
+
+
+def test_a_pending_job_tells_why_and_until_when() -> None:
+    waits = view(present(1, "PENDING", reason="Priority", start=2000.0))
+    assert waits == JobView("pending", "PENDING", "Priority", 2000.0)
+    assert view(present(1, "PENDING")).reason == ""
+    assert view(present(1, "RUNNING", start=1001.0, nodes="c[1-2]")) == JobView("running", "RUNNING", nodes="c[1-2]")
+
+
+@pytest.mark.parametrize("state", sorted(TERMINAL))
+def test_a_terminal_row_ends_a_job_that_is_not_requeued(state: str) -> None:
+    assert view(present(1, "RUNNING"), present(30, state, reason="x")) == JobView("ended", state, "x")
+
+
+@pytest.mark.parametrize("state", sorted(set(STATES) - TERMINAL))
+@pytest.mark.parametrize("requeue", [False, True])
+def test_no_other_state_ends_a_job_however_long_it_lasts(state: str, requeue: bool) -> None:
+    shown = view(*(present(30 * step, state) for step in range(100)), requeue=requeue)
+    assert not shown.over and shown.state == state
+    assert shown.kind == ("pending" if state in WAITING else "running" if state in ACTIVE else "unknown")
+    assert view(Started(1050), *(present(30 * step, state) for step in range(100)), requeue=requeue).kind != "unknown"
+
+
+def test_absence_is_a_timer() -> None:
+    assert view(absent(10)).kind == view(absent(10), absent(69)).kind == "unknown"
+    assert view(absent(10), absent(70)) == JobView("lost")
+    assert view(present(1, "RUNNING"), absent(10), absent(40)).kind == "running"
+    assert view(present(1, "RUNNING"), absent(10), absent(40), absent(70)) == JobView("lost", "RUNNING")
+    assert view(absent(10), absent(310), requeue=True).kind == "lost"
+    assert not view(absent(10), absent(309), requeue=True).over
+    long, often = Timers(absence=5), Timers(absence=5, snapshots=3)
+    assert reduce_job(ONCE, [absent(1), absent(6)], long).kind == "lost"
+    assert not reduce_job(ONCE, [absent(1), absent(6)], often).over
+    assert reduce_job(ONCE, [absent(1), absent(6), absent(7)], often).kind == "lost"
+
+
+def test_one_snapshot_is_not_enough_however_late_it_comes() -> None:
+    assert not view(absent(100_000)).over
+    assert not view(present(1, "RUNNING"), absent(100_000)).over
+
+
+def test_a_break_in_the_absence_begins_it_anew() -> None:
+    steps = [absent(0), absent(50), present(55, "RUNNING"), absent(60), absent(110)]
+    assert view(*steps).kind == "running"
+    assert view(*steps, absent(120)).kind == "lost"
+
+
+def test_what_was_seen_before_the_submission_says_nothing() -> None:
+    assert view(absent(-100), absent(-1), absent(1), absent(59)).kind == "unknown"
+    assert view(present(-1, "COMPLETED")) == JobView("unknown")
+    old = JobFacts(JOB, "FAILED", False, submit=SUBMITTED - 86400)
+    assert view(Told(1001, old)) == JobView("unknown")
+    assert view(Told(1001, JobFacts(JOB, "FAILED", False, submit=SUBMITTED - 20))).kind == "ended"
+
+
+@pytest.mark.parametrize("state", sorted(MAY_REQUEUE))
+def test_a_job_that_may_be_requeued_is_not_over_while_it_may_be(state: str) -> None:
+    steps: list[Observation] = [present(1, "RUNNING"), *(present(10 + 30 * step, state) for step in range(10))]
+    assert view(*steps, requeue=True) == JobView("unknown", state)
+    assert view(*steps, present(309, "PENDING", reason="BeginTime"), requeue=True).kind == "pending"
+    assert view(*steps, present(309, "REQUEUED"), requeue=True).kind == "pending"
+    assert view(*steps, absent(310), requeue=True) == JobView("ended", state)
+    # Accounting has the end of the attempt before the controller has put the job back.
+    assert not view(told(10, state, from_controller=False), requeue=True).over
+    lost = view(present(1, "RUNNING"), told(20, state, from_controller=False), absent(30), absent(330), requeue=True)
+    assert lost == JobView("ended", state)
+
+
+def test_a_requeued_job_waits_again_though_its_record_had_started() -> None:
+    assert view(present(1, "PENDING"), Started(1010)).kind == "running"
+    assert view(Started(1010), present(5, "PENDING")).kind == "running"
+    again = view(Started(1010), present(20, "RUNNING"), present(40, "PENDING", reason="BeginTime"), requeue=True)
+    assert (again.kind, again.reason) == ("pending", "BeginTime")
+    assert view(Started(1010)) == JobView("running")
+
+
+def test_the_batch_script_s_exit_ends_a_job() -> None:
+    assert view(present(1, "RUNNING", nodes="c1"), Exited(1010, 3)) == JobView("ended", nodes="c1", exit_code=3)
+    assert view(Exited(1010, 0), requeue=True) == JobView("ended", exit_code=0)
+    assert view(absent(1), absent(61), Exited(1062, 0)).kind == "lost", "what came first is final"
+
+
+def test_an_exit_may_be_that_of_a_job_about_to_be_requeued() -> None:
+    steps = [present(1, "RUNNING"), Exited(1010, 143)]
+    assert view(*steps, requeue=True).kind == "running"
+    assert view(*steps, present(30, "PENDING"), requeue=True).kind == "pending"
+    assert view(*steps, present(30, "FAILED"), requeue=True) == JobView("ended", "FAILED", exit_code=143)
+    assert view(*steps, absent(30), absent(330), requeue=True) == JobView("lost", "RUNNING", exit_code=143)
+
+
+def test_slurm_s_own_answers() -> None:
+    failed = view(told(1, "FAILED", exit_code=3, reason="NonZeroExitCode", nodes=("c1", "c2")))
+    assert failed == JobView("ended", "FAILED", "NonZeroExitCode", nodes="c1,c2", exit_code=3)
+    assert view(told(1, "PENDING", reason="Priority", start=2000.0)) == JobView("pending", "PENDING", "Priority", 2000.0)
+    assert view(told(1, "CANCELLED", signal=15)).signal == 15
+    # Nobody told accounting that the job is gone: it shows it as running for ever.
+    stale = told(65, "RUNNING", from_controller=False)
+    assert view(absent(10), absent(60), stale, absent(70)).kind == "lost"
+    assert view(absent(10), absent(60), told(65, "RUNNING"), absent(70)).kind == "running"
+
+
+@given(submissions, st.lists(observations, max_size=25), st.randoms(), st.data())
+def test_order_and_repetition_do_not_matter(
+    submission: Submission, given_observations: list[Observation], rand: Any, data: st.DataObject
+) -> None:
+    expected = reduce_job(submission, given_observations)
+    again = (
+        given_observations + data.draw(st.lists(st.sampled_from(given_observations), max_size=10)) if given_observations else []
+    )
+    rand.shuffle(again)
+    assert reduce_job(submission, again) == expected
+
+
+def in_order(given_observations: list[Observation]) -> list[Observation]:
+    return sorted(given_observations, key=lambda each: (each.at, repr(each)))
+
+
+@given(submissions, st.lists(snapshots, max_size=25, unique_by=lambda each: each.at), st.data())
+def test_a_watch_that_is_shown_old_snapshots_again_is_not_misled(
+    submission: Submission, shown: list[Seen], data: st.DataObject
+) -> None:
+    watch = JobWatch(submission, Timers())
+    shown.sort(key=lambda each: each.at)
+    for number, snapshot in enumerate(shown):
+        watch = watch.after(snapshot)
+        for old in data.draw(st.lists(st.sampled_from(shown[: number + 1]), max_size=3)):
+            assert watch.after(old) == watch
+    assert watch.view == reduce_job(submission, shown)
+
+
+@given(submissions, st.lists(observations, max_size=30))
+def test_what_is_over_stays_as_it_is(submission: Submission, given_observations: list[Observation]) -> None:
+    watch, final = JobWatch(submission, Timers()), None
+    for observation in in_order(given_observations):
+        watch = watch.after(observation)
+        if final is not None:
+            assert watch.view == final
+        final = watch.view if watch.view.over else None
+
+
+@given(submissions, st.lists(observations, max_size=30))
+def test_nothing_ends_without_a_word_that_says_so(submission: Submission, given_observations: list[Observation]) -> None:
+    result = reduce_job(submission, given_observations)
+    states = {each.row.state for each in given_observations if isinstance(each, Seen) and each.row}
+    states |= {each.facts.state for each in given_observations if isinstance(each, Told)}
+    exits = {each.exit_code for each in given_observations if isinstance(each, Exited)}
+    if result.kind == "ended":
+        assert states & TERMINAL or exits
+        assert result.state in states & TERMINAL or (result.state == "" and result.exit_code in exits)
+    if result.kind == "lost":
+        missing = [each.at for each in given_observations if isinstance(each, Seen) and each.row is None]
+        assert max(missing) - min(missing) >= (300 if submission.requeue else 60)
+
+
+@settings(max_examples=300)
+@given(submissions, st.lists(snapshots, min_size=2, max_size=30, unique_by=lambda each: each.at), st.floats(0, 1e5), st.data())
+@example(ONCE, [absent(0), absent(30), absent(60)], 0.0, None)
+def test_a_question_without_an_answer_makes_no_time_pass(
+    submission: Submission, shown: list[Seen], outage: float, data: Any
+) -> None:
+    """Leaving snapshots out may only delay the loss of a job, never bring it about."""
+    shown.sort(key=lambda each: each.at)
+    without = [each for each in shown if data is None or data.draw(st.booleans()) or each.row is not None]
+    if reduce_job(submission, without).kind == "lost":
+        assert reduce_job(submission, shown).over
+
+
+@given(submissions, st.lists(snapshots, max_size=25))
+def test_a_job_is_lost_only_by_an_unbroken_absence(submission: Submission, shown: list[Seen]) -> None:
+    """A second way to say it: the longest run of snapshots without the job, among the unique ones in order."""
+    unique: dict[float, Seen] = {}
+    for each in sorted(shown, key=repr):
+        unique.setdefault(each.at, each)
+    since, count, lost = math.inf, 0, False
+    ends = TERMINAL - MAY_REQUEUE if submission.requeue else TERMINAL
+    for at, each in sorted(unique.items()):
+        if at < SUBMITTED:
+            continue
+        if each.row is not None and each.row.state in ends:
+            break
+        if each.row is not None and each.row.state not in TERMINAL:
+            since, count = math.inf, 0
+            continue
+        since, count = min(since, at), count + 1
+        if count >= 2 and at - since >= (300 if submission.requeue else 60):
+            lost = True
+            break
+    result = reduce_job(submission, shown)
+    assert (result.kind == "lost" or (result.kind == "ended" and result.state in MAY_REQUEUE and submission.requeue)) == lost
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_jobs_as_real_clusters_showed_them(version: str) -> None:
+    ends = {"ok": "COMPLETED", "bad": "FAILED", "can": "CANCELLED", "tim": "TIMEOUT", "oom": "FAILED", "pec": "CANCELLED"}
+    for name, state in ends.items():
+        number, text = said(version, name, "scontrol")
+        facts = parse_scontrol(text)
+        assert facts is not None and facts.submit is not None
+        submission = Submission(number, facts.submit + 1)
+        assert reduce_job(submission, [Told(facts.submit + 5, facts)]).state == state
+        accounting = parse_sacct(said(version, name, "sacct")[1], number)
+        assert accounting is not None
+        assert reduce_job(submission, [Told(facts.submit + 5, accounting)]).kind == "ended"
+    number, text = said(version, "req", "sacct")
+    running = parse_sacct(text, number)
+    assert running is not None and not reduce_job(Submission(number, 1795281900, True), [Told(1795281999, running)]).over
+    rows_shown = parse_squeue(said(version, "squeue", "squeue")[1], "MARK")
+    waiting = next(each for each in rows_shown if each.name == "JobState=X Reason=y")
+    snapshot = QueueSnapshot(SUBMITTED, rows_shown)
+    assert reduce_job(Submission(waiting.job_id, SUBMITTED), [seen(snapshot, waiting.job_id)]).reason == "BeginTime"
+    assert seen(snapshot, 1).row is None
+
+
+def test_a_node_that_failed_on_a_real_cluster() -> None:
+    """Slurm 24.11: the controller was silent for a minute, then the job was back in the queue under its id."""
+    number, text = said("24.11", "nodereq", "sacct")
+    after = parse_sacct(text, number)
+    attempt = parse_sacct("".join(text.splitlines(keepends=True)[:3]), number)
+    assert after is not None and attempt is not None and (attempt.state, after.state) == ("NODE_FAIL", "PENDING")
+    submission = Submission(number, 1795282192, requeue=True)
+    running = Seen(1795282193, row("RUNNING"))
+    between = [running, Told(1795282260, attempt)]
+    assert reduce_job(submission, between) == JobView("unknown", "NODE_FAIL", nodes="c2")
+    assert reduce_job(submission, [*between, Seen(1795282303, row("PENDING", "BeginTime"))]).kind == "pending"
+    number, text = said("24.11", "nodefail", "scontrol")
+    facts = parse_scontrol(text)
+    assert facts is not None
+    ended = reduce_job(Submission(number, 1795282192), [running, Told(1795282303, facts)])
+    assert ended == JobView("ended", "NODE_FAIL", "NodeDown", nodes="c2")
