@@ -108,7 +108,8 @@ def judge_job(evidence: Evidence) -> Verdict | None:
     """What Slurm's own word makes of a run; None if it explains nothing."""
     if evidence.job is None:
         return None
-    found = job_sentence(evidence.job, evidence.runtime_log, ended=evidence.end is not None)
+    silent = not evidence.started and not evidence.runtime_log.strip()
+    found = job_sentence(evidence.job, evidence.runtime_log, ended=evidence.end is not None, silent=silent)
     return None if found is None else Verdict(*found)
 
 

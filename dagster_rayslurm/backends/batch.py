@@ -12,7 +12,7 @@ from typing import Any
 from dagster_pipes import PipesContextData
 
 from ..bundles import Bundle, bundle_directory, bundle_files, install
-from ..connections.base import Connection
+from ..connections.base import Connection, ConnectionFailed
 from ..connections.shared import connection_to
 from ..environments import Environment, Interpreter
 from ..environments.check import check_environment_on
@@ -74,8 +74,17 @@ class BatchBackend:
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step) -> BatchJob:
         commands = slurm_commands(self.connection)
-        interpreter = self._interpreter(plan)
-        plan, runtime = self._deliver(plan, step.log)
+        try:
+            interpreter = self._interpreter(plan)
+            plan, runtime = self._deliver(plan, step.log)
+        except ConnectionFailed:
+            raise
+        except OSError as error:
+            raise StartError(
+                "configuration",
+                f"remote_base: {self.layout.base} cannot be used: {error}; choose a directory of your own that the edge and the "
+                "compute nodes share",
+            ) from None
         name = job_name(step.step_key, plan.payload.nonce)
         comment = job_comment(step.run_id, step.step_key, step.partition_key)
         request = make_request(self.queue, plan.footprint, job_name=name, comment=comment)

@@ -11,6 +11,7 @@ import hmac
 import json
 import os
 import socket
+import time
 from typing import Any, Callable, Dict, Optional
 
 from .loop import Loop
@@ -90,6 +91,23 @@ class Channel:
         """This end's address, as the other one sees it unless it is translated."""
         assert self._socket is not None
         return str(self._socket.getsockname()[0])
+
+    def wait_end(self, deadline: float) -> None:
+        """Wait until the other end closes the connection, or `time.monotonic()` is at the deadline; then close it.
+
+        For the end of a runtime, when its loop no longer runs.
+        """
+        try:
+            while self._socket is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._socket.settimeout(left)
+                if not self._socket.recv(65536):
+                    break
+        except OSError:
+            pass  # It is gone, one way or another, or too late.
+        self.close()
 
     def close(self) -> None:
         if self._socket is not None:

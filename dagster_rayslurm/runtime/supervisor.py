@@ -120,9 +120,11 @@ class Supervisor:
             if self.cluster is not None:
                 self.cluster.stop()
             if self._team is not None:
-                self._team.stop()
+                self._team.dismiss()
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
             self._scratch.remove()
+            if self._team is not None:
+                self._team.wait_gone()
 
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
         """Take over the payload of a run directory.

@@ -15,6 +15,8 @@ _STRANGER_TIMEOUT = 10.0
 PING_INTERVAL = 5.0
 SILENCE = 30.0
 """Seconds without a word after which the other end of a channel counts as lost."""
+_FAREWELL = 2.0
+"""Seconds that the head's runtime outstays the work for the others; a node takes some milliseconds to tidy up."""
 _USAGE_TIMEOUT = 0.25
 """Seconds that the end of a run waits for the other nodes' figures."""
 
@@ -126,19 +128,24 @@ class Team:
             member.channel.send(op="report")
         self._loop.call_later(_USAGE_TIMEOUT if asked else 0.0, self._collecting.finish)
 
-    def stop(self) -> None:
+    def dismiss(self) -> None:
         """Send everybody home."""
         for member in self.members.values():
             if member.channel is not None:
                 member.channel.send(op="stop")
-                member.channel.close()
-                member.channel = None
         for channel in self._strangers:
             channel.close()
         self._loop.forget(self._listener.fileno())
         self._listener.close()
         if self._timer is not None:
             self._timer.cancel()
+
+    def wait_gone(self) -> None:
+        """Wait until the others have tidied up: the end of this runtime may well be the end of theirs."""
+        deadline = self._loop.now() + _FAREWELL
+        for member in self.members.values():
+            if member.channel is not None:
+                member.channel.wait_end(deadline)
 
     def _accept(self) -> None:
         try:

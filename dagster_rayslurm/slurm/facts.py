@@ -176,7 +176,7 @@ def _scontrol_fields(block: str) -> dict[str, str]:
             if key == "JobName":
                 in_name = True
                 break
-            fields.setdefault(key, value)
+            fields[key] = value
     return fields
 
 

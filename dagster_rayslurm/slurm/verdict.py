@@ -15,13 +15,14 @@ _LOST_NODES = {
 }
 
 
-def job_sentence(job: JobFacts, log: str, ended: bool) -> Found | None:
+def job_sentence(job: JobFacts, log: str, ended: bool, silent: bool) -> Found | None:
     """What became of a run whose record does not tell, or tells of a signal from outside.
 
     Args:
         job: what Slurm says of it.
         log: what the batch script, slurmstepd and the runtime printed.
         ended: whether the runtime still wrote down the end, and was but signalled.
+        silent: whether nothing at all was written into the run directory.
 
     Returns:
         None if Slurm has nothing to add.
@@ -45,8 +46,13 @@ def job_sentence(job: JobFacts, log: str, ended: bool) -> Found | None:
         return "cancelled", f"{which} was cancelled{by}{_reason(job)}", None
     if ended:
         return None
-    if job.state == "FAILED" and job.start is None:
-        return "allocation", f"FAILED: {which} did not start{_reason(job)}", None
+    if silent and job.state in ("FAILED", "COMPLETED"):
+        return (
+            "allocation",
+            f"{job.state}: {which}{where} ended before it could write into its run directory{_reason(job)}; "
+            "SlurmResource.remote_base must be on a file system that the edge and the compute nodes share",
+            False,
+        )
     return None
 
 

@@ -99,6 +99,7 @@ def slurm_conf(accounting: bool) -> str:
             "AccountingStorageType=accounting_storage/slurmdbd",
             "AccountingStorageHost=slurmdbd",
             "AccountingStorageTRES=gres/gpu",
+            "AccountingStorageEnforce=associations,limits,qos",
         ]
     return SLURM_CONF.format(storage="\n".join(storage), gpus=GPUS_PER_NODE)
 

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from dagster_rayslurm import BashLauncher, ComputeResource, SlurmQueueConfig, Sl
 from dagster_rayslurm.connections.base import Connection
 from dagster_rayslurm.connections.shared import connection_to
 
-from ..conftest import wait_until
+from ..conftest import Ran, run_asset, wait_until
 from ..stack.conftest import Stack, stack  # noqa: F401
 
 NODES = ("c1", "c2", "g1", "g2")
@@ -25,6 +26,8 @@ class Site:
     ssh: SSHConnectionResource
     base: str
     env_path: str
+    killed: bool = False
+    """Whether runtimes were killed with their keepers: what they leave is swept by the next one on the node."""
 
     @property
     def connection(self) -> Connection:
@@ -47,6 +50,10 @@ class Site:
 
     def left(self, service: str) -> list[str]:
         """Scratch directories of the runtime on a node."""
+        if self.killed:
+            code = "import sys; sys.path.insert(0, sys.argv[1]); from rayslurm_runtime import scratch; scratch.sweep()"
+            runtime = self.sh('ls "$1"/runtime/*.pyz', self.base).strip()
+            self.stack.exec(service, ["/opt/ray/bin/python", "-c", code, runtime], user="dev")
         return self.stack.exec(service, ["sh", "-c", "ls -d /tmp/rs-* /var/tmp/rs-* 2>/dev/null || true"]).split()
 
 
@@ -96,3 +103,37 @@ def slurm_compute(site: Site, tmp_path: Any) -> Callable[..., ComputeResource]:
         return ComputeResource(**{**defaults, **fields})
 
     return make
+
+
+class Running:
+    """An asset at work in a thread. Its payload makes the file `up` in the data directory once it runs."""
+
+    def __init__(self, site: Site, compute: ComputeResource, payload: Any, **arguments: Any) -> None:
+        self._site = site
+        self._pool = ThreadPoolExecutor(1)
+        self._ran = self._pool.submit(run_asset, compute, payload, **arguments)
+
+    def job(self, state: str = "RUNNING") -> str:
+        """The id of its job, once that has a state."""
+        found = wait_until(lambda: self._ran.done() or self._site.sh(f"squeue --me --noheader --states={state} --format=%A"), 60)
+        assert found and found is not True, "there is no such job"
+        return str(found).split()[0]
+
+    def up(self, name: str = "up") -> str:
+        """The id of its job, once the payload has made a file."""
+        path = f"{self._site.base}/data/{name}"
+        assert wait_until(lambda: self._ran.done() or self._site.connection.read(path, 0, 1), 90) and not self._ran.done()
+        return self.job()
+
+    def result(self, timeout: float = 150) -> Ran:
+        return self._ran.result(timeout)
+
+
+@pytest.fixture
+def start(site: Site) -> Callable[..., Running]:
+    """Starts an asset in a thread."""
+
+    def begin(compute: ComputeResource, payload: Any, **arguments: Any) -> Running:
+        return Running(site, compute, payload, **arguments)
+
+    return begin

@@ -1,6 +1,7 @@
 """The queue, the reducer and accounting on a real Slurm."""
 
 import contextlib
+import itertools
 import shlex
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def submit(edge: Connection, directory: str) -> Iterator[Callable[..., Submissio
     jobs: list[int] = []
 
     def sbatch(script: str, *options: str) -> Submission:
-        words = shlex.join(["sbatch", "--parsable", "--time=5", "--mem-per-cpu=200M", f"--chdir={directory}", *options])
+        words = shlex.join(["sbatch", "--parsable", "--time=5", f"--chdir={directory}", *options])
         done = edge.run(["sh", "-c", f"{words} && date +%s.%N"], f"#!/bin/sh\n{script}\n".encode())
         assert done.returncode == 0, done.stderr
         number, stamp = done.stdout.split()
@@ -133,7 +134,7 @@ def over(view: JobView) -> bool:
 
 
 def test_a_job_from_the_queue_to_its_end(stack: Any, edge: Connection, directory: str, submit: Any) -> None:
-    job = submit("sleep 4; exit 3", "--no-requeue", "--hold", "--job-name=a\nb\x1fc|d")
+    job = submit("sleep 4; exit 3", "--no-requeue", "--mem=200M", "--hold", "--job-name=a\nb\x1fc|d")
     waits = follow(edge, directory, job, lambda view: view.kind != "unknown")
     assert (waits.kind, waits.state, waits.reason) == ("pending", "PENDING", "JobHeldUser")
     row = ask_queue(edge).job(job.job_id)
@@ -156,7 +157,7 @@ def test_an_expected_start_is_told(edge: Connection, directory: str, submit: Any
 
 
 def test_a_cancelled_job_and_who_did_it(stack: Any, edge: Connection, directory: str, submit: Any) -> None:
-    job = submit("sleep 100", "--no-requeue")
+    job = submit("sleep 100", "--no-requeue", "--mem=200M")
     follow(edge, directory, job, lambda view: view.kind == "running")
     edge.run(["scancel", str(job.job_id)])
     ended = follow(edge, directory, job, over)
@@ -166,7 +167,7 @@ def test_a_cancelled_job_and_who_did_it(stack: Any, edge: Connection, directory:
 
 
 def test_a_requeued_job_is_not_over(edge: Connection, directory: str, submit: Any) -> None:
-    job = submit("sleep 100", "--requeue")
+    job = submit("sleep 100", "--requeue", "--mem=200M")
     follow(edge, directory, job, lambda view: view.kind == "running")
     edge.run(["scontrol", "requeue", str(job.job_id)])
     waits = follow(edge, directory, job, lambda view: view.kind == "pending" and view.state == "PENDING")
@@ -194,7 +195,8 @@ def test_a_memory_limit_that_slurmd_enforces(stack: Any, edge: Connection, direc
 def test_a_job_that_is_gone_is_lost_and_one_that_nobody_can_ask_for_is_not(edge: Connection, directory: str) -> None:
     gone = Submission(99_999_999, 0)
     healthy = SharedQueue(edge, f"{directory}/healthy", 1)
-    down = SharedQueue(Through(edge, "SLURM_CONF=/nowhere"), f"{directory}/down", 1)
+    edge.write(f"{directory}/slurm.conf", b"ThisIsNoOption=1\n")
+    down = SharedQueue(Through(edge, f"SLURM_CONF={directory}/slurm.conf"), f"{directory}/down", 1)
     watches = {healthy: JobWatch(gone, Timers(absence=4)), down: JobWatch(gone, Timers(absence=4))}
 
     def lost() -> bool:
@@ -204,7 +206,7 @@ def test_a_job_that_is_gone_is_lost_and_one_that_nobody_can_ask_for_is_not(edge:
                 watches[queue] = watches[queue].after(seen(snapshot, gone.job_id))
         return watches[healthy].view.kind == "lost"
 
-    assert wait_until(lost, 30), watches
+    assert wait_until(lambda: lost() and down.trouble, 30), watches
     assert watches[down].view == JobView("unknown")
     assert down.trouble is not None and "squeue did not answer" in down.trouble and healthy.trouble is None
     assert ask_job(edge, gone.job_id) is None
@@ -239,7 +241,7 @@ def test_many_callers_and_processes_are_one_to_slurmctld(stack: Any, edge: Conne
     calls = [int(line) / 1000 for line in edge.read(f"{directory}/calls", 0, 100_000).split()]
     assert len(calls) >= SECONDS / INTERVAL / 2
     # Between the claim and squeue itself, a shell has to get going on a busy machine.
-    assert all(later - earlier > INTERVAL - 0.5 for earlier, later in zip(calls, calls[1:])), calls
+    assert all(later - earlier > INTERVAL - 0.5 for earlier, later in itertools.pairwise(calls)), calls
     assert max(stale) < 2.5 * INTERVAL, max(stale)
 
 
@@ -251,7 +253,6 @@ letters = st.from_regex(r"[a-z][a-z-]{0,3}", fullmatch=True)
 names = st.one_of(
     st.builds(str.__add__, letters, brackets),
     st.builds("{}{}{}{}".format, letters, brackets, letters, brackets),
-    st.builds("{}{}{}".format, letters, brackets, st.sampled_from(["-ib", "x", ".example.org"])),
     st.from_regex(r"[a-z][a-z0-9-]{0,6}[a-z0-9]", fullmatch=True),
 )
 

@@ -65,7 +65,7 @@ def test_a_failure_shows_text_that_no_markdown_can_break() -> None:
     metadata = failure_metadata(evidence, "/run")
     assert all(line.startswith("    ") for line in metadata["Last output"].value.splitlines())
     assert metadata["Log: raylet.err"].value == "    boom" and metadata["Exit code"] == 1
-    assert "Run directory" not in failure_metadata(evidence, "/run", kept=False)
+    assert "Run directory" not in failure_metadata(evidence, None)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e4), st.floats(0, 1e13)), min_size=2, max_size=50))

@@ -179,11 +179,11 @@ def test_what_slurmstepd_writes_into_the_output(line: str) -> None:
 
 def test_names_and_comments_are_no_fields() -> None:
     _, text = said("22.05", "bad", "scontrol")
-    hostile = "x JobState=COMPLETED Reason=None ExitCode=0:0\n   NodeList=g1\n JobState=COMPLETED"
+    hostile = "x JobState=COMPLETED AllocTRES=mem=9G ExitCode=0:0\n   NodeList=g1\n JobState=COMPLETED"
     text = text.replace("JobName=rs bad | x", f"JobName={hostile}").replace("Comment=a", f"Comment={hostile}")
     facts = parse_scontrol(text)
     assert facts is not None
-    assert (facts.state, facts.exit_code, facts.nodes) == ("FAILED", 3, ("c1",))
+    assert (facts.state, facts.exit_code, facts.nodes, facts.memory) == ("FAILED", 3, ("c1",), 1024 * MIB)
 
 
 def test_words_and_numbers() -> None:

@@ -10,6 +10,7 @@ from dagster_rayslurm import SlurmQueueConfig
 from dagster_rayslurm.slurm.refusal import explain, impossible, is_temporary
 
 FAILED = "sbatch: error: Batch job submission failed: "
+POLICY = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
 
 # What was asked for, what sbatch wrote to stderr (22.05 and 24.11 the same unless noted), and what the user must read.
 REFUSALS = [
@@ -60,12 +61,12 @@ REFUSALS = [
     ("--exclusive=nope", "sbatch: error: Invalid --exclusive specification", "exclusive"),
     (
         "DenyOnLimit",
-        f"sbatch: error: QOSMaxCpuPerJobLimit\n{FAILED}Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+        f"sbatch: error: QOSMaxCpuPerJobLimit\n{FAILED}{POLICY}",
         "cpus_per_node",
     ),
     (
         "a limit without a word",
-        f"{FAILED}Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+        f"{FAILED}{POLICY}",
         "qos",
     ),
     ("--licenses=nope:1", f"{FAILED}Invalid license specification", "extra_sbatch"),
@@ -81,11 +82,12 @@ TEMPORARY = [
     f"{FAILED}Zero Bytes were transmitted or received",
     'sbatch: error: Munge encode failed: Failed to connect to "/run/munge/munge.socket.2": Connection refused\n'
     f"{FAILED}Protocol authentication error",
-    f"sbatch: error: AssocMaxSubmitJobLimit\n{FAILED}Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
-    f"sbatch: Slurm temporarily unable to accept job, sleeping and retrying\n{FAILED}Rate limit exceeded, please retry momentarily",
+    f"sbatch: error: AssocMaxSubmitJobLimit\n{FAILED}{POLICY}",
+    "sbatch: Slurm temporarily unable to accept job, sleeping and retrying\n"
+    f"{FAILED}Rate limit exceeded, please retry momentarily",
 ]
 
-# As squeue -o %r of 22.05 and 24.11 gave them for jobs that asked for too much.
+# Reasons by their names in 22.05 and 24.11; sentences as `squeue -o %r` gave them, or `scontrol show job`.
 NEVER = [
     ("PartitionTimeLimit", "time_limit"),
     ("PartitionConfig", "cpus_per_node"),
@@ -112,7 +114,7 @@ NEVER = [
     ("DependencyNeverSatisfied", "extra_sbatch"),
 ]
 
-# Every other reason for which a job of 22.05 or 24.11 may wait (job_state_reason.c), and longer texts that were seen.
+# Reasons that time, other jobs, nodes or administrators may take away, by their names in 22.05 and 24.11, and as they came.
 PATIENCE = """
 None Priority Dependency Resources PartitionNodeLimit PartitionDown PartitionInactive JobHeldAdmin JobHeldUser BeginTime
 Licenses AssociationJobLimit AssociationResourceLimit AssociationTimeLimit Reservation ReqNodeNotAvail FrontEndDown SchedDefer
@@ -124,7 +126,7 @@ AssocGrpWallLimit AssocMaxJobsLimit AssocMaxSubmitJobLimit JobHoldMaxRequeue Job
 BurstBufferStageIn PowerNotAvail PowerReserved AssocGrpGRES AssocGrpGRESMinutes QOSMaxGRESPerUser QOSMaxMemoryPerUser
 QOSGrpGRES MaxCpuPerAccount MaxGRESPerAccount MaxJobsPerAccount MaxSubmitJobsPerAccount AccountingPolicy FedJobLock
 AssocGrpBilling QOSGrpBilling
-""".split("\n")
+"""
 PATIENCE_TEXTS = [
     "",
     "ReqNodeNotAvail, UnavailableNodes:d[1-2]",
@@ -204,7 +206,7 @@ def test_a_reason_that_never_goes_away_names_the_field(reason: str, field: str) 
         assert "\n" not in sentence
 
 
-@pytest.mark.parametrize("reason", [*" ".join(PATIENCE).split(), *PATIENCE_TEXTS])
+@pytest.mark.parametrize("reason", [*PATIENCE.split(), *PATIENCE_TEXTS])
 def test_a_reason_that_may_go_away(reason: str) -> None:
     assert impossible(reason) is None
 

@@ -199,6 +199,20 @@ def test_a_watch_that_is_shown_old_snapshots_again_is_not_misled(
     assert watch.view == reduce_job(submission, shown)
 
 
+def test_an_answer_and_a_snapshot_may_come_in_either_order() -> None:
+    def after(*given_observations: Observation) -> JobWatch:
+        watch = JobWatch(ONCE, Timers())
+        for observation in given_observations:
+            watch = watch.after(observation)
+        return watch
+
+    alive = told(50, "RUNNING")
+    assert after(alive, absent(40), absent(101)).view.kind == "running", "of what it was before the answer nothing counts"
+    assert after(absent(40), alive, absent(101)).view.kind == "running"
+    assert after(absent(60), alive, absent(120)).view.kind == "lost", "an older answer does not undo what came later"
+    assert after(present(60, "RUNNING"), told(50, "PENDING")).view.state == "RUNNING"
+
+
 @given(submissions, st.lists(observations, max_size=30))
 def test_what_is_over_stays_as_it_is(submission: Submission, given_observations: list[Observation]) -> None:
     watch, final = JobWatch(submission, Timers()), None
