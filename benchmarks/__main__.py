@@ -22,12 +22,13 @@ from .figures import Figure, Options, Sample, number
 Measure = Callable[[Options], "Figure | list[Figure]"]
 
 
-_NEED_THE_STACK = ("connections", "connections.idle")
+_NEED_THE_STACK = ("connections", "slurm.")
+"""What names begin with whose figures are measured on the Slurm stack."""
 
 
 def _measures() -> dict[str, Measure]:
     """The figures by name; imported late, so that `--help` does not wait for Dagster."""
-    from . import connections, first, imports, local, messages, stdout
+    from . import connections, first, imports, local, messages, slurm_calls, slurm_first, slurm_streams, stdout
 
     return {
         "import": imports.imports,
@@ -39,6 +40,12 @@ def _measures() -> dict[str, Measure]:
         "messages": messages.messages,
         "connections": connections.connections,
         "connections.idle": connections.idle_readers,
+        "slurm.first": slurm_first.first,
+        "slurm.bash": slurm_first.bash,
+        "slurm.logins": slurm_calls.logins,
+        "slurm.squeue": slurm_calls.squeue,
+        "slurm.stdout": slurm_streams.stdout,
+        "slurm.messages": slurm_streams.messages,
     }
 
 
@@ -75,10 +82,20 @@ def _machine() -> dict[str, object]:
 @click.option("--runs", type=click.IntRange(min=1), help="Measure each figure this often, instead of what suits it.")
 @click.option("--messages", default=20_000, show_default=True, help="Pipes messages of the figure of that name.")
 @click.option("--lines", default=1_000_000, show_default=True, help="Lines that the payload of `stdout` prints.")
+@click.option("--partition", default="compute", show_default=True, help="Partition of the stack, two nodes of which are free.")
+@click.option("--peer/--no-peer", default=True, help="Whether dagster-slurm runs beside it; it is installed into .bench once.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Keep the raw figures here.")
-def main(names: tuple[str, ...], runs: int | None, messages: int, lines: int, json_path: Path | None) -> None:
+def main(
+    names: tuple[str, ...],
+    runs: int | None,
+    messages: int,
+    lines: int,
+    partition: str,
+    peer: bool,
+    json_path: Path | None,
+) -> None:
     """Measure the figures, or those with the given NAMES, each beside doing the same by hand."""
-    from . import connections
+    from . import edge
 
     warnings.filterwarnings("ignore", module="dagster")
     measures = _measures()
@@ -88,13 +105,13 @@ def main(names: tuple[str, ...], runs: int | None, messages: int, lines: int, js
     console = Console()
     # Wide enough for the table when the output goes to a file, where there is no width to respect.
     wide = console if console.is_terminal else Console(width=150)
-    options = Options(runs, messages, lines)
+    options = Options(runs, messages, lines, partition, peer)
     figures: list[Figure] = []
     for name in names or measures:
-        if name in _NEED_THE_STACK and not connections.available():
+        if name.startswith(_NEED_THE_STACK) and not edge.available():
             if names:
-                raise click.UsageError(f"{name} needs the Slurm stack (`make stack-up`) and the ssh and sftp programs")
-            console.print(f"leaving out {name}: the Slurm stack (`make stack-up`) or the ssh and sftp programs are not there")
+                raise click.UsageError(f"{name} needs the Slurm stack (`make stack-up`) and the programs of OpenSSH")
+            console.print(f"leaving out {name}: the Slurm stack (`make stack-up`) or the programs of OpenSSH are not there")
             continue
         console.print(f"measuring {name}")  # No spinner: its thread would share the interpreter with what is measured.
         measured = measures[name](options)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.connections.base import Connection
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.connections.shared import new_connection
-from stack.access import read_environment
-from stack.cluster import Cluster
-from stack.link import Link
-from stack.settings import Settings
 
+from .edge import ByHand, Edge
 from .figures import Figure, Options, Sample
 from .steps import alternate, base_dir
 
@@ -29,8 +24,6 @@ _ROUND_TRIPS = (0.0, 0.08)
 _THREADS = 16
 _SIZE = 4096
 _READERS, _CADENCE, _IDLE_SECONDS = 100, 5.0, 20.0
-_BATCH = 4
-"""Transfers of one `sftp` by hand."""
 
 # Beside a multiplexed `ssh` and a running `sftp`: a command is framed and watched over, a write is fsynced and renamed
 # in place, which costs a round trip more than `put`.
@@ -38,98 +31,21 @@ _BARS = {"run": 2.0, "read": 1.3, "write": 2.0, "local": 4.0}
 _IDLE_BAR = 10.0
 
 
-@dataclass(frozen=True)
-class _ByHand:
-    """The clients of OpenSSH, on a master connection of their own."""
-
-    options: list[str]
-    target: str
-    scratch: str
-
-    def ssh(self) -> None:
-        subprocess.run(["ssh", *self.options, self.target, "true"], check=True, capture_output=True)
-
-    def sftp(self, command: str) -> float:
-        """Seconds per transfer, of several in one process, without those of an empty one."""
-        full, empty = (self._batch(command, count) for count in (_BATCH, 0))
-        return max(0.0, full - empty) / _BATCH
-
-    def _batch(self, command: str, count: int) -> float:
-        started = time.perf_counter()
-        batch = f"{command}\n" * count
-        subprocess.run(
-            ["sftp", "-q", *self.options, "-b", "-", self.target], input=batch.encode(), check=True, capture_output=True
-        )
-        return time.perf_counter() - started
-
-
-class _Server:
-    """The edge node of the stack, straight or over a slow link, and what its sshd says."""
-
-    def __init__(self) -> None:
-        settings = Settings.from_environment()
-        self._env = read_environment(settings)
-        self._cluster = Cluster(settings)
-        self._edge = self._cluster.container("edge").id
-
-    def resource(self, port: int, client: str) -> SSHConnectionResource:
-        return SSHConnectionResource(
-            host="127.0.0.1",
-            port=port,
-            user=self._env["SLURM_EDGE_NODE_USER"],
-            key_path=self._env["SLURM_EDGE_NODE_KEY_PATH"],
-            host_key_checking="off",
-            client=client,
-        )
-
-    @contextlib.contextmanager
-    def reached(self, round_trip: float) -> Iterator[int]:
-        """A port that leads there."""
-        with Link("127.0.0.1", int(self._env["SLURM_EDGE_NODE_PORT"]), round_trip / 2) as link:
-            yield link.port
-
-    @contextlib.contextmanager
-    def by_hand(self, port: int, scratch: str) -> Iterator[_ByHand]:
-        """A master opened by hand."""
-        ssh = self.resource(port, "openssh")
-        control = os.path.join(scratch, f"m{port}")
-        known = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
-        login = ["-i", str(ssh.key_path), "-o", f"Port={port}", "-o", f"User={ssh.user}"]
-        subprocess.run(["ssh", "-M", "-S", control, "-fN", *known, *login, ssh.host], check=True, stderr=subprocess.DEVNULL)
-        try:
-            yield _ByHand(["-o", f"ControlPath={control}", *known, *login], ssh.host, scratch)
-        finally:
-            subprocess.run(["ssh", "-S", control, "-O", "exit", ssh.host], capture_output=True)
-
-    def logins(self) -> int:
-        done = subprocess.run(["docker", "logs", self._edge], capture_output=True, text=True, check=True)
-        return (done.stdout + done.stderr).count("Accepted publickey for")
-
-    def cpu_seconds(self) -> float:
-        """CPU time that the SSH and SFTP servers on the edge have had."""
-        script = (
-            "import os,glob\nt=0\nfor p in glob.glob('/proc/[0-9]*/stat'):\n  try: s=open(p).read()\n  except OSError: continue\n"
-        )
-        script += "  if '(sshd' in s or '(sftp-server' in s: f=s.rpartition(')')[2].split(); t+=int(f[11])+int(f[12])\n"
-        script += "print(t/os.sysconf('SC_CLK_TCK'))"
-        return float(self._cluster.exec("edge", ["python3", "-c", script]).stdout)
-
-
 def connections(options: Options) -> list[Figure]:
     """Latency and rate of `run`, `read` and `write` of each connection, without and with 80 ms round trips."""
-    server = _Server()
+    edge = Edge()
     figures: list[Figure] = []
     with base_dir() as scratch:
         for round_trip in _ROUND_TRIPS:
-            with server.reached(round_trip) as port, server.by_hand(port, scratch) as by_hand:
+            with edge.link(round_trip) as link, edge.by_hand(scratch, link.port) as by_hand:
                 for client in ("paramiko", "openssh"):
-                    before = server.logins()
-                    with _connected(server.resource(port, client)) as connection:
-                        logins = server.logins() - before
+                    before = edge.logins()
+                    with _connected(edge.resource(link.port, client)) as connection:
+                        logins = edge.logins() - before
                         name = f"{client}, {round_trip * 1000:.0f} ms"
                         figures += _compare(options, name, connection, connection.home(), by_hand)
                         if not round_trip:
-                            figures.append(_logins(client, logins, server.logins() - before))
+                            figures.append(_logins(client, logins, edge.logins() - before))
         figures += _local(options, scratch)
     return figures
 
@@ -144,7 +60,7 @@ def _connected(ssh: SSHConnectionResource) -> Iterator[Connection]:
         connection.close()
 
 
-def _compare(options: Options, name: str, connection: Connection, directory: str, by_hand: _ByHand) -> list[Figure]:
+def _compare(options: Options, name: str, connection: Connection, directory: str, by_hand: ByHand) -> list[Figure]:
     here, there = os.path.join(by_hand.scratch, "here"), f"{directory}/bench-{os.getpid()}"
     data = os.urandom(_SIZE)
     with open(here, "wb") as file:
@@ -234,14 +150,14 @@ def _logins(client: str, first: int, all_of_them: int) -> Figure:
 
 def idle_readers(options: Options) -> list[Figure]:  # noqa: ARG001 - one long measurement
     """CPU that 100 followers cost while nothing happens, on this machine and on the edge node."""
-    server = _Server()
+    edge = Edge()
     figures = []
-    with server.reached(0.0) as port:
+    with edge.link() as link:
         for client in ("paramiko", "openssh"):
-            with _connected(server.resource(port, client)) as connection:
+            with _connected(edge.resource(link.port, client)) as connection:
                 path = f"{connection.home()}/idle-{os.getpid()}"
                 connection.write(path, bytes(100_000))
-                here, there = _measure_idle(server, connection, path)
+                here, there = _measure_idle(edge, connection, path)
                 connection.remove(path)
             figures.append(
                 Figure(
@@ -255,7 +171,7 @@ def idle_readers(options: Options) -> list[Figure]:  # noqa: ARG001 - one long m
     return figures
 
 
-def _measure_idle(server: _Server, connection: Connection, path: str) -> tuple[float, float]:
+def _measure_idle(edge: Edge, connection: Connection, path: str) -> tuple[float, float]:
     stop = threading.Event()
 
     def follow(index: int) -> None:
@@ -269,9 +185,9 @@ def _measure_idle(server: _Server, connection: Connection, path: str) -> tuple[f
     for reader in readers:
         reader.start()
     time.sleep(_CADENCE)
-    here, there, started = time.process_time(), server.cpu_seconds(), time.perf_counter()
+    here, there, started = time.process_time(), edge.cpu_seconds(), time.perf_counter()
     time.sleep(_IDLE_SECONDS)
-    here, there = time.process_time() - here, server.cpu_seconds() - there
+    here, there = time.process_time() - here, edge.cpu_seconds() - there
     elapsed = time.perf_counter() - started
     stop.set()
     for reader in readers:
@@ -283,8 +199,3 @@ def _timed(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
-
-
-def available() -> bool:
-    """Whether the stack and the programs to compare with are there."""
-    return bool(read_environment(Settings.from_environment())) and all(map(shutil.which, ("ssh", "sftp", "docker")))

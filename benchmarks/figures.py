@@ -61,6 +61,8 @@ class Options:
     runs: int | None = None
     messages: int = 20_000
     lines: int = 1_000_000
+    partition: str = "compute"
+    peer: bool = True
 
     def repeat(self, usual: int) -> int:
         """How often to measure something for which `usual` is a good number."""

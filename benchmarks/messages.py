@@ -36,7 +36,7 @@ def messages(options: Options) -> Figure:
     def ours_once() -> None:
         run_id, seconds = in_step(compute, dagster, run_compute)
         ours.append(options.messages / seconds)
-        problems.extend(_differences(dagster, run_id, options.messages))
+        problems.extend(differences(dagster, run_id, options.messages))
 
     with base_dir() as base, instance() as dagster:
         compute = ComputeResource(local_base=base, default_launcher=BashLauncher())
@@ -47,7 +47,7 @@ def messages(options: Options) -> Figure:
     return Figure("messages", hand, our, ratio, _BAR, at_least=True, problem=next(iter(problems), None))
 
 
-def _differences(dagster: dg.DagsterInstance, run_id: str, count: int) -> Iterator[str]:
+def differences(dagster: dg.DagsterInstance, run_id: str, count: int) -> Iterator[str]:
     """What is wrong with the messages in the event log."""
     found = [entry.user_message for entry in dagster.all_logs(run_id) if entry.user_message.startswith("message ")]
     if found != [f"message {number}" for number in range(count)]:

@@ -25,15 +25,15 @@ def stdout(options: Options) -> list[Figure]:
     problems: list[str] = []
 
     def run_by_hand() -> None:
-        by_hand.append(options.lines / timed(lambda: _run([str(LINES), str(options.lines)], output))[0])
+        by_hand.append(options.lines / timed(lambda: run_here([str(LINES), str(options.lines)], output))[0])
 
     def run_ours() -> None:
         # A process of its own for each step: memory that an earlier one took and kept would hide what this one takes.
-        _run(["-m", f"{__package__}.stdout_step", str(options.lines), base, str(report)], output)
+        run_here(["-m", f"{__package__}.stdout_step", str(options.lines), base, str(report)], output)
         measured = json.loads(report.read_text())
         ours.append(options.lines / measured["seconds"])
         growth.append(measured["growth"] / 2**20)
-        problems.extend(_differences(output, options.lines))
+        problems.extend(differences(output, options.lines))
 
     with base_dir() as base:
         output, report = Path(base) / "output", Path(base) / "report.json"
@@ -48,12 +48,13 @@ def stdout(options: Options) -> list[Figure]:
     ]
 
 
-def _run(arguments: list[str], output: Path) -> None:
+def run_here(arguments: list[str], output: Path) -> None:
+    """Run this Python with its output in a file."""
     with output.open("wb") as file:
         subprocess.run([sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=file, check=True)
 
 
-def _differences(output: Path, lines: int) -> Iterator[str]:
+def differences(output: Path, lines: int) -> Iterator[str]:
     """Where the output is not what was printed."""
     expected = (f"{number:09d} {'x' * 39}\n" for number in range(lines))
     with output.open(encoding="utf-8") as file:

@@ -1,4 +1,7 @@
-"""One step whose payload prints: `python -m benchmarks.stdout_step LINES BASE_DIR REPORT`, a process of its own."""
+"""One step whose payload prints, a process of its own: `python -m benchmarks.stdout_step LINES BASE_DIR REPORT [SITE]`.
+
+SITE is a JSON object: the payload then runs on the Slurm stack.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +35,28 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Bytes on macOS.
 
 
+def on_slurm(base: str, directory: str, partition: str, port: int | None) -> ComputeResource:
+    """The stack, straight or over a link."""
+    from .edge import Edge
+    from .slurm_runs import Ours, Shape
+
+    return Ours(Edge(), directory, partition).resource(Shape(ray=False), port, local_base=base)
+
+
 def main() -> None:
-    lines, base, report = sys.argv[1:]
+    lines, base, report, *site = sys.argv[1:]
+    compute = on_slurm(base, **json.loads(site[0])) if site else ComputeResource(local_base=base, default_launcher=BashLauncher())
 
     def body(context: dg.AssetExecutionContext, compute: ComputeResource) -> dict[str, float]:
         reset_peak()
         before = peak_memory()
-        payload = ["python", str(LINES), lines]
-        seconds, _ = timed(lambda: compute.run(context=context, payload_path=payload, uses_pipes=False))
+        payload = ["python", LINES.name, lines]
+        seconds, _ = timed(lambda: compute.run(context=context, payload_path=payload, extra_files=[LINES], uses_pipes=False))
         return {"seconds": seconds, "growth": peak_memory() - before}
 
     # An ephemeral instance keeps no compute logs, so what the step writes goes to this process's own output.
     with dg.DagsterInstance.ephemeral() as instance:
-        measured = in_step(ComputeResource(local_base=base, default_launcher=BashLauncher()), instance, body)
+        measured = in_step(compute, instance, body)
     Path(report).write_text(json.dumps(measured))
 
 

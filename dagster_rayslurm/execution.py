@@ -103,6 +103,7 @@ def execute(
                 context.log,
                 backend.cadence,
                 policy.connection_loss_timeout,
+                attempt.requeue,
             )
             evidence = _follow(follower, attempt, plan, policy, context)
         except BaseException:
@@ -234,7 +235,7 @@ def start_errors() -> Iterator[None]:
     try:
         yield
     except StartError as error:
-        raise RunFailure(error.kind, str(error)) from None
+        raise RunFailure(error.kind, str(error), retry=error.retry) from None
     except ConnectionFailed as error:
         raise RunFailure("connection", f"the run cannot be started: {error}", retry=error.temporary) from error
     except OSError as error:

@@ -95,6 +95,8 @@ class Follower:
         log: the step's log.
         cadence: how often to read.
         loss_timeout: seconds for which the record may be out of reach.
+        requeue: whether Slurm may run the job again. Then results count only once their attempt has ended, and the
+            `end` that a signal from outside made is not the last word.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Follower:
         log: Any,
         cadence: Cadence,
         loss_timeout: float = 86400.0,
+        requeue: bool = False,
     ) -> None:
         self.evidence = Evidence()
         self._connection = connection
@@ -114,6 +117,9 @@ class Follower:
         self._log = log
         self._cadence = cadence
         self._loss_timeout = loss_timeout
+        self._requeue = requeue
+        self._attempt = 0
+        self._results: list[dict[str, Any]] = []
         self._unreachable_since: float | None = None
         self._output_lost = False
         self._paths = {name: os.path.join(run_dir, name) for name in (JOURNAL, STDIO)}
@@ -145,6 +151,9 @@ class Follower:
                 break
             time.sleep(self._cadence.pause(time.monotonic() - heard, self.evidence.started))
         self.evidence.damaged_lines = self._readers[JOURNAL].damaged
+        for message in self._results:
+            self._hand_over(message)
+        self._results.clear()
         return self.evidence
 
     def read_once(self) -> int:
@@ -177,7 +186,9 @@ class Follower:
     def _complete(self) -> bool:
         """Whether the `end` and all the output before it are in."""
         end = self.evidence.end
-        return end is not None and self._readers[STDIO].offset >= end.get("stdio_bytes", 0)
+        if end is None or (self._requeue and end["reason"] == "terminated"):
+            return False
+        return bool(self._readers[STDIO].offset >= end.get("stdio_bytes", 0))
 
     def _take_output(self, record: Record) -> None:
         stream = sys.stderr if record["s"] == "stderr" else sys.stdout
@@ -199,6 +210,8 @@ class Follower:
     def _take(self, record: Record) -> None:
         kind = record.get("type")
         if kind == "start":
+            if record.get("attempt", 0) > self._attempt:
+                self._begin_anew(record["attempt"])
             self.evidence.started_at = float(record["at"])
         elif kind == "pipes":
             self._take_message(record["line"])
@@ -221,8 +234,30 @@ class Follower:
             # Every click or typer main ends with SystemExit; the exit code says what it meant.
             if exception and exception.get("name") != "SystemExit" and evidence.exception is None:
                 evidence.exception = exception
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with a user's message
+            return self._refused(line, error)
+        if self._requeue and method.startswith("report_"):
+            self._results.append(message)
+        else:
+            self._hand_over(message)
+
+    def _hand_over(self, message: dict[str, Any]) -> None:
+        try:
             self._handler.handle_message(message)
         except Exception as error:  # noqa: BLE001 - whatever Dagster's handler raises on a user's message
-            why = f"{type(error).__name__}: {error}"
-            evidence.message_error = evidence.message_error or f"{why}; the message was: {line[:500]}"
-            self._log.error(f"[rayslurm] a Pipes message cannot be used: {why}")
+            self._refused(json.dumps(message), error)
+
+    def _refused(self, line: str, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}"
+        self.evidence.message_error = self.evidence.message_error or f"{why}; the message was: {line[:500]}"
+        self._log.error(f"[rayslurm] a Pipes message cannot be used: {why}")
+
+    def _begin_anew(self, attempt: int) -> None:
+        """Slurm has requeued the job: what the attempt before it reported does not count."""
+        dropped = f", {len(self._results)} results of the one before are dropped" if self._results else ""
+        self._log.warning(f"[rayslurm] Slurm has requeued the job: attempt {attempt + 1} begins{dropped}")
+        self._attempt = attempt
+        self._results.clear()
+        self._readers[JOURNAL].damaged = 0
+        kept = self.evidence.last_output
+        self.evidence = Evidence(last_output=kept, interrupted=self.evidence.interrupted)

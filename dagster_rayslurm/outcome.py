@@ -109,8 +109,13 @@ def judge_job(evidence: Evidence) -> Verdict | None:
     if evidence.job is None:
         return None
     silent = not evidence.started and not evidence.runtime_log.strip()
-    found = job_sentence(evidence.job, evidence.runtime_log, ended=evidence.end is not None, silent=silent)
-    return None if found is None else Verdict(*found)
+    end = evidence.end
+    found = job_sentence(
+        evidence.job, evidence.runtime_log, terminated=end is not None and end["reason"] == "terminated", silent=silent
+    )
+    if found is None or (end is not None and end["reason"] == "exit" and not evidence.job.out_of_memory):
+        return None  # A payload that somebody killed, in a job that goes on or came to its end.
+    return Verdict(*found)
 
 
 def _without_end(evidence: Evidence) -> Verdict:

@@ -36,7 +36,7 @@ def compute_from_env(session: Optional[SessionConfig] = None) -> ComputeResource
     base = os.environ.get("RAYSLURM_BASE") or "~/.dagster_rayslurm"
     slurm = environment = None
     if mode != ExecutionMode.LOCAL.value:
-        queue = SlurmQueueConfig(partition=os.environ.get("RAYSLURM_PARTITION"))
+        queue = SlurmQueueConfig(partition=os.environ.get("RAYSLURM_PARTITION"), cpus_per_node=2, mem="3G")
         slurm = SlurmResource(ssh=SSHConnectionResource.from_env(), queue=queue)
         environment = os.environ.get("RAYSLURM_ENV_PATH")
     return ComputeResource(

@@ -20,11 +20,13 @@ class StartError(RuntimeError):
 
     Attributes:
         kind: one of `errors.KINDS`.
+        retry: whether another attempt may succeed; None for what the kind says.
     """
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: str, message: str, retry: bool | None = None) -> None:
         super().__init__(message)
         self.kind = kind
+        self.retry = retry
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Attempt(Protocol):
         job_id: Slurm's job id; None where there is no Slurm.
         waiting: whether the runtime has yet to be started, by a scheduler that takes its time.
         place: where the run directory is, in words; "" for this machine.
+        requeue: whether the runtime may be started once more, by Slurm.
     """
 
     cluster_id: str
@@ -62,6 +65,9 @@ class Attempt(Protocol):
 
     @property
     def place(self) -> str: ...
+
+    @property
+    def requeue(self) -> bool: ...
 
     def ended(self, evidence: Evidence) -> str | None:
         """How the runtime ended, in words; None while it lives.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from dagster_pipes import PipesContextData
 
 from ..bundles import Bundle, bundle_directory, bundle_files, install
-from ..connections.base import Connection, ConnectionFailed
+from ..connections.base import Connection, ConnectionFailed, Progress
 from ..connections.shared import connection_to
 from ..environments import Environment, Interpreter
 from ..environments.check import check_environment_on
@@ -26,6 +27,7 @@ from ..runtime.spec import RuntimeSpec, to_json
 from ..slurm.commands import slurm_commands
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.queue import shared_queue
+from ..slurm.refusal import with_values
 from ..slurm.request import JobRequest, job_comment, job_name, make_request
 from ..slurm.script import render_script
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, submit
@@ -35,6 +37,7 @@ from .remote_sweep import sweep_remote
 from .rundir import Layout, run_files
 
 _CADENCE = Cadence(busy=0.2, idle=3.0, waiting=15.0)
+_TELL_INTERVAL = 5.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class BatchBackend:
         try:
             submitted = submit(commands, run_dir, files, name, queue.clock, step.log.warning)
         except SubmissionRefused as error:
-            raise StartError(error.kind, str(error)) from None
+            raise StartError(error.kind, with_values(str(error), request), error.retry) from None
         except BaseException:
             # Interrupted or cut off: whether Slurm has taken the job is not known, so it is cancelled by its name.
             with deferred_interrupts():
@@ -155,7 +158,7 @@ class BatchBackend:
             inside = plan.script and "working_dir" in bundles and bundles["working_dir"].name_of(plan.script)
             if plan.script and not inside:
                 bundles["script"] = bundle_files({os.path.basename(plan.script): plan.script}, what="payload_path")
-            installed = install(self.connection, str(self.layout.base), list(bundles.values()))
+            installed = install(self.connection, str(self.layout.base), list(bundles.values()), _progress(log))
         except ValueError as error:
             raise StartError("configuration", str(error)) from None
         log.debug(f"[rayslurm] delivered {', '.join(bundles) or 'nothing'} to {self.connection.place}")
@@ -172,6 +175,19 @@ class BatchBackend:
         return relocate(plan, script, places.get("working_dir"), extra_files, data_dir), installed.runtime
 
 
+def _progress(log: Any) -> Progress:
+    """Tells the log of uploads that take their time."""
+    told = time.monotonic()
+
+    def tell(done: int, size: int) -> None:
+        nonlocal told
+        if done < size and time.monotonic() - told > _TELL_INTERVAL:
+            told = time.monotonic()
+            log.info(f"[rayslurm] uploading: {done / 2**20:.0f} of {size / 2**20:.0f} MiB")
+
+    return tell
+
+
 def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQueueConfig) -> RuntimeSpec:
     """The start record of a job's runtime."""
     signal_name, before = split_signal(queue.signal_before_timeout)
@@ -182,6 +198,7 @@ def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQ
         control_ports=control_ports(plan.ray.port_range if plan.ray is not None else None),
         asked_cpus=request.cpus_per_node,
         asked_gpus=request.gpus_per_node,
+        requeue=request.requeue,
         warn_before_limit=before,
         warn_signal=signal_name,
     )

@@ -16,10 +16,11 @@ from ..runtime.record import CANCEL, EXIT, node_log, tail_lines
 from ..slurm.accounting import ask_job
 from ..slurm.facts import JobFacts
 from ..slurm.queue import SharedQueue, ask_queue
-from ..slurm.refusal import impossible
+from ..slurm.refusal import impossible, with_values
 from ..slurm.request import JobRequest
+from ..slurm.script import LOG
 from ..slurm.states import TERMINAL, Exited, JobView, JobWatch, Started, Submission, seen
-from ..slurm.submit import LOG, Submitted
+from ..slurm.submit import Submitted
 
 _EXIT_INTERVAL = 1.0
 """Seconds between two looks at the exit code that the batch script leaves."""
@@ -92,6 +93,10 @@ class BatchJob:
     @property
     def place(self) -> str:
         return self._commands.place if self._over_ssh else ""
+
+    @property
+    def requeue(self) -> bool:
+        return self._request.requeue
 
     def ended(self, evidence: Evidence) -> str | None:
         try:
@@ -198,8 +203,9 @@ class BatchJob:
 
     def _give_up_waiting(self, view: JobView, now: float) -> None:
         """End a job that cannot start as it was asked for, or has waited as long as its user allows."""
-        never = impossible(view.reason) if view.kind == "pending" else None
+        never = impossible(view.reason, self._request.partition) if view.kind == "pending" else None
         if never:
+            never = with_values(never, self._request)
             raise RunFailure("submission", f"Slurm job {self.job_id} can never start: {never}", self.metadata(Evidence()))
         waited = now - self._submitted.at
         if self._queue_timeout is not None and waited > self._queue_timeout:

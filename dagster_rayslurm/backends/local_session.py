@@ -86,6 +86,7 @@ class LocalAttempt:
     job_id: str | None = None
     waiting = False
     place = ""
+    requeue = False
 
     def job_facts(self) -> JobFacts | None:
         return None

@@ -19,6 +19,7 @@ class Allocation:
         head_addresses: where the head may be reached, the likeliest first.
         partition: partition of the job.
         account: account of the job; empty where Slurm has no accounts.
+        restarts: how often Slurm has requeued the job.
     """
 
     job_id: str
@@ -27,6 +28,7 @@ class Allocation:
     head_addresses: List[str]
     partition: str = ""
     account: str = ""
+    restarts: int = 0
 
     def facts(self) -> Dict[str, Any]:
         """What metadata tells of the allocation."""
@@ -47,4 +49,5 @@ def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
         head_addresses=[address for address in addresses if address],
         partition=environ.get("SLURM_JOB_PARTITION", ""),
         account=environ.get("SLURM_JOB_ACCOUNT", ""),
+        restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
     )

@@ -46,7 +46,7 @@ def main(argv: List[str]) -> int:
         arguments = (order["gcs"], order["expected"], order["entrypoint"], report)
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
     else:
-        _wait_for_port(order["gcs"])
+        _wait_for_head(order["gcs"])
     sys.argv = ["ray", *order["command"]]
     ray_cli()  # type: ignore[no-untyped-call]
     return 0
@@ -101,6 +101,14 @@ def _watch(gcs: str, expected: int, entrypoint: Optional[str], report: _Reporter
             time.sleep(_SLOW if complete and not entrypoint else _FAST)
     except BaseException as error:
         report(event="watch-failed", message="%s: %s" % (type(error).__name__, error))
+
+
+def _wait_for_head(gcs: str) -> None:
+    """Wait until the head counts as alive: `ray start --address` before that sleeps in steps of two seconds (Ray 2.60)."""
+    _wait_for_port(gcs)
+    client = _gcs_client(gcs)
+    while not any(node["head"] and node["alive"] for node in (_nodes(client) or {}).values()):
+        time.sleep(_FAST)
 
 
 def _wait_for_port(gcs: str) -> None:

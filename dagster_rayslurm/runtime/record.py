@@ -102,9 +102,11 @@ class Appender:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self.size = os.fstat(self._fd).st_size
         self._dirty = False
+        if self.size and os.pread(self._fd, 1, self.size - 1) != b"\n":
+            self.append(b"\n")  # What a killed writer left unfinished must not swallow the next line.
 
     def append(self, data: bytes) -> None:
         """Append whole encoded lines.
@@ -137,28 +139,31 @@ class Appender:
 class RunRecord:
     """The record of one payload, as the runtime writes it: once, from the empty files of a fresh run directory.
 
+    A job that Slurm has requeued goes on with the record of the attempt before.
+
     Output that cannot be kept (size cap, full disk) is counted and announced once; a journal line that cannot be
     kept raises, because a lost Pipes message is a lost result. Space for the `end` is set aside at the start.
 
     Args:
         run_dir: the run directory; must exist.
         max_stdio_bytes: size at which `stdio.jsonl` stops to grow.
+        attempt: how often the job was requeued.
 
     Raises:
         FileExistsError: another runtime wrote, or writes, the record of this directory.
         OSError: the directory cannot be written, or there is no space to set aside.
     """
 
-    def __init__(self, run_dir: str, max_stdio_bytes: int) -> None:
+    def __init__(self, run_dir: str, max_stdio_bytes: int, attempt: int = 0) -> None:
         self.run_dir = run_dir
         self._max_stdio_bytes = max_stdio_bytes
         self._reserve = os.path.join(run_dir, "journal.reserve")
         self.stdio_dropped = 0
         self.ended = False
         journal = os.path.join(run_dir, JOURNAL)
-        if os.path.exists(journal) and os.path.getsize(journal):
+        if attempt == 0 and os.path.exists(journal) and os.path.getsize(journal):
             raise FileExistsError(errno.EEXIST, "there is a record already", journal)
-        with open(self._reserve, "xb") as file:
+        with open(self._reserve, "xb" if attempt == 0 else "wb") as file:
             file.write(os.urandom(_RESERVE_BYTES))  # Random: a file system that compresses must set it aside too.
             file.flush()
             os.fsync(file.fileno())

@@ -82,6 +82,8 @@ class RuntimeSpec:
     asked_cpus: Optional[int] = None
     """CPUs that Slurm was asked for on each node; fewer are an error of the site."""
     asked_gpus: Optional[int] = None
+    requeue: bool = False
+    """Whether Slurm may run the job again: what the next attempt needs is then left where it is."""
     warn_before_limit: Optional[float] = None
     """Seconds before the time limit at which the payload gets `warn_signal`; None for no warning."""
     warn_signal: str = "TERM"

@@ -141,8 +141,10 @@ class Supervisor:
         if self._closing:
             raise Closing
         spec = from_json(PayloadSpec, _read(os.path.join(run_dir, PAYLOAD)))
-        record = RunRecord(run_dir, spec.max_stdio_bytes)
-        payload = Payload(self.loop, run_dir, spec, _take_secrets(run_dir), record, environ or dict(os.environ))
+        attempt = self._allocation.restarts if self._allocation is not None else 0
+        record = RunRecord(run_dir, spec.max_stdio_bytes, attempt)
+        secrets = _take_secrets(run_dir, keep=self.spec.requeue)
+        payload = Payload(self.loop, run_dir, spec, secrets, record, environ or dict(os.environ))
         payload.on_ended.append(lambda: self._ended(payload))
         self._served += 1
         self._waiting.append(payload)
@@ -152,6 +154,7 @@ class Supervisor:
             {
                 "type": "start",
                 "nonce": spec.nonce,
+                "attempt": attempt,
                 "protocol": PROTOCOL_VERSION,
                 "at": time.time(),
                 "cluster_id": self.spec.cluster_id,
@@ -279,12 +282,13 @@ class Supervisor:
             payload.abandon(end)
 
 
-def _take_secrets(run_dir: str) -> Dict[str, str]:
-    """Read the secret variables and remove their file, so that they exist in memory only from here on."""
+def _take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
+    """Read the secret variables and, unless another attempt may need them, remove their file."""
     path = os.path.join(run_dir, SECRETS)
     try:
         secrets = json.loads(_read(path))
-        os.unlink(path)
+        if not keep:
+            os.unlink(path)
     except FileNotFoundError:
         return {}
     except ValueError as error:

@@ -51,6 +51,7 @@ class Worker:
         self._proved = False
         self._heard = loop.now()
         self._parent = os.getppid()
+        self._signalled_once = False
         self._ever_joined = False
         self._problem = ""
         self._candidates = self._addresses()
@@ -71,9 +72,11 @@ class Worker:
             self._scratch.remove()
 
     def _signalled(self, signum: int) -> None:
-        """Slurm signals every process of the step; the head decides how much time is left, and sends this node home."""
+        """Slurm signals every process of the step; a head that is there decides how much time is left."""
         self._say("received %s" % signal.Signals(signum).name)
-        if os.getppid() != self._parent:  # The keeper is gone, so nobody would clean up after this runtime.
+        self._signalled_once = True
+        alone = self._channel is None or not self._channel.proved
+        if alone or os.getppid() != self._parent:  # Without its keeper, nobody would clean up after this runtime.
             self._loop.stop()
 
     def _addresses(self) -> List[Any]:
@@ -115,6 +118,8 @@ class Worker:
 
     def _disconnected(self) -> None:
         self._channel = None
+        if self._signalled_once:
+            return self._loop.stop()  # Slurm ends the step, and the head has gone ahead.
         self._loop.call_later(_RETRY, self._connect)
 
     def _watch(self) -> None:

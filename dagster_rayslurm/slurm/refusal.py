@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .request import FIELDS
+from .request import FIELDS, JobRequest
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 _PREFIX = re.compile(r"^sbatch: (error: |fatal: )?(Batch job submission failed: )?")
@@ -111,8 +111,8 @@ _NEVER = (
     (r"PartitionTimeLimit", f"SlurmQueueConfig.time_limit is longer than the partition allows; {_TIMES}"),
     (
         r"PartitionConfig",
-        "the partition allows nobody such a request; check SlurmQueueConfig.cpus_per_node and num_nodes, which may be more than "
-        "it has in all, and whether it takes your account; `scontrol show partition` tells",
+        "the partition allows nobody such a request; check SlurmQueueConfig.time_limit, cpus_per_node and num_nodes, which may "
+        "be more than it has in all, and whether it takes your account; `scontrol show partition` tells",
     ),
     (
         r"MaxMemPerLimit",
@@ -229,3 +229,10 @@ def _advice(stderr: str, partitions: Sequence[str]) -> str:
 def _choose(partitions: Sequence[str]) -> str:
     names = ", ".join(name.rstrip("*") for name in partitions)
     return f"set SlurmQueueConfig.partition to {'one of ' + names if names else 'one that `sinfo -s` lists'}"
+
+
+def with_values(sentence: str, request: JobRequest) -> str:
+    """A sentence with what was asked for in the fields that it names, once for each of them."""
+    named = [field for field in dict.fromkeys(FIELDS.values()) if re.search(rf"\b{field}\b", sentence)]
+    values = [f"{field}={value!r}" for field in named if (value := getattr(request, field, None)) not in (None, False)]
+    return f"{sentence} (asked for: {', '.join(values)})" if values else sentence

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from ..connections.base import Completed, Connection, ConnectionFailed, ConnectionLost
 from .clock import ClusterClock
-from .refusal import explain
+from .refusal import explain, is_temporary
 
 JOB_SCRIPT = "job.sh"
 JOB_ID = "job_id"
-LOG = "slurm.log"
-"""The batch script, the id of its job once that is known, and what the script itself and Slurm print."""
+"""The batch script, and the id of its job once that is known."""
 
 _SUBMIT = """
 umask 077
@@ -36,9 +35,11 @@ cat job_id
 """$1 is the run directory, the standard input a tar of what shall be in it. 127 comes from a missing sbatch."""
 
 _FIND = """
-squeue --me --all --noheader --states=all --name="$1" --format=%A || exit
-sacct --noheader --parsable2 --allocations --name="$1" --starttime=now-1day --format=JobIDRaw 2>/dev/null || true
+squeue --me --all --noheader --states=all --name="$1" --format='%A|%T|%r' || exit
+sacct --noheader --parsable2 --allocations --name="$1" --starttime=now-1day --format=JobIDRaw,State,Reason 2>/dev/null || true
 """
+_REFUSED = "|FAILED|BadConstraints"
+"""How Slurm shows a job that it refused to take (tried on 22.05 and 24.11); it was none."""
 _ATTEMPTS = 5
 _PAUSE = 3.0
 """Seconds between two looks for a job whose submission was cut off: slurmctld may still be at it."""
@@ -49,11 +50,13 @@ class SubmissionRefused(Exception):
 
     Attributes:
         kind: "submission", or "configuration" for a base directory that cannot serve.
+        retry: whether the same request may succeed later.
     """
 
-    def __init__(self, kind: str, sentence: str) -> None:
+    def __init__(self, kind: str, sentence: str, retry: bool = False) -> None:
         super().__init__(sentence)
         self.kind = kind
+        self.retry = retry
 
 
 @dataclass(frozen=True)
@@ -107,20 +110,28 @@ def submit(
         asked = clock.local()
         try:
             done = commands.run(["sh", "-c", _SUBMIT, "sh", run_dir], archive)
+            if not _unsure(done):
+                break
+            lost: Exception = _refusal(commands, done, run_dir)
         except ConnectionLost as error:
-            warn(f"the connection broke while the job was submitted ({error}); looking for it before it is submitted again")
-            found = _find(commands, job_name)
-            if found is None and attempt + 1 < _ATTEMPTS:
-                continue
-            if found is None:
-                raise
+            lost = error
+        warn(f"[rayslurm] {lost}; the job is looked for before it is submitted again")
+        found = _find(commands, job_name)
+        if found is not None:
             commands.write(os.path.join(run_dir, JOB_ID), found.encode() + b"\n")
             asked = clock.local()
             done = commands.run(["sh", "-c", _SUBMIT, "sh", run_dir])
-        submitted = _taken(commands, done, run_dir)
-        clock.heard(submitted.at, asked, clock.local())
-        return submitted
-    raise AssertionError("the last attempt raises or returns")
+            break
+        if attempt + 1 == _ATTEMPTS:
+            raise lost
+    submitted = _taken(commands, done, run_dir)
+    clock.heard(submitted.at, asked, clock.local())
+    return submitted
+
+
+def _unsure(done: Completed) -> bool:
+    """Whether sbatch failed in a way that leaves open whether slurmctld has taken the job, or may yet take it."""
+    return done.returncode not in (0, 70, 71, 127) and is_temporary(done.stderr.decode("utf-8", "replace"))
 
 
 def _taken(commands: Connection, done: Completed, run_dir: str) -> Submitted:
@@ -150,7 +161,7 @@ def _refusal(commands: Connection, done: Completed, run_dir: str) -> SubmissionR
         )
     partitions = commands.run(["sinfo", "--noheader", "--format=%R"], timeout=60)
     names = partitions.stdout.decode("utf-8", "replace").split() if partitions.returncode == 0 else []
-    return SubmissionRefused("submission", explain(said, names))
+    return SubmissionRefused("submission", explain(said, names), retry=is_temporary(said))
 
 
 def _find(commands: Connection, job_name: str) -> str | None:
@@ -165,7 +176,8 @@ def _find(commands: Connection, job_name: str) -> str | None:
                 f"{done.stderr.decode('utf-8', 'replace').strip()[-300:]}; look for it before you run the asset again",
                 temporary=True,
             )
-        found = [line.partition("_")[0] for line in done.stdout.decode("utf-8", "replace").split() if line[:1].isdigit()]
+        lines = done.stdout.decode("utf-8", "replace").splitlines()
+        found = [line.partition("|")[0] for line in lines if line[:1].isdigit() and _REFUSED not in line]
         if found:
             return found[0]
     return None

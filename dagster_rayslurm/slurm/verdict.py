@@ -15,13 +15,13 @@ _LOST_NODES = {
 }
 
 
-def job_sentence(job: JobFacts, log: str, ended: bool, silent: bool) -> Found | None:
+def job_sentence(job: JobFacts, log: str, terminated: bool, silent: bool) -> Found | None:
     """What became of a run whose record does not tell, or tells of a signal from outside.
 
     Args:
         job: what Slurm says of it.
         log: what the batch script, slurmstepd and the runtime printed.
-        ended: whether the runtime still wrote down the end, and was but signalled.
+        terminated: whether the record says that a signal from outside ended the runtime.
         silent: whether nothing at all was written into the run directory.
 
     Returns:
@@ -44,8 +44,9 @@ def job_sentence(job: JobFacts, log: str, ended: bool, silent: bool) -> Found | 
     if job.state == "CANCELLED":
         by = f" by user id {job.cancelled_by}" if job.cancelled_by is not None else ""
         return "cancelled", f"{which} was cancelled{by}{_reason(job)}", None
-    if ended:
-        return None
+    if terminated:
+        what = f"the runtime got a signal from outside, though Slurm cancelled nothing: {which}{where} is {job.state}"
+        return "runtime", f"{what}; the runtime of another node died, or somebody signalled it (see the nodes' logs)", None
     if silent and job.state in ("FAILED", "COMPLETED"):
         return (
             "allocation",

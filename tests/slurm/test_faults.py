@@ -164,6 +164,35 @@ def test_a_node_goes_down(slurm_compute: Make, start: Start, script: Any, site: 
     assert "NODE_FAIL" in (failure.description or "") and job_id in (failure.description or "")
 
 
+def test_a_requeued_job_runs_again(
+    slurm_compute: Make, start: Start, script: Any, site: Site, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What the attempt before reported does not count, and nothing of it is taken for the end."""
+    payload = script(
+        pipes_script("""
+        import os, pathlib, time
+        attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
+        print("attempt", attempt, "secret", os.environ["SECRET"])
+        pipes.report_custom_message(attempt)
+        pathlib.Path(os.environ["RAYSLURM_DATA_DIR"], "up").write_text("x")
+        if attempt == "0":
+            time.sleep(120)
+        pipes.report_asset_materialization(metadata={"attempt": attempt})
+        """)
+    )
+    running = start(slurm_compute(queue={"requeue": True}), payload, secret_env={"SECRET": "s"})
+    job_id = running.up()
+    site.stack.exec("slurmctld", ["scontrol", "requeue", job_id])
+    assert wait_until(lambda: "PENDING" in site.sh(f"squeue --noheader --jobs={job_id} --format=%T"), 60)
+    # Slurm would wait two minutes by itself.
+    site.stack.exec("slurmctld", ["scontrol", "update", f"jobid={job_id}", "starttime=now"])
+    ran = running.result()
+    assert ran.metadata["attempt"] == "1" and list(ran.completed[0].get_custom_messages()) == ["1"]
+    said = capfd.readouterr()
+    assert "attempt 0 secret s" in said.out and "attempt 1 secret s" in said.out
+    assert "attempt 2 begins, 1 results of the one before are dropped" in said.err
+
+
 @pytest.fixture
 def back_to_idle(site: Site) -> Iterator[None]:
     yield
@@ -326,8 +355,8 @@ def test_something_is_killed_on_the_head(victim: str, slurm_compute: Make, start
     began = time.monotonic()
     site.stack.exec("c1", ["kill", "-9", pids[victim]])
     failure = running.result(120).failure
-    assert failure.kind == ("cluster-lost" if victim == "raylet" else "runtime" if victim == "runtime" else failure.kind)
-    assert failure.kind in ("cluster-lost", "runtime", "cancelled") and time.monotonic() - began < 45
+    assert failure.kind == ("cluster-lost" if victim == "raylet" else "runtime"), failure.description
+    assert time.monotonic() - began < 25
 
 
 def test_symmetric_run(slurm_compute: Make, script: Any) -> None:

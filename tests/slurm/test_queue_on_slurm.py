@@ -105,7 +105,7 @@ def submit(edge: Connection, directory: str) -> Iterator[Callable[..., Submissio
 
 
 def follow(
-    edge: Connection, directory: str, submission: Submission, until: Callable[[JobView], bool], timeout: float = 60
+    edge: Connection, directory: str, submission: Submission, until: Callable[[JobView], bool], timeout: float = 120
 ) -> JobView:
     """The first view of a job that is as wanted, by way of a queue of the test's own."""
     queue = SharedQueue(edge, directory, 1)

@@ -30,7 +30,7 @@ def test_a_payload_runs_in_a_job(slurm_compute: Callable[..., ComputeResource], 
             "value": os.environ["VALUE"],
             "secret": os.environ["SECRET"][::-1],
             "data": os.environ["RAYSLURM_DATA_DIR"],
-            "job facts": subprocess.run(["scontrol", "show", "job", os.environ["SLURM_JOB_ID"]], capture_output=True, text=True).stdout,
+            "job facts": subprocess.check_output(["scontrol", "show", "job", os.environ["SLURM_JOB_ID"]], text=True),
         })
         """)
     )
@@ -104,7 +104,8 @@ def test_a_ray_cluster_spans_all_nodes(slurm_compute: Callable[..., ComputeResou
         nodes = ray.nodes()
         seen = ray.get([look.options(scheduling_strategy=On(node["NodeID"], soft=False)).remote() for node in nodes])
         pipes.report_asset_materialization(metadata={
-            "seen": json.dumps(seen), "resources": json.dumps(ray.cluster_resources()), "alive": sum(node["Alive"] for node in nodes),
+            "seen": json.dumps(seen), "resources": json.dumps(ray.cluster_resources()),
+            "alive": sum(node["Alive"] for node in nodes),
             "labels": [node["Labels"].get("tier") for node in nodes],
         })
         """)
@@ -166,7 +167,8 @@ def test_files_travel(slurm_compute: Callable[..., ComputeResource], tmp_path: P
             changed = True
         except PermissionError:
             changed = False
-        pipes.report_asset_materialization(metadata={"helper": helper.NAME, "changed": changed, "ignored": os.path.exists("big.dat")})
+        seen = {"helper": helper.NAME, "changed": changed, "ignored": os.path.exists("big.dat")}
+        pipes.report_asset_materialization(metadata=seen)
         """)
     )
     (project / "helper.py").write_text("NAME = 'helper'\n")
