@@ -46,7 +46,7 @@ Context = Union[dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckEx
 
 
 class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
-    """Runs payloads on this machine or in a Slurm allocation, with a Ray cluster around them if the launcher says so.
+    """Runs payloads on this machine or in Slurm jobs, with a Ray cluster around them if the launcher says so.
 
     Example:
         ```python
@@ -77,7 +77,9 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
     )
     components: list[HetComponent] = Field(default=[], description="Components of the heterogeneous job (slurm-hetjob).")
     enable_cluster_reuse: bool = Field(
-        default=False, description="Keep the Ray cluster warm between payloads; it ends itself after session.idle_timeout."
+        default=False,
+        description="Keep the Ray cluster warm between payloads; it ends itself after session.idle_timeout. In mode slurm each "
+        "payload has a job of its own all the same.",
     )
     environment: Union[InheritedEnvironment, PreDeployedEnvironment] = Field(
         default=InheritedEnvironment(), discriminator="kind", description="The Python environment of payloads."

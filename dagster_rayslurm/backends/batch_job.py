@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import dagster as dg
+
 from ..connections.base import Connection
 from ..errors import RunFailure
 from ..follow import Evidence
@@ -146,7 +148,8 @@ class BatchJob:
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         request = self._request
         metadata: dict[str, Any] = {"Slurm job ID": self.job_id, "Slurm job name": request.job_name}
-        allocation = ((evidence.end or {}).get("context") or {}).get("allocation") or {}
+        context = (evidence.end or {}).get("context") or {}
+        allocation = context.get("allocation") or {}
         partition = allocation.get("partition") or request.partition
         if partition:
             metadata["Slurm partition"] = partition
@@ -154,6 +157,8 @@ class BatchJob:
             metadata["Slurm account"] = allocation["account"]
         if allocation.get("nodes"):
             metadata["Slurm nodes"] = ", ".join(allocation["nodes"])
+        if context.get("dashboard_url"):
+            metadata["Ray dashboard"] = dg.MetadataValue.md(self._dashboard(context["dashboard_url"], context["hostname"]))
         if evidence.started_at is not None:
             metadata["Queue wait (s)"] = round(max(0.0, evidence.started_at - self._submitted.at), 2)
         return metadata
@@ -164,6 +169,12 @@ class BatchJob:
             self._confirm_gone()
         elif self._ending:
             self._confirm_gone(_PATIENCE)
+
+    def _dashboard(self, url: str, head: str) -> str:
+        """How the dashboard was reached while the cluster lived: it listens on its own node alone."""
+        port = url.rpartition(":")[2]
+        jump = f"-J {self._commands.place} " if self._over_ssh else ""
+        return f"`ssh -N -L {port}:127.0.0.1:{port} {jump}{head}`, then <{url}>, while the job runs"
 
     def _observe(self, evidence: Evidence, now: float) -> None:
         """Take in what there is to see, without waiting for Slurm."""

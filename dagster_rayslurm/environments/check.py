@@ -17,6 +17,7 @@ from ..backends.base import StartError
 from ..connections.base import Connection
 from ..connections.local import LocalConnection
 from ..runtime.ray_node import refuse_version
+from ..slurm.commands import slurm_commands
 from .config import Environment
 from .resolve import ACTIVATE, PYTHONS, Interpreter, path_on_cluster
 
@@ -206,7 +207,8 @@ def _ask(connection: Connection, path: str, is_python: bool, cache_dir: str, age
     key = hashlib.sha256("\0".join([path, _LOOK, probe]).encode("utf-8", "surrogateescape")).hexdigest()[:32]
     command = ["sh", "-c", _LOOK, "sh", prefix, python, cache_dir, key, secrets.token_hex(8), str(age), probe, ACTIVATE, *PYTHONS]
     try:
-        done = connection.run(command, timeout=_TIMEOUT)
+        # With the environment that jobs get: a PYTHONPATH of Dagster's own is none of theirs.
+        done = slurm_commands(connection).run(command, timeout=_TIMEOUT)
     except TimeoutError:
         raise _failed(f"{path}/activate.sh or its Python does not come to an end within {_TIMEOUT:g} s", connection) from None
     said = done.stderr.decode("utf-8", "replace")[-1000:].strip()

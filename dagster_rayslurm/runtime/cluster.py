@@ -226,7 +226,10 @@ class RayCluster:
                 total[name] = total.get(name, 0.0) + node["resources"].get(name, 0.0)
         resources = ", ".join("%s %g" % (name, amount) for name, amount in sorted(total.items()) if amount)
         where = head["hostname"] if len(alive) == 1 else "%d nodes, the head is %s" % (len(alive), head["hostname"])
-        self._on_phase("cluster-ready", "Ray %s is up on %s (%s)" % (self.ray_version, where, resources or "no CPU"))
+        up = "Ray %s is up on %s (%s)" % (self.ray_version, where, resources or "no CPU")
+        if self.dashboard_url:
+            up += ", dashboard: %s on %s" % (self.dashboard_url, head["hostname"])
+        self._on_phase("cluster-ready", up)
         self._on_ready()
 
     def _give_up(self, member: Member, error: ClusterError) -> None:

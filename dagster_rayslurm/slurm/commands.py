@@ -11,21 +11,35 @@ from ..connections.base import Completed, Connection
 from ..connections.local import LocalConnection
 
 _FIND = r"""
-where=$("${SHELL:-/bin/sh}" -l -c 'command -v sbatch' </dev/null 2>/dev/null | grep '^/.*/sbatch$' | tail -n 1)
-[ -n "$where" ] && printf '%s' "${where%/sbatch}"
+shell=${SHELL:-$(getent passwd "$(id -u)" | cut -d: -f7)}
+path=$(
+    for login in -l ''; do "${shell:-/bin/sh}" $login -c 'echo; echo "rayslurm:$PATH"' </dev/null 2>/dev/null && break; done |
+        sed -n 's/^rayslurm://p' | tail -n 1
+)
+IFS=:
+set -f
+for directory in $path; do
+    if [ -f "$directory/sbatch" ] && [ -x "$directory/sbatch" ]; then printf '%s' "$directory"; exit; fi
+done
 """
-"""The directory of sbatch as a login shell finds it, whatever else that shell prints."""
+"""Prints the directory of sbatch on the PATH of a login shell, whatever else that shell prints.
 
-_KEPT = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ", "TMPDIR", "SLURM_CONF", "LD_LIBRARY_PATH", "MODULEPATH")
+A csh takes no command as a login shell, but reads its start-up file for any.
+"""
+
+_KEPT = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ", "SLURM_CONF", "LD_LIBRARY_PATH", "MODULEPATH")
 _KEPT_PREFIXES = ("LC_", "MODULES", "LMOD_")
+
+_LOGIN_TIMEOUT = 60.0
+"""Seconds for the start-up files of a login shell."""
 
 
 def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """What of Dagster's own environment a job may see, where Dagster itself submits it.
 
     `sbatch` hands its whole environment to the job, and sites may keep that in the accounting database
-    (slurm.conf(5), `AccountingStoreFlags=job_env`): neither Dagster's secrets nor the `SLURM_*` of a job that Dagster
-    runs in belong there.
+    (slurm.conf(5), `AccountingStoreFlags=job_env`): neither Dagster's secrets nor the `SLURM_*` and the TMPDIR of a job
+    that Dagster runs in belong there.
     """
     return {name: value for name, value in environ.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
 
@@ -43,6 +57,7 @@ class SlurmCommands:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._prefix = _own_prefix() if isinstance(connection, LocalConnection) else []
+        self._lock = threading.Lock()
         self._looked = False
 
     def __getattr__(self, name: str) -> Any:
@@ -54,17 +69,25 @@ class SlurmCommands:
         Raises:
             OSError: as `Connection.run`.
         """
-        done = self._connection.run([*self._prefix, *command], stdin, timeout)
-        if done.returncode != 127 or self._looked:
+        tried = self._prefix
+        done = self._connection.run([*tried, *command], stdin, timeout)
+        if done.returncode != 127 or not self._finds_more(tried):
             return done
-        self._looked = True
-        found = self._connection.run(["sh", "-c", _FIND], timeout=60)
-        directory = found.stdout.decode("utf-8", "surrogateescape")
-        if found.returncode or not directory:
-            return done
-        extend = 'PATH="$PATH:$1" && export PATH && shift && exec "$@"'
-        self._prefix = [*self._prefix, "sh", "-c", extend, "sh", directory]
         return self._connection.run([*self._prefix, *command], stdin, timeout)
+
+    def _finds_more(self, tried: list[str]) -> bool:
+        """Whether there is a longer PATH than the one that was tried, perhaps because another thread has asked."""
+        with self._lock:
+            if not self._looked:
+                try:
+                    found = self._connection.run(["sh", "-c", _FIND], timeout=_LOGIN_TIMEOUT).stdout
+                except TimeoutError:
+                    found = b""
+                self._looked = True
+                if found:
+                    extend = 'PATH="$PATH:$1" && export PATH && shift && exec "$@"'
+                    self._prefix = [*self._prefix, "sh", "-c", extend, "sh", found.decode("utf-8", "surrogateescape")]
+            return self._prefix is not tried
 
 
 def slurm_commands(connection: Connection) -> SlurmCommands:
@@ -81,3 +104,13 @@ _commands: dict[Connection, SlurmCommands] = {}
 
 def _own_prefix() -> list[str]:
     return ["env", "-i", *(f"{name}={value}" for name, value in job_environment(os.environ).items())]
+
+
+def _start_anew() -> None:
+    """In a forked child, which has none of its parent's threads."""
+    global _lock
+    _lock = threading.Lock()
+    _commands.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)

@@ -77,5 +77,5 @@ def test_the_kinds_of_failure_are_all_explained() -> None:
     from dagster_rayslurm.errors import KINDS, RunFailure
 
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| .* \| (yes|no) \|$", README, re.MULTILINE))
-    assert set(rows) == set(KINDS) - {"connection", "submission", "allocation"}  # These come with the Slurm modes.
+    assert set(rows) == set(KINDS)
     assert {kind: RunFailure(kind, "x").allow_retries for kind in rows} == {kind: says == "yes" for kind, says in rows.items()}

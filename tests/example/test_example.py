@@ -11,6 +11,7 @@ import dagster as dg
 import pytest
 
 from ..conftest import marked_processes, wait_until
+from ..stack.conftest import Stack, stack  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 PAYLOADS = sorted((ROOT / "example_project" / "payloads").glob("*.py"))
@@ -48,13 +49,34 @@ def test_the_demo_materializes_the_whole_study(tmp_path: Path) -> None:
         assert partitions == {str(digit) for digit in range(10)}
 
 
-def test_the_demo_says_what_failed(tmp_path: Path) -> None:
-    """A mode that is not there: one sentence, exit code 1."""
-    env = {**os.environ, "DAGSTER_HOME": str(tmp_path), "RAYSLURM_BASE": str(tmp_path / "base"), "RAYSLURM_MODE": "slurm"}
-    env["SLURM_EDGE_NODE_HOST"] = "nowhere"
+@pytest.mark.parametrize(
+    ("mode", "sentence"),
+    [
+        ("slurm-session", "digits_raw failed: mode: 'slurm-session' is not available in this version"),
+        ("slurm", "digits_raw failed: the run cannot be started: nowhere.invalid"),
+    ],
+)
+def test_the_demo_says_what_failed(mode: str, sentence: str, tmp_path: Path) -> None:
+    """A mode or a host that is not there: one sentence, exit code 1."""
+    env = {**os.environ, "DAGSTER_HOME": str(tmp_path), "RAYSLURM_BASE": str(tmp_path / "base"), "RAYSLURM_MODE": mode}
+    env.update(SLURM_EDGE_NODE_HOST="nowhere.invalid", RAYSLURM_ENV_PATH="/opt/ray")
     command = [sys.executable, "-m", "example_project.demo"]
     said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert said.returncode == 1 and "digits_raw failed: mode: 'slurm' is not available in this version" in said.stdout
+    assert said.returncode == 1 and sentence in said.stdout.replace("me@", ""), said.stdout
+
+
+def test_the_demo_on_slurm(tmp_path: Path, stack: Stack) -> None:  # noqa: F811
+    """The same assets, each in a job of its own."""
+    env = {**os.environ, **stack.env, "DAGSTER_HOME": str(tmp_path / "home"), "RAYSLURM_BASE": str(tmp_path / "base")}
+    env.update(RAYSLURM_MODE="slurm", COLUMNS="160")
+    command = [sys.executable, "-m", "example_project.demo"]
+    said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=390)
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert "submitted Slurm job" in said.stdout and "accuracy_above_floor passed" in said.stdout
+    pictures = [Path(line) for line in said.stdout.splitlines() if line.endswith(".png")]
+    assert {"confusion_matrix.png", "learning_curve.png", "prototype_7.png"} <= {path.name for path in pictures}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+    assert wait_until(lambda: not stack.exec("edge", ["squeue", "--noheader", "--name=rayslurm-report", "--user=dev"]), 5)
 
 
 @pytest.mark.ray

@@ -144,3 +144,38 @@ def test_the_first_exception_stands_and_every_writer_must_close(capsys: Any) -> 
     )
     evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
     assert (evidence.opened, evidence.closed) == (3, 3) and evidence.exception == {"name": "ValueError"}
+
+
+def requeued(first_end: bool) -> dict[str, bytes]:
+    """The record of two attempts: the first was ended from outside, perhaps before it could say so."""
+    report = {"type": "pipes", "at": 0, "line": '{"method": "report_custom_message", "params": {"n": 1}}'}
+    log = {"type": "pipes", "at": 0, "line": '{"method": "log", "params": {"n": 0}}'}
+    terminated = [{"type": "end", "nonce": "n", "reason": "terminated", "stdio_bytes": 0}] if first_end else []
+    second = {"type": "pipes", "at": 0, "line": '{"method": "report_custom_message", "params": {"n": 2}}'}
+    end = {"type": "end", "nonce": "n", "reason": "exit", "exit_code": 0, "signal": None, "stdio_bytes": 0}
+    start = {"type": "start", "nonce": "n", "at": 1.0, "attempt": 0}
+    journal = [start, log, report, *terminated, {**start, "attempt": 1, "at": 2.0}, log, second, end]
+    return {STDIO: b"", JOURNAL: b"".join(map(encode, journal))}
+
+
+@pytest.mark.parametrize("first_end", [True, False])
+def test_only_the_last_attempt_of_a_requeued_job_counts(first_end: bool) -> None:
+    handler = Handler()
+    follower = Follower(Growing(requeued(first_end), 3), "/run", "n", handler, LOG, FAST, requeue=True)
+    evidence = follower.follow(lambda _: None)
+    assert evidence.end is not None and evidence.end["reason"] == "exit" and evidence.started_at == 2.0
+    assert handler.messages == [{"n": 0}, {"n": 0}, {"n": 2}]
+
+
+def test_a_job_that_is_not_requeued_ends_with_its_attempt() -> None:
+    whole = requeued(True)
+    files = {**whole, JOURNAL: b"".join(line + b"\n" for line in whole[JOURNAL].split(b"\n")[:4])}
+    handler = Handler()
+    evidence = Follower(Growing(files, 3), "/run", "n", handler, LOG, FAST).follow(lambda _: None)
+    assert evidence.end is not None and evidence.end["reason"] == "terminated"
+
+
+@given(st.floats(0, 1e5), st.booleans())
+def test_nobody_waits_for_news_longer_than_a_share_of_the_silence(silence: float, started: bool) -> None:
+    pause = Cadence(busy=0.2, idle=3.0, waiting=15.0).pause(silence, started)
+    assert 0.2 <= pause <= (3.0 if started else 15.0) and pause <= max(0.2, 0.1 * silence)

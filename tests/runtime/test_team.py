@@ -1,0 +1,312 @@
+"""The runtimes of an allocation: who is let in, what is lost, what Slurm's environment means."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagster_rayslurm.runtime import allocation, machine
+from dagster_rayslurm.runtime.channel import Channel, derive
+from dagster_rayslurm.runtime.cluster import nodes_expected
+from dagster_rayslurm.runtime.footprint import footprint_error, runtime_footprint
+from dagster_rayslurm.runtime.loop import Loop
+from dagster_rayslurm.runtime.ports import choose, control_ports
+from dagster_rayslurm.runtime.ray_start import join_host_port, route_address, start_arguments, symmetric_arguments
+from dagster_rayslurm.runtime.spec import RaySpec, RuntimeSpec
+from dagster_rayslurm.runtime.team import Member, Team, TeamError, listen
+from dagster_rayslurm.runtime.time_limit import parse_time_left
+from dagster_rayslurm.runtime.usage import merge
+
+KEY, OTHER_KEY = "aa" * 32, "bb" * 32
+
+TASK = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_NODELIST": "n[1-9]",
+    "SLURM_STEP_NODELIST": "n[1-2,7]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+    "SLURM_JOB_PARTITION": "gpu",
+}
+
+
+def test_a_task_knows_its_place() -> None:
+    here = allocation.from_environ(TASK)
+    assert here is not None and (here.node_id, here.nodes, here.partition) == (1, ["n1", "n2", "n7"], "gpu")
+    assert here.head_addresses == ["10.0.0.1", "n1"] and here.restarts == 0
+    assert allocation.from_environ({}) is None
+    assert allocation.from_environ({**TASK, "SLURM_RESTART_COUNT": "2"}).restarts == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("granted", "count"), [(None, os.cpu_count()), ("", os.cpu_count()), ("0", os.cpu_count()), ("1", 1), ("7", 7)]
+)
+def test_cpus_are_what_slurm_granted_where_nothing_confines(granted: str | None, count: int) -> None:
+    if len(os.sched_getaffinity(0)) != os.cpu_count():
+        pytest.skip("this process is confined to some CPUs")
+    assert machine.count_cpus({} if granted is None else {"SLURM_CPUS_ON_NODE": granted}) == count
+
+
+def test_a_confined_process_has_no_more_than_its_affinity() -> None:
+    code = (
+        "import os; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1]); "
+        "from dagster_rayslurm.runtime import machine; print(machine.count_cpus({'SLURM_CPUS_ON_NODE': '64'}))"
+    )
+    if len(os.sched_getaffinity(0)) == 1:
+        pytest.skip("there is but one CPU")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "1"
+
+
+def test_a_node_that_grants_less_than_was_asked_for_is_named() -> None:
+    node = machine.Machine("n7", num_cpus=2, num_gpus=0, memory=2**30, memory_limit=None)
+    problem = footprint_error(runtime_footprint(RuntimeSpec("c", RaySpec(), asked_gpus=4)), node)
+    assert problem is not None and "SlurmQueueConfig.gpus_per_node=4" in problem and "n7" in problem
+    assert footprint_error(runtime_footprint(RuntimeSpec("c", RaySpec(num_cpus=2), asked_cpus=2)), node) is None
+    assert machine.from_facts(json.loads(json.dumps(node.facts()))) == node
+
+
+@pytest.mark.parametrize(("workers", "nodes", "expected"), [(None, 4, 4), (0, 4, 1), (2, 4, 3), (9, 4, 4)])
+def test_the_size_of_a_cluster(workers: int | None, nodes: int, expected: int) -> None:
+    assert nodes_expected(RaySpec(max_workers=workers), nodes) == expected
+
+
+def test_what_a_worker_is_started_with() -> None:
+    """`ray start --address` refuses the options of a head."""
+    node = machine.Machine("n1", 4, 1, 64 * 2**30, memory_limit=None)
+    words = start_arguments(RaySpec(labels={"a": "b"}), node, choose(head=False), "/tmp/r", "10.0.0.2", "10.0.0.1:4567")
+    assert {"--address=10.0.0.1:4567", "--node-ip-address=10.0.0.2", "--num-cpus=4", "--labels=a=b", "--block"} <= set(words)
+    assert not [word for word in words if word.startswith(("--head", "--port=", "--include-dashboard", "--dashboard-port="))]
+    words = symmetric_arguments(RaySpec(), node, choose(), "/tmp/r", "10.0.0.1:4567", True, 2, ["hold", "x"])
+    assert words[:2] == ["--address=10.0.0.1:4567", "--min-nodes=2"] and words[-3:] == ["--", "hold", "x"]
+    assert not [word for word in words if word.startswith(("--head", "--port=", "--block", "--node-ip-address"))]
+    assert join_host_port("fe80::1", 80) == "[fe80::1]:80" and join_host_port("n1", 80) == "n1:80"
+    assert route_address("127.0.0.1") == "127.0.0.1" and route_address("no.such.host.invalid") is None
+
+
+@given(st.integers(0, 400), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
+def test_the_time_left_as_squeue_prints_it(days: int, hours: int, minutes: int, seconds: int) -> None:
+    text = f"{days}-{hours:02}:{minutes:02}:{seconds:02}" if days else f"{hours}:{minutes:02}:{seconds:02}"
+    assert parse_time_left(text + "\n") == ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("1:05", 65), ("UNLIMITED", None), ("INVALID", None), ("", None)])
+def test_the_time_left_in_other_words(text: str, seconds: float | None) -> None:
+    assert parse_time_left(text) == seconds
+
+
+def test_usage_of_several_nodes() -> None:
+    def usage(cpu: float, memory: int, gpu: float | None, points: list[list[float]]) -> dict[str, Any]:
+        return {
+            "elapsed": 10.0,
+            "cpu_seconds": cpu,
+            "peak_memory": memory,
+            "gpu_utilization_mean": gpu,
+            "gpu_utilization_max": gpu,
+            "gpu_memory_max": None,
+            "spilled_bytes": 5,
+            "points": points,
+        }
+
+    merged = merge({"a": usage(2, 100, None, [[1, 1, 10], [2, 2, 20]]), "b": usage(3, 300, 50.0, [[1.5, 1, 7]])})
+    assert (merged["cpu_seconds"], merged["peak_memory"], merged["spilled_bytes"]) == (5, 300, 10)
+    assert (merged["gpu_utilization_mean"], merged["gpu_memory_max"], merged["elapsed"]) == (50.0, None, 10.0)
+    assert merged["points"] == [[1, 1, 10], [2, 3, 27]]
+    assert merged["nodes"] == {"a": {"cpu_seconds": 2, "peak_memory": 100}, "b": {"cpu_seconds": 3, "peak_memory": 300}}
+
+
+def test_control_ports_lie_where_firewalls_allow() -> None:
+    free = control_ports(None)
+    assert len(set(free)) == 8 and all(10000 <= port < 32768 for port in free)
+    assert sorted(control_ports("20000-20299")) == [20099, 20199, 20299]
+
+
+# ---- The control channel, over real sockets
+
+
+class Head:
+    """A team on a loop of its own in this thread, which `until` turns."""
+
+    def __init__(self, loop: Loop, ports: list[int]) -> None:
+        self.loop = loop
+        self.heard: list[tuple[str, str]] = []
+        self.team = Team(loop, KEY, ports, ["n1", "n2", "n3"], lambda place: f"/nowhere/{place}", self._hear)
+        self.port = ports[0]
+
+    def _hear(self, member: Member, message: dict[str, Any]) -> None:
+        self.heard.append((member.name, message["event"]))
+
+    def until(self, condition: Callable[[], Any], timeout: float = 5.0) -> None:
+        deadline = time.monotonic() + timeout
+
+        def look() -> None:
+            if condition() or time.monotonic() > deadline:
+                return self.loop.stop()
+            self.loop.call_later(0.01, look)
+
+        self.loop._stopping = False
+        look()
+        self.loop.run()
+        assert condition()
+
+    def worker(self, key: str = KEY, node_id: int = 1) -> tuple[Channel, list[dict[str, Any]], list[str]]:
+        taken: list[dict[str, Any]] = []
+        events: list[str] = []
+        sock = socket.create_connection(("127.0.0.1", self.port))
+
+        def joined() -> None:
+            events.append("proved")
+            channel.send(node_id=node_id, machine={"hostname": f"host{node_id}"})
+
+        channel = Channel(self.loop, sock, key, "worker", joined, taken.append, lambda: events.append("gone"))
+        return channel, taken, events
+
+
+@pytest.fixture
+def head() -> Iterator[Head]:
+    before = signal.getsignal(signal.SIGCHLD)
+    made = Head(Loop(), control_ports(None, 3))
+    yield made
+    made.team.dismiss()
+    for member in made.team.members.values():
+        if member.channel is not None:
+            member.channel.close()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_worker_joins_is_told_and_is_missed(head: Head) -> None:
+    head.team.order([1], op="ray", attempt=1)
+    channel, taken, _ = head.worker()
+    head.until(lambda: taken)
+    assert taken == [{"op": "ray", "attempt": 1}] and head.heard == [("n2", "joined")]
+    assert [member.name for member in head.team.missing()] == ["n3"]
+    channel.close()
+    head.until(lambda: ("n2", "lost") in head.heard)
+    # Back again, it is told the same, and no second time greeted as new.
+    channel, taken, _ = head.worker()
+    head.until(lambda: taken)
+    assert taken == [{"op": "ray", "attempt": 1}] and head.heard.count(("n2", "joined")) == 1
+    channel.close()
+
+
+def test_who_does_not_know_the_key_is_not_let_in(head: Head) -> None:
+    _, taken, events = head.worker(OTHER_KEY)
+    head.until(lambda: "gone" in events)
+    assert "proved" not in events and taken == [] and head.heard == []
+
+
+@given(st.binary(max_size=60))
+def test_strangers_are_shown_the_door(data: bytes) -> None:
+    """Whatever a stranger sends, nothing is taken from it."""
+    loop = Loop()
+    try:
+        with listen([0]) as listener:
+            theirs = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))
+            listener.setblocking(True)
+            ours, _ = listener.accept()
+        taken: list[Any] = []
+        channel = Channel(loop, ours, KEY, "head", lambda: taken.append("proved"), taken.append, lambda: None)
+        theirs.sendall(data + b"\n" + data + b"\n")
+        theirs.shutdown(socket.SHUT_WR)
+        loop.call_later(0.05, loop.stop)
+        loop.run()
+        assert taken == []
+        channel.close()
+        theirs.close()
+    finally:
+        signal.set_wakeup_fd(-1)
+
+
+def test_a_proof_is_worth_nothing_a_second_time(head: Head) -> None:
+    """What a listener has seen of one handshake opens no other: each has challenges of its own."""
+    first = socket.create_connection(("127.0.0.1", head.port))
+    second = socket.create_connection(("127.0.0.1", head.port))
+    for sock in (first, second):
+        sock.settimeout(5)
+    head.until(lambda: len(head.team._strangers) == 2)
+    challenges = [json.loads(sock.recv(4096))["challenge"] for sock in (first, second)]
+    assert challenges[0] != challenges[1]
+    proof = derive(KEY, f"worker:{challenges[0]}:cc")
+    for sock in (first, second):
+        sock.sendall(json.dumps({"challenge": "cc"}).encode() + b"\n" + json.dumps({"proof": proof}).encode() + b"\n")
+    head.until(lambda: len(head.team._strangers) == 1)
+    assert b"proof" in first.recv(4096) and second.recv(4096) == b""
+    first.close()
+    second.close()
+
+
+def test_figures_of_those_that_answer(head: Head) -> None:
+    one, taken, _ = head.worker(node_id=1)
+    two, _, _ = head.worker(node_id=2)
+    head.until(lambda: len(head.heard) == 2)
+    head.team.measure()
+    head.until(lambda: {"op": "measure"} in taken)
+    figures: list[dict[str, Any]] = []
+    head.team.collect(figures.append)
+    head.until(lambda: {"op": "report"} in taken)
+    one.send(event="usage", usage={"cpu_seconds": 1})
+    head.until(lambda: figures)  # Without the other one, which does not answer.
+    assert figures == [{"n2": {"cpu_seconds": 1}}]
+    one.close()
+    two.close()
+
+
+def test_a_taken_port_is_passed_over() -> None:
+    with listen(control_ports(None)) as taken:
+        port = taken.getsockname()[1]
+        free = control_ports(None, 1)
+        with listen([port, *free]) as other:
+            assert other.getsockname()[1] == free[0]
+        with pytest.raises(TeamError, match=str(port)):
+            listen([port])
+
+
+def test_a_worker_goes_past_a_stranger_and_ends_without_its_head(tmp_path: Any) -> None:
+    """Something else listens on the first port; then the head comes, and goes without a word."""
+    port, stranger_port = control_ports(None, 2)
+    spec = {"cluster_id": "c", "control_key": KEY, "control_ports": [stranger_port, port]}
+    (tmp_path / "runtime.json").write_text(json.dumps(spec))
+    program = textwrap.dedent("""
+        import sys
+        from dagster_rayslurm.runtime import team, worker
+        worker.SILENCE, worker.PING_INTERVAL, worker._INTRODUCTION = 2.0, 0.2, 0.5
+        from dagster_rayslurm.runtime.__main__ import main
+        sys.exit(main(["node", sys.argv[1]]))
+    """)
+    env = {**os.environ, **TASK, "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_STEP_NODELIST": "localhost,n2"}
+    with listen([stranger_port]):
+        process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=env, stderr=subprocess.PIPE, text=True)
+        time.sleep(0.5)
+        loop = Loop()
+        heard: list[str] = []
+        team = Team(loop, KEY, [port], ["n1", "n2"], str, lambda member, message: heard.append(message["event"]))
+
+        def look() -> None:
+            if "joined" in heard:
+                return loop.stop()
+            loop.call_later(0.02, look)
+
+        look()
+        loop.call_later(20, loop.stop)
+        loop.run()
+        assert heard == ["joined"]
+        for member in team.members.values():
+            assert member.channel is not None
+            member.channel.close()
+        team.dismiss()
+        signal.set_wakeup_fd(-1)
+        began = time.monotonic()
+        assert process.wait(20) == 0 and time.monotonic() - began < 10
+        assert process.stderr is not None and "out of reach" in process.stderr.read()

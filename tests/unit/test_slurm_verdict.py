@@ -1,0 +1,87 @@
+"""Slurm's word for the end of a job becomes a verdict; what the record says stays true."""
+
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm.errors import KINDS
+from dagster_rayslurm.follow import Evidence
+from dagster_rayslurm.outcome import asks_slurm, judge
+from dagster_rayslurm.slurm.facts import JobFacts, StepFacts
+
+END: dict[str, Any] = {"type": "end", "reason": "exit", "exit_code": 0, "signal": None, "message": None}
+TERMINATED = {**END, "reason": "terminated", "exit_code": None, "message": "the runtime received SIGTERM"}
+KILLED = {**END, "exit_code": None, "signal": 9}
+OOM_LINE = "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed."
+
+
+def job(state: str, **fields: Any) -> JobFacts:
+    return JobFacts(job_id=12, state=state, from_controller=True, nodes=("n1", "n2"), num_nodes=2, **fields)
+
+
+@pytest.mark.parametrize(
+    ("facts", "log", "kind", "retry", "words"),
+    [
+        (job("TIMEOUT", time_limit=90061, elapsed=90070), "", "allocation", False, ["TIMEOUT", "1-01:01:01", "time_limit"]),
+        (job("DEADLINE"), "", "allocation", False, ["DEADLINE"]),
+        (job("NODE_FAIL", reason="NodeDown"), "", "allocation", True, ["NODE_FAIL", "n1, n2", "NodeDown"]),
+        (job("BOOT_FAIL"), "", "allocation", True, ["BOOT_FAIL"]),
+        (job("PREEMPTED"), "", "allocation", True, ["PREEMPTED", "another job"]),
+        (job("CANCELLED", cancelled_by=1001), "", "cancelled", None, ["cancelled by user id 1001"]),
+        (job("OUT_OF_MEMORY", memory=2 * 2**30), "", "allocation", False, ["OUT_OF_MEMORY", "1024 MiB on each node"]),
+        (job("FAILED", signal=125), "", "allocation", False, ["OUT_OF_MEMORY"]),
+        (job("FAILED", steps=(StepFacts("0", "OUT_OF_MEMORY"),)), "", "allocation", False, ["OUT_OF_MEMORY"]),
+        (job("FAILED"), OOM_LINE, "allocation", False, ["OUT_OF_MEMORY", "oom_kill event"]),
+    ],
+    ids=lambda value: value.state if isinstance(value, JobFacts) else None,
+)
+@pytest.mark.parametrize("end", [None, TERMINATED], ids=["no end", "terminated"])
+def test_what_slurm_did(end: Any, facts: JobFacts, log: str, kind: str, retry: bool | None, words: list[str]) -> None:
+    evidence = Evidence(end=end, job=facts, runtime_log=log, runtime_exit="Slurm calls the job so", started_at=1.0)
+    assert asks_slurm(evidence)
+    verdict = judge(evidence, True, True)
+    assert (verdict.kind, verdict.retry) == (kind, retry) and kind in KINDS
+    assert all(word in verdict.sentence for word in words), verdict.sentence
+    assert "payload got" not in verdict.sentence and "\n" not in verdict.sentence
+
+
+def test_a_job_without_a_word_points_at_the_file_system() -> None:
+    verdict = judge(Evidence(job=job("FAILED"), runtime_exit="Slurm calls the job FAILED"), True, True)
+    assert verdict.kind == "allocation" and "remote_base" in verdict.sentence
+
+
+def test_a_job_that_ended_after_its_runtime_died() -> None:
+    evidence = Evidence(job=job("FAILED", exit_code=1), started_at=1.0, runtime_exit="srun ended with exit code 1")
+    evidence.runtime_log = "Traceback\nOSError: disk"
+    verdict = judge(evidence, True, True)
+    assert verdict.kind == "runtime" and "OSError: disk" in verdict.sentence
+
+
+def test_a_signal_that_slurm_knows_nothing_of() -> None:
+    verdict = judge(Evidence(end=TERMINATED, job=job("FAILED"), started_at=1.0), True, True)
+    assert verdict.kind == "runtime" and "signal from outside" in verdict.sentence
+
+
+def test_without_an_answer_of_slurm_the_record_decides() -> None:
+    verdict = judge(Evidence(end=TERMINATED, started_at=1.0), True, True)
+    assert verdict.kind == "cancelled" and "SIGTERM" in verdict.sentence
+
+
+def test_a_killed_payload_in_a_job_that_came_to_its_end() -> None:
+    for state in ("FAILED", "COMPLETED", "RUNNING", "CANCELLED"):
+        evidence = Evidence(end=KILLED, job=job(state), started_at=1.0)
+        assert asks_slurm(evidence) and judge(evidence, True, True).kind == "payload"
+    assert judge(Evidence(end=KILLED, job=job("OUT_OF_MEMORY"), started_at=1.0), True, True).kind == "allocation"
+
+
+@pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"])
+def test_success_is_final(state: str) -> None:
+    """What happens to the job after the `end` is nobody's business, and nobody asks."""
+    evidence = Evidence(end=END, opened=1, closed=1, job=job(state), started_at=1.0)
+    assert not asks_slurm(evidence) and judge(evidence, True, True).kind is None
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "RUNNING", "COMPLETING", "NEW_STATE_OF_2030"])
+def test_no_state_of_slurm_is_success(state: str) -> None:
+    for evidence in (Evidence(job=job(state)), Evidence(job=job(state), started_at=1.0, runtime_exit="x")):
+        assert judge(evidence, True, True).kind in KINDS
