@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import threading
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,7 +75,14 @@ class BatchBackend:
                 raise ValueError(f'{name}: {path!r} is relative; write an absolute path, or one that begins with "~/"')
 
     def sweep(self, retention_days: float) -> None:
-        sweep_remote(self.connection, str(self.layout.base), retention_days)
+        base = str(self.layout.base)
+
+        def work() -> None:
+            with contextlib.suppress(OSError):  # Another one will come to it.
+                sweep_remote(self.connection, base, retention_days)
+
+        # Much to remove takes its time on a cluster's file system, and nobody waits for that.
+        threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step) -> BatchJob:
         commands = slurm_commands(self.connection)
@@ -101,7 +110,7 @@ class BatchBackend:
         }
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
         try:
-            submitted = submit(commands, run_dir, files, name, queue.clock, step.log.warning)
+            submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning)
         except SubmissionRefused as error:
             raise StartError(error.kind, with_values(str(error), request), error.retry) from None
         except BaseException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import codecs
 import json
 import os
@@ -10,17 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional
 
 from . import processes
 from .loop import Loop, Timer
 from .outputs import collect_outputs
-from .record import CONTEXT, STATUS, RunRecord, split_lines, write_atomically
-from .spec import RAY_COORDINATES, PayloadSpec
+from .record import STATUS, RunRecord, split_lines, write_atomically
+from .spec import PayloadSpec
 from .team import Team
 from .usage import Sampler, merge
+from .workspace import Environment, lay_out_work_dir, payload_environment
 
 _CHUNK = 256 * 1024
 _MESSAGE_POLL = 0.1
@@ -29,11 +28,6 @@ _DRAIN_DEADLINE = 5.0
 _SIGNAL_MARGIN = 0.25
 """Seconds that a failed payload's end waits for a signal which ended it and the runtime alike: Slurm signals all
 processes of a job, the payload perhaps before the runtime."""
-
-_SCRUBBED = ("DAGSTER_PIPES_", "RAYSLURM_")
-"""Prefixes of variables of the runtime's own environment that must not leak into a payload's."""
-
-Environment = Dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -44,53 +38,6 @@ class End:
     message: Optional[str] = None
     exit_code: Optional[int] = None
     signal: Optional[int] = None
-
-
-def pipes_param(params: Dict[str, Any]) -> str:
-    """A Pipes bootstrap parameter as `dagster_pipes.encode_param` writes it: base64 of zlib of JSON."""
-    return base64.b64encode(zlib.compress(json.dumps(params).encode("utf-8"))).decode("ascii")
-
-
-def payload_environment(
-    spec: PayloadSpec, inherited: Environment, python: str, run_dir: str, messages: str, ray: Environment
-) -> Environment:
-    """The environment of a payload: what the runtime inherited, Ray's coordinates, and what the user asked for."""
-    env = {name: value for name, value in inherited.items() if not name.startswith(_SCRUBBED) and name not in RAY_COORDINATES}
-    env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])
-    env["PYTHONUNBUFFERED"] = "1"
-    env["RAYSLURM_RUN_DIR"] = run_dir
-    env["DAGSTER_PIPES_CONTEXT"] = pipes_param({"path": os.path.join(run_dir, CONTEXT)})
-    env["DAGSTER_PIPES_MESSAGES"] = pipes_param({"path": messages})
-    everywhere = dict(spec.env)
-    if spec.data_dir is not None:
-        everywhere["RAYSLURM_DATA_DIR"] = spec.data_dir
-    if spec.uses_ray:
-        env.update({"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"})  # Ray's defaults suit a terminal, not a log.
-        if everywhere:
-            # Workers inherit the raylet's environment, not the driver's; the job's runtime_env reaches them (Ray 2.60).
-            env["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps({"runtime_env": {"env_vars": everywhere}})
-            env["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # What the driver itself gives to ray.init wins over that.
-    env.update(ray)
-    env.update(everywhere)
-    return env
-
-
-def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
-    """Make the directories: data, and the payload's own with links to the entries of `working_dir` and the extra files.
-
-    Links, so that the payload's own new files never land in the user's source tree and nothing is copied.
-    """
-    os.makedirs(work_dir, exist_ok=True)
-    if spec.data_dir is not None:
-        os.makedirs(spec.data_dir, exist_ok=True)
-    sources = []
-    if spec.working_dir:
-        sources = [os.path.join(spec.working_dir, name) for name in os.listdir(spec.working_dir)]
-    for source in [*sources, *spec.extra_files]:
-        link = os.path.join(work_dir, os.path.basename(source))
-        if os.path.islink(link):
-            os.unlink(link)  # An extra file stands in for the entry of the same name.
-        os.symlink(source, link)
 
 
 class Payload:
@@ -222,6 +169,11 @@ class Payload:
         """Send a signal to the payload's process group, if it runs."""
         if self._pid is not None and self._exit is None:
             processes.signal_group(self._pid, signum)
+
+    @property
+    def terminated(self) -> bool:
+        """Whether a signal from outside ended the run, so that Slurm may run it again."""
+        return self._verdict is not None and self._verdict.reason == "terminated"
 
     @property
     def exit_code(self) -> int:

@@ -222,6 +222,8 @@ class Supervisor:
 
     def _ended(self, payload: Payload) -> None:
         self.exit_code = payload.exit_code
+        if self.spec.requeue and not payload.terminated:
+            _take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
         for where in (self._running, self._waiting):
             if payload in where:
                 where.remove(payload)

@@ -114,7 +114,7 @@ def _srun(num_nodes: int, command: Sequence[str]) -> str:
     # Relative, as srun replaces patterns in an absolute path, and there is no escape that all versions know.
     options = (
         f"--nodes={num_nodes} --ntasks={num_nodes} --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1",
-        "--input=none --output=node-%t.log --open-mode=append --export=ALL",
+        "--mpi=none --input=none --output=node-%t.log --open-mode=append --export=ALL",
         shlex.join(check_text(word) for word in command),
     )
     return " \\\n    ".join(("srun", *options))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ..connections.base import Completed, Connection, ConnectionFailed, ConnectionLost
 from .clock import ClusterClock
 from .refusal import explain, is_temporary
+from .request import JobRequest
 
 JOB_SCRIPT = "job.sh"
 JOB_ID = "job_id"
@@ -20,6 +21,9 @@ JOB_ID = "job_id"
 _SUBMIT = """
 umask 077
 unset TAR_OPTIONS
+for name in $(env | sed -n 's/^\\(SBATCH_[A-Z0-9_]*\\)=.*/\\1/p'); do
+    case " $2 " in *" $name "*) ;; *) unset "$name" ;; esac
+done
 mkdir -p -- "$1" || exit 70
 cd -- "$1" || exit 70
 if [ ! -s job_id ]; then
@@ -32,7 +36,9 @@ fi
 date +%s.%N
 cat job_id
 """
-"""$1 is the run directory, the standard input a tar of what shall be in it. 127 comes from a missing sbatch."""
+"""$1 is the run directory, $2 the `SBATCH_*` variables that may stay, the standard input a tar of what shall be in $1.
+127 comes from a missing sbatch. Those variables win over what stands in a script (sbatch(1), "INPUT ENVIRONMENT
+VARIABLES"), so a user's own must not change what was asked for."""
 
 _FIND = """
 squeue --me --all --noheader --states=all --name="$1" --format='%A|%T|%r' || exit
@@ -87,7 +93,7 @@ def submit(
     commands: Connection,
     run_dir: str,
     files: Mapping[str, bytes],
-    job_name: str,
+    request: JobRequest,
     clock: ClusterClock,
     warn: Callable[[str], None],
 ) -> Submitted:
@@ -97,7 +103,7 @@ def submit(
         commands: runs commands on the edge node, see `SlurmCommands`.
         run_dir: absolute path there.
         files: what goes into it, `job.sh` too.
-        job_name: the job's name, which no other job has.
+        request: what `job.sh` asks for; no other job has its name.
         clock: the cluster's clock, which learns from the answer.
         warn: told of a submission whose answer was lost.
 
@@ -106,27 +112,34 @@ def submit(
         ConnectionFailed: the edge node cannot be reached; nothing was submitted as far as can be told.
     """
     archive = pack(files)
+    command = ["sh", "-c", _SUBMIT, "sh", run_dir, " ".join(kept_variables(request))]
     for attempt in range(_ATTEMPTS):
         asked = clock.local()
         try:
-            done = commands.run(["sh", "-c", _SUBMIT, "sh", run_dir], archive)
+            done = commands.run(command, archive)
             if not _unsure(done):
                 break
             lost: Exception = _refusal(commands, done, run_dir)
         except ConnectionLost as error:
             lost = error
         warn(f"[rayslurm] {lost}; the job is looked for before it is submitted again")
-        found = _find(commands, job_name)
+        found = _find(commands, request.job_name)
         if found is not None:
             commands.write(os.path.join(run_dir, JOB_ID), found.encode() + b"\n")
             asked = clock.local()
-            done = commands.run(["sh", "-c", _SUBMIT, "sh", run_dir])
+            done = commands.run(command)
             break
         if attempt + 1 == _ATTEMPTS:
             raise lost
     submitted = _taken(commands, done, run_dir)
     clock.heard(submitted.at, asked, clock.local())
     return submitted
+
+
+def kept_variables(request: JobRequest) -> list[str]:
+    """Variables of sbatch that stand for what the request leaves open, as a user's shell may set them for good."""
+    fields = ("account", "constraint", "partition", "qos", "reservation")
+    return [f"SBATCH_{field.upper()}" for field in fields if getattr(request, field) is None]
 
 
 def _unsure(done: Completed) -> bool:

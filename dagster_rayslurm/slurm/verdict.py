@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from .facts import JobFacts, memory_kill
 
 Found = tuple[str, str, bool | None]
@@ -13,6 +15,12 @@ _LOST_NODES = {
     "PREEMPTED": "another job took its place",
     "REVOKED": "another cluster took it over",
 }
+
+_NOT_STARTED = re.compile(
+    r"^(?:slurmstepd\S*: error: execve\(\)|rayslurm: line \d+): (/.*): (No such file .*|Permission denied|Exec format error)$",
+    re.MULTILINE,
+)
+"""What slurmstepd (Slurm 22.05 and 24.11) prints where the environment's Python cannot be started, and bash for its script."""
 
 
 def job_sentence(job: JobFacts, log: str, terminated: bool, silent: bool) -> Found | None:
@@ -47,6 +55,10 @@ def job_sentence(job: JobFacts, log: str, terminated: bool, silent: bool) -> Fou
     if terminated:
         what = f"the runtime got a signal from outside, though Slurm cancelled nothing: {which}{where} is {job.state}"
         return "runtime", f"{what}; the runtime of another node died, or somebody signalled it (see the nodes' logs)", None
+    unseen = _NOT_STARTED.search(log)
+    if unseen and job.state == "FAILED":
+        what = f"{which}{where} cannot start {unseen[1]}: {unseen[2]}"
+        return "environment", f"{what}; name an environment that the compute nodes see at this path, and can run", None
     if silent and job.state in ("FAILED", "COMPLETED"):
         return (
             "allocation",

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.archive import build_runtime, install_runtime, runtime_name
-from dagster_rayslurm.runtime import outputs, payload, processes, spec, usage
+from dagster_rayslurm.runtime import outputs, payload, processes, spec, usage, workspace
 from dagster_rayslurm.runtime.processes import Process
 
 from ..conftest import wait_until
@@ -94,7 +94,7 @@ def test_a_runtime_without_its_spec_says_so(tmp_path: Path) -> None:
 
 
 def test_pipes_parameters_are_those_of_dagster_pipes() -> None:
-    assert decode_param(payload.pipes_param({"path": "/ä b"})) == {"path": "/ä b"}
+    assert decode_param(workspace.pipes_param({"path": "/ä b"})) == {"path": "/ä b"}
 
 
 def test_the_environment_of_a_payload() -> None:
@@ -106,7 +106,7 @@ def test_the_environment_of_a_payload() -> None:
         "RAYSLURM_X": "old",
         "RAY_KEEP": "me",
     }
-    env = payload.payload_environment(one, inherited, "/env/bin/python", "/run/d", "/s/m", {"RAY_ADDRESS": "mine:2"})
+    env = workspace.payload_environment(one, inherited, "/env/bin/python", "/run/d", "/s/m", {"RAY_ADDRESS": "mine:2"})
     assert env["PATH"] == "/env/bin:/usr/bin" and env["RAY_KEEP"] == "me" and env["RAY_ADDRESS"] == "mine:2"
     assert "RAYSLURM_X" not in env
     assert decode_param(env["DAGSTER_PIPES_MESSAGES"]) == {"path": "/s/m"}
@@ -122,7 +122,7 @@ def test_the_work_dir_links_sources_and_extra_files(tmp_path: Path) -> None:
     extra.write_text("mine")
     work = tmp_path / "work"
     one = spec.PayloadSpec(argv=["x"], nonce="n", working_dir=str(source), extra_files=[str(extra)])
-    payload.lay_out_work_dir(str(work), one)
+    workspace.lay_out_work_dir(str(work), one)
     assert (work / "config.yaml").read_text() == "mine" and (source / "config.yaml").read_text() == "theirs"
     (work / "new.txt").write_text("x")
     assert not (source / "new.txt").exists()
@@ -146,7 +146,7 @@ def test_inputs_are_no_outputs(tmp_path: Path) -> None:
     (source / "old" / "plot.png").write_text("x")
     (source / "input.png").write_text("x")
     work = tmp_path / "work"
-    payload.lay_out_work_dir(str(work), spec.PayloadSpec(argv=["x"], nonce="n", working_dir=str(source)))
+    workspace.lay_out_work_dir(str(work), spec.PayloadSpec(argv=["x"], nonce="n", working_dir=str(source)))
     (work / "new.png").write_text("y")
     taken, left_out = outputs.collect_outputs(str(work), str(tmp_path / "out"), ["**/*.png", "input.png"], 50)
     assert [entry["name"] for entry in taken] == ["new.png"] and "'input.png'" in left_out[0]

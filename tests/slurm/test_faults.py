@@ -17,6 +17,8 @@ from dagster_rayslurm import BashLauncher, ComputeResource, SSHConnectionResourc
 from dagster_rayslurm.connections.base import Completed, ConnectionLost
 from dagster_rayslurm.connections.shared import connection_to
 from dagster_rayslurm.slurm.clock import ClusterClock
+from dagster_rayslurm.slurm.request import JobRequest
+from dagster_rayslurm.slurm.script import render_script
 from dagster_rayslurm.slurm.submit import submit
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
@@ -410,11 +412,41 @@ def test_a_submission_that_is_cut_off_makes_one_job(before: bool, site: Site) ->
     job = f"#!/bin/sh\n#SBATCH --job-name={name} --begin=now+1hour\ntrue\n".encode()
     warnings: list[str] = []
     clock = ClusterClock(site.connection)
-    submitted = submit(connection, f"{site.base}/runs/x", {"job.sh": job}, name, clock, warnings.append)  # type: ignore[arg-type]
+    request = JobRequest(name, "")
+    submitted = submit(connection, f"{site.base}/runs/x", {"job.sh": job}, request, clock, warnings.append)  # type: ignore[arg-type]
     found = site.sh(f"squeue --me --noheader --name={name} --format=%A").split()
     site.sh(f"scancel --name={name}")
     assert connection.broken == 1 and len(warnings) == 1
     assert found == [submitted.job_id] == site.sh('cat "$1/runs/x/job_id"', site.base).split()
+
+
+class WithVariables:
+    """A connection whose user's start-up files set variables."""
+
+    def __init__(self, connection: Any, *variables: str) -> None:
+        self._connection = connection
+        self._variables = variables
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def run(self, command: Any, stdin: bytes = b"", timeout: float | None = None) -> Completed:
+        return self._connection.run(["env", *self._variables, *command], stdin, timeout)
+
+
+@pytest.mark.parametrize(("asked", "found"), [("compute", "compute"), (None, "gpu")])
+def test_variables_of_sbatch_fill_gaps_and_change_nothing(asked: str | None, found: str, site: Site) -> None:
+    connection = WithVariables(
+        site.connection, "SBATCH_PARTITION=gpu", "SBATCH_JOB_NAME=x", "SBATCH_TIMELIMIT=2", "SBATCH_HOLD=1"
+    )
+    name = f"rayslurm-vars-{os.path.basename(site.base)[2:]}"
+    request = JobRequest(name, "", partition=asked, extra_sbatch=("--begin=now+1hour",))
+    job = render_script(request, ["true"], f"{site.base}/runs/x", {}).encode()
+    files = {"job.sh": job}
+    submitted = submit(connection, f"{site.base}/runs/x", files, request, ClusterClock(site.connection), print)  # type: ignore[arg-type]
+    shown = site.sh(f"squeue --noheader --jobs={submitted.job_id} --format='%P %j %l'").split()
+    site.sh(f"scancel {submitted.job_id}")
+    assert shown == [found, name, "1:00:00"]
 
 
 def test_two_runs_at_once_from_two_processes(slurm_compute: Make, start: Start, script: Any) -> None:

@@ -279,6 +279,15 @@ def test_no_pipes(tmp_path: Path, look: Look) -> None:
     assert look(bare.path, needs_pipes=False)
 
 
+def test_packages_of_dagsters_own_process_do_not_count(
+    tmp_path: Path, prefix: Prefix, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without SSH its environment is at hand, but jobs do not get it."""
+    monkeypatch.setenv("PYTHONPATH", str(prefix.site))
+    with pytest.raises(StartError, match="has no Dagster Pipes"):
+        look(Prefix(tmp_path / "other").ray().path)
+
+
 def test_a_refusal_names_the_first_thing_that_is_wrong() -> None:
     needs = Needs("2.60.0", True, True, True)
     fine = Facts(Interpreter("/e/bin/python"), (3, 11, 2), "2.60.0", "1.13.0")

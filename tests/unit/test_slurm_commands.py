@@ -1,6 +1,7 @@
 """Slurm's programs where only a login shell finds them, and what of Dagster's environment a job gets to see."""
 
 import os
+import shlex
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -68,7 +69,7 @@ def test_a_shell_that_is_no_login_shell(hidden: Path, tmp_path: Path, monkeypatc
 @pytest.mark.skipif(shutil.which("tcsh") is None, reason="there is no tcsh")
 def test_a_real_csh(hidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHELL", shutil.which("tcsh") or "")
-    Path(os.environ["HOME"], ".cshrc").write_text(f"echo hello\nset path = ($path '{hidden}')\n")
+    Path(os.environ["HOME"], ".cshrc").write_text(f"echo hello\nset path = ($path {shlex.quote(str(hidden))})\n")
     assert SlurmCommands(LocalConnection()).run(["sbatch"]).returncode == 0
 
 

@@ -79,7 +79,7 @@ export NCCL_NOTE='it'"'"'s $HOME'
 trap : TERM
 srun \
     --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1 \
-    --input=none --output=node-%t.log --open-mode=append --export=ALL \
+    --mpi=none --input=none --output=node-%t.log --open-mode=append --export=ALL \
     /opt/ray/bin/python -I '/scratch/a b/x.pyz' node '/scratch/a b/100%'
 code=$?
 echo "$code" >>exit
@@ -103,7 +103,7 @@ cd /scratch/runs/1 || exit
 trap : TERM
 srun \\
     --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1 \\
-    --input=none --output=node-%t.log --open-mode=append --export=ALL \\
+    --mpi=none --input=none --output=node-%t.log --open-mode=append --export=ALL \\
     /opt/ray/bin/python -I /scratch/rt/x.pyz node /scratch/runs/1
 code=$?
 echo "$code" >>exit

@@ -50,6 +50,20 @@ def test_a_job_without_a_word_points_at_the_file_system() -> None:
     assert verdict.kind == "allocation" and "remote_base" in verdict.sentence
 
 
+@pytest.mark.parametrize(
+    "log",
+    [
+        "slurmstepd: error: execve(): /tmp/an env/bin/python: No such file or directory",
+        "slurmstepd-c1: error: execve(): /tmp/an env/bin/python: Exec format error\nsrun: error: c1: task 0: Exited",
+        "rayslurm: line 1: /tmp/an env/activate.sh: No such file or directory",
+    ],
+)
+def test_an_environment_that_the_nodes_cannot_run(log: str) -> None:
+    evidence = Evidence(job=job("FAILED", exit_code=2), runtime_log=log, runtime_exit="srun ended with exit code 2")
+    verdict = judge(evidence, True, True)
+    assert verdict.kind == "environment" and "/tmp/an env/" in verdict.sentence and "the compute nodes see" in verdict.sentence
+
+
 def test_a_job_that_ended_after_its_runtime_died() -> None:
     evidence = Evidence(job=job("FAILED", exit_code=1), started_at=1.0, runtime_exit="srun ended with exit code 1")
     evidence.runtime_log = "Traceback\nOSError: disk"
