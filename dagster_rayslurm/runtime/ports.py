@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import List, Optional, Tuple
 
 BLOCK = 100
-"""Ports of one cluster on one node when a `port_range` is set: 10 for services, the others for workers."""
+"""Ports of one cluster on one node when a `port_range` is set: a dozen for services, the others for workers."""
 
 HEAD_SERVICES = ("port", "ray-client-server-port", "dashboard-port")
 """The options of `ray start --head` that take a port, and that workers have no use for (Ray 2.60)."""
@@ -39,13 +39,26 @@ class PortError(OSError):
     """No port can be had; the message says in which range."""
 
 
+HEAD_VARIABLES = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
+"""Ports of the head that Ray 2.60 takes from the environment only; fixed ones otherwise, which it can do without."""
+
+
 @dataclass(frozen=True)
 class Ports:
-    """Ports of a node: the options of `ray start`, and the lock that keeps a block. A worker has no GCS and dashboard (0)."""
+    """Ports of a node. A worker has no GCS and no dashboard (0).
+
+    Attributes:
+        gcs: the head's GCS.
+        dashboard: the head's dashboard.
+        options: options of `ray start`.
+        environ: variables for `ray start`.
+        lock: keeps a block.
+    """
 
     gcs: int
     dashboard: int
     options: Tuple[str, ...]
+    environ: Tuple[Tuple[str, str], ...] = ()
     lock: Optional[int] = None
 
 
@@ -147,7 +160,7 @@ def _claim_block(port_range: str) -> Tuple[List[int], int]:
             os.close(lock)
             continue
         free = [port for port in range(start, start + BLOCK) if is_free(port)]
-        if len(free) > len(HEAD_SERVICES + NODE_SERVICES):
+        if len(free) > len(HEAD_SERVICES + NODE_SERVICES + HEAD_VARIABLES):
             return free, lock
         os.close(lock)
     raise PortError("every block of %d ports in %s is taken on this node" % (BLOCK, port_range))
@@ -165,7 +178,14 @@ def _lock_directory() -> str:
 
 def _from_block(free: List[int], lock: int, head: bool) -> Ports:
     services = HEAD_SERVICES + NODE_SERVICES if head else NODE_SERVICES
-    named = dict(zip(services, free))
-    workers = ",".join(map(str, free[len(services) :]))
-    options = ["--%s=%d" % item for item in named.items()]
-    return Ports(named.get("port", 0), named.get("dashboard-port", 0), (*options, "--worker-port-list=" + workers), lock)
+    variables = HEAD_VARIABLES if head else ()
+    named = dict(zip(services + variables, free))
+    workers = ",".join(map(str, free[len(named) :]))
+    options = ["--%s=%d" % (service, named[service]) for service in services]
+    return Ports(
+        named.get("port", 0),
+        named.get("dashboard-port", 0),
+        (*options, "--worker-port-list=" + workers),
+        tuple((variable, str(named[variable])) for variable in variables),
+        lock,
+    )

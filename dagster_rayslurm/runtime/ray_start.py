@@ -297,6 +297,7 @@ class RayStart:
             "entrypoint": entrypoint,
         }
         env = {name: value for name, value in env.items() if name not in RAY_COORDINATES}
+        env.update(self.ports.environ)
         env.update(ray_environment(self._spec, self.token_path))
         if entrypoint:
             env["RAY_ADDRESS"] = gcs  # Its own `ray.init` finds other clusters otherwise.

@@ -1,6 +1,9 @@
 """Runs in Slurm jobs: what the payload gets, what comes back, and what Slurm and Dagster show of it."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dagster_rayslurm import BashLauncher, ComputeResource
+from dagster_rayslurm import BashLauncher, ComputeResource, SlurmQueueConfig, SSHConnectionResource
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 from .conftest import Site
@@ -17,7 +20,8 @@ from .conftest import Site
 RAY_MEMORY = {"mem": "2500M", "cpus_per_node": 2}
 
 
-def test_a_payload_runs_in_a_job(slurm_compute: Callable[..., ComputeResource], script: Any, site: Site) -> None:
+@pytest.mark.parametrize("client", ["paramiko", "openssh"])
+def test_a_payload_runs_in_a_job(client: str, slurm_compute: Callable[..., ComputeResource], script: Any, site: Site) -> None:
     payload = script(
         pipes_script("""
         import os, sys, subprocess
@@ -34,7 +38,8 @@ def test_a_payload_runs_in_a_job(slurm_compute: Callable[..., ComputeResource], 
         })
         """)
     )
-    compute = slurm_compute(queue={"cpus_per_node": 2, "mem": "700M"})
+    ssh = SSHConnectionResource(**{**site.ssh.model_dump(), "client": client})
+    compute = slurm_compute(queue={"cpus_per_node": 2, "mem": "700M"}, slurm={"ssh": ssh})
     ran = run_asset(compute, payload, extra_env={"VALUE": "a 'b' \"c\" $d\né"}, secret_env={"SECRET": "s3cret-value"})
     metadata, run = ran.metadata, ran.completed[0]
     assert metadata["job"] == run.job_id == metadata["Slurm job ID"]
@@ -252,3 +257,102 @@ def test_phases_are_quick(slurm_compute: Callable[..., ComputeResource], script:
     began = time.monotonic()
     run_asset(compute, payload)
     assert time.monotonic() - began < 10  # Generous: figures are for benchmarks.
+
+
+def test_a_queue_of_the_runs_own(slurm_compute: Callable[..., ComputeResource], script: Any) -> None:
+    payload = script(
+        pipes_script("""
+        import os
+        seen = {name: os.environ.get(name, "") for name in ("SLURM_JOB_PARTITION", "SLURM_CPUS_ON_NODE", "SLURM_MEM_PER_NODE")}
+        pipes.report_asset_materialization(metadata=seen)
+        """)
+    )
+    compute = slurm_compute(queue={"cpus_per_node": 1, "mem": "100M"})
+    queue = SlurmQueueConfig(partition="gpu", mem="300M", time_limit="2")
+    metadata = run_asset(compute, payload, queue=queue, launcher=BashLauncher(num_cpus=3)).metadata
+    # As a whole: nothing of the resource's queue is left, and CPUs are those that the launcher wants.
+    assert (metadata["SLURM_JOB_PARTITION"], metadata["SLURM_CPUS_ON_NODE"]) == ("gpu", "3")
+    assert metadata["SLURM_MEM_PER_NODE"] == "300"
+
+
+def test_a_cluster_as_its_launcher_says(slurm_compute: Callable[..., ComputeResource], script: Any) -> None:
+    """Ports within a range, a network interface, a dashboard, fewer CPUs than granted, an argument of `ray start`."""
+    payload = script(
+        pipes_script("""
+        import json, os, ray, subprocess, urllib.request
+        ray.init()
+        nodes = ray.nodes()
+
+        def listening():
+            said = subprocess.check_output(["ss", "-Hltnp"], text=True).splitlines()
+            return [int(line.split()[3].rpartition(":")[2]) for line in said if '"srun"' not in line and "users:" in line]
+
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+        look = ray.remote(num_cpus=0)(listening)
+        ports = [ray.get(look.options(scheduling_strategy=On(node["NodeID"], soft=False)).remote()) for node in nodes]
+        url = os.environ["RAY_API_SERVER_ADDRESS"] + "/api/gcs_healthz"
+        pipes.report_asset_materialization(metadata={
+            "ports": json.dumps(ports), "cpus": ray.cluster_resources()["CPU"], "healthz": urllib.request.urlopen(url).status,
+            "names": json.dumps(sorted(node["NodeName"] for node in nodes)),
+            "addresses": json.dumps(sorted(node["NodeManagerAddress"] for node in nodes)),
+        })
+        """)
+    )
+    launcher = small_ray(
+        dashboard=True,
+        network_interface="eth0",
+        port_range="21000-21399",
+        num_cpus_per_node=1,
+        ray_args=["--node-name=mine"],
+        startup_timeout=150,
+    )
+    ran = run_asset(slurm_compute(queue={**RAY_MEMORY, "num_nodes": 2}, default_launcher=launcher), payload)
+    metadata = ran.metadata
+    assert metadata["cpus"] == 2 and metadata["healthz"] == 200 and json.loads(metadata["names"]) == ["mine", "mine"]
+    for ports in json.loads(metadata["ports"]):
+        assert len(ports) > 3 and all(21000 <= port <= 21399 for port in ports), ports
+    rows = metadata["Nodes"].records
+    assert sorted(row.data["address"] for row in rows) == json.loads(metadata["addresses"])
+    assert "ssh -N -L" in metadata["Ray dashboard"] and " c1`" in metadata["Ray dashboard"]
+
+
+DEFINITIONS = """
+import dagster as dg
+from dagster_rayslurm import *
+
+def made(name):
+    @dg.asset(name=name)
+    def asset(context: dg.AssetExecutionContext, compute: ComputeResource):
+        return compute.run(context=context, payload_path={payload!r}).get_materialize_result()
+    return asset
+
+assets = [made(f"asset_{{number}}") for number in range(3)]
+slurm = SlurmResource(ssh=SSHConnectionResource(**{ssh!r}), remote_base={base!r}, queue=SlurmQueueConfig(partition="compute"))
+compute = ComputeResource(mode="slurm", slurm=slurm, pre_deployed_env_path={env!r}, local_base={local!r},
+    default_launcher=BashLauncher())
+job = dg.define_asset_job("job", assets, executor_def=dg.multiprocess_executor)
+defs = dg.Definitions(assets, jobs=[job], resources={{"compute": compute}})
+"""
+
+
+def test_steps_in_processes_of_their_own(script: Any, site: Site, tmp_path: Path) -> None:
+    payload = script(pipes_script("pipes.report_asset_materialization(metadata={'x': 1})"))
+    definitions = tmp_path / "definitions.py"
+    definitions.write_text(
+        DEFINITIONS.format(
+            payload=str(payload), ssh=site.ssh.model_dump(), base=site.base, env=site.env_path, local=str(tmp_path / "base")
+        )
+    )
+    env = {**os.environ, "DAGSTER_HOME": str(tmp_path), "DAGSTER_DISABLE_TELEMETRY": "yes"}
+    command = [sys.executable, "-m", "dagster", "job", "execute", "-f", str(definitions), "-j", "job"]
+    said = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=170)
+    assert said.returncode == 0, said.stderr[-3000:]
+    with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+        jobs = set()
+        for number in range(3):
+            event = instance.get_latest_materialization_event(dg.AssetKey(f"asset_{number}"))
+            assert event is not None and event.asset_materialization is not None
+            jobs.add(event.asset_materialization.metadata["Slurm job ID"].value)
+        assert len(jobs) == 3
+    # All of them found one copy of the script.
+    assert len(site.sh('ls "$1/bundles"', site.base).split()) == 1
