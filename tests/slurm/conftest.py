@@ -10,9 +10,11 @@ import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, SlurmQueueConfig, SlurmResource, SSHConnectionResource
 from dagster_rayslurm.connections.base import Connection
+from dagster_rayslurm.connections.openssh_options import control_path
 from dagster_rayslurm.connections.shared import connection_to
 
 from ..conftest import Ran, run_asset, wait_until
+from ..connections.conftest import end_master
 from ..stack.conftest import Stack, stack  # noqa: F401
 
 NODES = ("c1", "c2", "g1", "g2")
@@ -83,6 +85,15 @@ def site(stack: Stack, site_ssh: SSHConnectionResource) -> Iterator[Site]:  # no
         assert not (own := [line for line in place.processes("edge") if base in line]), own
     finally:
         place.sh('scancel --quiet --me; chmod -R u+w -- "$1" 2>/dev/null; rm -rf -- "$1"', base)
+
+
+@pytest.fixture
+def openssh(site_ssh: SSHConnectionResource) -> Iterator[SSHConnectionResource]:
+    """The stack by the `ssh` program, whose master connection ends with the test."""
+    ssh = SSHConnectionResource(**{**site_ssh.model_dump(), "client": "openssh"})
+    yield ssh
+    connection_to(ssh).close()
+    end_master(control_path(ssh, 0))
 
 
 @pytest.fixture

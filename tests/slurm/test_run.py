@@ -20,8 +20,7 @@ from .conftest import Site
 RAY_MEMORY = {"mem": "2500M", "cpus_per_node": 2}
 
 
-@pytest.mark.parametrize("client", ["paramiko", "openssh"])
-def test_a_payload_runs_in_a_job(client: str, slurm_compute: Callable[..., ComputeResource], script: Any, site: Site) -> None:
+def test_a_payload_runs_in_a_job(slurm_compute: Callable[..., ComputeResource], script: Any, site: Site) -> None:
     payload = script(
         pipes_script("""
         import os, sys, subprocess
@@ -38,8 +37,7 @@ def test_a_payload_runs_in_a_job(client: str, slurm_compute: Callable[..., Compu
         })
         """)
     )
-    ssh = SSHConnectionResource(**{**site.ssh.model_dump(), "client": client})
-    compute = slurm_compute(queue={"cpus_per_node": 2, "mem": "700M"}, slurm={"ssh": ssh})
+    compute = slurm_compute(queue={"cpus_per_node": 2, "mem": "700M"})
     ran = run_asset(compute, payload, extra_env={"VALUE": "a 'b' \"c\" $d\né"}, secret_env={"SECRET": "s3cret-value"})
     metadata, run = ran.metadata, ran.completed[0]
     assert metadata["job"] == run.job_id == metadata["Slurm job ID"]
@@ -53,6 +51,13 @@ def test_a_payload_runs_in_a_job(client: str, slurm_compute: Callable[..., Compu
     # The job is over as soon as its payload is, and nothing of a success stays.
     assert wait_until(lambda: not site.jobs(), 2.5), site.sh("squeue --me")
     assert site.sh('ls "$1/runs"', site.base).split() == []
+
+
+def test_the_ssh_program_does_as_well(
+    slurm_compute: Callable[..., ComputeResource], openssh: SSHConnectionResource, script: Any, site: Site
+) -> None:
+    payload = script(pipes_script("print('hello'); pipes.report_asset_materialization(metadata={'x': 1})"))
+    assert run_asset(slurm_compute(slurm={"ssh": openssh}), payload).metadata["x"] == 1
 
 
 def test_sacct_tells_the_same(slurm_compute: Callable[..., ComputeResource], script: Any, site: Site) -> None:
