@@ -30,6 +30,7 @@ from .config import (
     plain_text,
     resolve_variables,
 )
+from .connections.shared import connect_early
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, resolve_environment
 from .errors import RunFailure
 from .execution import CompletedRun, Policy, execute, start_errors
@@ -107,6 +108,10 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
     connection_loss_timeout: Annotated[int, at_least(0, "seconds")] = Field(
         default=86400, description="Seconds that a run may be out of reach before it has failed."
     )
+    runtime_start_timeout: Annotated[int, at_least(1, "seconds")] = Field(
+        default=600,
+        description="Seconds until a runtime that was started (in Slurm: whose job runs) has failed if it wrote nothing.",
+    )
     queue_timeout: Annotated[Optional[int], at_least(1, "seconds")] = Field(
         default=None, description="Seconds in Slurm's queue after which a run has failed; None waits for ever."
     )
@@ -116,6 +121,11 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
     max_outputs_mb: Annotated[int, at_least(0, "MiB")] = Field(
         default=100, description="MiB of files that `outputs=` brings back."
     )
+
+    def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
+        """Begin to log in to the cluster, while Dagster prepares the step."""
+        if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
+            connect_early(self.slurm.ssh)
 
     def run(  # type: ignore[override]
         self,
@@ -177,6 +187,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             self.keep_run_dirs,
             self.retention_days,
             self.connection_loss_timeout,
+            self.runtime_start_timeout,
             self._layout,
         )
         # Asset and check contexts wrap the one that open_pipes_session takes for all of them.
@@ -184,7 +195,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         return execute(op_context, plan, backend, policy, extras)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:
-        """End a warm Ray cluster and everything that runs on it.
+        """End a warm Ray cluster, in mode slurm the job of a cluster, and everything that runs on it.
 
         Args:
             cluster_id: as `CompletedRun.cluster_id` or the metadata "Ray cluster ID" give it.
@@ -196,6 +207,8 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             RunFailure: it does not answer.
         """
         with start_errors():
+            if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
+                return self._batch(None).cleanup(cluster_id)
             return local_session.stop(self._layout, cluster_id)
 
     def job_script(
@@ -285,9 +298,13 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         assert self.slurm is not None
         return self.slurm.queue if queue is None else resolve_variables(queue, "queue")
 
+    def _batch(self, queue: SlurmQueueConfig | None) -> BatchBackend:
+        assert self.slurm is not None
+        return BatchBackend(self.slurm, self._queue(queue), self._environment, self.queue_timeout)
+
     def _backend(self, queue: SlurmQueueConfig | None) -> Backend:
         if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
-            return BatchBackend(self.slurm, self._queue(queue), self._environment, self.queue_timeout)
+            return self._batch(queue)
         session = self.session if self.enable_cluster_reuse else None
         return LocalBackend(self._layout, resolve_environment(self._environment), session)
 
@@ -304,8 +321,9 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
                 )
             if launcher.preload:
                 raise ValueError("launcher.preload: it is not available in this version; remove it")
-            if launcher.component_id is not None or components:
-                raise ValueError(f"components: mode {self.mode!r} has none in this version; remove components and component_id")
+        own = self.components if self.mode == ExecutionMode.SLURM.value else None
+        if components or own or (isinstance(launcher, RayLauncher) and launcher.component_id is not None):
+            raise ValueError(f"components: mode {self.mode!r} has none; remove components and component_id")
 
 
 @contextmanager

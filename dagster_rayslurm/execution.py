@@ -14,7 +14,7 @@ import dagster as dg
 from dagster_pipes import PipesExtras
 
 from .backends.base import Attempt, Backend, StartError, Step
-from .backends.rundir import Layout
+from .backends.rundir import Layout, sweep_old
 from .connections.base import Connection, ConnectionFailed
 from .errors import RunFailure
 from .follow import Evidence, Follower
@@ -24,11 +24,12 @@ from .outcome import Verdict, asks_slurm, judge
 from .pipes import RecordContextInjector, RecordReader
 from .plan import Plan, run_dir_name
 from .runtime.record import SECRETS
+from .slurm.log import telling_lines
 
 _CANCEL_MARGIN = 15.0
 """Seconds beyond the grace period that a cancelled run is followed: it still takes its record to the end."""
-_START_TIMEOUT = 180.0
-"""Seconds until a runtime that wrote nothing is given up; an `activate.sh` of a busy site takes its time."""
+_RETRY = 5.0
+"""Seconds between two tries to bring outputs back over a connection that is lost."""
 _SWEEP_INTERVAL = 3600.0
 _last_sweep: dict[tuple[str, Path], float] = {}
 
@@ -46,6 +47,7 @@ class Policy:
     keep_run_dirs: str
     retention_days: float
     connection_loss_timeout: float
+    runtime_start_timeout: float
     home: Layout
 
     def keeps(self, failed: bool) -> bool:
@@ -85,16 +87,16 @@ def execute(
     name = run_dir_name(context.run.run_id, step_key, plan.payload.nonce)
     reader, injector = RecordReader(), RecordContextInjector(context)
     with dg.open_pipes_session(context, injector, reader, extras) as session:
-        attempt: Attempt | None = None
+        held: list[Attempt] = []
         follower: Follower | None = None
         run_dir: str | None = None
         try:
             with start_errors():
-                _sweep(backend, policy.retention_days)
+                _sweep(backend, policy)
                 run_dir = str(backend.layout.runs / name)
                 assert injector.context_data is not None
                 step = Step(context.run.run_id, step_key, partition_key, context.log)
-                attempt = backend.start(plan, run_dir, injector.context_data, step)
+                attempt = backend.start(plan, run_dir, injector.context_data, step, held.append)
             follower = Follower(
                 backend.connection,
                 run_dir,
@@ -114,8 +116,8 @@ def execute(
             if plan.secret_env and run_dir is not None:
                 # The runtime takes them first thing; one that never came to it must not leave them.
                 _discard(backend.connection, os.path.join(run_dir, SECRETS))
-            if attempt is not None:
-                attempt.release(Evidence() if follower is None else follower.evidence)
+            for each in held:
+                each.release(Evidence() if follower is None else follower.evidence)
         outputs = policy.home.outputs / name
         metadata = _conclude(evidence, plan, attempt, backend, policy, run_dir, outputs)
     return CompletedRun(session, metadata, attempt, sorted(path for path in outputs.rglob("*") if path.is_file()))
@@ -123,15 +125,19 @@ def execute(
 
 def _follow(follower: Follower, attempt: Attempt, plan: Plan, policy: Policy, context: dg.OpExecutionContext) -> Evidence:
     """Follow the run; when interrupted, end it, take what it still says, and let the interrupt go on."""
-    give_up = time.monotonic() + _START_TIMEOUT
+    limit = policy.runtime_start_timeout
+    give_up = time.monotonic() + limit
 
     def ended_or_stuck(evidence: Evidence) -> str | None:
         nonlocal give_up
-        if attempt.waiting:
-            give_up = time.monotonic() + _START_TIMEOUT
+        if attempt.waiting or not follower.in_reach:  # Nobody knows what is written out of reach.
+            give_up = time.monotonic() + limit
         if not evidence.started and time.monotonic() > give_up:
-            attempt.kill()
-            return f"it did not start within {_START_TIMEOUT:g} s"
+            attempt.explain(evidence)
+            log = f": {lines[-1]}" if (lines := telling_lines(evidence.runtime_log)) else ""
+            sentence = f"the runtime did not start within runtime_start_timeout={limit:g} s{log}"
+            metadata = {**attempt.metadata(evidence), **failure_metadata(evidence, None)}
+            raise RunFailure("runtime", sentence, metadata)
         return attempt.ended(evidence)
 
     try:
@@ -171,29 +177,45 @@ def _conclude(
     Raises:
         RunFailure: the run did not succeed.
     """
-    if evidence.end is None:
-        evidence.runtime_log = attempt.runtime_log()
     if asks_slurm(evidence):
-        evidence.job = attempt.job_facts()
+        attempt.explain(evidence)
     verdict = judge(evidence, plan.uses_pipes, policy.require_messages)
-    metadata = run_metadata(evidence.end, policy.mode, attempt.cluster_id, attempt.job_id)
+    metadata = run_metadata(evidence.end, policy.mode, attempt.cluster_id)
     metadata.update(attempt.metadata(evidence))
+    stranded = False
     if evidence.end is not None:
         try:
             for entry in evidence.end["outputs"]:
-                name = entry["name"]
-                backend.connection.download(os.path.join(run_dir, "outputs", name), str(outputs / name))
+                source = os.path.join(run_dir, "outputs", entry["name"])
+                _bring_back(backend.connection, source, str(outputs / entry["name"]), policy.connection_loss_timeout)
         except OSError as error:
+            stranded = True
             if verdict.kind is None:
                 verdict = Verdict("record", f"the payload succeeded, but its outputs cannot be brought back: {error}")
-    failed = verdict.kind is not None
-    if not policy.keeps(failed):
+    keep = stranded or policy.keeps(verdict.kind is not None)
+    if not keep:
         _discard(backend.connection, run_dir)
     if verdict.kind is not None:
         where = f"{attempt.place}:{run_dir}" if attempt.place else run_dir
-        metadata.update(failure_metadata(evidence, where if policy.keeps(failed) else None))
+        metadata.update(failure_metadata(evidence, where if keep else None))
         raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry)
     return metadata
+
+
+def _bring_back(connection: Connection, source: str, target: str, patience: float) -> None:
+    """Copy a file to this machine, again and again while the connection is lost.
+
+    Raises:
+        OSError: it cannot be had, or not within `patience` seconds.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return connection.download(source, target)
+        except ConnectionFailed as error:
+            if not error.temporary or time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY)
 
 
 def _discard(connection: Connection, path: str) -> None:
@@ -221,12 +243,13 @@ def _mark_canceling(context: dg.OpExecutionContext) -> None:
         context.instance.report_run_canceling(run)
 
 
-def _sweep(backend: Backend, retention_days: float) -> None:
-    """Remove what is older than `retention_days`, once an hour and process."""
+def _sweep(backend: Backend, policy: Policy) -> None:
+    """Remove what is older than `retention_days`, here and where payloads run, once an hour and process."""
     now, where = time.monotonic(), (backend.connection.place, backend.layout.base)
     if now - _last_sweep.get(where, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
         _last_sweep[where] = now
-        backend.sweep(retention_days)
+        sweep_old(policy.home, policy.retention_days)
+        backend.sweep(policy.retention_days)
 
 
 @contextmanager

@@ -67,6 +67,8 @@ class Evidence:
     runtime_exit: str | None = None
     """How the runtime ended, in words, if it did so before its `end` was seen."""
     runtime_log: str = ""
+    culprit: str | None = None
+    """What ended first, where the runtime of one node took the others with it."""
     job: JobFacts | None = None
     """What Slurm says of the job; asked for only where the record does not tell all."""
     interrupted: bool = False
@@ -146,6 +148,9 @@ class Follower:
                     continue
             if not progress and exited is not None and self._unreachable_since is None:
                 self.evidence.runtime_exit = exited
+                if self.evidence.end is not None:
+                    missing = self.evidence.end.get("stdio_bytes", 0) - self._readers[STDIO].offset
+                    self._log.warning(f"[rayslurm] {missing} bytes of the recorded output never came into sight")
                 break
             if deadline is not None and time.monotonic() > deadline:
                 break
@@ -155,6 +160,11 @@ class Follower:
             self._hand_over(message)
         self._results.clear()
         return self.evidence
+
+    @property
+    def in_reach(self) -> bool:
+        """Whether the last read worked."""
+        return self._unreachable_since is None
 
     def read_once(self) -> int:
         """Read what is there; the bytes of the longer of the two reads."""

@@ -16,18 +16,15 @@ MIB = 2**20
 Metadata = dict[str, Any]
 
 
-def run_metadata(end: Record | None, mode: str, cluster_id: str, job_id: str | None) -> Metadata:
+def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
     """Metadata that is attached to every result of a run.
 
     Args:
         end: the `end` record, whose figures are the runtime's own measurements; None for a run without one.
         mode: execution mode.
         cluster_id: name of the Ray cluster.
-        job_id: Slurm's job id, if any.
     """
     metadata: Metadata = {"Execution mode": mode}
-    if job_id is not None:
-        metadata["Slurm job ID"] = job_id
     if end is None:
         return metadata
     context: Mapping[str, Any] = end.get("context") or {}
@@ -39,8 +36,8 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str, job_id: str | N
         if context.get("dashboard_url"):
             metadata["Ray dashboard"] = dg.MetadataValue.url(context["dashboard_url"])
         metadata["Nodes"] = _nodes_table(context["nodes"], (end.get("usage") or {}).get("nodes") or {})
-    else:
-        metadata["Node"] = context.get("hostname", "")
+    elif context.get("hostname"):
+        metadata["Node"] = context["hostname"]
     metadata.update(_usage_metadata(end.get("usage") or {}, _cpus(context)))
     if end.get("stdio_dropped"):
         metadata["Output not recorded (characters)"] = end["stdio_dropped"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .follow import Evidence
 from .runtime.record import Record
+from .slurm.log import telling_lines
 from .slurm.verdict import job_sentence
 
 _REASONS = {
@@ -115,6 +116,8 @@ def judge_job(evidence: Evidence) -> Verdict | None:
     )
     if found is None or (end is not None and end["reason"] == "exit" and not evidence.job.out_of_memory):
         return None  # A payload that somebody killed, in a job that goes on or came to its end.
+    if found[0] == "runtime" and evidence.culprit is not None:
+        return Verdict("runtime", f"{evidence.culprit}, and Slurm ended those of all nodes")
     return Verdict(*found)
 
 
@@ -122,10 +125,13 @@ def _without_end(evidence: Evidence) -> Verdict:
     if evidence.interrupted:
         return Verdict("cancelled", "the run was cancelled, and the runtime was killed before it could say how")
     if evidence.unreachable is not None:
-        return Verdict("connection", f"the record of the run was out of reach for too long: {evidence.unreachable}")
+        sentence = f"the record of the run was out of reach for too long, and the run may go on: {evidence.unreachable}"
+        return Verdict("connection", sentence, retry=False)
     if evidence.runtime_exit is None:
         return Verdict("runtime", "the record has no end and nothing is known of the runtime")
-    log = _last_line(evidence.runtime_log)
+    if evidence.culprit is not None:
+        return Verdict("runtime", f"{evidence.culprit}, before the payload's end was recorded")
+    log = (telling_lines(evidence.runtime_log) or [""])[-1]
     sentence = f"the runtime ended ({evidence.runtime_exit}) before the payload's end was recorded"
     return Verdict("runtime", f"{sentence}: {log}" if log else sentence)
 
@@ -175,7 +181,3 @@ def _exit_hint(code: int) -> str:
 
 def _first_line(text: str | None) -> str:
     return text.strip().splitlines()[0] if text and text.strip() else ""
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1] if text.strip() else ""

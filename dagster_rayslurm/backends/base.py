@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,6 @@ from dagster_pipes import PipesContextData
 from ..connections.base import Connection
 from ..follow import Cadence, Evidence
 from ..plan import Plan
-from ..slurm.facts import JobFacts
 from .rundir import Layout
 
 
@@ -85,12 +84,8 @@ class Attempt(Protocol):
         """End a runtime that does not answer, with all that it runs."""
         ...
 
-    def runtime_log(self) -> str:
-        """The last lines of what the runtime itself had to say."""
-        ...
-
-    def job_facts(self) -> JobFacts | None:
-        """What Slurm says of the job, once it has ended; None where there is no Slurm, or it does not say."""
+    def explain(self, evidence: Evidence) -> None:
+        """Add to the evidence what logs and Slurm tell of an end that the record does not explain."""
         ...
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
@@ -132,7 +127,7 @@ class Backend(Protocol):
         """Remove what nobody touched for so many days."""
         ...
 
-    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step) -> Attempt:
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> Attempt:
         """Make the run directory of a payload and get a runtime to work on it.
 
         Args:
@@ -140,6 +135,7 @@ class Backend(Protocol):
             run_dir: its run directory, not there yet.
             context: the Pipes context.
             step: who asks.
+            hold: told of the attempt before this returns: an interrupt in between must not lose it.
 
         Raises:
             StartError: no runtime can be had.

@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,23 +24,26 @@ from ..environments.resolve import path_on_cluster
 from ..follow import Cadence
 from ..interrupts import deferred_interrupts
 from ..plan import Plan, relocate
+from ..runtime.cluster import nodes_expected
 from ..runtime.ports import control_ports
 from ..runtime.record import CANCEL, EXIT, RUNTIME
 from ..runtime.spec import RuntimeSpec, to_json
 from ..slurm.commands import slurm_commands
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
-from ..slurm.queue import shared_queue
+from ..slurm.queue import ask_queue, shared_queue
 from ..slurm.refusal import with_values
 from ..slurm.request import JobRequest, job_comment, job_name, make_request
 from ..slurm.script import render_script
+from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, submit
-from .base import StartError, Step
-from .batch_job import BatchJob, cancel_named
+from .base import Attempt, StartError, Step
+from .batch_job import BatchJob, cancel_named, wait_until_gone
 from .remote_sweep import sweep_remote
 from .rundir import Layout, run_files
 
-_CADENCE = Cadence(busy=0.2, idle=3.0, waiting=15.0)
+_CADENCE = Cadence(busy=0.1, idle=3.0, waiting=15.0)
 _TELL_INTERVAL = 5.0
+_CLUSTER = "slurm-"
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,13 @@ class BatchBackend:
 
     def check(self, plan: Plan) -> None:
         make_request(self.queue, plan.footprint, job_name="rayslurm", comment="")
+        if plan.ray is not None and plan.ray.min_nodes is not None:
+            expected = nodes_expected(plan.ray, self.queue.num_nodes)
+            if plan.ray.min_nodes > expected:
+                raise ValueError(
+                    f"RayLauncher.min_nodes={plan.ray.min_nodes} is more than the cluster will have: {expected} nodes by "
+                    f"SlurmQueueConfig.num_nodes={self.queue.num_nodes} and max_workers={plan.ray.max_workers}"
+                )
         path_on_cluster(self.environment, over_ssh=self.slurm.ssh is not None)
         for name, path in (("remote_base", self.slurm.remote_base), ("data_dir", plan.payload.data_dir)):
             if path is not None and not (os.path.isabs(path) or path == "~" or path.startswith("~/")):
@@ -84,7 +95,7 @@ class BatchBackend:
         # Much to remove takes its time on a cluster's file system, and nobody waits for that.
         threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
 
-    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step) -> BatchJob:
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> BatchJob:
         commands = slurm_commands(self.connection)
         try:
             interpreter = self._interpreter(plan)
@@ -100,7 +111,7 @@ class BatchBackend:
         name = job_name(step.step_key, plan.payload.nonce)
         comment = job_comment(step.run_id, step.step_key, step.partition_key)
         request = make_request(self.queue, plan.footprint, job_name=name, comment=comment)
-        cluster_id = f"slurm-{plan.payload.nonce}"
+        cluster_id = f"{_CLUSTER}{plan.payload.nonce}"
         files = {
             **run_files(plan, context),
             RUNTIME: to_json(runtime_spec(cluster_id, plan, request, self.queue)).encode("utf-8"),
@@ -111,6 +122,18 @@ class BatchBackend:
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
         try:
             submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning)
+            job = BatchJob(
+                commands=commands,
+                queue=queue,
+                request=request,
+                submitted=submitted,
+                run_dir=run_dir,
+                cluster_id=cluster_id,
+                queue_timeout=self.queue_timeout,
+                over_ssh=self.slurm.ssh is not None,
+                log=step.log,
+            )
+            hold(job)
         except SubmissionRefused as error:
             raise StartError(error.kind, with_values(str(error), request), error.retry) from None
         except BaseException:
@@ -120,17 +143,22 @@ class BatchBackend:
             raise
         where = f"partition {request.partition}" if request.partition else "the default partition"
         step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where} on {self.connection.place}")
-        return BatchJob(
-            commands=commands,
-            queue=queue,
-            request=request,
-            submitted=submitted,
-            run_dir=run_dir,
-            cluster_id=cluster_id,
-            queue_timeout=self.queue_timeout,
-            over_ssh=self.slurm.ssh is not None,
-            log=step.log,
-        )
+        return job
+
+    def cleanup(self, cluster_id: str) -> bool:
+        """Cancel the job of a cluster; False if there is none.
+
+        Raises:
+            StartError: Slurm does not confirm its end.
+            OSError: Slurm cannot be asked.
+        """
+        commands = slurm_commands(self.connection)
+        nonce = cluster_id.removeprefix(_CLUSTER)
+        jobs = [row.job_id for row in ask_queue(commands).named(f"-{nonce}") if row.state not in TERMINAL]
+        for job_id in jobs if nonce != cluster_id else []:
+            if not wait_until_gone(commands, job_id):
+                raise StartError("runtime", f"Slurm does not confirm the end of job {job_id}; run `scancel {job_id}`")
+        return bool(jobs) and nonce != cluster_id
 
     def _absolute(self, path: str) -> str:
         if path == "~" or path.startswith("~/"):

@@ -14,21 +14,23 @@ import dagster as dg
 from ..connections.base import Connection
 from ..errors import RunFailure
 from ..follow import Evidence
+from ..interrupts import deferred_interrupts
 from ..runtime.record import CANCEL, EXIT, node_log, tail_lines
 from ..slurm.accounting import ask_job
 from ..slurm.facts import JobFacts
+from ..slurm.log import failed_tasks, telling_lines
 from ..slurm.queue import SharedQueue, ask_queue
 from ..slurm.refusal import impossible, with_values
 from ..slurm.request import JobRequest
-from ..slurm.script import LOG
+from ..slurm.script import LOG, parse_exit
 from ..slurm.states import TERMINAL, Exited, JobView, JobWatch, Started, Submission, seen
 from ..slurm.submit import Submitted
 
 _EXIT_INTERVAL = 1.0
 """Seconds between two looks at the exit code that the batch script leaves."""
-_SETTLE = 5.0
-"""Seconds that the record is read on after Slurm has said that the job is over: files may arrive later than that word."""
-_ASK_INTERVAL = 0.5
+_SETTLE = 3.0
+"""Seconds that the record is read on after the job is known to be over: files may arrive later than that word."""
+_ASK_INTERVAL = 1.0
 """Seconds between two questions of a run that is being cancelled."""
 _PATIENCE = 5.0
 """Seconds in which a job whose runtime has written the `end` of a cancelled run is over by itself."""
@@ -38,6 +40,8 @@ _GONE_DEADLINE = 60.0
 _STATE_DEADLINE = 15.0
 """Seconds in which a job that is on its way down comes to its final state."""
 _LOG_BYTES = 65536
+_SIGNALLED = ("Terminated", "Killed")
+"""How srun says that a task was ended by a signal: most are those that it ended itself, after the one that failed."""
 
 
 class BatchJob:
@@ -81,6 +85,7 @@ class BatchJob:
         self._log = log
         self._watch = JobWatch(Submission(self._id, submitted.at, request.requeue))
         self._started = False
+        """Whether the runtime is at work: its record has started, and the job was not requeued since."""
         self._exit_looked = self._fresh_at = time.monotonic()
         self._told = ""
         self._trouble: str | None = None
@@ -107,16 +112,14 @@ class BatchJob:
         except OSError as error:
             self._complain(str(error))
             return None
-        view = self._watch.view
-        if not self._started and not view.over:
-            self._tell(view)
-            self._give_up_waiting(view, now)
-        return self._how_it_ended(view)
+        if not self._started and not self._watch.view.over and not self._cancelled:
+            self._tell(self._watch.view)
+            self._give_up_waiting(now)
+        return self._how_it_ended(self._watch.view)
 
     def cancel(self, now: bool = False) -> None:
         if not self._started:
-            self._scancel()
-            return
+            return self._scancel()
         self._ending = True
         # The runtime ends the payload with Ray alive; scancel would hit all of Ray at the same moment.
         with contextlib.suppress(OSError):
@@ -126,24 +129,37 @@ class BatchJob:
         self._scancel()
         self._confirm_gone()
 
-    def runtime_log(self) -> str:
-        """What the batch script, Slurm, and the head's runtime printed."""
-        texts = []
-        for name in (LOG, node_log(0)):
-            with contextlib.suppress(OSError):
-                data = self._commands.read(os.path.join(self._run_dir, name), 0, _LOG_BYTES)
-                texts.append(data.decode("utf-8", "replace"))
-        return tail_lines("\n".join(text for text in texts if text.strip()))
+    def explain(self, evidence: Evidence) -> None:
+        evidence.job = self._facts()
+        said = self._tail(LOG)
+        evidence.runtime_log = "\n".join(text for text in (said, self._tail(node_log(0))) if text.strip())
+        for node, task, how in failed_tasks(said):
+            tail = self._tail(node_log(task))
+            if task > 0 and tail.strip():
+                evidence.tails[f"runtime on {node}"] = tail
+            if evidence.culprit is None and not how.startswith(_SIGNALLED):
+                last = (telling_lines(tail) or [""])[-1]
+                evidence.culprit = f"the runtime on node {node} ended ({how})" + (f": {last}" if last else "")
 
-    def job_facts(self) -> JobFacts | None:
+    def _tail(self, name: str) -> str:
+        """The end of a log in the run directory; "" if it cannot be read."""
+        try:
+            done = self._commands.run(["tail", "-c", str(_LOG_BYTES), "--", os.path.join(self._run_dir, name)], timeout=60)
+        except OSError:
+            return ""
+        return tail_lines(done.stdout.decode("utf-8", "replace"))
+
+    def _facts(self) -> JobFacts | None:
+        """What Slurm says of the job, once it has come to its end; None if it does not say."""
         deadline = time.monotonic() + _STATE_DEADLINE
-        facts = None
+        facts, pause = None, 0.5
         while True:
             with contextlib.suppress(OSError):  # Slurm that does not answer leaves the verdict to the record.
                 facts = ask_job(self._commands, self._id) or facts
             if (facts is not None and facts.state in TERMINAL) or time.monotonic() > deadline:
                 return facts
-            time.sleep(0.5)
+            time.sleep(pause)
+            pause = min(2 * pause, 4.0)
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         request = self._request
@@ -178,8 +194,7 @@ class BatchJob:
 
     def _observe(self, evidence: Evidence, now: float) -> None:
         """Take in what there is to see, without waiting for Slurm."""
-        if evidence.started_at is not None and not self._started:
-            self._started = True
+        if evidence.started_at is not None and evidence.started_at != self._watch.started_at:
             self._watch = self._watch.after(Started(evidence.started_at))
         local = time.monotonic()
         if not self._cancelled:
@@ -195,9 +210,10 @@ class BatchJob:
             self._complain(self._queue.trouble)
         if local - self._exit_looked >= _EXIT_INTERVAL:
             self._exit_looked = local
-            said = self._commands.read(os.path.join(self._run_dir, EXIT), 0, 64).split()
-            if said and said[-1].isdigit():
-                self._watch = self._watch.after(Exited(now, int(said[-1])))
+            code = parse_exit(self._commands.read(os.path.join(self._run_dir, EXIT), 0, _LOG_BYTES), self._id)
+            if code is not None:
+                self._watch = self._watch.after(Exited(now, code))
+        self._started = evidence.started and self._watch.view.kind != "pending"
         if not self._started and local - self._fresh_at >= _KEEP_FRESH:
             self._fresh_at = local
             self._commands.run(["touch", "--", self._run_dir])  # Else it is swept as old while its job still waits.
@@ -212,14 +228,19 @@ class BatchJob:
             self._told = text
             self._log.info(f"[rayslurm] {text}")
 
-    def _give_up_waiting(self, view: JobView, now: float) -> None:
+    def _give_up_waiting(self, now: float) -> None:
         """End a job that cannot start as it was asked for, or has waited as long as its user allows."""
+        view = self._watch.view
         never = impossible(view.reason, self._request.partition) if view.kind == "pending" else None
         if never:
             never = with_values(never, self._request)
             raise RunFailure("submission", f"Slurm job {self.job_id} can never start: {never}", self.metadata(Evidence()))
-        waited = now - self._submitted.at
-        if self._queue_timeout is not None and waited > self._queue_timeout:
+        if self._queue_timeout is None or now - self._submitted.at <= self._queue_timeout or view.kind == "running":
+            return
+        # The shared view is of some seconds ago; a job that has just started must not be taken for one that waits.
+        self._watch = self._watch.after(seen(ask_queue(self._commands), self._id))
+        view = self._watch.view
+        if view.kind == "pending":
             raise RunFailure(
                 "allocation",
                 f"Slurm job {self.job_id} was still waiting ({view.reason or 'no reason is known'}) after "
@@ -233,10 +254,10 @@ class BatchJob:
             return None
         if self._over_since is None:
             self._over_since = time.monotonic()
+        if (self._started or view.exit_code is not None) and time.monotonic() - self._over_since < _SETTLE:
+            return None
         if view.exit_code is not None and view.state not in TERMINAL:
             return f"srun ended with exit code {view.exit_code}"
-        if self._started and time.monotonic() - self._over_since < _SETTLE:
-            return None
         return f"Slurm calls the job {view.state}" if view.kind == "ended" else "Slurm no longer knows the job"
 
     def _complain(self, trouble: str) -> None:
@@ -251,7 +272,9 @@ class BatchJob:
 
     def _confirm_gone(self, patience: float = 0.0) -> None:
         """Repeat the cancellation until Slurm agrees that the job is over."""
-        if not wait_until_gone(self._commands, self._id, patience):
+        with deferred_interrupts():
+            gone = wait_until_gone(self._commands, self._id, patience)
+        if not gone:
             self._log.error(
                 f"[rayslurm] Slurm job {self.job_id} may still be there: it was cancelled, and Slurm has not confirmed its end; "
                 f"run `scancel {self.job_id}` on {self._commands.place}"

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from . import local_session
 from .base import Attempt, Step
 from .local_session import LocalAttempt
 from .process import reap_later, runtime_command, start_process
-from .rundir import Layout, run_files, sweep_old, write_run_dir, write_runtime_spec
+from .rundir import Layout, run_files, write_run_dir, write_runtime_spec
 
 _CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
 """Reading a file of this machine costs next to nothing."""
@@ -55,16 +56,20 @@ class LocalBackend:
         if problem:
             raise ValueError(problem)
 
-    def sweep(self, retention_days: float) -> None:
-        sweep_old(self.layout, retention_days)
+    def sweep(self, retention_days: float) -> None:  # noqa: ARG002
+        return  # This machine is swept in every mode.
 
-    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step) -> Attempt:
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> Attempt:
         write_run_dir(self.connection, run_dir, run_files(plan, context))
+        attempt: Attempt
         if plan.ray is not None and self.session is not None:
-            return local_session.submit(self.layout, self.interpreter, plan.ray, self.session, step.run_id, run_dir)
-        cluster_id = f"local-{plan.payload.nonce}"
-        write_runtime_spec(self.connection, run_dir, RuntimeSpec(cluster_id, plan.ray))
-        return OwnRuntime(self.layout, self.interpreter, run_dir, cluster_id)
+            attempt = local_session.submit(self.layout, self.interpreter, plan.ray, self.session, step.run_id, run_dir)
+        else:
+            cluster_id = f"local-{plan.payload.nonce}"
+            write_runtime_spec(self.connection, run_dir, RuntimeSpec(cluster_id, plan.ray))
+            attempt = OwnRuntime(self.layout, self.interpreter, run_dir, cluster_id)
+        hold(attempt)
+        return attempt
 
 
 class OwnRuntime(LocalAttempt):
@@ -98,8 +103,8 @@ class OwnRuntime(LocalAttempt):
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def runtime_log(self) -> str:
-        return tail_file(str(self._run_dir / RUNTIME_LOG))
+    def explain(self, evidence: Evidence) -> None:
+        evidence.runtime_log = tail_file(str(self._run_dir / RUNTIME_LOG))
 
     def release(self, evidence: Evidence) -> None:  # noqa: ARG002
         # The end is read; the runtime still takes its cluster down, and nobody waits for that.

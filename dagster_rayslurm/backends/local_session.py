@@ -22,7 +22,6 @@ from ..follow import Evidence
 from ..plan import fingerprint
 from ..runtime.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
 from ..runtime.spec import RaySpec, RuntimeSpec
-from ..slurm.facts import JobFacts
 from .base import StartError
 from .process import reap_later, runtime_command, start_process
 from .rundir import Layout, write_runtime_spec
@@ -88,9 +87,6 @@ class LocalAttempt:
     place = ""
     requeue = False
 
-    def job_facts(self) -> JobFacts | None:
-        return None
-
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:  # noqa: ARG002
         return {}
 
@@ -115,8 +111,8 @@ class SharedRuntime(LocalAttempt):
     def kill(self) -> None:
         return  # The session serves others; the end of the connection cancels what it still runs for this one.
 
-    def runtime_log(self) -> str:
-        return tail_file(str(self._directory / RUNTIME_LOG))
+    def explain(self, evidence: Evidence) -> None:
+        evidence.runtime_log = tail_file(str(self._directory / RUNTIME_LOG))
 
     def release(self, evidence: Evidence) -> None:  # noqa: ARG002
         self._client.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -34,6 +35,19 @@ def connection_to(ssh: SSHConnectionResource | None) -> Connection:
         if key not in _connections:
             _connections[key] = new_connection(ssh)
         return _connections[key]
+
+
+def connect_early(ssh: SSHConnectionResource | None) -> None:
+    """Begin to log in, in the background: a step that is being prepared will need it in a moment.
+
+    What goes wrong is said to whoever uses the connection.
+    """
+
+    def log_in() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            connection_to(ssh).home()
+
+    threading.Thread(target=log_in, name="rayslurm-connect", daemon=True).start()
 
 
 def new_connection(ssh: SSHConnectionResource) -> SSHConnection:

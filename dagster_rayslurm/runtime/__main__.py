@@ -1,5 +1,6 @@
 """`python -I runtime.pyz run DIR | node DIR | serve DIR | ray-node ORDER | hold FILE`."""
 
+import mmap
 import os
 import sys
 
@@ -18,8 +19,12 @@ def run(run_dir):  # type: (str) -> int
     return 0
 
 
-def node(run_dir):  # type: (str) -> int
-    """Be one node of a Slurm step: the first runs the payload of the run directory, the others help it."""
+def node(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
+    """Be one node of a Slurm step: the first runs the payload of the run directory, the others help it.
+
+    `dispensable[0]` becomes 1 when this is one of the others and the head knows it: Ray goes on without such a node, and
+    its end must not have `srun` end the step.
+    """
     from . import allocation, control, loop, scratch, supervisor, time_limit, worker
 
     here = allocation.from_environ(os.environ)
@@ -28,7 +33,7 @@ def node(run_dir):  # type: (str) -> int
     scratch.sweep()
     spec = supervisor.load_spec(run_dir)
     if here.node_id > 0:
-        worker.Worker(loop.Loop(), spec, here, scratch.Scratch()).run()
+        worker.Worker(loop.Loop(), spec, here, scratch.Scratch(), lambda: dispensable.__setitem__(0, 1)).run()
         return 0
     runner = supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch(), here, run_dir)
     payload = control.serve_run_dir(runner, run_dir)
@@ -64,11 +69,13 @@ def main(argv):  # type: (list[str]) -> int
         from . import hold
 
         return hold.main(argv[1])
-    roles = {"run": run, "node": node, "serve": serve}
+    dispensable = mmap.mmap(-1, 1)  # The keeper and the runtime, its child, share this byte.
+    roles = {"run": run, "node": lambda run_dir: node(run_dir, dispensable), "serve": serve}
     if role in roles:
-        from . import keeper
+        from . import keeper, processes
 
-        return keeper.guard(lambda: roles[role](argv[1]))
+        processes.raise_file_limit()
+        return keeper.guard(lambda: roles[role](argv[1]), lambda: dispensable[0] == 1)
     sys.exit(__doc__)
 
 

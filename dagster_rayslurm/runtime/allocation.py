@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional
 
@@ -16,7 +17,7 @@ class Allocation:
         job_id: Slurm's job id.
         node_id: this node's place in `nodes`; the head is 0.
         nodes: names of all nodes, the head's first.
-        head_addresses: where the head may be reached, the likeliest first.
+        head_addresses: where the head may be reached, the likeliest first; no loopback address if there are other nodes.
         partition: partition of the job.
         account: account of the job; empty where Slurm has no accounts.
         restarts: how often Slurm has requeued the job.
@@ -35,13 +36,22 @@ class Allocation:
         return {"job_id": self.job_id, "partition": self.partition, "account": self.account, "nodes": self.nodes}
 
 
+def is_loopback(address: str) -> bool:
+    """Whether an address means another machine to each machine; False for a name."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
 def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
     """The allocation of this task, or None outside of a Slurm step."""
     if "SLURM_JOB_ID" not in environ or "SLURM_NODEID" not in environ:
         return None
     nodes = expand_nodelist(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
-    # srun runs on the first node; the address is the one that slurmd itself uses.
-    addresses = [environ.get("SLURM_LAUNCH_NODE_IPADDR", ""), nodes[0]]
+    # srun runs on the first node; the address is what that node's name means there, by its own /etc/hosts perhaps 127.0.1.1.
+    launch = environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    addresses = ["" if len(nodes) > 1 and is_loopback(launch) else launch, nodes[0]]
     return Allocation(
         job_id=environ["SLURM_JOB_ID"],
         node_id=int(environ["SLURM_NODEID"]),

@@ -1,7 +1,10 @@
 """Messages between the runtimes of an allocation: JSON lines over TCP, after both ends have proved that they know the key.
 
 The key is in the start record, which only this user can read. The proof is an HMAC over both ends' challenges, so
-neither a stranger who connects nor a stranger who listens on the port learns or can repeat anything.
+neither a stranger who connects nor a stranger who listens on the port can repeat it elsewhere. One who stands between
+both ends can pass the proofs on; so each line after them has an HMAC of its own, by a key that the proofs' challenges
+and the direction make, over its number and its text. Whoever passes lines on can read them, as nothing secret is in
+them, or withhold them from some point on, but can neither add, alter, repeat, reorder nor reflect any.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import socket
 import time
 from typing import Any, Callable, Dict, Optional
@@ -23,6 +27,8 @@ MAX_LINE = 2**22
 """Bytes of the longest message; usage samples and tails of logs are far below."""
 _UNPROVED = 4096
 """Bytes that a stranger may send."""
+_CHALLENGE = re.compile("[0-9a-f]{32}")
+_PROOF = re.compile("[0-9a-f]{64}")
 _SEND_TIMEOUT = 2.0
 
 
@@ -35,8 +41,30 @@ def _proof(key: str, role: str, theirs: str, ours: str) -> str:
     return derive(key, "%s:%s:%s" % (role, theirs, ours))
 
 
+class _Seal:
+    """The HMACs of the lines that go in one direction of one connection, one after the other.
+
+    Args:
+        key: the shared secret, hex.
+        sender: the role of the end that the lines come from.
+        worker: the worker's challenge.
+        head: the head's challenge.
+    """
+
+    def __init__(self, key: str, sender: str, worker: str, head: str) -> None:
+        self._key = bytes.fromhex(derive(derive(key, "session:%s:%s" % (worker, head)), "from:" + sender))
+        self._count = 0
+
+    def next(self, body: bytes) -> bytes:
+        """The HMAC of the next line."""
+        self._count += 1
+        return hmac.new(self._key, b"%d:%s" % (self._count, body), hashlib.sha256).hexdigest().encode("ascii")
+
+
 class Channel:
     """One connection. Nothing is handed on before the other end has proved that it knows the key.
+
+    A line that the other end cannot have sent ends the connection, and nothing else.
 
     Args:
         loop: where it is read.
@@ -68,29 +96,31 @@ class Channel:
         self._partial = b""
         self._challenge = os.urandom(16).hex()
         self._their_challenge: Optional[str] = None
+        self._sent: Optional[_Seal] = None
+        self._received: Optional[_Seal] = None
         self.proved = False
         sock.settimeout(_SEND_TIMEOUT)  # Only sending can wait: reading follows readiness.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         loop.on_readable(sock.fileno(), self._read)
-        self.send(challenge=self._challenge)
+        self._send_line(json.dumps({"challenge": self._challenge}).encode("utf-8"))
 
     def send(self, **message: Any) -> None:
-        """Send a message; a connection that takes none ends."""
+        """Send a message, once both ends know each other; a connection that takes none ends."""
+        assert self._sent is not None
+        body = json.dumps(message).encode("utf-8")
+        self._send_line(self._sent.next(body) + b" " + body)
+
+    def _send_line(self, line: bytes) -> None:
         if self._socket is None:
             return
         try:
-            self._socket.sendall(json.dumps(message).encode("utf-8") + b"\n")
+            self._socket.sendall(line + b"\n")
         except OSError:
             self._loop.call_later(0.0, self._end)  # Not from within the caller's own turn.
 
     def on_gone(self, gone: Callable[[], None]) -> None:
         """Have something else called when the connection ends by itself."""
         self._gone = gone
-
-    def own_address(self) -> str:
-        """This end's address, as the other one sees it unless it is translated."""
-        assert self._socket is not None
-        return str(self._socket.getsockname()[0])
 
     def wait_end(self, deadline: float) -> None:
         """Wait until the other end closes the connection, or `time.monotonic()` is at the deadline; then close it.
@@ -126,35 +156,61 @@ class Channel:
             data = self._socket.recv(65536)
         except OSError:
             data = b""
-        if not data or len(self._partial) > (MAX_LINE if self.proved else _UNPROVED):
+        if not data or len(self._partial) + len(data) > (MAX_LINE if self.proved else _UNPROVED):
             return self._end()
         lines, self._partial = split_lines(self._partial + data)
         for line in lines:
-            try:
-                message = json.loads(line.decode("utf-8"))
-            except ValueError:
-                return self._end()
-            if not isinstance(message, dict):
-                return self._end()
             if self.proved:
+                message = self._open(line)
+                if message is None:
+                    return self._end()
                 self._deliver(message)
             else:
-                self._prove(message)
+                try:
+                    self._prove(line)
+                except Exception:  # Whatever a stranger thinks of, it is the end of its own connection only.
+                    return self._end()
+                if self.proved:
+                    self._on_proved()
             if self._socket is None:
                 return
 
-    def _prove(self, message: Message) -> None:
-        """Challenges first, then the proofs: the worker's, and once that has convinced the head, the head's."""
+    def _open(self, line: bytes) -> Optional[Message]:
+        """The message of a line; None if the other end did not send it, or not as the next one."""
+        assert self._received is not None
+        seal, _, body = line.partition(b" ")
+        if not hmac.compare_digest(seal, self._received.next(body)):
+            return None
+        message = json.loads(body.decode("utf-8"))
+        return message if isinstance(message, dict) else None
+
+    def _prove(self, line: bytes) -> None:
+        """Challenges first, then the proofs: the worker's, and once that has convinced the head, the head's.
+
+        Raises:
+            Exception: this is neither a challenge nor the proof; of any kind, for a stranger may send anything.
+        """
+        message = json.loads(line.decode("utf-8"))
         if self._their_challenge is None:
-            self._their_challenge = str(message.get("challenge"))
+            self._their_challenge = theirs = _field(message, "challenge", _CHALLENGE)
             if self._role == "worker":
-                self.send(proof=_proof(self._key, "worker", self._their_challenge, self._challenge))
+                self._send_proof(theirs)
             return
-        other = "head" if self._role == "worker" else "worker"
-        expected = _proof(self._key, other, self._challenge, self._their_challenge)
-        if not hmac.compare_digest(expected, str(message.get("proof"))):
-            return self._end()
+        theirs, other = self._their_challenge, "head" if self._role == "worker" else "worker"
+        if not hmac.compare_digest(_proof(self._key, other, self._challenge, theirs), _field(message, "proof", _PROOF)):
+            raise ValueError("the proof is wrong")
         if self._role == "head":
-            self.send(proof=_proof(self._key, "head", self._their_challenge, self._challenge))
+            self._send_proof(theirs)
+        challenges = (self._challenge, theirs) if self._role == "worker" else (theirs, self._challenge)
+        self._sent, self._received = _Seal(self._key, self._role, *challenges), _Seal(self._key, other, *challenges)
         self.proved = True
-        self._on_proved()
+
+    def _send_proof(self, theirs: str) -> None:
+        self._send_line(json.dumps({"proof": _proof(self._key, self._role, theirs, self._challenge)}).encode("utf-8"))
+
+
+def _field(message: Message, name: str, form: "re.Pattern[str]") -> str:
+    value = message[name]
+    if form.fullmatch(value) is None:
+        raise ValueError("this is no %s" % name)
+    return str(value)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Set
 
+from .allocation import Allocation, is_loopback
 from .footprint import Footprint, footprint_error
 from .loop import Loop, Timer
 from .machine import Machine, from_facts
@@ -14,6 +15,9 @@ from .spec import RaySpec
 from .team import Member, Team
 
 Nodes = Dict[str, Dict[str, Any]]
+
+_ELSEWHERE = "192.0.2.1"
+"""An address on no network (RFC 5737): the route there is the default one."""
 
 
 def nodes_expected(spec: RaySpec, available: int) -> int:
@@ -73,6 +77,8 @@ class RayCluster:
         self._entrypoint = spec.launch_style == "builtin"
         self._deadline: Optional[Timer] = None
         self._told = 0
+        self._counted_in: Set[int] = set()
+        """Places of the workers that know that their Ray is up."""
         self._attempt = 0
         self._started = time.monotonic()
         self._failed = False
@@ -192,7 +198,7 @@ class RayCluster:
                     if gone.get("head"):
                         return self._fail(ClusterError("cluster-lost", "the GCS reports the head node as dead"))
                     self._on_phase("node-lost", "Ray on node %s is dead, the others go on" % gone.get("hostname"))
-            return
+            return self._count_in()
         alive = self._alive()
         wanted = 1 + len(self._joining)
         if wanted > 1 and len(alive) != self._told:
@@ -230,7 +236,18 @@ class RayCluster:
         if self.dashboard_url:
             up += ", dashboard: %s on %s" % (self.dashboard_url, head["hostname"])
         self._on_phase("cluster-ready", up)
+        self._count_in()
         self._on_ready()
+
+    def _count_in(self) -> None:
+        """Tell the workers whose Ray is up, those too that come late: from here on its end there is a loss."""
+        if self._team is None:
+            return
+        here = {node["hostname"] for node in self._alive()}
+        for place in sorted(set(self._joining) - self._counted_in):
+            if self._team.members[place].machine.get("hostname") in here:
+                self._counted_in.add(place)
+                self._team.order([place], op="ready", attempt=self._attempt)
 
     def _give_up(self, member: Member, error: ClusterError) -> None:
         """A worker will not join: the end of the cluster, unless enough others do."""
@@ -285,6 +302,22 @@ class RayCluster:
         if self._ray is not None:
             self._ray.end()
         self._on_failed(error)
+
+
+def head_address(allocation: Allocation) -> str:
+    """The address by which the head is known to the other nodes of its allocation; alone, any of its own will do.
+
+    Without one that Slurm tells, it is the address at which the route to another node begins.
+    """
+    known, *_ = allocation.head_addresses
+    name, *others = allocation.nodes
+    if not others or known != name:
+        return known
+    for host in (others[0], _ELSEWHERE):
+        address = route_address(host)
+        if address is not None and not is_loopback(address):
+            return address
+    return name  # The others know it, or nobody does.
 
 
 def node_address(spec: RaySpec, gcs: str) -> Optional[str]:

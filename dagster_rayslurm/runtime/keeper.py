@@ -17,11 +17,15 @@ from . import processes, scratch
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def guard(main: Callable[[], int]) -> int:
+def guard(main: Callable[[], int], excused: Callable[[], bool] = lambda: False) -> int:
     """Run `main` in a forked child and outlive it.
 
+    Args:
+        main: what to run.
+        excused: asked in this process when `main` has ended: whether its end, however it came, is no failure.
+
     Returns:
-        The exit code of `main`, or 128 + the signal that ended it. The child never returns from here.
+        The exit code of `main`, or 128 + the signal that ended it; 0 if it is excused. The child never returns from here.
     """
     processes.become_subreaper()
     arrange = processes.die_with_parent(signal.SIGTERM)
@@ -42,6 +46,9 @@ def guard(main: Callable[[], int]) -> int:
         signal.signal(signum, signal.SIG_IGN)  # Nobody is left to forward to, and the tidying up must not be broken off.
     processes.kill_descendants(os.getpid(), collect=_collect)
     scratch.sweep()
+    if code != 0 and excused():
+        print("rayslurm: this node's runtime ended with exit code %d; the other nodes go on without it" % code, file=sys.stderr)
+        return 0
     return code
 
 

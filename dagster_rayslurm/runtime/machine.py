@@ -65,15 +65,31 @@ def count_cpus(environ: Mapping[str, str]) -> int:
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
-    """GPUs visible to this process: `CUDA_VISIBLE_DEVICES` if set, else what the driver lists.
+    """GPUs visible to this process: by the variables of the vendors, else those that Slurm granted, else what the driver lists.
 
-    "NoDevFiles" and "-1" mean none; Slurm and CUDA use them.
+    Slurm sets `CUDA_VISIBLE_DEVICES`, `ROCR_VISIBLE_DEVICES` or `ZE_AFFINITY_MASK`, by the maker of the GPUs (gres.conf(5)),
+    and `SLURM_GPUS_ON_NODE` and `SLURM_STEP_GPUS` in any case (srun(1), Slurm 22.05). "NoDevFiles" and "-1" mean none;
+    Slurm and CUDA use them.
     """
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        names = [name.strip() for name in visible.split(",")]
-        return len([name for name in names if name and name not in ("NoDevFiles", "-1", "none", "void")])
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return len(_devices(environ["CUDA_VISIBLE_DEVICES"]))
+    # HIP counts among the devices that ROCr leaves visible.
+    amd = [len(_devices(environ[name])) for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in environ]
+    if amd:
+        return min(amd)
+    if "ZE_AFFINITY_MASK" in environ:  # "0.1" is a tile of device 0.
+        return len({device.partition(".")[0] for device in _devices(environ["ZE_AFFINITY_MASK"])})
+    granted = environ.get("SLURM_GPUS_ON_NODE", "")
+    if re.match("^[0-9]+$", granted):
+        return int(granted)
+    if "SLURM_STEP_GPUS" in environ:
+        return len(_devices(environ["SLURM_STEP_GPUS"]))
     return len(list_gpus())
+
+
+def _devices(visible: str) -> List[str]:
+    names = [name.strip() for name in visible.split(",")]
+    return [name for name in names if name and name not in ("NoDevFiles", "-1", "none", "void")]
 
 
 def list_gpus() -> List[str]:

@@ -14,8 +14,9 @@ from typing import Any, Callable, Dict, List, Optional
 
 from . import processes
 from .loop import Loop, Timer
+from .messages import MessageFile
 from .outputs import collect_outputs
-from .record import STATUS, RunRecord, split_lines, write_atomically
+from .record import STATUS, RunRecord, write_atomically
 from .spec import PayloadSpec
 from .team import Team
 from .usage import Sampler, merge
@@ -75,11 +76,12 @@ class Payload:
         self._secret_env = secret_env
         self._work_dir = os.path.join(run_dir, "work")
         self._pid: Optional[int] = None
+        self._due_signals: List[int] = []
         self._exit: Optional[End] = None
         self._verdict: Optional[End] = None
         self._usage: Dict[str, Any] = {}
         self._streams: Dict[int, "_Stream"] = {}
-        self._messages: Optional[_MessageFile] = None
+        self._messages: Optional[MessageFile] = None
         self._timers: Dict[str, Timer] = {}
         self._sampler: Optional[Sampler] = None
         self._team: Optional[Team] = None
@@ -102,7 +104,7 @@ class Payload:
         self._started_at = time.time()
         self._team = team
         try:
-            self._messages = _MessageFile(messages_path)
+            self._messages = MessageFile(messages_path)
             lay_out_work_dir(self._work_dir, self.spec)
         except OSError as error:
             return self._finish(End("record", "the run cannot be laid out: %s" % error))
@@ -121,6 +123,9 @@ class Payload:
             why = error.strerror if isinstance(error, OSError) else str(error)
             return self._finish(End("spawn", "the command %r cannot be started: %s" % (argv[0], why)))
         self._phase("running", "payload started (pid %s)" % self._pid)
+        for signum in self._due_signals:
+            self._phase("running", "the payload gets %s now, which was due before it started" % processes.signal_name(signum))
+            self.signal(signum)
         self._every(_MESSAGE_POLL, "messages", self._copy_messages)
         self._every(_SYNC_INTERVAL, "sync", self.record.sync)
 
@@ -165,10 +170,18 @@ class Payload:
             processes.signal_group(self._pid, signal.SIGTERM)
         self._due("kill", grace, self._kill)
 
-    def signal(self, signum: int) -> None:
-        """Send a signal to the payload's process group, if it runs."""
-        if self._pid is not None and self._exit is None:
+    def signal(self, signum: int) -> bool:
+        """Send a signal to the payload's process group, unless it has ended; one that comes too early is kept for its start.
+
+        Returns:
+            False if the payload does not run yet.
+        """
+        if self._pid is None:
+            self._due_signals.append(signum)
+            return False
+        if self._exit is None:
             processes.signal_group(self._pid, signum)
+        return True
 
     @property
     def terminated(self) -> bool:
@@ -366,31 +379,3 @@ class _Stream:
     def __init__(self, name: str) -> None:
         self.name = name
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-
-class _MessageFile:
-    """The file that `dagster_pipes` appends messages to by default; complete lines move into the journal."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._file = open(path, "xb+", buffering=0)
-        self._partial = b""
-        self.count = 0
-
-    def remove(self) -> None:
-        """Give the file back; a warm session outlives its payloads by far."""
-        self._file.close()
-        os.unlink(self._path)
-
-    def copy(self, keep: Callable[..., None]) -> bool:
-        """Move one chunk of messages on; False if there was none."""
-        data = self._file.read(_CHUNK)
-        if not data:
-            return False
-        lines, self._partial = split_lines(self._partial + data)
-        now = time.time()
-        records = [{"type": "pipes", "at": now, "line": line.decode("utf-8", "replace")} for line in lines if line]
-        self.count += len(records)
-        if records:
-            keep(*records)
-        return True

@@ -5,8 +5,10 @@ Elsewhere (macOS) process groups are all there is, and the functions here find n
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
@@ -30,6 +32,19 @@ def become_subreaper() -> None:
     """Adopt every orphan below this process, instead of losing it to PID 1 (prctl(2), Linux 3.4)."""
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def raise_file_limit(wanted: int = 65535) -> None:
+    """Raise the soft limit of open files as far as the hard one allows; children inherit it.
+
+    Ray needs some thousands on a large node (Ray 2.60 warns below 8192), a head one for each node besides.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= target:
+        return
+    with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit still, which only the kernel knows.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
@@ -96,6 +111,14 @@ def signal_group(pid: int, signum: int) -> bool:
     except (ProcessLookupError, PermissionError):  # macOS: EPERM when only zombies are left.
         return False
     return True
+
+
+def signal_name(signum: int) -> str:
+    """ "SIGUSR1"; signals without a name of their own, such as real-time ones, by number."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return "signal %d" % signum
 
 
 def kill_all(pids: Iterable[int]) -> None:

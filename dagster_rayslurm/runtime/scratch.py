@@ -8,6 +8,7 @@ are ever removed.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -45,11 +46,7 @@ class Scratch:
             path = os.path.join(base, _PREFIX + os.urandom(4).hex())
             try:
                 os.mkdir(path, 0o700)
-                lock = _lock(path)
-                if lock is None:
-                    raise OSError("somebody else locked %s" % path)
-                with open(os.path.join(path, _MARKER), "x"):
-                    pass  # From here on a sweeper may remove it, once the lock is free.
+                lock = _claim(path)
             except OSError as error:
                 refusals.append("%s: %s" % (base, error.strerror or error))
                 continue
@@ -69,8 +66,34 @@ class Scratch:
         os.close(self._lock)
 
 
+def _claim(path: str) -> int:
+    """Lock a new directory and mark it as a scratch directory; without either, it is removed again.
+
+    Raises:
+        OSError: it cannot be locked, as where the file system has no locks, or cannot be written.
+    """
+    lock = None
+    try:
+        lock = _lock(path)
+        if lock is None:
+            raise OSError("somebody else locked %s" % path)
+        with open(os.path.join(path, _MARKER), "x"):
+            pass  # From here on a sweeper may remove it, once the lock is free.
+        return lock
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+        if lock is not None:
+            os.close(lock)
+        raise
+
+
 def _lock(path: str) -> Optional[int]:
-    """Lock a directory; None if somebody else holds it."""
+    """Lock a directory; None if somebody else holds it.
+
+    Raises:
+        OSError: it is gone, or its file system has no locks.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,6 +101,9 @@ def _lock(path: str) -> Optional[int]:
     except BlockingIOError:
         os.close(fd)
         return None
+    except OSError:
+        os.close(fd)
+        raise
 
 
 def sweep() -> List[str]:

@@ -7,6 +7,7 @@ over (`control`) and in when there is nothing left to wait for.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import signal
@@ -18,12 +19,12 @@ from typing import Any, Deque, Dict, List, Optional
 from . import PROTOCOL_VERSION, machine, processes, scratch
 from .allocation import Allocation
 from .channel import derive
-from .cluster import RayCluster
+from .cluster import RayCluster, head_address
 from .footprint import footprint_error, runtime_footprint
 from .loop import Loop, Timer
 from .payload import End, Payload
 from .ray_start import ClusterError
-from .record import PAYLOAD, RUNTIME, SECRETS, RunRecord, node_log
+from .record import PAYLOAD, RUNTIME, SECRETS, RunRecord, node_log, tail_lines
 from .spec import PayloadSpec, RuntimeSpec, SpecError, from_json
 from .team import Member, Team
 
@@ -106,15 +107,15 @@ class Supervisor:
         try:
             problem = footprint_error(runtime_footprint(self.spec), self.machine)
             if self.cluster is not None:
-                address = self._allocation.head_addresses[0] if self._allocation is not None else None
+                address = head_address(self._allocation) if self._allocation is not None else None
                 self.cluster.start(self._team, address)
             elif problem:
                 self.close(End("allocation", problem))
             self._settle()
             self.loop.run()
-        except BaseException:
+        except BaseException as error:
             # A defect here must not leave anybody waiting for an `end` that nobody writes.
-            self._abort(End("runtime", "the runtime failed: " + traceback.format_exc(limit=-3)))
+            self._abort(error)
             raise
         finally:
             if self.cluster is not None:
@@ -278,9 +279,13 @@ class Supervisor:
         name = signal.Signals(signum).name
         self.close(End("terminated", "the runtime received %s" % name), grace=0 if again else None)
 
-    def _abort(self, end: End) -> None:
+    def _abort(self, error: BaseException) -> None:
         self._closing = True
+        said = " ".join(str(error).split())  # One line; where it happened is in the tail.
+        end = End("runtime", type(error).__name__ + (": " + said if said else ""))
         for payload in [*self._waiting, *self._running]:
+            with contextlib.suppress(Exception):  # What failed may be this very record.
+                payload.keep_tail("runtime traceback", tail_lines(traceback.format_exc()))
             payload.abandon(end)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import socket
-from typing import Any, Callable, Dict, Iterable, List, Optional
+from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 
 from .channel import Channel, Message
 from .loop import Loop, Timer
@@ -12,6 +13,12 @@ from .record import tail_file
 
 _STRANGER_TIMEOUT = 10.0
 """Seconds in which who connects must prove that it belongs here."""
+_MAX_STRANGERS = 64
+"""Connections that have not proved it yet; while there are more, they wait in the kernel's queue."""
+_PATIENCE = 1.0
+"""Seconds after which a stranger gives way to others, where there are too many; a proof takes milliseconds."""
+_NO_FILES = 1.0
+"""Seconds until this process, out of file descriptors, accepts connections again."""
 PING_INTERVAL = 5.0
 SILENCE = 30.0
 """Seconds without a word after which the other end of a channel counts as lost."""
@@ -63,6 +70,11 @@ class Member:
         self.orders: Dict[str, Message] = {}
         self.heard = 0.0
 
+    @property
+    def hostname(self) -> str:
+        """What the node calls itself, and Ray calls it; Slurm's name may be another one."""
+        return str(self.machine.get("hostname") or self.name)
+
 
 class Team:
     """Accepts the workers' connections and passes on what they say.
@@ -90,7 +102,7 @@ class Team:
         self._key = key
         self._log_path = log_path
         self._on_message = on_message
-        self._strangers: List[Channel] = []
+        self._strangers: Dict[Channel, float] = {}
         self._collecting: Optional[_Collection] = None
         self._timer: Optional[Timer] = None
         self._listener = listen(ports)
@@ -118,11 +130,11 @@ class Team:
         self.order(self.members, op="measure")
 
     def collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
-        """End the measuring and hand over the figures by node name; of those that answer soon."""
+        """End the measuring and hand over the figures by hostname; of those that answer soon."""
         for member in self.members.values():
             member.orders.pop("measure", None)
         asked = [member for member in self.members.values() if member.channel is not None]
-        self._collecting = _Collection({member.name for member in asked}, done)
+        self._collecting = _Collection({member.node_id for member in asked}, done)
         for member in asked:
             assert member.channel is not None
             member.channel.send(op="report")
@@ -148,37 +160,55 @@ class Team:
                 member.channel.wait_end(deadline)
 
     def _accept(self) -> None:
+        if len(self._strangers) >= _MAX_STRANGERS:
+            oldest, since = next(iter(self._strangers.items()))
+            left = since + _PATIENCE - self._loop.now()
+            if left > 0:
+                return self._rest(left)
+            self._strangers.pop(oldest)
+            oldest.close()
         try:
             sock, _ = self._listener.accept()
-        except OSError:
-            return  # It went away before it was accepted.
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._rest(_NO_FILES)
+            return  # Or else it went away before it was accepted.
         held: List[Channel] = []
 
         def take(message: Message) -> None:
             self._introduced(held[0], message)
 
         def forget() -> None:
-            if held[0] in self._strangers:
-                self._strangers.remove(held[0])
+            self._strangers.pop(held[0], None)
 
         channel = Channel(self._loop, sock, self._key, "head", lambda: None, take, forget)
         held.append(channel)
-        self._strangers.append(channel)
+        self._strangers[channel] = self._loop.now()
 
         def too_slow() -> None:
-            if channel in self._strangers:
-                self._strangers.remove(channel)
+            if self._strangers.pop(channel, None) is not None:
                 channel.close()
 
         self._loop.call_later(_STRANGER_TIMEOUT, too_slow)
+
+    def _rest(self, seconds: float) -> None:
+        """Accept nobody for a while: a listener that is not asked stays readable, and the loop would spin."""
+        self._loop.forget(self._listener.fileno())
+
+        def resume() -> None:
+            if self._listener.fileno() >= 0:  # Else everybody has been sent home.
+                self._loop.on_readable(self._listener.fileno(), self._accept)
+
+        self._loop.call_later(seconds, resume)
 
     def _introduced(self, channel: Channel, message: Message) -> None:
         """The first message after the proof says which node it is; later ones are that node's."""
         if channel in self._strangers:
             member = self.members.get(int(message.get("node_id", 0)))
             if member is None:
+                self._strangers.pop(channel)
                 return channel.close()
-            self._strangers.remove(channel)
+            self._strangers.pop(channel)
             again = member.channel is not None or bool(member.machine)
             if member.channel is not None:
                 member.channel.close()  # It came back before its loss was noticed here.
@@ -201,7 +231,7 @@ class Team:
             return
         if event == "usage":
             if self._collecting is not None:
-                self._collecting.take(member.name, message["usage"])
+                self._collecting.take(member, message["usage"])
             return
         self._on_message(member, message)
 
@@ -226,14 +256,17 @@ class Team:
 class _Collection:
     """Figures on their way in; handed over once, when all are there or it is time."""
 
-    def __init__(self, waiting: "set[str]", done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
+    def __init__(self, waiting: Set[int], done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
         self._waiting = waiting
         self._done: Optional[Callable[[Dict[str, Dict[str, Any]]], None]] = done
         self._figures: Dict[str, Dict[str, Any]] = {}
 
-    def take(self, name: str, usage: Dict[str, Any]) -> None:
-        self._figures[name] = usage
-        self._waiting.discard(name)
+    def take(self, member: Member, usage: Dict[str, Any]) -> None:
+        if member.node_id in self._waiting:
+            self._waiting.remove(member.node_id)
+            # Several nodes of a test bed may be one host, which has one hostname.
+            taken = member.hostname in self._figures or member.hostname == socket.gethostname()
+            self._figures[member.name if taken else member.hostname] = usage
         if not self._waiting:
             self.finish()
 

@@ -27,6 +27,15 @@ def parse_time_left(text: str) -> Optional[float]:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
+def signal_number(name: str) -> Optional[int]:
+    """The number of a signal: "USR1", "SIGUSR1" or "10", as Slurm takes them; None if this system has no such signal."""
+    try:
+        number = int(name) if name.isdigit() else int(signal.Signals["SIG" + re.sub("^SIG", "", name.upper())])
+    except (KeyError, ValueError):
+        return None
+    return number if 0 < number < signal.NSIG else None
+
+
 class LimitWarning:
     """Signals the payload some time before the job's limit, wherever an administrator moves that.
 
@@ -34,7 +43,7 @@ class LimitWarning:
         loop: where the timers run.
         job_id: the job whose limit it is.
         before: seconds ahead of it.
-        signal_name: the signal without "SIG", such as "USR1", or its number.
+        signal_name: the signal, such as "USR1", or its number; an unknown one is told to the user, and no warning is given.
         payload: who gets it.
     """
 
@@ -42,11 +51,16 @@ class LimitWarning:
         self._loop = loop
         self._job_id = job_id
         self._before = before
-        self._signal = int(signal_name) if signal_name.isdigit() else int(getattr(signal, "SIG" + signal_name))
+        self._signal_name = signal_name
+        self._signal = signal_number(signal_name)
         self._payload = payload
 
     def start(self) -> None:
         """Ask how much time is left, and again when the warning is due."""
+        if self._signal is None:
+            return self._payload.phase(
+                "time-limit", "no warning ahead of the time limit: there is no signal %r here" % self._signal_name
+            )
         reader, writer = os.pipe()
 
         def answered(code: int, _: Any) -> None:
@@ -78,6 +92,7 @@ class LimitWarning:
         if left > self._before + _SLACK:
             self._loop.call_later(left - self._before, self.start)
             return
-        name = signal.Signals(self._signal).name
-        self._payload.phase("time-limit", "%d s are left; the payload gets %s" % (left, name))
-        self._payload.signal(self._signal)
+        assert self._signal is not None
+        sent = self._payload.signal(self._signal)
+        outcome = "the payload gets %s" if sent else "the payload does not run yet, and gets %s when it starts"
+        self._payload.phase("time-limit", "%d s are left; %s" % (left, outcome % processes.signal_name(self._signal)))

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import sys
-from typing import Any, List, Optional
+from typing import Any, Callable, List, Optional
 
 from . import machine, processes, scratch
 from .allocation import Allocation
@@ -34,15 +34,24 @@ class Worker:
         spec: the start record, the same as the head's.
         allocation: where this node stands.
         private: scratch directory of this runtime.
+        on_joined: called each time that the head's runtime has been reached.
     """
 
-    def __init__(self, loop: Loop, spec: RuntimeSpec, allocation: Allocation, private: scratch.Scratch) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        spec: RuntimeSpec,
+        allocation: Allocation,
+        private: scratch.Scratch,
+        on_joined: Callable[[], None] = lambda: None,
+    ) -> None:
         assert spec.control_key is not None
         self._key = spec.control_key
         self._loop = loop
         self._spec = spec
         self._allocation = allocation
         self._scratch = private
+        self._on_joined = on_joined
         self._machine = machine.detect(with_gpus=spec.ray is not None or bool(spec.asked_gpus))
         self._ray: Optional[RayStart] = None
         self._attempt = 0
@@ -115,6 +124,7 @@ class Worker:
         self._ever_joined = True
         self._heard = self._loop.now()
         self._channel.send(node_id=self._allocation.node_id, machine=self._machine.facts())
+        self._on_joined()
 
     def _disconnected(self) -> None:
         self._channel = None
@@ -137,6 +147,8 @@ class Worker:
             self._send(event="pong")
         elif op == "ray":
             self._start_ray(message)
+        elif op == "ready" and self._ray is not None and message["attempt"] == self._attempt:
+            self._ray.ready = True
         elif op == "measure" and self._sampler is None:
             self._sampler = Sampler(self._loop, self._scratch.ray_temp_dir)
         elif op == "report" and self._sampler is not None:

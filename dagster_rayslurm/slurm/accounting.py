@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..connections.base import Connection
 from .answers import unanswered
 from .facts import SACCT_FIELDS, JobFacts, merge_facts, parse_sacct, parse_scontrol
+from .surroundings import cleaned
 
 _TIMEOUT = 120.0
 _ENVIRONMENT = ("env", "LC_ALL=C", "SLURM_TIME_FORMAT=%s")
@@ -29,9 +30,9 @@ def ask_job(connection: Connection, job_id: int) -> JobFacts | None:
     """
     place = connection.place
     # A job in a hidden partition shows with --all only.
-    scontrol = connection.run([*_ENVIRONMENT, "scontrol", "--all", "show", "job", str(job_id)], timeout=_TIMEOUT)
+    scontrol = connection.run(cleaned([*_ENVIRONMENT, "scontrol", "--all", "show", "job", str(job_id)]), timeout=_TIMEOUT)
     options = ("--noheader", "--parsable2", "--duplicates", f"--format={','.join(SACCT_FIELDS)}")
-    sacct = connection.run([*_ENVIRONMENT, "sacct", f"--jobs={job_id}", *options], timeout=_TIMEOUT)
+    sacct = connection.run(cleaned([*_ENVIRONMENT, "sacct", f"--jobs={job_id}", *options]), timeout=_TIMEOUT)
     controller = None if scontrol.returncode else parse_scontrol(scontrol.stdout.decode("utf-8", "replace"))
     accounting = None if sacct.returncode else parse_sacct(sacct.stdout.decode("utf-8", "replace"), job_id)
     facts = merge_facts(controller, accounting)

@@ -22,6 +22,7 @@ from ..connections.local import LocalConnection
 from .answers import SlurmUnanswered, unanswered
 from .clock import ClusterClock
 from .snapshot import COLUMNS, QueueSnapshot, parse_snapshot, parse_squeue, render_snapshot
+from .surroundings import CLEAN
 
 SNAPSHOT = "snapshot.json"
 """Name of the file in the shared directory."""
@@ -39,12 +40,12 @@ _JITTER = 0.1
 _KEEP_CLAIMS = 600.0
 """Seconds; a claim must outlive what another host may still believe of the snapshot (NFS caches: a minute)."""
 
-# $1 is a word that no job's name can know: it begins each row, since a name may well hold a newline. SQUEUE_PARTITION
-# and the like, in the user's start-up files, hide jobs, and without --all hidden partitions do. --states=all shows jobs
-# that have ended as well, for MinJobAge (300 s unless the site says otherwise).
-_ASK = """\
+# $1 is a word that no job's name can know: it begins each row, since a name may well hold a newline. Without --all hidden
+# partitions hide jobs. --states=all shows jobs that have ended as well, for MinJobAge (300 s unless the site says otherwise).
+_ASK = f"""\
+kept_variables=
+{CLEAN}
 export LC_ALL=C SLURM_TIME_FORMAT=%s
-unset SQUEUE_ $(env | sed -n 's/^\\(SQUEUE_[A-Z0-9_]*\\)=.*/\\1/p')
 squeue --me --all --noheader --states=all --format="$1$2"
 rc=$?; echo "$1 $(date +%s%3N)"; exit $rc
 """

@@ -16,6 +16,8 @@ from .request import JobRequest
 LOG = "slurm.log"
 """What the batch script itself and Slurm print."""
 
+_EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")
+
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 _END = """\
@@ -23,9 +25,19 @@ _END = """\
 trap : TERM
 {srun}
 code=$?
-echo "$code" >>{exit}
+echo "$SLURM_JOB_ID ${{SLURM_RESTART_COUNT:-0}} $code" >>{exit}
 exit "$code"
 """
+
+
+def parse_exit(data: bytes, job_id: int) -> int | None:
+    """The exit code that a job's script wrote into `exit`, of its last attempt; None while there is none.
+
+    Another job may have written there, too: one that a lost answer made be submitted twice.
+    """
+    rows = [line.split() for line in data.split(b"\n")[:-1]]
+    codes = [(int(row[1]), int(row[2])) for row in rows if len(row) == 3 and row[0] == str(job_id).encode()]
+    return max(codes, key=lambda each: each[0])[1] if codes else None
 
 
 def sbatch_quote(text: str) -> str:
@@ -53,7 +65,7 @@ def escape_pattern(path: str) -> str:
 def render_script(request: JobRequest, command: Sequence[str], run_dir: str, site: Mapping[str, str]) -> str:
     """The script that is handed to sbatch.
 
-    It appends the exit code of the runtime to the file `exit` in the run directory, what Slurm itself has to say goes to
+    It appends the exit code of the runtime to the file `exit` in the run directory (see `parse_exit`), what Slurm itself has to say goes to
     `slurm.log` there, and what the runtime of each node writes to `node-<number>.log`. All of them are appended to, as a
     job that is requeued runs the script again.
 
@@ -73,6 +85,22 @@ def render_script(request: JobRequest, command: Sequence[str], run_dir: str, sit
         lines.append(f"export {name}={shlex.quote(check_text(value))}")
     lines.append(_END.format(srun=_srun(request.num_nodes, command), exit=EXIT))
     return "\n".join(lines)
+
+
+def parse_exit(data: bytes, job_id: int) -> int | None:
+    """How srun ended in the last attempt of a job.
+
+    Args:
+        data: what stands in the file `exit`: lines of job id, restart count and exit code, one of each attempt.
+        job_id: the job; others may have left lines before it.
+
+    Returns:
+        None if there is no line of it yet. One without its newline is still being written.
+    """
+    lines = map(_EXIT.fullmatch, data.split(b"\n")[:-1])
+    ends = [(int(line[2]), int(line[3])) for line in lines if line and int(line[1]) == job_id]
+    last = max((restart for restart, _ in ends), default=0)
+    return next((code for restart, code in reversed(ends) if restart == last), None)
 
 
 def _options(request: JobRequest, run_dir: str) -> Iterator[str]:
@@ -111,10 +139,11 @@ def _options(request: JobRequest, run_dir: str) -> Iterator[str]:
 
 
 def _srun(num_nodes: int, command: Sequence[str]) -> str:
-    # Relative, as srun replaces patterns in an absolute path, and there is no escape that all versions know.
+    # The output is relative, as srun replaces patterns in an absolute path, and there is no escape that all versions know.
+    # No --cpus-per-task: with it the step gets that many CPUs, and not all of the job's (22.05 and later, --exact).
     options = (
         f"--nodes={num_nodes} --ntasks={num_nodes} --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1",
-        "--mpi=none --input=none --output=node-%t.log --open-mode=append --export=ALL",
+        "--mpi=none --input=none --chdir=. --output=node-%t.log --open-mode=append --export=ALL",
         shlex.join(check_text(word) for word in command),
     )
     return " \\\n    ".join(("srun", *options))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import re
 import tarfile
 import time
 from collections.abc import Callable, Mapping
@@ -13,39 +15,44 @@ from ..connections.base import Completed, Connection, ConnectionFailed, Connecti
 from .clock import ClusterClock
 from .refusal import explain, is_temporary
 from .request import JobRequest
+from .surroundings import CLEAN, cleaned
 
 JOB_SCRIPT = "job.sh"
 JOB_ID = "job_id"
 """The batch script, and the id of its job once that is known."""
 
-_SUBMIT = """
-umask 077
+_SUBMIT = f"""
+kept_variables=$2
+{CLEAN}
 unset TAR_OPTIONS
-for name in $(env | sed -n 's/^\\(SBATCH_[A-Z0-9_]*\\)=.*/\\1/p'); do
-    case " $2 " in *" $name "*) ;; *) unset "$name" ;; esac
-done
+old=$(umask)
+umask 077
 mkdir -p -- "$1" || exit 70
 cd -- "$1" || exit 70
-if [ ! -s job_id ]; then
+id=$(cat job_id 2>/dev/null)
+if [ -z "$id" ]; then
     tar -xf - || exit 71
-    sbatch --parsable job.sh >job_id.new
-    code=$?
-    [ "$code" = 0 ] || exit "$code"
-    mv job_id.new job_id
+    id=$(umask "$old"; exec sbatch --parsable job.sh) || exit
+    printf '%s\\n' "$id" >job_id.new && mv job_id.new job_id
 fi
 date +%s.%N
-cat job_id
+printf '%s\\n' "$id"
 """
 """$1 is the run directory, $2 the `SBATCH_*` variables that may stay, the standard input a tar of what shall be in $1.
 127 comes from a missing sbatch. Those variables win over what stands in a script (sbatch(1), "INPUT ENVIRONMENT
-VARIABLES"), so a user's own must not change what was asked for."""
+VARIABLES"), so a user's own must not change what was asked for. The job gets sbatch's umask. A `job_id` that cannot be
+written does no harm: it only spares looking for the job by its name."""
 
-_FIND = """
+_FIND = f"""
+kept_variables=
+{CLEAN}
 squeue --me --all --noheader --states=all --name="$1" --format='%A|%T|%r' || exit
 sacct --noheader --parsable2 --allocations --name="$1" --starttime=now-1day --format=JobIDRaw,State,Reason 2>/dev/null || true
 """
 _REFUSED = "|FAILED|BadConstraints"
 """How Slurm shows a job that it refused to take (tried on 22.05 and 24.11); it was none."""
+_SPOKEN = re.compile(r"^sbatch: (error|fatal|unrecognized option|option|invalid option|ambiguous option)", re.MULTILINE)
+_ANSWER = re.compile(rb"([0-9]+\.[0-9]+)\n(?:.*\n)*([0-9]+)(?:;[^\n]*)?\n*")
 _ATTEMPTS = 5
 _PAUSE = 3.0
 """Seconds between two looks for a job whose submission was cut off: slurmctld may still be at it."""
@@ -113,27 +120,32 @@ def submit(
     """
     archive = pack(files)
     command = ["sh", "-c", _SUBMIT, "sh", run_dir, " ".join(kept_variables(request))]
-    for attempt in range(_ATTEMPTS):
+    for left in reversed(range(_ATTEMPTS)):
         asked = clock.local()
+        again = True
         try:
             done = commands.run(command, archive)
-            if not _unsure(done):
-                break
+            submitted = _submitted(done)
+            if submitted is not None:
+                clock.heard(submitted.at, asked, clock.local())
+                return submitted
             lost: Exception = _refusal(commands, done, run_dir)
+            if _certain(done):
+                raise lost
+            again = is_temporary(done.stderr.decode("utf-8", "replace"))
         except ConnectionLost as error:
             lost = error
-        warn(f"[rayslurm] {lost}; the job is looked for before it is submitted again")
+        warn(f"[rayslurm] {lost}; the job is looked for before {'it is submitted again' if again and left else 'it is given up'}")
         found = _find(commands, request.job_name)
         if found is not None:
-            commands.write(os.path.join(run_dir, JOB_ID), found.encode() + b"\n")
-            asked = clock.local()
-            done = commands.run(command)
+            with contextlib.suppress(OSError):
+                commands.write(os.path.join(run_dir, JOB_ID), found.encode() + b"\n")
+            return Submitted(found, clock.now())
+        if not again:
             break
-        if attempt + 1 == _ATTEMPTS:
-            raise lost
-    submitted = _taken(commands, done, run_dir)
-    clock.heard(submitted.at, asked, clock.local())
-    return submitted
+    with contextlib.suppress(OSError):  # slurmctld may take it yet.
+        commands.run(cleaned(["scancel", "--quiet", "--me", f"--name={request.job_name}"]), timeout=60)
+    raise lost
 
 
 def kept_variables(request: JobRequest) -> list[str]:
@@ -142,20 +154,18 @@ def kept_variables(request: JobRequest) -> list[str]:
     return [f"SBATCH_{field.upper()}" for field in fields if getattr(request, field) is None]
 
 
-def _unsure(done: Completed) -> bool:
-    """Whether sbatch failed in a way that leaves open whether slurmctld has taken the job, or may yet take it."""
-    return done.returncode not in (0, 70, 71, 127) and is_temporary(done.stderr.decode("utf-8", "replace"))
+def _certain(done: Completed) -> bool:
+    """Whether a failure leaves no doubt that there is no job: sbatch was never called, or has refused in its own words."""
+    said = done.stderr.decode("utf-8", "replace")
+    refused = 0 < done.returncode < 128 and bool(_SPOKEN.search(said)) and not is_temporary(said)
+    return done.returncode in (70, 71, 127) or refused
 
 
-def _taken(commands: Connection, done: Completed, run_dir: str) -> Submitted:
-    if done.returncode:
-        raise _refusal(commands, done, run_dir)
-    clock, _, answer = done.stdout.decode("utf-8", "replace").partition("\n")
-    # `--parsable` prints "ID" or "ID;CLUSTER" (sbatch(1), Slurm 22.05).
-    job_id = answer.strip().splitlines()[-1].partition(";")[0] if answer.strip() else ""
-    if not job_id.isdigit():
-        raise SubmissionRefused("submission", f"sbatch printed {answer[:200]!r} where the id of the job was expected")
-    return Submitted(job_id, float(clock))
+def _submitted(done: Completed) -> Submitted | None:
+    """The job of an answer; None if there is none, or no id in it."""
+    # `--parsable` prints "ID" or "ID;CLUSTER" (sbatch(1), Slurm 22.05); a site's own sbatch may print more before it.
+    match = _ANSWER.fullmatch(done.stdout) if done.returncode == 0 else None
+    return Submitted(match[2].decode(), float(match[1])) if match else None
 
 
 def _refusal(commands: Connection, done: Completed, run_dir: str) -> SubmissionRefused:
@@ -172,7 +182,14 @@ def _refusal(commands: Connection, done: Completed, run_dir: str) -> SubmissionR
             "submission",
             f"sbatch is not found on {commands.place}, by a login shell neither; add its directory to PATH there",
         )
-    partitions = commands.run(["sinfo", "--noheader", "--format=%R"], timeout=60)
+    if done.returncode == 0:
+        answer = done.stdout.decode("utf-8", "replace").partition("\n")[2].strip()[:200]
+        return SubmissionRefused(
+            "submission", f"sbatch on {commands.place} printed {answer!r} where the id of the job was expected {said[-200:]}".rstrip()
+        )
+    if done.returncode > 128 and not _SPOKEN.search(said):
+        return SubmissionRefused("submission", f"sbatch was ended by signal {done.returncode - 128} on {commands.place}", retry=True)
+    partitions = commands.run(cleaned(["sinfo", "--noheader", "--format=%R"]), timeout=60)
     names = partitions.stdout.decode("utf-8", "replace").split() if partitions.returncode == 0 else []
     return SubmissionRefused("submission", explain(said, names), retry=is_temporary(said))
 

@@ -46,17 +46,16 @@ END: dict[str, Any] = {
 
 
 def test_metadata_tells_what_was_used() -> None:
-    metadata = run_metadata(END, "local", "c1", None)
+    metadata = run_metadata(END, "local", "c1")
     assert metadata["CPU efficiency (%)"] == 50.0 and metadata["Peak memory (MiB)"] == 1024.0
     assert metadata["GPU utilization mean (%)"] == 40.0 and metadata["GPU memory max (MiB)"] == 2048.0
     assert metadata["Object store spilled (MiB)"] == 1.0 and metadata["Output not recorded (characters)"] == 5
     assert metadata["Nodes"].records[0].data["GPUs"] == 1.0 and "Slurm job ID" not in metadata
-    assert run_metadata(END, "slurm", "c1", "42")["Slurm job ID"] == "42"
     dg.MaterializeResult(metadata=metadata)  # Dagster takes all of it.
 
 
 def test_metadata_of_a_run_that_never_started_its_payload() -> None:
-    assert run_metadata({"context": {}, "usage": {}, "outputs_left_out": []}, "local", "c", None)["Execution mode"] == "local"
+    assert run_metadata({"context": {}, "usage": {}, "outputs_left_out": []}, "local", "c")["Execution mode"] == "local"
 
 
 def test_a_failure_shows_text_that_no_markdown_can_break() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime.record import EXIT, node_log
 from dagster_rayslurm.slurm.request import JobRequest
-from dagster_rayslurm.slurm.script import LOG, escape_pattern, render_script, sbatch_quote
+from dagster_rayslurm.slurm.script import LOG, escape_pattern, parse_exit, render_script, sbatch_quote
 
 from ..conftest import wait_until
 
@@ -79,10 +79,10 @@ export NCCL_NOTE='it'"'"'s $HOME'
 trap : TERM
 srun \
     --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1 \
-    --mpi=none --input=none --output=node-%t.log --open-mode=append --export=ALL \
+    --mpi=none --input=none --chdir=. --output=node-%t.log --open-mode=append --export=ALL \
     /opt/ray/bin/python -I '/scratch/a b/x.pyz' node '/scratch/a b/100%'
 code=$?
-echo "$code" >>exit
+echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $code" >>exit
 exit "$code"
 """
 
@@ -103,10 +103,10 @@ cd /scratch/runs/1 || exit
 trap : TERM
 srun \\
     --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1 \\
-    --mpi=none --input=none --output=node-%t.log --open-mode=append --export=ALL \\
+    --mpi=none --input=none --chdir=. --output=node-%t.log --open-mode=append --export=ALL \\
     /opt/ray/bin/python -I /scratch/rt/x.pyz node /scratch/runs/1
 code=$?
-echo "$code" >>exit
+echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $code" >>exit
 exit "$code"
 """
 
@@ -132,6 +132,31 @@ def test_files_have_the_names_that_their_readers_use() -> None:
     assert f"--output=/r/{LOG}\n" in script
     assert f" --output={node_log(3).replace('3', '%t')} " in script
     assert f">>{EXIT}\n" in script
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        (b"", None),
+        (b"7 0 3\n", 3),
+        (b"7 0 3", None),
+        (b"7 0 3\n7 1 0\n", 0),
+        (b"7 0 3\n7 1 13", 3),
+        (b"7 1 0\n7 0 143\n", 0),
+        (b"7 10 4\n7 9 5\n", 4),
+        (b"6 3 1\n7 0 2\n77 9 1\n", 2),
+        (b"6 3 1\n", None),
+        (b"143\n", None),
+        (b" 0 143\n7  3\n7 0 -1\n7 0 x\n\xff\n", None),
+    ],
+)
+def test_the_exit_code_is_that_of_the_jobs_last_attempt(said: bytes, code: int | None) -> None:
+    assert parse_exit(said, 7) == code
+
+
+@given(st.binary(max_size=100))
+def test_no_exit_file_is_too_strange_to_be_read(data: bytes) -> None:
+    parse_exit(data, 7)
 
 
 def test_gpus_of_any_type() -> None:
@@ -225,24 +250,26 @@ def test_the_shell_gets_every_value_as_it_is(
     for shell in SHELLS:
         done = run_script(base, script, shell, f'srun() {{ {SRUN}"$@"; }}')
         assert (done.stdout, done.stderr, done.returncode) == (f"{[str(run_dir), *arguments]} {sorted(site.items())}\n", "", 0)
-    assert (run_dir / EXIT).read_text() == "0\n" * len(SHELLS)
+    assert (run_dir / EXIT).read_text() == "7 0 0\n" * len(SHELLS)
 
 
 def run_script(directory: Path, script: str, shell: str, srun: str) -> "subprocess.CompletedProcess[str]":
     """Run a job script with a function in the place of srun."""
     path = directory / "job.sh"
     path.write_text(script.replace("\ntrap ", f"\n{srun}\ntrap "), encoding="utf-8")
-    environment = {**os.environ, "LC_ALL": "C.UTF-8"}
+    environment = {**os.environ, "LC_ALL": "C.UTF-8", "SLURM_JOB_ID": "7"}
     return subprocess.run([shell, path], capture_output=True, text=True, encoding="utf-8", env=environment, timeout=30)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("code", [0, 1, 137])
 def test_the_exit_code_is_appended_and_passed_on(tmp_path: Path, shell: str, code: int) -> None:
-    (tmp_path / EXIT).write_text("143\n")  # Of an attempt before a requeue.
+    (tmp_path / EXIT).write_text("7 0 143\n")
     script = render_script(JobRequest("n", "c"), COMMAND, str(tmp_path), {})
-    assert run_script(tmp_path, script, shell, f"srun() {{ return {code}; }}").returncode == code
-    assert (tmp_path / EXIT).read_text() == f"143\n{code}\n"
+    requeued = f"export SLURM_RESTART_COUNT=1\nsrun() {{ return {code}; }}"
+    assert run_script(tmp_path, script, shell, requeued).returncode == code
+    assert (tmp_path / EXIT).read_text() == f"7 0 143\n7 1 {code}\n"
+    assert parse_exit((tmp_path / EXIT).read_bytes(), 7) == code
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -270,7 +297,7 @@ def test_sigterm_to_all_processes_leaves_the_exit_code(tmp_path: Path, shell: st
     program.chmod(0o755)
     path = tmp_path / "job.sh"
     path.write_text(script)
-    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     with (tmp_path / LOG).open("w") as log:
         batch = subprocess.Popen([shell, path], stdout=log, env=environment, start_new_session=True)
     try:
@@ -278,7 +305,7 @@ def test_sigterm_to_all_processes_leaves_the_exit_code(tmp_path: Path, shell: st
         os.killpg(batch.pid, signal.SIGTERM)
         expected = 7 if patient else 128 + signal.SIGTERM
         assert batch.wait(10) == expected
-        assert (tmp_path / EXIT).read_text() == f"{expected}\n"
+        assert (tmp_path / EXIT).read_text() == f"7 0 {expected}\n"
     finally:
         if batch.poll() is None:
             os.killpg(batch.pid, signal.SIGKILL)
