@@ -52,3 +52,17 @@ class RunFailure(dg.Failure):
             metadata={"Failure kind": kind, **(metadata or {})},
             allow_retries=kind in RETRYABLE or kind in _PAYLOAD_KINDS if retry is None else retry,
         )
+
+
+class StartError(RuntimeError):
+    """A runtime cannot be had; the message says why.
+
+    Attributes:
+        kind: one of `KINDS`.
+        retry: whether another attempt may succeed; None for what the kind says.
+    """
+
+    def __init__(self, kind: str, message: str, retry: bool | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry = retry

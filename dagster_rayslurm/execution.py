@@ -13,10 +13,10 @@ from typing import Any
 import dagster as dg
 from dagster_pipes import PipesExtras
 
-from .backends.base import Attempt, Backend, StartError, Step
+from .backends.base import Attempt, Backend, Step
 from .backends.rundir import Layout, sweep_old
 from .connections.base import Connection, ConnectionFailed
-from .errors import RunFailure
+from .errors import RunFailure, StartError
 from .follow import Evidence, Follower
 from .interrupts import deferred_interrupts
 from .metadata import failure_metadata, run_metadata

@@ -14,20 +14,6 @@ from ..plan import Plan
 from .rundir import Layout
 
 
-class StartError(RuntimeError):
-    """A runtime cannot be had; the message says why.
-
-    Attributes:
-        kind: one of `errors.KINDS`.
-        retry: whether another attempt may succeed; None for what the kind says.
-    """
-
-    def __init__(self, kind: str, message: str, retry: bool | None = None) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.retry = retry
-
-
 @dataclass(frozen=True)
 class Step:
     """What asks for a payload.

@@ -21,6 +21,7 @@ from ..connections.shared import connection_to
 from ..environments import Environment, Interpreter
 from ..environments.check import check_environment_on
 from ..environments.resolve import path_on_cluster
+from ..errors import StartError
 from ..follow import Cadence
 from ..interrupts import deferred_interrupts
 from ..plan import Plan, relocate
@@ -36,7 +37,7 @@ from ..slurm.request import JobRequest, job_comment, job_name, make_request
 from ..slurm.script import render_script
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, submit
-from .base import Attempt, StartError, Step
+from .base import Attempt, Step
 from .batch_job import BatchJob, cancel_named, wait_until_gone
 from .remote_sweep import sweep_remote
 from .rundir import Layout, run_files

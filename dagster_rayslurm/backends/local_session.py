@@ -18,11 +18,11 @@ from ..archive import runtime_name
 from ..config import SessionConfig
 from ..connections.local import LocalConnection
 from ..environments import Interpreter
+from ..errors import StartError
 from ..follow import Evidence
 from ..plan import fingerprint
 from ..runtime.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
 from ..runtime.spec import RaySpec, RuntimeSpec
-from .base import StartError
 from .process import reap_later, runtime_command, start_process
 from .rundir import Layout, write_runtime_spec
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ..backends.base import StartError
 from ..connections.base import Connection
 from ..connections.local import LocalConnection
+from ..errors import StartError
 from ..runtime.ray_node import refuse_version
 from ..slurm.commands import slurm_commands
 from .config import Environment

@@ -113,8 +113,12 @@ def test_slurm_modes_refuse_with_a_sentence(mode: str, base: Path) -> None:
 
     without = ComputeResource(mode=mode, local_base=str(base))
     assert "set slurm=SlurmResource" in (run_asset(without, "python -V").failure.description or "")
-    given = ComputeResource(mode=mode, slurm=SlurmResource(), local_base=str(base))
-    assert "is not available in this version" in (run_asset(given, "python -V").failure.description or "")
+    given = ComputeResource(mode=mode, slurm=SlurmResource(remote_base=str(base)), local_base=str(base))
+    failure = run_asset(given, "python -V", uses_pipes=False, launcher=BashLauncher()).failure
+    if mode == "slurm":
+        assert failure.kind == "submission" and "sbatch is not found on this machine" in (failure.description or "")
+    else:
+        assert failure.kind == "configuration" and "is not available in this version" in (failure.description or "")
 
 
 def test_an_environment_that_is_not_there(base: Path, tmp_path: Path) -> None:

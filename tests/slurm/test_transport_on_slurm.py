@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.backends.base import StartError
 from dagster_rayslurm.backends.remote_sweep import sweep_remote
 from dagster_rayslurm.bundles import bundle_directory, bundle_files, forget_installed, install
 from dagster_rayslurm.connections.base import Connection
 from dagster_rayslurm.connections.shared import new_connection
 from dagster_rayslurm.environments import InheritedEnvironment, Interpreter, PreDeployedEnvironment
 from dagster_rayslurm.environments.check import check_environment_on
+from dagster_rayslurm.errors import StartError
 
 from ..connections.conftest import accounts, connect, server, sshd  # noqa: F401
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends.base import StartError
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.environments import InheritedEnvironment, Interpreter, PreDeployedEnvironment, check, resolve_environment
 from dagster_rayslurm.environments.check import Facts, Needs, check_environment_on, refusal
 from dagster_rayslurm.environments.resolve import path_on_cluster
+from dagster_rayslurm.errors import StartError
 
 SITE = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 
