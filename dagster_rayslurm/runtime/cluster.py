@@ -14,6 +14,9 @@ from .scratch import Scratch
 from .spec import RaySpec
 from .team import Member, Team
 
+_COMES_BACK = 10.0
+"""Seconds in which a runtime that lives is back after its connection was lost; it tries ten times a second."""
+
 Nodes = Dict[str, Dict[str, Any]]
 
 _ELSEWHERE = "192.0.2.1"
@@ -169,6 +172,15 @@ class RayCluster:
                 self._on_phase("node-lost", "node %s is lost: %s" % (member.name, message["message"]))
             else:
                 self._on_phase("cluster-start", "node %s is out of reach: %s" % (member.name, message["message"]))
+                self._loop.call_later(_COMES_BACK, lambda: self._missed(member))
+
+    def _missed(self, member: Member) -> None:
+        """A worker that was lost while the cluster started had time enough to come back."""
+        if member.channel is None and not self.ready and not self._failed and self._team is not None:
+            tail = self._team.log_tail(member)
+            if tail.strip():
+                self._worker_tails["runtime on %s" % member.name] = tail
+            self._give_up(member, ClusterError("cluster-start", "node %s was lost while the cluster started" % member.name))
 
     def _gcs_chosen(self, gcs: str) -> None:
         """Have the workers join; they start while the head does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -27,6 +28,26 @@ HERE = machine.Machine("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_l
 )
 def test_gpus_are_those_that_are_visible(visible: str, count: int) -> None:
     assert machine.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({"ROCR_VISIBLE_DEVICES": "0,1,2"}, 3),
+        ({"HIP_VISIBLE_DEVICES": "1"}, 1),
+        ({"ROCR_VISIBLE_DEVICES": "4,5,6,7", "HIP_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "4"}, 2),
+        ({"ROCR_VISIBLE_DEVICES": "-1", "SLURM_GPUS_ON_NODE": "4"}, 0),
+        ({"ZE_AFFINITY_MASK": "0,1"}, 2),
+        ({"ZE_AFFINITY_MASK": "0.0,0.1,1.0"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles", "SLURM_GPUS_ON_NODE": "4"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "0,1"}, 1),
+        ({"SLURM_GPUS_ON_NODE": "4", "SLURM_STEP_GPUS": "0"}, 4),
+        ({"SLURM_GPUS_ON_NODE": "mi250:2", "SLURM_STEP_GPUS": "0,1"}, 2),
+        ({"SLURM_STEP_GPUS": "2,3,5"}, 3),
+    ],
+)
+def test_gpus_of_any_maker(environ: dict[str, str], count: int) -> None:
+    assert machine.count_gpus(environ) == count
 
 
 def test_gpus_of_the_driver_where_nothing_restricts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +169,25 @@ def test_scratch_is_short_private_and_goes() -> None:
     assert scratch.sweep() == []  # It has an owner.
     private.remove()
     assert not os.path.exists(private.path)
+
+
+@pytest.mark.parametrize("fault", ["lock", "marker"])
+def test_a_directory_that_cannot_be_scratch_is_not_left_behind(
+    scratch_base: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A file system without flock(2), or one that is full, cannot be had here."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK if fault == "lock" else errno.ENOSPC, "no")
+
+    monkeypatch.setattr(*((scratch.fcntl, "flock") if fault == "lock" else (scratch, "open")), refuse, raising=False)
+    before = {base: set(os.listdir(base)) for base in scratch._bases()}
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(scratch.ScratchError, match="no"):
+        scratch.Scratch()
+    for base, names in before.items():
+        assert not [name for name in set(os.listdir(base)) - names if name.startswith("rs-")]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_sweeping_takes_what_a_dead_runtime_left_and_nothing_else(scratch_base: Path) -> None:

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime import allocation, machine
+from dagster_rayslurm.runtime import allocation, machine, scratch
 from dagster_rayslurm.runtime.channel import Channel, derive
-from dagster_rayslurm.runtime.cluster import nodes_expected
+from dagster_rayslurm.runtime.cluster import RayCluster, head_address, nodes_expected
 from dagster_rayslurm.runtime.footprint import footprint_error, runtime_footprint
 from dagster_rayslurm.runtime.loop import Loop
 from dagster_rayslurm.runtime.ports import choose, control_ports
@@ -47,6 +48,25 @@ def test_a_task_knows_its_place() -> None:
     assert here.head_addresses == ["10.0.0.1", "n1"] and here.restarts == 0
     assert allocation.from_environ({}) is None
     assert allocation.from_environ({**TASK, "SLURM_RESTART_COUNT": "2"}).restarts == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("loopback", ["127.0.1.1", "127.0.0.1", "::1"])
+def test_a_loopback_address_is_not_announced_to_other_nodes(loopback: str) -> None:
+    """/etc/hosts of some distributions maps a node's own name to 127.0.1.1."""
+    task = {**TASK, "SLURM_LAUNCH_NODE_IPADDR": loopback}
+    here = allocation.from_environ(task)
+    assert here is not None and here.head_addresses == ["n1"]
+    # The names here mean nothing, so it is the address on the default route, or the name if there is none.
+    default = route_address("192.0.2.1")
+    assert head_address(here) == ("n1" if default is None else default) and not allocation.is_loopback(head_address(here))
+    neighbour = allocation.from_environ({**task, "SLURM_STEP_NODELIST": f"n1,{default or 'n2'}"})
+    assert neighbour is not None and head_address(neighbour) == (default or "n1")
+    mapped = allocation.from_environ({**task, "SLURM_STEP_NODELIST": "n1,localhost"})
+    assert mapped is not None and not allocation.is_loopback(head_address(mapped))
+    alone = allocation.from_environ({**task, "SLURM_STEP_NODELIST": "n1"})
+    assert alone is not None and head_address(alone) == loopback
+    told = allocation.from_environ(TASK)
+    assert told is not None and head_address(told) == "10.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -238,9 +258,10 @@ def test_a_proof_is_worth_nothing_a_second_time(head: Head) -> None:
     head.until(lambda: len(head.team._strangers) == 2)
     challenges = [json.loads(sock.recv(4096))["challenge"] for sock in (first, second)]
     assert challenges[0] != challenges[1]
-    proof = derive(KEY, f"worker:{challenges[0]}:cc")
+    mine = "cc" * 16
+    proof = derive(KEY, f"worker:{challenges[0]}:{mine}")
     for sock in (first, second):
-        sock.sendall(json.dumps({"challenge": "cc"}).encode() + b"\n" + json.dumps({"proof": proof}).encode() + b"\n")
+        sock.sendall(json.dumps({"challenge": mine}).encode() + b"\n" + json.dumps({"proof": proof}).encode() + b"\n")
     head.until(lambda: len(head.team._strangers) == 1)
     assert b"proof" in first.recv(4096) and second.recv(4096) == b""
     first.close()
@@ -258,9 +279,164 @@ def test_figures_of_those_that_answer(head: Head) -> None:
     head.until(lambda: {"op": "report"} in taken)
     one.send(event="usage", usage={"cpu_seconds": 1})
     head.until(lambda: figures)  # Without the other one, which does not answer.
-    assert figures == [{"n2": {"cpu_seconds": 1}}]
+    assert figures == [{"host1": {"cpu_seconds": 1}}]  # By the name that Ray's table of nodes has, too.
     one.close()
     two.close()
+
+
+def test_figures_of_nodes_that_are_one_host(head: Head) -> None:
+    """As on a test bed: neither replaces the other's, or the head's."""
+    one, _, _ = head.worker(node_id=1)
+    two, _, _ = head.worker(node_id=2)
+    head.until(lambda: len(head.heard) == 2)
+    for member, hostname in zip(head.team.members.values(), (socket.gethostname(), "other"), strict=True):
+        member.machine = {"hostname": hostname}
+    figures: list[dict[str, Any]] = []
+    head.team.collect(figures.append)
+    one.send(event="usage", usage={"cpu_seconds": 1})
+    one.send(event="usage", usage={"cpu_seconds": 7})
+    two.send(event="usage", usage={"cpu_seconds": 2})
+    head.until(lambda: figures)
+    assert figures == [{"n2": {"cpu_seconds": 1}, "other": {"cpu_seconds": 2}}]
+    one.close()
+    two.close()
+
+
+def test_a_worker_is_told_when_its_ray_counts(head: Head, scratch_base: Any) -> None:
+    """From then on its end is a loss; who comes late is told late."""
+    private = scratch.Scratch()
+    phases: list[str] = []
+    node = machine.Machine("host0", 1, 0, 2**30, None)
+    cluster = RayCluster(
+        head.loop,
+        RaySpec(min_nodes=2),
+        runtime_footprint(RuntimeSpec("c", None)),
+        node,
+        private,
+        "t",
+        lambda: None,
+        lambda _: None,
+        lambda name, _: phases.append(name),
+    )
+    cluster.start(head.team, "127.0.0.1")
+    assert cluster._ray is not None
+    cluster._ray.end()  # What Ray says is made up here.
+    one, told_one, _ = head.worker(node_id=1)
+    head.until(lambda: {"op": "ray"} in [{"op": order["op"]} for order in told_one])
+
+    def alive(*names: str) -> dict[str, Any]:
+        common = {"alive": True, "address": "127.0.0.1", "resources": {}}
+        return {name: {**common, "hostname": name, "head": name == "host0"} for name in names}
+
+    def ready(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [order for order in told if order["op"] == "ready"]
+
+    cluster._take({"event": "nodes", "nodes": alive("host0", "host1")})
+    assert cluster.ready and "cluster-ready" in phases
+    head.until(lambda: ready(told_one))
+    two, told_two, _ = head.worker(node_id=2)
+    head.until(lambda: told_two)
+    assert not ready(told_two)
+    cluster._take({"event": "nodes", "nodes": alive("host0", "host1", "host2")})
+    head.until(lambda: ready(told_two))
+    two.close()
+    head.until(lambda: ("n3", "lost") in head.heard)
+    again, told_again, _ = head.worker(node_id=2)  # A connection that broke: all of it is said again, in order.
+    head.until(lambda: ready(told_again))
+    assert [order["op"] for order in told_again] == ["ray", "ready"]
+    assert ready(told_one) == [{"op": "ready", "attempt": 1}]
+    cluster.stop()
+    private.remove()
+    one.close()
+    again.close()
+
+
+def test_a_worker_takes_the_end_of_its_ray_for_a_loss_once_it_counted(tmp_path: Any) -> None:
+    """And its own end is none of the step's business, once the head knew it."""
+    port = control_ports(None, 1)[0]
+    spec = {"cluster_id": "c", "control_key": KEY, "control_ports": [port], "ray": {}}
+    (tmp_path / "runtime.json").write_text(json.dumps(spec))
+    program = textwrap.dedent("""
+        import os, sys
+        from dagster_rayslurm.runtime import worker
+        class Stub(worker.RayStart):
+            def start(self, address, gcs=None):
+                with open(self._log_path, "w") as log:
+                    log.write("address already in use")
+                self._start_stub()
+            def _start_stub(self):
+                self._pid = self._loop.spawn(["sleep", "600"], self._exited)
+                self._say_pid(self._pid)
+            def _say_pid(self, pid):
+                print(pid, os.getpid(), flush=True)
+            def _start_ray(self):
+                print("anew", flush=True)
+                self._start_stub()
+        worker.RayStart = Stub
+        from dagster_rayslurm.runtime.__main__ import main
+        sys.exit(main(["node", sys.argv[1]]))
+    """)
+    env = {**os.environ, **TASK, "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_STEP_NODELIST": "localhost,n2"}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    loop = Loop()
+    heard: list[dict[str, Any]] = []
+    team = Team(loop, KEY, [port], ["n1", "n2"], str, lambda member, message: heard.append(message))
+    team.order([1], op="ray", gcs="127.0.0.1:1", attempt=1, nodes=2)
+
+    def until(event: str) -> dict[str, Any]:
+        def look() -> None:
+            if [message for message in heard if message["event"] == event]:
+                return loop.stop()
+            loop.call_later(0.02, look)
+
+        timer = loop.call_later(20, loop.stop)
+        loop._stopping = False
+        look()
+        loop.run()
+        timer.cancel()
+        return next(message for message in heard if message["event"] == event)
+
+    try:
+        until("joined")
+        os.kill(int(process.stdout.readline().split()[0]), signal.SIGKILL)
+        loop._stopping = False
+        loop.call_later(0.5, loop.stop)
+        loop.run()
+        assert process.stdout.readline() == "anew\n"  # It never counted: other ports may help.
+        ray, runtime = map(int, process.stdout.readline().split())
+        team.order([1], op="ready", attempt=1)
+        loop._stopping = False
+        loop.call_later(0.5, loop.stop)
+        loop.run()
+        os.kill(ray, signal.SIGKILL)
+        failed = until("failed")
+        assert failed["reason"] == "cluster-lost" and "signal 9" in failed["message"] and "before" not in failed["message"]
+        os.kill(runtime, signal.SIGKILL)
+        assert process.wait(20) == 0
+        assert "the other nodes go on without it" in process.stderr.read()
+    finally:
+        team.dismiss()
+        for member in team.members.values():
+            if member.channel is not None:
+                member.channel.close()
+        signal.set_wakeup_fd(-1)
+        process.kill()
+
+
+def test_a_worker_that_nobody_knew_ends_as_it_ends(tmp_path: Any) -> None:
+    """Without its head, its end is the step's: nobody else would notice."""
+    spec = {"cluster_id": "c", "control_key": KEY, "control_ports": control_ports(None, 1)}
+    (tmp_path / "runtime.json").write_text(json.dumps(spec))
+    env = {**os.environ, **TASK, "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_STEP_NODELIST": "localhost,n2"}
+    command = [sys.executable, "-m", "dagster_rayslurm.runtime", "node", str(tmp_path)]
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None and "cannot be reached" in process.stderr.readline()
+    [child] = psutil.Process(process.pid).children()
+    child.kill()
+    assert process.wait(20) == 128 + signal.SIGKILL
+    process.stderr.close()
 
 
 def test_a_taken_port_is_passed_over() -> None:

@@ -1,0 +1,116 @@
+"""One payload under a runtime of its own, without Ray: signals that come too early, defects of the runtime itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm.runtime.processes import signal_name
+from dagster_rayslurm.runtime.record import JOURNAL, PAYLOAD, LineReader
+from dagster_rayslurm.runtime.spec import PayloadSpec, to_json
+from dagster_rayslurm.runtime.time_limit import signal_number
+
+BEGIN = """
+import sys
+from dagster_rayslurm.runtime import processes, scratch, supervisor, time_limit
+from dagster_rayslurm.runtime.loop import Loop
+from dagster_rayslurm.runtime.spec import RuntimeSpec
+processes.become_subreaper()
+loop, run_dir = Loop(), sys.argv[1]
+runner = supervisor.Supervisor(loop, RuntimeSpec("c", None), scratch.Scratch())
+"""
+
+
+def supervised(run_dir: Path, program: str, argv: list[str], **env: str) -> tuple[list[dict[str, Any]], str]:
+    """The records of a payload whose runtime is a program, and what that program says."""
+    (run_dir / PAYLOAD).write_text(to_json(PayloadSpec(argv=argv, nonce="n", grace_period=1.0)))
+    command = [sys.executable, "-c", BEGIN + textwrap.dedent(program), str(run_dir)]
+    said = subprocess.run(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True, timeout=60).stderr
+    return LineReader().feed((run_dir / JOURNAL).read_bytes()), said
+
+
+@pytest.fixture
+def squeue(tmp_path: Path) -> str:
+    """A PATH with a `squeue` that says that 30 s are left."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    (directory / "squeue").write_text("#!/bin/sh\necho 0:30\n")
+    (directory / "squeue").chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
+WARN = """
+class Cluster:
+    ready = False
+    def start(self, *_): pass
+    def stop(self): pass
+    def facts(self): return {}
+    environment = {}
+runner.cluster = Cluster()
+payload = runner.submit(run_dir)
+time_limit.LimitWarning(loop, "12", 60, %r, payload).start()
+def up():
+    runner.cluster.ready = True
+    runner._pump()
+loop.call_later(%g, up)
+runner.run()
+"""
+
+
+def told(records: list[dict[str, Any]]) -> list[str]:
+    return [record["message"] for record in records if record["type"] == "phase" and record["phase"] in ("time-limit", "running")]
+
+
+def test_a_warning_before_the_start_is_given_at_the_start(tmp_path: Path, squeue: str) -> None:
+    records, _ = supervised(tmp_path, WARN % ("USR1", 1.0), ["sleep", "20"], PATH=squeue)
+    early, started, given = told(records)
+    assert early == "30 s are left; the payload does not run yet, and gets SIGUSR1 when it starts"
+    assert started.startswith("payload started") and given == "the payload gets SIGUSR1 now, which was due before it started"
+    assert (records[-1]["type"], records[-1]["signal"]) == ("end", signal.SIGUSR1)
+
+
+def test_a_warning_to_one_that_runs(tmp_path: Path, squeue: str) -> None:
+    records, _ = supervised(tmp_path, WARN % ("10", 0.0), ["sleep", "20"], PATH=squeue)
+    assert told(records)[1:] == ["30 s are left; the payload gets SIGUSR1"] and records[-1]["signal"] == signal.SIGUSR1
+
+
+@pytest.mark.parametrize("name", ["99", "NOSUCH"])
+def test_an_unknown_signal_is_no_end(tmp_path: Path, squeue: str, name: str) -> None:
+    records, _ = supervised(tmp_path, WARN % (name, 0.2), ["true"], PATH=squeue)
+    assert told(records)[0] == f"no warning ahead of the time limit: there is no signal '{name}' here"
+    assert (records[-1]["type"], records[-1]["exit_code"]) == ("end", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("USR1", 10), ("SIGUSR1", 10), ("usr1", 10), ("10", 10), ("64", 64), ("0", None), ("65", None), ("_IGN", None), ("²", None)],
+)
+def test_signals_by_name_and_number(name: str, number: int | None) -> None:
+    assert signal_number(name) == number
+    assert number is None or signal_name(number) == ("SIGUSR1" if number == 10 else "SIGRTMAX")
+
+
+def test_a_signal_without_a_name() -> None:
+    assert signal_name(40) == "signal 40"
+
+
+def test_a_defect_of_the_runtime_ends_in_one_line_with_its_traceback_beside_it(tmp_path: Path) -> None:
+    program = """
+        def defect():
+            raise RuntimeError("no\\nsuch thing")
+        runner.submit(run_dir)
+        loop.call_later(0.2, defect)
+        runner.run()
+    """
+    records, said = supervised(tmp_path, program, ["sleep", "20"])
+    end, tails = records[-1], [record for record in records if record["type"] == "tail"]
+    assert (end["type"], end["reason"], end["message"]) == ("end", "runtime", "RuntimeError: no such thing")
+    assert [tail["name"] for tail in tails] == ["runtime traceback"]
+    assert "in defect" in tails[0]["text"] and "in defect" in said
