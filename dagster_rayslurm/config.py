@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Annotated, Any, Optional, TypeVar
@@ -21,7 +22,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _TIME_LIMIT = re.compile(r"^(UNLIMITED|INFINITE|\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2})$", re.IGNORECASE)
 _MEMORY = re.compile(r"^\d+[KMGT]?$", re.IGNORECASE)
-_SIGNAL = re.compile(r"^([A-Z0-9]+@)?\d+$")
+_SIGNAL = re.compile(r"^(?:(?P<name>[A-Z0-9]+)@)?(?P<seconds>[0-9]+)$")
 
 _RESERVED = ("RAYSLURM_", "DAGSTER_PIPES_")
 
@@ -110,10 +111,31 @@ def check_memory(value: object) -> str:
     return str(value)
 
 
+def time_limit_seconds(text: str) -> float | None:
+    """Seconds of a time limit as sbatch(1) takes it, Slurm 22.05; None for none at all, which 0 stands for as well."""
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    days, dash, rest = text.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    # Minutes come alone, before seconds, or after hours; after days the first number is that of hours.
+    first = 0 if dash or len(numbers) == 3 else 1
+    units = (3600, 60, 1)[first:]
+    return float(86400 * int(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))) or None
+
+
 def check_signal(value: object) -> str:
-    """A warning before the time limit: "SECONDS" or "SIGNAL@SECONDS"."""
-    if not _SIGNAL.match(check_text(value)):
+    """A warning before the time limit: "SECONDS" or "SIGNAL@SECONDS", with the signal's name or number."""
+    match = _SIGNAL.match(check_text(value))
+    if not match:
         raise ValueError(f'{value!r} is not a signal before the time limit; write SECONDS or SIGNAL@SECONDS ("USR1@300")')
+    name = (match["name"] or "TERM").removeprefix("SIG")
+    known = int(name) in signal.valid_signals() if name.isdigit() else f"SIG{name}" in signal.Signals.__members__
+    if not known:
+        raise ValueError(
+            f'{value!r}: there is no signal {match["name"]}; write a name or number of signal(7), such as "USR1@300"'
+        )
+    if not int(match["seconds"]):
+        raise ValueError(f"{value!r} leaves no time before the time limit; write at least 1 second")
     return str(value)
 
 

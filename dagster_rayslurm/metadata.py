@@ -66,7 +66,7 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
         if end.get(key) is not None:
             metadata[label] = int(end[key])
     if evidence.job is not None:
-        metadata["Slurm state"] = evidence.job.state
+        metadata["Slurm state"] = evidence.job.final_state or evidence.job.state
         if evidence.job.reason:
             metadata["Slurm reason"] = evidence.job.reason
     if run_dir is not None:

@@ -25,6 +25,7 @@ from ..slurm.request import JobRequest
 from ..slurm.script import LOG, parse_exit
 from ..slurm.states import TERMINAL, Exited, JobView, JobWatch, Started, Submission, seen
 from ..slurm.submit import Submitted
+from ..slurm.surroundings import cleaned
 
 _EXIT_INTERVAL = 1.0
 """Seconds between two looks at the exit code that the batch script leaves."""
@@ -41,7 +42,9 @@ _STATE_DEADLINE = 15.0
 """Seconds in which a job that is on its way down comes to its final state."""
 _LOG_BYTES = 65536
 _SIGNALLED = ("Terminated", "Killed")
-"""How srun says that a task was ended by a signal: most are those that it ended itself, after the one that failed."""
+"""How srun says that a signal ended a task."""
+_SHOWN = 3
+"""Nodes whose logs are shown."""
 
 
 class BatchJob:
@@ -133,11 +136,13 @@ class BatchJob:
         evidence.job = self._facts()
         said = self._tail(LOG)
         evidence.runtime_log = "\n".join(text for text in (said, self._tail(node_log(0))) if text.strip())
-        for node, task, how in failed_tasks(said):
+        # Most of them srun ended itself, after the one that failed.
+        failed = [each for each in failed_tasks(said) if not each[2].startswith(_SIGNALLED)]
+        for node, task, how in failed[:_SHOWN]:
             tail = self._tail(node_log(task))
             if task > 0 and tail.strip():
                 evidence.tails[f"runtime on {node}"] = tail
-            if evidence.culprit is None and not how.startswith(_SIGNALLED):
+            if evidence.culprit is None:
                 last = (telling_lines(tail) or [""])[-1]
                 evidence.culprit = f"the runtime on node {node} ended ({how})" + (f": {last}" if last else "")
 
@@ -156,7 +161,7 @@ class BatchJob:
         while True:
             with contextlib.suppress(OSError):  # Slurm that does not answer leaves the verdict to the record.
                 facts = ask_job(self._commands, self._id) or facts
-            if (facts is not None and facts.state in TERMINAL) or time.monotonic() > deadline:
+            if (facts is not None and facts.final_state is not None) or time.monotonic() > deadline:
                 return facts
             time.sleep(pause)
             pause = min(2 * pause, 4.0)
@@ -268,7 +273,7 @@ class BatchJob:
     def _scancel(self) -> None:
         self._cancelled = True
         with contextlib.suppress(OSError):
-            self._commands.run(["scancel", str(self._id)], timeout=60)
+            self._commands.run(cleaned(["scancel", str(self._id)]), timeout=60)
 
     def _confirm_gone(self, patience: float = 0.0) -> None:
         """Repeat the cancellation until Slurm agrees that the job is over."""
@@ -300,7 +305,7 @@ def wait_until_gone(commands: Connection, job_id: int, patience: float = 0.0) ->
             if row is None or row.state in TERMINAL:
                 return True
             if row.state != "COMPLETING" and time.monotonic() - began >= patience:
-                commands.run(["scancel", str(job_id)], timeout=60)
+                commands.run(cleaned(["scancel", str(job_id)]), timeout=60)
         if time.monotonic() - began > _GONE_DEADLINE:
             return False
         time.sleep(pause)
@@ -311,7 +316,7 @@ def cancel_named(commands: Connection, name: str, log: Any) -> None:
     """Cancel whatever job has a name: its submission was broken off, so its id is not known."""
     try:
         for _ in range(2):
-            commands.run(["scancel", "--quiet", "--me", f"--name={name}"], timeout=60)
+            commands.run(cleaned(["scancel", "--quiet", "--me", f"--name={name}"]), timeout=60)
             time.sleep(1.0)  # sbatch may have been at it just now.
         left = [row for row in ask_queue(commands).named(name) if row.state not in TERMINAL]
         gone = all(wait_until_gone(commands, row.job_id) for row in left)

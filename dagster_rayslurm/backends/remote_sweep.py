@@ -9,16 +9,24 @@ from ..connections.base import Connection
 
 _DAY = 1440
 """Minutes after which something that should have had its final name by then is a leftover."""
+_CLAIM = 15
+"""Minutes after which a sweep that has neither ended nor given up its claim is one that was killed."""
 
 # Names are of harmless characters once they match. What others may be looking for is renamed before it is removed, so
-# that it is never half there; if it was marked as in use meanwhile (see `bundles.delivery`) it gets its name back.
+# that it is never half there; if it was marked as in use meanwhile (see `bundles.delivery`) it gets its name back. No
+# signal comes between: a shell sees to its own only when the part in parentheses, which ignores them, has ended.
 _SWEEP = """\
 export LC_ALL=C
-age=$2 every=$3 leftover=$4 grave=.rs-$5.gone
+age=$2 every=$3 leftover=$4 grave=.rs-$5.gone claim=$6
 cd -- "$1" 2>/dev/null || exit 0
 if [ "$every" -gt 0 ] && [ -n "$(find .swept -mmin "-$every" 2>/dev/null)" ]; then exit; fi
 umask 077
-: >.swept || exit
+trap 'exit 143' HUP INT TERM
+if [ "$every" -gt 0 ]; then
+    if [ -d .sweeping ] && [ -z "$(find .sweeping -maxdepth 0 -mmin "-$claim")" ]; then rmdir .sweeping; fi
+    mkdir .sweeping 2>/dev/null || { if [ -d .sweeping ]; then exit 0; else mkdir .sweeping; exit; fi; }
+    trap 'rmdir .sweeping 2>/dev/null' EXIT
+fi
 list() {
     where=$1 form=$2
     shift 2
@@ -28,8 +36,11 @@ list() {
 remove() { rm -rf -- "$1" 2>/dev/null || { chmod -R u+w -- "$1" && rm -rf -- "$1"; }; }
 recent() { [ -n "$(find "$@" -mmin "-$age" -print -quit 2>/dev/null)" ]; }
 retire() {
-    mv -T -- "$1/$2" "$1/$grave" || return
-    if recent "$1/$grave" -maxdepth 0 && mv -T -- "$1/$grave" "$1/$2"; then return; fi
+    (
+        trap '' HUP INT TERM
+        mv -T -- "$1/$2" "$1/$grave" || exit
+        if recent "$1/$grave" -maxdepth 0 && mv -T -- "$1/$grave" "$1/$2"; then exit 1; fi
+    ) || return
     remove "$1/$grave" && echo "$1/$2"
 }
 for name in $(list runs '[A-Za-z0-9_.-]+-[0-9a-f]{12}' -type d -mmin "+$age"); do
@@ -59,7 +70,7 @@ for place in bundles runtime environments queue runs; do
     done
 done
 for name in $(list queue 'claim-[0-9]+' -type d -cmin "+$leftover"); do rmdir -- "queue/$name"; done
-exit 0
+: >.swept
 """
 
 
@@ -68,7 +79,8 @@ def sweep_remote(
 ) -> list[str]:
     """Remove what nobody touched for a while: run directories, bundles, runtimes; and leftovers of what was killed.
 
-    A bundle or runtime stays while a run directory names it. Nothing is done if any process on any machine did it lately.
+    A bundle or runtime stays while a run directory names it. Nothing is done if any process on any machine did it lately,
+    or is at it. One that was broken off is followed by the next.
 
     Args:
         connection: how to reach the cluster.
@@ -84,7 +96,7 @@ def sweep_remote(
         OSError: the cluster cannot be reached, the base directory cannot be written, or it took too long.
     """
     age, token = max(1, round(retention_days * _DAY)), secrets.token_hex(8)
-    command = ["sh", "-c", _SWEEP, "sh", base, str(age), str(every_minutes), str(_DAY), token]
+    command = ["sh", "-c", _SWEEP, "sh", base, str(age), str(every_minutes), str(_DAY), token, str(_CLAIM)]
     done = connection.run(command, timeout=timeout)
     if done.returncode:
         raise OSError(f"{connection.place}: {base} cannot be swept: {done.stderr.decode('utf-8', 'replace')[-500:].strip()}")

@@ -1,7 +1,7 @@
 """How files of this machine get to the cluster: as immutable directories that are named by their content."""
 
 from .bundle import Bundle, bundle_directory, bundle_files, make_bundle
-from .delivery import Installed, forget_installed, install
+from .delivery import Installed, install
 from .manifest import Entry, Limits, Manifest
 from .tree import scan, scan_files
 
@@ -13,7 +13,6 @@ __all__ = [
     "Manifest",
     "bundle_directory",
     "bundle_files",
-    "forget_installed",
     "install",
     "make_bundle",
     "scan",

@@ -30,15 +30,23 @@ _KNOWN_FOR = 300.0
 _TRIES = 3
 _LOCK_POLL = 0.1
 
+_FOREIGN = 77
 _LOOK = """\
 cd -- "$1" 2>/dev/null || exit 0
 shift
+for directory in . bundles runtime; do
+    if [ -e "$directory" ] && ! [ -O "$directory" ]; then stat -L -c '%U' -- "$directory"; exit 77; fi
+done
 for place; do
     touch -c -- "$place" 2>/dev/null
-    if [ -e "$place" ]; then printf '%s\\n' "$place"; fi
+    if [ -e "$place" ] && [ -O "$place" ]; then printf '%s\\n' "$place"; fi
 done
 """
-"""Prints which places below the base directory are taken, and marks them as in use; in this order, see `remote_sweep`."""
+"""Prints which places below the base directory are taken, and marks them as in use; in this order, see `remote_sweep`.
+
+Only what this user owns counts, in directories of this user: names can be foreseen, so that on a file system where
+everybody may write others could put a runtime of theirs there. Of those directories it prints the owner.
+"""
 
 # A rename makes it count. Onto a directory with something in it there is none: then somebody else was faster.
 _UNPACK = """\
@@ -52,7 +60,7 @@ if [ "$kind" = file ]; then
     cat -- "$archive" >"$work" && chmod 400 "$work" && mv -f -- "$work" "$name"
 else
     mkdir "$work" && tar -x -z -m --no-same-owner -C "$work" -f "$archive" && chmod 500 "$work" &&
-        { mv -T -- "$work" "$name" 2>/dev/null || [ -d "$name" ] || mv -T -- "$work" "$name"; }
+        { mv -T -- "$work" "$name" 2>/dev/null || { [ -d "$name" ] && [ -O "$name" ]; } || mv -T -- "$work" "$name"; }
 fi
 code=$?
 [ "$archive" = - ] || rm -f -- "$archive"
@@ -116,7 +124,7 @@ def install(connection: Connection, base: str, bundles: Sequence[Bundle], progre
 
     Raises:
         ValueError: a file changed since its bundle got its name.
-        OSError: something cannot be written, here or there.
+        OSError: something cannot be written, here or there, or the base directory is another user's.
     """
     parts = [_runtime(), *map(_part, dict.fromkeys(bundles))]
     for part in _missing(connection, base, parts):
@@ -131,11 +139,6 @@ def install(connection: Connection, base: str, bundles: Sequence[Bundle], progre
         {bundle: posixpath.join(base, "bundles", bundle.name) for bundle in bundles},
         posixpath.join(base, "runtime", runtime_name()),
     )
-
-
-def forget_installed() -> None:
-    """Ask again for everything: a payload did not find what was there a moment ago."""
-    _known.clear()
 
 
 def _runtime() -> _Part:
@@ -159,10 +162,15 @@ def _missing(connection: Connection, base: str, parts: Sequence[_Part]) -> list[
 def _look(connection: Connection, base: str, places: Sequence[str]) -> list[str]:
     for left in reversed(range(_TRIES)):
         try:
-            return connection.run(["sh", "-c", _LOOK, "sh", base, *places]).stdout.decode().split("\n")
+            done = connection.run(["sh", "-c", _LOOK, "sh", base, *places])
         except ConnectionLost:
             if not left:
                 raise
+            continue
+        said = done.stdout.decode("utf-8", "replace").split("\n")
+        if done.returncode == _FOREIGN:
+            raise PermissionError(f"{connection.place}: {base} belongs to {said[0]}, who could change what runs there")
+        return said
     raise AssertionError("there is a last try")
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ..runtime.nodelist import expand_nodelist
 from .snapshot import parse_count, parse_time
+from .states import TERMINAL
 
 SACCT_FIELDS = (
     "JobID",
@@ -36,6 +37,15 @@ SACCT_FIELDS = (
 _OUT_OF_MEMORY_SIGNAL = 125
 """What Slurm reports as the signal of a job in the state OUT_OF_MEMORY (SIG_OOM in slurm.h)."""
 _KILLED = 9
+_ENDS = {
+    "DeadLine": "DEADLINE",
+    "NodeDown": "NODE_FAIL",
+    "NonZeroExitCode": "FAILED",
+    "OutOfMemory": "OUT_OF_MEMORY",
+    "RaisedSignal": "FAILED",
+    "TimeLimit": "TIMEOUT",
+}
+"""States of jobs by the reason that slurmctld gives along with them (job_reason_string in slurm_protocol_defs.c)."""
 _JOB_ID = re.compile(r"(?P<number>[0-9]+)(?:\+(?P<component>[0-9]+))?(?:\.(?P<step>.+))?")
 _MEMORY_KILL = re.compile(r"exceeded memory limit|oom[-_]kill event|Out Of Memory", re.IGNORECASE)
 
@@ -108,6 +118,16 @@ class JobFacts:
     max_rss: int | None = None
     total_cpu: float | None = None
     steps: tuple[StepFacts, ...] = ()
+
+    @property
+    def final_state(self) -> str | None:
+        """The terminal state that it has come to, or comes to, as far as Slurm knows; None if it may still become anything.
+
+        While an epilog runs slurmctld shows COMPLETING in the place of that state, and tells by the reason alone.
+        """
+        if self.state in TERMINAL:
+            return self.state
+        return _ENDS.get(self.reason.partition(":")[0]) if self.state == "COMPLETING" else None
 
     @property
     def out_of_memory(self) -> bool:
@@ -246,15 +266,25 @@ def _step(component: int, row: Mapping[str, str]) -> StepFacts:
 
 
 def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> JobFacts | None:
-    """Both answers in one: the controller's word counts, accounting tells what the controller never knew."""
+    """Both answers in one: the controller's word counts, accounting tells what the controller never knew.
+
+    Of a job that is COMPLETING, accounting may know already what the controller says only after the epilog.
+    """
     if controller is None or accounting is None:
         return controller or accounting
+    same = accounting.restarts == controller.restarts
+    ended = same and controller.state == "COMPLETING" and accounting.state in TERMINAL
     return dataclasses.replace(
         controller,
+        state=accounting.state if ended else controller.state,
+        reason=controller.reason or accounting.reason if ended else controller.reason,
+        # Of nodes that failed accounting knows no code, and the controller one that is none.
+        exit_code=None if ended and accounting.exit_code is None else controller.exit_code,
+        signal=None if ended and accounting.exit_code is None else controller.signal,
         cancelled_by=accounting.cancelled_by,
         max_rss=accounting.max_rss,
         total_cpu=accounting.total_cpu,
-        steps=accounting.steps if accounting.restarts == controller.restarts else (),
+        steps=accounting.steps if same else (),
     )
 
 

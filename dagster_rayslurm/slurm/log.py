@@ -1,4 +1,4 @@
-"""What stands in a job's log: which task of srun ended first, and the lines that tell a user something. Pure.
+"""What stands in a job's log: the lines that tell a user something, and which tasks failed. Pure.
 
 The wording is that of srun and slurmstepd of Slurm 22.05 and 24.11.
 """
@@ -7,29 +7,36 @@ from __future__ import annotations
 
 import re
 
+from ..runtime.nodelist import expand_nodelist
+
 _NOISE = re.compile(
-    r"^(srun: (cluster configuration lacks support for cpu binding|launch/slurm: |Job step aborted|forcing job termination"
-    r"|got SIGCONT|Terminating |Force Terminated |Waiting up to )"
-    r"|slurmstepd[^:]*: error: \*\*\* (STEP|JOB) .* CANCELLED )"
+    r"srun: (cluster configuration lacks support for cpu binding|launch/slurm: |Job step aborted|forcing job termination"
+    r"|got SIGCONT|Terminating |Force Terminated |error: Timed out waiting for job step to complete)"
+    # It says what follows "DUE TO" if Slurm itself did it, such as TIME LIMIT.
+    r"|slurmstepd[^:]*: error: \*\*\* (STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ \*\*\*"
 )
-_TASKS = re.compile(r"^srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.+)$")
+_TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.*\S)")
 
 
 def telling_lines(log: str) -> list[str]:
-    """The lines of a log without those in which Slurm comments on its own doing."""
-    return [line.strip() for line in log.splitlines() if line.strip() and not _NOISE.match(line.strip())]
+    """The lines of a log without empty ones, and without those in which Slurm comments on its own doing."""
+    return [line for line in map(str.strip, log.splitlines()) if line and not _NOISE.match(line)]
 
 
 def failed_tasks(log: str) -> list[tuple[str, int, str]]:
-    """Tasks that srun calls failed, in its order: node, number, and how it ended ("Exited with exit code 3").
+    """Tasks that srun calls failed, in its order: node, number, and how each ended ("Exited with exit code 3", "Killed").
 
-    Where one line tells of several nodes, all of them ended alike, and the first stands for them.
+    Those that srun ended itself, once one had failed, come after that one as "Terminated" or "Killed".
     """
-    found = []
-    for line in log.splitlines():
-        match = _TASKS.match(line.strip())
-        if match:
-            nodes, task = match["nodes"], int(re.split("[,-]", match["tasks"])[0])
-            first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes.split(",")[0] if "[" not in nodes else nodes)
-            found.append((first, task, match["how"].strip()))
-    return found
+    return [each for match in map(_TASKS.fullmatch, map(str.strip, log.splitlines())) if match for each in _tasks(match)]
+
+
+def _tasks(match: re.Match[str]) -> list[tuple[str, int, str]]:
+    try:
+        nodes = expand_nodelist(match["nodes"])
+        numbers = [int(each[1:]) for each in expand_nodelist(f"t[{match['tasks']}]")]
+    except ValueError:
+        return []
+    if len(nodes) != len(numbers):  # More than one task on a node, which ours never have: it is not said where which ran.
+        nodes = [match["nodes"]] * len(numbers)
+    return [(node, number, match["how"]) for node, number in zip(nodes, numbers, strict=True)]

@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass
 from typing import Optional
 
-from ..config import check_text
+from ..config import check_text, time_limit_seconds
 from ..runtime.footprint import Footprint
-from .config import SlurmQueueConfig
+from .config import SlurmQueueConfig, split_signal
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _INVISIBLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -49,14 +49,19 @@ _ONE_TASK = "the runtime is the one task of each node; use cpus_per_node for its
 _ONE_CLUSTER = "a SlurmResource is one cluster; use another one for another cluster"
 _NO_JOB = "with it sbatch submits nothing"
 _RUN_DIRECTORY = "what the job writes stands in its run directory"
+_ELSEWHERE = "the job's script and its srun would run elsewhere"
 _MACHINERY = {
     "array": "each run is one job",
+    "batch": _ELSEWHERE,
     "chdir": _RUN_DIRECTORY,
     "cluster": _ONE_CLUSTER,
     "clusters": _ONE_CLUSTER,
     "comment": "it names the Dagster run, step and partition",
+    "container": _ELSEWHERE,
+    "container-id": _ELSEWHERE,
     "error": _RUN_DIRECTORY,
     "help": _NO_JOB,
+    "het-group": _ELSEWHERE,
     "input": "the job reads nothing",
     "job-name": "the job is found again by its name",
     "ntasks": _ONE_TASK,
@@ -67,6 +72,7 @@ _MACHINERY = {
     "ntasks-per-tres": _ONE_TASK,
     "open-mode": _RUN_DIRECTORY,
     "output": _RUN_DIRECTORY,
+    "pack-group": _ELSEWHERE,
     "parsable": "it is always on",
     "tasks-per-node": _ONE_TASK,
     "test-only": _NO_JOB,
@@ -125,6 +131,13 @@ def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str
     if queue.mem is not None and queue.mem_per_cpu is not None:
         raise ValueError(
             f"SlurmQueueConfig.mem={queue.mem!r} and mem_per_cpu={queue.mem_per_cpu!r} exclude each other; set one of them"
+        )
+    _, before = split_signal(queue.signal_before_timeout)
+    limit = time_limit_seconds(queue.time_limit)
+    if before is not None and limit is not None and before >= limit:
+        raise ValueError(
+            f"SlurmQueueConfig.signal_before_timeout={queue.signal_before_timeout!r} is not within "
+            f"time_limit={queue.time_limit!r}, which is {limit:.0f} seconds; lower the one or raise the other"
         )
     check_extra_sbatch(queue)
     cpus = _amount(queue.cpus_per_node, "cpus_per_node", "CPUs", footprint)

@@ -30,16 +30,6 @@ exit "$code"
 """
 
 
-def parse_exit(data: bytes, job_id: int) -> int | None:
-    """The exit code that a job's script wrote into `exit`, of its last attempt; None while there is none.
-
-    Another job may have written there, too: one that a lost answer made be submitted twice.
-    """
-    rows = [line.split() for line in data.split(b"\n")[:-1]]
-    codes = [(int(row[1]), int(row[2])) for row in rows if len(row) == 3 and row[0] == str(job_id).encode()]
-    return max(codes, key=lambda each: each[0])[1] if codes else None
-
-
 def sbatch_quote(text: str) -> str:
     """Quote a value for an #SBATCH line.
 
@@ -65,9 +55,9 @@ def escape_pattern(path: str) -> str:
 def render_script(request: JobRequest, command: Sequence[str], run_dir: str, site: Mapping[str, str]) -> str:
     """The script that is handed to sbatch.
 
-    It appends the exit code of the runtime to the file `exit` in the run directory (see `parse_exit`), what Slurm itself has to say goes to
-    `slurm.log` there, and what the runtime of each node writes to `node-<number>.log`. All of them are appended to, as a
-    job that is requeued runs the script again.
+    It appends the exit code of the runtime to the file `exit` in the run directory (see `parse_exit`), what Slurm itself has
+    to say goes to `slurm.log` there, and what the runtime of each node writes to `node-<number>.log`. All of them are
+    appended to, as a job that is requeued runs the script again.
 
     Args:
         request: what to ask Slurm for.
@@ -92,7 +82,7 @@ def parse_exit(data: bytes, job_id: int) -> int | None:
 
     Args:
         data: what stands in the file `exit`: lines of job id, restart count and exit code, one of each attempt.
-        job_id: the job; others may have left lines before it.
+        job_id: the job; another one, submitted twice because an answer was lost, may have left lines too.
 
     Returns:
         None if there is no line of it yet. One without its newline is still being written.

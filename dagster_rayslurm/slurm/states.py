@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .facts import JobFacts
 from .snapshot import QueueRow, QueueSnapshot
 
 TERMINAL = frozenset(
@@ -41,9 +39,6 @@ WAITING = frozenset(
 
 ACTIVE = frozenset({"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"})
 """States in which the job has its nodes, or still has to clean up there."""
-
-_LONGEST_SUBMISSION = 300.0
-"""Seconds; what was submitted so long before our sbatch returned is another job, from before the ids began anew."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +74,6 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What Slurm said when it was asked of this job."""
-
-    at: float
-    facts: JobFacts
-
-
-@dataclass(frozen=True)
 class Started:
     """The record of the run has started."""
 
@@ -101,7 +88,7 @@ class Exited:
     exit_code: int
 
 
-Observation = Seen | Told | Started | Exited
+Observation = Seen | Started | Exited
 """`at` is the cluster's clock: when the snapshot began, else when the observation was made."""
 
 
@@ -122,7 +109,6 @@ class JobView:
         expected_start: when Slurm expects a pending job to start, in seconds of the epoch; None if it does not say.
         nodes: its nodes in Slurm's short form.
         exit_code: the batch script's; None if it is not known.
-        signal: what ended the batch script; None if that is not known or nothing did.
     """
 
     kind: Literal["pending", "running", "ended", "lost", "unknown"]
@@ -131,7 +117,6 @@ class JobView:
     expected_start: float | None = None
     nodes: str = ""
     exit_code: int | None = None
-    signal: int | None = None
 
     @property
     def over(self) -> bool:
@@ -176,8 +161,6 @@ class JobWatch:
             return self
         if isinstance(observation, Seen):
             return self._after_snapshot(observation)
-        if isinstance(observation, Told):
-            return self._after_answer(observation)
         if isinstance(observation, Started):
             return dataclasses.replace(self, started_at=min(observation.at, self.started_at or math.inf))
         return self._after_exit(observation)
@@ -193,16 +176,6 @@ class JobWatch:
             if watch.final or row.state not in TERMINAL:
                 return watch._present(snapshot.at)
         return watch._gone(snapshot.at)
-
-    def _after_answer(self, answer: Told) -> JobWatch:
-        facts = answer.facts
-        if facts.submit is not None and facts.submit < self.submission.submitted - _LONGEST_SUBMISSION:
-            return self
-        if facts.state in TERMINAL:
-            return self._told(answer.at, _view_of_facts(facts))
-        if facts.from_controller:  # Accounting shows a job as running for ever if nobody told it otherwise.
-            return self._told(answer.at, _view_of_facts(facts))._present(answer.at)
-        return self
 
     def _after_exit(self, exited: Exited) -> JobWatch:
         watch = dataclasses.replace(self, exit_code=exited.exit_code)
@@ -238,30 +211,10 @@ class JobWatch:
         )
 
 
-def reduce_job(submission: Submission, observations: Iterable[Observation], timers: Timers = Timers()) -> JobView:
-    """What a job is, after all that was observed, in whatever order and however often it is given.
-
-    Args:
-        submission: the job.
-        observations: what was seen, told and found.
-        timers: how long a job must be out of the queue.
-    """
-    watch = JobWatch(submission, timers)
-    # The order of different things at one moment does not matter, as long as it is always the same.
-    for observation in sorted(set(observations), key=lambda each: (each.at, type(each).__name__, repr(each))):
-        watch = watch.after(observation)
-    return watch.view
-
-
 def _view_of_row(row: QueueRow) -> JobView:
     reason = "" if row.reason == "None" else row.reason
     start = row.start if row.state in WAITING else None
     return JobView(_kind(row.state), row.state, reason, start, row.nodes)
-
-
-def _view_of_facts(facts: JobFacts) -> JobView:
-    start = facts.start if facts.state in WAITING else None
-    return JobView(_kind(facts.state), facts.state, facts.reason, start, ",".join(facts.nodes), facts.exit_code, facts.signal)
 
 
 def _kind(state: str) -> Literal["pending", "running", "unknown"]:

@@ -185,10 +185,13 @@ def _refusal(commands: Connection, done: Completed, run_dir: str) -> SubmissionR
     if done.returncode == 0:
         answer = done.stdout.decode("utf-8", "replace").partition("\n")[2].strip()[:200]
         return SubmissionRefused(
-            "submission", f"sbatch on {commands.place} printed {answer!r} where the id of the job was expected {said[-200:]}".rstrip()
+            "submission",
+            f"sbatch on {commands.place} printed {answer!r} where the id of the job was expected {said[-200:]}".rstrip(),
         )
     if done.returncode > 128 and not _SPOKEN.search(said):
-        return SubmissionRefused("submission", f"sbatch was ended by signal {done.returncode - 128} on {commands.place}", retry=True)
+        return SubmissionRefused(
+            "submission", f"sbatch was ended by signal {done.returncode - 128} on {commands.place}", retry=True
+        )
     partitions = commands.run(cleaned(["sinfo", "--noheader", "--format=%R"]), timeout=60)
     names = partitions.stdout.decode("utf-8", "replace").split() if partitions.returncode == 0 else []
     return SubmissionRefused("submission", explain(said, names), retry=is_temporary(said))

@@ -42,27 +42,35 @@ def job_sentence(job: JobFacts, log: str, terminated: bool, silent: bool) -> Fou
         said = f" ({killed})" if killed else _measured(job)
         sentence = f"OUT_OF_MEMORY: {which}{where} used more memory than it was granted{_granted(job)}{said}"
         return "allocation", f"{sentence}; ask for more with SlurmQueueConfig.mem or mem_per_cpu", False
-    if job.state in ("TIMEOUT", "DEADLINE"):
-        what = "time limit" if job.state == "TIMEOUT" else "deadline"
+    state = job.final_state
+    if state in ("TIMEOUT", "DEADLINE"):
+        what = "time limit" if state == "TIMEOUT" else "deadline"
         limit = f" of {_duration(job.time_limit)}" if job.time_limit else ""
         ran = f" after {_duration(job.elapsed)}" if job.elapsed else ""
-        return "allocation", f"{job.state}: {which} was ended at its {what}{limit}{ran}; raise SlurmQueueConfig.time_limit", False
-    if job.state in _LOST_NODES:
-        return "allocation", f"{job.state}: {which}{where} is lost, {_LOST_NODES[job.state]}{_reason(job)}", True
-    if job.state == "CANCELLED":
+        return "allocation", f"{state}: {which} was ended at its {what}{limit}{ran}; raise SlurmQueueConfig.time_limit", False
+    if state in _LOST_NODES or job.state == "REVOKED":
+        lost = state or job.state
+        return "allocation", f"{lost}: {which}{where} is lost, {_LOST_NODES[lost]}{_reason(job)}", True
+    if state == "CANCELLED":
         by = f" by user id {job.cancelled_by}" if job.cancelled_by is not None else ""
         return "cancelled", f"{which} was cancelled{by}{_reason(job)}", None
+    if terminated and state is None:
+        code = f", exit code {job.exit_code}" if job.exit_code else ""
+        ends = f"{which}{where} is {job.state}{_reason(job)}{code}; `sacct -j {job.job_id}` may tell more by now"
+        if job.state == "COMPLETING":  # Jobs that fail by themselves have a reason.
+            return "cancelled", f"the job was ended from outside, and Slurm does not say yet by whom: {ends}", None
+        return "runtime", f"the runtime got a signal from outside, and Slurm does not say why: {ends}", None
     if terminated:
-        what = f"the runtime got a signal from outside, though Slurm cancelled nothing: {which}{where} is {job.state}"
+        what = f"the runtime got a signal from outside, though Slurm cancelled nothing: {which}{where} is {state}"
         return "runtime", f"{what}; the runtime of another node died, or somebody signalled it (see the nodes' logs)", None
     unseen = _NOT_STARTED.search(log)
-    if unseen and job.state == "FAILED":
+    if unseen and state == "FAILED":
         what = f"{which}{where} cannot start {unseen[1]}: {unseen[2]}"
         return "environment", f"{what}; name an environment that the compute nodes see at this path, and can run", None
-    if silent and job.state in ("FAILED", "COMPLETED"):
+    if silent and state in ("FAILED", "COMPLETED"):
         return (
             "allocation",
-            f"{job.state}: {which}{where} ended before it could write into its run directory{_reason(job)}; "
+            f"{state}: {which}{where} ended before it could write into its run directory{_reason(job)}; "
             "SlurmResource.remote_base must be on a file system that the edge and the compute nodes share",
             False,
         )

@@ -26,7 +26,6 @@ from dagster_rayslurm.bundles import (
     bundle,
     bundle_directory,
     bundle_files,
-    forget_installed,
     install,
     make_bundle,
     scan,
@@ -568,7 +567,7 @@ def test_names_below_one_another() -> None:
 # -- how they get there ------------------------------------------------------------------------------------------------
 
 
-def test_what_is_there_costs_one_small_command(tree: Callable[..., Path], there: Path) -> None:
+def test_what_is_there_costs_one_small_command(tree: Callable[..., Path], there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tree({"a.py": "x"})
     (source / "big").write_bytes(os.urandom(3 * 2**20))
     made, small = bundle_directory(str(source)), bundle_files({"a.py": str(source / "a.py")})
@@ -580,7 +579,7 @@ def test_what_is_there_costs_one_small_command(tree: Callable[..., Path], there:
     assert install(second, str(there), [made, small]) == done
     assert (second.commands, second.uploads) == (1, 0)
     assert install(second, str(there), [made, small]) == done and second.commands == 1  # This process knows.
-    forget_installed()
+    monkeypatch.setattr("dagster_rayslurm.bundles.delivery._KNOWN_FOR", 0)
     assert install(second, str(there), [made, small]) == done and second.commands == 2
 
 
@@ -606,6 +605,33 @@ def test_nobody_else_reads_it_and_nobody_writes_it(tree: Callable[..., Path], th
     assert set(modes.values()) == {"0o700", "0o500", "0o400"}
     assert [modes[target / name] for name in ("", "d", "d/run.sh", "d/x")] == ["0o500", "0o500", "0o500", "0o400"]
     assert modes[target.parent] == modes[there] == "0o700"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("whose", [".", "bundles", "runtime"])
+def test_directories_of_another_user_are_refused(tree: Callable[..., Path], there: Path, whose: str) -> None:
+    made = bundle_directory(str(tree({"a": ""})))
+    install(LocalConnection(), str(there), [made])
+    os.chown(there / whose, 65534, 65534)
+    connection = Counting()
+    with pytest.raises(PermissionError, match=r"this machine: .* belongs to nobody, who could change what runs there"):
+        install(connection, str(there), [made])
+    assert (connection.commands, connection.uploads) == (1, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_another_user_has_put_there_does_not_count(tree: Callable[..., Path], there: Path) -> None:
+    made = bundle_directory(str(tree({"a": ""})))
+    first = install(LocalConnection(), str(there), [made])
+    runtime, bundle = Path(first.runtime), Path(first.bundles[made])
+    runtime.chmod(0o600)
+    runtime.write_text("theirs")
+    os.chown(runtime, 65534, 65534)
+    assert Path(install(LocalConnection(), str(there), [made]).runtime).read_bytes() == archive.build_runtime()
+    assert runtime.stat().st_uid == 0
+    os.chown(bundle, 65534, 65534)
+    with pytest.raises(OSError, match=f"{made.name} cannot be made"):
+        install(LocalConnection(), str(there), [made])
 
 
 def test_in_use_again(tree: Callable[..., Path], there: Path) -> None:

@@ -23,7 +23,8 @@ from dagster_rayslurm import (
     SlurmResource,
     SSHConnectionResource,
 )
-from dagster_rayslurm.config import check_environment, resolve_variables
+from dagster_rayslurm.config import check_environment, resolve_variables, time_limit_seconds
+from dagster_rayslurm.slurm.config import split_signal
 
 PUBLIC = [
     BashLauncher,
@@ -165,6 +166,12 @@ def test_unknown_keys_are_refused(cls: Any) -> None:
         (lambda: SlurmQueueConfig(extra_sbatch=["-p gpu"]), "'-p gpu' is not a long option"),
         (lambda: SlurmQueueConfig(extra_sbatch="--x"), "write a list"),
         (lambda: SlurmQueueConfig(signal_before_timeout="soon"), "SIGNAL@SECONDS"),
+        (lambda: SlurmQueueConfig(signal_before_timeout="USR3@300"), "there is no signal USR3"),
+        (lambda: SlurmQueueConfig(signal_before_timeout="SIGSIGUSR1@300"), "there is no signal SIGSIGUSR1"),
+        (lambda: SlurmQueueConfig(signal_before_timeout="99@300"), "there is no signal 99"),
+        (lambda: SlurmQueueConfig(signal_before_timeout="0@300"), "there is no signal 0"),
+        (lambda: SlurmQueueConfig(signal_before_timeout="USR1@0"), "at least 1 second"),
+        (lambda: SlurmQueueConfig(signal_before_timeout="0"), "at least 1 second"),
         (lambda: SSHConnectionResource(host="h", host_key_checking="no"), "'no' is not one of"),
         (lambda: SSHConnectionResource(host="h\0"), "control character"),
         (lambda: RayLauncher(num_cpus_per_node=-1), "at least 0"),
@@ -186,6 +193,32 @@ def test_a_bad_value_gets_one_clear_sentence(make: Any, says: str) -> None:
 @pytest.mark.parametrize("limit", ["30", "90:00", "01:00:00", "2-12", "2-12:30", "2-12:30:15", "UNLIMITED"])
 def test_time_limits_of_sbatch(limit: str) -> None:
     assert SlurmQueueConfig(time_limit=limit).time_limit == limit
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("30", 1800),
+        ("90:05", 5405),
+        ("01:02:03", 3723),
+        ("2-12", 216000),
+        ("2-12:30", 217800),
+        ("2-12:30:15", 217815),
+        ("0", None),
+        ("00:00:00", None),
+        ("UNLIMITED", None),
+        ("infinite", None),
+    ],
+)
+def test_time_limits_in_seconds(limit: str, seconds: float | None) -> None:
+    assert time_limit_seconds(limit) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "seconds"), [("300", "TERM", 300), ("USR1@60", "USR1", 60), ("SIGUSR1@60", "USR1", 60), ("10@1", "10", 1)]
+)
+def test_signals_by_name_and_number(text: str, name: str, seconds: float) -> None:
+    assert split_signal(SlurmQueueConfig(signal_before_timeout=text).signal_before_timeout) == (name, seconds)
 
 
 def test_an_enum_member_is_its_value() -> None:

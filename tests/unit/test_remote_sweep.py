@@ -1,6 +1,8 @@
 """The sweep of a base directory, run on this machine: what is old and ours goes, nothing else."""
 
 import os
+import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,8 +16,11 @@ from hypothesis import strategies as st
 from dagster_rayslurm.archive import runtime_name
 from dagster_rayslurm.backends.remote_sweep import sweep_remote
 from dagster_rayslurm.bundles import bundle_files, install
+from dagster_rayslurm.connections.base import Completed
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.plan import run_dir_name
+
+from ..conftest import wait_until
 
 DAY = 86400.0
 RUN = "0123abcd-my_step-0123456789ab"
@@ -47,6 +52,29 @@ def make(base: Path) -> Callable[..., Path]:
         return path
 
     return make
+
+
+class Changed(LocalConnection):
+    """Sweeps with another text in the place of one."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self._old = old
+        self._new = new
+
+    def run(self, command: Any, *arguments: Any, **named: Any) -> Any:
+        return super().run(self._changed(command), *arguments, **named)
+
+    def command(self, base: Path, every_minutes: int) -> list[str]:
+        """The command of a sweep."""
+        told: list[list[str]] = []
+        connection = LocalConnection()
+        connection.run = lambda command, **_: told.append(list(command)) or Completed(0, b"", b"")  # type: ignore
+        sweep_remote(connection, str(base), 14, every_minutes=every_minutes)
+        return self._changed(told[0])
+
+    def _changed(self, command: list[str]) -> list[str]:
+        assert self._old in command[2]
+        return [*command[:2], command[2].replace(self._old, self._new), *command[3:]]
 
 
 def sweep(base: Path, retention_days: float = 14, every_minutes: int = 0) -> list[str]:
@@ -151,6 +179,51 @@ def test_one_sweep_an_hour(base: Path, make: Callable[..., Path]) -> None:
     assert sweep(base, every_minutes=60) == ["runs/0123abcd-b-0123456789ab"]
 
 
+def test_a_sweep_that_was_broken_off_is_done_again(base: Path, make: Callable[..., Path]) -> None:
+    make("runs/0123abcd-a-0123456789ab", 99)
+    slow = Changed("for name in $(list runs", 'touch "began"; sleep 30; for name in $(list runs')
+    process = subprocess.Popen(slow.command(base, 60), stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        assert wait_until((base / "began").exists, 10) and (base / ".sweeping").is_dir()
+        assert sweep(base, every_minutes=60) == [], "one at a time"
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(10) == 143
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert not (base / ".sweeping").exists() and not (base / ".swept").exists()
+    assert sweep(base, every_minutes=60) == ["runs/0123abcd-a-0123456789ab"]
+    assert not (base / ".sweeping").exists() and (base / ".swept").exists()
+
+
+def test_the_claim_of_a_sweep_that_was_killed_expires(base: Path, make: Callable[..., Path]) -> None:
+    make("runs/0123abcd-a-0123456789ab", 99)
+    (base / ".sweeping").mkdir()
+    assert sweep(base, every_minutes=60) == [] and not (base / ".swept").exists()
+    os.utime(base / ".sweeping", (time.time() - 20 * 60,) * 2)
+    assert sweep(base, every_minutes=60) == ["runs/0123abcd-a-0123456789ab"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("shell", [shell for shell in ("dash", "bash") if shutil.which(shell)])
+def test_no_signal_loses_what_was_just_taken(base: Path, make: Callable[..., Path], shell: str, signum: int) -> None:
+    """It comes between the two renames, to the shell and all that it has started."""
+    path = make(f"bundles/{'a' * 32}", 99, "f")
+    between = Changed('mv -T -- "$1/$2" "$1/$grave" ||', 'touch -c "$1/$2"; mv -T -- "$1/$2" "$1/$grave" && : >up && sleep 1 ||')
+    process = subprocess.Popen([shell, *between.command(base, 0)[1:]], start_new_session=True)
+    try:
+        assert wait_until((base / "up").exists, 10)
+        os.killpg(process.pid, signum)
+        assert process.wait(10) == 143
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert (path / "f").exists() and os.listdir(path.parent) == [path.name]
+    assert not (base / ".swept").exists()
+
+
 def test_nothing_to_sweep(tmp_path: Path) -> None:
     assert sweep(tmp_path / "not here") == [] and not (tmp_path / "not here").exists()
 
@@ -162,19 +235,8 @@ def test_directories_that_are_links(base: Path, make: Callable[..., Path], tmp_p
     assert os.listdir(base / "real") == []
 
 
-class Late(LocalConnection):
-    """Marks a bundle as in use at the last moment before it would be removed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def run(self, command: Any, *arguments: Any, **named: Any) -> Any:
-        script = command[2].replace('mv -T -- "$1/$2" "$1/$grave" ||', 'touch -c "$1/$2"; mv -T -- "$1/$2" "$1/$grave" ||')
-        assert script != command[2]
-        return super().run([*command[:2], script, *command[3:]], *arguments, **named)
-
-
 def test_what_is_taken_at_the_last_moment_stays(base: Path, make: Callable[..., Path]) -> None:
     path = make(f"bundles/{'a' * 32}", 99, "f")
-    assert sweep_remote(Late(path), str(base), 14, every_minutes=0) == []
+    late = Changed('mv -T -- "$1/$2" "$1/$grave" ||', 'touch -c "$1/$2"; mv -T -- "$1/$2" "$1/$grave" ||')
+    assert sweep_remote(late, str(base), 14, every_minutes=0) == []
     assert (path / "f").exists() and os.listdir(path.parent) == [path.name]

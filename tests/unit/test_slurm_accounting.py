@@ -128,6 +128,24 @@ class TestRecorded:
         facts = merge_facts(again, accounting(version, "req"))
         assert facts is not None and facts.steps == ()
 
+    @pytest.mark.parametrize("name", ["tim", "can", "bad", "oom", "ok"])
+    def test_a_long_epilog_hides_nothing_that_accounting_knows(self, version: str, name: str) -> None:
+        _, text = said(version, name, "scontrol")
+        shown = parse_scontrol(re.sub("JobState=\\S+", "JobState=COMPLETING", text))
+        ended = both(version, name)
+        assert shown is not None and shown.state == "COMPLETING"
+        assert merge_facts(shown, accounting(version, name)) == ended
+        assert ended.final_state == ended.state != "COMPLETING"
+        # Without accounting the reason tells, where there is one.
+        known = {"tim": "TIMEOUT", "bad": "FAILED", "oom": "FAILED"}
+        assert shown.final_state == known.get(name)
+        assert dataclasses.replace(shown, reason="").final_state is None
+        # What accounting knows of the attempt before is not what becomes of this one.
+        again = dataclasses.replace(shown, restarts=1)
+        assert merge_facts(again, accounting(version, name)) == dataclasses.replace(
+            ended, state="COMPLETING", restarts=1, steps=()
+        )
+
     def test_heterogeneous_job(self, version: str) -> None:
         facts = both(version, "het")
         assert (facts.state, facts.exit_code, facts.nodes, facts.num_nodes, facts.cpus) == ("FAILED", 4, ("c1", "c2"), 2, 2)
@@ -144,8 +162,20 @@ def test_a_node_that_failed_ended_nothing_with_a_code() -> None:
     facts = both("24.11", "nodefail")
     assert (facts.state, facts.reason, facts.exit_code, facts.signal) == ("NODE_FAIL", "NodeDown", None, None)
     assert accounting("24.11", "nodefail").exit_code is None
+    failing = dataclasses.replace(controller("24.11", "nodefail"), state="COMPLETING", exit_code=0, signal=15)
+    assert failing.final_state == "NODE_FAIL"
+    assert merge_facts(failing, accounting("24.11", "nodefail")) == facts
     waiting = both("24.11", "nodereq")
     assert (waiting.state, waiting.reason, waiting.restarts) == ("PENDING", "ReqNodeNotAvail,_UnavailableNodes:c2", 1)
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "NEW_STATE"])
+def test_only_a_job_that_completes_comes_to_what_its_reason_says(state: str) -> None:
+    assert JobFacts(7, state, True, reason="TimeLimit").final_state is None
+    assert JobFacts(7, "COMPLETING", True, reason="RaisedSignal:9(Killed)").final_state == "FAILED"
+    accounting = JobFacts(7, "TIMEOUT", False)
+    merged = merge_facts(JobFacts(7, state, True), accounting)
+    assert merged is not None and merged.state == state
 
 
 def test_out_of_memory_where_cgroups_tell() -> None:
@@ -231,6 +261,7 @@ def answer(name: str, command: str) -> Completed:
 def test_asking_the_controller_and_accounting() -> None:
     slurm = Slurm(answer("can", "scontrol"), answer("can", "sacct"))
     assert ask_job(slurm, 43) == both("22.05", "can")
+    assert all(command[0] == "sh" and "unset" in command[2] for command in slurm.commands)
     assert all({"LC_ALL=C", "SLURM_TIME_FORMAT=%s"} <= set(command) for command in slurm.commands)
     assert ask_job(Slurm(UNKNOWN, answer("can", "sacct")), 43) == accounting("22.05", "can")
     assert ask_job(Slurm(DOWN, answer("can", "sacct")), 43) == accounting("22.05", "can")

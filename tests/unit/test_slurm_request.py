@@ -12,7 +12,7 @@ from dagster_rayslurm.launchers import Launcher
 from dagster_rayslurm.slurm.request import FIELDS, JobRequest, job_comment, job_name, make_request
 
 OTHERS = """
-acctg-freq batch bb bbf begin cluster-constraint container container-id contiguous core-spec cores-per-socket cpu-freq
+acctg-freq bb bbf begin cluster-constraint contiguous core-spec cores-per-socket cpu-freq
 cpus-per-gpu deadline delay-boot dependency distribution export export-file extra-node-info get-user-env gid gpu-bind
 gpu-freq gpus gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs kill-on-invalid-dep licenses mail-type
 mail-user mcs-label mem-bind mem-per-gpu mincpus network nice no-kill oom-kill-step overcommit oversubscribe power prefer
@@ -122,6 +122,19 @@ def test_memory_is_per_node_or_per_cpu() -> None:
     assert ask(SlurmQueueConfig(mem_per_cpu="1G")).mem_per_cpu == "1G"
 
 
+@pytest.mark.parametrize(
+    ("before", "limit", "seconds"), [("60", "1", 60), ("USR1@3601", "01:00:00", 3600), ("10@90000", "1-01", 90000)]
+)
+def test_a_warning_that_would_come_before_the_job(before: str, limit: str, seconds: int) -> None:
+    message = refusal(SlurmQueueConfig(signal_before_timeout=before, time_limit=limit))
+    assert all(word in message for word in (f"signal_before_timeout={before!r}", f"time_limit={limit!r}", f"{seconds} seconds"))
+
+
+@pytest.mark.parametrize(("before", "limit"), [("59", "1"), ("USR1@999999999", "UNLIMITED"), ("60", "0"), ("3599", "60:00")])
+def test_a_warning_within_the_time_limit(before: str, limit: str) -> None:
+    ask(SlurmQueueConfig(signal_before_timeout=before, time_limit=limit))
+
+
 @pytest.mark.parametrize("gpus", [None, 0])
 def test_a_gpu_type_without_gpus(gpus: int | None) -> None:
     message = refusal(SlurmQueueConfig(gpu_type="a100", gpus_per_node=gpus))
@@ -177,6 +190,11 @@ def test_an_option_that_has_a_field_is_refused_with_the_fields_name(name: str) -
         "test-only",
         "help",
         "version",
+        "batch",
+        "container",
+        "container-id",
+        "het-group",
+        "pack-group",
     ],
 )
 def test_an_option_that_runs_depend_on_is_refused(name: str) -> None:

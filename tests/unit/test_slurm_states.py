@@ -1,13 +1,13 @@
 """The reducer of a job's state: only positive evidence ends a job, and nothing that comes late or twice changes it."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.slurm.facts import JobFacts, parse_sacct, parse_scontrol
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot, parse_squeue
 from dagster_rayslurm.slurm.states import (
     ACTIVE,
@@ -22,8 +22,6 @@ from dagster_rayslurm.slurm.states import (
     Started,
     Submission,
     Timers,
-    Told,
-    reduce_job,
     seen,
 )
 
@@ -48,20 +46,23 @@ def absent(at: float) -> Seen:
     return Seen(SUBMITTED + at, None)
 
 
-def told(at: float, state: str, from_controller: bool = True, **fields: Any) -> Told:
-    return Told(SUBMITTED + at, JobFacts(JOB, state, from_controller, **fields))
+def watched(submission: Submission, observations: Iterable[Observation], timers: Timers | None = None) -> JobView:
+    """What a job is after observations, in the order in which they are given."""
+    watch = JobWatch(submission, timers or Timers())
+    for observation in observations:
+        watch = watch.after(observation)
+    return watch.view
 
 
 def view(*observations: Observation, requeue: bool = False) -> JobView:
-    return reduce_job(AGAIN if requeue else ONCE, observations)
+    return watched(AGAIN if requeue else ONCE, observations)
 
 
 stamps = st.integers(-3, 40).map(lambda step: SUBMITTED + 15.0 * step)
 rows = st.sampled_from(STATES).map(row)
 snapshots = st.builds(Seen, stamps, st.none() | rows)
-answers = st.builds(Told, stamps, st.builds(JobFacts, st.just(JOB), st.sampled_from(STATES), st.booleans()))
 observations = st.one_of(
-    snapshots, snapshots, answers, st.builds(Started, stamps), st.builds(Exited, stamps, st.sampled_from([0, 1, 137]))
+    snapshots, snapshots, st.builds(Started, stamps), st.builds(Exited, stamps, st.sampled_from([0, 1, 137]))
 )
 submissions = st.sampled_from([ONCE, AGAIN])
 
@@ -100,9 +101,9 @@ def test_absence_is_a_timer() -> None:
     assert view(absent(10), absent(310), requeue=True).kind == "lost"
     assert not view(absent(10), absent(309), requeue=True).over
     long, often = Timers(absence=5), Timers(absence=5, snapshots=3)
-    assert reduce_job(ONCE, [absent(1), absent(6)], long).kind == "lost"
-    assert not reduce_job(ONCE, [absent(1), absent(6)], often).over
-    assert reduce_job(ONCE, [absent(1), absent(6), absent(7)], often).kind == "lost"
+    assert watched(ONCE, [absent(1), absent(6)], long).kind == "lost"
+    assert not watched(ONCE, [absent(1), absent(6)], often).over
+    assert watched(ONCE, [absent(1), absent(6), absent(7)], often).kind == "lost"
 
 
 def test_one_snapshot_is_not_enough_however_late_it_comes() -> None:
@@ -119,9 +120,6 @@ def test_a_break_in_the_absence_begins_it_anew() -> None:
 def test_what_was_seen_before_the_submission_says_nothing() -> None:
     assert view(absent(-100), absent(-1), absent(1), absent(59)).kind == "unknown"
     assert view(present(-1, "COMPLETED")) == JobView("unknown")
-    old = JobFacts(JOB, "FAILED", False, submit=SUBMITTED - 86400)
-    assert view(Told(1001, old)) == JobView("unknown")
-    assert view(Told(1001, JobFacts(JOB, "FAILED", False, submit=SUBMITTED - 20))).kind == "ended"
 
 
 @pytest.mark.parametrize("state", sorted(MAY_REQUEUE))
@@ -131,9 +129,7 @@ def test_a_job_that_may_be_requeued_is_not_over_while_it_may_be(state: str) -> N
     assert view(*steps, present(309, "PENDING", reason="BeginTime"), requeue=True).kind == "pending"
     assert view(*steps, present(309, "REQUEUED"), requeue=True).kind == "pending"
     assert view(*steps, absent(310), requeue=True) == JobView("ended", state)
-    # Accounting has the end of the attempt before the controller has put the job back.
-    assert not view(told(10, state, from_controller=False), requeue=True).over
-    lost = view(present(1, "RUNNING"), told(20, state, from_controller=False), absent(30), absent(330), requeue=True)
+    lost = view(present(1, "RUNNING"), present(20, state), absent(30), absent(330), requeue=True)
     assert lost == JobView("ended", state)
 
 
@@ -152,34 +148,28 @@ def test_the_batch_script_s_exit_ends_a_job() -> None:
 
 
 def test_an_exit_may_be_that_of_a_job_about_to_be_requeued() -> None:
-    steps = [present(1, "RUNNING"), Exited(1010, 143)]
+    steps: list[Observation] = [present(1, "RUNNING"), Exited(1010, 143)]
     assert view(*steps, requeue=True).kind == "running"
     assert view(*steps, present(30, "PENDING"), requeue=True).kind == "pending"
     assert view(*steps, present(30, "FAILED"), requeue=True) == JobView("ended", "FAILED", exit_code=143)
     assert view(*steps, absent(30), absent(330), requeue=True) == JobView("lost", "RUNNING", exit_code=143)
 
 
-def test_slurm_s_own_answers() -> None:
-    failed = view(told(1, "FAILED", exit_code=3, reason="NonZeroExitCode", nodes=("c1", "c2")))
-    assert failed == JobView("ended", "FAILED", "NonZeroExitCode", nodes="c1,c2", exit_code=3)
-    assert view(told(1, "PENDING", reason="Priority", start=2000.0)) == JobView("pending", "PENDING", "Priority", 2000.0)
-    assert view(told(1, "CANCELLED", signal=15)).signal == 15
-    # Nobody told accounting that the job is gone: it shows it as running for ever.
-    stale = told(65, "RUNNING", from_controller=False)
-    assert view(absent(10), absent(60), stale, absent(70)).kind == "lost"
-    assert view(absent(10), absent(60), told(65, "RUNNING"), absent(70)).kind == "running"
-
-
-@given(submissions, st.lists(observations, max_size=25), st.randoms(), st.data())
-def test_order_and_repetition_do_not_matter(
-    submission: Submission, given_observations: list[Observation], rand: Any, data: st.DataObject
+@given(submissions, st.lists(snapshots, max_size=15), st.lists(observations, max_size=25), st.data())
+def test_what_is_observed_twice_counts_once(
+    submission: Submission, before: list[Seen], given_observations: list[Observation], data: st.DataObject
 ) -> None:
-    expected = reduce_job(submission, given_observations)
-    again = (
-        given_observations + data.draw(st.lists(st.sampled_from(given_observations), max_size=10)) if given_observations else []
-    )
-    rand.shuffle(again)
-    assert reduce_job(submission, again) == expected
+    """Snapshots are shown again at every look; the record and the exit code are found again after a lost connection."""
+    given_observations = in_order([*before, *given_observations])
+    again: list[Observation] = []
+    for number, observation in enumerate(given_observations):
+        again.append(observation)
+        again += data.draw(st.lists(st.sampled_from([observation, *filter(is_seen, given_observations[:number])]), max_size=2))
+    assert watched(submission, again) == watched(submission, given_observations)
+
+
+def is_seen(observation: Observation) -> bool:
+    return isinstance(observation, Seen)
 
 
 def in_order(given_observations: list[Observation]) -> list[Observation]:
@@ -196,21 +186,7 @@ def test_a_watch_that_is_shown_old_snapshots_again_is_not_misled(
         watch = watch.after(snapshot)
         for old in data.draw(st.lists(st.sampled_from(shown[: number + 1]), max_size=3)):
             assert watch.after(old) == watch
-    assert watch.view == reduce_job(submission, shown)
-
-
-def test_an_answer_and_a_snapshot_may_come_in_either_order() -> None:
-    def after(*given_observations: Observation) -> JobWatch:
-        watch = JobWatch(ONCE, Timers())
-        for observation in given_observations:
-            watch = watch.after(observation)
-        return watch
-
-    alive = told(50, "RUNNING")
-    assert after(alive, absent(40), absent(101)).view.kind == "running", "of what it was before the answer nothing counts"
-    assert after(absent(40), alive, absent(101)).view.kind == "running"
-    assert after(absent(60), alive, absent(120)).view.kind == "lost", "an older answer does not undo what came later"
-    assert after(present(60, "RUNNING"), told(50, "PENDING")).view.state == "RUNNING"
+    assert watch.view == watched(submission, shown)
 
 
 @given(submissions, st.lists(observations, max_size=30))
@@ -225,9 +201,8 @@ def test_what_is_over_stays_as_it_is(submission: Submission, given_observations:
 
 @given(submissions, st.lists(observations, max_size=30))
 def test_nothing_ends_without_a_word_that_says_so(submission: Submission, given_observations: list[Observation]) -> None:
-    result = reduce_job(submission, given_observations)
+    result = watched(submission, in_order(given_observations))
     states = {each.row.state for each in given_observations if isinstance(each, Seen) and each.row}
-    states |= {each.facts.state for each in given_observations if isinstance(each, Told)}
     exits = {each.exit_code for each in given_observations if isinstance(each, Exited)}
     if result.kind == "ended":
         assert states & TERMINAL or exits
@@ -246,8 +221,8 @@ def test_a_question_without_an_answer_makes_no_time_pass(
     """Leaving snapshots out may only delay the loss of a job, never bring it about."""
     shown.sort(key=lambda each: each.at)
     without = [each for each in shown if data is None or data.draw(st.booleans()) or each.row is not None]
-    if reduce_job(submission, without).kind == "lost":
-        assert reduce_job(submission, shown).over
+    if watched(submission, without).kind == "lost":
+        assert watched(submission, shown).over
 
 
 @given(submissions, st.lists(snapshots, max_size=25))
@@ -270,45 +245,24 @@ def test_a_job_is_lost_only_by_an_unbroken_absence(submission: Submission, shown
         if count >= 2 and at - since >= (300 if submission.requeue else 60):
             lost = True
             break
-    result = reduce_job(submission, shown)
+    result = watched(submission, sorted(unique.values(), key=lambda each: each.at))
     assert (result.kind == "lost" or (result.kind == "ended" and result.state in MAY_REQUEUE and submission.requeue)) == lost
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_jobs_as_real_clusters_showed_them(version: str) -> None:
-    ends = {"ok": "COMPLETED", "bad": "FAILED", "can": "CANCELLED", "tim": "TIMEOUT", "oom": "FAILED", "pec": "CANCELLED"}
-    for name, state in ends.items():
-        number, text = said(version, name, "scontrol")
-        facts = parse_scontrol(text)
-        assert facts is not None and facts.submit is not None
-        submission = Submission(number, facts.submit + 1)
-        assert reduce_job(submission, [Told(facts.submit + 5, facts)]).state == state
-        accounting = parse_sacct(said(version, name, "sacct")[1], number)
-        assert accounting is not None
-        assert reduce_job(submission, [Told(facts.submit + 5, accounting)]).kind == "ended"
-    number, text = said(version, "req", "sacct")
-    running = parse_sacct(text, number)
-    assert running is not None and not reduce_job(Submission(number, 1795281900, True), [Told(1795281999, running)]).over
     rows_shown = parse_squeue(said(version, "squeue", "squeue")[1], "MARK")
     waiting = next(each for each in rows_shown if each.name == "JobState=X Reason=y")
     snapshot = QueueSnapshot(SUBMITTED, rows_shown)
-    assert reduce_job(Submission(waiting.job_id, SUBMITTED), [seen(snapshot, waiting.job_id)]).reason == "BeginTime"
+    assert watched(Submission(waiting.job_id, SUBMITTED), [seen(snapshot, waiting.job_id)]).reason == "BeginTime"
     assert seen(snapshot, 1).row is None
 
 
 def test_a_node_that_failed_on_a_real_cluster() -> None:
     """Slurm 24.11: the controller was silent for a minute, then the job was back in the queue under its id."""
-    number, text = said("24.11", "nodereq", "sacct")
-    after = parse_sacct(text, number)
-    attempt = parse_sacct("".join(text.splitlines(keepends=True)[:3]), number)
-    assert after is not None and attempt is not None and (attempt.state, after.state) == ("NODE_FAIL", "PENDING")
-    submission = Submission(number, 1795282192, requeue=True)
-    running = Seen(1795282193, row("RUNNING"))
-    between = [running, Told(1795282260, attempt)]
-    assert reduce_job(submission, between) == JobView("unknown", "NODE_FAIL", nodes="c2")
-    assert reduce_job(submission, [*between, Seen(1795282303, row("PENDING", "BeginTime"))]).kind == "pending"
-    number, text = said("24.11", "nodefail", "scontrol")
-    facts = parse_scontrol(text)
-    assert facts is not None
-    ended = reduce_job(Submission(number, 1795282192), [running, Told(1795282303, facts)])
-    assert ended == JobView("ended", "NODE_FAIL", "NodeDown", nodes="c2")
+    submission = Submission(15, 1795282192, requeue=True)
+    between = [Seen(1795282193, row("RUNNING", nodes="c2")), Seen(1795282260, row("NODE_FAIL", nodes="c2"))]
+    assert watched(submission, between) == JobView("unknown", "NODE_FAIL", nodes="c2")
+    rows_shown = parse_squeue(said("24.11", "squeue", "squeue")[1], "MARK")
+    back = watched(submission, [*between, seen(QueueSnapshot(1795282303, rows_shown), 15)])
+    assert (back.kind, back.reason) == ("pending", "ReqNodeNotAvail, UnavailableNodes:c2")

@@ -32,6 +32,10 @@ def job(state: str, **fields: Any) -> JobFacts:
         (job("FAILED", signal=125), "", "allocation", False, ["OUT_OF_MEMORY"]),
         (job("FAILED", steps=(StepFacts("0", "OUT_OF_MEMORY"),)), "", "allocation", False, ["OUT_OF_MEMORY"]),
         (job("FAILED"), OOM_LINE, "allocation", False, ["OUT_OF_MEMORY", "oom_kill event"]),
+        (job("COMPLETING", reason="TimeLimit", time_limit=60), "", "allocation", False, ["TIMEOUT", "00:01:00", "time_limit"]),
+        (job("COMPLETING", reason="NodeDown"), "", "allocation", True, ["NODE_FAIL", "n1, n2"]),
+        (job("COMPLETING", reason="OutOfMemory"), "", "allocation", False, ["OUT_OF_MEMORY"]),
+        (job("REVOKED"), "", "allocation", True, ["REVOKED", "another cluster"]),
     ],
     ids=lambda value: value.state if isinstance(value, JobFacts) else None,
 )
@@ -74,6 +78,15 @@ def test_a_job_that_ended_after_its_runtime_died() -> None:
 def test_a_signal_that_slurm_knows_nothing_of() -> None:
     verdict = judge(Evidence(end=TERMINATED, job=job("FAILED"), started_at=1.0), True, True)
     assert verdict.kind == "runtime" and "signal from outside" in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"), [("COMPLETING", "cancelled"), ("RUNNING", "runtime"), ("STOPPED", "runtime"), ("NEW_STATE", "runtime")]
+)
+def test_slurm_that_has_not_said_its_last_word_has_not_said_that_it_did_nothing(state: str, kind: str) -> None:
+    verdict = judge(Evidence(end=TERMINATED, job=job(state, exit_code=143), started_at=1.0), True, True)
+    assert verdict.kind == kind and f"is {state}, exit code 143" in verdict.sentence and "sacct -j 12" in verdict.sentence
+    assert "cancelled nothing" not in verdict.sentence
 
 
 def test_without_an_answer_of_slurm_the_record_decides() -> None:
