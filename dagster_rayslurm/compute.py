@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 
 from .backends import local_session
 from .backends.base import Backend
-from .backends.batch import BatchBackend, example_script
+from .backends.batch import BatchBackend, cancel_cluster, example_script
 from .backends.local import LocalBackend
 from .backends.process import runtime_command
 from .backends.rundir import Layout
@@ -206,9 +206,10 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         Raises:
             RunFailure: it does not answer.
         """
-        with start_errors():
+        with _configuration_errors(), start_errors():
             if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
-                return self._batch(None).cleanup(cluster_id)
+                # It may well be called outside of a run, where Dagster has resolved no variables.
+                return cancel_cluster(resolve_variables(self.slurm, "slurm"), cluster_id)
             return local_session.stop(self._layout, cluster_id)
 
     def job_script(

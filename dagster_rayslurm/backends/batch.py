@@ -146,21 +146,6 @@ class BatchBackend:
         step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where} on {self.connection.place}")
         return job
 
-    def cleanup(self, cluster_id: str) -> bool:
-        """Cancel the job of a cluster; False if there is none.
-
-        Raises:
-            StartError: Slurm does not confirm its end.
-            OSError: Slurm cannot be asked.
-        """
-        commands = slurm_commands(self.connection)
-        nonce = cluster_id.removeprefix(_CLUSTER)
-        jobs = [row.job_id for row in ask_queue(commands).named(f"-{nonce}") if row.state not in TERMINAL]
-        for job_id in jobs if nonce != cluster_id else []:
-            if not wait_until_gone(commands, job_id):
-                raise StartError("runtime", f"Slurm does not confirm the end of job {job_id}; run `scancel {job_id}`")
-        return bool(jobs) and nonce != cluster_id
-
     def _absolute(self, path: str) -> str:
         if path == "~" or path.startswith("~/"):
             path = os.path.join(self.connection.home(), path[2:])
@@ -224,6 +209,24 @@ def _progress(log: Any) -> Progress:
             log.info(f"[rayslurm] uploading: {done / 2**20:.0f} of {size / 2**20:.0f} MiB")
 
     return tell
+
+
+def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
+    """Cancel the job of a cluster; False if there is none.
+
+    Raises:
+        StartError: Slurm does not confirm its end.
+        OSError: Slurm cannot be asked.
+    """
+    nonce = cluster_id.removeprefix(_CLUSTER)
+    if not nonce or nonce == cluster_id:
+        return False
+    commands = slurm_commands(connection_to(slurm.ssh))
+    jobs = [row.job_id for row in ask_queue(commands).named(f"-{nonce}") if row.state not in TERMINAL]
+    for job_id in jobs:
+        if not wait_until_gone(commands, job_id):
+            raise StartError("runtime", f"Slurm does not confirm the end of job {job_id}; run `scancel {job_id}`")
+    return bool(jobs)
 
 
 def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQueueConfig) -> RuntimeSpec:
