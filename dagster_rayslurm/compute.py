@@ -299,13 +299,9 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         assert self.slurm is not None
         return self.slurm.queue if queue is None else resolve_variables(queue, "queue")
 
-    def _batch(self, queue: SlurmQueueConfig | None) -> BatchBackend:
-        assert self.slurm is not None
-        return BatchBackend(self.slurm, self._queue(queue), self._environment, self.queue_timeout)
-
     def _backend(self, queue: SlurmQueueConfig | None) -> Backend:
         if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
-            return self._batch(queue)
+            return BatchBackend(self.slurm, self._queue(queue), self._environment, self.queue_timeout)
         session = self.session if self.enable_cluster_reuse else None
         return LocalBackend(self._layout, resolve_environment(self._environment), session)
 
