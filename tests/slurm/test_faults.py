@@ -111,8 +111,7 @@ defs = dg.Definitions([slow], jobs=[job], resources={{"compute": compute}})
 """
 
 
-@pytest.mark.parametrize("executor", ["in_process_executor", "multiprocess_executor"])
-@pytest.mark.parametrize("phase", ["pending", "running"])
+@pytest.mark.parametrize(("phase", "executor"), [("pending", "in_process_executor"), ("running", "multiprocess_executor")])
 def test_an_interrupted_run_ends_its_job(phase: str, executor: str, site: Site, script: Any, tmp_path: Path) -> None:
     polite = UP + textwrap.dedent("""
         import signal, sys
