@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import textwrap
@@ -35,6 +36,15 @@ def scratch_base() -> Iterator[Path]:
     if before is not None:
         os.environ["TMPDIR"] = before
     tempfile.tempdir = None
+
+
+@pytest.fixture(autouse=True)
+def signals_as_usual() -> None:
+    """Whoever starts the tests may ignore signals (nohup, a shell's `&`), which all their processes would inherit."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
+    for signum, handler in usual.items():
+        if signal.getsignal(signum) == signal.SIG_IGN:
+            signal.signal(signum, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -155,7 +155,7 @@ def test_a_pre_deployed_environment_is_used(base: Path, tmp_path: Path, capfd: A
 
 
 def test_a_disk_that_fills_up_loses_output_but_not_the_truth(tmp_path: Path, script: Any) -> None:
-    with small_disk(tmp_path / "small", "512k") as small:
+    with small_disk(tmp_path / "small", "1m") as small:
         _fill_it(ComputeResource(local_base=str(small), default_launcher=BashLauncher()), script)
 
 
