@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass
 
 from .follow import Evidence
+from .runtime import processes
 from .runtime.record import Record
 from .slurm.log import telling_lines
 from .slurm.verdict import job_sentence
@@ -159,10 +160,8 @@ def exit_in_words(code: int) -> str:
 
 def signal_name(number: int) -> str:
     """ "signal 9 (SIGKILL)"."""
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"
+    name = processes.signal_name(number)
+    return f"signal {number} ({name})" if name.startswith("SIG") else name
 
 
 def _hint(number: int) -> str:

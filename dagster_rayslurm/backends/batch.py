@@ -17,6 +17,7 @@ from dagster_pipes import PipesContextData
 
 from ..bundles import Bundle, bundle_directory, bundle_files, install
 from ..connections.base import Connection, ConnectionFailed, Progress
+from ..connections.remote_path import expand_home, is_rooted
 from ..connections.shared import connection_to
 from ..environments import Environment, Interpreter
 from ..environments.check import check_environment_on
@@ -83,7 +84,7 @@ class BatchBackend:
                 )
         path_on_cluster(self.environment, over_ssh=self.slurm.ssh is not None)
         for name, path in (("remote_base", self.slurm.remote_base), ("data_dir", plan.payload.data_dir)):
-            if path is not None and not (os.path.isabs(path) or path == "~" or path.startswith("~/")):
+            if path is not None and not is_rooted(path):
                 raise ValueError(f'{name}: {path!r} is relative; write an absolute path, or one that begins with "~/"')
 
     def sweep(self, retention_days: float) -> None:
@@ -147,9 +148,7 @@ class BatchBackend:
         return job
 
     def _absolute(self, path: str) -> str:
-        if path == "~" or path.startswith("~/"):
-            path = os.path.join(self.connection.home(), path[2:])
-        return os.path.normpath(path)
+        return os.path.normpath(expand_home(self.connection, path))
 
     def _interpreter(self, plan: Plan) -> Interpreter:
         try:

@@ -40,6 +40,8 @@ _GONE_DEADLINE = 60.0
 """Seconds in which Slurm must confirm that a cancelled job is over; KillWait, after which it sends SIGKILL, is 30."""
 _STATE_DEADLINE = 15.0
 """Seconds in which a job that is on its way down comes to its final state."""
+_LATE = 2.0
+"""Seconds in which a submission that was broken off may still come through."""
 _LOG_BYTES = 65536
 _SIGNALLED = ("Terminated", "Killed")
 """How srun says that a signal ended a task."""
@@ -93,7 +95,7 @@ class BatchJob:
         self._told = ""
         self._trouble: str | None = None
         self._over_since: float | None = None
-        self._cancelled = self._ending = False
+        self._cancelled = self._ending = self._gone = False
         self._asked_at = 0.0
 
     @property
@@ -129,7 +131,7 @@ class BatchJob:
             self._commands.write(os.path.join(self._run_dir, CANCEL), json.dumps({"op": "cancel", "now": now}).encode())
 
     def kill(self) -> None:
-        self._scancel()
+        self._cancelled = True
         self._confirm_gone()
 
     def explain(self, evidence: Evidence) -> None:
@@ -277,9 +279,11 @@ class BatchJob:
 
     def _confirm_gone(self, patience: float = 0.0) -> None:
         """Repeat the cancellation until Slurm agrees that the job is over."""
+        if self._gone:
+            return
         with deferred_interrupts():
-            gone = wait_until_gone(self._commands, self._id, patience)
-        if not gone:
+            self._gone = wait_until_gone(self._commands, self._id, patience)
+        if not self._gone:
             self._log.error(
                 f"[rayslurm] Slurm job {self.job_id} may still be there: it was cancelled, and Slurm has not confirmed its end; "
                 f"run `scancel {self.job_id}` on {self._commands.place}"
@@ -312,14 +316,22 @@ def wait_until_gone(commands: Connection, job_id: int, patience: float = 0.0) ->
         pause = min(2 * pause, 3.0)
 
 
+def _jobs_named(commands: Connection, name: str) -> list[int]:
+    """The jobs of a name; sbatch may have been at it just now, so one that is not there is looked for a while."""
+    until = time.monotonic() + _LATE
+    while True:
+        jobs = [row.job_id for row in ask_queue(commands).named(name)]
+        if jobs or time.monotonic() > until:
+            return jobs
+        time.sleep(_ASK_INTERVAL)
+
+
 def cancel_named(commands: Connection, name: str, log: Any) -> None:
     """Cancel whatever job has a name: its submission was broken off, so its id is not known."""
     try:
-        for _ in range(2):
-            commands.run(cleaned(["scancel", "--quiet", "--me", f"--name={name}"]), timeout=60)
-            time.sleep(1.0)  # sbatch may have been at it just now.
-        left = [row for row in ask_queue(commands).named(name) if row.state not in TERMINAL]
-        gone = all(wait_until_gone(commands, row.job_id) for row in left)
+        commands.run(cleaned(["scancel", "--quiet", "--me", f"--name={name}"]), timeout=60)
+        jobs = _jobs_named(commands, name)
+        gone = all(wait_until_gone(commands, job_id) for job_id in jobs)
     except OSError as error:
         gone, why = False, str(error)
     else:

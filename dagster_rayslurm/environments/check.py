@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..connections.base import Connection
 from ..connections.local import LocalConnection
+from ..connections.remote_path import expand_home
 from ..errors import StartError
 from ..runtime.ray_node import refuse_version
 from ..slurm.commands import slurm_commands
@@ -142,8 +143,7 @@ def check_environment_on(
         OSError: the cluster cannot be reached, or the answer cannot be kept.
     """
     path = path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection))
-    if path == "~" or path.startswith("~/"):
-        path = posixpath.join(connection.home(), path[2:])
+    path = expand_home(connection, path)
     needs = Needs(ray_version, needs_ray, token, needs_pipes)
     at, known = _known.get(connection, {}).get(path, (0.0, None))
     if known is not None and time.monotonic() - at < _TRUSTED_SECONDS and refusal(known, path, needs) is None:

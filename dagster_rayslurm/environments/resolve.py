@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..connections.remote_path import is_rooted
 from .config import Environment, PreDeployedEnvironment
 
 PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
@@ -71,7 +72,7 @@ def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
                 'pre_deployed_env_path="/path/to/env"'
             )
         return sys.executable
-    if environment.path == "~" or environment.path.startswith("~/") or os.path.isabs(environment.path):
+    if is_rooted(environment.path):
         return environment.path
     if over_ssh:
         raise ValueError(

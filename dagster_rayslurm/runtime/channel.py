@@ -9,6 +9,7 @@ them, or withhold them from some point on, but can neither add, alter, repeat, r
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -127,7 +128,7 @@ class Channel:
 
         For the end of a runtime, when its loop no longer runs.
         """
-        try:
+        with contextlib.suppress(OSError):  # It is gone, one way or another, or too late.
             while self._socket is not None:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -135,8 +136,6 @@ class Channel:
                 self._socket.settimeout(left)
                 if not self._socket.recv(65536):
                     break
-        except OSError:
-            pass  # It is gone, one way or another, or too late.
         self.close()
 
     def close(self) -> None:

@@ -177,9 +177,7 @@ class RayCluster:
     def _missed(self, member: Member) -> None:
         """A worker that was lost while the cluster started had time enough to come back."""
         if member.channel is None and not self.ready and not self._failed and self._team is not None:
-            tail = self._team.log_tail(member)
-            if tail.strip():
-                self._worker_tails["runtime on %s" % member.name] = tail
+            self._keep_log(member)
             self._give_up(member, ClusterError("cluster-start", "node %s was lost while the cluster started" % member.name))
 
     def _gcs_chosen(self, gcs: str) -> None:
@@ -286,19 +284,22 @@ class RayCluster:
             return self._fail(ClusterError("cluster-start", "`ray symmetric-run` did not start its command " + limit))
         self._fail(ClusterError("cluster-start", self._who_is_missing() + " " + limit))
 
+    def _keep_log(self, member: Member) -> None:
+        """Keep what a worker's runtime had to say."""
+        assert self._team is not None
+        tail = self._team.log_tail(member)
+        if tail.strip():
+            self._worker_tails["runtime on %s" % member.name] = tail
+
     def _who_is_missing(self) -> str:
         """Names the nodes that did not join, and keeps what their logs say."""
         here = {node["hostname"] for node in self._alive()}
         assert self._team is not None
         wanted = [self._team.members[place] for place in self._joining]
         missing = [member for member in wanted if member.machine.get("hostname") not in here]
-        unheard = []
+        unheard = [member.name for member in self._team.missing() if member in missing]
         for member in missing:
-            tail = self._team.log_tail(member)
-            if tail.strip():
-                self._worker_tails["runtime on %s" % member.name] = tail
-            if member.channel is None:
-                unheard.append(member.name)
+            self._keep_log(member)
         joined = "%d of %d nodes joined" % (len(self._alive()), 1 + len(self._joining))
         what = "%s, missing: %s" % (joined, ", ".join(member.name for member in missing))
         if unheard:

@@ -105,12 +105,13 @@ class Supervisor:
     def run(self) -> None:
         """React until there is nothing left to do, then end everything that was started here."""
         try:
-            problem = footprint_error(runtime_footprint(self.spec), self.machine)
             if self.cluster is not None:
                 address = head_address(self._allocation) if self._allocation is not None else None
                 self.cluster.start(self._team, address)
-            elif problem:
-                self.close(End("allocation", problem))
+            else:
+                problem = footprint_error(runtime_footprint(self.spec), self.machine)
+                if problem:
+                    self.close(End("allocation", problem))
             self._settle()
             self.loop.run()
         except BaseException as error:

@@ -9,10 +9,10 @@ import subprocess
 from typing import Any, Optional
 
 from . import processes
+from .duration import parse_duration
 from .loop import Loop
 from .payload import Payload
 
-_TIME_LEFT = re.compile(r"^(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)$")
 _SLACK = 5.0
 """Seconds by which a limit must have moved for the warning to wait for it."""
 _LATER = 60.0
@@ -20,11 +20,7 @@ _LATER = 60.0
 
 def parse_time_left(text: str) -> Optional[float]:
     """Seconds of `squeue --format=%L` ("1-02:03:04", "03:04"); None for UNLIMITED and other words (squeue(1), Slurm 22.05)."""
-    match = _TIME_LEFT.match(text.strip())
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    return parse_duration(text.strip())
 
 
 def signal_number(name: str) -> Optional[int]:

@@ -57,7 +57,6 @@ class Worker:
         self._attempt = 0
         self._sampler: Optional[Sampler] = None
         self._channel: Optional[Channel] = None
-        self._proved = False
         self._heard = loop.now()
         self._parent = os.getppid()
         self._signalled_once = False

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ..runtime.duration import parse_duration
 from ..runtime.nodelist import expand_nodelist
 from .snapshot import parse_count, parse_time
 from .states import TERMINAL
@@ -292,15 +293,6 @@ def state_word(text: str) -> tuple[str, int | None]:
     """Slurm's word for a state without what sacct adds ("CANCELLED by 1001", "CANCELLED+"), and who cancelled it."""
     match = re.fullmatch(r"(\S*?)\+?(?: by ([0-9]+))?", text.strip())
     return (match[1], int(match[2]) if match[2] else None) if match else (text.strip(), None)
-
-
-def parse_duration(text: str) -> float | None:
-    """Seconds of "[D-]HH:MM:SS" or "MM:SS.mmm"; None for "UNLIMITED" and the like."""
-    match = re.fullmatch(r"(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]+)?)", text)
-    if not match:
-        return None
-    days, hours, minutes = (int(part or 0) for part in match.groups()[:3])
-    return 86400.0 * days + 3600 * hours + 60 * minutes + float(match[4])
 
 
 def parse_size(text: str) -> int | None:
