@@ -64,6 +64,18 @@ class PayloadSpec:
     max_stdio_bytes: int = 2**30
     grace_period: float = 10.0
     uses_ray: bool = False
+    ray: Optional[RaySpec] = None
+    """The cluster that it needs, for a runtime that keeps none; None if it takes the runtime's."""
+    preload: List[str] = field(default_factory=list)
+    """Modules that a template process has imported from which the payload is forked; none for a fresh interpreter."""
+    want_cpus: Optional[int] = None
+    want_gpus: Optional[int] = None
+    """What it claims of each node while others run beside it; None claims nothing."""
+    time_limit: Optional[float] = None
+    """Seconds that it may take; None for as long as its allocation lives."""
+    run_id: str = ""
+    step: str = ""
+    """Dagster's run and step: runs take turns, and steps take about as long as they did before."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,12 @@ class RuntimeSpec:
     warn_before_limit: Optional[float] = None
     """Seconds before the time limit at which the payload gets `warn_signal`; None for no warning."""
     warn_signal: str = "TERM"
+    worker_env: Dict[str, str] = field(default_factory=dict)
+    """Variables of Ray's daemons, which all workers inherit: those of a job's own make each worker start anew."""
+    preload: List[str] = field(default_factory=list)
+    """Modules that a template process imports while the cluster starts, for payloads that ask for the same ones."""
+    drain_margin: float = 60.0
+    """Seconds before the time limit from which a session takes no payload whose duration is not known."""
     protocol: int = PROTOCOL_VERSION
 
 
@@ -118,6 +136,7 @@ def from_json(cls: Type[T], text: str) -> T:
     unknown = sorted(set(data) - known)
     if unknown:
         raise SpecError("the start record has unknown keys: %s" % ", ".join(unknown))
+    # Both kinds of record have a cluster in them.
     if isinstance(data.get("ray"), dict):
         data["ray"] = from_json(RaySpec, json.dumps(data["ray"]))
     try:
