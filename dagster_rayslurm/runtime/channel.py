@@ -123,6 +123,10 @@ class Channel:
         """Have something else called when the connection ends by itself."""
         self._gone = gone
 
+    def on_message(self, take: Callable[[Message], None]) -> None:
+        """Have something else called with each message from the next one on."""
+        self._deliver = take
+
     def wait_end(self, deadline: float) -> None:
         """Wait until the other end closes the connection, or `time.monotonic()` is at the deadline; then close it.
 

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import socket
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 
 from .channel import Channel, Message
+from .door import Door
 from .loop import Loop, Timer
 from .record import tail_file
 
-_STRANGER_TIMEOUT = 10.0
-"""Seconds in which who connects must prove that it belongs here."""
-_MAX_STRANGERS = 64
-"""Connections that have not proved it yet; while there are more, they wait in the kernel's queue."""
-_PATIENCE = 1.0
-"""Seconds after which a stranger gives way to others, where there are too many; a proof takes milliseconds."""
-_NO_FILES = 1.0
-"""Seconds until this process, out of file descriptors, accepts connections again."""
 PING_INTERVAL = 5.0
 SILENCE = 30.0
 """Seconds without a word after which the other end of a channel counts as lost."""
@@ -26,37 +18,6 @@ _FAREWELL = 2.0
 """Seconds that the head's runtime outstays the work for the others; a node takes some milliseconds to tidy up."""
 _USAGE_TIMEOUT = 0.25
 """Seconds that the end of a run waits for the other nodes' figures."""
-
-
-class TeamError(OSError):
-    """The head cannot listen for the other nodes."""
-
-
-def listen(ports: List[int]) -> socket.socket:
-    """Listen on the first free port, on every address of this node.
-
-    Raises:
-        TeamError: none of them is free.
-    """
-    problem = ""
-    for port in ports:
-        for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
-            try:
-                listener = socket.socket(family, socket.SOCK_STREAM)
-            except OSError:
-                continue  # A host without IPv6.
-            try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-                listener.bind((address, port))
-                listener.listen(256)
-                listener.setblocking(False)
-                return listener
-            except OSError as error:
-                listener.close()
-                problem = str(error)
-    raise TeamError("the head cannot listen on any of the ports %s: %s" % (", ".join(map(str, ports)), problem))
 
 
 class Member:
@@ -99,14 +60,11 @@ class Team:
     ) -> None:
         self.members = {place: Member(place, name) for place, name in enumerate(nodes) if place}
         self._loop = loop
-        self._key = key
         self._log_path = log_path
         self._on_message = on_message
-        self._strangers: Dict[Channel, float] = {}
         self._collecting: Optional[_Collection] = None
         self._timer: Optional[Timer] = None
-        self._listener = listen(ports)
-        loop.on_readable(self._listener.fileno(), self._accept)
+        self._door = Door(loop, key, ports, self._introduced)
         self._ping()
 
     def order(self, places: Iterable[int], **order: Any) -> None:
@@ -145,10 +103,7 @@ class Team:
         for member in self.members.values():
             if member.channel is not None:
                 member.channel.send(op="stop")
-        for channel in self._strangers:
-            channel.close()
-        self._loop.forget(self._listener.fileno())
-        self._listener.close()
+        self._door.close()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -159,73 +114,25 @@ class Team:
             if member.channel is not None:
                 member.channel.wait_end(deadline)
 
-    def _accept(self) -> None:
-        if len(self._strangers) >= _MAX_STRANGERS:
-            oldest, since = next(iter(self._strangers.items()))
-            left = since + _PATIENCE - self._loop.now()
-            if left > 0:
-                return self._rest(left)
-            self._strangers.pop(oldest)
-            oldest.close()
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self._rest(_NO_FILES)
-            return  # Or else it went away before it was accepted.
-        held: List[Channel] = []
-
-        def take(message: Message) -> None:
-            self._introduced(held[0], message)
-
-        def forget() -> None:
-            self._strangers.pop(held[0], None)
-
-        channel = Channel(self._loop, sock, self._key, "head", lambda: None, take, forget)
-        held.append(channel)
-        self._strangers[channel] = self._loop.now()
-
-        def too_slow() -> None:
-            if self._strangers.pop(channel, None) is not None:
-                channel.close()
-
-        self._loop.call_later(_STRANGER_TIMEOUT, too_slow)
-
-    def _rest(self, seconds: float) -> None:
-        """Accept nobody for a while: a listener that is not asked stays readable, and the loop would spin."""
-        self._loop.forget(self._listener.fileno())
-
-        def resume() -> None:
-            if self._listener.fileno() >= 0:  # Else everybody has been sent home.
-                self._loop.on_readable(self._listener.fileno(), self._accept)
-
-        self._loop.call_later(seconds, resume)
-
     def _introduced(self, channel: Channel, message: Message) -> None:
         """The first message after the proof says which node it is; later ones are that node's."""
-        if channel in self._strangers:
-            member = self.members.get(int(message.get("node_id", 0)))
-            if member is None:
-                self._strangers.pop(channel)
-                return channel.close()
-            self._strangers.pop(channel)
-            again = member.channel is not None or bool(member.machine)
-            if member.channel is not None:
-                member.channel.close()  # It came back before its loss was noticed here.
-            member.channel, member.machine = channel, message.get("machine", {})
-            member.heard = self._loop.now()
-            channel.on_gone(functools.partial(self._lost, member, channel, "its connection ended"))
-            for order in member.orders.values():
-                channel.send(**order)
-            if not again:
-                self._on_message(member, {"event": "joined"})
-            return
-        for member in self.members.values():
-            if member.channel is channel:
-                member.heard = self._loop.now()
-                return self._take(member, message)
+        member = self.members.get(int(message.get("node_id", 0)))
+        if member is None:
+            return channel.close()
+        again = member.channel is not None or bool(member.machine)
+        if member.channel is not None:
+            member.channel.close()  # It came back before its loss was noticed here.
+        member.channel, member.machine = channel, message.get("machine", {})
+        member.heard = self._loop.now()
+        channel.on_message(functools.partial(self._take, member))
+        channel.on_gone(functools.partial(self._lost, member, channel, "its connection ended"))
+        for order in member.orders.values():
+            channel.send(**order)
+        if not again:
+            self._on_message(member, {"event": "joined"})
 
     def _take(self, member: Member, message: Message) -> None:
+        member.heard = self._loop.now()
         event = message.get("event")
         if event == "pong":
             return

@@ -251,7 +251,7 @@ def test_strangers_are_few_at_once_and_keep_nobody_out(loop: Loop) -> None:
         most = [0]
 
         def few() -> bool:
-            most[0] = max(most[0], len(team._strangers))
+            most[0] = max(most[0], len(team._door._strangers))
             return "joined" in heard
 
         sock = socket.create_connection(("127.0.0.1", port))
@@ -286,21 +286,21 @@ def test_without_file_descriptors_the_head_waits_instead_of_spinning() -> None:
                 hogs.append(os.dup(0))
         except OSError:
             pass
-        calls, accept = [], head._accept
+        calls, accept = [], head._door._accept
         def counted():
             calls.append(1)
             accept()
-        head._accept = counted
-        loop.forget(head._listener.fileno())
-        loop.on_readable(head._listener.fileno(), counted)
+        head._door._accept = counted
+        loop.forget(head._door._listener.fileno())
+        loop.on_readable(head._door._listener.fileno(), counted)
         loop.call_later(0.5, loop.stop)
         loop.run()
-        print(len(calls), len(head._strangers))
+        print(len(calls), len(head._door._strangers))
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
         loop._stopping = False
         loop.call_later(1.0, loop.stop)
         loop.run()
-        print(len(head._strangers))
+        print(len(head._door._strangers))
     """)
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30).stdout
     assert said.split() == ["1", "0", "1"]

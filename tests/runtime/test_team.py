@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 from dagster_rayslurm.runtime import allocation, machine, scratch
 from dagster_rayslurm.runtime.channel import Channel, derive
 from dagster_rayslurm.runtime.cluster import RayCluster, head_address, nodes_expected
+from dagster_rayslurm.runtime.door import DoorError, listen
 from dagster_rayslurm.runtime.footprint import footprint_error, runtime_footprint
 from dagster_rayslurm.runtime.loop import Loop
 from dagster_rayslurm.runtime.ports import choose, control_ports
 from dagster_rayslurm.runtime.ray_start import join_host_port, route_address, start_arguments, symmetric_arguments
 from dagster_rayslurm.runtime.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.team import Member, Team, TeamError, listen
+from dagster_rayslurm.runtime.team import Member, Team
 from dagster_rayslurm.runtime.time_limit import parse_time_left
 from dagster_rayslurm.runtime.usage import merge
 
@@ -255,14 +256,14 @@ def test_a_proof_is_worth_nothing_a_second_time(head: Head) -> None:
     second = socket.create_connection(("127.0.0.1", head.port))
     for sock in (first, second):
         sock.settimeout(5)
-    head.until(lambda: len(head.team._strangers) == 2)
+    head.until(lambda: len(head.team._door._strangers) == 2)
     challenges = [json.loads(sock.recv(4096))["challenge"] for sock in (first, second)]
     assert challenges[0] != challenges[1]
     mine = "cc" * 16
     proof = derive(KEY, f"worker:{challenges[0]}:{mine}")
     for sock in (first, second):
         sock.sendall(json.dumps({"challenge": mine}).encode() + b"\n" + json.dumps({"proof": proof}).encode() + b"\n")
-    head.until(lambda: len(head.team._strangers) == 1)
+    head.until(lambda: len(head.team._door._strangers) == 1)
     assert b"proof" in first.recv(4096) and second.recv(4096) == b""
     first.close()
     second.close()
@@ -445,7 +446,7 @@ def test_a_taken_port_is_passed_over() -> None:
         free = control_ports(None, 1)
         with listen([port, *free]) as other:
             assert other.getsockname()[1] == free[0]
-        with pytest.raises(TeamError, match=str(port)):
+        with pytest.raises(DoorError, match=str(port)):
             listen([port])
 
 

@@ -1,0 +1,128 @@
+"""Where others connect to the head's runtime: its workers, and those who ask a session for something.
+
+Who connects is a stranger until it has proved that it knows the key; strangers are few at a time and soon sent away, so
+that nobody who reaches the port can keep the others out.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Callable, Dict, List
+
+from .channel import Channel, Message
+from .loop import Loop
+
+_STRANGER_TIMEOUT = 10.0
+"""Seconds in which who connects must prove that it belongs here."""
+_MAX_STRANGERS = 64
+"""Connections that have not proved it yet; while there are more, they wait in the kernel's queue."""
+_PATIENCE = 1.0
+"""Seconds after which a stranger gives way to others, where there are too many; a proof takes milliseconds."""
+_NO_FILES = 1.0
+"""Seconds until this process, out of file descriptors, accepts connections again."""
+
+
+class DoorError(OSError):
+    """The head cannot listen."""
+
+
+def listen(ports: List[int]) -> socket.socket:
+    """Listen on the first free port, on every address of this node.
+
+    Raises:
+        DoorError: none of them is free.
+    """
+    problem = ""
+    for port in ports:
+        for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
+            try:
+                listener = socket.socket(family, socket.SOCK_STREAM)
+            except OSError:
+                continue  # A host without IPv6.
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                listener.bind((address, port))
+                listener.listen(256)
+                listener.setblocking(False)
+                return listener
+            except OSError as error:
+                listener.close()
+                problem = str(error)
+    raise DoorError("the head cannot listen on any of the ports %s: %s" % (", ".join(map(str, ports)), problem))
+
+
+class Door:
+    """Accepts connections, and hands over those that have proved themselves, with the first message they send.
+
+    Args:
+        loop: where everything happens.
+        key: the secret that they must know, hex.
+        ports: where to listen, the first free one.
+        welcome: takes a channel and its first message; it sets what is called for the next ones, or closes it.
+    """
+
+    def __init__(self, loop: Loop, key: str, ports: List[int], welcome: Callable[[Channel, Message], None]) -> None:
+        self._loop = loop
+        self._key = key
+        self._welcome = welcome
+        self._strangers: Dict[Channel, float] = {}
+        self._listener = listen(ports)
+        loop.on_readable(self._listener.fileno(), self._accept)
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Accept nobody any more, and send the strangers away."""
+        for channel in self._strangers:
+            channel.close()
+        self._strangers.clear()
+        self._loop.forget(self._listener.fileno())
+        self._listener.close()
+
+    def _accept(self) -> None:
+        if len(self._strangers) >= _MAX_STRANGERS:
+            oldest, since = next(iter(self._strangers.items()))
+            left = since + _PATIENCE - self._loop.now()
+            if left > 0:
+                return self._rest(left)
+            self._strangers.pop(oldest)
+            oldest.close()
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._rest(_NO_FILES)
+            return  # Or else it went away before it was accepted.
+        held: List[Channel] = []
+
+        def take(message: Message) -> None:
+            self._strangers.pop(held[0], None)
+            self._welcome(held[0], message)
+
+        def forget() -> None:
+            self._strangers.pop(held[0], None)
+
+        channel = Channel(self._loop, sock, self._key, "head", lambda: None, take, forget)
+        held.append(channel)
+        self._strangers[channel] = self._loop.now()
+
+        def too_slow() -> None:
+            if self._strangers.pop(channel, None) is not None:
+                channel.close()
+
+        self._loop.call_later(_STRANGER_TIMEOUT, too_slow)
+
+    def _rest(self, seconds: float) -> None:
+        """Accept nobody for a while: a listener that is not asked stays readable, and the loop would spin."""
+        self._loop.forget(self._listener.fileno())
+
+        def resume() -> None:
+            if self._listener.fileno() >= 0:  # Else everybody has been sent home.
+                self._loop.on_readable(self._listener.fileno(), self._accept)
+
+        self._loop.call_later(seconds, resume)
