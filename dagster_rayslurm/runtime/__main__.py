@@ -1,8 +1,14 @@
-"""`python -I runtime.pyz run DIR | node DIR | serve DIR | ray-node ORDER | hold FILE`."""
+"""`python -I runtime.pyz run DIR | node DIR | session DIR | serve DIR | ask DIR | ray-node ORDER | hold FILE`."""
 
 import mmap
 import os
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Callable
+
+    from . import allocation, supervisor
 
 if sys.version_info < (3, 8):
     sys.exit("rayslurm runtime: Python 3.8 or newer is needed, %s is %s" % (sys.executable, sys.version.split()[0]))
@@ -25,22 +31,67 @@ def node(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     `dispensable[0]` becomes 1 when this is one of the others and the head knows it: Ray goes on without such a node, and
     its end must not have `srun` end the step.
     """
-    from . import allocation, control, loop, scratch, supervisor, time_limit, worker
+    from . import control, time_limit
+
+    def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
+        payload = control.serve_run_dir(runner, run_dir)
+        if runner.spec.warn_before_limit is not None:
+            limit = time_limit.TimeLimit(
+                runner.loop,
+                here.job_id,
+                lambda why: payload.phase("time-limit", "no warning ahead of the time limit: " + why),
+            )
+            time_limit.warn_payloads(limit, runner.spec.warn_before_limit, runner.spec.warn_signal, lambda: [payload])
+            limit.start()
+        runner.run()
+        return runner.exit_code
+
+    return _be_node(run_dir, dispensable, lead)
+
+
+def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
+    """Be one node of a session's Slurm step: the first takes requests until the session is idle or its time is over."""
+    from . import requests, time_limit
+    from .payload import End
+
+    def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
+        spec, limit = runner.spec, time_limit.TimeLimit(runner.loop, here.job_id)
+        runner.time_left = limit.left
+        if spec.warn_before_limit is not None:
+            time_limit.warn_payloads(limit, spec.warn_before_limit, spec.warn_signal, lambda: runner.payloads)
+        limit.when(spec.drain_margin, lambda left: runner.drain("its time limit comes in %d s" % left))
+        end = End("timeout", "the session's allocation came to its time limit")
+        limit.when(_LAST_CALL, lambda _: runner.close(end, grace=_LAST_CALL / 2))
+        assert spec.control_key is not None
+        server = requests.RequestServer(runner, session_dir, here, spec.control_key, spec.control_ports)
+        limit.start()
+        try:
+            runner.run()
+        finally:
+            server.close()
+        return 0
+
+    return _be_node(session_dir, dispensable, lead)
+
+
+_LAST_CALL = 20.0
+"""Seconds before the time limit at which a session ends what still runs, so that each payload's end is written."""
+
+
+def _be_node(directory, dispensable, lead):
+    # type: (str, mmap.mmap, Callable[[supervisor.Supervisor, allocation.Allocation], int]) -> int
+    """Be one node of a Slurm step; `lead` is what its first node does."""
+    from . import allocation, loop, scratch, supervisor, worker
 
     here = allocation.from_environ(os.environ)
     if here is None:
         sys.exit("rayslurm runtime: this is no task of a Slurm step: SLURM_JOB_ID and SLURM_NODEID are not set")
     scratch.sweep()
-    spec = supervisor.load_spec(run_dir)
+    spec = supervisor.load_spec(directory)
     if here.node_id > 0:
         worker.Worker(loop.Loop(), spec, here, scratch.Scratch(), lambda: dispensable.__setitem__(0, 1)).run()
         return 0
-    runner = supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch(), here, run_dir)
-    payload = control.serve_run_dir(runner, run_dir)
-    if spec.warn_before_limit is not None:
-        time_limit.LimitWarning(runner.loop, here.job_id, spec.warn_before_limit, spec.warn_signal, payload).start()
-    runner.run()
-    return runner.exit_code
+    return lead(supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch(), here, directory), here)
 
 
 def serve(session_dir):  # type: (str) -> int
@@ -69,8 +120,17 @@ def main(argv):  # type: (list[str]) -> int
         from . import hold
 
         return hold.main(argv[1])
+    if role == "ask":
+        from . import asking
+
+        return asking.main(argv[1])
     dispensable = mmap.mmap(-1, 1)  # The keeper and the runtime, its child, share this byte.
-    roles = {"run": run, "node": lambda run_dir: node(run_dir, dispensable), "serve": serve}
+    roles = {
+        "run": run,
+        "node": lambda run_dir: node(run_dir, dispensable),
+        "session": lambda session_dir: session(session_dir, dispensable),
+        "serve": serve,
+    }
     if role in roles:
         from . import keeper, processes
 

@@ -38,11 +38,12 @@ def derive(key: str, purpose: str) -> str:
     return hmac.new(bytes.fromhex(key), purpose.encode("utf-8"), hashlib.sha256).hexdigest()
 
 
-def _proof(key: str, role: str, theirs: str, ours: str) -> str:
+def proof(key: str, role: str, theirs: str, ours: str) -> str:
+    """What the end in a role answers to the other one's challenge, given its own."""
     return derive(key, "%s:%s:%s" % (role, theirs, ours))
 
 
-class _Seal:
+class Seal:
     """The HMACs of the lines that go in one direction of one connection, one after the other.
 
     Args:
@@ -97,8 +98,8 @@ class Channel:
         self._partial = b""
         self._challenge = os.urandom(16).hex()
         self._their_challenge: Optional[str] = None
-        self._sent: Optional[_Seal] = None
-        self._received: Optional[_Seal] = None
+        self._sent: Optional[Seal] = None
+        self._received: Optional[Seal] = None
         self.proved = False
         sock.settimeout(_SEND_TIMEOUT)  # Only sending can wait: reading follows readiness.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -200,16 +201,16 @@ class Channel:
                 self._send_proof(theirs)
             return
         theirs, other = self._their_challenge, "head" if self._role == "worker" else "worker"
-        if not hmac.compare_digest(_proof(self._key, other, self._challenge, theirs), _field(message, "proof", _PROOF)):
+        if not hmac.compare_digest(proof(self._key, other, self._challenge, theirs), _field(message, "proof", _PROOF)):
             raise ValueError("the proof is wrong")
         if self._role == "head":
             self._send_proof(theirs)
         challenges = (self._challenge, theirs) if self._role == "worker" else (theirs, self._challenge)
-        self._sent, self._received = _Seal(self._key, self._role, *challenges), _Seal(self._key, other, *challenges)
+        self._sent, self._received = Seal(self._key, self._role, *challenges), Seal(self._key, other, *challenges)
         self.proved = True
 
     def _send_proof(self, theirs: str) -> None:
-        self._send_line(json.dumps({"proof": _proof(self._key, self._role, theirs, self._challenge)}).encode("utf-8"))
+        self._send_line(json.dumps({"proof": proof(self._key, self._role, theirs, self._challenge)}).encode("utf-8"))
 
 
 def _field(message: Message, name: str, form: "re.Pattern[str]") -> str:

@@ -55,7 +55,9 @@ class Cluster:
     environment = {}
 runner.cluster = Cluster()
 payload = runner.submit(run_dir)
-time_limit.LimitWarning(loop, "12", 60, %r, payload).start()
+limit = time_limit.TimeLimit(loop, "12")
+time_limit.warn_payloads(limit, 60, %r, lambda: [payload])
+limit.start()
 def up():
     runner.cluster.ready = True
     runner._pump()
