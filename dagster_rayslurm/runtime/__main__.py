@@ -6,9 +6,9 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Callable
+    from typing import Callable  # noqa: F401 - for comments that give types
 
-    from . import allocation, supervisor
+    from . import allocation, supervisor  # noqa: F401
 
 if sys.version_info < (3, 8):
     sys.exit("rayslurm runtime: Python 3.8 or newer is needed, %s is %s" % (sys.executable, sys.version.split()[0]))

@@ -1,0 +1,177 @@
+"""How a request gets to a session: by TCP through the connection, or by a step in its allocation that hands it over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..connections.base import Connection, ConnectionLost
+from ..runtime.asking import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NobodyThere
+from ..runtime.asking import ask as ask_over
+from ..slurm.surroundings import cleaned
+
+__all__ = ["Announcement", "AnswerLost", "Unreachable", "ask", "parse_announcement"]
+
+CARRIERS = ("auto", "direct", "srun")
+NO_DIRECT = "no-direct"
+"""File in a session's directory: TCP does not get through from the edge node, so nobody needs to try again."""
+
+_PROVE_WITHIN = 3.0
+"""Seconds in which a session that TCP reaches proves itself; a firewall that drops packets costs as much, once."""
+_SRUN_TIMEOUT = 60.0 + ANSWER_TIMEOUT
+
+
+class Unreachable(OSError):
+    """No carrier gets to the session; nothing was asked."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a session says of itself in `session.json`.
+
+    Attributes:
+        cluster_id: name of its cluster.
+        job_id: Slurm's job id.
+        hosts: names and addresses of its head node, the likeliest first.
+        port: where it listens there.
+        key: what who asks must know.
+        protocol: version of what it understands.
+        closing: why it takes no more payloads; None while it does.
+        hostname: what the head node calls itself.
+    """
+
+    cluster_id: str
+    job_id: str
+    hosts: tuple[str, ...]
+    port: int
+    key: str
+    protocol: int
+    closing: str | None
+    hostname: str
+
+
+def parse_announcement(data: bytes) -> Announcement | None:
+    """The announcement in a file; None if there is none, or it is damaged."""
+    try:
+        found = json.loads(data)
+        key = str(found["key"])
+        bytes.fromhex(key)
+        return Announcement(
+            cluster_id=str(found["cluster_id"]),
+            job_id=str(int(found["job_id"])),
+            hosts=tuple(str(host) for host in found["hosts"]),
+            port=int(found["port"]),
+            key=key,
+            protocol=int(found["protocol"]),
+            closing=None if found["closing"] is None else str(found["closing"]),
+            hostname=str(found["hostname"]),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def ask(
+    connection: Connection,
+    commands: Connection,
+    announcement: Announcement,
+    request: Mapping[str, Any],
+    carrier: str,
+    directory: str,
+    start: Sequence[str],
+) -> dict[str, Any]:
+    """Put a request to a session.
+
+    Args:
+        connection: the edge node, or this machine.
+        commands: runs Slurm's programs there.
+        announcement: where the session is.
+        request: what it is asked.
+        carrier: "direct" for TCP, "srun" for a step in its allocation, "auto" for the first that works.
+        directory: the session's directory.
+        start: the command that starts the runtime there with the role `ask`, without the directory.
+
+    Returns:
+        Its answer.
+
+    Raises:
+        Unreachable: nobody is there by any carrier; nothing was asked.
+        AnswerLost: it was asked, and the answer is not known.
+        ConnectionFailed: the edge node itself cannot be reached.
+    """
+    refused = carrier == "auto" and connection.read(os.path.join(directory, NO_DIRECT), 0, 1) != b""
+    why = ""
+    if carrier != "srun" and not refused:
+        try:
+            return _ask_directly(connection, announcement, request)
+        except NobodyThere as error:
+            why = str(error)
+            if carrier == "direct":
+                raise Unreachable(f"{_name(announcement)} cannot be reached by TCP: {why}") from None
+    answer = _ask_by_step(commands, announcement, request, directory, start)
+    if why:
+        # Only now is it known that the session lives, and that it was the way that did not lead there.
+        with contextlib.suppress(OSError):
+            connection.write(os.path.join(directory, NO_DIRECT), why.encode("utf-8", "replace"))
+    return answer
+
+
+def _name(announcement: Announcement) -> str:
+    return f"the session in Slurm job {announcement.job_id} on {announcement.hostname}"
+
+
+def _ask_directly(connection: Connection, announcement: Announcement, request: Mapping[str, Any]) -> dict[str, Any]:
+    problem = NobodyThere("it announces no host")
+    for host in announcement.hosts:
+        with connection.forward(host, announcement.port) as forward:
+            try:
+                sock = socket.create_connection((forward.host, forward.port), _PROVE_WITHIN)
+            except OSError as error:
+                problem = NobodyThere(f"{host}:{announcement.port}: {error}")
+                continue
+            with sock:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                try:
+                    return ask_over(sock, announcement.key, dict(request), _PROVE_WITHIN)
+                except NobodyThere as error:
+                    problem = NobodyThere(f"{host}:{announcement.port}: {error}")
+    raise problem
+
+
+def _ask_by_step(
+    commands: Connection, announcement: Announcement, request: Mapping[str, Any], directory: str, start: Sequence[str]
+) -> dict[str, Any]:
+    # Without --overlap the step would wait for the CPUs that the session's own step holds, and a step asks for all of
+    # the job's memory unless it is told otherwise (srun(1), Slurm 22.05).
+    command = [
+        "srun",
+        "--overlap",
+        f"--jobid={announcement.job_id}",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={announcement.hosts[0]}",
+        "--mem=0",
+        "--cpu-bind=none",
+        "--mpi=none",
+        "--quiet",
+        "--chdir=/",
+        *start,
+        directory,
+    ]
+    try:
+        done = commands.run(cleaned(command), json.dumps(request).encode(), timeout=_SRUN_TIMEOUT)
+    except (ConnectionLost, TimeoutError) as error:
+        raise AnswerLost(f"{_name(announcement)} may have been asked by srun: {error}") from None
+    lines = done.stdout.decode("utf-8", "replace").splitlines()
+    for line in lines:
+        if line.startswith(ANSWER):
+            with contextlib.suppress(ValueError):
+                return dict(json.loads(line[len(ANSWER) :]))
+    said = done.stderr.decode("utf-8", "replace").strip()[-500:] or f"exit code {done.returncode}"
+    if SENT in lines:
+        raise AnswerLost(f"{_name(announcement)} was asked by srun, and its answer is lost: {said}")
+    raise Unreachable(f"{_name(announcement)} cannot be reached by srun: {said}")
