@@ -22,13 +22,26 @@ from .figures import Figure, Options, Sample, number
 Measure = Callable[[Options], "Figure | list[Figure]"]
 
 
-_NEED_THE_STACK = ("connections", "slurm.")
+_NEED_THE_STACK = ("connections", "slurm.", "session.")
 """What names begin with whose figures are measured on the Slurm stack."""
 
 
 def _measures() -> dict[str, Measure]:
     """The figures by name; imported late, so that `--help` does not wait for Dagster."""
-    from . import connections, first, imports, local, messages, slurm_calls, slurm_first, slurm_streams, stdout
+    from . import (
+        connections,
+        first,
+        imports,
+        local,
+        messages,
+        session_first,
+        session_load,
+        session_warm,
+        slurm_calls,
+        slurm_first,
+        slurm_streams,
+        stdout,
+    )
 
     return {
         "import": imports.imports,
@@ -46,6 +59,12 @@ def _measures() -> dict[str, Measure]:
         "slurm.squeue": slurm_calls.squeue,
         "slurm.stdout": slurm_streams.stdout,
         "slurm.messages": slurm_streams.messages,
+        "session.first": session_first.first,
+        "session.warm": session_warm.warm,
+        "session.preload": session_warm.preload,
+        "session.bash": session_warm.bash,
+        "session.throughput": session_load.throughput,
+        "session.race": session_load.race,
     }
 
 

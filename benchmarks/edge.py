@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -80,6 +81,11 @@ class Key:
     fingerprint: str
     calls: str
     """File on the edge with a line for each call of a Slurm command; empty if they are not counted."""
+
+    @property
+    def commands(self) -> str:
+        """File there with a line for each command that was started through sshd, but for SFTP servers."""
+        return f"{self.calls}-commands"
 
 
 class Edge:
@@ -174,7 +180,8 @@ class Edge:
             for command in _COUNTED:
                 wrapper = f'#!/bin/sh\necho {command} >> {calls}\nexec /usr/bin/{command} "$@"\n'
                 self.shell(f"mkdir -p {commands} && cd {commands} && printf %s {shlex.quote(wrapper)} > {command} && chmod +x *")
-            public = f'command="PATH={commands}:$PATH exec bash -c \\"$SSH_ORIGINAL_COMMAND\\"" {public}'
+            count = f"case $SSH_ORIGINAL_COMMAND in *sftp-server) ;; *) echo x >> {calls}-commands;; esac"
+            public = f'command="{count}; PATH={commands}:$PATH exec bash -c \\"$SSH_ORIGINAL_COMMAND\\"" {public}'
         self.shell(f"echo {shlex.quote(public)} >> ~/.ssh/authorized_keys")
         try:
             yield Key(path, told.split()[1], calls)
@@ -199,6 +206,27 @@ class Edge:
     def calls(self, key: Key) -> Counter[str]:
         """How often whoever has the key has called each of Slurm's commands."""
         return Counter(self.shell(f"cat {key.calls} 2> /dev/null; true").split())
+
+    def commands(self, key: Key) -> int:
+        """How many commands whoever has the key has started here."""
+        return int(self.shell(f"cat {key.commands} 2> /dev/null | wc -l"))
+
+    def controller_calls(self) -> int:
+        """Calls of this user that slurmctld has answered, whichever program made them on whichever node."""
+        told = self._cluster.exec("edge", ["sdiag"]).stdout
+        counts = re.findall(rf"^\s+{re.escape(self.user)}\s+\(\s*\d+\)\s+count:(\d+)", told, re.MULTILINE)
+        return int(counts[0]) if counts else 0
+
+    def jobs_below(self, directory: str) -> list[str]:
+        """Ids of the jobs, over or not, that work in a directory or below it."""
+        listed = self.shell("squeue --me --states=all --noheader --format='%A %Z'").splitlines()
+        return [line.split()[0] for line in listed if f"{line.split(maxsplit=1)[1]}/".startswith(f"{directory}/")]
+
+    def end_jobs_below(self, directory: str) -> None:
+        """Cancel those that are not over yet."""
+        jobs = self.jobs_below(directory)
+        if jobs:
+            self.shell(f"scancel --quiet {' '.join(jobs)}; true")
 
     def steps(self, jobs: Sequence[str]) -> list[int]:
         """How many steps `srun` has made in each job, by accounting."""

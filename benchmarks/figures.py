@@ -24,6 +24,11 @@ class Sample:
     def median(self) -> float:
         return statistics.median(self.values)
 
+    @property
+    def p95(self) -> float:
+        """What 19 of 20 do not exceed."""
+        return statistics.quantiles(self.values, n=20, method="inclusive")[-1] if len(self.values) > 1 else self.values[0]
+
     def __str__(self) -> str:
         spread = f" ({number(min(self.values))}-{number(max(self.values))})" if len(self.values) > 1 else ""
         return f"{number(self.median)} {self.unit}{spread}"

@@ -28,16 +28,18 @@ class Limit:
         self._directory = directory
         self._partition = partition
         self._runs: list[Run] = []
-        edge.upload([PAYLOADS / "limit.sh", PAYLOADS / "limit_node.py", MARKS], f"{directory}/scripts")
+        scripts = ("limit.sh", "limit_node.py", "raw_drivers.py", "ray_driver.py", "hello.py")
+        edge.upload([*(PAYLOADS / name for name in scripts), MARKS], f"{directory}/scripts")
 
-    def run(self, shape: Shape) -> Run:
-        """One payload with marks."""
+    def run(self, shape: Shape, **variables: str) -> Run:
+        """One payload with marks; its script gets more variables."""
         directory = f"{self._directory}/limit-{len(self._runs)}"
         scripts, marks = f"{self._directory}/scripts", f"{directory}/marks.json"
         environment = {
             **shape.environment(marks),
             "BENCH_PYTHON": f"{self._edge.env['RAYSLURM_ENV_PATH']}/bin/python",
             "BENCH_SCRIPTS": scripts,
+            **variables,
         }
         command = _SUBMIT.format(
             directory=directory,

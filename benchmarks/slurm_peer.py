@@ -102,6 +102,20 @@ class Peer:
         self._runs.append(measured(self._edge, marks, lambda: self._order(shape, MARKS, shape.environment(marks))))
         return self._runs[-1]
 
+    def run_several(self, shape: Shape, count: int) -> list[Run]:
+        """Payloads with marks, one after the other on one Ray cluster; when its nodes are free again is not looked at."""
+        paths = [f"{self._directory}/peer-shared-{number}.json" for number in range(count)]
+        order = {"payload": str(MARKS), "several": [shape.environment(path) for path in paths]}
+        try:
+            times = self._ask(order)["times"]
+        finally:
+            self.end_leaked()
+        runs = []
+        for path, each in zip(paths, times, strict=True):
+            runs.append(Run(each["start"], each["returned"], self._edge.read_json(path), each["returned"]))
+        self._runs += runs
+        return runs
+
     def run_unmarked(self, shape: Shape, payload: Path, **env: str) -> None:
         """Another payload."""
         self._order(shape, payload, env)
@@ -128,11 +142,13 @@ class Peer:
 
     def _order(self, shape: Shape, payload: Path, env: dict[str, str]) -> tuple[float, float]:
         """The times before and after its `run()`, by its own clock."""
-        order = {"payload": str(payload), "nodes": shape.nodes, "ray": shape.ray, "mem": shape.memory, "env": env}
+        answer = self._ask({"payload": str(payload), "nodes": shape.nodes, "ray": shape.ray, "mem": shape.memory, "env": env})
+        return answer["start"], answer["returned"]
+
+    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
-        answer = self._answer()
-        return answer["start"], answer["returned"]
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -24,7 +24,7 @@ from dagster_slurm import (  # type: ignore[import-not-found]
 _NO_CONSOLE = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 
 
-def resource(site: dict[str, Any]) -> Any:
+def resource(site: dict[str, Any], **options: Any) -> Any:
     """What a user of the stack would configure."""
     ssh = SSHConnectionResource(
         host=site["host"],
@@ -40,6 +40,7 @@ def resource(site: dict[str, Any]) -> Any:
         slurm=SlurmResource(ssh=ssh, queue=queue, remote_base=site["remote_base"]),
         default_launcher=BashLauncher(),
         pre_deployed_env_path=site["env_path"],
+        **options,
     )
 
 
@@ -49,6 +50,23 @@ def launcher(ray: bool) -> Any:
         return BashLauncher()
     # Its password would come from `uuidgen`, which nodes need not have.
     return RayLauncher(object_store_memory_gb=1, ray_start_args=["--include-dashboard=false"], redis_password="bench")
+
+
+def run_several(compute: Any, instance: dg.DagsterInstance, order: dict[str, Any]) -> dict[str, Any]:
+    """Payloads one after the other in one step, on the Ray cluster that their Dagster run has for its own."""
+    times: list[dict[str, float]] = []
+
+    @dg.asset
+    def measured(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+        for env in order["several"]:
+            start = time.time()
+            compute.run(context=context, payload_path=order["payload"], launcher=launcher(True), extra_env=env)
+            times.append({"start": start, "returned": time.time()})
+        return dg.MaterializeResult()
+
+    start = time.time()
+    dg.materialize([measured], instance=instance, run_config=_NO_CONSOLE)
+    return {"start": start, "returned": time.time(), "times": times}
 
 
 def run(compute: Any, instance: dg.DagsterInstance, order: dict[str, Any]) -> dict[str, Any]:
@@ -76,12 +94,13 @@ def main() -> None:
     site = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # Payloads' output goes where the errors go.
-    compute = resource(site)
+    compute, shared = resource(site), resource(site, allocation_scope="run")
     with dg.DagsterInstance.local_temp(site["scratch"], overrides={"telemetry": {"enabled": False}}) as instance:
         answers.write(json.dumps({"version": version("dagster-slurm")}) + "\n")
         for line in sys.stdin:
             try:
-                answer = run(compute, instance, json.loads(line))
+                order = json.loads(line)
+                answer = run_several(shared, instance, order) if "several" in order else run(compute, instance, order)
             except Exception as error:  # noqa: BLE001 - the other side is told.
                 answer = {"error": f"{type(error).__name__}: {error}"}
             answers.write(json.dumps(answer) + "\n")

@@ -30,10 +30,11 @@ class Shape:
 
     nodes: int = 1
     ray: bool = True
+    mem: Optional[str] = None
 
     @property
     def memory(self) -> str:
-        return RAY_MEMORY if self.ray else MEMORY
+        return self.mem or (RAY_MEMORY if self.ray else MEMORY)
 
     def environment(self, marks: str) -> dict[str, str]:
         """What the payload wants to know, for all parties."""

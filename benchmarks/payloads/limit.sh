@@ -22,7 +22,7 @@ if [ "$BENCH_RAY" = 1 ]; then
     read -r -t 90 -u 3 || exit 1
     export RAY_ADDRESS=$address:$port
 fi
-"$BENCH_PYTHON" "$BENCH_SCRIPTS/marks.py"
+"$BENCH_PYTHON" "$BENCH_SCRIPTS/${BENCH_PAYLOAD:-marks.py}"
 echo $? > ended
 [ -z "$worker" ] || kill -TERM "$worker"  # srun ends its step; killed itself, it would leave that to the end of the job.
 [ -z "$head" ] || kill -KILL "$head"

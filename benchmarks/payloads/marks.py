@@ -1,4 +1,8 @@
-"""Writes down the time at its first line, at the end of its work, at its last line and at the end of its process."""
+"""Writes down the time at its first line, at the end of its work, at its last line and at the end of its process.
+
+Who runs it says where, and whether there is Ray, by BENCH_MARKS and BENCH_RAY; or says nothing, as variables of a
+payload's own make each of its Ray workers start anew.
+"""
 
 import time
 
@@ -11,7 +15,7 @@ import os  # noqa: E402
 
 def keep() -> None:
     marks["exit"] = time.time()
-    with open(os.environ["BENCH_MARKS"], "w") as file:
+    with open(os.environ.get("BENCH_MARKS") or os.environ["RAYSLURM_DATA_DIR"] + "/marks.json", "w") as file:
         json.dump(marks, file)
 
 
@@ -22,7 +26,7 @@ from dagster_pipes import open_dagster_pipes  # noqa: E402
 marks["job"] = os.environ.get("SLURM_JOB_ID")
 
 with open_dagster_pipes() as pipes:
-    if os.environ.get("BENCH_RAY") == "1":
+    if os.environ.get("BENCH_RAY", "1" if "RAY_ADDRESS" in os.environ else "0") == "1":
         import ray
 
         @ray.remote
