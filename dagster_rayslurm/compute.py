@@ -20,6 +20,7 @@ from .backends.base import Backend
 from .backends.batch import BatchBackend, cancel_cluster, example_script
 from .backends.local import LocalBackend
 from .backends.process import runtime_command
+from .backends.run_end import run_ended
 from .backends.rundir import Layout
 from .config import (
     ExecutionMode,
@@ -126,6 +127,10 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         """Begin to log in to the cluster, while Dagster prepares the step."""
         if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
             connect_early(self.slurm.ssh)
+
+    def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
+        """End the sessions of a run that is over, though its process may go on."""
+        run_ended(context.run_id)
 
     def run(  # type: ignore[override]
         self,

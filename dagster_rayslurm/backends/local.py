@@ -63,7 +63,7 @@ class LocalBackend:
         write_run_dir(self.connection, run_dir, run_files(plan, context))
         attempt: Attempt
         if plan.ray is not None and self.session is not None:
-            attempt = local_session.submit(self.layout, self.interpreter, plan.ray, self.session, step.run_id, run_dir)
+            attempt = local_session.submit(self.layout, self.interpreter, plan.ray, self.session, step.run_id, run_dir, step.log)
         else:
             cluster_id = f"local-{plan.payload.nonce}"
             write_runtime_spec(self.connection, run_dir, RuntimeSpec(cluster_id, plan.ray))

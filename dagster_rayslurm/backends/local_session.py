@@ -23,11 +23,16 @@ from ..follow import Evidence
 from ..plan import fingerprint
 from ..runtime.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
 from ..runtime.spec import RaySpec, RuntimeSpec
+from . import run_end
 from .process import reap_later, runtime_command, start_process
 from .rundir import Layout, write_runtime_spec
 
 _ANSWER_TIMEOUT = 30.0
 _START_TIMEOUT = 60.0
+_END_TIMEOUT = 120.0
+"""Seconds for payloads' grace periods and the end of the Ray cluster."""
+_LATE = 3.0
+"""Seconds in which a session that was being started when its starter was killed may still come."""
 _ATTEMPTS = 5
 
 
@@ -125,7 +130,7 @@ def session_name(config: SessionConfig, run_id: str) -> str:
 
 
 def submit(
-    layout: Layout, interpreter: Interpreter, ray: RaySpec, config: SessionConfig, run_id: str, run_dir: str
+    layout: Layout, interpreter: Interpreter, ray: RaySpec, config: SessionConfig, run_id: str, run_dir: str, log: Any
 ) -> SharedRuntime:
     """Hand a payload to the session that fits, starting it if there is none.
 
@@ -137,6 +142,8 @@ def submit(
     directory = layout.sessions / f"{name}-{session_fingerprint(ray, interpreter)}"
     if config.on_misfit == "error":
         _refuse_misfit(layout, name, directory)
+    if config.scope == "run":
+        run_end.end_with_run(layout, run_id, run_end.local_session_of(layout, directory.name), log)
     # An activated environment is the session's own; otherwise a warm payload sees what a cold one would.
     request = {
         "op": "run",
@@ -200,16 +207,45 @@ def stop(layout: Layout, cluster_id: str) -> bool:
     for directory in _directories(layout):
         announced = _announced(directory)
         if announced is not None and announced["cluster_id"] == cluster_id:
-            try:
-                client = SessionClient(announced["socket"])
-                client.ask(op="stop")
-                client.close()
-            except TimeoutError:
-                raise StartError("runtime", _stalled(directory, announced)) from None
-            except OSError:
-                return True  # It ended meanwhile, which is what was asked for.
+            _stop(directory, announced)
             return True
     return False
+
+
+def end_directory(directory: Path) -> None:
+    """End the session of a directory, if there is one, and wait until it is gone.
+
+    Raises:
+        StartError: it does not answer, or does not come to its end.
+    """
+    announced = None
+    deadline = time.monotonic() + _END_TIMEOUT
+    late = time.monotonic() + _LATE
+    while time.monotonic() < deadline:
+        before, announced = announced, _announced(directory)
+        if announced is None and (before is not None or time.monotonic() > late):
+            return
+        if announced is not None and announced != before:
+            _stop(directory, announced)
+        time.sleep(0.1)
+    pid = (announced or {}).get("pid")
+    raise StartError("runtime", f"the warm session {directory.name} (pid {pid}) was asked to end and goes on; end that process")
+
+
+def _stop(directory: Path, announced: dict[str, Any]) -> None:
+    """Ask a session to end; one that ended meanwhile has done what is asked for.
+
+    Raises:
+        StartError: it does not answer.
+    """
+    try:
+        client = SessionClient(announced["socket"])
+        client.ask(op="stop")
+        client.close()
+    except TimeoutError:
+        raise StartError("runtime", _stalled(directory, announced)) from None
+    except OSError:
+        return
 
 
 def _directories(layout: Layout) -> list[Path]:
