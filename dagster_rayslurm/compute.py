@@ -130,7 +130,8 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
         """End the sessions of a run that is over, though its process may go on."""
-        run_ended(context.run_id)
+        if context.run is not None:
+            run_ended(context.run.run_id)
 
     def run(  # type: ignore[override]
         self,

@@ -105,13 +105,13 @@ def end_with_run(home: Layout, run_id: str, session: Mapping[str, Any], log: Any
         log.warning(f"[rayslurm] the session will not end with the run but after its idle_timeout: {error}")
 
 
-def run_ended(run_id: str | None) -> None:
+def run_ended(run_id: str) -> None:
     """Tell the watchers that a run has ended, whose process may go on: a notebook, a test.
 
     Only the run's own process has something to tell; in that of a single step this does nothing.
     """
     with _lock:
-        watchers = _told.pop(run_id or "", [])
+        watchers = _told.pop(run_id, [])
     for watcher in watchers:
         assert watcher.stdin is not None
         with suppress(OSError):  # It has ended by itself.

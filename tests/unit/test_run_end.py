@@ -1,6 +1,8 @@
 """Which process is the run, and the small one that waits for its end."""
 
+import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -60,8 +62,12 @@ def run() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def watchers() -> list[psutil.Process]:
-    found = marked_processes(os.environ["PYTEST_OF_RAYSLURM"])
-    return [process for process in found if run_end_watcher.__file__ in process.cmdline()]
+    found = []
+    for process in marked_processes(os.environ["PYTEST_OF_RAYSLURM"]):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if run_end_watcher.__file__ in process.cmdline():
+                found.append(process)
+    return found
 
 
 def session(home: Layout, key: str = "s-0123456789ab") -> dict[str, Any]:
@@ -86,8 +92,6 @@ def test_no_run_is_here() -> None:
 
 
 def test_nothing_is_watched_without_a_run(home: Layout, caplog: pytest.LogCaptureFixture) -> None:
-    import logging
-
     with caplog.at_level("INFO"):
         end_with_run(home, "run", session(home), logging.getLogger("step"))
     assert "idle_timeout" in caplog.text and not home.base.exists()
@@ -140,7 +144,6 @@ def test_two_sessions_of_a_run(home: Layout, run: Any, ended: Path, monkeypatch:
 def test_the_run_of_this_process_tells_its_end(home: Layout, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(os.getpid(), run_end_watcher.start_time(os.getpid())))
     end_with_run(home, "run", session(home), None)
-    run_ended(None)
     run_ended("another")
     time.sleep(0.3)
     assert len(watchers()) == 1 and not ended.exists()
@@ -182,8 +185,6 @@ def test_what_goes_wrong_is_in_a_log(home: Layout, run: Any, ended: Path, monkey
 
 
 def test_a_watcher_that_cannot_be_started_is_warned_of(home: Layout, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    import logging
-
     monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(os.getpid(), "1"))
     home.base.write_text("this is no directory")
     end_with_run(home, "run", session(home), logging.getLogger("step"))
