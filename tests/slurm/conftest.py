@@ -1,14 +1,26 @@
 """Runs on the stack's Slurm, each with a base directory of its own, and the proof that nothing is left there."""
 
+import json
+import os
+import subprocess
+import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dagster_rayslurm import BashLauncher, ComputeResource, SlurmQueueConfig, SlurmResource, SSHConnectionResource
+from dagster_rayslurm import (
+    BashLauncher,
+    ComputeResource,
+    SessionConfig,
+    SlurmQueueConfig,
+    SlurmResource,
+    SSHConnectionResource,
+)
 from dagster_rayslurm.connections.base import Connection
 from dagster_rayslurm.connections.openssh_options import control_path
 from dagster_rayslurm.connections.shared import connection_to
@@ -17,6 +29,7 @@ from ..conftest import Ran, run_asset, wait_until
 from ..connections.conftest import end_master
 from ..stack.conftest import Stack, stack  # noqa: F401
 
+ROOT = Path(__file__).resolve().parents[2]
 NODES = ("c1", "c2", "g1", "g2")
 
 
@@ -44,6 +57,15 @@ class Site:
     def jobs(self) -> list[str]:
         """Ids of the user's jobs that are not over."""
         return self.sh("squeue --me --noheader --format=%A").split()
+
+    def submitted(self) -> list[str]:
+        """Ids of the jobs of sessions below the base directory, over or not: Slurm remembers them for minutes."""
+        listed = self.sh("squeue --me --states=all --noheader --format='%A %Z'").splitlines()
+        return [line.split()[0] for line in listed if f"{self.base}/" in line and "/sessions/" in line]
+
+    def lines(self, name: str) -> list[str]:
+        """Lines of a file in the data directory."""
+        return self.connection.read(f"{self.base}/data/{name}", 0, 1 << 20).decode().splitlines()
 
     def processes(self, service: str) -> list[str]:
         """Command lines of the user's processes in a container, but for what a login needs."""
@@ -114,6 +136,89 @@ def slurm_compute(site: Site, tmp_path: Any) -> Callable[..., ComputeResource]:
         return ComputeResource(**{**defaults, **fields})
 
     return make
+
+
+@pytest.fixture
+def session_compute(site: Site, slurm_compute: Callable[..., ComputeResource]) -> Iterator[Callable[..., ComputeResource]]:
+    """Makes resources for mode "slurm-session"; what they have started is ended with the test, as a user would end it."""
+    made: list[ComputeResource] = []
+
+    def make(queue: dict[str, Any] | None = None, session: dict[str, Any] | None = None, **fields: Any) -> ComputeResource:
+        config = SessionConfig(**{"idle_timeout": 60, **(session or {})})
+        made.append(slurm_compute(queue, **{"mode": "slurm-session", "session": config, **fields}))
+        return made[-1]
+
+    yield make
+    if site.jobs():
+        specs = site.sh('find "$1" -path "*/sessions/*/runtime.json" -exec sh -c \'tr -d "\\n" <"$1"; echo\' _ {} ";"', site.base)
+        for cluster_id in {json.loads(spec)["cluster_id"] for spec in specs.splitlines()}:
+            any(compute.cleanup_cluster(cluster_id) for compute in made)
+
+
+class Elsewhere:
+    """Dagster processes of their own that use a session; see `elsewhere.py`."""
+
+    def __init__(self, site: Site, directory: Path, payload: Path, names: Sequence[str], **options: Any) -> None:
+        home = directory / f"home-{uuid.uuid4().hex[:6]}"
+        home.mkdir()
+        queue = {"partition": "compute", "time_limit": "00:05:00", **options.pop("queue", {})}
+        order = {
+            "ssh": {**site.ssh.model_dump(), **options.pop("ssh", {})},
+            "queue": queue,
+            "slurm": {"remote_base": site.base, "poll_interval": 1},
+            "session": {"idle_timeout": 60, **options.pop("session", {})},
+            "fields": {"mode": "slurm-session", "pre_deployed_env_path": site.env_path, "local_base": str(home / "base")},
+            "payload": str(payload),
+            "names": names,
+            "env": options.pop("env", {}),
+        }
+        assert not options, options
+        self._log = home / "log"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.slurm.elsewhere", json.dumps(order)],
+            cwd=ROOT,
+            env={**os.environ, "HOME": str(home)},
+            stdout=subprocess.PIPE,
+            stderr=self._log.open("wb"),
+            start_new_session=True,
+        )
+
+    def results(self, timeout: float = 120) -> list[dict[str, Any]]:
+        """What each of them says."""
+        try:
+            said = self.process.communicate(timeout=timeout)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, 9)
+            raise AssertionError(self._log.read_text()[-4000:]) from None
+        found = [json.loads(line) for line in said.splitlines()]
+        assert found, self._log.read_text()[-4000:]
+        return found
+
+    def kill(self) -> None:
+        """End it at once."""
+        os.killpg(self.process.pid, 9)
+        self.process.communicate()
+
+
+@pytest.fixture
+def elsewhere(site: Site, tmp_path: Path) -> Callable[..., Elsewhere]:
+    """Starts Dagster processes on what might be another machine: with another home, and nothing known."""
+
+    def begin(payload: Path, *names: str, **options: Any) -> Elsewhere:
+        return Elsewhere(site, tmp_path, payload, names, **options)
+
+    return begin
+
+
+@pytest.fixture
+def back_to_idle(site: Site) -> Iterator[None]:
+    """Nodes that a test has ended are back afterwards."""
+    yield
+
+    def idle() -> bool:
+        return site.sh("sinfo --noheader --Node --nodes=c1,c2 --format=%t").split() == ["idle", "idle"]
+
+    assert wait_until(idle, 90), site.sh("sinfo --Node")
 
 
 class Running:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,16 +192,6 @@ def test_a_requeued_job_runs_again(
     said = capfd.readouterr()
     assert "attempt 0 secret s" in said.out and "attempt 1 secret s" in said.out
     assert "attempt 2 begins, 1 results of the one before are dropped" in said.err
-
-
-@pytest.fixture
-def back_to_idle(site: Site) -> Iterator[None]:
-    yield
-
-    def idle() -> bool:
-        return site.sh("sinfo --noheader --Node --nodes=c1,c2 --format=%t").split() == ["idle", "idle"]
-
-    assert wait_until(idle, 90), site.sh("sinfo --Node")
 
 
 def test_a_node_dies(slurm_compute: Make, start: Start, script: Any, site: Site, back_to_idle: None) -> None:
