@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Callable, Dict, List, Optional, Set
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 from .allocation import Allocation, is_loopback
+from .audit import Auditor, Tables
 from .footprint import Footprint, footprint_error
 from .loop import Loop, Timer
 from .machine import Machine, from_facts
@@ -14,7 +17,7 @@ from .scratch import Scratch
 from .spec import RaySpec
 from .team import Member, Team
 
-_COMES_BACK = 10.0
+COMES_BACK = 10.0
 """Seconds in which a runtime that lives is back after its connection was lost; it tries ten times a second."""
 
 Nodes = Dict[str, Dict[str, Any]]
@@ -41,6 +44,9 @@ class RayCluster:
         on_ready: called once, when the cluster is complete.
         on_failed: called once, with why the cluster did not start or was lost.
         on_phase: called with a phase and a message for the user.
+        on_node_lost: called with the name of a node that was lost after the cluster was ready.
+        key: what the nodes call this cluster, where there are several; the others' order then carries what is asked for.
+        worker_env: variables for Ray's daemons, which all workers inherit.
     """
 
     def __init__(
@@ -54,6 +60,9 @@ class RayCluster:
         on_ready: Callable[[], None],
         on_failed: Callable[[ClusterError], None],
         on_phase: Callable[[str, str], None],
+        on_node_lost: Callable[[str], None] = lambda _: None,
+        key: str = "",
+        worker_env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.spec = spec
         self.ready = False
@@ -70,6 +79,10 @@ class RayCluster:
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._on_phase = on_phase
+        self._on_node_lost = on_node_lost
+        self.key = key
+        self._worker_env = worker_env
+        self._auditor = Auditor(self._question, loop.call_later)
         self._team: Optional[Team] = None
         self._address: Optional[str] = None
         self._joining: Dict[int, str] = {}
@@ -97,6 +110,20 @@ class RayCluster:
             env["RAY_API_SERVER_ADDRESS"] = self.dashboard_url
         return env
 
+    @property
+    def ray_temp_dir(self) -> str:
+        """Where Ray's own files are on this node."""
+        return self._scratch.ray_temp_dir
+
+    @property
+    def pid(self) -> Optional[int]:
+        """The process below which all of Ray on this node is."""
+        return self._ray.pid if self._ray is not None else None
+
+    def audit(self, patience: float, done: Callable[[Optional[Tables]], None]) -> None:
+        """Ask what there is in the cluster; `done` gets None if it does not answer within `patience` seconds."""
+        self._auditor.ask(patience, done)
+
     def facts(self) -> Dict[str, Any]:
         """What metadata tells of the cluster."""
         return {
@@ -118,6 +145,7 @@ class RayCluster:
         if team is not None:
             wanted = nodes_expected(self.spec, 1 + len(team.members)) - 1
             self._joining = {place: member.name for place, member in sorted(team.members.items())[:wanted]}
+            self._loop.call_later(0.0, self._see_who_is_here)
         problem = footprint_error(self._footprint, self._machine)
         if problem:
             return self._fail(ClusterError("cluster-start", problem))
@@ -140,10 +168,17 @@ class RayCluster:
             self._take,
             self._fail,
             self._on_phase,
+            self._worker_env,
         )
         self._ray.start(self._address)
 
     def stop(self) -> None:
+        """End every process of the cluster at once, on the other nodes as soon as they hear of it."""
+        if self.key and self._team is not None and self._attempt:
+            self._team.order(self._joining, op="end-ray", cluster=self.key)
+        self.end()
+
+    def end(self) -> None:
         """End every process of the cluster on this node at once; its results are already elsewhere."""
         self._failed = True  # Nothing that ends from here on is news.
         if self._deadline is not None:
@@ -163,7 +198,7 @@ class RayCluster:
             problem = footprint_error(self._footprint, from_facts(member.machine))
             if problem:
                 self._give_up(member, ClusterError("cluster-start", problem))
-        elif event == "failed" and message.get("attempt") == self._attempt:
+        elif event == "failed" and (message.get("cluster", ""), message.get("attempt")) == (self.key, self._attempt):
             for name, text in message.get("tails", {}).items():
                 self._worker_tails["%s on %s" % (name, member.name)] = text
             self._give_up(member, ClusterError(message["reason"], message["message"]))
@@ -172,7 +207,21 @@ class RayCluster:
                 self._on_phase("node-lost", "node %s is lost: %s" % (member.name, message["message"]))
             else:
                 self._on_phase("cluster-start", "node %s is out of reach: %s" % (member.name, message["message"]))
-                self._loop.call_later(_COMES_BACK, lambda: self._missed(member))
+                self._loop.call_later(COMES_BACK, lambda: self._missed(member))
+
+    def _see_who_is_here(self) -> None:
+        """Judge the nodes that came, or were lost, before this cluster was thought of."""
+        assert self._team is not None
+        for place in self._joining:
+            member = self._team.members[place]
+            if self._failed or not member.joined:
+                continue
+            self.take(member, {"event": "joined"})
+            if member.channel is None:
+                self._loop.call_later(COMES_BACK, lambda member=member: self._missed(member))  # type: ignore[misc]
+
+    def _question(self, question: int) -> bool:
+        return self._ray is not None and self._ray.audit(question)
 
     def _missed(self, member: Member) -> None:
         """A worker that was lost while the cluster started had time enough to come back."""
@@ -184,11 +233,16 @@ class RayCluster:
         """Have the workers join; they start while the head does."""
         self._attempt += 1
         if self._team is not None:
-            self._team.order(self._joining, op="ray", gcs=gcs, attempt=self._attempt, nodes=1 + len(self._joining))
+            order = {"gcs": gcs, "attempt": self._attempt, "nodes": 1 + len(self._joining)}
+            if self.key:
+                order.update(cluster=self.key, ray=asdict(self.spec))
+            self._team.order(self._joining, op="ray", **order)
 
     def _take(self, event: Event) -> None:
         kind = event["event"]
-        if kind == "version":
+        if kind == "audit":
+            self._auditor.take(event["id"], event["tables"])
+        elif kind == "version":
             self.ray_version = event["ray_version"]
         elif kind == "entrypoint":
             self._entrypoint = True
@@ -208,6 +262,7 @@ class RayCluster:
                     if gone.get("head"):
                         return self._fail(ClusterError("cluster-lost", "the GCS reports the head node as dead"))
                     self._on_phase("node-lost", "Ray on node %s is dead, the others go on" % gone.get("hostname"))
+                    self._on_node_lost(str(gone.get("hostname")))
             return self._count_in()
         alive = self._alive()
         wanted = 1 + len(self._joining)
@@ -257,11 +312,13 @@ class RayCluster:
         for place in sorted(set(self._joining) - self._counted_in):
             if self._team.members[place].machine.get("hostname") in here:
                 self._counted_in.add(place)
-                self._team.order([place], op="ready", attempt=self._attempt)
+                named = {"cluster": self.key} if self.key else {}
+                self._team.order([place], op="ready", attempt=self._attempt, **named)
 
     def _give_up(self, member: Member, error: ClusterError) -> None:
         """A worker will not join: the end of the cluster, unless enough others do."""
         if self.ready:
+            self._on_node_lost(member.name)
             return self._on_phase("node-lost", "node %s: %s" % (member.name, error))
         if member.node_id not in self._joining:
             return

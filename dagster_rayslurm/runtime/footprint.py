@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Optional, Tuple
 
 from .machine import Machine
-from .spec import RaySpec, RuntimeSpec
+from .spec import PayloadSpec, RaySpec, RuntimeSpec
 
 
 class Want(NamedTuple):
@@ -40,6 +40,14 @@ def ray_footprint(spec: RaySpec) -> Footprint:
         Want("RayLauncher.num_cpus_per_node", spec.num_cpus, "CPUs"),
         Want("RayLauncher.num_gpus_per_node", spec.num_gpus, "GPUs"),
     )
+
+
+def payload_footprint(spec: PayloadSpec) -> Footprint:
+    """What a payload among others asks of each node: what it claims, and what a cluster of its own is to have."""
+    own = ray_footprint(spec.ray) if spec.ray is not None else ()
+    named = {want.unit for want in own if want.amount is not None}
+    claims = (Want("num_cpus", spec.want_cpus, "CPUs"), Want("num_gpus", spec.want_gpus, "GPUs"))
+    return own + tuple(claim for claim in claims if claim.unit not in named)
 
 
 def runtime_footprint(spec: RuntimeSpec) -> Footprint:

@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set
 
 from . import processes
 from .loop import Loop, Timer
@@ -39,6 +39,29 @@ class End:
     message: Optional[str] = None
     exit_code: Optional[int] = None
     signal: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a payload runs.
+
+    Attributes:
+        messages_path: where its Pipes messages go.
+        ray_env: how it reaches its cluster.
+        worker_env: variables that the cluster's workers have anyway.
+        spill_dir: Ray's temporary directory, or None.
+        team: the other nodes, which measure as well, or None.
+        others: processes that, with all below them, are other payloads' own.
+        audit: asks what the payload leaves behind in its cluster, and calls with that, soon; None if the cluster ends with it.
+    """
+
+    messages_path: str
+    ray_env: Environment = field(default_factory=dict)
+    worker_env: Mapping[str, str] = field(default_factory=dict)
+    spill_dir: Optional[str] = None
+    team: Optional[Team] = None
+    others: Callable[[], Iterable[int]] = tuple
+    audit: Optional[Callable[[Callable[[List[str]], None]], None]] = None
 
 
 class Payload:
@@ -70,6 +93,8 @@ class Payload:
         """Facts about the cluster that the `end` repeats, so that metadata needs no other record."""
         self.place: Optional[int] = None
         """Place in the queue that was last told to the user."""
+        self.companions: Set[str] = set()
+        """Other payloads that ran at the same time, by nonce."""
         self.on_ended: List[Callable[[], None]] = []
         """Called after the `end` is written, from the loop: never from within a call into this payload."""
         self._environ = environ
@@ -84,48 +109,47 @@ class Payload:
         self._messages: Optional[MessageFile] = None
         self._timers: Dict[str, Timer] = {}
         self._sampler: Optional[Sampler] = None
-        self._team: Optional[Team] = None
-        self._measured = True
+        self._setting: Optional[Setting] = None
+        self._awaited: Set[str] = set()
         self._settled = True
         self._started_at: Optional[float] = None
         self.ended = False
 
-    def start(
-        self, ray_env: Environment, messages_path: str, spill_dir: Optional[str] = None, team: Optional[Team] = None
-    ) -> None:
-        """Start the process; a payload that cannot start ends at once.
-
-        Args:
-            ray_env: how it reaches its cluster.
-            messages_path: where its Pipes messages go.
-            spill_dir: Ray's temporary directory, or None.
-            team: the other nodes, which measure as well, or None.
-        """
+    def start(self, setting: Setting) -> None:
+        """Start the process; a payload that cannot start ends at once."""
         self._started_at = time.time()
-        self._team = team
+        self._setting = setting
+        messages_path = setting.messages_path
         try:
             self._messages = MessageFile(messages_path)
             lay_out_work_dir(self._work_dir, self.spec)
         except OSError as error:
             return self._finish(End("record", "the run cannot be laid out: %s" % error))
-        env = payload_environment(self.spec, self._environ, sys.executable, self.run_dir, messages_path, ray_env)
+        env = payload_environment(
+            self.spec, self._environ, sys.executable, self.run_dir, messages_path, setting.ray_env, setting.worker_env
+        )
         env.update(self._secret_env)
         argv = list(self.spec.argv)
         if argv[0] in ("python", "python3"):
             argv[0] = sys.executable  # The environment's Python started this runtime.
-        self._sampler = Sampler(self.loop, spill_dir)
-        if team is not None:
-            team.measure()
+        self._sampler = Sampler(self.loop, setting.spill_dir, setting.others)
+        if setting.team is not None:
+            setting.team.measure(self.spec.nonce)
         try:
             self._spawn(argv, env)
         except (OSError, ValueError) as error:
             self._sampler.cancel()
+            if setting.team is not None:
+                setting.team.collect(self.spec.nonce, lambda _: None)
             why = error.strerror if isinstance(error, OSError) else str(error)
             return self._finish(End("spawn", "the command %r cannot be started: %s" % (argv[0], why)))
         self._phase("running", "payload started (pid %s)" % self._pid)
         for signum in self._due_signals:
             self._phase("running", "the payload gets %s now, which was due before it started" % processes.signal_name(signum))
             self.signal(signum)
+        if self.spec.time_limit is not None:
+            late = End("timeout", "the payload took longer than its time limit of %g s" % self.spec.time_limit)
+            self._due("limit", self.spec.time_limit, lambda: self.end_early(late))
         self._every(_MESSAGE_POLL, "messages", self._copy_messages)
         self._every(_SYNC_INTERVAL, "sync", self.record.sync)
 
@@ -182,6 +206,11 @@ class Payload:
         if self._exit is None:
             processes.signal_group(self._pid, signum)
         return True
+
+    @property
+    def pid(self) -> Optional[int]:
+        """Its process, while that runs."""
+        return self._pid if self._exit is None else None
 
     @property
     def terminated(self) -> bool:
@@ -284,9 +313,14 @@ class Payload:
         assert self._pid is not None and self._sampler is not None
         self._exit = End("exit", exit_code=code) if code >= 0 else End("exit", signal=-code)
         self._usage = self._sampler.stop(self._pid, rusage)
-        if self._team is not None:
-            self._measured = False
-            self._team.collect(self._take_usage)
+        self._usage["shared"] = len(self.companions)
+        assert self._setting is not None
+        if self._setting.team is not None:
+            self._awaited.add("usage")
+            self._setting.team.collect(self.spec.nonce, self._take_usage)
+        if self._setting.audit is not None:
+            self._awaited.add("audit")
+            self._setting.audit(self._take_leaks)
         self._kill()
         self._kill_leftovers()
         if code != 0 and self._verdict is None:
@@ -298,7 +332,14 @@ class Payload:
     def _take_usage(self, others: Dict[str, Dict[str, Any]]) -> None:
         """Take what the other nodes measured."""
         self._usage = merge({str(self.context.get("hostname")): self._usage, **others})
-        self._measured = True
+        self._awaited.discard("usage")
+        self._finish_if_complete()
+
+    def _take_leaks(self, leaks: List[str]) -> None:
+        """Take what this payload leaves alive in its cluster."""
+        if leaks and not self.ended:
+            self.context["leaks"] = leaks
+        self._awaited.discard("audit")
         self._finish_if_complete()
 
     def _settle(self) -> None:
@@ -312,7 +353,7 @@ class Payload:
         processes.kill_all(pid for pid in below if processes.has_environment(pid, mark))
 
     def _finish_if_complete(self) -> None:
-        complete = not self._streams and self._measured and (self._settled or self._verdict is not None)
+        complete = not self._streams and not self._awaited and (self._settled or self._verdict is not None)
         if self._exit is not None and complete and not self.ended:
             self._finish(self._verdict or self._exit)
 

@@ -15,6 +15,8 @@ import threading
 import time
 from typing import Any, Dict, List, Optional, Tuple
 
+from . import audit
+
 TOKEN_SINCE = (2, 52)
 """First Ray version with token authentication."""
 
@@ -25,7 +27,8 @@ _ALIVE = 0  # GcsNodeInfo.ALIVE in Ray's gcs.proto.
 def main(argv: List[str]) -> int:
     """Run `ray start` as told; `argv` is one JSON object.
 
-    Keys: `report_fd` (where JSON lines go), `gcs` ("HOST:PORT" of the head), `head` (whether this is it), `expected`
+    Keys: `report_fd` (where JSON lines go), `audit_fd` (where questions for an audit come from, or null on a worker), `gcs`
+    ("HOST:PORT" of the head), `head` (whether this is it), `expected`
     (number of nodes), `ray_version` (required one, or null), `token` (whether authentication is on), `command` (the words
     after `ray`), `entrypoint` (a file that `ray symmetric-run` makes when its cluster is up, or null).
     """
@@ -42,6 +45,8 @@ def main(argv: List[str]) -> int:
         report(event="environment", message=refusal)
         return 1
     report(event="version", ray_version=ray.__version__)
+    if order["audit_fd"] is not None:
+        audit.serve(order["audit_fd"], order["gcs"], report)
     if order["head"]:
         arguments = (order["gcs"], order["expected"], order["entrypoint"], report)
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
@@ -74,9 +79,11 @@ class _Reporter:
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)  # Ray's daemons must not hold it open.
         self._file = os.fdopen(fd, "w", encoding="utf-8", buffering=1)
+        self._lock = threading.Lock()
 
     def __call__(self, **event: Any) -> None:
-        self._file.write(json.dumps(event) + "\n")
+        with self._lock:
+            self._file.write(json.dumps(event) + "\n")
 
 
 def _watch(gcs: str, expected: int, entrypoint: Optional[str], report: _Reporter) -> None:

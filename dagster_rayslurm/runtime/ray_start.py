@@ -13,7 +13,9 @@ import socket
 import struct
 import subprocess
 import sys
-from typing import Any, Callable, Dict, List, Optional
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 from . import ports, processes
 from .loop import Loop
@@ -163,6 +165,7 @@ class RayStart:
         on_event: called with each report of `ray_node`.
         on_failed: called once, when Ray does not start or has ended.
         on_phase: called with a phase and a message for the user.
+        worker_env: variables for Ray's daemons, which all workers inherit.
     """
 
     def __init__(
@@ -177,6 +180,7 @@ class RayStart:
         on_event: Callable[[Event], None],
         on_failed: Callable[[ClusterError], None],
         on_phase: Callable[[str, str], None],
+        worker_env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.ready = False
         """Whether the cluster counts this node in; from then on its end is a loss."""
@@ -192,6 +196,8 @@ class RayStart:
         self._on_event = on_event
         self._on_failed = on_failed
         self._on_phase = on_phase
+        self._worker_env = worker_env
+        self._audit_fd: Optional[int] = None
         self._pid: Optional[int] = None
         self._report_fd: Optional[int] = None
         self._report = b""
@@ -206,6 +212,21 @@ class RayStart:
     @property
     def token_path(self) -> str:
         return self._scratch.join("ray.token")
+
+    @property
+    def pid(self) -> Optional[int]:
+        """The process below which all of Ray on this node is."""
+        return self._pid
+
+    def audit(self, question: int) -> bool:
+        """Ask for the cluster's tables; an "audit" event with this id answers. False if there is nobody to ask."""
+        if self._audit_fd is None or self._pid is None:
+            return False
+        try:
+            os.write(self._audit_fd, json.dumps({"id": question}).encode("utf-8") + b"\n")
+        except OSError:
+            return False  # It is gone, or has not read for long.
+        return True
 
     def start(self, address: Optional[str], gcs: Optional[str] = None) -> None:
         """Check the node and start Ray on it.
@@ -224,6 +245,10 @@ class RayStart:
         """End every process of Ray on this node at once; what comes of it is no news."""
         self._over = True
         self._kill()
+        self._close_audit()
+        if self.ports is not None and self.ports.lock is not None:
+            os.close(self.ports.lock)
+            self.ports = replace(self.ports, lock=None)
 
     def log_tails(self) -> Dict[str, str]:
         """The last lines of the logs that tell why Ray failed here."""
@@ -297,6 +322,7 @@ class RayStart:
             "entrypoint": entrypoint,
         }
         env = {name: value for name, value in env.items() if name not in RAY_COORDINATES}
+        env.update(self._worker_env)
         env.update(self.ports.environ)
         env.update(ray_environment(self._spec, self.token_path))
         if entrypoint:
@@ -324,23 +350,35 @@ class RayStart:
         os.set_blocking(self._report_fd, False)
         self._report = b""
         self._loop.on_readable(self._report_fd, self._read_report)
+        asked: Optional[int] = None
+        self._close_audit()
+        if self._gcs is None:
+            asked, self._audit_fd = os.pipe()
+            os.set_blocking(self._audit_fd, False)
+        kept = [writer] if asked is None else [writer, asked]
         try:
             with open(self._log_path, "ab") as log:
                 self._pid = self._loop.spawn(
-                    [sys.executable, sys.argv[0], "ray-node", json.dumps(dict(order, report_fd=writer))],
+                    [sys.executable, sys.argv[0], "ray-node", json.dumps(dict(order, report_fd=writer, audit_fd=asked))],
                     self._exited,
                     cwd=self._scratch.path,
                     env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    pass_fds=[writer],
+                    pass_fds=kept,
                     preexec_fn=processes.die_with_parent(),
                 )
         except OSError as error:
             self._fail(ClusterError("environment", "%s cannot be started: %s" % (sys.executable, error.strerror)))
         finally:
-            os.close(writer)
+            for fd in kept:
+                os.close(fd)
+
+    def _close_audit(self) -> None:
+        if self._audit_fd is not None:
+            os.close(self._audit_fd)
+            self._audit_fd = None
 
     def _read_report(self) -> None:
         """Take what `ray_node` reported so far."""
@@ -368,6 +406,7 @@ class RayStart:
 
     def _exited(self, code: int, _: Any) -> None:
         self._pid = None
+        self._close_audit()
         self._read_report()  # Its last words may say why, and may not have been read yet.
         if self._over:
             return

@@ -6,7 +6,6 @@ over (`control`) and in when there is nothing left to wait for.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import os
@@ -14,22 +13,25 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any, Deque, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 from . import PROTOCOL_VERSION, machine, processes, scratch
+from .admission import Closing, Misfit, capacity_of, claim_of, misfit, time_needed, too_little_time
 from .allocation import Allocation
-from .channel import derive
-from .cluster import RayCluster, head_address
+from .cluster import COMES_BACK, RayCluster, head_address
+from .clusters import LOST_GRACE, Clusters, asks_for_gpus
 from .footprint import footprint_error, runtime_footprint
+from .installed import ray_mark
+from .leftovers import Leftovers
 from .loop import Loop, Timer
-from .payload import End, Payload
+from .payload import End, Payload, Setting
+from .queueing import Claim, FairQueue, fits
 from .ray_start import ClusterError
 from .record import PAYLOAD, RUNTIME, SECRETS, RunRecord, node_log, tail_lines
 from .spec import PayloadSpec, RuntimeSpec, SpecError, from_json
 from .team import Member, Team
 
-_LOST_GRACE = 1.0
-"""Seconds a payload gets after its cluster is lost: `ray.init` would hang for 40 s and more (Ray 2.60)."""
+__all__ = ["Closing", "Misfit", "Supervisor", "load_spec"]
 
 _SAME_SIGNAL = 1.0
 """Seconds within which another signal is the same one: Slurm sends it to the keeper too, which passes it on."""
@@ -37,13 +39,15 @@ _SAME_SIGNAL = 1.0
 _FRESH_INTERVAL = 600.0
 """Seconds between two marks that run directories are in use; old ones are swept after days."""
 
+_LAST_WORD = 0.5
+"""Seconds that a runtime which takes no more payloads outlasts the last one, so that whoever asks learns why."""
 
-class Closing(Exception):
-    """The runtime takes no more payloads; the caller starts another one."""
+_LATE_INTERVAL = 5.0
+"""Seconds between two looks at whether the time still suffices for those who wait."""
 
 
 class Supervisor:
-    """Runs payloads, on one Ray cluster if the spec has one.
+    """Runs payloads, on one Ray cluster if the spec has one, else on one of each payload's own.
 
     Args:
         loop: where everything happens.
@@ -63,19 +67,30 @@ class Supervisor:
     ) -> None:
         self.loop = loop
         self.spec = spec
-        self.machine = machine.detect(with_gpus=spec.ray is not None or bool(spec.asked_gpus))
-        self.cluster: Optional[RayCluster] = None
+        self.machine = machine.detect(with_gpus=asks_for_gpus(spec))
         self.exit_code = 0
         """What the last payload's end makes of this process's own, so that Slurm's books tell the same."""
+        self.time_left: Optional[Callable[[], Optional[float]]] = None
+        """Tells the seconds that the allocation has left, None for no limit."""
+        self.durations: Dict[str, float] = {}
+        """Seconds that the longest run of each step took."""
         self._allocation = allocation
         self._team: Optional[Team] = None
         self._closed_at = 0.0
         self._scratch = private
-        self._waiting: Deque[Payload] = collections.deque()
+        self._queue: FairQueue[Payload] = FairQueue(lambda payload: payload.spec.run_id)
         self._running: List[Payload] = []
+        self._began: Dict[Payload, float] = {}
+        """When each payload came, and from its turn on when that was."""
         self._served = 0
-        self._closing = False
+        self._turns = 0
+        self._closing: Optional[str] = None
+        """Why payloads that are here are being ended."""
+        self._draining: Optional[str] = None
+        """Why no more payloads are taken."""
+        self._late: Optional[Timer] = None
         self._idle: Optional[Timer] = None
+        self._ray_mark = ray_mark() if spec.idle_timeout is not None else None
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
         loop.call_later(_FRESH_INTERVAL, self._keep_fresh)
@@ -89,26 +104,30 @@ class Supervisor:
                 lambda place: os.path.join(log_dir, node_log(place)),
                 self._hear,
             )
-        if spec.ray is not None:
-            self.cluster = RayCluster(
-                loop,
-                spec.ray,
-                runtime_footprint(spec),
-                self.machine,
-                private,
-                os.urandom(32).hex() if spec.control_key is None else derive(spec.control_key, "ray-token"),
-                self._pump,
-                self._cluster_failed,
-                self._tell,
-            )
+        self.clusters = Clusters(loop, spec, self.machine, private, self._pump, self._cluster_failed, self._tell, self._node_lost)
+        self._leftovers = Leftovers(loop, lambda: self.cluster)
+
+    @property
+    def cluster(self) -> Optional[RayCluster]:
+        """The cluster that is kept warm."""
+        return self.clusters.warm
+
+    @property
+    def payloads(self) -> List[Payload]:
+        """Those that wait and those that run."""
+        return [*self._queue, *self._running]
+
+    @property
+    def closing(self) -> Optional[str]:
+        """Why no more payloads are taken; None while they are."""
+        return self._closing or self._draining
 
     def run(self) -> None:
         """React until there is nothing left to do, then end everything that was started here."""
         try:
-            if self.cluster is not None:
-                address = head_address(self._allocation) if self._allocation is not None else None
-                self.cluster.start(self._team, address)
-            else:
+            address = head_address(self._allocation) if self._allocation is not None else None
+            self.clusters.start(self._team, address)
+            if self.cluster is None:
                 problem = footprint_error(runtime_footprint(self.spec), self.machine)
                 if problem:
                     self.close(End("allocation", problem))
@@ -119,8 +138,7 @@ class Supervisor:
             self._abort(error)
             raise
         finally:
-            if self.cluster is not None:
-                self.cluster.stop()
+            self.clusters.stop()
             if self._team is not None:
                 self._team.dismiss()
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
@@ -136,20 +154,28 @@ class Supervisor:
             environ: what the payload's environment is made from; None for the runtime's own.
 
         Raises:
-            Closing: this runtime is about to end.
+            Closing: this runtime is about to end, and says why.
+            Misfit: the payload asks for more than the nodes grant.
             SpecError: the run directory's start record cannot be used.
             OSError: the run directory cannot be read or written.
         """
-        if self._closing:
-            raise Closing
+        if self._ray_mark is not None and self.closing is None and ray_mark() != self._ray_mark:
+            self.drain("the environment's Ray has changed")
+        if self.closing is not None:
+            raise Closing(self.closing)
         spec = from_json(PayloadSpec, _read(os.path.join(run_dir, PAYLOAD)))
+        problem = misfit(spec, self._machines())
+        if problem:
+            raise Misfit(problem)
+        self._admit(spec)
         attempt = self._allocation.restarts if self._allocation is not None else 0
         record = RunRecord(run_dir, spec.max_stdio_bytes, attempt)
         secrets = _take_secrets(run_dir, keep=self.spec.requeue)
         payload = Payload(self.loop, run_dir, spec, secrets, record, environ or dict(os.environ))
         payload.on_ended.append(lambda: self._ended(payload))
         self._served += 1
-        self._waiting.append(payload)
+        self._queue.add(payload)
+        self._began[payload] = self.loop.now()
         if self._idle is not None:
             self._idle.cancel()
         payload.start_record(
@@ -166,89 +192,239 @@ class Supervisor:
                 "allocation": self._allocation.facts() if self._allocation is not None else None,
             }
         )
-        if self.cluster is not None and self.cluster.ready:
+        if self.cluster is not None and spec.uses_ray and self.cluster.ready:
             payload.phase("cluster-ready", "the warm Ray cluster %s is up" % self.spec.cluster_id)
-        elif self.cluster is not None:
+        elif self.clusters.waits(spec):
             payload.phase("cluster-start", "starting the Ray cluster %s on %s" % (self.spec.cluster_id, self._where()))
+        for leak in self._leftovers.found:
+            payload.phase("leaks", "left in the Ray cluster by payloads before: " + leak)
         self._pump()
         return payload
 
-    def close(self, end: End, grace: Optional[float] = None) -> None:
-        """Take no more payloads, end those that are here and then the runtime."""
-        if not self._closing:
-            self._closing, self._closed_at = True, self.loop.now()
-        for payload in [*self._waiting, *self._running]:
+    def close(self, end: End, grace: Optional[float] = None, queued: Optional[End] = None) -> None:
+        """Take no more payloads, end those that are here and then the runtime.
+
+        Args:
+            end: how they end.
+            grace: seconds between SIGTERM and SIGKILL; None for what each payload asks for.
+            queued: how those end that never started; None for the same.
+        """
+        if self._closing is None:
+            self._closing, self._closed_at = end.message or "it ends", self.loop.now()
+        if end.reason == "timeout" and queued is None:
+            queued = End("returned", "%s before the payload's turn came" % end.message)
+        for payload in list(self._queue):
+            payload.end_early(queued or end, grace)
+        for payload in list(self._running):
             payload.end_early(end, grace)
         self._settle()
 
+    def drain(self, why: str) -> None:
+        """Take no more payloads, let those finish that are here, and then end.
+
+        Args:
+            why: what whoever comes with another payload is told.
+        """
+        if self.closing is None:
+            self._draining = why
+            self._tell("drain", "the runtime takes no more payloads: " + why)
+            self._settle()
+
     def describe(self) -> Dict[str, Any]:
         """What a session tells who asks."""
+        now = self.loop.now()
+        cluster = self.cluster.facts() if self.cluster is not None else {}
+        waiting = set(self._queue)
         return {
             "cluster_id": self.spec.cluster_id,
             "protocol": PROTOCOL_VERSION,
             "pid": os.getpid(),
             "ready": self.cluster is None or self.cluster.ready,
-            "closing": self._closing,
+            "closing": self._closing is not None,
+            "draining": self.closing,
             "running": len(self._running),
-            "waiting": len(self._waiting),
+            "waiting": len(waiting),
+            "payloads": [
+                {
+                    "run_dir": payload.run_dir,
+                    "run_id": payload.spec.run_id,
+                    "step": payload.spec.step,
+                    "state": "waiting" if payload in waiting else "running",
+                    "age": round(now - self._began[payload], 1),
+                }
+                for payload in self.payloads
+            ],
             "served": self._served,
+            "nodes": self._nodes(),
+            "ray_version": cluster.get("ray_version"),
+            "address": cluster.get("ray_address"),
+            "dashboard_url": cluster.get("dashboard_url"),
+            "leaks": self._leftovers.found,
+            "time_left": self._seconds_left(),
         }
 
-    def _pump(self) -> None:
-        """Start what may start now, in the order of arrival."""
-        if self.cluster is not None and not self.cluster.ready:
+    def _nodes(self) -> List[Dict[str, Any]]:
+        """The nodes, and what each of them grants as far as that is known."""
+        nodes = [{"name": self._allocation.nodes[0] if self._allocation is not None else self.machine.hostname}]
+        found: List[Dict[str, Any]] = [dict(nodes[0], cpus=self.machine.num_cpus, gpus=self.machine.num_gpus, here=True)]
+        for member in self._team.members.values() if self._team is not None else []:
+            facts = member.machine
+            found.append(
+                {
+                    "name": member.name,
+                    "cpus": facts.get("num_cpus"),
+                    "gpus": facts.get("num_gpus"),
+                    "here": member.channel is not None,
+                }
+            )
+        return found
+
+    def _machines(self) -> List[machine.Machine]:
+        """What the nodes grant that have come so far."""
+        members = self._team.members.values() if self._team is not None else []
+        return [self.machine, *(machine.from_facts(member.machine) for member in members if member.joined)]
+
+    def _seconds_left(self) -> Optional[float]:
+        return self.time_left() if self.time_left is not None else None
+
+    def _needs(self, spec: PayloadSpec) -> float:
+        return time_needed(spec, self.durations, self.spec.drain_margin)
+
+    def _admit(self, spec: PayloadSpec) -> None:
+        """Refuse a payload that cannot end in time; the first one never, as another allocation has no more of it."""
+        if not self._served:
             return
-        while self._waiting and len(self._running) < self.spec.max_concurrent_payloads and not self._closing:
-            payload = self._waiting.popleft()
+        now = self.loop.now()
+        ahead = [self._needs(payload.spec) for payload in self._queue]
+        ahead += [max(0.0, self._needs(payload.spec) - (now - self._began[payload])) for payload in self._running]
+        why = too_little_time(self._needs(spec), ahead, self.spec.max_concurrent_payloads, self._seconds_left())
+        if why is not None:
+            self.drain(why)
+            raise Closing(why)
+
+    def _claim(self, payload: Payload) -> Claim:
+        return claim_of(payload.spec, self.clusters.is_fresh(payload.spec), self._capacity())
+
+    def _capacity(self) -> Claim:
+        return capacity_of(self._machines())
+
+    def _pump(self) -> None:
+        """Start what may start now, in turn."""
+        self._return_the_late()
+        while self._closing is None:
+            claims = [self._claim(payload) for payload in self._running]
+            capacity, limit = self._capacity(), self.spec.max_concurrent_payloads
+            payload = self._queue.take(
+                lambda each: fits(self._claim(each), claims, capacity, limit),  # noqa: B023
+                lambda each: not self.clusters.waits(each.spec),
+            )
+            if payload is None:
+                break
             if not payload.ended:  # One that was cancelled in the queue is on its way out.
                 self._running.append(payload)
-                self._start(payload)
-        for place, payload in enumerate(list(self._waiting), 1):
-            if payload.place != place:
+                self._turns += 1
+                self._began[payload] = self.loop.now()
+                self._begin(payload)
+        for place, payload in enumerate(self._queue, 1):
+            if payload.place != place and not self.clusters.waits(payload.spec):
                 payload.place = place
                 payload.phase("queued", "place %d in the queue of the Ray cluster %s" % (place, self.spec.cluster_id))
 
-    def _start(self, payload: Payload) -> None:
+    def _return_the_late(self) -> None:
+        """Give those back that cannot end in time any more: they never started, and run elsewhere."""
+        left = self._seconds_left()
+        if self._late is not None:
+            self._late.cancel()
+        if left is None or not self._turns:
+            return
+        for payload in list(self._queue):
+            why = too_little_time(self._needs(payload.spec), [], 1, left)
+            if why is not None:
+                payload.end_early(End("returned", "the session gives the payload back unstarted: " + why))
+        if len(self._queue):
+            self._late = self.loop.call_later(_LATE_INTERVAL, self._pump)
+
+    def _begin(self, payload: Payload) -> None:
+        """Start a payload, once the cluster is there that serves it."""
+        if self.clusters.is_fresh(payload.spec):
+            payload.phase("cluster-start", "starting a Ray cluster of the payload's own on %s" % self._where())
+        self.clusters.serve(payload, lambda cluster: self._start(payload, cluster))
+
+    def _start(self, payload: Payload, cluster: Optional[RayCluster]) -> None:
         messages = self._scratch.join("messages-%s.jsonl" % payload.spec.nonce)
         payload.context = {
             "hostname": self.machine.hostname,
             "num_cpus": self.machine.num_cpus,
-            "warm": self._served > 1,
+            "warm": self._served > 1 and not self.clusters.is_fresh(payload.spec),
         }
         if self._allocation is not None:
             payload.context["allocation"] = self._allocation.facts()
-        if self.cluster is None:
-            return payload.start({}, messages, team=self._team)
-        payload.context.update(self.cluster.facts())
-        payload.start(self.cluster.environment, messages, self._scratch.ray_temp_dir, self._team)
+        for other in self._running:
+            if other is not payload and other.pid is not None:
+                other.companions.add(payload.spec.nonce)
+                payload.companions.add(other.spec.nonce)
+        if cluster is None:
+            return payload.start(Setting(messages, team=self._team, others=lambda: self._others(payload)))
+        payload.context.update(cluster.facts())
+        payload.start(
+            Setting(
+                messages,
+                ray_env=cluster.environment,
+                worker_env=self.spec.worker_env,
+                spill_dir=cluster.ray_temp_dir,
+                team=self._team,
+                others=lambda: self._others(payload),
+                audit=None if cluster is not self.cluster else self._leftovers.of(payload.spec.nonce),
+            )
+        )
+
+    def _others(self, payload: Payload) -> List[int]:
+        """The processes that, with all below them, are other payloads' own."""
+        drivers = [other.pid for other in self._running if other is not payload and other.pid is not None]
+        return drivers + self.clusters.others(payload)
 
     def _ended(self, payload: Payload) -> None:
         self.exit_code = payload.exit_code
         if self.spec.requeue and not payload.terminated:
             _take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
-        for where in (self._running, self._waiting):
-            if payload in where:
-                where.remove(payload)
+        if payload in self._running:
+            self._running.remove(payload)
+            took = self.loop.now() - self._began[payload]
+            self.durations[payload.spec.step] = max(took, self.durations.get(payload.spec.step, 0.0))
+        self._queue.remove(payload)
+        self._began.pop(payload, None)
+        self.clusters.release(payload)
         if not self._running:
             # With nothing running, an orphan is something that a payload left behind with another environment.
             processes.kill_orphans(keep=self.loop.children())
+            self._leftovers.look_when_idle(lambda: not self._running)
         self._pump()
         self._settle()
 
     def _settle(self) -> None:
         """With nothing to run: end, or wait for `idle_timeout`."""
-        if self._waiting or self._running:
+        if len(self._queue) or self._running:
             return
-        if self._closing or (self.spec.idle_timeout is None and self._served):
+        if self._closing is not None or (self.spec.idle_timeout is None and self._served):
             return self.loop.stop()
+        if self._draining is not None:
+            self.loop.call_later(_LAST_WORD, self.loop.stop)
+            return
         if self.spec.idle_timeout is not None:
             if self._idle is not None:
                 self._idle.cancel()
-            self._idle = self.loop.call_later(self.spec.idle_timeout, lambda: self.close(End("cancel")))
+            idle = End("cancel", "it was idle for %g s" % self.spec.idle_timeout)
+            self._idle = self.loop.call_later(self.spec.idle_timeout, lambda: self.close(idle))
 
     def _hear(self, member: Member, message: Dict[str, Any]) -> None:
-        if self.cluster is not None:
-            self.cluster.take(member, message)
+        self.clusters.take(member, message)
+        if message.get("event") == "lost":
+            self.loop.call_later(COMES_BACK, lambda: self._node_lost(member.name) if member.channel is None else None)
+
+    def _node_lost(self, name: str) -> None:
+        """Payloads go on without it; a session that is whole takes those that come."""
+        if self.spec.idle_timeout is not None:
+            self.drain("node %s is lost" % name)
 
     def _where(self) -> str:
         """The nodes, in words."""
@@ -259,32 +435,33 @@ class Supervisor:
 
     def _cluster_failed(self, error: ClusterError) -> None:
         assert self.cluster is not None
-        if self._closing:
+        if self._closing is not None:
             return  # It is going down with all else, as when Slurm signals every process of the job.
         for name, text in self.cluster.log_tails().items():
-            for payload in [*self._waiting, *self._running]:
+            for payload in self.payloads:
                 payload.keep_tail(name, text)
-        self.close(End(error.reason, str(error)), grace=_LOST_GRACE)
+        queued = End(error.reason, "the payload never started: " + str(error)) if self.cluster.ready else None
+        self.close(End(error.reason, str(error)), LOST_GRACE, queued)
 
     def _keep_fresh(self) -> None:
-        for payload in [*self._waiting, *self._running]:
+        for payload in self.payloads:
             payload.keep_fresh()
         self.loop.call_later(_FRESH_INTERVAL, self._keep_fresh)
 
     def _tell(self, phase: str, message: str) -> None:
-        for payload in [*self._waiting, *self._running]:
+        for payload in self.payloads:
             payload.phase(phase, message)
 
     def _interrupted(self, signum: int) -> None:
-        again = self._closing and self.loop.now() - self._closed_at > _SAME_SIGNAL
+        again = self._closing is not None and self.loop.now() - self._closed_at > _SAME_SIGNAL
         name = signal.Signals(signum).name
         self.close(End("terminated", "the runtime received %s" % name), grace=0 if again else None)
 
     def _abort(self, error: BaseException) -> None:
-        self._closing = True
+        self._closing = "it has a defect"
         said = " ".join(str(error).split())  # One line; where it happened is in the tail.
         end = End("runtime", type(error).__name__ + (": " + said if said else ""))
-        for payload in [*self._waiting, *self._running]:
+        for payload in self.payloads:
             with contextlib.suppress(Exception):  # What failed may be this very record.
                 payload.keep_tail("runtime traceback", tail_lines(traceback.format_exc()))
             payload.abandon(end)

@@ -18,6 +18,8 @@ _FAREWELL = 2.0
 """Seconds that the head's runtime outstays the work for the others; a node takes some milliseconds to tidy up."""
 _USAGE_TIMEOUT = 0.25
 """Seconds that the end of a run waits for the other nodes' figures."""
+_ABOUT = {"report": "measure", "end-ray": "ray"}
+"""The orders that end something, and the orders that began it."""
 
 
 class Member:
@@ -30,6 +32,11 @@ class Member:
         self.machine: Dict[str, Any] = {}
         self.orders: Dict[str, Message] = {}
         self.heard = 0.0
+
+    @property
+    def joined(self) -> bool:
+        """Whether it has been here, even if it is lost by now."""
+        return bool(self.machine)
 
     @property
     def hostname(self) -> str:
@@ -62,16 +69,26 @@ class Team:
         self._loop = loop
         self._log_path = log_path
         self._on_message = on_message
-        self._collecting: Optional[_Collection] = None
+        self._collecting: Dict[str, _Collection] = {}
         self._timer: Optional[Timer] = None
         self._door = Door(loop, key, ports, self._introduced)
         self._ping()
 
     def order(self, places: Iterable[int], **order: Any) -> None:
-        """Tell some nodes something, those too that join later; a later order with the same `op` replaces it."""
+        """Tell some nodes something, those too that join later; a later order about the same thing replaces it.
+
+        What an order is about: its `op`, and the cluster or the payload that it names. One that ends something stands until
+        the node says that it has obeyed, as it may not hear it at once.
+        """
+        slot = "%s %s" % (_ABOUT.get(order["op"], order["op"]), order.get("cluster") or order.get("id") or "")
         for place in places:
             member = self.members[place]
-            member.orders[order["op"]] = order
+            if order["op"] == "end-ray":
+                member.orders.pop("ready %s" % order["cluster"], None)
+            if order["op"] in _ABOUT and not member.joined:
+                member.orders.pop(slot, None)  # It never heard of what ends.
+                continue
+            member.orders[slot] = order
             if member.channel is not None:
                 member.channel.send(**order)
 
@@ -83,20 +100,21 @@ class Team:
         """The end of what a node's runtime had to say, from the file system that all nodes share."""
         return tail_file(self._log_path(member.node_id), lines=15)
 
-    def measure(self) -> None:
-        """Begin to measure on all nodes."""
-        self.order(self.members, op="measure")
+    def measure(self, nonce: str) -> None:
+        """Begin to measure on all nodes, for one payload."""
+        self.order(self.members, op="measure", id=nonce)
 
-    def collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
-        """End the measuring and hand over the figures by hostname; of those that answer soon."""
-        for member in self.members.values():
-            member.orders.pop("measure", None)
-        asked = [member for member in self.members.values() if member.channel is not None]
-        self._collecting = _Collection({member.node_id for member in asked}, done)
-        for member in asked:
-            assert member.channel is not None
-            member.channel.send(op="report")
-        self._loop.call_later(_USAGE_TIMEOUT if asked else 0.0, self._collecting.finish)
+    def collect(self, nonce: str, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
+        """End the measuring for a payload and hand over the figures by hostname; of those that answer soon."""
+        asked = {member.node_id for member in self.members.values() if member.channel is not None}
+
+        def collected(figures: Dict[str, Dict[str, Any]]) -> None:
+            del self._collecting[nonce]
+            done(figures)
+
+        self._collecting[nonce] = collection = _Collection(asked, collected)
+        self.order(self.members, op="report", id=nonce)
+        self._loop.call_later(_USAGE_TIMEOUT if asked else 0.0, collection.finish)
 
     def dismiss(self) -> None:
         """Send everybody home."""
@@ -119,7 +137,7 @@ class Team:
         member = self.members.get(int(message.get("node_id", 0)))
         if member is None:
             return channel.close()
-        again = member.channel is not None or bool(member.machine)
+        again = member.channel is not None or member.joined
         if member.channel is not None:
             member.channel.close()  # It came back before its loss was noticed here.
         member.channel, member.machine = channel, message.get("machine", {})
@@ -137,8 +155,12 @@ class Team:
         if event == "pong":
             return
         if event == "usage":
-            if self._collecting is not None:
-                self._collecting.take(member, message["usage"])
+            member.orders.pop("measure %s" % message["id"], None)
+            if message["id"] in self._collecting and message["usage"] is not None:
+                self._collecting[message["id"]].take(member, message["usage"])
+            return
+        if event == "ended":
+            member.orders.pop("ray %s" % message["cluster"], None)
             return
         self._on_message(member, message)
 

@@ -10,7 +10,7 @@ import os
 import subprocess
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any, Dict, Iterable, List, Mapping, Optional
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
 
 from . import processes
 from .loop import Loop, Timer
@@ -93,13 +93,14 @@ class Sampler:
     Args:
         loop: where the timers run.
         spill_dir: Ray's temporary directory, whose spilled objects are counted; None without Ray.
+        others: the processes that, with all below them, are other payloads' own.
     """
 
-    def __init__(self, loop: Loop, spill_dir: Optional[str] = None) -> None:
+    def __init__(self, loop: Loop, spill_dir: Optional[str] = None, others: Callable[[], Iterable[int]] = lambda: ()) -> None:
         self._loop = loop
         self._spill_dir = spill_dir
-        below = {process.pid: process for process in processes.descendants(os.getpid())}
-        self.meter = Meter(below, time.monotonic())
+        self._others = others
+        self.meter = Meter({process.pid: process for process in self._seen()}, time.monotonic())
         self._stopped = False
         self._pause = _FIRST
         self._timer = loop.call_later(self._pause, self._sample)
@@ -109,7 +110,7 @@ class Sampler:
         """Take the last sample, and the ended payload's own figures on the node where it ran."""
         self.cancel()
         now = time.monotonic()
-        below = processes.descendants(os.getpid())
+        below = self._seen()
         self.meter.add(now, below, memory_of(below))
         if pid is not None:
             self.meter.settle(now, pid, rusage.ru_utime + rusage.ru_stime)
@@ -125,11 +126,19 @@ class Sampler:
             self._gpu_timer.cancel()
 
     def _sample(self) -> None:
-        below = processes.descendants(os.getpid())
+        below = self._seen()
         self.meter.add(time.monotonic(), below, memory_of(below))
         self._count_spilled()
         self._pause = min(self._pause * _GROWTH, _LONGEST)
         self._timer = self._loop.call_later(self._pause, self._sample)
+
+    def _seen(self) -> List[Process]:
+        """The processes that count."""
+        everything = processes.table()
+        skipped = set(self._others())
+        for root in list(skipped):
+            skipped.update(process.pid for process in processes.descendants(root, everything))
+        return [process for process in processes.descendants(os.getpid(), everything) if process.pid not in skipped]
 
     def _count_spilled(self) -> None:
         if self._spill_dir:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import sys
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
-from . import machine, processes, scratch
+from . import machine, processes
 from .allocation import Allocation
-from .channel import Channel, Message, derive
+from .channel import Channel, Message
 from .cluster import node_address
+from .clusters import asks_for_gpus, clear_away, token_of, worker_env_of
+from .corner import Corners
 from .loop import Loop
 from .ray_start import ClusterError, RayStart
-from .spec import RuntimeSpec
+from .scratch import Scratch
+from .spec import RaySpec, RuntimeSpec, from_json
 from .team import PING_INTERVAL, SILENCE
 from .usage import Sampler
 
@@ -24,6 +28,14 @@ _INTRODUCTION = 3.0
 """Seconds in which the head must prove itself; something else may listen on the port."""
 _FIRST_WORD = 600.0
 """Seconds until a head that was never reached is given up; it ends the step long before, after its own deadline."""
+
+
+class _Joined(NamedTuple):
+    """A cluster that this node belongs to."""
+
+    attempt: int
+    ray: RayStart
+    place: Scratch
 
 
 class Worker:
@@ -42,7 +54,7 @@ class Worker:
         loop: Loop,
         spec: RuntimeSpec,
         allocation: Allocation,
-        private: scratch.Scratch,
+        private: Scratch,
         on_joined: Callable[[], None] = lambda: None,
     ) -> None:
         assert spec.control_key is not None
@@ -52,10 +64,10 @@ class Worker:
         self._allocation = allocation
         self._scratch = private
         self._on_joined = on_joined
-        self._machine = machine.detect(with_gpus=spec.ray is not None or bool(spec.asked_gpus))
-        self._ray: Optional[RayStart] = None
-        self._attempt = 0
-        self._sampler: Optional[Sampler] = None
+        self._machine = machine.detect(with_gpus=asks_for_gpus(spec))
+        self._clusters: Dict[str, _Joined] = {}
+        self._corners = Corners(private)
+        self._samplers: Dict[str, Sampler] = {}
         self._channel: Optional[Channel] = None
         self._heard = loop.now()
         self._parent = os.getppid()
@@ -74,8 +86,8 @@ class Worker:
             self._watch()
             self._loop.run()
         finally:
-            if self._ray is not None:
-                self._ray.end()
+            for joined in self._clusters.values():
+                joined.ray.end()
             processes.kill_descendants(os.getpid(), collect=self._loop.reap)
             self._scratch.remove()
 
@@ -146,47 +158,81 @@ class Worker:
             self._send(event="pong")
         elif op == "ray":
             self._start_ray(message)
-        elif op == "ready" and self._ray is not None and message["attempt"] == self._attempt:
-            self._ray.ready = True
-        elif op == "measure" and self._sampler is None:
-            self._sampler = Sampler(self._loop, self._scratch.ray_temp_dir)
-        elif op == "report" and self._sampler is not None:
-            sampler, self._sampler = self._sampler, None
-            self._send(event="usage", usage=sampler.stop())
+        elif op == "ready":
+            joined = self._clusters.get(message.get("cluster", ""))
+            if joined is not None and message["attempt"] == joined.attempt:
+                joined.ray.ready = True
+        elif op == "end-ray":
+            self._end_ray(message["cluster"])
+            self._send(event="ended", cluster=message["cluster"])
+        elif op == "measure" and message["id"] not in self._samplers:
+            self._measure(message["id"])
+        elif op == "report":
+            sampler = self._samplers.pop(message["id"], None)
+            self._send(event="usage", id=message["id"], usage=None if sampler is None else sampler.stop())
         elif op == "stop":
             self._loop.stop()
 
+    def _measure(self, nonce: str) -> None:
+        """Measure what all of Ray on this node uses, but for clusters that are another payload's own."""
+
+        def not_mine() -> List[int]:
+            others = [joined.ray.pid for key, joined in self._clusters.items() if key and key != nonce]
+            return [pid for pid in others if pid is not None]
+
+        own = self._clusters.get(nonce) or self._clusters.get("")
+        where = self._scratch.ray_temp_dir if own is None else own.place.ray_temp_dir
+        self._samplers[nonce] = Sampler(self._loop, where, not_mine)
+
     def _start_ray(self, order: Message) -> None:
         """Start Ray, or start it anew for a head that had to take another port; after a reconnection it runs already."""
-        if order["attempt"] == self._attempt:
+        key, attempt = str(order.get("cluster", "")), int(order["attempt"])
+        before = self._clusters.get(key)
+        if before is not None and before.attempt == attempt:
             return
-        self._attempt = attempt = int(order["attempt"])
-        assert self._spec.ray is not None
-        if self._ray is not None:
-            self._ray.end()
-            os.unlink(self._ray.token_path)
+        spec = from_json(RaySpec, json.dumps(order["ray"])) if key else self._spec.ray
+        assert spec is not None
+        named = {"cluster": key} if key else {}
 
-        def failed(error: ClusterError) -> None:
-            assert self._ray is not None
+        def failed(error: ClusterError, tails: Optional[Dict[str, str]] = None) -> None:
             self._say(str(error))
-            self._send(event="failed", attempt=attempt, reason=error.reason, message=str(error), tails=self._ray.log_tails())
+            tails = ray.log_tails() if tails is None else tails
+            self._send(event="failed", attempt=attempt, reason=error.reason, message=str(error), tails=tails, **named)
 
-        self._ray = RayStart(
+        place: Scratch = self._scratch
+        if before is not None:
+            before.ray.end()
+            os.unlink(before.ray.token_path)
+            place = before.place
+        elif key:
+            try:
+                place = self._corners.take()
+            except OSError as error:
+                return failed(ClusterError("cluster-start", "node %s: %s" % (self._machine.hostname, error)), {})
+        ray = RayStart(
             self._loop,
-            self._spec.ray,
+            spec,
             self._machine,
-            self._scratch,
-            derive(self._key, "ray-token"),
+            place,
+            token_of(self._key, key),
             int(order["nodes"]),
             lambda *_: None,
             lambda *_: None,
             failed,
             lambda *said: self._say(said[1]),
+            worker_env_of(self._spec, key),
         )
+        self._clusters[key] = _Joined(attempt, ray, place)
         try:
-            self._ray.start(node_address(self._spec.ray, order["gcs"]), order["gcs"])
+            ray.start(node_address(spec, order["gcs"]), order["gcs"])
         except ClusterError as error:
             failed(error)
+
+    def _end_ray(self, key: str) -> None:
+        joined = self._clusters.pop(key, None)
+        if joined is not None:
+            joined.ray.end()
+            clear_away(self._loop, joined.place, key)
 
     def _send(self, **message: Any) -> None:
         if self._channel is not None and self._channel.proved:

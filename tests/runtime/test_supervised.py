@@ -30,7 +30,7 @@ runner = supervisor.Supervisor(loop, RuntimeSpec("c", None), scratch.Scratch())
 
 def supervised(run_dir: Path, program: str, argv: list[str], **env: str) -> tuple[list[dict[str, Any]], str]:
     """The records of a payload whose runtime is a program, and what that program says."""
-    (run_dir / PAYLOAD).write_text(to_json(PayloadSpec(argv=argv, nonce="n", grace_period=1.0)))
+    (run_dir / PAYLOAD).write_text(to_json(PayloadSpec(argv=argv, nonce="n", grace_period=1.0, uses_ray=True)))
     command = [sys.executable, "-c", BEGIN + textwrap.dedent(program), str(run_dir)]
     said = subprocess.run(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True, timeout=60).stderr
     return LineReader().feed((run_dir / JOURNAL).read_bytes()), said
@@ -49,17 +49,19 @@ def squeue(tmp_path: Path) -> str:
 WARN = """
 class Cluster:
     ready = False
+    ray_temp_dir = pid = None
     def start(self, *_): pass
-    def stop(self): pass
+    def end(self): pass
+    def audit(self, _, done): done(None)
     def facts(self): return {}
     environment = {}
-runner.cluster = Cluster()
+runner.clusters.warm = Cluster()
 payload = runner.submit(run_dir)
 limit = time_limit.TimeLimit(loop, "12")
 time_limit.warn_payloads(limit, 60, %r, lambda: [payload])
 limit.start()
 def up():
-    runner.cluster.ready = True
+    runner.clusters.warm.ready = True
     runner._pump()
 loop.call_later(%g, up)
 runner.run()

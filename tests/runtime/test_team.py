@@ -273,12 +273,12 @@ def test_figures_of_those_that_answer(head: Head) -> None:
     one, taken, _ = head.worker(node_id=1)
     two, _, _ = head.worker(node_id=2)
     head.until(lambda: len(head.heard) == 2)
-    head.team.measure()
-    head.until(lambda: {"op": "measure"} in taken)
+    head.team.measure("p")
+    head.until(lambda: {"op": "measure", "id": "p"} in taken)
     figures: list[dict[str, Any]] = []
-    head.team.collect(figures.append)
-    head.until(lambda: {"op": "report"} in taken)
-    one.send(event="usage", usage={"cpu_seconds": 1})
+    head.team.collect("p", figures.append)
+    head.until(lambda: {"op": "report", "id": "p"} in taken)
+    one.send(event="usage", id="p", usage={"cpu_seconds": 1})
     head.until(lambda: figures)  # Without the other one, which does not answer.
     assert figures == [{"host1": {"cpu_seconds": 1}}]  # By the name that Ray's table of nodes has, too.
     one.close()
@@ -293,10 +293,10 @@ def test_figures_of_nodes_that_are_one_host(head: Head) -> None:
     for member, hostname in zip(head.team.members.values(), (socket.gethostname(), "other"), strict=True):
         member.machine = {"hostname": hostname}
     figures: list[dict[str, Any]] = []
-    head.team.collect(figures.append)
-    one.send(event="usage", usage={"cpu_seconds": 1})
-    one.send(event="usage", usage={"cpu_seconds": 7})
-    two.send(event="usage", usage={"cpu_seconds": 2})
+    head.team.collect("p", figures.append)
+    one.send(event="usage", id="p", usage={"cpu_seconds": 1})
+    one.send(event="usage", id="p", usage={"cpu_seconds": 7})
+    two.send(event="usage", id="p", usage={"cpu_seconds": 2})
     head.until(lambda: figures)
     assert figures == [{"n2": {"cpu_seconds": 1}, "other": {"cpu_seconds": 2}}]
     one.close()

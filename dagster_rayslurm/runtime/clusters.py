@@ -1,0 +1,185 @@
+"""Which cluster serves which payload: the one that is kept warm, a fresh one of its own, or none."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Callable, Dict, List, Mapping, Optional
+
+from . import processes
+from .channel import derive
+from .cluster import RayCluster
+from .corner import Corner, Corners
+from .footprint import ray_footprint, runtime_footprint
+from .loop import Loop
+from .machine import Machine
+from .payload import End, Payload
+from .ray_start import ClusterError
+from .scratch import Scratch
+from .spec import PayloadSpec, RuntimeSpec
+from .team import Member, Team
+
+LOST_GRACE = 1.0
+"""Seconds a payload gets after its cluster is lost: `ray.init` would hang for 40 s and more (Ray 2.60)."""
+
+_CLUSTER_MARK = "RAYSLURM_CLUSTER"
+"""Variable that all processes of a fresh cluster inherit: some of them may leave the tree that is below `ray start`."""
+
+_DYING = 0.5
+"""Seconds that killed processes get to be gone before their directories are."""
+
+
+def asks_for_gpus(spec: RuntimeSpec) -> bool:
+    """Whether payloads of this runtime may want GPUs: it takes its time to look for them."""
+    return spec.ray is not None or bool(spec.asked_gpus) or (spec.idle_timeout is not None and spec.control_key is not None)
+
+
+def token_of(control_key: Optional[str], key: str) -> str:
+    """The secret of a cluster: made from that of the allocation, so that its nodes need not tell each other."""
+    if control_key is None:
+        return os.urandom(32).hex()
+    return derive(control_key, "ray-token:" + key if key else "ray-token")
+
+
+def worker_env_of(spec: RuntimeSpec, key: str) -> Mapping[str, str]:
+    """The variables that Ray's daemons of a cluster get."""
+    return {**spec.worker_env, _CLUSTER_MARK: key} if key else spec.worker_env
+
+
+def clear_away(loop: Loop, place: Scratch, key: str) -> None:
+    """Remove what a fresh cluster leaves on this node, once its processes have died; those included that got away."""
+
+    def clear() -> None:
+        mark = "%s=%s" % (_CLUSTER_MARK, key)
+        below = [process.pid for process in processes.descendants(os.getpid())]
+        processes.kill_all(pid for pid in below if processes.has_environment(pid, mark))
+        place.remove()
+
+    loop.call_later(_DYING, clear)
+
+
+class Clusters:
+    """The clusters whose head is on this node.
+
+    Args:
+        loop: where everything happens.
+        spec: the runtime; it keeps a cluster warm if there is one in it.
+        machine: what this node grants.
+        private: scratch directory of the runtime.
+        on_ready: called when the warm cluster is complete.
+        on_failed: called when the warm cluster does not start or is lost.
+        on_phase: told what becomes of the warm cluster.
+        on_node_lost: called with the name of a node that a cluster has lost.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        spec: RuntimeSpec,
+        machine: Machine,
+        private: Scratch,
+        on_ready: Callable[[], None],
+        on_failed: Callable[[ClusterError], None],
+        on_phase: Callable[[str, str], None],
+        on_node_lost: Callable[[str], None],
+    ) -> None:
+        self._loop = loop
+        self._spec = spec
+        self._machine = machine
+        self._on_node_lost = on_node_lost
+        self._corners = Corners(private)
+        self._fresh: Dict[str, _Fresh] = {}
+        self._team: Optional[Team] = None
+        self._address: Optional[str] = None
+        self.warm: Optional[RayCluster] = None
+        if spec.ray is not None:
+            self.warm = RayCluster(
+                loop,
+                spec.ray,
+                runtime_footprint(spec),
+                machine,
+                private,
+                token_of(spec.control_key, ""),
+                on_ready,
+                on_failed,
+                on_phase,
+                on_node_lost,
+                worker_env=worker_env_of(spec, ""),
+            )
+
+    def start(self, team: Optional[Team], address: Optional[str]) -> None:
+        """Begin to start the warm cluster; fresh ones will have the same nodes and address."""
+        self._team, self._address = team, address
+        if self.warm is not None:
+            self.warm.start(team, address)
+
+    def waits(self, spec: PayloadSpec) -> bool:
+        """Whether a payload cannot start before the warm cluster is up."""
+        return self.warm is not None and spec.uses_ray and not self.warm.ready
+
+    def is_fresh(self, spec: PayloadSpec) -> bool:
+        """Whether a payload gets a cluster of its own."""
+        return self.warm is None and spec.ray is not None
+
+    def serve(self, payload: Payload, start: Callable[[Optional[RayCluster]], None]) -> None:
+        """Call `start` with the payload's cluster, once it is up; a cluster that fails ends the payload instead."""
+        if not self.is_fresh(payload.spec):
+            return start(self.warm if payload.spec.uses_ray else None)
+        assert payload.spec.ray is not None
+        key = payload.spec.nonce
+        try:
+            corner = self._corners.take()
+        except OSError as error:
+            return payload.end_early(End("cluster-start", "no directory for its cluster: %s" % error))
+
+        def failed(error: ClusterError) -> None:
+            for name, text in cluster.log_tails().items():
+                payload.keep_tail(name, text)
+            payload.end_early(End(error.reason, str(error)), LOST_GRACE)
+
+        cluster = RayCluster(
+            self._loop,
+            payload.spec.ray,
+            ray_footprint(payload.spec.ray),
+            self._machine,
+            corner,
+            token_of(self._spec.control_key, key),
+            lambda: None if payload.ended else start(cluster),
+            failed,
+            payload.phase,
+            self._on_node_lost,
+            key,
+            worker_env_of(self._spec, key),
+        )
+        self._fresh[key] = _Fresh(cluster, corner)
+        cluster.start(self._team, self._address)
+
+    def release(self, payload: Payload) -> None:
+        """End the cluster of a payload that has ended, on all nodes, if it was its own."""
+        fresh = self._fresh.pop(payload.spec.nonce, None)
+        if fresh is not None:
+            fresh.cluster.stop()
+            clear_away(self._loop, fresh.corner, payload.spec.nonce)
+
+    def others(self, payload: Payload) -> List[int]:
+        """The processes of clusters that are other payloads' own."""
+        pids = [fresh.cluster.pid for nonce, fresh in self._fresh.items() if nonce != payload.spec.nonce]
+        return [pid for pid in pids if pid is not None]
+
+    def take(self, member: Member, message: Dict[str, Any]) -> None:
+        """Pass on what another node says to the clusters that it concerns."""
+        warm = [] if self.warm is None else [self.warm]
+        for cluster in [*warm, *(fresh.cluster for fresh in self._fresh.values())]:
+            cluster.take(member, message)
+
+    def stop(self) -> None:
+        """End every process of Ray on this node at once."""
+        if self.warm is not None:
+            self.warm.end()
+        for fresh in self._fresh.values():
+            fresh.cluster.end()
+
+
+class _Fresh:
+    def __init__(self, cluster: RayCluster, corner: Corner) -> None:
+        self.cluster = cluster
+        self.corner = corner
