@@ -20,9 +20,10 @@ from ..connections.local import LocalConnection
 from ..environments import Interpreter
 from ..errors import StartError
 from ..follow import Evidence
-from ..plan import fingerprint
+from ..plan import Plan, fingerprint
 from ..runtime.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
 from ..runtime.spec import RaySpec, RuntimeSpec
+from ..runtime.workspace import shared_variables
 from . import run_end
 from .process import reap_later, runtime_command, start_process
 from .rundir import Layout, write_runtime_spec
@@ -130,7 +131,7 @@ def session_name(config: SessionConfig, run_id: str) -> str:
 
 
 def submit(
-    layout: Layout, interpreter: Interpreter, ray: RaySpec, config: SessionConfig, run_id: str, run_dir: str, log: Any
+    layout: Layout, interpreter: Interpreter, plan: Plan, config: SessionConfig, run_id: str, run_dir: str, log: Any
 ) -> SharedRuntime:
     """Hand a payload to the session that fits, starting it if there is none.
 
@@ -138,6 +139,8 @@ def submit(
         StartError: no session can be had, or `on_misfit="error"` and one of this name has another cluster.
         OSError: the session directory cannot be written.
     """
+    ray = plan.ray
+    assert ray is not None
     name = session_name(config, run_id)
     directory = layout.sessions / f"{name}-{session_fingerprint(ray, interpreter)}"
     if config.on_misfit == "error":
@@ -153,7 +156,7 @@ def submit(
     }
     refused = ""
     for _ in range(_ATTEMPTS):
-        announced = _announced(directory) or _start(layout, interpreter, ray, config, directory)
+        announced = _announced(directory) or _start(layout, interpreter, plan, config, directory)
         try:
             client = SessionClient(announced["socket"])
         except OSError:
@@ -212,6 +215,21 @@ def stop(layout: Layout, cluster_id: str) -> bool:
     return False
 
 
+def living(layout: Layout) -> list[tuple[Path, dict[str, Any]]]:
+    """The directories of sessions that listen, and what they announce."""
+    found = ((directory, _announced(directory)) for directory in sorted(_directories(layout)))
+    return [(directory, announced) for directory, announced in found if announced is not None]
+
+
+def describe(directory: Path, announced: dict[str, Any]) -> dict[str, Any]:
+    """What a session says of itself now.
+
+    Raises:
+        StartError: it does not answer.
+    """
+    return _ask(directory, announced, op="describe")
+
+
 def end_directory(directory: Path) -> None:
     """End the session of a directory, if there is one, and wait until it is gone.
 
@@ -238,14 +256,20 @@ def _stop(directory: Path, announced: dict[str, Any]) -> None:
     Raises:
         StartError: it does not answer.
     """
+    _ask(directory, announced, op="stop")
+
+
+def _ask(directory: Path, announced: dict[str, Any], **request: Any) -> dict[str, Any]:
     try:
         client = SessionClient(announced["socket"])
-        client.ask(op="stop")
-        client.close()
+        try:
+            return client.ask(**request)
+        finally:
+            client.close()
     except TimeoutError:
         raise StartError("runtime", _stalled(directory, announced)) from None
     except OSError:
-        return
+        return {"ok": False, "error": "gone"}
 
 
 def _directories(layout: Layout) -> list[Path]:
@@ -281,7 +305,7 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def _start(layout: Layout, interpreter: Interpreter, ray: RaySpec, config: SessionConfig, directory: Path) -> dict[str, Any]:
+def _start(layout: Layout, interpreter: Interpreter, plan: Plan, config: SessionConfig, directory: Path) -> dict[str, Any]:
     """Start a session unless somebody else just did, and wait until it listens."""
     with _locked(directory):
         announced = _announced(directory)
@@ -289,9 +313,11 @@ def _start(layout: Layout, interpreter: Interpreter, ray: RaySpec, config: Sessi
             return announced
         spec = RuntimeSpec(
             cluster_id=f"local-{secrets.token_hex(4)}",
-            ray=ray,
+            ray=plan.ray,
             idle_timeout=config.idle_timeout,
             max_concurrent_payloads=config.max_concurrent_payloads,
+            worker_env=shared_variables(plan.payload),
+            preload=plan.payload.preload,
         )
         write_runtime_spec(LocalConnection(), str(directory), spec)
         LocalConnection().remove(str(directory / SESSION))

@@ -6,6 +6,9 @@ import os
 import secrets
 
 from ..connections.base import Connection
+from ..runtime.record import EXIT, SESSION
+from ..slurm.submit import JOB_ID
+from ..slurm.surroundings import CLEAN
 
 _DAY = 1440
 """Minutes after which something that should have had its final name by then is a leftover."""
@@ -46,6 +49,39 @@ retire() {
 for name in $(list runs '[A-Za-z0-9_.-]+-[0-9a-f]{12}' -type d -mmin "+$age"); do
     recent "runs/$name" -maxdepth 1 -name '*.json*' || { remove "runs/$name" && echo "runs/$name"; }
 done
+in_queue() {
+    kept_variables=
+@CLEAN@
+    squeue --me --all --noheader --states=all --format=%A
+}
+queue=
+over() {
+    if [ -s "$1/@EXIT@" ]; then return; fi
+    job=$(head -n 1 -- "$1/@JOB_ID@" 2>/dev/null)
+    if [ -z "$job" ]; then job=$(sed -nE 's/.*"job_id": *"?([0-9]+).*/\\1/p' "$1/@SESSION@" 2>/dev/null); fi
+    if [ -z "$job" ]; then return; fi
+    if [ -z "$queue" ]; then queue=$(in_queue 2>/dev/null) && queue=" $(echo $queue) " || queue=unknown; fi
+    case $queue in unknown|*" $job "*) return 1 ;; esac
+}
+keys='[A-Za-z0-9_.-]+-[0-9a-f]{12}'
+for name in $(list sessions "$keys" -type d); do
+    newest=0 old= all=yes
+    for number in $(list "sessions/$name" '[1-9][0-9]{0,8}' -type d); do
+        if [ "$number" -gt "$newest" ]; then newest=$number; fi
+        where=sessions/$name/$number
+        if recent "$where" -maxdepth 2 || ! over "$where"; then all=no; else old="$old $number"; fi
+    done
+    # Numbers begin anew only when nobody has looked for a session of this name for as long.
+    if [ "$newest" -gt 0 ] && [ "$all" = yes ] && ! recent "sessions/$name" -maxdepth 1; then
+        retire sessions "$name"
+        continue
+    fi
+    for number in $old; do
+        if [ "$number" -lt "$newest" ] && mv -T -- "sessions/$name/$number" "sessions/$name/$grave"; then
+            remove "sessions/$name/$grave" && echo "sessions/$name/$number"
+        fi
+    done
+done
 used=unknown
 for place in bundles runtime; do
     case $place in
@@ -54,8 +90,11 @@ for place in bundles runtime; do
     esac
     for name in $(list "$place" "$form" -mmin "+$age"); do
         if [ "$used" = unknown ]; then
-            used=$(find -H runs -mindepth 2 -maxdepth 2 -type f '(' -name '*.json' -o -name '*.sh' ')' \
-                -exec grep -ohE '(bundles|runtime)/[A-Za-z0-9_.-]+' -- {} + 2>/dev/null)
+            used=$(for each in 2:runs 3:sessions; do
+                depth=${each%%:*}
+                find -H "${each#?:}" -mindepth "$depth" -maxdepth "$depth" -type f '(' -name '*.json' -o -name '*.sh' ')' \
+                    -exec grep -ohE '(bundles|runtime)/[A-Za-z0-9_.-]+' -- {} + 2>/dev/null
+            done)
         fi
         case $used in
         *"$place/$name"*) ;;
@@ -64,7 +103,7 @@ for place in bundles runtime; do
     done
 done
 for name in $(list environments '[0-9a-f]{32}' -type f -mmin "+$age"); do rm -f -- "environments/$name"; done
-for place in bundles runtime environments queue runs; do
+for place in bundles runtime environments queue runs sessions $(list sessions "$keys" -type d -printf 'sessions/'); do
     for name in $(list "$place" '\\.rs-[0-9a-f]{16}\\.[a-z]+' -cmin "+$leftover"); do
         remove "$place/$name" && echo "$place/$name"
     done
@@ -72,15 +111,18 @@ done
 for name in $(list queue 'claim-[0-9]+' -type d -cmin "+$leftover"); do rmdir -- "queue/$name"; done
 : >.swept
 """
+for _word, _text in (("@CLEAN@", CLEAN), ("@EXIT@", EXIT), ("@JOB_ID@", JOB_ID), ("@SESSION@", SESSION)):
+    _SWEEP = _SWEEP.replace(_word, _text)
 
 
 def sweep_remote(
     connection: Connection, base: str, retention_days: float, *, every_minutes: int = 60, timeout: float = 600.0
 ) -> list[str]:
-    """Remove what nobody touched for a while: run directories, bundles, runtimes; and leftovers of what was killed.
+    """Remove what nobody touched for a while: run directories, sessions, bundles, runtimes; and leftovers of what was killed.
 
-    A bundle or runtime stays while a run directory names it. Nothing is done if any process on any machine did it lately,
-    or is at it. One that was broken off is followed by the next.
+    A session stays while its job may be there; its newest directory, which makes the next one's number, for as long as
+    anybody looks for it. A bundle or runtime stays while a run or session names it. Nothing is done if any process on any
+    machine did it lately, or is at it. One that was broken off is followed by the next.
 
     Args:
         connection: how to reach the cluster.

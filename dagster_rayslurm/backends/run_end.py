@@ -25,8 +25,8 @@ from ..connections.base import ConnectionFailed
 from ..errors import StartError
 from . import run_end_watcher
 from .process import reap_later
-from .rundir import Layout
 from .run_end_watcher import start_time
+from .rundir import WATCH_LOG, Layout
 
 _RUN_IS_HERE = ("dagster._core.execution.api", "job_execution_iterator")
 _STEP_IS_HERE = ("dagster._core.executor.child_process_executor", "_execute_command_in_child_process")
@@ -138,7 +138,7 @@ def _start(home: Layout, run_id: str, process: RunProcess, session: Mapping[str,
             "started": process.started,
             "path": [path for path in sys.path if path],
             "lock": str(lock),
-            "log": f"{lock}.log",
+            "log": str(lock.with_suffix(WATCH_LOG)),
             "session": session,
         }
         watcher = subprocess.Popen(
@@ -234,11 +234,10 @@ def _end(session: Mapping[str, Any]) -> None:
         return end_directory(Path(session["base"]) / "sessions" / session["key"])
     from ..connections.config import SSHConnectionResource
     from ..connections.shared import connection_to
-    from ..slurm.commands import slurm_commands
-    from .session_end import end_sessions
+    from .session_listing import end_sessions
 
     ssh = None if session["ssh"] is None else SSHConnectionResource(**session["ssh"])
-    end_sessions(slurm_commands(connection_to(ssh)), session["base"], session["key"])
+    end_sessions(connection_to(ssh), session["base"], session["key"])
 
 
 # A forked child is not the run.

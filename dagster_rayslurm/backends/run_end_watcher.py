@@ -1,7 +1,8 @@
-"""Waits for the end of a Dagster run and then ends its session: `python -I -S FILE`, with its order as JSON on the standard input.
+"""Waits for the end of a Dagster run and then ends its session: `python -I -S FILE`.
 
-While it waits it is a bare interpreter (about 10 MB); only then does it import the package. A line after the order says
-that the run has ended although its process goes on; the end of the input says nothing.
+It reads its order as JSON from its standard input. While it waits it is a bare interpreter (about 10 MB); only then does
+it import the package. A line after the order says that the run has ended although its process goes on; the end of the
+input says nothing.
 """
 
 import json
@@ -11,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+import types
 
 _POLL = 1.0
 """Seconds between two looks at the process where the kernel does not tell of its end (before Linux 5.3, macOS)."""
@@ -23,7 +25,7 @@ def start_time(pid: int) -> "str | None":
     the last parenthesis.
     """
     try:
-        with open("/proc/%d/stat" % pid, "rb") as file:
+        with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
         return None if fields[0] in b"ZX" else fields[19].decode()
     except (OSError, IndexError):
@@ -79,21 +81,22 @@ def main() -> None:
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: None)
     order = json.loads(read_line(0))
-    try:
-        os.chdir("/")
-        wait(order["pid"], order["started"], 0)
-        import site
 
-        site.main()  # As at a usual start, without `-S`.
-        sys.path[:] = [*order["path"], *(path for path in sys.path if path not in order["path"])]
-        from dagster_rayslurm.backends.run_end import end_session
-
-        end_session(order["session"])
-        os.unlink(order["lock"])
-    except BaseException:
+    def complain(kind: "type[BaseException]", error: BaseException, trace: "types.TracebackType | None") -> None:
         with open(order["log"], "a", encoding="utf-8") as log:
-            log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + traceback.format_exc())
-        raise SystemExit(1) from None
+            log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + "".join(traceback.format_exception(kind, error, trace)))
+
+    sys.excepthook = complain
+    os.chdir("/")
+    wait(order["pid"], order["started"], 0)
+    import site
+
+    site.main()  # As at a usual start, without `-S`.
+    sys.path[:] = [*order["path"], *(path for path in sys.path if path not in order["path"])]
+    from dagster_rayslurm.backends.run_end import end_session
+
+    end_session(order["session"])
+    os.unlink(order["lock"])
 
 
 if __name__ == "__main__":

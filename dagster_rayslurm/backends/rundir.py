@@ -17,6 +17,9 @@ from ..plan import Plan
 from ..runtime.record import CONTEXT, JOURNAL, PAYLOAD, RUNTIME, SECRETS, SESSION, STDIO
 from ..runtime.spec import RuntimeSpec, to_json
 
+WATCH_LOG = ".watch.log"
+"""How the name of a file ends in which a session that could not be ended with its run is complained of."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -92,9 +95,10 @@ def write_runtime_spec(connection: Connection, directory: str, spec: RuntimeSpec
 
 
 def sweep_old(layout: Layout, retention_days: float) -> list[Path]:
-    """Remove run directories, outputs and dead sessions that nobody touched for a while.
+    """Remove run directories, outputs and dead sessions of this machine that nobody touched for a while.
 
-    A runtime touches the directories of its payloads every few minutes, and an announced session is left alone.
+    A runtime touches the directories of its payloads every few minutes, and an announced session is left alone. Sessions
+    of a cluster that has the same base directory have numbered directories of their own, see `sweep_remote`.
 
     Returns:
         What was removed.
@@ -104,9 +108,19 @@ def sweep_old(layout: Layout, retention_days: float) -> list[Path]:
     for entry in [*layout.runs.glob("*"), *layout.outputs.glob("*"), *layout.sessions.glob("*")]:
         try:
             newest = max(path.stat().st_mtime for path in (entry, *entry.glob("*.json*")))
-            if entry.is_dir() and newest < oldest and not (entry / SESSION).exists():
+            if newest >= oldest or (entry / SESSION).exists() or (entry.parent == layout.sessions and _is_numbered(entry)):
+                continue
+            if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
-                removed.append(entry)
+            elif entry.name.endswith(WATCH_LOG):
+                entry.unlink()
+            else:
+                continue
+            removed.append(entry)
         except FileNotFoundError:
             continue  # Another process sweeps as well.
     return removed
+
+
+def _is_numbered(directory: Path) -> bool:
+    return any(path.name.isdecimal() for path in directory.glob("*"))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm.archive import runtime_name
 from dagster_rayslurm.backends.remote_sweep import sweep_remote
+from dagster_rayslurm.backends.rundir import Layout, sweep_old
 from dagster_rayslurm.bundles import bundle_files, install
 from dagster_rayslurm.connections.base import Completed
 from dagster_rayslurm.connections.local import LocalConnection
@@ -152,9 +153,108 @@ def test_what_a_run_directory_names_stays(base: Path, make: Callable[..., Path])
     assert sweep(base) == [f"bundles/{bundle}", f"runtime/{runtime}"]
 
 
+KEY = "my.session-0123456789ab"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a `squeue` on the PATH that runs a line of shell, and remembers that it was asked."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("SQUEUE_STATES", "FAILED")
+
+    def write(line: str) -> None:
+        (programs / "squeue").write_text(f'#!/bin/sh\n[ -z "$SQUEUE_STATES" ] || exit 3\n{line}\n')
+        (programs / "squeue").chmod(0o755)
+
+    return write
+
+
+def generation(make: Callable[..., Path], number: int, age: float, *, key: str = KEY, **content: str) -> Path:
+    """A directory of a session: the files of a batch job, with some other content."""
+    path = make(f"sessions/{key}/{number}", age, "job.sh", "exit", "waiting/0123")
+    for name, text in content.items():
+        (path / name).write_text(text)
+    for each in (*path.rglob("*"), path, path.parent):
+        os.utime(each, (time.time() - age * DAY,) * 2)
+    return path
+
+
+def test_old_sessions_that_ended_go(base: Path, make: Callable[..., Path], slurm: Callable[[str], None]) -> None:
+    """The number of the newest stays known as long as anybody looks for it."""
+    slurm("echo 11; echo 13")
+    for number in (1, 2, 3, 10):
+        generation(make, number, 20, job_id=f"{number}\n", exit=f"{number} 0 0\n")
+    (base / "sessions" / KEY).touch()
+    assert sweep(base) == [f"sessions/{KEY}/{number}" for number in (1, 2, 3)]
+    assert os.listdir(base / "sessions" / KEY) == ["10"]
+    assert sweep(base) == []
+    os.utime(base / "sessions" / KEY, (1, 1))
+    assert sweep(base) == [f"sessions/{KEY}"] and os.listdir(base / "sessions") == []
+
+
+def test_sessions_that_live_stay(base: Path, make: Callable[..., Path], slurm: Callable[[str], None]) -> None:
+    slurm("echo 11; echo 13")
+    generation(make, 1, 99, job_id="11\n", exit="")
+    generation(make, 2, 99, exit="", **{"session.json": '{"closing": null, "job_id": "13", "key": "00"}'})
+    generation(make, 3, 99, job_id="12\n", exit="")
+    (generation(make, 4, 99, job_id="14\n", exit="") / "waiting" / "4567").touch()
+    generation(make, 5, 99, job_id="1\n", exit="1 0 0\n")
+    assert sweep(base) == [f"sessions/{KEY}/3"]
+    assert sorted(os.listdir(base / "sessions" / KEY)) == ["1", "2", "4", "5"]
+
+
+def test_a_session_of_a_job_that_nobody_can_ask_for_stays(base: Path, make: Any, slurm: Callable[[str], None]) -> None:
+    for number in (1, 2):
+        generation(make, number, 99, job_id=f"{number}\n", exit="")
+    slurm("echo slurmctld is away >&2; exit 1")
+    assert sweep(base) == []
+    slurm("exit 0")
+    assert sweep(base) == [f"sessions/{KEY}"]
+
+
+def test_a_session_that_was_never_submitted(base: Path, make: Any) -> None:
+    generation(make, 1, 99, exit="", creator="rayslurm-session-0123\n")
+    generation(make, 1, 1, key="young-0123456789ab", exit="")
+    assert sweep(base) == [f"sessions/{KEY}"]
+
+
+def test_a_session_of_this_machine_is_none_of_the_cluster(base: Path, make: Any) -> None:
+    """Both are below the same base directory where Dagster runs on the edge node."""
+    make("sessions/default-0123456789ab", 99, "session.json", "runtime.json")
+    make("sessions/notes", 99, "1/exit")
+    assert sweep(base) == []
+
+
+def test_a_name_that_is_used_at_the_last_moment_keeps_its_numbers(base: Path, make: Any) -> None:
+    generation(make, 1, 99, exit="1 0 0\n")
+    late = Changed(
+        'mv -T -- "$1/$2" "$1/$grave" ||', 'case $1 in sessions) mkdir "$1/$2/2" ;; esac; mv -T -- "$1/$2" "$1/$grave" ||'
+    )
+    assert sweep_remote(late, str(base), 14, every_minutes=0) == []
+    assert sorted(os.listdir(base / "sessions" / KEY)) == ["1", "2"]
+
+
+def test_what_a_session_names_stays(base: Path, make: Any, slurm: Callable[[str], None]) -> None:
+    slurm("echo 11")
+    names = [f"runtime/runtime-{digit * 16}-0.pyz" for digit in "01"] + [f"bundles/{digit * 32}" for digit in "ab"]
+    for name in names:
+        make(name, 99, is_file=name.startswith("runtime"))
+    script = {"job.sh": f"srun python -I '{base}/{names[0]}' session .", "runtime.json": f'{{"x": "{base}/{names[2]}"}}'}
+    generation(make, 1, 99, job_id="11\n", exit="", **script)
+    assert sweep(base) == sorted([names[1], names[3]])
+    slurm("true")
+    assert sweep(base) == sorted([f"sessions/{KEY}", names[0], names[2]])
+
+
 def test_leftovers(base: Path, make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f".rs-{'0' * 16}.{end}" for end in ("tmp", "tgz", "unpack", "new", "gone")]
-    made = [make(f"{place}/{name}", 99) for place in ("bundles", "runtime", "queue", "environments") for name in names]
+    made = [
+        make(f"{place}/{name}", 99)
+        for place in ("bundles", "runtime", "queue", "environments", "sessions", f"sessions/{KEY}")
+        for name in names
+    ]
     made[0].chmod(0o500)
     make("queue/claim-1795282828000", 99)
     assert sweep(base) == [] and all(path.exists() for path in made)  # They came to be just now.
@@ -240,3 +340,14 @@ def test_what_is_taken_at_the_last_moment_stays(base: Path, make: Callable[..., 
     late = Changed('mv -T -- "$1/$2" "$1/$grave" ||', 'touch -c "$1/$2"; mv -T -- "$1/$2" "$1/$grave" ||')
     assert sweep_remote(late, str(base), 14, every_minutes=0) == []
     assert (path / "f").exists() and os.listdir(path.parent) == [path.name]
+
+
+def test_old_sessions_of_this_machine(base: Path, make: Callable[..., Path]) -> None:
+    """A complaint goes with them; what is announced stays, and what is a cluster's is not looked at here."""
+    gone = [make("sessions/default-0123456789ab", 15, "runtime.json"), make("sessions/x-0.watch.log", 15, is_file=True)]
+    make("sessions/warm-0123456789ab", 15, "session.json")
+    make("sessions/young-0123456789ab", 13, "runtime.json")
+    make("sessions/held-0.watch", 15, is_file=True)
+    make("sessions/cluster-0123456789ab", 15, "1/exit")
+    assert sorted(sweep_old(Layout(base), 14)) == sorted(gone)
+    assert len(os.listdir(base / "sessions")) == 4
