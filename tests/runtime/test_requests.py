@@ -1,0 +1,362 @@
+"""A session of an allocation by itself, without Slurm around it: who may ask it, for what, and what it says of itself."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm.backends.process import runtime_command
+from dagster_rayslurm.backends.rundir import Layout, write_runtime_spec
+from dagster_rayslurm.backends.session_client import Announcement, Unreachable, parse_announcement
+from dagster_rayslurm.backends.session_client import ask as ask_from_afar
+from dagster_rayslurm.connections.base import Completed
+from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.environments import InheritedEnvironment, resolve_environment
+from dagster_rayslurm.runtime.asking import ANSWER, AnswerLost, NobodyThere, ask
+from dagster_rayslurm.runtime.ports import control_ports
+from dagster_rayslurm.runtime.record import CANCEL, JOURNAL, PAYLOAD, SECRETS, SESSION, LineReader
+from dagster_rayslurm.runtime.spec import PayloadSpec, RuntimeSpec, to_json
+
+from ..conftest import wait_until
+
+KEY = "ab" * 32
+
+
+class Session:
+    """A session's runtime on a node that calls itself the only one of job 12."""
+
+    def __init__(self, path: Path, left: int | None = None, **spec: Any) -> None:
+        self.path = path
+        self.directory = path / "sessions" / "default-0" / "1"
+        fields = {"idle_timeout": 30.0, "control_key": KEY, "control_ports": control_ports(None), **spec}
+        write_runtime_spec(LocalConnection(), str(self.directory), RuntimeSpec("slurm-1", **fields))
+        self.command = runtime_command(Layout(path), resolve_environment(InheritedEnvironment()), "session", str(self.directory))
+        tools = path / "bin"
+        tools.mkdir()
+        at = "UNLIMITED" if left is None else f"$(printf 0:%02d $(({int(time.time()) + left} - $(date +%s))))"
+        (tools / "squeue").write_text(f"#!/bin/sh\necho {at}\n")
+        (tools / "squeue").chmod(0o755)
+        slurm = {"SLURM_JOB_ID": "12", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "localhost"}
+        env = {**os.environ, **slurm, "PATH": f"{tools}:{os.environ['PATH']}"}
+        self.log = path / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        assert wait_until(lambda: self.announced() is not None, 10), self.log.read_text()
+
+    @property
+    def file(self) -> Path:
+        return self.directory / SESSION
+
+    def announced(self) -> Announcement | None:
+        return parse_announcement(self.file.read_bytes()) if self.file.exists() else None
+
+    def port(self) -> int:
+        announced = self.announced()
+        assert announced is not None
+        return announced.port
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        with socket.create_connection(("localhost", self.port())) as sock:
+            return ask(sock, KEY, request)
+
+    def run_dir(self, name: str) -> Path:
+        return self.path / "runs" / name
+
+    def run(self, name: str, code: str, needs: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
+        spec = PayloadSpec(argv=["python", "-c", code], nonce=name, **{"grace_period": 1.0, **fields})
+        files = {PAYLOAD: to_json(spec), JOURNAL: "", "stdio.jsonl": "", CANCEL: ""}
+        return self.ask(op="run", request_id=name, run_dir=str(self.run_dir(name)), files=files, needs=list(needs))
+
+    def end_of(self, name: str) -> dict[str, Any]:
+        def ends() -> list[dict[str, Any]]:
+            records = LineReader().feed((self.run_dir(name) / JOURNAL).read_bytes())
+            return [record for record in records if record["type"] == "end"]
+
+        assert wait_until(ends, 20), self.log.read_text()
+        assert len(ends()) == 1
+        return ends()[0]
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Callable[..., Session]]:
+    started: list[Session] = []
+
+    def start(**spec: Any) -> Session:
+        started.append(Session(tmp_path, **spec))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            each.process.terminate()
+        each.process.wait(20)
+
+
+def test_a_payload_outlives_the_connection_that_asked_for_it(session: Callable[..., Session]) -> None:
+    one = session()
+    assert one.run("a", "import time; time.sleep(1); print('done')") == {"ok": True, "cluster_id": "slurm-1"}
+    assert one.end_of("a")["exit_code"] == 0
+    assert one.run_dir("a").stat().st_mode & 0o777 == 0o700 and (one.run_dir("a") / PAYLOAD).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_request_that_is_repeated_runs_nothing_twice(session: Callable[..., Session], tmp_path: Path) -> None:
+    one, marks = session(), tmp_path / "marks"
+    code = f"open({str(marks)!r}, 'a').write('x')"
+    answers = [one.run("a", code) for _ in range(3)]
+    assert [answer.get("error") for answer in answers] == [None, "duplicate", "duplicate"]
+    one.end_of("a")
+    assert one.run("a", code)["error"] == "duplicate" and marks.read_text() == "x"
+
+
+def test_what_another_session_has_accepted_is_not_run_again(session: Callable[..., Session]) -> None:
+    one = session()
+    one.run_dir("a").mkdir(parents=True)
+    (one.run_dir("a") / JOURNAL).write_text('{"type":"start"}\n')
+    assert one.run("a", "pass")["error"] == "duplicate"
+
+
+def test_many_ask_at_once(session: Callable[..., Session], tmp_path: Path) -> None:
+    one, marks = session(max_concurrent_payloads=4), tmp_path / "marks"
+    code = f"open({str(marks)!r}, 'a').write('x')"
+    answers: list[dict[str, Any]] = []
+    threads = [threading.Thread(target=lambda n=n: answers.append(one.run(f"p{n % 10}", code))) for n in range(30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(answer["ok"] for answer in answers) == 10
+    for n in range(10):
+        assert one.end_of(f"p{n}")["exit_code"] == 0
+    assert marks.read_text() == "x" * 10
+
+
+def test_who_does_not_know_the_key_asks_nothing(session: Callable[..., Session]) -> None:
+    one = session()
+    with socket.create_connection(("localhost", one.port())) as sock, pytest.raises(NobodyThere):
+        ask(sock, "cd" * 32, {"op": "stop"}, prove_within=2.0)
+    for data in (b"\0\n", b"[]\n", b'{"challenge": 1}\n', b"x" * 10000):
+        with socket.create_connection(("localhost", one.port())) as sock:
+            sock.sendall(data)
+    assert one.ask(op="describe")["ok"] is True
+
+
+def test_who_does_not_know_the_key_cannot_pretend_to_be_the_session() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def pretend() -> None:
+            client, _ = server.accept()
+            with client:
+                client.sendall(b'{"challenge": "%s"}\n{"proof": "%s"}\n' % (b"a" * 32, b"b" * 64))
+                client.recv(65536)
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with socket.create_connection(server.getsockname()) as sock, pytest.raises(NobodyThere, match="proof is wrong"):
+            ask(sock, KEY, {"op": "run", "files": {"secret": "s"}}, prove_within=5.0)
+        thread.join()
+
+
+def test_an_answer_that_does_not_come(session: Callable[..., Session]) -> None:
+    one = session()
+    with socket.create_connection(("localhost", one.port())) as sock, pytest.raises(AnswerLost):
+        ask(sock, KEY, {"op": "describe"}, sending=lambda: sock.shutdown(socket.SHUT_RD))
+
+
+def test_what_is_missing_is_named(session: Callable[..., Session], tmp_path: Path) -> None:
+    one = session()
+    there, gone = tmp_path / "there", str(tmp_path / "bundles" / "gone")
+    there.mkdir()
+    os.utime(there, (1, 1))
+    assert one.run("a", "pass", needs=(str(there), gone)) == {"ok": False, "error": "missing", "missing": [gone]}
+    assert there.stat().st_mtime > 1 and not one.run_dir("a").exists()
+    Path(gone).mkdir(parents=True)
+    assert one.run("a", "pass", needs=(str(there), gone))["ok"] is True
+
+
+def test_a_run_directory_that_cannot_be_made(session: Callable[..., Session], tmp_path: Path) -> None:
+    one = session()
+    (tmp_path / "runs").write_text("")
+    answer = one.run("a", "pass")
+    assert answer["error"] == "refused" and "runs" in answer["message"]
+    assert one.ask(op="describe")["ok"] is True
+
+
+def test_files_stay_within_the_run_directory(session: Callable[..., Session], tmp_path: Path) -> None:
+    one = session()
+    spec = to_json(PayloadSpec(argv=["true"], nonce="a"))
+    files = {PAYLOAD: spec, JOURNAL: "", "../../escaped": "x"}
+    one.ask(op="run", request_id="a", run_dir=str(one.run_dir("a")), files=files)
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_a_file_cancels_one_payload_alone(session: Callable[..., Session]) -> None:
+    one = session(max_concurrent_payloads=2)
+    for name in "ab":
+        assert one.run(name, f"import time; time.sleep({20 if name == 'a' else 3})")["ok"]
+    (one.run_dir("a") / CANCEL).write_text('{"op": "cancel"}')
+    assert one.end_of("a")["reason"] == "cancel" and one.end_of("b")["exit_code"] == 0
+
+
+def test_stop_ends_payloads_and_the_session(session: Callable[..., Session]) -> None:
+    one = session()
+    one.run("a", "import time; time.sleep(60)")
+    one.run("b", "pass")
+    assert one.ask(op="stop") == {"ok": True}
+    assert [one.end_of(name)["reason"] for name in "ab"] == ["cancel", "cancel"]
+    assert one.process.wait(20) == 0
+    announced = one.announced()
+    assert announced is not None and announced.closing
+
+
+def test_an_idle_session_ends(session: Callable[..., Session]) -> None:
+    one = session(idle_timeout=1.0)
+    assert one.process.wait(20) == 0
+    with pytest.raises(OSError):
+        one.ask(op="describe")
+
+
+def test_a_session_takes_nothing_that_comes_too_late(session: Callable[..., Session]) -> None:
+    one = session(left=50, drain_margin=60.0)
+    assert wait_until(lambda: (announced := one.announced()) is not None and announced.closing is not None, 10)
+    answer: dict[str, Any] = {}
+    try:
+        answer = one.run("a", "pass")
+    except OSError:
+        assert one.process.wait(20) == 0  # With nothing to do it has ended at once.
+    else:
+        assert answer["error"] == "closing" and "time limit" in answer["message"]
+
+
+def test_the_time_limit_ends_a_payload_with_that_reason(session: Callable[..., Session]) -> None:
+    one = session(left=27, drain_margin=1.0)
+    one.run("a", "import time; time.sleep(60)")
+    end = one.end_of("a")
+    assert end["reason"] == "timeout" and "time limit" in end["message"]
+    assert one.process.wait(20) == 0
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"null", b'{"port": 1}'])
+def test_a_damaged_announcement_heals(session: Callable[..., Session], damage: bytes) -> None:
+    one = session()
+    before = one.announced()
+    one.file.write_bytes(damage)
+    assert parse_announcement(damage) is None
+    assert wait_until(lambda: one.announced() == before, 10)
+    one.file.unlink()
+    assert wait_until(lambda: one.announced() == before, 10)
+
+
+def test_a_session_that_nobody_can_find_ends_when_its_payloads_have(session: Callable[..., Session], tmp_path: Path) -> None:
+    one = session()
+    one.run("a", "import time; time.sleep(2)")
+    one.directory.rename(tmp_path / "away")
+    assert one.end_of("a")["exit_code"] == 0
+    assert one.process.wait(20) == 0 and not one.directory.exists()
+
+
+def test_a_session_gives_way_to_another_in_its_place(session: Callable[..., Session]) -> None:
+    one = session()
+    other = {**json.loads(one.file.read_text()), "cluster_id": "slurm-2"}
+    one.file.write_text(json.dumps(other))
+    assert one.process.wait(20) == 0 and json.loads(one.file.read_text()) == other
+
+
+def test_a_killed_payload_is_no_end_of_the_session(session: Callable[..., Session]) -> None:
+    one = session()
+    one.run("a", "import os; os.kill(os.getpid(), 9)")
+    assert one.end_of("a")["signal"] == signal.SIGKILL
+    one.run("b", "pass")
+    assert one.end_of("b")["exit_code"] == 0
+
+
+def test_secrets_reach_the_payload_and_leave_the_disk(session: Callable[..., Session]) -> None:
+    one = session()
+    one.run_dir("a").mkdir(parents=True, mode=0o700)
+    (one.run_dir("a") / SECRETS).write_text('{"SECRET": "s"}')
+    one.run("a", "import os, sys; sys.exit(os.environ['SECRET'] != 's')")
+    assert one.end_of("a")["exit_code"] == 0 and not (one.run_dir("a") / SECRETS).exists()
+
+
+class Srun:
+    """Commands of an edge node on which `srun` runs its program right there, or something else happens."""
+
+    def __init__(self, instead: Callable[[], Completed] | None = None) -> None:
+        self.commands: list[list[str]] = []
+        self._instead = instead
+
+    def run(self, command: list[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
+        self.commands.append(command)
+        if self._instead is not None:
+            return self._instead()
+        program = command[command.index("--chdir=/") + 1 :]
+        return LocalConnection().run(program, stdin, timeout)
+
+
+def test_a_step_in_the_allocation_hands_the_request_over(session: Callable[..., Session]) -> None:
+    one, srun = session(), Srun()
+    start = [*one.command[:-2], "ask"]
+    announced = one.announced()
+    assert announced is not None
+    answer = ask_from_afar(LocalConnection(), srun, announced, {"op": "describe"}, "srun", str(one.directory), start)  # type: ignore[arg-type]
+    assert answer["ok"] is True and "--overlap" in srun.commands[0] and KEY not in " ".join(srun.commands[0])
+
+
+def test_without_tcp_the_step_is_taken_from_then_on(session: Callable[..., Session]) -> None:
+    one, srun = session(), Srun()
+    start = [*one.command[:-2], "ask"]
+    found = one.announced()
+    assert found is not None
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    walled = Announcement(**{**vars(found), "port": port})
+    for carrier, steps in (("auto", 1), ("auto", 2)):
+        answer = ask_from_afar(LocalConnection(), srun, walled, {"op": "describe"}, carrier, str(one.directory), start)  # type: ignore[arg-type]
+        assert answer["ok"] is True and len(srun.commands) == steps
+    assert str(port) in (one.directory / "no-direct").read_text()
+    # The mark spares the way that does not lead there, even once it would.
+    assert ask_from_afar(LocalConnection(), srun, found, {"op": "describe"}, "auto", str(one.directory), start)["ok"]  # type: ignore[arg-type]
+    assert len(srun.commands) == 3
+    with pytest.raises(Unreachable, match="by TCP"):
+        ask_from_afar(LocalConnection(), srun, walled, {"op": "describe"}, "direct", str(one.directory), start)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("done", "error"),
+    [
+        (Completed(1, b"", b"srun: error: Invalid job id specified"), Unreachable),
+        (Completed(75, b"motd\n", b"rayslurm: refused"), Unreachable),
+        (Completed(137, b"rayslurm-sent\n", b""), AnswerLost),
+        (Completed(0, b"rayslurm-sent\n" + ANSWER.encode() + b"{torn", b""), AnswerLost),
+    ],
+)
+def test_what_a_step_leaves_open(tmp_path: Path, done: Completed, error: type[Exception]) -> None:
+    announced = Announcement("slurm-1", "12", ("c1",), 1, KEY, 1, None, "c1")
+    with pytest.raises(error):
+        ask_from_afar(LocalConnection(), Srun(lambda: done), announced, {"op": "run"}, "srun", str(tmp_path), ["true"])  # type: ignore[arg-type]
+
+
+def test_announcements_of_other_kinds_are_none() -> None:
+    for data in (b"", b"[]", b'{"cluster_id": 1}', b"\xff"):
+        assert parse_announcement(data) is None
+
+
+def test_nobody_is_left(session: Callable[..., Session]) -> None:
+    one = session()
+    one.run("a", "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(97.25)'])")
+    one.end_of("a")
+    one.process.terminate()
+    one.process.wait(20)
+    time.sleep(0.1)
+    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert "time.sleep(97.25)" not in found and sys.executable
