@@ -73,7 +73,12 @@ def _tables(accessor: Any) -> Tables:
         ],
         # Others end with the job or the actor that made them.
         "groups": [
-            {"job": group.creator_job_id.hex(), "name": group.name, "id": group.placement_group_id.hex()}
+            {
+                "job": group.creator_job_id.hex(),
+                "name": group.name,
+                "namespace": group.ray_namespace,
+                "id": group.placement_group_id.hex(),
+            }
             for group in groups
             if group.state != _GROUP_REMOVED and (group.is_detached or group.creator_actor_id in lasting)
         ],
@@ -110,7 +115,8 @@ def leaks(tables: Tables, nonce: Optional[str] = None) -> List[str]:
     ]
     groups = [
         "placement group %s still holds its resources; give it back with "
-        "ray.util.remove_placement_group(group) before the payload ends" % (repr(group["name"]) if group["name"] else group["id"])
+        "ray.util.remove_placement_group(group) before the payload ends"
+        % ("%(name)r (namespace %(namespace)r)" % group if group["name"] else group["id"])
         for group in tables["groups"]
         if mine(group)
     ]

@@ -65,6 +65,8 @@ class Clusters:
         spec: the runtime; it keeps a cluster warm if there is one in it.
         machine: what this node grants.
         private: scratch directory of the runtime.
+        team: the other nodes; None if there are none.
+        address: the address by which this node is known to them; None for the one that Ray finds.
         on_ready: called when the warm cluster is complete.
         on_failed: called when the warm cluster does not start or is lost.
         on_phase: told what becomes of the warm cluster.
@@ -77,6 +79,8 @@ class Clusters:
         spec: RuntimeSpec,
         machine: Machine,
         private: Scratch,
+        team: Optional[Team],
+        address: Optional[str],
         on_ready: Callable[[], None],
         on_failed: Callable[[ClusterError], None],
         on_phase: Callable[[str, str], None],
@@ -88,8 +92,8 @@ class Clusters:
         self._on_node_lost = on_node_lost
         self._corners = Corners(private)
         self._fresh: Dict[str, _Fresh] = {}
-        self._team: Optional[Team] = None
-        self._address: Optional[str] = None
+        self._team = team
+        self._address = address
         self.warm: Optional[RayCluster] = None
         if spec.ray is not None:
             self.warm = RayCluster(
@@ -106,11 +110,10 @@ class Clusters:
                 worker_env=worker_env_of(spec, ""),
             )
 
-    def start(self, team: Optional[Team], address: Optional[str]) -> None:
-        """Begin to start the warm cluster; fresh ones will have the same nodes and address."""
-        self._team, self._address = team, address
+    def start(self) -> None:
+        """Begin to start the warm cluster."""
         if self.warm is not None:
-            self.warm.start(team, address)
+            self.warm.start(self._team, self._address)
 
     def waits(self, spec: PayloadSpec) -> bool:
         """Whether a payload cannot start before the warm cluster is up."""

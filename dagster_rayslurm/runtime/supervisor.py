@@ -45,6 +45,8 @@ _LAST_WORD = 0.5
 _LATE_INTERVAL = 5.0
 """Seconds between two looks at whether the time still suffices for those who wait."""
 
+_RAY_CHANGED = "the environment's Ray has changed"
+
 
 class Supervisor:
     """Runs payloads, on one Ray cluster if the spec has one, else on one of each payload's own.
@@ -104,7 +106,18 @@ class Supervisor:
                 lambda place: os.path.join(log_dir, node_log(place)),
                 self._hear,
             )
-        self.clusters = Clusters(loop, spec, self.machine, private, self._pump, self._cluster_failed, self._tell, self._node_lost)
+        self.clusters = Clusters(
+            loop,
+            spec,
+            self.machine,
+            private,
+            self._team,
+            head_address(allocation) if allocation is not None else None,
+            self._pump,
+            self._cluster_failed,
+            self._tell,
+            self._node_lost,
+        )
         self._leftovers = Leftovers(loop, lambda: self.cluster)
 
     @property
@@ -125,8 +138,7 @@ class Supervisor:
     def run(self) -> None:
         """React until there is nothing left to do, then end everything that was started here."""
         try:
-            address = head_address(self._allocation) if self._allocation is not None else None
-            self.clusters.start(self._team, address)
+            self.clusters.start()
             if self.cluster is None:
                 problem = footprint_error(runtime_footprint(self.spec), self.machine)
                 if problem:
@@ -159,8 +171,8 @@ class Supervisor:
             SpecError: the run directory's start record cannot be used.
             OSError: the run directory cannot be read or written.
         """
-        if self._ray_mark is not None and self.closing is None and ray_mark() != self._ray_mark:
-            self.drain("the environment's Ray has changed")
+        if self.closing is None and self._ray_has_changed():
+            self.drain(_RAY_CHANGED)
         if self.closing is not None:
             raise Closing(self.closing)
         spec = from_json(PayloadSpec, _read(os.path.join(run_dir, PAYLOAD)))
@@ -302,6 +314,9 @@ class Supervisor:
             self.drain(why)
             raise Closing(why)
 
+    def _ray_has_changed(self) -> bool:
+        return self._ray_mark is not None and ray_mark() != self._ray_mark
+
     def _claim(self, payload: Payload) -> Claim:
         return claim_of(payload.spec, self.clusters.is_fresh(payload.spec), self._capacity())
 
@@ -320,6 +335,8 @@ class Supervisor:
             )
             if payload is None:
                 break
+            if payload.spec.uses_ray and self._ray_has_changed():
+                payload.end_early(End("returned", "the session gives the payload back unstarted: " + _RAY_CHANGED))
             if not payload.ended:  # One that was cancelled in the queue is on its way out.
                 self._running.append(payload)
                 self._turns += 1
@@ -379,7 +396,7 @@ class Supervisor:
         )
 
     def _others(self, payload: Payload) -> List[int]:
-        """The processes that, with all below them, are other payloads' own."""
+        """The processes that, with all below them, are not this payload's."""
         drivers = [other.pid for other in self._running if other is not payload and other.pid is not None]
         return drivers + self.clusters.others(payload)
 

@@ -1,0 +1,250 @@
+"""Clusters that payloads share, and clusters of their own, on two nodes that are this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dagster_rayslurm.archive import install_runtime
+from dagster_rayslurm.runtime.ports import control_ports
+from dagster_rayslurm.runtime.record import RUNTIME
+from dagster_rayslurm.runtime.spec import RaySpec, RuntimeSpec, to_json
+
+from .test_sharing import NAP, Runtime
+
+pytestmark = pytest.mark.ray
+
+KEY = "cc" * 32
+SMALL = RaySpec(num_cpus=1, object_store_memory=100 * 2**20, dashboard=False, startup_timeout=100.0)
+
+SHOW = """
+import json, os, ray, sys
+ray.init(log_to_driver=False)
+open(sys.argv[1], "w").write(json.dumps({
+    "address": os.environ["RAY_ADDRESS"], "nodes": len(ray.nodes()), "cpus": ray.cluster_resources()["CPU"],
+    "token": open(os.environ["RAY_AUTH_TOKEN_PATH"]).read(), "data": os.environ["RAYSLURM_DATA_DIR"],
+    "worker": ray.get(ray.remote(lambda: os.environ.get("RAYSLURM_DATA_DIR")).remote()),
+    "job": ray.get_runtime_context().runtime_env.get("env_vars"),
+}))
+"""
+
+
+class Nodes(Runtime):
+    """A session of two nodes; this machine is both of them."""
+
+    def __init__(self, path: Path, **fields: Any) -> None:
+        super().__init__(path)
+        self.spec = RuntimeSpec(
+            "c1", control_key=KEY, control_ports=control_ports(None, 1), worker_env={"RAYSLURM_DATA_DIR": str(path)}, **fields
+        )
+        (path / RUNTIME).write_text(to_json(self.spec))
+        self.worker: subprocess.Popen[bytes] | None = None
+        os.environ.update(self.task(0))
+
+    def task(self, node_id: int) -> dict[str, str]:
+        task = {"SLURM_JOB_ID": "12", "SLURM_NODEID": str(node_id), "SLURM_JOB_NODELIST": "localhost,n2"}
+        return {**task, "SLURM_STEP_NODELIST": "localhost,n2", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
+
+    def start_worker(self) -> None:
+        command = [sys.executable, "-I", str(install_runtime(self.path)), "node", str(self.path)]
+        with open(self.path / "node-1.log", "wb") as log:
+            self.worker = subprocess.Popen(command, env={**os.environ, **self.task(1)}, stdout=log, stderr=log)
+
+    def add_ray(self, name: str, code: str = "", **fields: Any) -> Path:
+        """A payload that tells what it sees, and goes on with some code."""
+        seen = self.path / f"{name}.json"
+        self.add(name, SHOW.replace("sys.argv[1]", repr(str(seen))) + code, uses_ray=True, data_dir=str(self.path), **fields)
+        return seen
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name in Nodes.task(None, 0):  # type: ignore[arg-type]
+        monkeypatch.setenv(name, "")
+    made: list[Nodes] = []
+
+    def make(**fields: Any) -> Nodes:
+        made.append(Nodes(tmp_path, **{"idle_timeout": 60.0, **fields}))
+        made[0].start_worker()
+        return made[0]
+
+    yield make
+    for each in made:
+        if each.worker is not None:
+            each.worker.terminate()
+            each.worker.wait(20)
+
+
+SESSION = """
+import dataclasses
+from dagster_rayslurm.runtime import allocation
+machine.detect = lambda *_, **__: machine.Machine("here", 4, 0, 2**33, None)
+spec = supervisor.load_spec(base)
+runner = supervisor.Supervisor(loop, spec, scratch.Scratch(), allocation.from_environ(os.environ), base)
+"""
+
+
+def below(pid: int) -> list[str]:
+    return [" ".join(process.cmdline()) for process in psutil.Process(pid).children(recursive=True)]
+
+
+def test_two_clusters_at_once_on_the_same_nodes(nodes: Any) -> None:
+    """Each ends with its payload, everywhere; one that does not come up ends nobody else's."""
+    import json
+    from dataclasses import replace
+
+    pair = nodes(max_concurrent_payloads=3)
+    wait = "\nimport time; time.sleep(3)"
+    one = pair.add_ray("one", wait, ray=SMALL, want_cpus=1, run_id="1")
+    two = pair.add_ray("two", wait, ray=SMALL, want_cpus=1, run_id="2")
+    pair.add_ray("ill", ray=replace(SMALL, health_check="echo unwell; false"), want_cpus=1, run_id="3")
+    three = pair.add_ray("three", ray=SMALL, run_id="1")
+    assert pair.worker is not None
+    said = pair.run(
+        SESSION
+        + f"""
+[submit(name) for name in ("one", "two", "ill", "three")]
+def count():
+    lines = [open("/proc/%d/cmdline" % p.pid).read() for p in processes.descendants({pair.worker.pid})]
+    return sum("ray-node" in line for line in lines)
+def go():
+    said["after"] = count()
+    said["corners"] = [name for name in os.listdir(runner._scratch.path)]
+    said["here"] = len([p for p in processes.descendants(os.getpid())])
+    said["orders"] = [list(m.orders) for m in runner._team.members.values()]
+    said["draining"] = runner.closing
+    loop.stop()
+when_done(lambda: loop.call_later(2.0, go))
+"""
+    )
+    first, second, third = (json.loads(path.read_text()) for path in (one, two, three))
+    assert first["address"] != second["address"] and len({each["token"] for each in (first, second, third)}) == 3
+    for each in (first, second, third):
+        assert (each["nodes"], each["cpus"], each["job"]) == (2, 2.0, None)
+        assert each["data"] == each["worker"] == str(pair.path)
+    assert pair.overlap("one", "two") and not pair.overlap("two", "three")
+    ends = {name: pair.end(name) for name in ("one", "two", "ill", "three")}
+    assert [ends[name]["exit_code"] for name in ("one", "two", "three")] == [0, 0, 0]
+    assert ends["ill"]["reason"] == "cluster-start" and "unwell" in ends["ill"]["message"]
+    assert (
+        len(ends["one"]["usage"]["nodes"]) == 2 and ends["one"]["context"]["ray_version"] and not ends["one"]["context"]["warm"]
+    )
+    assert ends["one"]["usage"]["shared"] == 1 and ends["three"]["usage"]["shared"] == 0
+    assert (said["after"], said["here"], said["orders"], said["draining"]) == (0, 0, [[]], None)
+    assert said["corners"] == [".rayslurm-scratch"]
+
+
+def test_a_lost_node_drains_the_session(nodes: Any) -> None:
+    """Who runs goes on; the next ones go elsewhere."""
+    pair = nodes(ray=SMALL)
+    pair.add_ray("one", "\nimport time; time.sleep(6)")
+    pair.add("two", NAP % 0.1, uses_ray=True)
+    pair.add("three", NAP % 0.1)
+    assert pair.worker is not None
+    said = pair.run(
+        SESSION
+        + f"""
+import signal
+one, two = submit("one"), submit("two")
+def look():
+    if not os.path.exists(os.path.join(base, "one.json")):
+        return loop.call_later(0.1, look)
+    for p in processes.descendants({pair.worker.pid}):
+        if "raylet" in open("/proc/%d/comm" % p.pid).read():
+            os.kill(p.pid, signal.SIGKILL)
+    def wait():
+        if runner.closing is None:
+            return loop.call_later(0.1, wait)
+        submit("three")
+    wait()
+look()
+"""
+    )
+    assert said["three"].startswith("Closing: node ") and said["three"].endswith(" is lost")
+    assert pair.end("one")["exit_code"] == 0 and pair.end("two")["exit_code"] == 0
+
+
+def test_the_heads_end_is_the_sessions(nodes: Any) -> None:
+    pair = nodes(ray=SMALL)
+    pair.add_ray("one", "\nimport time; time.sleep(60)")
+    pair.add("two", NAP % 0.1, uses_ray=True)
+    pair.run(
+        SESSION
+        + """
+import signal
+submit("one"), submit("two")
+def look():
+    if not os.path.exists(os.path.join(base, "one.json")):
+        return loop.call_later(0.1, look)
+    for p in processes.descendants(os.getpid()):
+        if "gcs_server" in open("/proc/%d/comm" % p.pid).read():
+            os.kill(p.pid, signal.SIGKILL)
+look()
+"""
+    )
+    assert pair.end("one")["reason"] == "cluster-lost"
+    two = pair.end("two")
+    assert two["reason"] == "cluster-lost" and two["message"].startswith("the payload never started: ") and not two["started_at"]
+
+
+LEAVE = """
+@ray.remote(num_cpus=0.5)
+class Model:
+    def ready(self): return True
+ray.get(Model.options(name="model", lifetime="detached").remote().ready.remote())
+"""
+
+GROUP = """
+from ray.util.placement_group import placement_group
+ray.get(placement_group([{"CPU": 0.25}], lifetime="detached", name="shelf").ready())
+placement_group([{"CPU": 0.01}])
+"""
+
+CLEAN = """
+ray.kill(ray.get_actor("model", namespace="mine"))
+from ray.util.placement_group import get_placement_group
+ray.util.remove_placement_group(get_placement_group("shelf"))
+"""
+
+
+def test_what_is_left_in_a_warm_cluster_is_told(runtime: Runtime) -> None:
+    """At the payload's end, of its own jobs; and of all, once nothing runs."""
+    for name, code in (("one", LEAVE), ("two", GROUP), ("three", "")):
+        runtime.add(name, "import ray; ray.init(log_to_driver=False, namespace='mine')" + code, uses_ray=True)
+    runtime.add("four", "import ray; ray.init(namespace='mine')" + CLEAN, uses_ray=True)
+    said = runtime.run("""
+        from dagster_rayslurm.runtime import leftovers
+        leftovers._IDLE = 1.0
+        session(ray=RaySpec(num_cpus=2, object_store_memory=100 * 2**20, dashboard=False))
+        [submit(name) for name in ("one", "two", "three")]
+        def cleaned():
+            said["cleaned"] = runner.describe()["leaks"]
+            loop.stop()
+        def left():
+            said["left"] = runner.describe()["leaks"]
+            submit("four")
+            when_done(lambda: loop.call_later(3.0, cleaned))
+        when_done(lambda: loop.call_later(2.5, left))
+    """)
+    ends = {name: runtime.end(name) for name in ("one", "two", "three", "four")}
+    assert [end["exit_code"] for end in ends.values()] == [0, 0, 0, 0]
+    [actor] = ends["one"]["context"]["leaks"]
+    assert all(word in actor for word in ("'model'", "Model", "namespace 'mine'", "ray.kill"))
+    [group] = ends["two"]["context"]["leaks"]
+    assert "'shelf' (namespace 'mine')" in group and "remove_placement_group" in group
+    assert "leaks" not in ends["three"]["context"] and "leaks" not in ends["four"]["context"]
+    assert said["left"][0] == "CPU: 0.75 of 2 are not free although no payload runs" and {actor, group} <= set(said["left"])
+    told = [record["message"] for record in runtime.records("four") if record.get("phase") == "leaks"]
+    assert len(told) == 3 and told[0].endswith(said["left"][0]) and said["cleaned"] == []
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Runtime:
+    return Runtime(tmp_path)

@@ -1,0 +1,329 @@
+"""Several payloads under one runtime at the same time, without Ray: turns, claims, time, and what one does not do to another."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm.archive import install_runtime
+from dagster_rayslurm.runtime.installed import ray_mark
+from dagster_rayslurm.runtime.record import JOURNAL, PAYLOAD, LineReader
+from dagster_rayslurm.runtime.spec import PayloadSpec, to_json
+
+BEGIN = """
+import json, os, sys, time
+from dagster_rayslurm.runtime import installed, machine, processes, scratch, supervisor
+from dagster_rayslurm.runtime.loop import Loop
+from dagster_rayslurm.runtime.payload import End
+from dagster_rayslurm.runtime.spec import RaySpec, RuntimeSpec
+from dagster_rayslurm.runtime.supervisor import Closing, Misfit
+machine.detect = lambda *_, **__: machine.Machine("n1", 4, 0, 2**33, None)
+processes.become_subreaper()
+loop, base, said = Loop(), sys.argv[1], {}
+
+def session(**fields):
+    global runner
+    runner = supervisor.Supervisor(loop, RuntimeSpec("c1", idle_timeout=60.0, **fields), scratch.Scratch())
+    return runner
+
+def submit(name):
+    try:
+        return runner.submit(os.path.join(base, name))
+    except (Closing, Misfit) as error:
+        said[name] = type(error).__name__ + ": " + str(error)
+
+def when_done(call):
+    def look():
+        if not runner.payloads:
+            return call()
+        loop.call_later(0.02, look)
+    look()
+
+def end():
+    loop.stop()
+"""
+
+
+class Runtime:
+    """Payloads in a directory, and a program that is their runtime."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, name: str, code: str, **fields: Any) -> None:
+        (self.path / name).mkdir()
+        spec = PayloadSpec(["python", "-c", code], name, **{"grace_period": 1.0, **fields})
+        (self.path / name / PAYLOAD).write_text(to_json(spec))
+
+    def run(self, program: str) -> dict[str, Any]:
+        # What it starts of its own is started as ever, from the archive.
+        begin = BEGIN + f"sys.argv[0] = {str(install_runtime(self.path))!r}\n"
+        code = begin + textwrap.dedent(program) + "\nrunner.run()\nprint(json.dumps(said))\n"
+        command = [sys.executable, "-c", code, str(self.path)]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=150, env={**os.environ, "PYTHONPATH": os.getcwd()}
+        )
+        assert done.returncode == 0
+        return dict(json.loads(done.stdout))
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        return LineReader().feed((self.path / name / JOURNAL).read_bytes())
+
+    def end(self, name: str) -> dict[str, Any]:
+        [end] = [record for record in self.records(name) if record["type"] == "end"]
+        return end
+
+    def started(self, *names: str) -> list[str]:
+        """Names in the order in which they were started."""
+        at = {name: self.end(name)["started_at"] for name in names}
+        return sorted(names, key=lambda name: at[name])
+
+    def overlap(self, one: str, other: str) -> bool:
+        first, second = self.end(one), self.end(other)
+        return bool(first["started_at"] < second["ended_at"] and second["started_at"] < first["ended_at"])
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Runtime:
+    return Runtime(tmp_path)
+
+
+NAP = "import time; time.sleep(%g)"
+
+
+def test_runs_take_turns(runtime: Runtime) -> None:
+    for name in ("a1", "a2", "a3", "b1"):
+        runtime.add(name, NAP % 0.2, run_id=name[0])
+    runtime.run("session(); [submit(name) for name in ('a1', 'a2', 'a3', 'b1')]; when_done(end)")
+    assert runtime.started("a1", "a2", "a3", "b1") == ["a1", "a2", "b1", "a3"]
+
+
+def test_claims_are_summed_and_the_large_one_is_not_passed(runtime: Runtime) -> None:
+    for name, cpus in (("a", 2), ("b", 2), ("c", 3), ("d", 1), ("e", None)):
+        runtime.add(name, NAP % 0.5, run_id=name, want_cpus=cpus)
+    said = runtime.run("""
+        session(max_concurrent_payloads=3)
+        for name in "abcde":
+            submit(name)
+        loop.call_later(0.2, lambda: said.update(facts=runner.describe()))
+        when_done(end)
+    """)
+    assert runtime.overlap("a", "b") and not runtime.overlap("a", "c") and not runtime.overlap("b", "c")
+    assert runtime.overlap("c", "d") and runtime.overlap("d", "e")
+    facts = said["facts"]
+    assert (facts["running"], facts["waiting"], facts["served"], facts["draining"]) == (2, 3, 5, None)
+    assert [(os.path.basename(each["run_dir"]), each["state"]) for each in facts["payloads"]] == [
+        ("c", "waiting"),
+        ("d", "waiting"),
+        ("e", "waiting"),
+        ("a", "running"),
+        ("b", "running"),
+    ]
+    assert facts["nodes"] == [{"name": "n1", "cpus": 4, "gpus": 0, "here": True}] and 0 <= facts["payloads"][0]["age"] < 5
+
+
+def test_a_misfit_and_a_closing_runtime_say_why_and_leave_no_record(runtime: Runtime) -> None:
+    for name, cpus in (("a", 5), ("b", 4), ("c", 1)):
+        runtime.add(name, NAP % 0.5, want_cpus=cpus)
+    said = runtime.run("""
+        session()
+        submit("a"); submit("b")
+        runner.drain("it is Friday")
+        said["closing"] = runner.closing
+        submit("c")
+    """)
+    assert said["a"] == "Misfit: num_cpus=5 asks for more than node n1 grants: 4 CPUs"
+    assert said["c"] == "Closing: it is Friday" == "Closing: " + said["closing"]
+    assert runtime.end("b")["exit_code"] == 0  # It was here already; then the runtime ended by itself.
+    assert not (runtime.path / "a" / JOURNAL).exists() and not (runtime.path / "c" / JOURNAL).exists()
+
+
+def test_a_drained_runtime_runs_its_queue(runtime: Runtime) -> None:
+    for name in "abc":
+        runtime.add(name, NAP % 0.2)
+    runtime.run("session(); [submit(name) for name in 'abc']; runner.drain('enough')")
+    assert [runtime.end(name)["exit_code"] for name in "abc"] == [0, 0, 0]
+
+
+def test_a_cancelled_payload_is_none_of_the_others_business(runtime: Runtime) -> None:
+    runtime.add("a", NAP % 60)
+    runtime.add("b", NAP % 1.5)
+    runtime.run("""
+        session(max_concurrent_payloads=2)
+        first, second = submit("a"), submit("b")
+        loop.call_later(0.5, lambda: first.end_early(End("cancel", "not wanted")))
+        when_done(end)
+    """)
+    assert runtime.end("a")["reason"] == "cancel" and runtime.end("b")["exit_code"] == 0
+    assert runtime.end("a")["ended_at"] < runtime.end("b")["ended_at"]
+
+
+def test_a_payload_has_a_time_limit_of_its_own(runtime: Runtime) -> None:
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('warned', flush=True)); time.sleep(60)"
+    runtime.add("a", stubborn, time_limit=1.0)
+    runtime.add("b", NAP % 3, time_limit=30.0)
+    runtime.run("session(max_concurrent_payloads=2); submit('a'); submit('b'); when_done(end)")
+    late = runtime.end("a")
+    assert (late["reason"], late["message"]) == ("timeout", "the payload took longer than its time limit of 1 s")
+    assert late["signal"] == 9 and late["ended_at"] - late["started_at"] < 3 and runtime.end("b")["exit_code"] == 0
+
+
+def test_what_cannot_end_in_time_is_not_taken(runtime: Runtime) -> None:
+    runtime.add("first", NAP % 0.1, time_limit=500.0)
+    runtime.add("fits", NAP % 0.1, time_limit=50.0)
+    runtime.add("behind", NAP % 0.1, time_limit=80.0)
+    runtime.add("after", NAP % 0.1)
+    said = runtime.run("""
+        session(drain_margin=60.0)
+        runner.time_left = lambda: 100.0
+        submit("first")  # Nobody else would have more time for it.
+        def go():
+            submit("fits"); submit("behind"); submit("after")
+            said["left"] = runner.describe()["time_left"]
+        when_done(go)
+    """)
+    words = r"Closing: its time limit comes in 100 s, and the payload may take 80 s and may wait (50|49) s for its turn"
+    assert re.fullmatch(words, said["behind"])
+    assert said["after"] == said["behind"] and said["left"] == 100.0
+    assert runtime.end("first")["exit_code"] == runtime.end("fits")["exit_code"] == 0
+
+
+def test_steps_take_as_long_as_they_did_before(runtime: Runtime) -> None:
+    runtime.add("a", NAP % 1.2, step="slow")
+    runtime.add("b", "pass", step="slow")
+    said = runtime.run("""
+        session(drain_margin=0.5)
+        runner.time_left = lambda: 1.0
+        submit("a")
+        def go():
+            said["durations"] = runner.durations
+            submit("b")
+        when_done(go)
+    """)
+    assert 1.2 <= said["durations"]["slow"] < 10 and "may take" in said["b"]
+
+
+def test_whose_turn_comes_too_late_is_given_back(runtime: Runtime) -> None:
+    for name in "abc":
+        runtime.add(name, NAP % 1, run_id=name)
+    runtime.run("""
+        session(drain_margin=5.0)
+        left = [100.0]
+        runner.time_left = lambda: left[0]
+        submit("a"); submit("b"); submit("c")
+        loop.call_later(0.3, lambda: left.__setitem__(0, 4.0))
+        when_done(end)
+    """)
+    assert runtime.end("a")["exit_code"] == 0
+    for name in "bc":
+        end = runtime.end(name)
+        assert end["reason"] == "returned" and "its time limit comes in 4 s" in end["message"] and end["started_at"] is None
+
+
+def test_the_time_limit_ends_what_runs_and_gives_back_what_waits(runtime: Runtime) -> None:
+    runtime.add("a", NAP % 60)
+    runtime.add("b", "pass")
+    runtime.run("session(); submit('a'); submit('b'); loop.call_later(0.5, lambda: runner.close(End('timeout', 'time is up')))")
+    assert runtime.end("a")["reason"] == "timeout"
+    assert (runtime.end("b")["reason"], runtime.end("b")["message"]) == ("returned", "time is up before the payload's turn came")
+
+
+def test_usage_is_each_payloads_own(runtime: Runtime) -> None:
+    burn = "import time; until = time.time() + 1.5\nwhile time.time() < until: pass"
+    runtime.add("busy", burn)
+    runtime.add("idle", NAP % 1.5)
+    runtime.add("alone", NAP % 0.3)
+    runtime.run("""
+        session(max_concurrent_payloads=2)
+        submit("busy"); submit("idle")
+        when_done(lambda: (submit("alone"), when_done(end)))
+    """)
+    busy, idle, alone = (runtime.end(name)["usage"] for name in ("busy", "idle", "alone"))
+    assert busy["cpu_seconds"] > 0.4 and idle["cpu_seconds"] < 0.35 * busy["cpu_seconds"]
+    assert (busy["shared"], idle["shared"], alone["shared"]) == (1, 1, 0)
+
+
+def test_one_without_ray_does_not_wait_for_the_cluster(runtime: Runtime) -> None:
+    runtime.add("plain", "import os; assert 'RAY_ADDRESS' not in os.environ and 'RAY_AUTH_MODE' not in os.environ", run_id="a")
+    runtime.add("ray", "import os; assert os.environ['RAY_ADDRESS'] == 'x:1'", run_id="a", uses_ray=True)
+    runtime.add("other", NAP % 0.3, run_id="a")
+    runtime.run("""
+        session()
+        class Cluster:
+            ready, ray_temp_dir, pid, environment = False, None, None, {"RAY_ADDRESS": "x:1"}
+            def start(self, *_): pass
+            def end(self): pass
+            def audit(self, _, done): done(None)
+            def facts(self): return {}
+        runner.clusters.warm = Cluster()
+        for name in ("ray", "plain", "other"):
+            submit(name)
+        def up():
+            runner.clusters.warm.ready = True
+            runner._pump()
+            when_done(end)
+        loop.call_later(1.5, up)
+    """)
+    assert [runtime.end(name)["exit_code"] for name in ("plain", "ray", "other")] == [0, 0, 0]
+    assert runtime.started("ray", "plain", "other") == ["plain", "other", "ray"]
+
+
+def test_another_ray_in_the_environment_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "ray"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    (package / "_version.py").write_text("version = '1'")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = ray_mark()
+    assert before is not None and before == ray_mark()
+    (package / "_version.py").unlink()
+    (package / "_version.py").write_text("version = '22'")
+    assert ray_mark() != before
+
+
+def test_a_changed_ray_ends_the_session_and_gives_back_what_waits(runtime: Runtime) -> None:
+    runtime.add("a", NAP % 1.0)
+    runtime.add("b", "pass", uses_ray=True)
+    runtime.add("c", "pass")
+    said = runtime.run("""
+        session()
+        submit("a"); submit("b")
+        supervisor.ray_mark = lambda: ("elsewhere", ())
+        loop.call_later(0.3, lambda: submit("c"))
+    """)
+    assert said["c"] == "Closing: the environment's Ray has changed"
+    assert runtime.end("a")["exit_code"] == 0 and runtime.end("b")["reason"] == "returned"
+
+
+def test_orphans_are_ended_once_nothing_runs(runtime: Runtime, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    child = ["env", "-i", "setsid", "sh", "-c", f"echo $$ > {pid}; sleep 60"]
+    leave = f"import subprocess; subprocess.Popen({child}, stdout=-3, stderr=-3); "
+    runtime.add("a", leave + NAP % 0.5)
+    runtime.add("b", NAP % 2)
+    said = runtime.run(f"""
+        session(max_concurrent_payloads=2)
+        template = loop.spawn(["sleep", "60"], lambda *_: None)  # A child of the runtime's own is no orphan.
+        submit("a"); submit("b")
+        def alive(pid):
+            try:
+                with open("/proc/%d/stat" % pid) as file:
+                    return file.read().split()[2] != "Z"
+            except OSError:
+                return False
+        loop.call_later(1.5, lambda: said.update(during=alive(int(open({str(pid)!r}).read()))))
+        def after():
+            time.sleep(0.2)
+            said.update(after=alive(int(open({str(pid)!r}).read())), template=alive(template))
+            loop.stop()
+        when_done(lambda: loop.call_later(0.1, after))
+    """)
+    assert (said["during"], said["after"], said["template"]) == (True, False, True)
