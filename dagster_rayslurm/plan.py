@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from .launchers import Launcher
+from .launchers import Launcher, RayLauncher
 from .runtime import PROTOCOL_VERSION
 from .runtime.footprint import Footprint
 from .runtime.spec import PayloadSpec, RaySpec
@@ -170,6 +170,7 @@ def make_plan(
         max_stdio_bytes=max_stdio_bytes,
         grace_period=launcher.grace_period,
         uses_ray=ray is not None,
+        preload=launcher.preload if isinstance(launcher, RayLauncher) else [],
     )
     return Plan(payload, ray, launcher.footprint(), dict(secret_env), uses_pipes, script_of(payload_path))
 

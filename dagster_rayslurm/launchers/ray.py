@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from keyword import iskeyword
 from typing import Annotated, Any, Literal, Optional
 
 from pydantic import Field
@@ -26,6 +27,15 @@ def _check_ray_args(value: object) -> list[str]:
         if name in _OWN_OPTIONS:
             raise ValueError(f"{name} is set by the launcher itself; {_OWN_OPTIONS[name]}")
     return list(value)
+
+
+def _check_modules(value: object) -> list[str]:
+    if isinstance(value, str) or not isinstance(value, (list, tuple)):
+        raise ValueError('write a list of modules, such as ["ray", "torch"]')
+    for name in value:
+        if not all(part.isidentifier() and not iskeyword(part) for part in check_text(name).split(".")):
+            raise ValueError(f'{name!r} is not the name of a module, such as "torch" or "torch.nn"')
+    return list(dict.fromkeys(value))
 
 
 _OWN_OPTIONS = {
@@ -101,8 +111,10 @@ class RayLauncher(Launcher):
     health_check: Annotated[Optional[str], plain_text] = Field(
         default=None, description="Shell command that each node runs before Ray starts; a failure names the node."
     )
-    preload: Annotated[list[str], checked(lambda value: [check_text(item) for item in value])] = Field(
-        default=[], description="Modules that a warm session imports once, before payloads are forked from it."
+    preload: Annotated[list[str], checked(_check_modules)] = Field(
+        default=[],
+        description='Modules that a warm session imports once, such as ["ray", "torch"]; payloads that are Python scripts or '
+        "modules begin with them imported. Without effect where nothing stays warm between payloads.",
     )
 
     def ray_spec(self) -> RaySpec:

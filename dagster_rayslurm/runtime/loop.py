@@ -33,7 +33,7 @@ class Loop:
         self._selector = selectors.DefaultSelector()
         self._timers: List[Tuple[float, int, Timer]] = []
         self._order = itertools.count()
-        self._children: Dict[int, Tuple["subprocess.Popen[bytes]", ExitCallback]] = {}
+        self._children: Dict[int, Tuple[Optional["subprocess.Popen[bytes]"], ExitCallback]] = {}
         self._signals: Dict[int, Callable[[int], None]] = {}
         self._stopping = False
         reader, writer = socket.socketpair()
@@ -81,8 +81,12 @@ class Loop:
         self._children[process.pid] = (process, on_exit)
         return process.pid
 
+    def adopt(self, pid: int, on_exit: ExitCallback) -> None:
+        """Be told of the end of a child that another process started for this one, which is a subreaper."""
+        self._children[pid] = (None, on_exit)
+
     def children(self) -> List[int]:
-        """Process ids started here that have not ended."""
+        """Process ids started or adopted here that have not ended."""
         return list(self._children)
 
     def stop(self) -> None:
@@ -120,5 +124,6 @@ class Loop:
             if pid in self._children:
                 process, on_exit = self._children.pop(pid)
                 code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-                process.returncode = code  # Popen must not wait for a process that is already collected.
+                if process is not None:
+                    process.returncode = code  # Popen must not wait for a process that is already collected.
                 on_exit(code, usage)

@@ -19,6 +19,7 @@ from .outputs import collect_outputs
 from .record import STATUS, RunRecord, write_atomically
 from .spec import PayloadSpec
 from .team import Team
+from .templates import Templates
 from .usage import Sampler, merge
 from .workspace import Environment, lay_out_work_dir, payload_environment
 
@@ -95,12 +96,15 @@ class Payload:
         """Place in the queue that was last told to the user."""
         self.companions: Set[str] = set()
         """Other payloads that ran at the same time, by nonce."""
+        self.templates: Optional[Templates] = None
+        """What it may be forked from, if it asks for preloaded modules."""
         self.on_ended: List[Callable[[], None]] = []
         """Called after the `end` is written, from the loop: never from within a call into this payload."""
         self._environ = environ
         self._secret_env = secret_env
         self._work_dir = os.path.join(run_dir, "work")
         self._pid: Optional[int] = None
+        self._why_fresh: Optional[str] = None
         self._due_signals: List[int] = []
         self._exit: Optional[End] = None
         self._verdict: Optional[End] = None
@@ -144,6 +148,8 @@ class Payload:
             why = error.strerror if isinstance(error, OSError) else str(error)
             return self._finish(End("spawn", "the command %r cannot be started: %s" % (argv[0], why)))
         self._phase("running", "payload started (pid %s)" % self._pid)
+        if self._why_fresh is not None:
+            self._phase("running", "a fresh interpreter, because %s" % self._why_fresh)
         for signum in self._due_signals:
             self._phase("running", "the payload gets %s now, which was due before it started" % processes.signal_name(signum))
             self.signal(signum)
@@ -156,7 +162,7 @@ class Payload:
     def _spawn(self, argv: List[str], env: Environment) -> None:
         out, err = os.pipe(), os.pipe()
         try:
-            self._pid = self.loop.spawn(
+            self._pid = self._fork(argv, env, out[1], err[1]) or self.loop.spawn(
                 argv,
                 self._exited,
                 cwd=self._work_dir,
@@ -175,6 +181,25 @@ class Payload:
             os.close(err[1])
         self._watch("stdout", out[0])
         self._watch("stderr", err[0])
+
+    def _fork(self, argv: List[str], env: Environment, stdout: int, stderr: int) -> Optional[int]:
+        """The process, forked from one that has imported what the payload asks for; None if it needs one of its own."""
+        if self.templates is None or not self.spec.preload:
+            return None
+        pid = self.templates.spawn(
+            self.spec.preload,
+            argv,
+            self._exited,
+            cwd=self._work_dir,
+            env=env,
+            secrets=self._secret_env,
+            stdout=stdout,
+            stderr=stderr,
+        )
+        if isinstance(pid, int):
+            return pid
+        self._why_fresh = pid
+        return None
 
     def end_early(self, end: End, grace: Optional[float] = None) -> None:
         """End the payload for a reason of the runtime's own: SIGTERM to its group, SIGKILL after the grace period.

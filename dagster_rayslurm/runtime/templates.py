@@ -1,0 +1,322 @@
+"""Interpreters that have imported modules once, from which payloads are forked; the runtime's side of `template`.
+
+A payload is forked only if nobody could tell the difference to a fresh interpreter but by its speed. Whatever is in
+doubt runs in a fresh interpreter, and the user reads why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import signal
+import socket
+import subprocess
+import sys
+from array import array
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+
+from . import processes
+from .loop import ExitCallback, Loop
+from .ray_start import ray_environment
+from .spec import PayloadSpec, RaySpec
+from .template import MARK, MARK_ROOM, PAD
+from .workspace import Environment, payload_environment
+
+_PACKAGE = "rayslurm_template"
+_SOURCES = ("template", "forkable", "as_main")
+_SCRIPT = """\
+import sys
+bare, startup = {name: value for name, value in globals().items() if name.startswith("__")}, frozenset(sys.modules)
+from rayslurm_template.template import main
+main(bare, startup)
+"""
+
+_PATIENCE = 1.0
+"""Seconds that a payload waits for imports to end, and for a template to answer; a fresh interpreter takes about that."""
+
+_ATTEMPTS = 3
+"""Templates that may end before they have imported their modules, until nobody starts another one."""
+
+_AT_IMPORT = (
+    *("PYTHON", "LD_", "DYLD_", "GLIBC_", "MALLOC_", "LC_", "COVERAGE_", "COV_CORE_"),
+    *("OMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "NUMBA_", "KMP_", "GOMP_", "ARROW_"),
+    *("CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "NCCL_", "HIP_", "ROCR_", "HSA_"),
+    *("TORCH", "PYTORCH_", "XLA_", "TF_", "JAX_", "TRITON_", "HF_", "TRANSFORMERS_", "RAY_"),
+)
+"""Prefixes of variables that interpreters and libraries look at when they start or are imported."""
+
+_AT_IMPORT_NAMES = ("HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP")
+
+_LATER = (
+    *("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN_PATH"),
+    *("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_OVERRIDE_JOB_RUNTIME_ENV", "HF_TOKEN"),
+)
+"""Variables that such a prefix fits and that are read only when they are needed (Ray 2.60: in `ray.init`)."""
+
+
+def command_problem(argv: Sequence[str], python: str) -> Optional[str]:
+    """Why a command cannot be forked, in the words that follow "because"; None for a script or module of `python`."""
+    if not argv or argv[0] not in ("python", "python3", python):
+        return "the command is none of the environment's Python"
+    if len(argv) > 1 and argv[1] == "-m":
+        return None if len(argv) > 2 and argv[2] else "the command names no module"
+    if len(argv) < 2 or argv[1].startswith("-"):
+        return "the command is neither `python SCRIPT` nor `python -m MODULE`"
+    if argv[1].endswith(".pyc"):
+        return "the script is bytecode"
+    return None
+
+
+def acts_at_import(name: str) -> bool:
+    """Whether a variable may make a difference when modules are imported."""
+    return name not in _LATER and (name in _AT_IMPORT_NAMES or name.startswith(_AT_IMPORT))
+
+
+def environment_problem(template: Environment, payload: Environment) -> Optional[str]:
+    """Why a payload's environment needs imports of its own; values are not told, as they may be secret."""
+    names = sorted(name for name in {*template, *payload} if acts_at_import(name) and template.get(name) != payload.get(name))
+    if not names:
+        return None
+    return "%s may matter when modules are imported and differ%s" % (", ".join(names), "s" if len(names) == 1 else "")
+
+
+def template_environment(base: Environment, payload: Environment, secrets: Iterable[str]) -> Environment:
+    """The environment of a template for payloads like this one: nothing of its own but what acts at import."""
+    env = {name: value for name, value in base.items() if not acts_at_import(name)}
+    hidden = set(secrets)
+    env.update({name: value for name, value in payload.items() if acts_at_import(name) and name not in hidden})
+    return env
+
+
+class Templates:
+    """The templates of one runtime, by the modules that they have imported.
+
+    Args:
+        loop: where everything happens.
+        directory: a private directory of their own, which is made.
+        python: the environment's Python.
+    """
+
+    def __init__(self, loop: Loop, directory: str, python: str = sys.executable) -> None:
+        self._loop = loop
+        self._directory = directory
+        self._python = python
+        self._all: Dict[Tuple[str, ...], _Template] = {}
+        self._failures: Dict[Tuple[str, ...], int] = {}
+
+    def warm(self, modules: Sequence[str], ray_env: Optional[Environment] = None) -> None:
+        """Begin to import modules for payloads that are yet to come.
+
+        Args:
+            modules: what to import; nothing happens if that is nothing.
+            ray_env: how those payloads reach their cluster; None if each of them has its own.
+        """
+        if modules and sys.platform == "linux":
+            some = PayloadSpec(argv=[], nonce="", uses_ray=True)
+            ray_env = ray_environment(RaySpec(), "") if ray_env is None else ray_env
+            self._start(tuple(modules), payload_environment(some, dict(os.environ), self._python, "", "", ray_env), ())
+
+    def _start(self, key: Tuple[str, ...], env: Environment, secrets: Iterable[str]) -> None:
+        env = template_environment(dict(os.environ), env, secrets)
+        try:
+            self._all[key] = _Template(self._loop, self._script(), self._python, key, env)
+        except OSError as error:
+            print("rayslurm: no interpreter can be preloaded: %s" % error, file=sys.stderr)
+
+    def spawn(
+        self,
+        modules: Sequence[str],
+        argv: Sequence[str],
+        on_exit: ExitCallback,
+        *,
+        cwd: str,
+        env: Environment,
+        secrets: Iterable[str] = (),
+        stdout: int,
+        stderr: int,
+    ) -> Union[int, str]:
+        """Fork a payload with /dev/null as its stdin.
+
+        Args:
+            modules: what must have been imported.
+            argv: its command, whose first word is this runtime's Python.
+            on_exit: called when it has ended, as by `Loop.spawn`.
+            cwd: its working directory.
+            env: its environment.
+            secrets: names of variables in it that no other process shall have.
+            stdout: descriptor of its output.
+            stderr: descriptor of its errors.
+
+        Returns:
+            The process id, which is its process group too; or why it needs a fresh interpreter, after "because".
+        """
+        if sys.platform != "linux":
+            return "only Linux has what forking from a preloaded one takes"
+        problem = command_problem(argv, self._python)
+        if problem is not None:
+            return problem
+        key = tuple(modules)
+        if key not in self._all or self._all[key].ended:
+            again = self._count_failure(key)
+            if again is not None:
+                return again
+            self._start(key, env, secrets)
+        template = self._all.get(key)
+        if template is None:
+            return "no interpreter can be preloaded"
+        problem = environment_problem(template.env, env) or template.wait_ready(_PATIENCE)
+        if problem is not None:
+            return problem
+        request = {"argv": [self._python, *argv[1:]], "cwd": cwd, "env": env, "parent": os.getpid()}
+        return template.fork(request, stdout, stderr, on_exit)
+
+    def pids(self) -> List[int]:
+        """The templates that run, which belong to no payload."""
+        return [template.pid for template in self._all.values() if not template.ended]
+
+    def close(self) -> None:
+        """End them all."""
+        for template in self._all.values():
+            template.end()
+
+    def _count_failure(self, key: Tuple[str, ...]) -> Optional[str]:
+        """Remember a template that never got to serve; why there is no other one, if it was one too many."""
+        last = self._all.get(key)
+        if last is None or last.served:
+            self._failures[key] = 0
+            return None
+        self._failures[key] = min(self._failures.get(key, 0) + 1, _ATTEMPTS)
+        if self._failures[key] < _ATTEMPTS:
+            return None
+        return "the process that imports %s ended %d times" % (", ".join(key), _ATTEMPTS)
+
+    def _script(self) -> str:
+        """Lay out the files that a template consists of; the script."""
+        script, package = os.path.join(self._directory, "python.py"), os.path.join(self._directory, _PACKAGE)
+        if not os.path.exists(script):
+            os.makedirs(package, 0o700, exist_ok=True)
+            _write(os.path.join(package, "__init__.py"), b"")
+            for name in _SOURCES:
+                source = pkgutil.get_data(__package__ or "", name + ".py")
+                assert source is not None
+                _write(os.path.join(package, name + ".py"), source)
+            _write(script, _SCRIPT.encode())
+        return script
+
+
+class _Template:
+    """One process that has imported modules, or still does."""
+
+    def __init__(self, loop: Loop, script: str, python: str, modules: Tuple[str, ...], env: Environment) -> None:
+        self.env = env
+        self.ended = False
+        self.served = False
+        """Whether it got as far as to say whether it can serve."""
+        self._loop = loop
+        self._modules = ", ".join(modules)
+        self._ready = False
+        self._problem: Optional[str] = None
+        self._control, other = socket.socketpair()
+        out = os.pipe()
+        try:
+            self.pid = loop.spawn(
+                [python, script, str(other.fileno()), *modules, PAD],
+                self._exited,
+                cwd=os.path.dirname(script),
+                env={**env, MARK: MARK_ROOM},
+                stdin=subprocess.DEVNULL,
+                stdout=out[1],
+                stderr=out[1],
+                pass_fds=(other.fileno(),),
+                preexec_fn=processes.die_with_parent(),
+            )
+        except BaseException:
+            self._control.close()
+            os.close(out[0])
+            raise
+        finally:
+            other.close()
+            os.close(out[1])
+        loop.on_readable(out[0], lambda: self._pass_on(out[0]))
+
+    def wait_ready(self, patience: float) -> Optional[str]:
+        """Wait until it serves; why it does not."""
+        if self._problem is not None or self._ready:
+            return self._problem
+        self._control.settimeout(patience)
+        try:
+            said = _receive_line(self._control)
+        except socket.timeout:
+            return "importing %s is not done yet" % self._modules
+        except OSError:
+            self.end()
+            return "the process that imports %s ended" % self._modules
+        self._ready, self.served, self._problem = True, True, said["problem"]
+        return self._problem
+
+    def fork(self, request: Dict[str, Any], stdout: int, stderr: int, on_exit: ExitCallback) -> Union[int, str]:
+        """Have a process forked; its id, or why there is none."""
+        mine, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._control.settimeout(_PATIENCE)
+                fds = array("i", [theirs.fileno(), stdout, stderr])
+                self._control.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            mine.settimeout(_PATIENCE)
+            mine.sendall(json.dumps(request).encode("ascii") + b"\n")
+            answer = _receive_line(mine)
+            if answer["problem"] is not None:
+                if answer["stale"]:
+                    self.end()
+                return str(answer["problem"])
+            mine.sendall(b"go")
+        except OSError:  # It did not answer, or is gone: nothing has begun, as nobody said "go".
+            self.end()
+            return "the preloaded one does not answer"
+        finally:
+            mine.close()
+        self._loop.adopt(answer["pid"], on_exit)
+        pid: int = answer["pid"]
+        return pid
+
+    def end(self) -> None:
+        """End it at once; payloads that were forked from it go on."""
+        if not self.ended:
+            self.ended = True
+            self._control.close()
+            processes.signal_group(self.pid, signal.SIGKILL)
+
+    def _exited(self, *_: Any) -> None:
+        if self._problem is None:
+            self.end()
+
+    def _pass_on(self, fd: int) -> None:
+        """Pass on what modules print when they are imported: it belongs to no payload."""
+        data = os.read(fd, 65536)
+        if data:
+            sys.stderr.write(data.decode("utf-8", "replace"))
+        else:
+            self._loop.forget(fd)
+            os.close(fd)
+
+
+def _receive_line(connection: socket.socket) -> Dict[str, Any]:
+    """One JSON object.
+
+    Raises:
+        OSError: the other end is gone, or takes longer than the socket's timeout.
+    """
+    data = b""
+    while not data.endswith(b"\n"):
+        chunk = connection.recv(65536)
+        if not chunk:
+            raise ConnectionResetError("closed")
+        data += chunk
+    said: Dict[str, Any] = json.loads(data.decode("ascii"))
+    return said
+
+
+def _write(path: str, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
