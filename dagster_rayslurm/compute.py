@@ -22,6 +22,8 @@ from .backends.local import LocalBackend
 from .backends.process import runtime_command
 from .backends.run_end import run_ended
 from .backends.rundir import Layout
+from .backends.session import SessionBackend, end_session
+from .backends.session_setup import SessionSetup, example_session_script
 from .config import (
     ExecutionMode,
     SessionConfig,
@@ -35,13 +37,15 @@ from .connections.shared import connect_early
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, resolve_environment
 from .errors import RunFailure
 from .execution import CompletedRun, Policy, execute, start_errors
+from .fit import misfit
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .plan import Plan, make_plan
 from .runtime.spec import RuntimeSpec, to_json
 from .slurm.config import SlurmQueueConfig, SlurmResource
 from .slurm.hetjob import HetComponent
 
-_AVAILABLE = (ExecutionMode.LOCAL.value, ExecutionMode.SLURM.value)
+_AVAILABLE = (ExecutionMode.LOCAL.value, ExecutionMode.SLURM.value, ExecutionMode.SLURM_SESSION.value)
+_ON_SLURM = _AVAILABLE[1:]
 
 Payload = Union[str, "os.PathLike[str]", Sequence[str]]
 Context = Union[dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckExecutionContext]
@@ -125,7 +129,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
         """Begin to log in to the cluster, while Dagster prepares the step."""
-        if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
+        if self.slurm is not None and self.mode in _ON_SLURM:
             connect_early(self.slurm.ssh)
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
@@ -201,7 +205,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         return execute(op_context, plan, backend, policy, extras)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:
-        """End a warm Ray cluster, in mode slurm the job of a cluster, and everything that runs on it.
+        """End a warm Ray cluster, on Slurm the job or the session of a cluster, and everything that runs on it.
 
         Args:
             cluster_id: as `CompletedRun.cluster_id` or the metadata "Ray cluster ID" give it.
@@ -213,9 +217,10 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             RunFailure: it does not answer.
         """
         with _configuration_errors(), start_errors():
-            if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
+            if self.slurm is not None and self.mode in _ON_SLURM:
                 # It may well be called outside of a run, where Dagster has resolved no variables.
-                return cancel_cluster(resolve_variables(self.slurm, "slurm"), cluster_id)
+                slurm = resolve_variables(self.slurm, "slurm")
+                return end_session(slurm, cluster_id) or cancel_cluster(slurm, cluster_id)
             return local_session.stop(self._layout, cluster_id)
 
     def job_script(
@@ -240,6 +245,10 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             plan = self._plan(payload_path, self._launcher(launcher), nonce="NONCE")
             if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
                 return example_script(plan, self._queue(queue), self.slurm)
+            if self.mode == ExecutionMode.SLURM_SESSION.value:
+                setup = self._session_setup(queue)
+                fits = misfit(setup.wish(plan), setup.usual.offer(setup.reuse)) is None
+                return example_session_script(setup, setup.usual if fits else setup.own(plan))
             interpreter = resolve_environment(self._environment)
         run_dir = str(self._layout.runs / "RUN_DIR")
         command = runtime_command(self._layout, interpreter, "run", run_dir)
@@ -308,8 +317,28 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
     def _backend(self, queue: SlurmQueueConfig | None) -> Backend:
         if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
             return BatchBackend(self.slurm, self._queue(queue), self._environment, self.queue_timeout)
+        if self.mode == ExecutionMode.SLURM_SESSION.value:
+            return SessionBackend(
+                self._session_setup(queue),
+                self.queue_timeout,
+                self.runtime_start_timeout,
+                self.connection_loss_timeout,
+                self._layout,
+            )
         session = self.session if self.enable_cluster_reuse else None
-        return LocalBackend(self._layout, resolve_environment(self._environment), session)
+        return LocalBackend(self._layout, resolve_environment(self._environment), session, self.default_launcher.ray_spec())
+
+    def _session_setup(self, queue: SlurmQueueConfig | None) -> SessionSetup:
+        assert self.slurm is not None
+        return SessionSetup(
+            slurm=self.slurm,
+            queue=self.slurm.queue,
+            own_queue=queue if queue is None else resolve_variables(queue, "queue"),
+            environment=self._environment,
+            session=self.session,
+            launcher=self.default_launcher,
+            reuse=self.enable_cluster_reuse,
+        )
 
     def _check_mode(self, launcher: Launcher, components: Sequence[HetComponent] | None) -> None:
         """Refuse what this mode cannot do, before anything starts."""
@@ -317,14 +346,10 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             raise ValueError(f"slurm: mode {self.mode!r} needs a Slurm cluster; set slurm=SlurmResource(…)")
         if self.mode not in _AVAILABLE:
             raise ValueError(f"mode: {self.mode!r} is not available in this version; use {' or '.join(map(repr, _AVAILABLE))}")
-        if isinstance(launcher, RayLauncher):
-            if launcher.launch_style != "builtin" and self.mode == ExecutionMode.LOCAL.value:
-                raise ValueError(
-                    f"launcher.launch_style: {launcher.launch_style!r} needs the nodes of a Slurm allocation; use 'builtin'"
-                )
-            if launcher.preload:
-                raise ValueError("launcher.preload: it is not available in this version; remove it")
-        own = self.components if self.mode == ExecutionMode.SLURM.value else None
+        style = launcher.launch_style if isinstance(launcher, RayLauncher) else "builtin"
+        if style != "builtin" and self.mode == ExecutionMode.LOCAL.value:
+            raise ValueError(f"launcher.launch_style: {style!r} needs the nodes of a Slurm allocation; use 'builtin'")
+        own = self.components if self.mode in _ON_SLURM else None
         if components or own or (isinstance(launcher, RayLauncher) and launcher.component_id is not None):
             raise ValueError(f"components: mode {self.mode!r} has none; remove components and component_id")
 

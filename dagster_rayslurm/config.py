@@ -220,7 +220,10 @@ def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[st
 
 
 class SessionConfig(StrictConfig):
-    """A warm allocation (in local mode: a warm Ray cluster) that assets, processes and runs share."""
+    """A warm allocation (in local mode: a warm Ray cluster) that assets, processes and runs share.
+
+    Its job is never requeued, whatever the queue says: what was accepted before would run twice.
+    """
 
     name: Annotated[Optional[str], identifier] = Field(
         default=None, description="Name under which the session is found; None derives it from the launcher and the queue."
@@ -233,6 +236,11 @@ class SessionConfig(StrictConfig):
     )
     idle_timeout: Annotated[int, at_least(1, "seconds")] = Field(
         default=600, description="Seconds without a payload after which the session ends itself."
+    )
+    carrier: Annotated[str, choice("auto", "direct", "srun")] = Field(
+        default="auto",
+        description='How requests get to the session: "direct" by TCP from the edge node, "srun" by a step in its allocation, '
+        '"auto" by TCP where that gets through, else by a step.',
     )
     max_concurrent_payloads: Annotated[int, at_least(1)] = Field(
         default=1, description="Payloads that run at the same time; others queue."

@@ -75,6 +75,8 @@ class Evidence:
     damaged_lines: int = 0
     unreachable: str | None = None
     """Why the record could not be read for `connection_loss_timeout`."""
+    heard_at: float = field(default_factory=time.monotonic)
+    """When the record last grew, by this machine's monotonic clock."""
     tails: dict[str, str] = field(default_factory=dict)
     last_output: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=64))
 
@@ -134,7 +136,7 @@ class Follower:
             runtime_exited: asked between reads; says how the runtime ended once it did.
             deadline: `time.monotonic()` at which to stop all the same.
         """
-        heard = time.monotonic()
+        self.evidence.heard_at = time.monotonic()
         while True:
             # Asked before the read: what a runtime wrote before it ended is then read for sure.
             exited = runtime_exited(self.evidence)
@@ -142,7 +144,7 @@ class Follower:
             if self._complete() or self.evidence.unreachable:
                 break
             if progress:
-                heard = time.monotonic()
+                self.evidence.heard_at = time.monotonic()
                 # A full chunk has more behind it, and an `end` all that is left; else the next batch is worth a wait.
                 if progress >= CHUNK or self.evidence.end is not None:
                     continue
@@ -154,7 +156,8 @@ class Follower:
                 break
             if deadline is not None and time.monotonic() > deadline:
                 break
-            time.sleep(self._cadence.pause(time.monotonic() - heard, self.evidence.started))
+            silence = time.monotonic() - self.evidence.heard_at
+            time.sleep(self._cadence.pause(silence, self.evidence.started))
         self.evidence.damaged_lines = self._readers[JOURNAL].damaged
         for message in self._results:
             self._hand_over(message)

@@ -15,6 +15,25 @@ once from the process that runs the steps (Dagster's multiprocess executor)."""
 
 
 @contextmanager
+def delayed_interrupts() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back for a moment in which nobody could say what was done and what was not."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {
+        signum: signal.signal(signum, lambda received, _: came.append(received)) for signum in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+@contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
     """Hold SIGINT and SIGTERM back; only the main thread gets them, so elsewhere there is nothing to hold.
 

@@ -18,11 +18,17 @@ _REASONS = {
     "cluster-lost": "cluster-lost",
     "environment": "environment",
     "record": "record",
+    "returned": "allocation",
     "runtime": "runtime",
     "spawn": "payload",
     "terminated": "cancelled",
+    "timeout": "allocation",
 }
 """Kinds for the reasons of an `end` that is not the payload's own."""
+
+_RETRY = {"returned": True, "timeout": False}
+"""Whether another attempt may succeed, where the kind alone does not say: a payload that was never started, and one that
+takes longer than it may."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
         return _without_end(evidence)
     reason = end["reason"]
     if reason != "exit":
-        return Verdict(_REASONS.get(reason, "runtime"), _sentence_of(reason, end.get("message")))
+        return Verdict(_REASONS.get(reason, "runtime"), _sentence_of(reason, end.get("message")), _RETRY.get(reason))
     if end["signal"] is not None:
         return Verdict("payload", f"the payload was killed by {signal_name(end['signal'])}{_hint(end['signal'])}")
     exception = evidence.exception
@@ -144,9 +150,11 @@ def _sentence_of(reason: str, message: str | None) -> str:
         "cluster-lost": "the Ray cluster was lost while the payload ran",
         "cluster-start": "the Ray cluster did not start",
         "environment": "the environment cannot run the payload",
+        "returned": "the session ended before it was the payload's turn, which was never started",
         "record": "the record of the run cannot be kept, so the payload was ended",
         "spawn": "the payload did not start",
         "terminated": "the run was ended from outside",
+        "timeout": "the payload ran out of time",
     }.get(reason, "the runtime failed")
     return f"{said}: {message}" if message else said
 

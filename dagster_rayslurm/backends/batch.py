@@ -6,17 +6,14 @@ import contextlib
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from dagster_pipes import PipesContextData
 
-from ..bundles import Bundle, bundle_directory, bundle_files, install
-from ..connections.base import Connection, ConnectionFailed, Progress
+from ..connections.base import Connection
 from ..connections.remote_path import expand_home, is_rooted
 from ..connections.shared import connection_to
 from ..environments import Environment, Interpreter
@@ -25,11 +22,12 @@ from ..environments.resolve import path_on_cluster
 from ..errors import StartError
 from ..follow import Cadence
 from ..interrupts import deferred_interrupts
-from ..plan import Plan, relocate
+from ..plan import Plan
 from ..runtime.cluster import nodes_expected
 from ..runtime.ports import control_ports
 from ..runtime.record import CANCEL, EXIT, RUNTIME
 from ..runtime.spec import RuntimeSpec, to_json
+from ..runtime.workspace import shared_variables
 from ..slurm.commands import slurm_commands
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.queue import ask_queue, shared_queue
@@ -39,13 +37,15 @@ from ..slurm.script import render_script
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, submit
 from .base import Attempt, Step
-from .batch_job import BatchJob, cancel_named, wait_until_gone
+from .batch_job import BatchJob
+from .cargo import base_errors, deliver, pack
 from .remote_sweep import sweep_remote
 from .rundir import Layout, run_files
+from .slurm_job import cancel_named, wait_until_gone
 
 _CADENCE = Cadence(busy=0.1, idle=3.0, waiting=15.0)
-_TELL_INTERVAL = 5.0
-_CLUSTER = "slurm-"
+CLUSTER = "slurm-"
+"""What the name of a cluster begins with; the rest is what the name of its job ends with."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class BatchBackend:
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout(Path(self._absolute(self.slurm.remote_base)))
+        return Layout(Path(absolute(self.connection, self.slurm.remote_base)))
 
     def check(self, plan: Plan) -> None:
         make_request(self.queue, plan.footprint, job_name="rayslurm", comment="")
@@ -82,38 +82,24 @@ class BatchBackend:
                     f"RayLauncher.min_nodes={plan.ray.min_nodes} is more than the cluster will have: {expected} nodes by "
                     f"SlurmQueueConfig.num_nodes={self.queue.num_nodes} and max_workers={plan.ray.max_workers}"
                 )
-        path_on_cluster(self.environment, over_ssh=self.slurm.ssh is not None)
-        for name, path in (("remote_base", self.slurm.remote_base), ("data_dir", plan.payload.data_dir)):
-            if path is not None and not is_rooted(path):
-                raise ValueError(f'{name}: {path!r} is relative; write an absolute path, or one that begins with "~/"')
+        check_paths(self.slurm, self.environment, plan)
 
     def sweep(self, retention_days: float) -> None:
-        base = str(self.layout.base)
-
-        def work() -> None:
-            with contextlib.suppress(OSError):  # Another one will come to it.
-                sweep_remote(self.connection, base, retention_days)
-
-        # Much to remove takes its time on a cluster's file system, and nobody waits for that.
-        threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
+        sweep_in_background(self.connection, str(self.layout.base), retention_days)
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> BatchJob:
         commands = slurm_commands(self.connection)
-        try:
+        base = str(self.layout.base)
+        with base_errors(base):
             interpreter = self._interpreter(plan)
-            plan, runtime = self._deliver(plan, step.log)
-        except ConnectionFailed:
-            raise
-        except OSError as error:
-            raise StartError(
-                "configuration",
-                f"remote_base: {self.layout.base} cannot be used: {error}; choose a directory of your own that the edge and the "
-                "compute nodes share",
-            ) from None
+            data_dir = data_dir_of(self.connection, self.layout, plan)
+            cargo = pack(plan, base, data_dir)
+            runtime = deliver(self.connection, base, cargo, step.log)
+        plan = cargo.plan
         name = job_name(step.step_key, plan.payload.nonce)
         comment = job_comment(step.run_id, step.step_key, step.partition_key)
         request = make_request(self.queue, plan.footprint, job_name=name, comment=comment)
-        cluster_id = f"{_CLUSTER}{plan.payload.nonce}"
+        cluster_id = f"{CLUSTER}{plan.payload.nonce}"
         files = {
             **run_files(plan, context),
             RUNTIME: to_json(runtime_spec(cluster_id, plan, request, self.queue)).encode("utf-8"),
@@ -147,9 +133,6 @@ class BatchBackend:
         step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where} on {self.connection.place}")
         return job
 
-    def _absolute(self, path: str) -> str:
-        return os.path.normpath(expand_home(self.connection, path))
-
     def _interpreter(self, plan: Plan) -> Interpreter:
         try:
             return check_environment_on(
@@ -164,50 +147,37 @@ class BatchBackend:
         except ValueError as error:
             raise StartError("configuration", str(error)) from None
 
-    def _deliver(self, plan: Plan, log: Any) -> tuple[Plan, str]:
-        """Send what the payload needs of this machine.
 
-        Returns:
-            The plan with the places that things have on the cluster, and the runtime's own.
-        """
-        payload = plan.payload
-        bundles: dict[str, Bundle] = {}
-        try:
-            if payload.working_dir:
-                bundles["working_dir"] = bundle_directory(payload.working_dir)
-            if payload.extra_files:
-                bundles["extra_files"] = bundle_files({os.path.basename(path): path for path in payload.extra_files})
-            inside = plan.script and "working_dir" in bundles and bundles["working_dir"].name_of(plan.script)
-            if plan.script and not inside:
-                bundles["script"] = bundle_files({os.path.basename(plan.script): plan.script}, what="payload_path")
-            installed = install(self.connection, str(self.layout.base), list(bundles.values()), _progress(log))
-        except ValueError as error:
-            raise StartError("configuration", str(error)) from None
-        log.debug(f"[rayslurm] delivered {', '.join(bundles) or 'nothing'} to {self.connection.place}")
-        places = {what: installed.bundles[bundle] for what, bundle in bundles.items()}
-        script = None
-        if plan.script:
-            script = (
-                os.path.join(places["working_dir"], inside)
-                if inside
-                else os.path.join(places["script"], os.path.basename(plan.script))
-            )
-        extra_files = [os.path.join(places["extra_files"], os.path.basename(path)) for path in payload.extra_files]
-        data_dir = self._absolute(payload.data_dir) if payload.data_dir else str(self.layout.data)
-        return relocate(plan, script, places.get("working_dir"), extra_files, data_dir), installed.runtime
+def absolute(connection: Connection, path: str) -> str:
+    """An absolute path over there, whose user may have begun it with a tilde."""
+    return os.path.normpath(expand_home(connection, path))
 
 
-def _progress(log: Any) -> Progress:
-    """Tells the log of uploads that take their time."""
-    told = time.monotonic()
+def data_dir_of(connection: Connection, layout: Layout, plan: Plan) -> str:
+    """The directory there that payloads share."""
+    return absolute(connection, plan.payload.data_dir) if plan.payload.data_dir else str(layout.data)
 
-    def tell(done: int, size: int) -> None:
-        nonlocal told
-        if done < size and time.monotonic() - told > _TELL_INTERVAL:
-            told = time.monotonic()
-            log.info(f"[rayslurm] uploading: {done / 2**20:.0f} of {size / 2**20:.0f} MiB")
 
-    return tell
+def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> None:
+    """Refuse paths that mean nothing on the cluster.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    path_on_cluster(environment, over_ssh=slurm.ssh is not None)
+    for name, path in (("remote_base", slurm.remote_base), ("data_dir", plan.payload.data_dir)):
+        if path is not None and not is_rooted(path):
+            raise ValueError(f'{name}: {path!r} is relative; write an absolute path, or one that begins with "~/"')
+
+
+def sweep_in_background(connection: Connection, base: str, retention_days: float) -> None:
+    """Remove what nobody touched for so many days; it takes its time on a cluster's file system, and nobody waits for it."""
+
+    def work() -> None:
+        with contextlib.suppress(OSError):  # Another one will come to it.
+            sweep_remote(connection, base, retention_days)
+
+    threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
 
 
 def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
@@ -217,7 +187,7 @@ def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
         StartError: Slurm does not confirm its end.
         OSError: Slurm cannot be asked.
     """
-    nonce = cluster_id.removeprefix(_CLUSTER)
+    nonce = cluster_id.removeprefix(CLUSTER)
     if not nonce or nonce == cluster_id:
         return False
     commands = slurm_commands(connection_to(slurm.ssh))
@@ -241,6 +211,7 @@ def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQ
         requeue=request.requeue,
         warn_before_limit=before,
         warn_signal=signal_name,
+        worker_env=shared_variables(plan.payload),
     )
 
 

@@ -16,13 +16,16 @@ from dagster_pipes import PipesContextData
 from ..config import SessionConfig
 from ..connections.local import LocalConnection
 from ..environments import Interpreter
+from ..errors import StartError
+from ..fit import Offer, Wish, misfit, refused
 from ..follow import Cadence, Evidence
 from ..outcome import exit_in_words
 from ..plan import Plan
 from ..runtime import machine
 from ..runtime.footprint import footprint_error
 from ..runtime.record import RUNTIME_LOG, STATUS, tail_file
-from ..runtime.spec import RuntimeSpec
+from ..runtime.spec import RaySpec, RuntimeSpec
+from ..runtime.workspace import shared_variables
 from . import local_session
 from .base import Attempt, Step
 from .local_session import LocalAttempt
@@ -42,11 +45,13 @@ class LocalBackend:
         layout: where run directories go.
         interpreter: the Python that runs them.
         session: how a warm Ray cluster is shared; None for a cluster of each payload's own.
+        offered: that cluster, for all payloads that it is enough for; None for what each payload asks for.
     """
 
     layout: Layout
     interpreter: Interpreter
     session: SessionConfig | None
+    offered: RaySpec | None = None
     connection: LocalConnection = field(default_factory=LocalConnection)
     cadence: Cadence = _CADENCE
 
@@ -56,6 +61,19 @@ class LocalBackend:
         if problem:
             raise ValueError(problem)
 
+    def _cluster(self, wanted: RaySpec, session: SessionConfig) -> RaySpec:
+        """The cluster that a payload gets: that of the session if it fits, else one as it asks for.
+
+        Raises:
+            StartError: it does not fit, and shall get no other one.
+        """
+        if self.offered is None:
+            return wanted
+        problem = misfit(Wish(wanted, ()), Offer(self.offered, True, None))
+        if problem is not None and session.on_misfit == "error":
+            raise StartError("configuration", refused(problem))
+        return self.offered if problem is None else wanted
+
     def sweep(self, retention_days: float) -> None:  # noqa: ARG002
         return  # This machine is swept in every mode.
 
@@ -63,10 +81,13 @@ class LocalBackend:
         write_run_dir(self.connection, run_dir, run_files(plan, context))
         attempt: Attempt
         if plan.ray is not None and self.session is not None:
-            attempt = local_session.submit(self.layout, self.interpreter, plan.ray, self.session, step.run_id, run_dir, step.log)
+            ray = self._cluster(plan.ray, self.session)
+            attempt = local_session.submit(self.layout, self.interpreter, plan, ray, self.session, step.run_id, run_dir, step.log)
         else:
             cluster_id = f"local-{plan.payload.nonce}"
-            write_runtime_spec(self.connection, run_dir, RuntimeSpec(cluster_id, plan.ray))
+            write_runtime_spec(
+                self.connection, run_dir, RuntimeSpec(cluster_id, plan.ray, worker_env=shared_variables(plan.payload))
+            )
             attempt = OwnRuntime(self.layout, self.interpreter, run_dir, cluster_id)
         hold(attempt)
         return attempt

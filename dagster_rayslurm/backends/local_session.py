@@ -131,7 +131,14 @@ def session_name(config: SessionConfig, run_id: str) -> str:
 
 
 def submit(
-    layout: Layout, interpreter: Interpreter, plan: Plan, config: SessionConfig, run_id: str, run_dir: str, log: Any
+    layout: Layout,
+    interpreter: Interpreter,
+    plan: Plan,
+    ray: RaySpec,
+    config: SessionConfig,
+    run_id: str,
+    run_dir: str,
+    log: Any,
 ) -> SharedRuntime:
     """Hand a payload to the session that fits, starting it if there is none.
 
@@ -139,8 +146,6 @@ def submit(
         StartError: no session can be had, or `on_misfit="error"` and one of this name has another cluster.
         OSError: the session directory cannot be written.
     """
-    ray = plan.ray
-    assert ray is not None
     name = session_name(config, run_id)
     directory = layout.sessions / f"{name}-{session_fingerprint(ray, interpreter)}"
     if config.on_misfit == "error":
@@ -156,7 +161,7 @@ def submit(
     }
     refused = ""
     for _ in range(_ATTEMPTS):
-        announced = _announced(directory) or _start(layout, interpreter, plan, config, directory)
+        announced = _announced(directory) or _start(layout, interpreter, plan, ray, config, directory)
         try:
             client = SessionClient(announced["socket"])
         except OSError:
@@ -292,7 +297,7 @@ def _announced(directory: Path) -> dict[str, Any] | None:
         announced: dict[str, Any] = json.loads((directory / SESSION).read_text(encoding="utf-8"))
         SessionClient(announced["socket"]).close()
         return announced
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -305,7 +310,9 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def _start(layout: Layout, interpreter: Interpreter, plan: Plan, config: SessionConfig, directory: Path) -> dict[str, Any]:
+def _start(
+    layout: Layout, interpreter: Interpreter, plan: Plan, ray: RaySpec, config: SessionConfig, directory: Path
+) -> dict[str, Any]:
     """Start a session unless somebody else just did, and wait until it listens."""
     with _locked(directory):
         announced = _announced(directory)
@@ -313,7 +320,7 @@ def _start(layout: Layout, interpreter: Interpreter, plan: Plan, config: Session
             return announced
         spec = RuntimeSpec(
             cluster_id=f"local-{secrets.token_hex(4)}",
-            ray=plan.ray,
+            ray=ray,
             idle_timeout=config.idle_timeout,
             max_concurrent_payloads=config.max_concurrent_payloads,
             worker_env=shared_variables(plan.payload),

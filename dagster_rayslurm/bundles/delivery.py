@@ -107,7 +107,14 @@ class _Part:
         return posixpath.join(self.directory, self.name)
 
 
-def install(connection: Connection, base: str, bundles: Sequence[Bundle], progress: Progress | None = None) -> Installed:
+def place_of(base: str, bundle: Bundle) -> str:
+    """Where a bundle is on the cluster, once it is there."""
+    return posixpath.join(base, "bundles", bundle.name)
+
+
+def install(
+    connection: Connection, base: str, bundles: Sequence[Bundle], progress: Progress | None = None, afresh: bool = False
+) -> Installed:
     """See to it that bundles and the runtime are on the cluster, for their owner alone and read-only.
 
     What is there costs one small command, or none if this process asked within the last five minutes. Several
@@ -118,6 +125,7 @@ def install(connection: Connection, base: str, bundles: Sequence[Bundle], progre
         base: the base directory there, absolute.
         bundles: what payloads need.
         progress: told of what is sent, separately for each bundle.
+        afresh: look for all of it, whatever this process knows to be there.
 
     Returns:
         Where all of it is.
@@ -127,6 +135,8 @@ def install(connection: Connection, base: str, bundles: Sequence[Bundle], progre
         OSError: something cannot be written, here or there, or the base directory is another user's.
     """
     parts = [_runtime(), *map(_part, dict.fromkeys(bundles))]
+    if afresh:
+        _known.pop(connection, None)
     for part in _missing(connection, base, parts):
         if part.size <= _SMALL:
             _send_small(connection, base, part, progress)
@@ -136,7 +146,7 @@ def install(connection: Connection, base: str, bundles: Sequence[Bundle], progre
                     _send_large(connection, base, part, progress)
         _remember(connection, base, [part])
     return Installed(
-        {bundle: posixpath.join(base, "bundles", bundle.name) for bundle in bundles},
+        {bundle: place_of(base, bundle) for bundle in bundles},
         posixpath.join(base, "runtime", runtime_name()),
     )
 

@@ -123,6 +123,10 @@ class SharedQueue:
             self._busy = False
         return self._snapshot
 
+    def beside(self, start: Callable[[Callable[[], None]], None]) -> SharedQueue:
+        """The same queue for somebody who would rather wait, such as with `lambda work: work()`."""
+        return SharedQueue(self._connection, self._directory, self._poll_interval, start, self.clock)
+
     def _interval(self) -> float:
         took = self._snapshot.took if self._snapshot else 0.0
         return max(self._poll_interval, _BACK_OFF * took)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import secrets
 import tarfile
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +21,12 @@ from .surroundings import CLEAN, cleaned
 JOB_SCRIPT = "job.sh"
 JOB_ID = "job_id"
 """The batch script, and the id of its job once that is known."""
+CREATOR = "creator"
+ABANDONED = "abandoned"
+CURRENT = "current"
+OFFER = "offer.json"
+"""Of a directory that several may want to make: the name of the job of whoever was first, the mark that it is nobody's
+any more, and beside it the copy of what it says of itself, which spares others the search."""
 
 _SUBMIT = f"""
 kept_variables=$2
@@ -27,6 +34,14 @@ kept_variables=$2
 unset TAR_OPTIONS
 old=$(umask)
 umask 077
+if [ -n "$3" ]; then
+    mkdir -p -- "${{1%/*}}" || exit 70
+    if mkdir -- "$1" 2>/dev/null; then
+        echo "$3" >"$1/creator" || exit 70
+    elif [ -e "$1" ]; then
+        [ "$(cat -- "$1/creator" 2>/dev/null)" = "$3" ] && ! [ -e "$1/abandoned" ] || exit 78
+    fi
+fi
 mkdir -p -- "$1" || exit 70
 cd -- "$1" || exit 70
 id=$(cat job_id 2>/dev/null)
@@ -34,11 +49,17 @@ if [ -z "$id" ]; then
     tar -xf - || exit 71
     id=$(umask "$old"; exec sbatch --parsable job.sh) || exit
     printf '%s\\n' "$id" >job_id.new && mv job_id.new job_id
+    if [ -n "$3" ]; then
+        if [ -e abandoned ]; then scancel --quiet --me --name="$3"; exit 78; fi
+        cp offer.json "../.rs-$4.new" && mv -f -- "../.rs-$4.new" ../current
+    fi
 fi
 date +%s.%N
 printf '%s\\n' "$id"
 """
 """$1 is the run directory, $2 the `SBATCH_*` variables that may stay, the standard input a tar of what shall be in $1.
+With a job's name in $3 the directory must be new: whoever makes it is the one who submits, by `mkdir`, which is atomic on
+NFS too. Others may have given it up meanwhile because that took so long; then they submit another job, and this one goes.
 127 comes from a missing sbatch. Those variables win over what stands in a script (sbatch(1), "INPUT ENVIRONMENT
 VARIABLES"), so a user's own must not change what was asked for. The job gets sbatch's umask. A `job_id` that cannot be
 written does no harm: it only spares looking for the job by its name."""
@@ -53,6 +74,7 @@ _REFUSED = "|FAILED|BadConstraints"
 """How Slurm shows a job that it refused to take (tried on 22.05 and 24.11); it was none."""
 _SPOKEN = re.compile(r"^sbatch: (error|fatal|unrecognized option|option|invalid option|ambiguous option)", re.MULTILINE)
 _ANSWER = re.compile(rb"([0-9]+\.[0-9]+)\n(?:.*\n)*([0-9]+)(?:;[^\n]*)?\n*")
+_TAKEN = 78
 _ATTEMPTS = 5
 _PAUSE = 3.0
 """Seconds between two looks for a job whose submission was cut off: slurmctld may still be at it."""
@@ -70,6 +92,10 @@ class SubmissionRefused(Exception):
         super().__init__(sentence)
         self.kind = kind
         self.retry = retry
+
+
+class ClaimTaken(Exception):
+    """Somebody else was faster, or has taken this claim to be abandoned; nothing is submitted."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +129,7 @@ def submit(
     request: JobRequest,
     clock: ClusterClock,
     warn: Callable[[str], None],
+    claim: bool = False,
 ) -> Submitted:
     """Make a run directory and submit its `job.sh`.
 
@@ -113,13 +140,16 @@ def submit(
         request: what `job.sh` asks for; no other job has its name.
         clock: the cluster's clock, which learns from the answer.
         warn: told of a submission whose answer was lost.
+        claim: whether others may be about to do the same; of all of them only one submits.
 
     Raises:
+        ClaimTaken: it is another one.
         SubmissionRefused: the job is not taken.
         ConnectionFailed: the edge node cannot be reached; nothing was submitted as far as can be told.
     """
     archive = pack(files)
-    command = ["sh", "-c", _SUBMIT, "sh", run_dir, " ".join(kept_variables(request))]
+    name = request.job_name if claim else ""
+    command = ["sh", "-c", _SUBMIT, "sh", run_dir, " ".join(kept_variables(request)), name, secrets.token_hex(8)]
     for left in reversed(range(_ATTEMPTS)):
         asked = clock.local()
         again = True
@@ -129,6 +159,8 @@ def submit(
             if submitted is not None:
                 clock.heard(submitted.at, asked, clock.local())
                 return submitted
+            if claim and done.returncode == _TAKEN:
+                raise ClaimTaken
             lost: Exception = _refusal(commands, done, run_dir)
             if _certain(done):
                 raise lost
@@ -170,7 +202,7 @@ def _submitted(done: Completed) -> Submitted | None:
 
 def _refusal(commands: Connection, done: Completed, run_dir: str) -> SubmissionRefused:
     said = done.stderr.decode("utf-8", "replace").strip()
-    base = os.path.dirname(os.path.dirname(run_dir))
+    base = re.split("/(?:runs|sessions)/", run_dir)[0]
     if done.returncode in (70, 71):
         return SubmissionRefused(
             "configuration",

@@ -115,7 +115,7 @@ def test_slurm_modes_refuse_with_a_sentence(mode: str, base: Path) -> None:
     assert "set slurm=SlurmResource" in (run_asset(without, "python -V").failure.description or "")
     given = ComputeResource(mode=mode, slurm=SlurmResource(remote_base=str(base)), local_base=str(base))
     failure = run_asset(given, "python -V", uses_pipes=False, launcher=BashLauncher()).failure
-    if mode == "slurm":
+    if mode != "slurm-hetjob":
         assert failure.kind == "submission" and "sbatch is not found on this machine" in (failure.description or "")
     else:
         assert failure.kind == "configuration" and "is not available in this version" in (failure.description or "")

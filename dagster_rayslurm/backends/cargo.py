@@ -1,0 +1,124 @@
+"""What a payload needs of this machine: packed here under names made of its content, and brought to the cluster."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..bundles import Bundle, bundle_directory, bundle_files, install
+from ..bundles.delivery import place_of
+from ..connections.base import Connection, ConnectionFailed, Progress
+from ..errors import StartError
+from ..plan import Plan, relocate
+
+_TELL_INTERVAL = 5.0
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """The files of a plan.
+
+    Attributes:
+        plan: the plan with the places that they have on the cluster, whether they are there already or not.
+        bundles: what has to be there, by what it is to the payload.
+    """
+
+    plan: Plan
+    bundles: Mapping[str, Bundle]
+
+    def places(self, base: str) -> list[str]:
+        """Where the bundles are on the cluster."""
+        return [place_of(base, bundle) for bundle in self.bundles.values()]
+
+
+def pack(plan: Plan, base: str, data_dir: str) -> Cargo:
+    """Bundle the files of a plan. Nothing is sent, and the cluster is not asked.
+
+    Args:
+        plan: what to run.
+        base: the base directory on the cluster, absolute.
+        data_dir: the payload's data directory there.
+
+    Raises:
+        StartError: a file cannot be used.
+        OSError: one cannot be read.
+    """
+    payload = plan.payload
+    bundles: dict[str, Bundle] = {}
+    try:
+        if payload.working_dir:
+            bundles["working_dir"] = bundle_directory(payload.working_dir)
+        if payload.extra_files:
+            bundles["extra_files"] = bundle_files({os.path.basename(path): path for path in payload.extra_files})
+        inside = plan.script and "working_dir" in bundles and bundles["working_dir"].name_of(plan.script)
+        if plan.script and not inside:
+            bundles["script"] = bundle_files({os.path.basename(plan.script): plan.script}, what="payload_path")
+    except ValueError as error:
+        raise StartError("configuration", str(error)) from None
+    places = {what: place_of(base, bundle) for what, bundle in bundles.items()}
+    script = None
+    if plan.script:
+        script = (
+            os.path.join(places["working_dir"], inside)
+            if inside
+            else os.path.join(places["script"], os.path.basename(plan.script))
+        )
+    extra_files = [os.path.join(places["extra_files"], os.path.basename(path)) for path in payload.extra_files]
+    return Cargo(relocate(plan, script, places.get("working_dir"), extra_files, data_dir), bundles)
+
+
+def deliver(connection: Connection, base: str, cargo: Cargo, log: Any, afresh: bool = False) -> str:
+    """Bring the files of a plan to the cluster, unless they are there.
+
+    Args:
+        connection: how to reach it.
+        base: the base directory there, absolute.
+        cargo: the files.
+        log: the step's log.
+        afresh: whether what this process knows to be there is looked for all the same.
+
+    Returns:
+        Where the runtime is there.
+
+    Raises:
+        StartError: a file changed meanwhile.
+        OSError: something cannot be read, sent or written.
+    """
+    try:
+        installed = install(connection, base, list(cargo.bundles.values()), _progress(log), afresh=afresh)
+    except ValueError as error:
+        raise StartError("configuration", str(error)) from None
+    log.debug(f"[rayslurm] delivered {', '.join(cargo.bundles) or 'nothing'} to {connection.place}")
+    return installed.runtime
+
+
+@contextmanager
+def base_errors(base: object) -> Iterator[None]:
+    """Turn a base directory that cannot be used into one sentence."""
+    try:
+        yield
+    except ConnectionFailed:
+        raise
+    except OSError as error:
+        raise StartError(
+            "configuration",
+            f"remote_base: {base} cannot be used: {error}; choose a directory of your own that the edge and the "
+            "compute nodes share",
+        ) from None
+
+
+def _progress(log: Any) -> Progress:
+    """Tells the log of uploads that take their time."""
+    told = time.monotonic()
+
+    def tell(done: int, size: int) -> None:
+        nonlocal told
+        if done < size and time.monotonic() - told > _TELL_INTERVAL:
+            told = time.monotonic()
+            log.info(f"[rayslurm] uploading: {done / 2**20:.0f} of {size / 2**20:.0f} MiB")
+
+    return tell

@@ -1,0 +1,356 @@
+"""Session mode: the runtime in an allocation that is warm already, or is made warm for all who come after."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from dagster_pipes import PipesContextData
+
+from ..connections.base import Connection
+from ..connections.shared import connection_to
+from ..environments import Interpreter
+from ..environments.check import check_environment_on
+from ..errors import StartError
+from ..fit import Offer, misfit, payload_time_limit, refused, wants
+from ..follow import Cadence
+from ..interrupts import deferred_interrupts
+from ..plan import Plan
+from ..runtime.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION
+from ..runtime.spec import to_json
+from ..slurm.commands import slurm_commands
+from ..slurm.config import SlurmResource
+from ..slurm.queue import SharedQueue, shared_queue
+from ..slurm.refusal import with_values
+from ..slurm.request import JobRequest, job_comment, job_name
+from ..slurm.submit import JOB_SCRIPT, OFFER, ClaimTaken, SubmissionRefused, Submitted, submit
+from .base import Attempt, Step
+from .batch import CLUSTER, absolute, check_paths, data_dir_of, sweep_in_background
+from .cargo import base_errors, deliver, pack
+from .run_end import end_with_run, slurm_session_of
+from .rundir import Layout, run_files
+from .session_listing import end_generations, list_generations
+from .session_payload import SessionPayload
+from .session_registry import Charter, Found, SessionRegistry, charter_to_json
+from .session_request import GONE, Request
+from .session_setup import Kind, SessionSetup, session_script
+from .session_wait import Arrival, SessionSearch
+from .slurm_job import SlurmJob, cancel_named
+
+_CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
+"""A payload's record begins before it is followed, and a warm step may be over in no time."""
+_DELIVERIES = 3
+"""Times that bundles are sent which are there no longer a moment later."""
+
+
+@dataclass(frozen=True)
+class SessionBackend:
+    """Runs payloads in a session's allocation.
+
+    Args:
+        setup: which sessions.
+        queue_timeout: seconds after which a run whose session still waits in the queue is given up; None waits for ever.
+        start_timeout: seconds in which a session announces itself whose job runs.
+        patience: seconds for which a session that may have accepted a payload can be out of reach.
+        home: where things are on this machine.
+    """
+
+    setup: SessionSetup
+    queue_timeout: float | None
+    start_timeout: float
+    patience: float
+    home: Layout
+    cadence: Cadence = _CADENCE
+
+    @cached_property
+    def connection(self) -> Connection:
+        return connection_to(self.setup.slurm.ssh)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(Path(absolute(self.connection, self.setup.slurm.remote_base)))
+
+    def check(self, plan: Plan) -> None:
+        setup = self.setup
+        check_paths(setup.slurm, setup.environment, plan)
+        problem = misfit(setup.wish(plan), setup.usual.offer(setup.reuse))
+        if problem is None:
+            return
+        if setup.session.on_misfit == "error":
+            raise ValueError(refused(problem))
+        if problem := misfit(setup.wish(plan), setup.own(plan).offer(setup.reuse)):
+            raise ValueError(problem)
+
+    def sweep(self, retention_days: float) -> None:
+        sweep_in_background(self.connection, str(self.layout.base), retention_days)
+
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> Attempt:
+        return _Start(self, plan, run_dir, context, step, hold).run()
+
+
+def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
+    """End the session of a cluster, with all that it runs; False if there is none.
+
+    Raises:
+        StartError: Slurm does not confirm its end.
+        OSError: the cluster cannot be reached, or Slurm cannot be asked.
+    """
+    nonce = cluster_id.removeprefix(CLUSTER)
+    if not nonce or nonce == cluster_id:
+        return False
+    connection = connection_to(slurm.ssh)
+    there = list_generations(connection, absolute(connection, slurm.remote_base))
+    own = [each for each in there if each.job_name.endswith(f"-{nonce}")]
+    return bool(own) and end_generations(connection, own)
+
+
+class _Start:
+    """One payload on its way into a session: found or made, asked, and waited for until it has accepted.
+
+    Args:
+        backend: where and how.
+        plan: what to run.
+        run_dir: its run directory.
+        context: the Pipes context.
+        step: who asks.
+        hold: told of the attempt as soon as there is one.
+    """
+
+    def __init__(
+        self,
+        backend: SessionBackend,
+        plan: Plan,
+        run_dir: str,
+        context: PipesContextData,
+        step: Step,
+        hold: Callable[[Attempt], None],
+    ) -> None:
+        self._began = time.monotonic()
+        self._backend, self._setup = backend, backend.setup
+        self._connection = backend.connection
+        self._commands = slurm_commands(self._connection)
+        self._base = str(backend.layout.base)
+        self._data_dir = data_dir_of(self._connection, backend.layout, plan)
+        with base_errors(self._base):
+            self._cargo = pack(plan, self._base, self._data_dir)
+        self._plan = self._cargo.plan
+        self._run_dir, self._context, self._step, self._hold = run_dir, context, step, hold
+        self._wish = self._setup.wish(plan)
+        # A launcher of the run's own that does not fit is known before anything is asked.
+        self._apart = misfit(self._wish, self._setup.usual.offer(self._setup.reuse)) is not None
+        self._arrival: Arrival | None = None
+        self._attempt: SessionPayload | None = None
+        self._request = Request(
+            connection=self._connection,
+            commands=self._commands,
+            run_dir=run_dir,
+            nonce=plan.payload.nonce,
+            carrier=self._setup.session.carrier,
+            patience=backend.patience,
+            accept=self._accepted,
+            log=step.log,
+        )
+
+    def run(self) -> SessionPayload:
+        """Get it accepted.
+
+        Raises:
+            RunFailure: its session did not come up.
+            StartError: it fits no session, or none can be had.
+            OSError: the cluster cannot be reached or written to.
+        """
+        if self._plan.secret_env:
+            self._connection.make_dir(self._run_dir)
+            secret = run_files(self._plan, self._context)[SECRETS]
+            self._connection.write(os.path.join(self._run_dir, SECRETS), secret)
+        try:
+            while self._attempt is None:
+                if self._try_session():
+                    self._apart = True
+        except BaseException:
+            if self._request.unsettled and self._attempt is None:
+                with deferred_interrupts():
+                    self._request.withdraw()
+            raise
+        return self._attempt
+
+    def _try_session(self) -> bool:
+        """Go from generation to generation of one session; whether the payload needs another session."""
+        kind = self._setup.own(self._plan) if self._apart else self._setup.usual
+        key = self._setup.key(kind, self._step.run_id, self._base, self._data_dir, self._apart)
+        if self._setup.session.scope == "run":
+            session = slurm_session_of(self._setup.slurm.ssh, self._base, key)
+            end_with_run(self._backend.home, self._step.run_id, session, self._step.log)
+        registry = SessionRegistry(self._commands, os.path.join(self._base, "sessions", key))
+        search = self._search(registry, kind)
+        passed = 0
+        while True:
+            self._arrival = search.seek(passed)
+            found = self._arrival.found
+            problem = misfit(self._wish, found.charter.offer)
+            if problem is None:
+                problem = self._ask(found)
+            if self._attempt is not None:
+                return False
+            if problem is not None:
+                if self._apart or self._setup.session.on_misfit == "error":
+                    raise StartError("configuration", problem if self._apart else refused(problem))
+                self._step.log.info(f"[rayslurm] another session is needed: {problem}")
+                return True
+            passed = found.charter.generation
+
+    def _ask(self, found: Found) -> str | None:
+        """Ask one session; what keeps the payload from fitting in, if that is so."""
+        files = self._files(found.charter.offer)
+        needs = self._cargo.places(self._base)
+        for delivery in range(_DELIVERIES + 1):
+            answer = self._request.put(found, files, needs)
+            error = answer.get("error")
+            said = str(answer.get("message") or error)
+            if self._attempt is not None:
+                return None
+            if error == "missing" and delivery < _DELIVERIES:
+                with base_errors(self._base):
+                    deliver(self._connection, self._base, self._cargo, self._step.log, afresh=delivery > 0)
+                continue
+            if error == "misfit":
+                return said
+            if error in ("closing", GONE):
+                self._step.log.info(f"[rayslurm] Slurm job {found.announcement.job_id} takes no more payloads: {said}")
+                return None
+            break
+        raise StartError("runtime", f"the session in Slurm job {found.announcement.job_id} refuses the payload: {said}")
+
+    def _files(self, offer: Offer) -> Mapping[str, str]:
+        """What the payload's run directory begins with, but for secrets."""
+        cpus, gpus = wants(self._wish, offer)
+        payload = dataclasses.replace(
+            self._plan.payload,
+            run_id=self._step.run_id,
+            step=self._step.step_key,
+            ray=None if offer.reuse else self._plan.ray,
+            want_cpus=cpus,
+            want_gpus=gpus,
+            time_limit=payload_time_limit(self._wish, offer),
+        )
+        files = run_files(dataclasses.replace(self._plan, payload=payload, secret_env={}), self._context)
+        # There from the beginning: on NFS a name that was looked for in vain stays missing for up to a minute.
+        return {name: content.decode("utf-8") for name, content in {**files, CANCEL: b""}.items()}
+
+    def _accepted(self, found: Found) -> None:
+        assert self._arrival is not None
+        number, key = found.charter.generation, os.path.basename(os.path.dirname(found.directory))
+        self._attempt = SessionPayload(
+            connection=self._connection,
+            job=self._job(found.directory, found.announcement.job_id, found.announcement.cluster_id, found.charter.offer),
+            cluster_id=found.announcement.cluster_id,
+            name=f"{key}/{number}",
+            run_dir=self._run_dir,
+            nonce=self._plan.payload.nonce,
+            reused=self._arrival.reused,
+            waited=time.monotonic() - self._began,
+            poll_interval=self._setup.slurm.poll_interval,
+            log=self._step.log,
+        )
+        self._hold(self._attempt)
+
+    def _queue(self) -> SharedQueue:
+        return shared_queue(self._commands, str(self._backend.layout.queue), self._setup.slurm.poll_interval)
+
+    def _job(self, directory: str, job_id: str, cluster_id: str, offer: Offer | None) -> SlurmJob:
+        """The job of a session that is there, as far as it matters to a payload of it."""
+        partition = offer.queue["partition"] if offer is not None and offer.queue is not None else None
+        name = job_name(f"session-{self._setup.name}", cluster_id.removeprefix(CLUSTER))
+        return self._watched(JobRequest(name, "", partition=partition), Submitted(job_id, 0.0), directory)
+
+    def _watched(self, request: JobRequest, submitted: Submitted, directory: str, since: float | None = None) -> SlurmJob:
+        return SlurmJob(
+            commands=self._commands,
+            queue=self._queue(),
+            request=request,
+            submitted=submitted,
+            directory=directory,
+            queue_timeout=self._backend.queue_timeout,
+            over_ssh=self._setup.slurm.ssh is not None,
+            log=self._step.log,
+            waiting_since=since,
+        )
+
+    def _search(self, registry: SessionRegistry, kind: Kind) -> SessionSearch:
+        queue = self._queue()
+
+        def job_of(number: int, job_id: str, name: str, at: float) -> SlurmJob:
+            request = dataclasses.replace(kind.request(), job_name=name)
+            since = queue.clock.now() - (time.monotonic() - self._began)
+            return self._watched(request, Submitted(job_id, at), registry.generation(number), since)
+
+        return SessionSearch(
+            commands=self._commands,
+            registry=registry,
+            queue=queue,
+            job_of=job_of,
+            create=lambda number: self._create(registry, kind, number),
+            who=self._plan.payload.nonce,
+            start_timeout=self._backend.start_timeout,
+            log=self._step.log,
+        )
+
+    def _create(self, registry: SessionRegistry, kind: Kind, number: int) -> SlurmJob | None:
+        """Claim a generation and submit its job, unless somebody else is faster."""
+        step, setup = self._step, self._setup
+        with base_errors(self._base):
+            interpreter = self._interpreter(kind)
+            runtime = deliver(self._connection, self._base, self._cargo, step.log)
+        nonce = secrets.token_hex(6)
+        name = job_name(f"session-{setup.name}", nonce)
+        request = kind.request(name, job_comment(step.run_id, step.step_key, step.partition_key))
+        directory = registry.generation(number)
+        charter = Charter(number, kind.offer(setup.reuse), tuple(interpreter.start("-I", runtime, "ask")))
+        script = session_script(request, interpreter, runtime, directory, setup.slurm)
+        files = {
+            RUNTIME: to_json(setup.spec(f"{CLUSTER}{nonce}", kind, request, self._plan)).encode("utf-8"),
+            JOB_SCRIPT: script.encode("utf-8", "surrogateescape"),
+            OFFER: charter_to_json(charter),
+            SESSION: b"",
+            EXIT: b"",
+        }
+        queue = self._queue()
+        try:
+            submitted = submit(self._commands, directory, files, request, queue.clock, step.log.warning, claim=True)
+        except ClaimTaken:
+            return None
+        except SubmissionRefused as error:
+            with contextlib.suppress(OSError):  # Others find out for themselves, when the claim has grown old.
+                registry.abandon(number)
+            raise StartError(error.kind, with_values(str(error), request), error.retry) from None
+        except BaseException:
+            with deferred_interrupts():
+                with contextlib.suppress(OSError):
+                    registry.abandon(number)
+                cancel_named(self._commands, name, step.log)
+            raise
+        where = f"partition {request.partition}" if request.partition else "the default partition"
+        step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where} on {self._connection.place}")
+        return self._watched(request, submitted, directory)
+
+    def _interpreter(self, kind: Kind) -> Interpreter:
+        ray = kind.ray or self._plan.ray
+        try:
+            return check_environment_on(
+                self._connection,
+                self._setup.environment,
+                ray_version=ray.ray_version if ray is not None else None,
+                needs_ray=ray is not None,
+                token=ray is not None and ray.auth == "token",
+                needs_pipes=self._plan.uses_pipes,
+                cache_dir=str(self._backend.layout.environments),
+            )
+        except ValueError as error:
+            raise StartError("configuration", str(error)) from None

@@ -1,0 +1,345 @@
+"""A Slurm job as this side sees it: what is known of it, why it waits, how it ended, and how it is ended for sure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+
+import dagster as dg
+
+from ..connections.base import Connection
+from ..errors import RunFailure
+from ..follow import Evidence
+from ..interrupts import deferred_interrupts
+from ..runtime.record import EXIT, node_log, tail_lines
+from ..slurm.accounting import ask_job
+from ..slurm.facts import JobFacts
+from ..slurm.log import failed_tasks, telling_lines
+from ..slurm.queue import SharedQueue, ask_queue
+from ..slurm.refusal import impossible, with_values
+from ..slurm.request import JobRequest
+from ..slurm.script import LOG, parse_exit
+from ..slurm.states import TERMINAL, Exited, JobView, JobWatch, Started, Submission, seen
+from ..slurm.submit import Submitted
+from ..slurm.surroundings import cleaned
+
+_EXIT_INTERVAL = 1.0
+"""Seconds between two looks at the exit code that the batch script leaves."""
+_SETTLE = 3.0
+"""Seconds that the record is read on after the job is known to be over: files may arrive later than that word."""
+ASK_INTERVAL = 1.0
+"""Seconds between two questions of a run that is being cancelled."""
+_GONE_DEADLINE = 60.0
+"""Seconds in which Slurm must confirm that a cancelled job is over; KillWait, after which it sends SIGKILL, is 30."""
+STATE_DEADLINE = 15.0
+"""Seconds in which a job that is on its way down comes to its final state."""
+_LATE = 2.0
+"""Seconds in which a submission that was broken off may still come through."""
+_LOG_BYTES = 65536
+_SIGNALLED = ("Terminated", "Killed")
+"""How srun says that a signal ended a task."""
+_SHOWN = 3
+"""Nodes whose logs are shown."""
+
+
+class SlurmJob:
+    """One Slurm job and the directory that its script and its runtimes write to.
+
+    Args:
+        commands: runs Slurm's programs, and reaches the files.
+        queue: the shared view of the queue.
+        request: what was asked for.
+        submitted: the job.
+        directory: where its exit code and logs are.
+        queue_timeout: seconds after which a job that still waits is given up; None waits for ever.
+        over_ssh: whether the cluster is behind SSH.
+        log: the step's log.
+        waiting_since: when that time began, by the cluster's clock; None for when the job was submitted.
+    """
+
+    def __init__(
+        self,
+        *,
+        commands: Connection,
+        queue: SharedQueue,
+        request: JobRequest,
+        submitted: Submitted,
+        directory: str,
+        queue_timeout: float | None,
+        over_ssh: bool,
+        log: Any,
+        waiting_since: float | None = None,
+    ) -> None:
+        self.job_id = submitted.job_id
+        self.number = int(submitted.job_id)
+        self.directory = directory
+        self.cancelled = False
+        """Whether Slurm was asked to end it, so that somebody waits for its word."""
+        self._commands = commands
+        self._queue = queue
+        self._request = request
+        self._submitted = submitted
+        self._queue_timeout = queue_timeout
+        self._over_ssh = over_ssh
+        self._log = log
+        self._waiting_since = submitted.at if waiting_since is None else waiting_since
+        self._watch = JobWatch(Submission(self.number, submitted.at, request.requeue))
+        self._exit_looked = time.monotonic()
+        self._told = ""
+        self._trouble: str | None = None
+        self._over_since: float | None = None
+        self._gone = False
+        self._asked_at = 0.0
+
+    @property
+    def view(self) -> JobView:
+        """What the job is, as far as was seen."""
+        return self._watch.view
+
+    @property
+    def place(self) -> str:
+        """Where its files are, in words; "" for this machine."""
+        return self._commands.place if self._over_ssh else ""
+
+    @property
+    def requeue(self) -> bool:
+        """Whether Slurm may run it again."""
+        return self._request.requeue
+
+    def observe(self, started_at: float | None = None, ask: bool = True) -> bool:
+        """Take in what there is to see, without waiting for Slurm.
+
+        Args:
+            started_at: when its record started, if it has.
+            ask: whether to look at the queue; else only the exit code is looked for.
+
+        Returns:
+            Whether anything could be seen; trouble is told to the log.
+        """
+        try:
+            if started_at is not None and started_at != self._watch.started_at:
+                self._watch = self._watch.after(Started(started_at))
+            if ask:
+                self._look()
+            self._look_for_exit()
+        except OSError as error:
+            self._complain(str(error))
+            return False
+        return True
+
+    def _look(self) -> None:
+        local = time.monotonic()
+        if not self.cancelled:
+            snapshot = self._queue.look(self._queue.clock.now())
+        elif local - self._asked_at >= ASK_INTERVAL:
+            self._asked_at = local
+            snapshot = ask_queue(self._commands)  # Somebody waits for this one, so it may cost a question of its own.
+        else:
+            snapshot = None
+        if snapshot is not None:
+            self._watch = self._watch.after(seen(snapshot, self.number))
+        if self._queue.trouble:
+            self._complain(self._queue.trouble)
+
+    def _look_for_exit(self) -> None:
+        local = time.monotonic()
+        if local - self._exit_looked >= _EXIT_INTERVAL:
+            self._exit_looked = local
+            code = parse_exit(self._commands.read(os.path.join(self.directory, EXIT), 0, _LOG_BYTES), self.number)
+            if code is not None:
+                self._watch = self._watch.after(Exited(self._queue.clock.now(), code))
+
+    def tell(self) -> None:
+        """Say why the job waits, whenever that changes."""
+        view = self.view
+        if view.kind != "pending" or not (view.reason or view.expected_start):
+            return
+        start = time.strftime(", starts ~%H:%M", time.localtime(view.expected_start)) if view.expected_start else ""
+        text = f"queued: {view.reason or view.state}{start}"
+        if text != self._told:
+            self._told = text
+            self._log.info(f"[rayslurm] {text}")
+
+    def give_up_waiting(self) -> None:
+        """End a job that cannot start as it was asked for, or has waited as long as its user allows.
+
+        Raises:
+            RunFailure: it is one of these.
+            OSError: Slurm cannot be asked.
+        """
+        view, now = self.view, self._queue.clock.now()
+        never = impossible(view.reason, self._request.partition) if view.kind == "pending" else None
+        if never:
+            never = with_values(never, self._request)
+            raise RunFailure("submission", f"Slurm job {self.job_id} can never start: {never}", self.metadata(Evidence()))
+        if self._queue_timeout is None or now - self._waiting_since <= self._queue_timeout or view.kind == "running":
+            return
+        # The shared view is of some seconds ago; a job that has just started must not be taken for one that waits.
+        self._watch = self._watch.after(seen(ask_queue(self._commands), self.number))
+        view = self.view
+        if view.kind == "pending":
+            raise RunFailure(
+                "allocation",
+                f"Slurm job {self.job_id} was still waiting ({view.reason or 'no reason is known'}) after "
+                f"queue_timeout={self._queue_timeout:g} s",
+                self.metadata(Evidence()),
+                retry=False,
+            )
+
+    def how_it_ended(self, started: bool) -> str | None:
+        """How the job ended, in words; None while it lives, and for a moment after: what it wrote may arrive later.
+
+        Args:
+            started: whether anything is to be expected from its runtime.
+        """
+        view = self.view
+        if not view.over:
+            return None
+        if self._over_since is None:
+            self._over_since = time.monotonic()
+        if (started or view.exit_code is not None) and time.monotonic() - self._over_since < _SETTLE:
+            return None
+        if view.exit_code is not None and view.state not in TERMINAL:
+            return f"srun ended with exit code {view.exit_code}"
+        return f"Slurm calls the job {view.state}" if view.kind == "ended" else "Slurm no longer knows the job"
+
+    def explain(self, evidence: Evidence, patience: float = STATE_DEADLINE) -> None:
+        """Add what logs and Slurm tell.
+
+        Args:
+            evidence: takes it.
+            patience: seconds in which the job shall come to its final state.
+        """
+        evidence.job = self._facts(patience)
+        said = self._tail(LOG)
+        evidence.runtime_log = "\n".join(text for text in (said, self._tail(node_log(0))) if text.strip())
+        # Most of them srun ended itself, after the one that failed.
+        failed = [each for each in failed_tasks(said) if not each[2].startswith(_SIGNALLED)]
+        for node, task, how in failed[:_SHOWN]:
+            tail = self._tail(node_log(task))
+            if task > 0 and tail.strip():
+                evidence.tails[f"runtime on {node}"] = tail
+            if evidence.culprit is None:
+                last = (telling_lines(tail) or [""])[-1]
+                evidence.culprit = f"the runtime on node {node} ended ({how})" + (f": {last}" if last else "")
+
+    def _tail(self, name: str) -> str:
+        """The end of a log in the job's directory; "" if it cannot be read."""
+        try:
+            done = self._commands.run(["tail", "-c", str(_LOG_BYTES), "--", os.path.join(self.directory, name)], timeout=60)
+        except OSError:
+            return ""
+        return tail_lines(done.stdout.decode("utf-8", "replace"))
+
+    def _facts(self, patience: float) -> JobFacts | None:
+        """What Slurm says of the job, once it has come to its end; None if it does not say."""
+        deadline = time.monotonic() + patience
+        facts, pause = None, 0.5
+        while True:
+            with contextlib.suppress(OSError):  # Slurm that does not answer leaves the verdict to the record.
+                facts = ask_job(self._commands, self.number) or facts
+            if (facts is not None and facts.final_state is not None) or time.monotonic() > deadline:
+                return facts
+            time.sleep(pause)
+            pause = min(2 * pause, 4.0)
+
+    def metadata(self, evidence: Evidence) -> dict[str, Any]:
+        """What is known of the job."""
+        request = self._request
+        metadata: dict[str, Any] = {"Slurm job ID": self.job_id, "Slurm job name": request.job_name}
+        context = (evidence.end or {}).get("context") or {}
+        allocation = context.get("allocation") or {}
+        partition = allocation.get("partition") or request.partition
+        if partition:
+            metadata["Slurm partition"] = partition
+        if allocation.get("account"):
+            metadata["Slurm account"] = allocation["account"]
+        if allocation.get("nodes"):
+            metadata["Slurm nodes"] = ", ".join(allocation["nodes"])
+        if context.get("dashboard_url"):
+            metadata["Ray dashboard"] = dg.MetadataValue.md(self._dashboard(context["dashboard_url"], context["hostname"]))
+        return metadata
+
+    def _dashboard(self, url: str, head: str) -> str:
+        """How the dashboard was reached while the cluster lived: it listens on its own node alone."""
+        port = url.rpartition(":")[2]
+        jump = f"-J {self._commands.place} " if self._over_ssh else ""
+        return f"`ssh -N -L {port}:127.0.0.1:{port} {jump}{head}`, then <{url}>, while the job runs"
+
+    def _complain(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self._log.warning(f"[rayslurm] the job goes on, but its state cannot be asked for: {trouble}")
+
+    def scancel(self) -> None:
+        """Have Slurm end the job; whether it does is not waited for."""
+        self.cancelled = True
+        with contextlib.suppress(OSError):
+            self._commands.run(cleaned(["scancel", self.job_id]), timeout=60)
+
+    def confirm_gone(self, patience: float = 0.0) -> None:
+        """Repeat the cancellation until Slurm agrees that the job is over."""
+        if self._gone:
+            return
+        with deferred_interrupts():
+            self._gone = wait_until_gone(self._commands, self.number, patience)
+        if not self._gone:
+            self._log.error(
+                f"[rayslurm] Slurm job {self.job_id} may still be there: it was cancelled, and Slurm has not confirmed its end; "
+                f"run `scancel {self.job_id}` on {self._commands.place}"
+            )
+
+
+def wait_until_gone(commands: Connection, job_id: int, patience: float = 0.0) -> bool:
+    """Cancel a job until Slurm says that it is over, or no longer knows it.
+
+    Args:
+        commands: runs Slurm's programs.
+        job_id: the job.
+        patience: seconds in which it may end by itself.
+
+    Returns:
+        Whether Slurm said so in time.
+    """
+    began = time.monotonic()
+    pause = 0.1
+    while True:
+        with contextlib.suppress(OSError):
+            row = ask_queue(commands).job(job_id)
+            if row is None or row.state in TERMINAL:
+                return True
+            if row.state != "COMPLETING" and time.monotonic() - began >= patience:
+                commands.run(cleaned(["scancel", str(job_id)]), timeout=60)
+        if time.monotonic() - began > _GONE_DEADLINE:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 3.0)
+
+
+def _jobs_named(commands: Connection, name: str) -> list[int]:
+    """The jobs of a name; sbatch may have been at it just now, so one that is not there is looked for a while."""
+    until = time.monotonic() + _LATE
+    while True:
+        jobs = [row.job_id for row in ask_queue(commands).named(name)]
+        if jobs or time.monotonic() > until:
+            return jobs
+        time.sleep(ASK_INTERVAL)
+
+
+def cancel_named(commands: Connection, name: str, log: Any) -> None:
+    """Cancel whatever job has a name: its submission was broken off, so its id is not known."""
+    try:
+        commands.run(cleaned(["scancel", "--quiet", "--me", f"--name={name}"]), timeout=60)
+        jobs = _jobs_named(commands, name)
+        gone = all(wait_until_gone(commands, job_id) for job_id in jobs)
+    except OSError as error:
+        gone, why = False, str(error)
+    else:
+        why = "Slurm has not confirmed its end"
+    if not gone:
+        log.error(
+            f"[rayslurm] a Slurm job named {name} may have been submitted ({why}); run `scancel --name={name}` on "
+            f"{commands.place}"
+        )
