@@ -7,7 +7,6 @@ over (`control`) and in when there is nothing left to wait for.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -16,20 +15,23 @@ import traceback
 from typing import Any, Callable, Dict, List, Optional
 
 from . import PROTOCOL_VERSION, machine, processes, scratch
-from .admission import Closing, Misfit, capacity_of, claim_of, misfit, time_needed, too_little_time
+from .admission import Closing, Misfit, capacity_of, claim_of, misfit
 from .allocation import Allocation
 from .cluster import COMES_BACK, RayCluster, head_address
 from .clusters import LOST_GRACE, Clusters, asks_for_gpus
 from .footprint import footprint_error, runtime_footprint
 from .installed import ray_mark
+from .intake import load_spec, read_text, take_secrets
 from .leftovers import Leftovers
 from .loop import Loop, Timer
 from .payload import End, Payload, Setting
-from .queueing import Claim, FairQueue, fits
+from .queueing import Claim
 from .ray_start import ClusterError
-from .record import PAYLOAD, RUNTIME, SECRETS, RunRecord, node_log, tail_lines
-from .spec import PayloadSpec, RuntimeSpec, SpecError, from_json
+from .record import PAYLOAD, RunRecord, node_log, tail_lines
+from .roster import Roster
+from .spec import PayloadSpec, RuntimeSpec, from_json
 from .team import Member, Team
+from .templates import Templates
 
 __all__ = ["Closing", "Misfit", "Supervisor", "load_spec"]
 
@@ -74,18 +76,11 @@ class Supervisor:
         """What the last payload's end makes of this process's own, so that Slurm's books tell the same."""
         self.time_left: Optional[Callable[[], Optional[float]]] = None
         """Tells the seconds that the allocation has left, None for no limit."""
-        self.durations: Dict[str, float] = {}
-        """Seconds that the longest run of each step took."""
         self._allocation = allocation
         self._team: Optional[Team] = None
         self._closed_at = 0.0
         self._scratch = private
-        self._queue: FairQueue[Payload] = FairQueue(lambda payload: payload.spec.run_id)
-        self._running: List[Payload] = []
-        self._began: Dict[Payload, float] = {}
-        """When each payload came, and from its turn on when that was."""
-        self._served = 0
-        self._turns = 0
+        self._roster = Roster(spec, self._claim, loop.now)
         self._closing: Optional[str] = None
         """Why payloads that are here are being ended."""
         self._draining: Optional[str] = None
@@ -118,6 +113,7 @@ class Supervisor:
             self._tell,
             self._node_lost,
         )
+        self._templates = Templates(loop, private.join("preload")) if spec.idle_timeout is not None else None
         self._leftovers = Leftovers(loop, lambda: self.cluster)
 
     @property
@@ -128,7 +124,12 @@ class Supervisor:
     @property
     def payloads(self) -> List[Payload]:
         """Those that wait and those that run."""
-        return [*self._queue, *self._running]
+        return list(self._roster)
+
+    @property
+    def durations(self) -> Dict[str, float]:
+        """Seconds that the longest run of each step took."""
+        return self._roster.durations
 
     @property
     def closing(self) -> Optional[str]:
@@ -139,6 +140,8 @@ class Supervisor:
         """React until there is nothing left to do, then end everything that was started here."""
         try:
             self.clusters.start()
+            if self._templates is not None:
+                self._templates.warm(self.spec.preload, self.cluster.environment if self.cluster is not None else None)
             if self.cluster is None:
                 problem = footprint_error(runtime_footprint(self.spec), self.machine)
                 if problem:
@@ -151,6 +154,8 @@ class Supervisor:
             raise
         finally:
             self.clusters.stop()
+            if self._templates is not None:
+                self._templates.close()
             if self._team is not None:
                 self._team.dismiss()
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
@@ -175,19 +180,21 @@ class Supervisor:
             self.drain(_RAY_CHANGED)
         if self.closing is not None:
             raise Closing(self.closing)
-        spec = from_json(PayloadSpec, _read(os.path.join(run_dir, PAYLOAD)))
+        spec = from_json(PayloadSpec, read_text(os.path.join(run_dir, PAYLOAD)))
         problem = misfit(spec, self._machines())
         if problem:
             raise Misfit(problem)
-        self._admit(spec)
+        late = self._roster.refusal(spec, self._seconds_left())
+        if late:
+            self.drain(late)
+            raise Closing(late)
         attempt = self._allocation.restarts if self._allocation is not None else 0
         record = RunRecord(run_dir, spec.max_stdio_bytes, attempt)
-        secrets = _take_secrets(run_dir, keep=self.spec.requeue)
+        secrets = take_secrets(run_dir, keep=self.spec.requeue)
         payload = Payload(self.loop, run_dir, spec, secrets, record, environ or dict(os.environ))
+        payload.templates = self._templates
         payload.on_ended.append(lambda: self._ended(payload))
-        self._served += 1
-        self._queue.add(payload)
-        self._began[payload] = self.loop.now()
+        self._roster.add(payload)
         if self._idle is not None:
             self._idle.cancel()
         payload.start_record(
@@ -225,9 +232,9 @@ class Supervisor:
             self._closing, self._closed_at = end.message or "it ends", self.loop.now()
         if end.reason == "timeout" and queued is None:
             queued = End("returned", "%s before the payload's turn came" % end.message)
-        for payload in list(self._queue):
+        for payload in self._roster.waiting:
             payload.end_early(queued or end, grace)
-        for payload in list(self._running):
+        for payload in list(self._roster.running):
             payload.end_early(end, grace)
         self._settle()
 
@@ -244,9 +251,9 @@ class Supervisor:
 
     def describe(self) -> Dict[str, Any]:
         """What a session tells who asks."""
-        now = self.loop.now()
         cluster = self.cluster.facts() if self.cluster is not None else {}
-        waiting = set(self._queue)
+        name = self._allocation.nodes[0] if self._allocation is not None else self.machine.hostname
+        own = {"name": name, "cpus": self.machine.num_cpus, "gpus": self.machine.num_gpus, "here": True}
         return {
             "cluster_id": self.spec.cluster_id,
             "protocol": PROTOCOL_VERSION,
@@ -254,42 +261,17 @@ class Supervisor:
             "ready": self.cluster is None or self.cluster.ready,
             "closing": self._closing is not None,
             "draining": self.closing,
-            "running": len(self._running),
-            "waiting": len(waiting),
-            "payloads": [
-                {
-                    "run_dir": payload.run_dir,
-                    "run_id": payload.spec.run_id,
-                    "step": payload.spec.step,
-                    "state": "waiting" if payload in waiting else "running",
-                    "age": round(now - self._began[payload], 1),
-                }
-                for payload in self.payloads
-            ],
-            "served": self._served,
-            "nodes": self._nodes(),
+            "running": len(self._roster.running),
+            "waiting": len(self._roster.waiting),
+            "payloads": self._roster.facts(),
+            "served": self._roster.served,
+            "nodes": [own, *(self._team.facts() if self._team is not None else [])],
             "ray_version": cluster.get("ray_version"),
             "address": cluster.get("ray_address"),
             "dashboard_url": cluster.get("dashboard_url"),
             "leaks": self._leftovers.found,
             "time_left": self._seconds_left(),
         }
-
-    def _nodes(self) -> List[Dict[str, Any]]:
-        """The nodes, and what each of them grants as far as that is known."""
-        nodes = [{"name": self._allocation.nodes[0] if self._allocation is not None else self.machine.hostname}]
-        found: List[Dict[str, Any]] = [dict(nodes[0], cpus=self.machine.num_cpus, gpus=self.machine.num_gpus, here=True)]
-        for member in self._team.members.values() if self._team is not None else []:
-            facts = member.machine
-            found.append(
-                {
-                    "name": member.name,
-                    "cpus": facts.get("num_cpus"),
-                    "gpus": facts.get("num_gpus"),
-                    "here": member.channel is not None,
-                }
-            )
-        return found
 
     def _machines(self) -> List[machine.Machine]:
         """What the nodes grant that have come so far."""
@@ -298,21 +280,6 @@ class Supervisor:
 
     def _seconds_left(self) -> Optional[float]:
         return self.time_left() if self.time_left is not None else None
-
-    def _needs(self, spec: PayloadSpec) -> float:
-        return time_needed(spec, self.durations, self.spec.drain_margin)
-
-    def _admit(self, spec: PayloadSpec) -> None:
-        """Refuse a payload that cannot end in time; the first one never, as another allocation has no more of it."""
-        if not self._served:
-            return
-        now = self.loop.now()
-        ahead = [self._needs(payload.spec) for payload in self._queue]
-        ahead += [max(0.0, self._needs(payload.spec) - (now - self._began[payload])) for payload in self._running]
-        why = too_little_time(self._needs(spec), ahead, self.spec.max_concurrent_payloads, self._seconds_left())
-        if why is not None:
-            self.drain(why)
-            raise Closing(why)
 
     def _ray_has_changed(self) -> bool:
         return self._ray_mark is not None and ray_mark() != self._ray_mark
@@ -327,22 +294,14 @@ class Supervisor:
         """Start what may start now, in turn."""
         self._return_the_late()
         while self._closing is None:
-            claims = [self._claim(payload) for payload in self._running]
-            capacity, limit = self._capacity(), self.spec.max_concurrent_payloads
-            payload = self._queue.take(
-                lambda each: fits(self._claim(each), claims, capacity, limit),  # noqa: B023
-                lambda each: not self.clusters.waits(each.spec),
-            )
+            payload = self._roster.next(self._capacity(), lambda each: not self.clusters.waits(each.spec))
             if payload is None:
                 break
             if payload.spec.uses_ray and self._ray_has_changed():
                 payload.end_early(End("returned", "the session gives the payload back unstarted: " + _RAY_CHANGED))
             if not payload.ended:  # One that was cancelled in the queue is on its way out.
-                self._running.append(payload)
-                self._turns += 1
-                self._began[payload] = self.loop.now()
                 self._begin(payload)
-        for place, payload in enumerate(self._queue, 1):
+        for place, payload in enumerate(self._roster.waiting, 1):
             if payload.place != place and not self.clusters.waits(payload.spec):
                 payload.place = place
                 payload.phase("queued", "place %d in the queue of the Ray cluster %s" % (place, self.spec.cluster_id))
@@ -352,13 +311,9 @@ class Supervisor:
         left = self._seconds_left()
         if self._late is not None:
             self._late.cancel()
-        if left is None or not self._turns:
-            return
-        for payload in list(self._queue):
-            why = too_little_time(self._needs(payload.spec), [], 1, left)
-            if why is not None:
-                payload.end_early(End("returned", "the session gives the payload back unstarted: " + why))
-        if len(self._queue):
+        for payload, why in self._roster.late(left):
+            payload.end_early(End("returned", "the session gives the payload back unstarted: " + why))
+        if left is not None and self._roster.waiting:
             self._late = self.loop.call_later(_LATE_INTERVAL, self._pump)
 
     def _begin(self, payload: Payload) -> None:
@@ -372,11 +327,11 @@ class Supervisor:
         payload.context = {
             "hostname": self.machine.hostname,
             "num_cpus": self.machine.num_cpus,
-            "warm": self._served > 1 and not self.clusters.is_fresh(payload.spec),
+            "warm": self._roster.served > 1 and not self.clusters.is_fresh(payload.spec),
         }
         if self._allocation is not None:
             payload.context["allocation"] = self._allocation.facts()
-        for other in self._running:
+        for other in self._roster.running:
             if other is not payload and other.pid is not None:
                 other.companions.add(payload.spec.nonce)
                 payload.companions.add(other.spec.nonce)
@@ -397,32 +352,28 @@ class Supervisor:
 
     def _others(self, payload: Payload) -> List[int]:
         """The processes that, with all below them, are not this payload's."""
-        drivers = [other.pid for other in self._running if other is not payload and other.pid is not None]
-        return drivers + self.clusters.others(payload)
+        drivers = [other.pid for other in self._roster.running if other is not payload and other.pid is not None]
+        templates = self._templates.pids() if self._templates is not None else []
+        return drivers + templates + self.clusters.others(payload)
 
     def _ended(self, payload: Payload) -> None:
         self.exit_code = payload.exit_code
         if self.spec.requeue and not payload.terminated:
-            _take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
-        if payload in self._running:
-            self._running.remove(payload)
-            took = self.loop.now() - self._began[payload]
-            self.durations[payload.spec.step] = max(took, self.durations.get(payload.spec.step, 0.0))
-        self._queue.remove(payload)
-        self._began.pop(payload, None)
+            take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
+        self._roster.remove(payload)
         self.clusters.release(payload)
-        if not self._running:
+        if not self._roster.running:
             # With nothing running, an orphan is something that a payload left behind with another environment.
             processes.kill_orphans(keep=self.loop.children())
-            self._leftovers.look_when_idle(lambda: not self._running)
+            self._leftovers.look_when_idle(lambda: not self._roster.running)
         self._pump()
         self._settle()
 
     def _settle(self) -> None:
         """With nothing to run: end, or wait for `idle_timeout`."""
-        if len(self._queue) or self._running:
+        if len(self._roster):
             return
-        if self._closing is not None or (self.spec.idle_timeout is None and self._served):
+        if self._closing is not None or (self.spec.idle_timeout is None and self._roster.served):
             return self.loop.stop()
         if self._draining is not None:
             self.loop.call_later(_LAST_WORD, self.loop.stop)
@@ -482,34 +433,3 @@ class Supervisor:
             with contextlib.suppress(Exception):  # What failed may be this very record.
                 payload.keep_tail("runtime traceback", tail_lines(traceback.format_exc()))
             payload.abandon(end)
-
-
-def _take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
-    """Read the secret variables and, unless another attempt may need them, remove their file."""
-    path = os.path.join(run_dir, SECRETS)
-    try:
-        secrets = json.loads(_read(path))
-        if not keep:
-            os.unlink(path)
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise SpecError("%s is not JSON" % path) from error
-    return {str(name): str(value) for name, value in secrets.items()}
-
-
-def _read(path: str) -> str:
-    with open(path, encoding="utf-8") as file:
-        return file.read()
-
-
-def load_spec(directory: str) -> RuntimeSpec:
-    """The runtime's own start record.
-
-    Raises:
-        SystemExit: it cannot be used; the message goes to the runtime's log.
-    """
-    try:
-        return from_json(RuntimeSpec, _read(os.path.join(directory, RUNTIME)))
-    except (OSError, SpecError) as error:
-        sys.exit("rayslurm runtime: %s: %s" % (directory, error))

@@ -96,6 +96,18 @@ class Team:
         """The nodes that never joined or are lost."""
         return [member for member in self.members.values() if member.channel is None]
 
+    def facts(self) -> List[Dict[str, Any]]:
+        """The nodes, what each of them grants as far as that is known, and whether they can be reached."""
+        return [
+            {
+                "name": member.name,
+                "cpus": member.machine.get("num_cpus"),
+                "gpus": member.machine.get("num_gpus"),
+                "here": member.channel is not None,
+            }
+            for member in self.members.values()
+        ]
+
     def log_tail(self, member: Member) -> str:
         """The end of what a node's runtime had to say, from the file system that all nodes share."""
         return tail_file(self._log_path(member.node_id), lines=15)

@@ -110,7 +110,30 @@ def test_the_environment_of_a_payload() -> None:
     assert env["PATH"] == "/env/bin:/usr/bin" and env["RAY_KEEP"] == "me" and env["RAY_ADDRESS"] == "mine:2"
     assert "RAYSLURM_X" not in env
     assert decode_param(env["DAGSTER_PIPES_MESSAGES"]) == {"path": "/s/m"}
-    assert json.loads(env["RAY_JOB_CONFIG_JSON_ENV_VAR"])["runtime_env"]["env_vars"] == one.env
+    job = json.loads(env["RAY_JOB_CONFIG_JSON_ENV_VAR"])
+    assert job == {"runtime_env": {"env_vars": one.env}, "metadata": {"rayslurm": "n"}}
+    assert env["RAY_OVERRIDE_JOB_RUNTIME_ENV"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("extra", "worker_env", "job_env"),
+    [
+        ({}, {"RAYSLURM_DATA_DIR": "/data"}, None),
+        ({}, {"RAYSLURM_DATA_DIR": "/other"}, {"RAYSLURM_DATA_DIR": "/data"}),
+        ({}, {}, {"RAYSLURM_DATA_DIR": "/data"}),
+        ({"FOO": "1"}, {"RAYSLURM_DATA_DIR": "/data"}, {"FOO": "1"}),
+    ],
+)
+def test_workers_start_anew_only_for_what_they_do_not_inherit(
+    extra: dict[str, str], worker_env: dict[str, str], job_env: dict[str, str] | None
+) -> None:
+    one = spec.PayloadSpec(argv=["x"], nonce="n", env=extra, data_dir="/data", uses_ray=True)
+    assert workspace.shared_variables(one) == {"RAYSLURM_DATA_DIR": "/data"}
+    env = workspace.payload_environment(one, {}, "/env/bin/python", "/run/d", "/s/m", {}, worker_env)
+    job = json.loads(env["RAY_JOB_CONFIG_JSON_ENV_VAR"])
+    assert job["metadata"] == {"rayslurm": "n"} and env["RAYSLURM_DATA_DIR"] == "/data"
+    assert job.get("runtime_env") == (None if job_env is None else {"env_vars": job_env})
+    assert ("RAY_OVERRIDE_JOB_RUNTIME_ENV" in env) == (job_env is not None)
 
 
 def test_the_work_dir_links_sources_and_extra_files(tmp_path: Path) -> None:

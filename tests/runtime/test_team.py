@@ -285,6 +285,53 @@ def test_figures_of_those_that_answer(head: Head) -> None:
     two.close()
 
 
+def test_payloads_are_measured_side_by_side(head: Head) -> None:
+    """And who comes back is asked again for what it owes."""
+    one, taken, _ = head.worker()
+    head.until(lambda: len(head.heard) == 1)
+    for nonce in "pq":
+        head.team.measure(nonce)
+    figures: dict[str, Any] = {}
+    head.team.collect("p", lambda found: figures.update(p=found))
+    head.until(lambda: {"op": "report", "id": "p"} in taken)
+    head.team.collect("q", lambda found: figures.update(q=found))
+    one.send(event="usage", id="q", usage={"cpu_seconds": 2})
+    one.send(event="usage", id="x", usage={"cpu_seconds": 9})
+    head.until(lambda: len(figures) == 2)
+    assert figures == {"p": {}, "q": {"host1": {"cpu_seconds": 2}}}
+    one.close()
+    head.until(lambda: ("n2", "lost") in head.heard)
+    again, taken, _ = head.worker()
+    head.until(lambda: taken)
+    assert taken == [{"op": "report", "id": "p"}]
+    again.send(event="usage", id="p", usage=None)
+    head.until(lambda: not head.team.members[1].orders)
+    again.close()
+
+
+def test_clusters_side_by_side_are_ended_each_for_itself(head: Head) -> None:
+    """Who was not there hears of it later; who has obeyed, or never came, is told no more."""
+    one, taken, _ = head.worker()
+    head.until(lambda: len(head.heard) == 1)
+    for key in ("p", "q"):
+        head.team.order([1, 2], op="ray", cluster=key, attempt=1)
+        head.team.order([1], op="ready", cluster=key, attempt=1)
+    head.until(lambda: len(taken) == 4)
+    one.close()
+    head.until(lambda: ("n2", "lost") in head.heard)
+    head.team.order([1, 2], op="end-ray", cluster="p")
+    again, taken, _ = head.worker()
+    head.until(lambda: len(taken) == 3)
+    assert [(order["op"], order["cluster"]) for order in taken] == [("end-ray", "p"), ("ray", "q"), ("ready", "q")]
+    again.send(event="ended", cluster="p")
+    head.until(lambda: len(head.team.members[1].orders) == 2)
+    late, told, _ = head.worker(node_id=2)
+    head.until(lambda: told)
+    assert told == [{"op": "ray", "cluster": "q", "attempt": 1}]
+    again.close()
+    late.close()
+
+
 def test_figures_of_nodes_that_are_one_host(head: Head) -> None:
     """As on a test bed: neither replaces the other's, or the head's."""
     one, _, _ = head.worker(node_id=1)

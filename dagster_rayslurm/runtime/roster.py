@@ -1,0 +1,109 @@
+"""The payloads of a runtime: who waits, who runs, who is next, and whether the time suffices."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+from .admission import time_needed, too_little_time
+from .payload import Payload
+from .queueing import Claim, FairQueue, fits
+from .spec import PayloadSpec, RuntimeSpec
+
+
+class Roster:
+    """Keeps the payloads.
+
+    Args:
+        spec: the runtime, which limits how many run at once.
+        claim: what a payload claims of each node.
+        now: the clock.
+    """
+
+    def __init__(self, spec: RuntimeSpec, claim: Callable[[Payload], Claim], now: Callable[[], float]) -> None:
+        self.durations: Dict[str, float] = {}
+        """Seconds that the longest run of each step took."""
+        self.running: List[Payload] = []
+        self.served = 0
+        """Payloads that came so far."""
+        self._spec = spec
+        self._claim = claim
+        self._now = now
+        self._queue: FairQueue[Payload] = FairQueue(lambda payload: payload.spec.run_id)
+        self._since: Dict[Payload, float] = {}
+        """When each payload came, and from its turn on when that was."""
+        self._turns = 0
+
+    def __iter__(self) -> Iterator[Payload]:
+        """Those that wait, in their order, and those that run."""
+        return iter([*self._queue, *self.running])
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self.running)
+
+    @property
+    def waiting(self) -> List[Payload]:
+        """Those that wait, in their order."""
+        return list(self._queue)
+
+    def add(self, payload: Payload) -> None:
+        """Have a payload wait."""
+        self.served += 1
+        self._queue.add(payload)
+        self._since[payload] = self._now()
+
+    def next(self, capacity: Claim, could: Callable[[Payload], bool]) -> Optional[Payload]:
+        """The payload that starts now, if one does; it counts as running.
+
+        Args:
+            capacity: what every node grants.
+            could: whether room is all that a payload waits for.
+        """
+        claims = [self._claim(payload) for payload in self.running]
+        limit = self._spec.max_concurrent_payloads
+        payload = self._queue.take(lambda each: fits(self._claim(each), claims, capacity, limit), could)
+        if payload is not None:
+            self._turns += 1
+            self._since[payload] = self._now()
+            self.running.append(payload)
+        return payload
+
+    def remove(self, payload: Payload) -> None:
+        """Forget a payload that has ended, but for the time that it took."""
+        since = self._since.pop(payload)
+        if payload in self.running:
+            self.running.remove(payload)
+            step = payload.spec.step
+            self.durations[step] = max(self._now() - since, self.durations.get(step, 0.0))
+        else:
+            self._queue.remove(payload)
+
+    def refusal(self, spec: PayloadSpec, left: Optional[float]) -> Optional[str]:
+        """Why another payload could not end in time; the first one always may, as another allocation has no more of it."""
+        if not self.served:
+            return None
+        ahead = [self._needs(payload.spec) for payload in self._queue]
+        ahead += [max(0.0, self._needs(each.spec) - (self._now() - self._since[each])) for each in self.running]
+        return too_little_time(self._needs(spec), ahead, self._spec.max_concurrent_payloads, left)
+
+    def late(self, left: Optional[float]) -> List[Tuple[Payload, str]]:
+        """Those that wait and cannot end in time any more, and why."""
+        if not self._turns:
+            return []
+        found = [(payload, too_little_time(self._needs(payload.spec), [], 1, left)) for payload in self._queue]
+        return [(payload, why) for payload, why in found if why is not None]
+
+    def facts(self) -> List[Dict[str, Any]]:
+        """What a session tells of its payloads; `age` is seconds since they came, or since their turn."""
+        return [
+            {
+                "run_dir": payload.run_dir,
+                "run_id": payload.spec.run_id,
+                "step": payload.spec.step,
+                "state": "running" if payload in self.running else "waiting",
+                "age": round(self._now() - self._since[payload], 1),
+            }
+            for payload in self
+        ]
+
+    def _needs(self, spec: PayloadSpec) -> float:
+        return time_needed(spec, self.durations, self._spec.drain_margin)

@@ -1,0 +1,56 @@
+"""What is left in a cluster, in sentences; and an answer that does not come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dagster_rayslurm.runtime.audit import Auditor, leaks, not_back
+
+ACTOR = {"job": "01", "name": "model", "namespace": "mine", "class": "Model"}
+GROUP = {"job": "02", "name": "", "namespace": "", "id": "ab12"}
+
+
+def tables(**fields: Any) -> dict[str, Any]:
+    found = {"jobs": {"01": "n1", "02": "n2"}, "actors": [], "groups": [], "available": {}, "total": {}}
+    return {**found, **fields}
+
+
+def test_what_is_left_belongs_to_the_payload_whose_job_made_it() -> None:
+    left = tables(actors=[ACTOR], groups=[GROUP])
+    assert leaks(left, "n1") == [
+        "detached actor 'model' (Model, namespace 'mine') is still alive; end it with "
+        "ray.kill(ray.get_actor('model', namespace='mine')) before the payload ends"
+    ]
+    [group] = leaks(left, "n2")
+    assert group.startswith("placement group ab12 still") and "ray.util.remove_placement_group(group)" in group
+    assert leaks(left, "n3") == [] and len(leaks(left)) == 2
+
+
+def test_resources_that_are_not_back() -> None:
+    total = {"CPU": 8.0, "GPU": 2.0, "disk": 1.0, "memory": 5.0, "object_store_memory": 5.0, "node:10.0.0.1": 1.0}
+    available = {"CPU": 8.0 - 1e-5, "GPU": 1.0, "memory": 1.0, "object_store_memory": 1.0, "node:10.0.0.1": 0.9}
+    found = not_back(tables(total=total, available=available, actors=[ACTOR]))
+    assert found[:2] == [
+        "GPU: 1 of 2 are not free although no payload runs",
+        "disk: 1 of 1 are not free although no payload runs",
+    ]
+    assert "'model'" in found[2] and len(found) == 3
+    # What takes no resources is in nobody's way.
+    assert not_back(tables(total=total, available=total, actors=[ACTOR])) == []
+
+
+def test_an_answer_that_comes_too_late_is_nobodys() -> None:
+    timers: list[tuple[float, Callable[[], None]]] = []
+    answers: list[Any] = []
+    auditor = Auditor(lambda _: True, lambda delay, call: timers.append((delay, call)))
+    auditor.ask(0.3, answers.append)
+    auditor.ask(0.3, answers.append)
+    auditor.take(2, tables())
+    timers[0][1]()
+    auditor.take(1, tables())
+    timers[1][1]()
+    assert answers == [tables(), None] and timers[0][0] == 0.3
+    nobody = Auditor(lambda _: False, lambda delay, call: timers.append((delay, call)))
+    nobody.ask(0.3, answers.append)
+    assert timers[2][0] == 0.0
