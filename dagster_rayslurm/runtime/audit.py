@@ -17,7 +17,8 @@ from .workspace import JOB_MARK
 Tables = Dict[str, Any]
 """`jobs`: job id to nonce; `actors`, `groups`: what is alive and has no job to end with; `available`, `total`: resources."""
 
-_ACTOR_DEAD, _GROUP_REMOVED = 4, 3  # ActorTableData.DEAD and PlacementGroupTableData.REMOVED in Ray's gcs.proto.
+_LIVING = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")
+_GROUP_REMOVED = 3  # PlacementGroupTableData.REMOVED in Ray's gcs.proto.
 _OWN_MEASURES = ("memory", "object_store_memory")
 """Resources that Ray counts by the byte: what idle workers and cached objects hold comes back when it is needed."""
 
@@ -58,18 +59,21 @@ def _connect(gcs: str) -> Any:
 def _tables(accessor: Any) -> Tables:
     gcs_pb2: Any = importlib.import_module("ray.core.generated.gcs_pb2")
 
-    jobs = [gcs_pb2.JobTableData.FromString(row) for row in accessor.get_job_table()]
-    actors = [gcs_pb2.ActorTableData.FromString(row) for row in accessor.get_actor_table(None, None)]
+    # Else the GCS would ask every driver, stopped ones too, whether it is busy.
+    skip = {"skip_submission_job_info_field": True, "skip_is_running_tasks_field": True}
+    jobs = [gcs_pb2.JobTableData.FromString(row) for row in accessor.get_job_table(**skip)]
+    # It remembers up to 100000 dead ones, which take seconds to read.
+    living = [row for state in _LIVING for row in accessor.get_actor_table(None, state)]
+    actors = [actor for actor in map(gcs_pb2.ActorTableData.FromString, living) if actor.is_detached]
     groups = [gcs_pb2.PlacementGroupTableData.FromString(row) for row in accessor.get_placement_group_table()]
     available = [gcs_pb2.AvailableResources.FromString(row) for row in accessor.get_all_available_resources()]
     total = [gcs_pb2.TotalResources.FromString(row) for row in accessor.get_all_total_resources()]
-    lasting = {actor.actor_id for actor in actors if actor.is_detached and actor.state != _ACTOR_DEAD}
+    lasting = {actor.actor_id for actor in actors}
     return {
         "jobs": {job.job_id.hex(): job.config.metadata.get(JOB_MARK) for job in jobs if JOB_MARK in job.config.metadata},
         "actors": [
             {"job": actor.job_id.hex(), "name": actor.name, "namespace": actor.ray_namespace, "class": actor.class_name}
             for actor in actors
-            if actor.actor_id in lasting
         ],
         # Others end with the job or the actor that made them.
         "groups": [

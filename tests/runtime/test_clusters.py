@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from dagster_rayslurm.archive import install_runtime
+from dagster_rayslurm.runtime import scratch
 from dagster_rayslurm.runtime.ports import control_ports
 from dagster_rayslurm.runtime.record import RUNTIME
 from dagster_rayslurm.runtime.spec import RaySpec, RuntimeSpec, to_json
@@ -169,6 +170,30 @@ look()
     )
     assert said["three"].startswith("Closing: node ") and said["three"].endswith(" is lost")
     assert pair.end("one")["exit_code"] == 0 and pair.end("two")["exit_code"] == 0
+
+
+def test_a_node_that_does_not_come_back_drains_a_session_without_a_cluster(nodes: Any) -> None:
+    pair = nodes()
+    pair.add("one", NAP % 4)
+    pair.add("two", NAP % 0.1)
+    assert pair.worker is not None
+    said = pair.run(
+        SESSION
+        + f"""
+supervisor.COMES_BACK = 1.0
+submit("one")
+def look():
+    if runner._team.missing():
+        return loop.call_later(0.1, look)
+    for p in [p for p in processes.descendants({pair.worker.pid})] + [processes.Process({pair.worker.pid}, 0, 0)]:
+        os.kill(p.pid, 9)
+    loop.call_later(0.5, lambda: said.update(early=runner.closing))
+    loop.call_later(2.0, lambda: submit("two"))
+look()
+"""
+    )
+    assert said == {"early": None, "two": "Closing: node n2 is lost"} and pair.end("one")["exit_code"] == 0
+    scratch.sweep()  # Nobody else tidies up after a node that was killed.
 
 
 def test_the_heads_end_is_the_sessions(nodes: Any) -> None:
