@@ -17,7 +17,7 @@ import dagster as dg
 
 from dagster_rayslurm import ComputeResource, RayLauncher
 from dagster_rayslurm.runtime import machine, ports, processes
-from dagster_rayslurm.runtime.ray_start import start_arguments
+from dagster_rayslurm.runtime.ray_arguments import start_arguments
 from dagster_rayslurm.runtime.record import JOURNAL, LineReader
 from dagster_rayslurm.runtime.scratch import Scratch
 

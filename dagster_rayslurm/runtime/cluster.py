@@ -12,7 +12,8 @@ from .audit import Auditor, Tables
 from .footprint import Footprint, footprint_error
 from .loop import Loop, Timer
 from .machine import Machine, from_facts
-from .ray_start import ClusterError, Event, RayStart, interface_address, join_host_port, ray_environment, route_address
+from .ray_arguments import ClusterError, interface_address, join_host_port, ray_environment, route_address
+from .ray_start import Event, RayStart
 from .scratch import Scratch
 from .spec import RaySpec
 from .team import Member, Team

@@ -13,7 +13,7 @@ from .footprint import ray_footprint, runtime_footprint
 from .loop import Loop
 from .machine import Machine
 from .payload import End, Payload
-from .ray_start import ClusterError
+from .ray_arguments import ClusterError
 from .scratch import Scratch
 from .spec import PayloadSpec, RuntimeSpec
 from .team import Member, Team

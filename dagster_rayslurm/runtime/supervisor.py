@@ -26,7 +26,7 @@ from .leftovers import Leftovers
 from .loop import Loop, Timer
 from .payload import End, Payload, Setting
 from .queueing import Claim
-from .ray_start import ClusterError
+from .ray_arguments import ClusterError
 from .record import PAYLOAD, RunRecord, node_log, tail_lines
 from .roster import Roster
 from .spec import PayloadSpec, RuntimeSpec, from_json

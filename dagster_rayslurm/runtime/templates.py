@@ -18,7 +18,7 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 from . import processes
 from .loop import ExitCallback, Loop
-from .ray_start import ray_environment
+from .ray_arguments import ray_environment
 from .spec import PayloadSpec, RaySpec
 from .template import MARK, MARK_ROOM, PAD
 from .workspace import Environment, payload_environment

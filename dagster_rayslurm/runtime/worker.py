@@ -16,7 +16,8 @@ from .cluster import node_address
 from .clusters import asks_for_gpus, clear_away, token_of, worker_env_of
 from .corner import Corners
 from .loop import Loop
-from .ray_start import ClusterError, RayStart
+from .ray_arguments import ClusterError
+from .ray_start import RayStart
 from .scratch import Scratch
 from .spec import RaySpec, RuntimeSpec, from_json
 from .team import PING_INTERVAL, SILENCE

@@ -15,8 +15,8 @@ import pytest
 
 from dagster_rayslurm.runtime import machine, ports, scratch
 from dagster_rayslurm.runtime.footprint import footprint_error, ray_footprint
+from dagster_rayslurm.runtime.ray_arguments import ClusterError, interface_address, start_arguments
 from dagster_rayslurm.runtime.ray_node import refuse_version, version_tuple
-from dagster_rayslurm.runtime.ray_start import ClusterError, interface_address, start_arguments
 from dagster_rayslurm.runtime.spec import RaySpec
 
 HERE = machine.Machine("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_limit=None)

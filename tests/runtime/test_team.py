@@ -25,7 +25,7 @@ from dagster_rayslurm.runtime.door import DoorError, listen
 from dagster_rayslurm.runtime.footprint import footprint_error, runtime_footprint
 from dagster_rayslurm.runtime.loop import Loop
 from dagster_rayslurm.runtime.ports import choose, control_ports
-from dagster_rayslurm.runtime.ray_start import join_host_port, route_address, start_arguments, symmetric_arguments
+from dagster_rayslurm.runtime.ray_arguments import join_host_port, route_address, start_arguments, symmetric_arguments
 from dagster_rayslurm.runtime.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.team import Member, Team
 from dagster_rayslurm.runtime.time_limit import parse_time_left
