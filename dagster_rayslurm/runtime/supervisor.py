@@ -87,6 +87,7 @@ class Supervisor:
         """Why no more payloads are taken."""
         self._late: Optional[Timer] = None
         self._idle: Optional[Timer] = None
+        self._idle_since = loop.now()
         self._ray_mark = ray_mark() if spec.idle_timeout is not None else None
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
@@ -265,6 +266,7 @@ class Supervisor:
             "waiting": len(self._roster.waiting),
             "payloads": self._roster.facts(),
             "served": self._roster.served,
+            "idle": None if len(self._roster) else round(self.loop.now() - self._idle_since, 1),
             "nodes": [own, *(self._team.facts() if self._team is not None else [])],
             "ray_version": cluster.get("ray_version"),
             "address": cluster.get("ray_address"),
@@ -381,6 +383,7 @@ class Supervisor:
         if self.spec.idle_timeout is not None:
             if self._idle is not None:
                 self._idle.cancel()
+            self._idle_since = self.loop.now()
             idle = End("cancel", "it was idle for %g s" % self.spec.idle_timeout)
             self._idle = self.loop.call_later(self.spec.idle_timeout, lambda: self.close(idle))
 
