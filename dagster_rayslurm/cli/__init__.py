@@ -13,6 +13,7 @@ from .._version import __version__
 from ..backends.rundir import Layout
 from ..runtime.record import JOURNAL, STATUS, STDIO, LineReader, Record
 from .check import check
+from .session import session
 
 _CHUNK = 1024 * 1024
 
@@ -33,6 +34,7 @@ def main(context: click.Context, base: str) -> None:
 
 
 main.add_command(check)
+main.add_command(session)
 
 
 @main.command()

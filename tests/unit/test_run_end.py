@@ -105,7 +105,9 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     package.mkdir(parents=True)
     for directory in (package, package.parent):
         (directory / "__init__.py").write_text("")
-    (package / "run_end.py").write_text(f"import json\ndef end_session(session): open({str(path)!r}, 'w').write(json.dumps(session))\n")
+    (package / "run_end.py").write_text(
+        f"import json\ndef end_session(session): open({str(path)!r}, 'w').write(json.dumps(session))\n"
+    )
     monkeypatch.setattr(sys, "path", [str(tmp_path / "fake"), *sys.path])
     monkeypatch.setattr(run_end, "_functions", lambda: iter(()))
     return path
@@ -177,7 +179,9 @@ def test_without_pidfd(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_goes_wrong_is_in_a_log(home: Layout, run: Any, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(run.pid, None))
-    (Path(sys.path[0]) / "dagster_rayslurm/backends/run_end.py").write_text("def end_session(session): raise OSError('out of reach')")
+    (Path(sys.path[0]) / "dagster_rayslurm/backends/run_end.py").write_text(
+        "def end_session(session): raise OSError('out of reach')"
+    )
     end_with_run(home, "run", session(home), None)
     assert wait_until(lambda: not watchers(), 5)
     (log,) = home.sessions.glob("*.watch.log")

@@ -1,0 +1,203 @@
+"""Sessions as a person or the end of a run looks at them: which there are on a cluster, and how they are ended for sure."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import tarfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..connections.base import Connection
+from ..errors import StartError
+from ..runtime.record import EXIT, SESSION
+from ..slurm.commands import slurm_commands
+from ..slurm.queue import ask_queue
+from ..slurm.script import parse_exit
+from ..slurm.snapshot import QueueRow, QueueSnapshot
+from ..slurm.states import TERMINAL, WAITING
+from ..slurm.submit import ABANDONED, CREATOR, JOB_ID, OFFER
+from .session_client import Announcement, AnswerLost, Unreachable, ask, parse_announcement
+from .session_registry import parse_charter
+from .slurm_job import cancel_named, wait_until_gone
+
+_TIMEOUT = 120.0
+_PATIENCE = 45.0
+"""Seconds in which a session that was asked to end is over: payloads have their grace periods, and Ray its own."""
+
+# Directories too, as one that has no file yet is a session that is being submitted. What goes meanwhile is no error.
+_LIST = f"""\
+unset TAR_OPTIONS
+cd -- "$1/sessions" 2>/dev/null || exit 0
+find . -mindepth 2 -maxdepth 3 -path "./$2/*" \
+    '(' -type d -o -type f '(' -name {JOB_ID} -o -name {EXIT} -o -name {SESSION} -o -name {CREATOR} -o -name {OFFER} ')' ')' \
+    -print0 2>/dev/null |
+    tar -c --no-recursion --null --ignore-failed-read --files-from=- 2>/dev/null
+exit 0
+"""
+_log = logging.getLogger("rayslurm")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One allocation of a session, as its directory shows it.
+
+    Attributes:
+        key: the session's directory.
+        number: which of its allocations this is.
+        directory: where its files are, absolute.
+        job_id: Slurm's id; None if it is not known (yet).
+        job_name: name of the job; "" if nothing has been written yet.
+        exit_code: how the job's script ended; None if it has not.
+        announcement: what the session says of itself; None before and after it takes requests.
+        start: the command that starts the runtime to hand a request over, without the directory.
+    """
+
+    key: str
+    number: int
+    directory: str
+    job_id: int | None
+    job_name: str
+    exit_code: int | None
+    announcement: Announcement | None
+    start: tuple[str, ...]
+
+
+def list_generations(connection: Connection, base: str, key: str = "*") -> list[Generation]:
+    """The sessions below a base directory on a cluster, by one command there; by name and number.
+
+    Args:
+        connection: how to reach the cluster.
+        base: the base directory, absolute.
+        key: a session's directory, or a pattern of some.
+
+    Raises:
+        OSError: the cluster cannot be reached.
+    """
+    done = connection.run(["sh", "-c", _LIST, "sh", base, key], timeout=_TIMEOUT)
+    return parse_listing(done.stdout, base)
+
+
+def parse_listing(data: bytes, base: str) -> list[Generation]:
+    """The sessions in a tar of their directories; what is none, or only half there, is left out."""
+    files: dict[tuple[str, int], dict[str, bytes]] = {}
+    known: set[tuple[str, int]] = set()
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            for member in archive:
+                key, _, rest = member.name.removeprefix("./").partition("/")
+                number, _, name = rest.partition("/")
+                if not number.isdecimal():
+                    continue
+                if not name:
+                    known.add((key, int(number)))
+                elif content := archive.extractfile(member) if member.isfile() else None:
+                    files.setdefault((key, int(number)), {})[name] = content.read()
+    except tarfile.TarError:
+        pass
+    found = [_generation(base, *which, files.get(which, {})) for which in known]
+    return sorted(found, key=lambda each: (each.key, each.number))
+
+
+def _generation(base: str, key: str, number: int, files: Mapping[str, bytes]) -> Generation:
+    text = files.get(JOB_ID, b"").decode("ascii", "replace").strip()
+    job_id = int(text) if text.isdecimal() else None
+    announcement = parse_announcement(files.get(SESSION, b""))
+    if job_id is None and announcement is not None:
+        job_id = int(announcement.job_id)
+    charter = parse_charter(files.get(OFFER, b""))
+    return Generation(
+        key=key,
+        number=number,
+        directory=os.path.join(base, "sessions", key, str(number)),
+        job_id=job_id,
+        job_name=files.get(CREATOR, b"").decode("utf-8", "replace").strip(),
+        exit_code=None if job_id is None else parse_exit(files.get(EXIT, b""), job_id),
+        announcement=announcement,
+        start=charter.ask if charter is not None else (),
+    )
+
+
+def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
+    """The job of a session if it is in the queue and not over."""
+    if generation.exit_code is not None:
+        return None
+    if generation.job_id is not None:
+        row = snapshot.job(generation.job_id)
+    else:
+        named = [row for row in snapshot.rows if row.name == generation.job_name]
+        row = named[-1] if generation.job_name and named else None
+    return None if row is None or row.state in TERMINAL else row
+
+
+def state_of(generation: Generation, row: QueueRow | None) -> str:
+    """What a session is as far as its files and Slurm tell: pending, starting, up, draining or ended."""
+    if row is None:
+        return "ended"
+    if row.state in WAITING:
+        return "pending"
+    if generation.announcement is None:
+        return "starting"
+    return "draining" if generation.announcement.closing else "up"
+
+
+def ask_session(connection: Connection, generation: Generation, request: Mapping[str, object]) -> dict[str, object]:
+    """Put a request to a session that announces itself.
+
+    Raises:
+        Unreachable: nobody is there.
+        AnswerLost: it was asked, and the answer is not known.
+        OSError: the cluster cannot be reached.
+    """
+    if generation.announcement is None:
+        raise Unreachable(f"the session {generation.key} does not say where it is")
+    carrier = "auto" if generation.start else "direct"
+    commands, directory = slurm_commands(connection), generation.directory
+    return ask(connection, commands, generation.announcement, request, carrier, directory, generation.start)
+
+
+def end_sessions(connection: Connection, base: str, key: str) -> bool:
+    """End all that there is of a session, and see Slurm confirm it.
+
+    Args:
+        connection: how to reach the cluster.
+        base: the base directory there, absolute.
+        key: the session's directory.
+
+    Returns:
+        Whether there was anything.
+
+    Raises:
+        StartError: Slurm does not confirm the end.
+        OSError: the cluster or Slurm cannot be asked.
+    """
+    return end_generations(connection, list_generations(connection, base, key))
+
+
+def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
+    """As `end_sessions`, for some allocations."""
+    commands = slurm_commands(connection)
+    snapshot = ask_queue(commands)
+    ended = False
+    for generation in generations:
+        row = job_of(generation, snapshot)
+        if row is not None:
+            _end(connection, commands, generation, row)
+            ended = True
+        elif generation.job_id is None and generation.job_name:
+            # Its submission was cut off, or is on its way: with this mark the job goes as soon as Slurm has taken it.
+            connection.make_dir(os.path.join(generation.directory, ABANDONED))
+            cancel_named(commands, generation.job_name, _log)
+    return ended
+
+
+def _end(connection: Connection, commands: Connection, generation: Generation, row: QueueRow) -> None:
+    asked = False
+    if generation.announcement is not None:
+        try:
+            asked = bool(ask_session(connection, generation, {"op": "stop"}).get("ok"))
+        except (Unreachable, AnswerLost):
+            asked = False
+    if not wait_until_gone(commands, row.job_id, _PATIENCE if asked else 0.0):
+        raise StartError("runtime", f"Slurm does not confirm the end of job {row.job_id}; run `scancel {row.job_id}`")

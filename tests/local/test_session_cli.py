@@ -1,0 +1,80 @@
+"""`rayslurm session` on this machine, and what it says of an edge node that cannot be used."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm import ComputeResource, SessionConfig
+
+from ..conftest import run_asset, small_ray
+
+PAYLOAD = "import ray; ray.init()"
+
+
+def rayslurm(base: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_EDGE_NODE")}
+    command = [str(Path(sys.executable).with_name("rayslurm")), "--base", str(base), "session", *arguments]
+    return subprocess.run(command, env={**environ, **variables}, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.ray
+def test_a_local_session_is_listed_shown_and_stopped(base: Path, script: Any) -> None:
+    session = SessionConfig(name="mine", idle_timeout=300)
+    compute = ComputeResource(local_base=str(base), default_launcher=small_ray(), enable_cluster_reuse=True, session=session)
+    ran = run_asset(compute, script(PAYLOAD), uses_pipes=False)
+    cluster_id = ran.completed[0].cluster_id
+
+    (row,) = map(json.loads, rayslurm(base, "list", "--json").stdout.splitlines())
+    assert row["key"].startswith("mine-") and row["cluster_id"] == cluster_id and row["state"] == "ready"
+    assert (row["running"], row["waiting"], row["served"], row["place"]) == (0, 0, 1, "this machine")
+    assert 0 <= row["idle"] < 30
+    listed = rayslurm(base, "list", COLUMNS="200")
+    assert listed.returncode == 0 and cluster_id in listed.stdout and "ready" in listed.stdout
+
+    shown = json.loads(rayslurm(base, "show", "mine", "--json").stdout)
+    assert shown["ray_version"] and shown["payloads"] == [] and shown["directory"] == str(base / "sessions" / row["key"])
+    assert cluster_id in rayslurm(base, "show", cluster_id).stdout
+
+    stopped = rayslurm(base, "stop", cluster_id)
+    assert stopped.returncode == 0 and stopped.stdout == f"ended the session {row['key']} on this machine\n"
+    assert rayslurm(base, "list", "--json").stdout == ""
+    again = rayslurm(base, "stop", cluster_id)
+    assert again.returncode == 1 and again.stderr.startswith(f"Error: there is no session '{cluster_id}' or has ended")
+
+
+@pytest.mark.parametrize("command", [("list",), ("show", "x"), ("stop", "x")])
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"SLURM_EDGE_NODE_HOST": "127.0.0.1", "SLURM_EDGE_NODE_PORT": "1"}, "nothing listens there"),
+        ({"SLURM_EDGE_NODE_HOST": "edge", "SLURM_EDGE_NODE_PORT": "abc"}, "SLURM_EDGE_NODE_PORT is 'abc', not an integer"),
+        ({"SLURM_EDGE_NODE_HOST": "-oProxyCommand=x"}, "is not a name of a host"),
+        ({"SLURM_EDGE_NODE_HOST": "edge", "RAYSLURM_REMOTE_BASE": "here"}, "--remote-base: 'here' is relative"),
+    ],
+)
+def test_a_bad_edge_node_is_one_sentence(base: Path, command: tuple[str, ...], variables: dict[str, str], says: str) -> None:
+    said = rayslurm(base, *command, SLURM_EDGE_NODE_CONNECT_TIMEOUT="3", **variables)
+    assert said.returncode == 1 and says in said.stderr and said.stdout == ""
+    assert said.stderr.startswith("Error: ") and said.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("ident", ["", "nope", "[bold]", "../x"])
+def test_nothing_is_there(base: Path, ident: str) -> None:
+    for command in ("show", "stop"):
+        said = rayslurm(base, command, ident)
+        assert said.returncode == 1 and said.stderr.startswith("Error: there is no session"), said.stderr
+    assert rayslurm(base, "list", "--json").stdout == ""
+
+
+def test_a_damaged_announcement_is_no_session(base: Path) -> None:
+    for number, text in enumerate(("", "{", "[]", '{"socket": 5}', '{"socket": "/nowhere", "cluster_id": "x"}')):
+        directory = base / "sessions" / f"x-{number}"
+        directory.mkdir(parents=True)
+        (directory / "session.json").write_text(text)
+    said = rayslurm(base, "list", "--all", "--json")
+    assert said.returncode == 0 and said.stdout == "" and said.stderr == ""

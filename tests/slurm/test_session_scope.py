@@ -1,0 +1,174 @@
+"""`SessionConfig(scope="run")` on the stack: the job of a run's session ends with the run, whatever ends that."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig
+from dagster_rayslurm.backends import run_end
+
+from ..conftest import marked_processes, wait_until
+from .conftest import Site
+
+pytestmark = pytest.mark.timeout(280)
+
+PAYLOAD = """
+import os, pathlib, time
+data = pathlib.Path(os.environ["RAYSLURM_DATA_DIR"])
+with (data / "jobs").open("a") as file:
+    file.write(os.environ["SLURM_JOB_ID"] + "\\n")
+if (data / "wait").exists():
+    (data / "up").write_text("x")
+    time.sleep(200)
+"""
+
+JOB = """
+import sys
+import dagster as dg
+from dagster_rayslurm import *
+
+def asset(name, deps):
+    @dg.asset(name=name, deps=deps)
+    def made(context: dg.AssetExecutionContext, compute: ComputeResource):
+        return compute.run(context=context, payload_path={payload!r}, uses_pipes=False).get_materialize_result()
+    return made
+
+first = asset("first", [])
+second = asset("second", [first])
+slurm = SlurmResource(
+    ssh=SSHConnectionResource.from_env(), remote_base={remote!r}, poll_interval=1,
+    queue=SlurmQueueConfig(partition="compute", time_limit="00:05:00", {queue}),
+)
+compute = ComputeResource(
+    mode="slurm-session", slurm=slurm, pre_deployed_env_path={env!r}, default_launcher=BashLauncher(grace_period=2),
+    session=SessionConfig(scope="run", idle_timeout=250), local_base={base!r},
+)
+defs = dg.Definitions([first, second], jobs=[dg.define_asset_job("job", [first, second])], resources={{"compute": compute}})
+
+def job():
+    return defs.resolve_job_def("job")
+
+if __name__ == "__main__":
+    import scoped
+    config = {{"execution": {{"config": {{sys.argv[1]: {{}}}}}}}}
+    with dg.DagsterInstance.local_temp({home!r}) as instance:
+        result = dg.execute_job(dg.reconstructable(scoped.job), instance=instance, run_config=config)
+    sys.exit(0 if result.success else 1)
+"""
+
+
+class Job:
+    """Starts the job in a process of its own."""
+
+    def __init__(self, site: Site, directory: Path, payload: Path) -> None:
+        self._site = site
+        self._directory = directory
+        self._payload = payload
+        (directory / "home").mkdir()
+
+    def start(self, executor: str, queue: str = "") -> subprocess.Popen[bytes]:
+        where = {"remote": self._site.base, "env": self._site.env_path, "base": str(self._directory / "base")}
+        text = textwrap.dedent(JOB).format(payload=str(self._payload), home=str(self._directory / "home"), queue=queue, **where)
+        (self._directory / "scoped.py").write_text(text)
+        env = {**os.environ, **self._site.stack.env, "PYTHONPATH": f"{self._directory}:{Path(__file__).parents[2]}"}
+        with (self._directory / "log").open("wb") as log:
+            command = [sys.executable, str(self._directory / "scoped.py"), executor]
+            return subprocess.Popen(command, env=env, stdout=log, stderr=log)
+
+    @property
+    def log(self) -> str:
+        return (self._directory / "log").read_text()[-3000:]
+
+
+@pytest.fixture
+def job(site: Site, tmp_path: Path, script: Callable[..., Path]) -> Job:
+    site.sh('mkdir -p "$1/data"', site.base)
+    return Job(site, tmp_path, script(PAYLOAD))
+
+
+def jobs_seen(site: Site) -> list[str]:
+    return site.sh('cat "$1/data/jobs"', site.base).split()
+
+
+def over(site: Site) -> bool:
+    return not site.jobs() and not marked_processes(os.environ["PYTEST_OF_RAYSLURM"])
+
+
+@pytest.mark.parametrize("executor", ["in_process", "multiprocess"])
+def test_the_session_lives_as_long_as_the_run(job: Job, site: Site, executor: str) -> None:
+    process = job.start(executor)
+    assert process.wait(150) == 0, job.log
+    first, second = jobs_seen(site)
+    assert first == second, "both steps found the same session"
+    assert wait_until(lambda: over(site), 30), site.sh("squeue --me")
+
+
+@pytest.mark.parametrize("executor", ["in_process", "multiprocess"])
+def test_a_run_that_is_killed_takes_its_session_along(job: Job, site: Site, executor: str) -> None:
+    site.sh('touch "$1/data/wait"', site.base)
+    process = job.start(executor)
+    up = f"{site.base}/data/up"
+    assert wait_until(lambda: site.connection.read(up, 0, 1) or process.poll() is not None, 90) and process.poll() is None, (
+        job.log
+    )
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert wait_until(lambda: over(site), 60), site.sh("squeue --me")
+
+
+def test_a_session_that_waits_in_the_queue_goes_too(job: Job, site: Site) -> None:
+    process = job.start("in_process", queue='extra_sbatch=["--begin=now+1hour"]')
+    assert wait_until(lambda: site.jobs() or process.poll() is not None, 90) and process.poll() is None, job.log
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert wait_until(lambda: over(site), 30), site.sh("squeue --me")
+
+
+def test_a_notebook_outlives_its_runs(
+    slurm_compute: Callable[..., ComputeResource], site: Site, script: Callable[..., Path]
+) -> None:
+    """The process goes on; each run has a session of its own, and nobody stands in for the end of another's."""
+    compute = slurm_compute(mode="slurm-session", session=SessionConfig(name="mine", scope="run", idle_timeout=250))
+    payload = script(PAYLOAD)
+
+    @dg.asset
+    def one(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
+        return compute.run(context=context, payload_path=payload, uses_pipes=False).get_materialize_result()
+
+    for _ in range(2):
+        assert dg.materialize([one], resources={"compute": compute}).success
+        assert wait_until(lambda: over(site), 30), site.sh("squeue --me")
+    assert len(set(jobs_seen(site))) == 2
+
+
+def test_whoever_waits_for_the_end_of_a_run_reaches_the_cluster_later(
+    slurm_compute: Callable[..., ComputeResource], site: Site, script: Callable[..., Path]
+) -> None:
+    """Out of reach when the run ends, the session is ended once it is back."""
+    compute = slurm_compute(mode="slurm-session", session=SessionConfig(idle_timeout=250), default_launcher=BashLauncher())
+    payload = script(PAYLOAD)
+
+    @dg.asset
+    def one(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
+        return compute.run(context=context, payload_path=payload, uses_pipes=False).get_materialize_result()
+
+    assert dg.materialize([one], resources={"compute": compute}).success and site.jobs()
+    (key,) = site.sh('ls "$1/sessions"', site.base).split()
+    away = site.ssh.model_copy(update={"port": 1})
+    session = run_end.slurm_session_of(away, site.base, key)
+    waited: list[float] = []
+
+    def back(pause: float) -> None:
+        waited.append(pause)
+        session["ssh"]["port"] = site.ssh.port if len(waited) == 2 else 1
+
+    run_end.end_session(session, sleep=back)
+    assert len(waited) == 2 and not site.jobs()

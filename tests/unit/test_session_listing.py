@@ -1,0 +1,133 @@
+"""Sessions as their directories and Slurm show them, listed by the very command that looks at a cluster."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm.backends import session_listing
+from dagster_rayslurm.backends.session_listing import end_sessions, job_of, list_generations, parse_listing, state_of
+from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
+
+ANNOUNCED = {
+    "protocol": 1,
+    "cluster_id": "slurm-abc",
+    "job_id": "12",
+    "hosts": ["c1"],
+    "port": 1234,
+    "key": "00ff",
+    "pid": 1,
+    "hostname": "c1",
+    "closing": None,
+}
+
+
+def write(base: Path, number: int, key: str = "default-0123456789ab", **files: str) -> Path:
+    directory = base / "sessions" / key / str(number)
+    directory.mkdir(parents=True)
+    for name, text in files.items():
+        (directory / name.replace("_json", ".json")).write_text(text)
+    os.utime(directory, (number, number))
+    return directory
+
+
+def queue(*rows: tuple[int, str, str]) -> QueueSnapshot:
+    made = (QueueRow(job, str(job), state, "Resources", None, None, 1, "", "compute", name) for job, state, name in rows)
+    return QueueSnapshot(0.0, tuple(made))
+
+
+def test_generations_are_listed(base: Path) -> None:
+    write(base, 1, job_id="11\n", exit="11 0 0\n", creator="rayslurm-session-1\n", session_json="damaged")
+    directory = write(base, 2, job_id="12\n", exit="", session_json=json.dumps(ANNOUNCED))
+    write(base, 10, creator="rayslurm-session-10\n")
+    (directory / "waiting").mkdir()
+    (base / "sessions" / "default-0123456789ab" / "current").write_text("x")
+    (base / "sessions" / "default-0123456789ab" / ".rs-1.probe").mkdir()
+    write(base, 1, key="other-0123456789ab")
+    found = list_generations(LocalConnection(), str(base), "default-0123456789ab")
+    assert [(each.number, each.job_id, each.exit_code, each.job_name) for each in found] == [
+        (1, 11, 0, "rayslurm-session-1"),
+        (2, 12, None, ""),
+        (10, None, None, "rayslurm-session-10"),
+    ]
+    assert found[1].announcement is not None and found[1].announcement.key == "00ff" and found[0].announcement is None
+    assert found[1].directory == str(directory)
+    assert len(list_generations(LocalConnection(), str(base))) == 4
+    assert list_generations(LocalConnection(), str(base / "nowhere")) == []
+
+
+@pytest.mark.parametrize("data", [b"", b"junk" * 500, b"\0" * 1024])
+def test_a_damaged_listing_is_empty(data: bytes) -> None:
+    assert parse_listing(data, "/base") == []
+
+
+def test_states(base: Path) -> None:
+    write(base, 1, job_id="11\n", exit="11 0 0\n")
+    write(base, 2, job_id="12\n", exit="")
+    write(base, 3, job_id="13\n", exit="", session_json=json.dumps(ANNOUNCED))
+    write(base, 4, job_id="14\n", exit="", session_json=json.dumps({**ANNOUNCED, "closing": "its time limit comes"}))
+    write(base, 5, creator="rayslurm-five\n")
+    found = list_generations(LocalConnection(), str(base))
+    everything = queue(*((number, "RUNNING", "") for number in range(11, 15)), (15, "PENDING", "rayslurm-five"))
+    assert [state_of(each, job_of(each, everything)) for each in found] == ["ended", "starting", "up", "draining", "pending"]
+    over = queue((12, "FAILED", ""), (13, "COMPLETING", ""), (15, "CANCELLED", "rayslurm-five"))
+    assert [state_of(each, job_of(each, over)) for each in found] == ["ended", "ended", "up", "ended", "ended"]
+
+
+class Slurm:
+    """Jobs that go when they are cancelled, or when their session is asked to end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *rows: tuple[int, str, str]) -> None:
+        self.rows = list(rows)
+        self.did: list[Any] = []
+        monkeypatch.setattr(session_listing, "ask_queue", lambda _: queue(*self.rows))
+        monkeypatch.setattr(session_listing, "wait_until_gone", self._gone)
+        monkeypatch.setattr(session_listing, "cancel_named", lambda _, name, log: self.did.append(name))
+        monkeypatch.setattr(session_listing, "ask", self._ask)
+        self.answer: Any = {"ok": True}
+
+    def _gone(self, _: Any, job_id: int, patience: float) -> bool:
+        self.did.append((job_id, patience > 0))
+        return self.answer != "stuck"
+
+    def _ask(self, *arguments: Any) -> Any:
+        self.did.append(arguments[3])
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def test_a_session_is_asked_to_end_and_its_job_is_gone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm(monkeypatch, (12, "RUNNING", ""), (13, "PENDING", ""), (99, "RUNNING", "another"))
+    write(base, 1, job_id="11\n", exit="11 0 0\n")
+    write(base, 2, job_id="12\n", exit="", session_json=json.dumps(ANNOUNCED))
+    write(base, 3, job_id="13\n", exit="")
+    directory = write(base, 4, creator="rayslurm-four\n")
+    assert end_sessions(LocalConnection(), str(base), "default-0123456789ab")
+    assert slurm.did == [{"op": "stop"}, (12, True), (13, False), "rayslurm-four"]
+    assert (directory / "abandoned").is_dir(), "whoever submits it right now takes it back"
+
+
+@pytest.mark.parametrize("answer", [session_listing.Unreachable("no way"), session_listing.AnswerLost("who knows")])
+def test_a_session_that_does_not_answer_is_cancelled(base: Path, answer: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm(monkeypatch, (12, "RUNNING", ""))
+    slurm.answer = answer
+    write(base, 2, job_id="12\n", exit="", session_json=json.dumps(ANNOUNCED))
+    assert end_sessions(LocalConnection(), str(base), "default-0123456789ab")
+    assert slurm.did[1:] == [(12, False)]
+
+
+def test_an_end_that_slurm_does_not_confirm(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slurm(monkeypatch, (12, "RUNNING", "")).answer = "stuck"
+    write(base, 2, job_id="12\n", exit="")
+    with pytest.raises(session_listing.StartError, match="does not confirm the end of job 12; run `scancel 12`"):
+        end_sessions(LocalConnection(), str(base), "default-0123456789ab")
+
+
+def test_nothing_to_end(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm(monkeypatch)
+    write(base, 1, job_id="11\n", exit="")
+    assert not end_sessions(LocalConnection(), str(base), "default-0123456789ab") and slurm.did == []
