@@ -52,7 +52,7 @@ def test_the_demo_materializes_the_whole_study(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "sentence"),
     [
-        ("slurm-session", "digits_raw failed: mode: 'slurm-session' is not available in this version"),
+        ("slurm-hetjob", "digits_raw failed: mode: 'slurm-hetjob' is not available in this version"),
         ("slurm", "digits_raw failed: the run cannot be started: "),
     ],
 )
@@ -78,6 +78,26 @@ def test_the_demo_on_slurm(tmp_path: Path, stack: Stack) -> None:  # noqa: F811
     assert {"confusion_matrix.png", "learning_curve.png", "prototype_7.png"} <= {path.name for path in pictures}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
     assert wait_until(lambda: not stack.exec("edge", ["squeue", "--noheader", "--name=rayslurm-report", "--user=dev"]), 5)
+
+
+def test_the_demo_in_a_session(tmp_path: Path, stack: Stack) -> None:  # noqa: F811
+    """The same assets in one warm allocation, which the demo ends."""
+    env = {**os.environ, **stack.env, "DAGSTER_HOME": str(tmp_path / "home"), "RAYSLURM_BASE": str(tmp_path / "base")}
+    env.update(RAYSLURM_MODE="slurm-session", COLUMNS="160")
+    command = [sys.executable, "-m", "example_project.demo"]
+    said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=390)
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert said.stdout.count("submitted Slurm job") == 1 and "accuracy_above_floor passed" in said.stdout
+    pictures = [Path(line) for line in said.stdout.splitlines() if line.endswith(".png")]
+    assert {"confusion_matrix.png", "learning_curve.png", "prototype_7.png"} <= {path.name for path in pictures}
+    assert not stack.exec("edge", ["squeue", "--noheader", "--user=dev", "--format=%j"]).count("rayslurm-session-demo-")
+
+    with dg.DagsterInstance.from_config(str(tmp_path / "home")) as instance:
+        made = [instance.get_latest_materialization_event(dg.AssetKey(name)) for name in ("digits_raw", "model_sweep", "report")]
+        jobs = {
+            event.asset_materialization.metadata["Slurm job ID"].value for event in made if event and event.asset_materialization
+        }
+        assert len(jobs) == 1
 
 
 @pytest.mark.ray
