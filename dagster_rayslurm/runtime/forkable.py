@@ -14,6 +14,9 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 _FORK_SAFE_POOLS = ("openblas", "libmkl", "libiomp5", "libomp")
 """Libraries whose threads end before a fork and come back on demand after it (pthread_atfork); libgomp's do not."""
 
+_FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
+"""Threads whose library does without them in a forked process (jemalloc 5, which pyarrow brings)."""
+
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
 
 Status = Dict[str, Tuple[int, int]]
@@ -41,12 +44,14 @@ def fork_problem(seen: Threads) -> Optional[str]:
         return "importing them opened a GPU (%s), which no forked process can use" % seen.devices[0]
     if seen.python:
         return "importing them started the thread %r, which no forked process has" % seen.python[0]
-    strange = [name for name in seen.others if name != seen.name]
+    others = [name for name in seen.others if name not in _FORK_SAFE_THREADS]
+    strange = [name for name in others if name != seen.name]
     if strange:
         return "importing them started the thread %r, which no forked process has" % strange[0]
-    pools = {library for library in seen.libraries if any(pool in os.path.basename(library) for pool in _FORK_SAFE_POOLS)}
-    if len(seen.others) > len(pools) * max(seen.cpus - 1, 1):
-        return "importing them started %d threads, which no forked process has" % len(seen.others)
+    ends = ["/".join(library.split("/")[-2:]) for library in seen.libraries]  # Debian: openblas-pthread/libblas.so.3
+    pools = [end for end in ends if any(pool in end for pool in _FORK_SAFE_POOLS)]
+    if len(others) > len(pools) * max(seen.cpus - 1, 1):
+        return "importing them started %d threads, which no forked process has" % len(others)
     return None
 
 

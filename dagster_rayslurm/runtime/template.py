@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import contextlib
 import ctypes
 import gc
 import json
@@ -27,7 +28,7 @@ import traceback
 import warnings
 from typing import AbstractSet, Any, Dict, List, NamedTuple, Optional, Tuple
 
-from . import as_main
+from . import as_main, leave_ray
 from .forkable import Status, changed, fork_problem, look_at_threads, read, shadowed, sources
 
 PAD = " " * 1500
@@ -40,6 +41,14 @@ MARK_ROOM = "/" * 4096
 
 _ADOPTION = 1.0
 """Seconds in which the runtime must have become the parent: the kernel needs microseconds."""
+
+_LATER = {
+    "ray": (
+        *("pydantic", "ray._common.pydantic_compat", "starlette.datastructures", "pyarrow", "ray._private.arrow_serialization"),
+        "ray.dag.compiled_dag_node",
+    )
+}
+"""What a module imports only when it is used, as far as that is installed: Ray at the first task and at the end (Ray 2.60)."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -66,6 +75,9 @@ def _load(names: List[str]) -> Optional[str]:
         except BaseException as error:  # A module may even call sys.exit.
             traceback.print_exc()
             return "%s cannot be imported: %s" % (name, traceback.format_exception_only(type(error), error)[-1].strip())
+    for later in [later for name in names for later in _LATER.get(name, ())]:
+        with contextlib.suppress(Exception):  # The payload will meet it where Ray does.
+            __import__(later)
     return fork_problem(look_at_threads())
 
 
@@ -163,17 +175,7 @@ def _forget_the_template(cwd: str) -> None:
         process.ORIGINAL_DIR = cwd  # Where `multiprocessing` looks for the script that it imports again.
         process.current_process().authkey = os.urandom(32)
     if "ray" in sys.modules:
-        atexit.register(_leave_ray)
-
-
-def _leave_ray() -> None:
-    """Leave the cluster before Ray's own handler does, which sleeps for half a second (Ray 2.60).
-
-    Handlers run in reverse order: the user's, which may still use Ray, come first.
-    """
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        ray.shutdown()
+        atexit.register(leave_ray.leave)
 
 
 def _wait_for_parent(parent: int) -> None:

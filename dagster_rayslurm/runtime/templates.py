@@ -24,7 +24,7 @@ from .template import MARK, MARK_ROOM, PAD
 from .workspace import Environment, payload_environment
 
 _PACKAGE = "rayslurm_template"
-_SOURCES = ("template", "forkable", "as_main")
+_SOURCES = ("template", "forkable", "as_main", "leave_ray")
 _SCRIPT = """\
 import sys
 bare, startup = {name: value for name, value in globals().items() if name.startswith("__")}, frozenset(sys.modules)

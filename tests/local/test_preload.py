@@ -96,6 +96,25 @@ def test_two_at_once_and_one_that_fails(warm: ComputeResource, script: Any) -> N
     assert isinstance(runs[1].failure, RunFailure) and "exit code 1" in str(runs[1].failure)
 
 
+PRINTS = pipes_script("""
+    import ray
+    ray.init()
+    @ray.remote
+    def say(number):
+        print("worker line", number)
+    ray.get([say.remote(number) for number in range(20)])
+""")
+
+
+def test_the_last_lines_of_workers_are_not_lost(warm: ComputeResource, script: Any, capfd: Any) -> None:
+    """Ray's own exit handler waits for them, half a second; it is only left out where there are none."""
+    payload = script(PRINTS)
+    for _ in range(3):
+        run_asset(warm, payload)
+        said = capfd.readouterr()
+        assert {n for n in range(20) if f"worker line {n}\n" in said.out + said.err} == set(range(20))
+
+
 def test_modules_that_cannot_be_imported_are_told(warm: ComputeResource, script: Any, capfd: Any) -> None:
     launcher = small_ray(num_cpus_per_node=2, preload=["no_such_module_"])
     ran = run_asset(warm, script(DRIVER), launcher=launcher)

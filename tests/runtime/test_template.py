@@ -16,6 +16,7 @@ import pytest
 
 import dagster_rayslurm
 from dagster_rayslurm.runtime.forkable import Threads, changed, fork_problem, look_at_threads, shadowed
+from dagster_rayslurm.runtime.leave_ray import printed_since
 from dagster_rayslurm.runtime.templates import acts_at_import, command_problem, environment_problem, template_environment
 
 from ..conftest import MARK
@@ -507,6 +508,8 @@ BLAS = "/env/lib/libscipy_openblas64_-1.so"
         (NONE._replace(others=["python"] * 3, libraries=["/env/lib/libiomp5.so"]), None),
         (NONE._replace(others=["python"] * 4, libraries=[BLAS]), "4 threads"),
         (NONE._replace(others=["python"] * 6, libraries=[BLAS, "/b/libopenblas.so.0"]), None),
+        (NONE._replace(others=["python"] * 3, libraries=["/usr/lib/openblas-pthread/libblas.so.3"]), None),
+        (NONE._replace(others=["jemalloc_bg_thd", "python"], libraries=[BLAS]), None),
         (NONE._replace(others=["python"], libraries=["/env/lib/libgomp.so.1"]), "1 threads"),
         (NONE._replace(others=["grpc_poller"], libraries=[BLAS]), "'grpc_poller'"),
         (NONE._replace(python=["tqdm"], others=["python"], libraries=[BLAS]), "'tqdm'"),
@@ -547,3 +550,20 @@ def test_files_that_changed(tmp_path: Path) -> None:
     assert changed(files) == str(path)
     path.unlink()
     assert changed(files) == str(path)
+
+
+def test_what_workers_printed_lately(tmp_path: Path) -> None:
+    logs, marks = str(tmp_path), ":job_id:02000000\n:task_name:square\n"
+    (tmp_path / "worker-a-02000000-1.out").write_text(marks)
+    (tmp_path / "raylet.out").write_text("tells much\n")
+    (tmp_path / "raylet.err").touch()
+    old = tmp_path / "worker-b-02000000-2.out"
+    old.write_text(marks + "said\n")
+    os.utime(old, (1, 1))
+    assert not printed_since(logs, 100.0)
+    for name in ("worker-c-02000000-3.err", "raylet.err"):
+        (tmp_path / name).write_text(marks + "said\n")
+        assert printed_since(logs, 100.0)
+        (tmp_path / name).unlink()
+    (tmp_path / "worker-d-ffffffff-4.out").write_text(marks * 10000)
+    assert printed_since(logs, 100.0)
