@@ -121,11 +121,11 @@ def wants(wish: Wish, offer: Offer) -> tuple[int | None, int | None]:
 
 
 def payload_time_limit(wish: Wish, offer: Offer) -> float | None:
-    """Seconds that a payload may take by its own queue; None for as long as the session lives."""
+    """Seconds that a payload may take by its own queue; None for as long as the session lives, of which it has begun a part."""
     if wish.queue is None or offer.queue is None or not wish.time_limited:
         return None
     own, whole = (time_limit_seconds(text) for text in (wish.queue.time_limit, offer.queue["time_limit"]))
-    return own if own is not None and (whole is None or own <= whole) else None
+    return own if own is not None and (whole is None or own < whole) else None
 
 
 def _ray_misfit(wanted: RaySpec, offer: Offer, nodes: int) -> str | None:

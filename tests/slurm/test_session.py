@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
-import pytest
 
-from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure, SessionConfig, SlurmQueueConfig, SlurmResource
+from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure, SlurmQueueConfig, SlurmResource
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 from .conftest import Running, Site
@@ -35,18 +34,6 @@ pipes.report_asset_materialization(metadata={
 """)
 
 Make = Callable[..., ComputeResource]
-
-
-@pytest.fixture
-def session_compute(slurm_compute: Make, site: Site) -> Iterator[Make]:
-    """Makes resources for mode "slurm-session", whose sessions end with the test."""
-
-    def make(session: dict[str, Any] | None = None, **fields: Any) -> ComputeResource:
-        config = SessionConfig(**{"idle_timeout": 60, **(session or {})})
-        return slurm_compute(**{"mode": "slurm-session", "session": config, **fields})
-
-    yield make
-    site.sh("scancel --quiet --me")
 
 
 def metadata_of(failure: RunFailure) -> str:
@@ -78,3 +65,247 @@ def test_two_assets_of_one_run_share_a_job(session_compute: Make, script: Any, s
     name = site.sh(f"squeue --me --noheader --format=%j -j {job}").strip()
     assert compute.cleanup_cluster("slurm-" + name.rpartition("-")[2])
     assert not compute.cleanup_cluster("slurm-" + name.rpartition("-")[2]) and not site.jobs()
+
+
+def test_a_warm_cluster_for_all(session_compute: Make, script: Any, site: Site) -> None:
+    """Two nodes; payloads with Ray and without; by TCP and by steps in the allocation."""
+    launcher = small_ray(grace_period=3)
+    queue = {**RAY_QUEUE, "num_nodes": 2}
+    fields: dict[str, Any] = {"enable_cluster_reuse": True, "default_launcher": launcher, "queue": queue}
+    by_tcp = session_compute(session={"carrier": "direct", "name": "both"}, **fields)
+    by_step = session_compute(session={"carrier": "srun", "name": "both"}, **fields)
+    seen = [run_asset(compute, script(ON_RAY)).metadata for compute in (by_tcp, by_tcp, by_step)]
+    assert len({each["job"] for each in seen}) == 1 and len({each["address"] for each in seen}) == 1
+    assert [each["Session reused"] for each in seen] == [False, True, True]
+    assert {each["data"] for each in seen} == {f"{site.base}/data"} and {each["nodes"] for each in seen} == {2}
+    assert seen[2]["Ray cluster was warm"] and "ssh -N -L" not in str(seen[2].get("Ray dashboard"))
+    plain = run_asset(by_step, script(WHERE), launcher=BashLauncher(), extra_env={"VALUE": "plain"}).metadata
+    assert plain["job"] == seen[0]["job"] and plain["value"] == "plain"
+    assert by_tcp.cleanup_cluster(seen[0]["Ray cluster ID"])
+    assert not site.jobs()
+
+
+def test_a_cluster_of_each_payloads_own(session_compute: Make, script: Any, site: Site) -> None:
+    compute = session_compute(default_launcher=small_ray(grace_period=3), queue=RAY_QUEUE)
+    one = run_asset(compute, script(ON_RAY)).metadata
+    two = run_asset(compute, script(ON_RAY), launcher=small_ray(labels={"x": "y"})).metadata
+    assert one["job"] == two["job"] and one["address"] != two["address"] and not two["Ray cluster was warm"]
+
+
+def test_what_does_not_fit(session_compute: Make, script: Any, site: Site) -> None:
+    """Another session, or an error before anything starts; by what is known beforehand, and by what the nodes grant."""
+    compute = session_compute(queue={"cpus_per_node": 1})
+    first = run_asset(compute, script(WHERE)).metadata
+    larger = SlurmQueueConfig(partition="compute", cpus_per_node=2, time_limit="00:05:00")
+    second = run_asset(compute, script(WHERE), queue=larger, launcher=BashLauncher(num_cpus=2)).metadata
+    again = run_asset(compute, script(WHERE), queue=larger, launcher=BashLauncher(num_cpus=2)).metadata
+    assert first["job"] != second["job"] == again["job"]
+    shorter = SlurmQueueConfig(partition="compute", time_limit="00:04:00")
+    assert run_asset(compute, script(WHERE), queue=shorter).metadata["job"] == first["job"]
+    strict = session_compute(queue={"cpus_per_node": 1}, session={"on_misfit": "error"})
+    failure = run_asset(strict, script(WHERE), launcher=BashLauncher(num_cpus=2)).failure
+    assert failure.kind == "configuration"
+    assert "BashLauncher.num_cpus=2 is more than the session was given on each node: 1 CPUs" in (failure.description or "")
+    assert sorted(site.jobs()) == sorted([first["job"], second["job"]])
+
+
+def test_a_payloads_own_time(session_compute: Make, script: Any) -> None:
+    queue = SlurmQueueConfig(partition="compute", time_limit="00:00:03")
+    failure = run_asset(session_compute(), script("import time; time.sleep(60)"), queue=queue, uses_pipes=False).failure
+    assert failure.kind == "allocation" and not failure.allow_retries
+    assert "ran out of time" in (failure.description or ""), failure.description
+
+
+def test_a_failed_payload_leaves_the_session(session_compute: Make, script: Any, site: Site) -> None:
+    compute = session_compute()
+    failure = run_asset(compute, script("import sys; print('last words'); sys.exit(7)")).failure
+    assert failure.kind == "payload" and "exit code 7" in (failure.description or "")
+    assert "last words" in metadata_of(failure) and "Slurm session" in failure.metadata
+    ran = run_asset(compute, script(WHERE))
+    assert ran.metadata["job"] == failure.metadata["Slurm job ID"].value
+
+
+def test_files_that_are_gone_are_sent_again(session_compute: Make, script: Any, site: Site, tmp_path: Path) -> None:
+    compute, payload = session_compute(), script(WHERE)
+    first = run_asset(compute, payload).metadata
+    site.sh('cd "$1" && chmod -R u+w bundles && rm -rf bundles/*', site.base)
+    assert run_asset(compute, payload).metadata["job"] == first["job"]
+
+
+def test_a_session_that_is_gone_is_followed_by_another(session_compute: Make, script: Any, site: Site) -> None:
+    compute = session_compute()
+    first = run_asset(compute, script(WHERE)).metadata
+    site.sh('scancel "$1"', first["job"])
+    second = run_asset(compute, script(WHERE)).metadata
+    assert second["job"] != first["job"] and not second["Session reused"]
+    assert second["Slurm session"] == first["Slurm session"].rpartition("/")[0] + "/2"
+    # Whatever is said of it elsewhere: the hint of where it is may be lost, or wrong.
+    name = first["Slurm session"].rpartition("/")[0]
+    for damage in ('rm "$1/current"', 'echo "{}" >"$1/current"', 'cp "$1/1/offer.json" "$1/current"'):
+        site.sh(damage, f"{site.base}/sessions/{name}")
+        assert run_asset(compute, script(WHERE)).metadata["job"] == second["job"]
+        assert json.loads(site.sh('cat "$1/current"', f"{site.base}/sessions/{name}"))["generation"] == 2
+
+
+def test_its_announcement_is_lost(session_compute: Make, script: Any, site: Site) -> None:
+    compute = session_compute()
+    first = run_asset(compute, script(WHERE)).metadata
+    for damage in ('rm "$1"', 'printf "{" >"$1"'):
+        site.sh(damage, f"{site.base}/sessions/{first['Slurm session']}/session.json")
+        assert run_asset(compute, script(WHERE)).metadata["job"] == first["job"]
+
+
+def block(site: Site) -> str:
+    """Take all of a partition's nodes, so that whatever is submitted has to wait."""
+    return site.sh(
+        "sbatch --parsable --partition=compute --exclusive --nodes=2 --time=3 --output=/dev/null --wrap='sleep 120'"
+    ).strip()
+
+
+def test_a_session_that_waits_for_too_long(session_compute: Make, script: Any, site: Site) -> None:
+    blocker = block(site)
+    compute = session_compute(queue_timeout=4)
+    failure = run_asset(compute, script(WHERE)).failure
+    assert failure.kind == "allocation" and "queue_timeout=4 s" in (failure.description or "")
+    assert site.jobs() == [blocker]  # Nobody waits for it any more.
+    site.sh('scancel "$1"', blocker)
+    ran = run_asset(compute, script(WHERE))
+    assert ran.metadata["Slurm session"].endswith("/2")
+
+
+def test_others_wait_for_it_still(
+    session_compute: Make, script: Any, site: Site, start: Callable[..., Running], capfd: Any
+) -> None:
+    """Whoever asked first gives up; the session comes up for those who have not."""
+    blocker = block(site)
+    patient = start(session_compute(), script(WHERE))
+    assert wait_until(lambda: len(site.jobs()) == 2, 30)
+    failure = run_asset(session_compute(queue_timeout=3), script(WHERE)).failure
+    assert failure.kind == "allocation" and len(site.jobs()) == 2
+    site.sh('scancel "$1"', blocker)
+    ran = patient.result()
+    assert ran.metadata["Slurm session"].endswith("/1") and ran.metadata["Queue wait (s)"] > 3
+    assert "queued: " in capfd.readouterr().err
+
+
+def test_an_environment_that_cannot_start(session_compute: Make, script: Any, site: Site) -> None:
+    text = '[ "$(uname -n)" = edge ] || { echo no licence here >&2; exit 3; }\nexport PATH=/opt/ray/bin:$PATH\n'
+    site.sh('mkdir -p "$1/env" && printf %s "$2" >"$1/env/activate.sh"', site.base, text)
+    failure = run_asset(session_compute(pre_deployed_env_path=f"{site.base}/env"), script(WHERE)).failure
+    assert failure.kind == "runtime" and "the session did not come up" in (failure.description or "")
+    assert "no licence here" in metadata_of(failure)
+
+
+DEFINITIONS = """
+import dagster as dg
+from dagster_rayslurm import *
+
+def made(name):
+    @dg.asset(name=name)
+    def asset(context: dg.AssetExecutionContext, compute: ComputeResource):
+        return compute.run(context=context, payload_path={payload!r}).get_materialize_result()
+    return asset
+
+assets = [made(f"asset_{{number}}") for number in range(4)]
+slurm = SlurmResource(ssh=SSHConnectionResource(**{ssh!r}), remote_base={base!r}, queue=SlurmQueueConfig(partition="compute"))
+compute = ComputeResource(mode="slurm-session", slurm=slurm, pre_deployed_env_path={env!r}, local_base={local!r},
+    default_launcher=BashLauncher(), session=SessionConfig(idle_timeout=30, max_concurrent_payloads=2))
+job = dg.define_asset_job("job", assets, executor_def=dg.multiprocess_executor)
+defs = dg.Definitions(assets, jobs=[job], resources={{"compute": compute}})
+"""
+
+
+def test_steps_in_processes_of_their_own(session_compute: Make, script: Any, site: Site, tmp_path: Path) -> None:
+    """All of them come at once, and one makes the session."""
+    payload = script(WHERE)
+    definitions = tmp_path / "definitions.py"
+    definitions.write_text(
+        DEFINITIONS.format(
+            payload=str(payload), ssh=site.ssh.model_dump(), base=site.base, env=site.env_path, local=str(tmp_path / "base")
+        )
+    )
+    env = {**os.environ, "DAGSTER_HOME": str(tmp_path), "DAGSTER_DISABLE_TELEMETRY": "yes"}
+    command = [sys.executable, "-m", "dagster", "job", "execute", "-f", str(definitions), "-j", "job"]
+    said = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=170)
+    assert said.returncode == 0, said.stderr[-3000:]
+    with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+        jobs = set()
+        for number in range(4):
+            event = instance.get_latest_materialization_event(dg.AssetKey(f"asset_{number}"))
+            assert event is not None and event.asset_materialization is not None
+            jobs.add(event.asset_materialization.metadata["Slurm job ID"].value)
+    assert len(jobs) == 1 and site.jobs() == [*jobs]
+
+
+INTERRUPTED = """
+import sys
+import dagster as dg
+from dagster_rayslurm import *
+
+@dg.asset
+def asset(context: dg.AssetExecutionContext, compute: ComputeResource):
+    return compute.run(context=context, payload_path={payload!r}, uses_pipes=False).get_materialize_result()
+
+slurm = SlurmResource(ssh=SSHConnectionResource(**{ssh!r}), remote_base={base!r}, queue=SlurmQueueConfig(partition="compute"))
+compute = ComputeResource(mode="slurm-session", slurm=slurm, pre_deployed_env_path={env!r}, local_base={local!r},
+    default_launcher=BashLauncher(grace_period=2), session=SessionConfig(idle_timeout=30))
+dg.materialize([asset], resources={{"compute": compute}}, instance=dg.DagsterInstance.ephemeral())
+"""
+
+
+def interrupted(script: Any, site: Site, tmp_path: Path, payload: str) -> "subprocess.Popen[bytes]":
+    text = INTERRUPTED.format(
+        payload=str(script(payload, "interrupted.py")),
+        ssh=site.ssh.model_dump(),
+        base=site.base,
+        env=site.env_path,
+        local=str(tmp_path / "base"),
+    )
+    program = script(text, "program.py")
+    return subprocess.Popen(
+        [sys.executable, str(program)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+def test_an_interrupt_while_it_waits(session_compute: Make, script: Any, site: Site, tmp_path: Path) -> None:
+    blocker = block(site)
+    process = interrupted(script, site, tmp_path, "pass")
+    assert wait_until(lambda: len(site.jobs()) == 2, 40)
+    time.sleep(1.5)
+    process.send_signal(2)
+    _, said = process.communicate(timeout=60)
+    assert b"nobody waits for the session any more" in said, said.decode()[-2000:]
+    assert site.jobs() == [blocker]
+    site.sh('scancel "$1"', blocker)
+
+
+def test_an_interrupt_ends_its_payload_alone(session_compute: Make, script: Any, site: Site, tmp_path: Path) -> None:
+    up = 'import os, pathlib, time; pathlib.Path(os.environ["RAYSLURM_DATA_DIR"], "up").write_text("x"); time.sleep(60)'
+    process = interrupted(script, site, tmp_path, up)
+    assert wait_until(lambda: site.connection.read(f"{site.base}/data/up", 0, 1), 60)
+    process.send_signal(2)
+    began = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert time.monotonic() - began < 15 and b"cancelled" in said, said.decode()[-2000:]
+    assert len(site.jobs()) == 1
+    for node in ("c1", "c2"):
+        assert not [line for line in site.processes(node) if "interrupted.py" in line]
+
+
+def test_what_would_be_submitted(session_compute: Make, script: Any) -> None:
+    compute = session_compute(session={"name": "mine", "num_nodes": 2, "time_limit": "01:00:00"}, queue={"requeue": True})
+    text = compute.job_script(payload_path=script(WHERE))
+    assert "--job-name=rayslurm-session-mine-NONCE" in text and "--nodes=2" in text and "--time=01:00:00" in text
+    assert "--no-requeue" in text and " session " in text and "/sessions/mine-FINGERPRINT/GENERATION" in text
+
+
+def test_slurm_without_ssh_is_another_matter(tmp_path: Path, script: Any) -> None:
+    """What is wrong with the request is said before anything is asked for."""
+    compute = ComputeResource(
+        mode="slurm-session",
+        slurm=SlurmResource(remote_base="relative"),
+        local_base=str(tmp_path),
+        default_launcher=BashLauncher(),
+    )
+    failure = run_asset(compute, script("pass")).failure
+    assert failure.kind == "configuration" and "remote_base: 'relative' is relative" in (failure.description or "")

@@ -1,0 +1,394 @@
+"""The registry of sessions, by a real shell on a real directory: whoever comes, one makes the session, and nobody is lost."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagster_rayslurm import BashLauncher, RunFailure, SlurmQueueConfig
+from dagster_rayslurm.backends import session_wait
+from dagster_rayslurm.backends.session_registry import (
+    Charter,
+    Newest,
+    SessionRegistry,
+    charter_to_json,
+    parse_charter,
+    parse_newest,
+)
+from dagster_rayslurm.backends.session_wait import Arrival, SessionSearch
+from dagster_rayslurm.backends.slurm_job import SlurmJob
+from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.fit import make_offer
+from dagster_rayslurm.runtime import PROTOCOL_VERSION
+from dagster_rayslurm.slurm.clock import ClusterClock
+from dagster_rayslurm.slurm.queue import SharedQueue
+from dagster_rayslurm.slurm.request import JobRequest, make_request
+from dagster_rayslurm.slurm.submit import ClaimTaken, Submitted, submit
+
+# A Slurm of files: a directory for each job, with its name and state in it. What is submitted announces itself at once.
+FAKE = """\
+#!{python} -IS
+import os, sys, time, json
+jobs, program, arguments = {jobs!r}, os.path.basename(sys.argv[0]), sys.argv[1:]
+def read(job, name):
+    try:
+        return open(os.path.join(jobs, job, name)).read()
+    except FileNotFoundError:
+        return ""
+def write(job, name, text):
+    open(os.path.join(jobs, job, name), "w").write(text)
+def option(name):
+    return next((each.partition("=")[2] for each in arguments if each.startswith(name + "=")), None)
+if program == "sbatch":
+    time.sleep(float(open({slow!r}).read()))
+    number = 1
+    while True:
+        try:
+            os.mkdir(os.path.join(jobs, str(number)))
+            break
+        except FileExistsError:
+            number += 1
+    write(str(number), "name", open("creator").read().strip())
+    write(str(number), "state", open({state!r}).read())
+    if read(str(number), "state") == "RUNNING":
+        announced = dict(json.load(open({announcement!r})), cluster_id="slurm-%d" % number, job_id=str(number))
+        open("session.json", "w").write(json.dumps(announced))
+    print(number)
+elif program == "squeue":
+    for job in sorted(os.listdir(jobs)):
+        name, state = read(job, "name"), read(job, "state")
+        if option("--name") not in (None, name):
+            continue
+        if "|" in option("--format"):
+            print(job, state, "None", sep="|")
+        else:
+            mark = option("--format").split(chr(31))[0]
+            print(mark, job, job, state, "None", "N/A", "N/A", 1, "", "p", name, sep=chr(31))
+elif program == "scancel":
+    for job in os.listdir(jobs):
+        if job in arguments or option("--name") == read(job, "name"):
+            write(job, "state", "CANCELLED")
+elif program == "sinfo":
+    print("p")
+"""
+
+ANNOUNCED = {"protocol": PROTOCOL_VERSION, "hosts": ["n"], "port": 1, "key": "00", "pid": 1, "hostname": "n", "closing": None}
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[[str], None]:
+        return self.lines.append
+
+
+@dataclass
+class Cluster:
+    """A directory for sessions, and a Slurm of files."""
+
+    path: Path
+
+    @property
+    def directory(self) -> Path:
+        return self.path / "sessions" / "default-0"
+
+    def set(self, name: str, text: str) -> None:
+        (self.path / name).write_text(text)
+
+    def jobs(self, *states: str) -> list[str]:
+        found = sorted(each.name for each in (self.path / "jobs").iterdir())
+        return [job for job in found if not states or (self.path / "jobs" / job / "state").read_text() in states]
+
+    def job(self, number: str, name: str, state: str) -> None:
+        (self.path / "jobs" / number).mkdir()
+        for what, text in (("name", name), ("state", state)):
+            (self.path / "jobs" / number / what).write_text(text)
+
+    def seek(self, passed: int = 0, timeout: float | None = None, log: Any = None) -> Arrival:
+        return self.search(timeout, log).seek(passed)
+
+    def search(self, timeout: float | None = None, log: Any = None) -> SessionSearch:
+        commands, log = LocalConnection(), log or Log()
+        registry = SessionRegistry(commands, str(self.directory))
+        queue = SharedQueue(commands, str(self.path / "queue"), 0.2)
+
+        def job_of(number: int, job_id: str, name: str, at: float) -> SlurmJob:
+            return self.watched(commands, queue, request(name), Submitted(job_id, at), registry.generation(number), timeout, log)
+
+        def create(number: int) -> SlurmJob | None:
+            asked = request(f"rayslurm-session-default-{os.urandom(6).hex()}")
+            try:
+                submitted = submit(
+                    commands, registry.generation(number), files(number), asked, queue.clock, log.warning, claim=True
+                )
+            except ClaimTaken:
+                return None
+            return self.watched(commands, queue, asked, submitted, registry.generation(number), timeout, log)
+
+        return SessionSearch(
+            commands=commands,
+            registry=registry,
+            queue=queue,
+            job_of=job_of,
+            create=create,
+            who=os.urandom(6).hex(),
+            start_timeout=10,
+            log=log,
+        )
+
+    def watched(
+        self, commands: Any, queue: Any, asked: JobRequest, submitted: Submitted, directory: str, timeout: float | None, log: Any
+    ) -> SlurmJob:
+        return SlurmJob(
+            commands=commands,
+            queue=queue,
+            request=asked,
+            submitted=submitted,
+            directory=directory,
+            queue_timeout=timeout,
+            over_ssh=False,
+            log=log,
+        )
+
+    @property
+    def registry(self) -> SessionRegistry:
+        return SessionRegistry(LocalConnection(), str(self.directory))
+
+
+def request(name: str) -> JobRequest:
+    return make_request(SlurmQueueConfig(), (), job_name=name, comment="")
+
+
+def charter(number: int) -> Charter:
+    launcher, queue = BashLauncher(), SlurmQueueConfig()
+    return Charter(number, make_offer(launcher.ray_spec(), False, queue, request("x")), ("python", "ask"))
+
+
+def files(number: int) -> dict[str, bytes]:
+    return {"job.sh": b"#!/bin/sh\n", "offer.json": charter_to_json(charter(number)), "session.json": b"", "exit": b""}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    for name in ("jobs", "bin", "queue"):
+        (tmp_path / name).mkdir()
+    made = Cluster(tmp_path)
+    made.set("slow", "0")
+    made.set("state", "RUNNING")
+    made.set("announcement", json.dumps(ANNOUNCED))
+    names = {name: str(tmp_path / name) for name in ("jobs", "slow", "state", "announcement")}
+    for program in ("sbatch", "squeue", "scancel", "sinfo"):
+        path = tmp_path / "bin" / program
+        path.write_text(FAKE.format(python=sys.executable, **names))
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return made
+
+
+def test_of_many_at_once_one_makes_the_session(cluster: Cluster) -> None:
+    """Threads of several processes, on a Slurm that takes its time."""
+    cluster.set("slow", "0.3")
+
+    def seek_all(results: Any) -> None:
+        with ThreadPoolExecutor(5) as pool:
+            for arrival in pool.map(lambda _: cluster.seek(), range(5)):
+                results.put((arrival.found.charter.generation, arrival.found.announcement.job_id))
+
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [context.Process(target=seek_all, args=(results,)) for _ in range(6)]
+    for process in processes:
+        process.start()
+    found = {results.get(timeout=60) for _ in range(30)}
+    for process in processes:
+        process.join(10)
+    assert found == {(1, "1")} and cluster.jobs() == ["1"]
+
+
+def test_a_second_look_needs_no_command(cluster: Cluster) -> None:
+    assert not cluster.seek().reused
+    search = cluster.search()
+    search._registry._commands.run = None  # type: ignore[method-assign,assignment]
+    arrival = search.seek(0)
+    assert arrival.reused and arrival.found.charter == charter(1) and arrival.found.announcement.job_id == "1"
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"protocol": 99}', "[]", "null", None])
+def test_a_hint_that_is_damaged_is_put_right(cluster: Cluster, damage: str | None) -> None:
+    cluster.seek()
+    current = cluster.directory / "current"
+    current.unlink()
+    if damage is not None:
+        current.write_text(damage)
+    assert cluster.seek().found.charter.generation == 1
+    assert parse_charter(current.read_bytes()) == charter(1) and cluster.jobs() == ["1"]
+
+
+@pytest.mark.parametrize("change", [{"closing": "its time is over"}, {"protocol": 99}])
+def test_one_that_takes_nothing_is_followed_by_another(cluster: Cluster, change: dict[str, Any]) -> None:
+    first = cluster.seek().found
+    path = Path(first.directory, "session.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert cluster.seek().found.charter.generation == 2
+    assert cluster.seek().found.charter.generation == 2 and cluster.jobs() == ["1", "2"]
+
+
+def test_one_that_is_known_to_be_over(cluster: Cluster) -> None:
+    """Its announcement stands, but its script has ended; or whoever looks knows that nobody answers."""
+    first = cluster.seek().found
+    assert cluster.seek(passed=1).found.charter.generation == 2
+    Path(first.directory).parent.joinpath("current").unlink()
+    Path(first.directory).parent.joinpath("2", "exit").write_text("2 0 0\n")
+    assert cluster.seek().found.charter.generation == 3
+
+
+def test_names_that_are_none_of_ours(cluster: Cluster) -> None:
+    cluster.directory.mkdir(parents=True)
+    for name in ("x", "007", "1x", "12345678901", "-1", " 4"):
+        (cluster.directory / name).mkdir()
+    (cluster.directory / "3").write_text("a file")
+    (cluster.directory / "5").symlink_to("nowhere")
+    assert cluster.seek().found.charter.generation == 6
+
+
+def age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+def test_a_claim_that_was_left_behind(cluster: Cluster) -> None:
+    """Made, and nothing more; or with a name of which there is no job."""
+    (cluster.directory / "1").mkdir(parents=True)
+    age(cluster.directory / "1", 61)
+    assert cluster.seek().found.charter.generation == 2
+    cluster.directory.joinpath("current").unlink()
+    (cluster.directory / "3").mkdir()
+    creator = cluster.directory / "3" / "creator"
+    creator.write_text("rayslurm-session-x-aaaaaaaaaaaa\n")
+    age(creator, 61)
+    assert cluster.seek().found.charter.generation == 4
+    assert cluster.directory.joinpath("1", "abandoned").exists() and cluster.directory.joinpath("3", "abandoned").exists()
+
+
+def test_a_job_that_was_not_written_down(cluster: Cluster) -> None:
+    """Its maker was cut off in between: the job is found by its name, and its session is everybody's."""
+    place = cluster.directory / "1"
+    place.mkdir(parents=True)
+    for name, content in files(1).items():
+        place.joinpath(name).write_bytes(content)
+    place.joinpath("creator").write_text("rayslurm-session-x-aaaaaaaaaaaa\n")
+    age(place / "creator", 61)
+    cluster.job("7", "rayslurm-session-x-aaaaaaaaaaaa", "PENDING")
+    with ThreadPoolExecutor(1) as pool:
+        seeking = pool.submit(cluster.seek)
+        deadline = time.monotonic() + 20
+        while not place.joinpath("job_id").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert place.joinpath("job_id").read_text() == "7\n" and not seeking.done()
+        place.joinpath("session.json").write_text(json.dumps({**ANNOUNCED, "cluster_id": "slurm-7", "job_id": "7"}))
+        assert seeking.result(20).found.announcement.job_id == "7"
+    assert not place.joinpath("abandoned").exists() and cluster.jobs() == ["7"]
+
+
+def test_a_young_claim_is_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_wait, "CLAIM_GRACE", 2.0)
+    (cluster.directory / "1").mkdir(parents=True)
+    began = time.monotonic()
+    assert cluster.seek().found.charter.generation == 2
+    assert 1 < time.monotonic() - began < 15
+
+
+def test_a_maker_that_is_too_slow_takes_its_job_down(cluster: Cluster) -> None:
+    cluster.set("slow", "2")
+    cluster.set("state", "PENDING")
+    registry = cluster.registry
+    with ThreadPoolExecutor(1) as pool:
+        arguments = (LocalConnection(), registry.generation(1), files(1), request("rayslurm-session-x-bbbbbbbbbbbb"))
+        slow = pool.submit(submit, *arguments, ClusterClock(LocalConnection()), print, claim=True)
+        deadline = time.monotonic() + 10
+        while not cluster.directory.joinpath("1", "creator").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        registry.abandon(1)
+        with pytest.raises(ClaimTaken):
+            slow.result(20)
+    assert cluster.jobs("CANCELLED") == ["1"]
+    cluster.set("slow", "0")
+    cluster.set("state", "RUNNING")
+    assert cluster.seek().found.charter.generation == 2
+
+
+def test_who_leaves_last_ends_what_has_not_begun(cluster: Cluster) -> None:
+    cluster.set("state", "PENDING")
+    log = Log()
+    with ThreadPoolExecutor(2) as pool:
+        patient = pool.submit(cluster.seek, timeout=8, log=log)
+        time.sleep(1.5)
+        with pytest.raises(RunFailure, match="queue_timeout=1 s"):
+            cluster.seek(timeout=1)
+        assert cluster.jobs("PENDING") == ["1"]  # Another one waits for it still.
+        with pytest.raises(RunFailure, match="queue_timeout=8 s"):
+            patient.result(40)
+    assert cluster.jobs("CANCELLED") == ["1"] and any("nobody waits" in line for line in log.lines)
+    cluster.set("state", "RUNNING")
+    assert cluster.seek().found.charter.generation == 2
+
+
+def test_waiters_that_were_killed_do_not_count(cluster: Cluster) -> None:
+    registry = cluster.registry
+    cluster.seek()
+    registry.wait_at(1, "one")
+    registry.wait_at(1, "two")
+    Path(registry.generation(1), "session.json").write_text("")
+    assert not registry.leave(1, "one")
+    registry.wait_at(1, "one")
+    age(Path(registry.generation(1), "waiting", "two"), 200)
+    assert registry.leave(1, "one") and registry.is_abandoned(1)
+
+
+def test_one_that_has_come_up_is_left_alone(cluster: Cluster) -> None:
+    cluster.seek()
+    cluster.registry.wait_at(1, "one")
+    assert not cluster.registry.leave(1, "one") and not cluster.registry.is_abandoned(1)
+
+
+def test_an_announcement_that_is_damaged_is_waited_for(cluster: Cluster) -> None:
+    """Its job lives, so it will be put right."""
+    found = cluster.seek().found
+    path = Path(found.directory, "session.json")
+    whole = path.read_text()
+    path.write_text(whole[:20])
+    threading.Timer(1.0, lambda: path.write_text(whole)).start()
+    assert cluster.seek().found.charter.generation == 1 and cluster.jobs() == ["1"]
+
+
+def test_one_whose_job_is_over_without_a_word(cluster: Cluster) -> None:
+    found = cluster.seek().found
+    Path(found.directory, "session.json").write_text("{")
+    age(Path(found.directory, "creator"), 100)
+    cluster.path.joinpath("jobs", "1", "state").write_text("NODE_FAIL")
+    assert cluster.seek().found.charter.generation == 2
+
+
+@given(st.binary())
+def test_any_bytes_are_a_charter_or_none(data: bytes) -> None:
+    assert parse_charter(data) is None
+    assert parse_charter(charter_to_json(charter(3))) == charter(3)
+
+
+@given(st.text())
+def test_any_answer_is_a_look_or_an_error(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        assert isinstance(parse_newest(text), Newest)
