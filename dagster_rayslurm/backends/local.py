@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dagster_pipes import PipesContextData
@@ -17,7 +17,7 @@ from ..config import SessionConfig
 from ..connections.local import LocalConnection
 from ..environments import Interpreter
 from ..errors import StartError
-from ..fit import Offer, Wish, misfit, refused
+from ..fit import Offer, Wish, misfit, refused, wants
 from ..follow import Cadence, Evidence
 from ..outcome import exit_in_words
 from ..plan import Plan
@@ -78,10 +78,14 @@ class LocalBackend:
         return  # This machine is swept in every mode.
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> Attempt:
-        write_run_dir(self.connection, run_dir, run_files(plan, context))
         attempt: Attempt
         if plan.ray is not None and self.session is not None:
             ray = self._cluster(plan.ray, self.session)
+            cpus, gpus = wants(Wish(plan.ray, plan.footprint), Offer(ray, True, None))
+            payload = replace(plan.payload, run_id=step.run_id, step=step.step_key, want_cpus=cpus, want_gpus=gpus)
+            plan = replace(plan, payload=payload)
+        write_run_dir(self.connection, run_dir, run_files(plan, context))
+        if plan.ray is not None and self.session is not None:
             attempt = local_session.submit(self.layout, self.interpreter, plan, ray, self.session, step.run_id, run_dir, step.log)
         else:
             cluster_id = f"local-{plan.payload.nonce}"

@@ -121,6 +121,7 @@ class Request:
             duplicate = answer.get("error") == "duplicate"
             if answer.get("ok") or duplicate:
                 self._accept(self._acceptor(found) if duplicate else found)
+                self.unsettled = False
                 return {"ok": True}
         # Whatever it says instead, it has looked whether this payload had been accepted.
         self.unsettled = False
@@ -130,6 +131,7 @@ class Request:
         if self.unsettled and (acceptor := self._started_by()) is not None:
             with delayed_interrupts():
                 self._accept(acceptor)
+                self.unsettled = False
             return {"ok": True}
         self.unsettled = False
         return {"ok": False, "error": GONE}
@@ -184,6 +186,6 @@ class Request:
                     )
                     if answer.get("ok") or not self.unsettled:
                         return
-                time.sleep(_PAUSES[1])
+                time.sleep(_PAUSES[0])
             break
         self._log.error(f"[rayslurm] a session may have accepted the payload, which may run now: see {self._run_dir}")

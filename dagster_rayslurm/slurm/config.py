@@ -63,7 +63,8 @@ class SlurmQueueConfig(StrictConfig):
         default=None, description='Most leaf switches to span and how long to wait for that (`--switches`), such as "1@00:30:00".'
     )
     requeue: bool = Field(
-        default=False, description="Let Slurm requeue the job after a node failure or preemption (`--requeue`)."
+        default=False,
+        description="Let Slurm requeue the job after a node failure or preemption (`--requeue`); never done with a session.",
     )
     signal_before_timeout: Annotated[Optional[str], checked(check_signal)] = Field(
         default=None,

@@ -214,10 +214,15 @@ def test_a_warm_cluster_is_shared_between_processes_and_ends_itself_when_idle(ba
 def test_another_footprint_gets_another_session_or_an_error(base: Path, script: Any) -> None:
     compute = warm(base, name="shared")
     first = run_asset(compute, script(WHICH))
-    other = run_asset(compute, script(WHICH), launcher=small_ray(num_cpus_per_node=1))
-    assert first.completed[0].cluster_id != other.completed[0].cluster_id
+    smaller = run_asset(compute, script(WHICH), launcher=small_ray(num_cpus_per_node=1))
+    other = run_asset(compute, script(WHICH), launcher=small_ray(resources={"x": 1}))
+    assert first.completed[0].cluster_id == smaller.completed[0].cluster_id != other.completed[0].cluster_id
     strict = warm(base, name="shared", on_misfit="error")
-    failure = run_asset(strict, script(WHICH), launcher=small_ray(resources={"x": 1})).failure
+    failure = run_asset(strict, script(WHICH), launcher=small_ray(resources={"x": 2})).failure
+    assert failure.kind == "configuration" and "RayLauncher.resources={'x': 2.0} is not what" in (failure.description or "")
+    # Whose session has another cluster altogether is told so, too.
+    changed = ComputeResource(**{**dict(strict), "default_launcher": small_ray(labels={"a": "b"})})
+    failure = run_asset(changed, script(WHICH)).failure
     assert failure.kind == "cluster-start" and "session 'shared' is alive with another cluster" in (failure.description or "")
     for ran in (first, other):
         assert compute.cleanup_cluster(ran.completed[0].cluster_id)

@@ -109,6 +109,16 @@ def test_what_does_not_fit(session_compute: Make, script: Any, site: Site) -> No
     assert sorted(site.jobs()) == sorted([first["job"], second["job"]])
 
 
+def test_what_only_the_nodes_know(session_compute: Make, script: Any, site: Site) -> None:
+    """Slurm was asked for no number of CPUs, so what it gave is for the session to say."""
+    compute = session_compute()
+    first = run_asset(compute, script(WHERE)).metadata
+    second = run_asset(compute, script(WHERE), launcher=BashLauncher(num_cpus=2)).metadata
+    assert first["job"] != second["job"] and sorted(site.jobs()) == sorted([first["job"], second["job"]])
+    failure = run_asset(session_compute(session={"on_misfit": "error"}), script(WHERE), launcher=BashLauncher(num_cpus=2)).failure
+    assert failure.kind == "configuration" and "new-session" in (failure.description or ""), failure.description
+
+
 def test_a_payloads_own_time(session_compute: Make, script: Any) -> None:
     queue = SlurmQueueConfig(partition="compute", time_limit="00:00:03")
     failure = run_asset(session_compute(), script("import time; time.sleep(60)"), queue=queue, uses_pipes=False).failure

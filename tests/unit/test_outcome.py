@@ -82,3 +82,10 @@ def test_only_what_may_be_better_next_time_may_be_retried() -> None:
     retried = {kind for kind in KINDS if RunFailure(kind, "x").allow_retries}
     assert {"configuration", "environment", "cancelled", "submission"}.isdisjoint(retried)
     assert {"cluster-lost", "runtime", "connection", "payload"} <= retried
+
+
+def test_a_session_that_ended_too_early_may_be_tried_again_and_a_payload_that_takes_too_long_may_not() -> None:
+    returned = judge(Evidence(end=end(reason="returned", message="its time limit comes")), True, True)
+    assert (returned.kind, returned.retry) == ("allocation", True) and "never started: its time limit" in returned.sentence
+    timeout = judge(Evidence(end=end(reason="timeout", message="it may take 3 s")), True, True)
+    assert (timeout.kind, timeout.retry) == ("allocation", False) and "out of time: it may take 3 s" in timeout.sentence
