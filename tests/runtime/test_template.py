@@ -250,7 +250,7 @@ Write = Callable[[str, str], str]
 
 def test_random_streams_differ(write: Write, tmp_path: Path) -> None:
     pytest.importorskip("numpy")
-    if PYTHON != sys.executable:
+    if sys.executable != PYTHON:
         pytest.skip("numpy is there for one Python")
     script = write(
         "a.py", "import random, numpy, uuid, os\nprint(random.random(), numpy.random.rand(), uuid.uuid4(), os.urandom(4))"
