@@ -175,7 +175,7 @@ def sweep_in_background(connection: Connection, base: str, retention_days: float
 
     def work() -> None:
         with contextlib.suppress(OSError):  # Another one will come to it.
-            sweep_remote(connection, base, retention_days)
+            sweep_remote(slurm_commands(connection), base, retention_days)
 
     threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
 

@@ -1,13 +1,18 @@
 """What the README shows is run, and what it names is there."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
+import dagster as dg
 import pytest
+
+from ..stack.conftest import Stack, stack  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -36,6 +41,49 @@ def test_the_asset_of_the_readme_runs(tmp_path: Path, base: Path) -> None:
 def test_other_snippets_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_EDGE_NODE_HOST", "edge")
     exec(compile(block, "README.md", "exec"), {"__name__": "snippet"})
+
+
+def test_the_session_of_the_readme_is_found_warm(tmp_path: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Its snippet with the stack's environment, and the asset above in two runs."""
+    (text,) = (block for block in PYTHON if 'mode="slurm-session"' in block)
+    (tmp_path / "train.py").write_text(FILES["train.py"])
+    for name, value in {**stack.env, "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    here: dict[str, Any] = {"__name__": "definitions"}
+    exec(compile(FILES["definitions.py"], "README.md", "exec"), here)
+    exec(compile(text.replace("/shared/envs/study", stack.env["RAYSLURM_ENV_PATH"]), "README.md", "exec"), here)
+    found = []
+    try:
+        for _ in range(2):
+            result = dg.materialize([here["model"]], resources={"compute": here["compute"]})
+            found.append(result.asset_materializations_for_node("model")[0].metadata)
+    finally:
+        stack.exec("edge", ["scancel", "--quiet", "--user=dev"])
+    assert [each["best score"].value for each in found] == [0.9375, 0.9375]
+    assert found[0]["Ray cluster ID"].value == found[1]["Ray cluster ID"].value
+    assert [each["Session reused"].value for each in found] == [False, True]
+
+
+def test_the_session_settings_of_the_readme_are_those_there_are() -> None:
+    rows = re.search(r"\| `SessionConfig` \| default \| \|\n\|---\|---\|---\|\n(.*?)\n\n", README, re.DOTALL)
+    assert rows is not None
+    told: dict[str, object] = {}
+    for names, default in re.findall(r"^\| (`[a-z_`, ]+`) \| (\S+) \|", rows.group(1), re.MULTILINE):
+        told.update(dict.fromkeys(re.findall(r"[a-z_]+", names), ast.literal_eval(default.strip("`"))))
+    from dagster_rayslurm import SessionConfig
+
+    assert told == {name: field.default for name, field in SessionConfig.model_fields.items()}
+
+
+def test_the_commands_that_are_shown_exist() -> None:
+    from dagster_rayslurm.cli import main
+
+    for words in re.findall(r"^\$ rayslurm ([a-z]+(?: (?:list|show|stop))?)", README, re.MULTILINE):
+        command: Any = main
+        for word in words.split():
+            command = getattr(command, "commands", {}).get(word, command)
+        assert command.name == words.split()[-1], words
 
 
 def test_the_commands_and_rooms_that_are_named_exist() -> None:

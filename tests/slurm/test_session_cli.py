@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource, SessionConfig
+from dagster_rayslurm.backends.remote_sweep import sweep_remote
+from dagster_rayslurm.slurm.commands import slurm_commands
 
 from ..conftest import run_asset, small_ray, wait_until
 from .conftest import Running, Site
@@ -115,3 +117,23 @@ def test_a_session_whose_runtime_is_gone(
 def test_another_remote_base_has_no_sessions(rayslurm: Cli) -> None:
     assert rows(rayslurm("list", "--json", RAYSLURM_REMOTE_BASE="/nowhere/at all")) == []
     assert rows(rayslurm("--remote-base", "~/none", "list", "--json")) == []
+
+
+def test_a_sweep_leaves_a_session_that_lives(
+    slurm_compute: Callable[..., ComputeResource], script: Callable[..., Path], site: Site
+) -> None:
+    """However old its files are, Slurm knows its job; once that is over all of it goes, and its runtime too."""
+    compute = slurm_compute(mode="slurm-session", session=SessionConfig(idle_timeout=250))
+    run_asset(compute, script("pass"), uses_pipes=False)
+    commands, aged = slurm_commands(site.connection), 'find "$1" -exec touch -d "20 days ago" {} +'
+    site.sh(aged, site.base)
+    swept = sweep_remote(commands, site.base, 14, every_minutes=0)
+    assert not [path for path in swept if path.startswith(("sessions", "runtime"))], swept
+    ran = run_asset(compute, script("pass"), uses_pipes=False)
+    assert ran.metadata["Session reused"] is True
+    site.sh("scancel --quiet --me")
+    assert wait_until(lambda: not site.jobs(), 30)
+    site.sh(aged, site.base)
+    swept = sweep_remote(commands, site.base, 14, every_minutes=0)
+    assert {path.partition("/")[0] for path in swept} >= {"sessions", "runtime"}, swept
+    assert site.sh('ls "$1/sessions" "$1/runtime"', site.base).split() == [f"{site.base}/runtime:", f"{site.base}/sessions:"]
