@@ -28,9 +28,9 @@ with open(data / "ran", "a") as file:
 if os.environ.get("RAY_ADDRESS"):
     import ray
     ray.init()
-(data / f"up-{name}").write_text("x")
+(data / ("up-" + name.replace("/", "_"))).write_text("x")
 until = time.monotonic() + float(os.environ.get("UP_FOR", "0"))
-while time.monotonic() < until and not (data / f"go-{name}").exists():
+while time.monotonic() < until and not (data / ("go-" + name.replace("/", "_"))).exists():
     time.sleep(0.05)
 metadata = {"name": name, "job": os.environ["SLURM_JOB_ID"], "ray": os.environ.get("RAY_ADDRESS", "")}
 pipes.report_asset_materialization(metadata=metadata)
@@ -86,8 +86,8 @@ def node_of(site: Site, job_id: str) -> str:
 
 
 def never_ran(failure: Any) -> None:
-    """A payload that was accepted and never started may be tried again, and says so."""
-    assert failure.allow_retries, (failure.kind, failure.description)
+    """A payload that was accepted and never started may be tried again, unless somebody wanted its end."""
+    assert failure.allow_retries or failure.kind == "cancelled", (failure.kind, failure.description)
     assert failure.kind in ("allocation", "cancelled", "runtime"), (failure.kind, failure.description)
 
 
@@ -104,14 +104,16 @@ def test_the_head_node_dies(
     queued(site, 2)
     node = node_of(site, job_id)
     site.killed = True
-    subprocess.run(["docker", "kill", site.stack.container(node)], check=True, capture_output=True)
+    # Frozen, not killed: without its name in the network's DNS, slurmctld itself would not answer for a while.
+    subprocess.run(["docker", "pause", site.stack.container(node)], check=True, capture_output=True)
     try:
         site.stack.exec("slurmctld", ["scontrol", "update", f"nodename={node}", "state=down", "reason=test"])
         failure = running.result(60).failure
         second = waiting.result(60)
         third = once(compute, "c")
     finally:
-        subprocess.run(["docker", "start", site.stack.container(node)], check=True, capture_output=True)
+        subprocess.run(["docker", "unpause", site.stack.container(node)], check=True, capture_output=True)
+        subprocess.run(["docker", "restart", "--time=0", site.stack.container(node)], check=True, capture_output=True)
         site.stack.exec("slurmctld", ["scontrol", "update", f"nodename={node}", "state=resume"], check=False)
     assert failure.kind == "allocation" and failure.allow_retries, failure.description
     assert "NODE_FAIL" in (failure.description or "") and job_id in (failure.description or "")
@@ -132,7 +134,7 @@ def test_a_worker_node_dies(
     worker = "c1" if head == "c2" else "c2"
     site.killed = True
     subprocess.run(["docker", "kill", site.stack.container(worker)], check=True, capture_output=True)
-    time.sleep(8)
+    time.sleep(12)  # A node that is silent may yet be heard of for ten seconds.
     subprocess.run(["docker", "start", site.stack.container(worker)], check=True, capture_output=True)
     let_go(site, "a")
     assert job_of(running.result(60)) == job_id
@@ -203,7 +205,7 @@ def test_a_creator_is_killed_before_it_submitted(session_compute: Make, once: Ca
     compute = session_compute()
     first = once(compute, "a")
     compute.cleanup_cluster(first.completed[0].cluster_id)
-    site.sh('cd "$1"/sessions/* && mkdir 2', site.base)
+    site.sh('cd "$1"/sessions/* && mkdir 2 && touch -d "55 seconds ago" 2', site.base)
     began = time.monotonic()
     second = job_of(once(compute, "b"))
     assert time.monotonic() - began < 60
@@ -266,14 +268,14 @@ def _twice_in_one_job(compute: ComputeResource, once: Callable[..., Ran], site: 
 
 
 @pytest.mark.parametrize("damage", ["empty", "garbage", "gone"])
-@pytest.mark.parametrize("file", ["session.json", "job_id"])
+@pytest.mark.parametrize("file", ["*/session.json", "*/job_id", "*/offer.json", "current"])
 def test_a_file_of_the_registry_is_damaged(
     file: str, damage: str, session_compute: Make, once: Callable[..., Ran], site: Site
 ) -> None:
     compute = session_compute()
     first = job_of(once(compute, "a"))
     harm = {"empty": ': >"$f"', "garbage": 'head -c 300 /dev/urandom >"$f"', "gone": 'rm "$f"'}[damage]
-    site.sh(f'for f in "$1"/sessions/*/*/{file}; do {harm}; done', site.base)
+    site.sh(f'for f in "$1"/sessions/*/{file}; do {harm}; done', site.base)
     assert job_of(once(compute, "b")) == first
     assert site.lines("ran") == ["a", "b"]
 
@@ -319,21 +321,21 @@ def test_a_run_directory_cannot_be_made(session_compute: Make, once: Callable[..
     assert site.lines("ran") == ["a", "c"]
 
 
-def test_the_disk_is_full(session_compute: Make, once: Callable[..., Ran], script: Callable[..., Path], site: Site) -> None:
-    """The runtime cannot write the record of a payload, and the session goes on once there is space."""
+def test_there_is_no_space_for_output(
+    session_compute: Make, once: Callable[..., Ran], script: Callable[..., Path], site: Site
+) -> None:
+    """What could not be recorded of one payload is counted; others have nothing to do with it."""
     compute = session_compute()
     first = job_of(once(compute, "a"))
     node = node_of(site, first)
     listed = site.stack.exec(node, ["ps", "-u", "dev", "-o", "pid=,args="]).splitlines()
     pids = [line.split()[0] for line in listed if ".pyz" in line]
     limit = 'for p in "$@"; do prlimit --pid "$p" --fsize=%s:unlimited; done'
-    site.stack.exec(node, ["sh", "-c", limit % 20000, "sh", *pids], user="dev")
-    payload = script(
-        pipes_script("for number in range(4000):\n    print(number, 'x' * 50)\nimport time\ntime.sleep(30)"), "big.py"
-    )
-    failure = run_asset(compute, payload).failure
+    site.stack.exec(node, ["sh", "-c", limit % 200000, "sh", *pids], user="dev")
+    text = 'for number in range(20000): print("x" * 50)\npipes.report_asset_materialization(metadata={"x": 1})'
+    ran = run_asset(compute, script(pipes_script(text), "big.py"))
     site.stack.exec(node, ["sh", "-c", limit % "unlimited", "sh", *pids], user="dev")
-    assert failure.kind == "record", (failure.kind, failure.description)
+    assert ran.metadata["x"] == 1 and ran.metadata["Output not recorded (characters)"] > 500_000
     assert job_of(once(compute, "c")) == first
     assert site.lines("ran") == ["a", "c"]
 
@@ -391,7 +393,7 @@ def together(step: Path) -> Iterator[Callable[..., "Future[None]"]]:
 
 
 def test_two_runs_take_turns(session_compute: Make, begin: Begin, together: Callable[..., "Future[None]"], site: Site) -> None:
-    compute = session_compute()
+    compute = session_compute(queue={"time_limit": "00:30:00"})
     running = begin(compute, "x", 60)
     running.up("up-x")
     runs = [together(compute, "a1", "a2", "a3")]
@@ -421,7 +423,7 @@ def test_one_of_two_at_once_is_cancelled(
     assert wait_until(lambda: site.connection.read(f"{site.base}/data/up-a", 0, 1), 60)
     victim.process.send_signal(2)
     (told,) = victim.results(30)
-    assert "Interrupt" in told["kind"], told
+    assert "interrupt" in told["sentence"], told
     assert job_of(once(compute, "c")) == job_id
     let_go(site, "b")
     assert job_of(other.result(30)) == job_id
