@@ -241,15 +241,19 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             RunFailure: an argument cannot be used.
         """
         with _configuration_errors():
-            self._check_mode(self._launcher(launcher), None)
-            plan = self._plan(payload_path, self._launcher(launcher), nonce="NONCE")
-            if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
-                return example_script(plan, self._queue(queue), self.slurm)
-            if self.mode == ExecutionMode.SLURM_SESSION.value:
-                setup = self._session_setup(queue)
-                fits = misfit(setup.wish(plan), setup.usual.offer(setup.reuse)) is None
-                return example_session_script(setup, setup.usual if fits else setup.own(plan))
-            interpreter = resolve_environment(self._environment)
+            # It may well be called outside of a run, where Dagster has resolved no variables.
+            return resolve_variables(self, type(self).__name__)._job_script(payload_path, launcher, queue)
+
+    def _job_script(self, payload_path: Payload, launcher: Launcher | None, queue: SlurmQueueConfig | None) -> str:
+        self._check_mode(self._launcher(launcher), None)
+        plan = self._plan(payload_path, self._launcher(launcher), nonce="NONCE")
+        if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
+            return example_script(plan, self._queue(queue), self.slurm)
+        if self.mode == ExecutionMode.SLURM_SESSION.value:
+            setup = self._session_setup(queue)
+            fits = misfit(setup.wish(plan), setup.usual.offer(setup.reuse)) is None
+            return example_session_script(setup, setup.usual if fits else setup.own(plan))
+        interpreter = resolve_environment(self._environment)
         run_dir = str(self._layout.runs / "RUN_DIR")
         command = runtime_command(self._layout, interpreter, "run", run_dir)
         spec = RuntimeSpec("local-NONCE", plan.ray)

@@ -6,15 +6,16 @@ session alone; it refuses a payload that does not fit there.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from .config import time_limit_seconds
 from .runtime.cluster import nodes_expected
 from .runtime.footprint import Footprint
-from .runtime.spec import RaySpec
+from .runtime.spec import RaySpec, SpecError, from_json
 from .slurm.config import SlurmQueueConfig
 from .slurm.request import JobRequest
 
@@ -84,9 +85,12 @@ def offer_from_json(data: Mapping[str, Any]) -> Offer:
         ValueError: it is none.
     """
     try:
-        ray = None if data["ray"] is None else RaySpec(**data["ray"])
-        return Offer(ray, bool(data["reuse"]), dict(data["queue"]))
-    except (KeyError, TypeError) as error:
+        ray = None if data["ray"] is None else from_json(RaySpec, json.dumps(data["ray"]))
+        queue = SlurmQueueConfig(**data["queue"])
+        if type(queue.num_nodes) is not int or type(data["reuse"]) is not bool:
+            raise ValueError("a number of nodes, or whether the cluster is for all, is no such thing")
+        return Offer(ray, data["reuse"], queue.model_dump(mode="json"))
+    except (KeyError, TypeError, SpecError) as error:
         raise ValueError(f"no offer of a session: {error}") from None
 
 
@@ -99,6 +103,14 @@ def misfit(wish: Wish, offer: Offer) -> str | None:
         or (wish.queue and offer.queue is not None and _queue_misfit(wish.queue, offer.queue, wish.time_limited))
         or None
     )
+
+
+def alike(one: Offer, other: Offer) -> bool:
+    """Whether two sessions have the same; how long one waits for their clusters says nothing of what these are."""
+    plain, also = (
+        replace(each, ray=replace(each.ray, startup_timeout=0.0)) if each.ray is not None else each for each in (one, other)
+    )
+    return plain == also
 
 
 def refused(problem: str) -> str:

@@ -90,10 +90,9 @@ class BatchBackend:
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> BatchJob:
         commands = slurm_commands(self.connection)
         base = str(self.layout.base)
+        cargo = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
         with base_errors(base):
             interpreter = self._interpreter(plan)
-            data_dir = data_dir_of(self.connection, self.layout, plan)
-            cargo = pack(plan, base, data_dir)
             runtime = deliver(self.connection, base, cargo, step.log)
         plan = cargo.plan
         name = job_name(step.step_key, plan.payload.nonce)

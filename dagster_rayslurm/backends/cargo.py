@@ -44,8 +44,7 @@ def pack(plan: Plan, base: str, data_dir: str) -> Cargo:
         data_dir: the payload's data directory there.
 
     Raises:
-        StartError: a file cannot be used.
-        OSError: one cannot be read.
+        StartError: a file cannot be used, or cannot be read.
     """
     payload = plan.payload
     bundles: dict[str, Bundle] = {}
@@ -59,6 +58,8 @@ def pack(plan: Plan, base: str, data_dir: str) -> Cargo:
             bundles["script"] = bundle_files({os.path.basename(plan.script): plan.script}, what="payload_path")
     except ValueError as error:
         raise StartError("configuration", str(error)) from None
+    except OSError as error:
+        raise StartError("configuration", f"a file of the payload cannot be read on this machine: {error}") from None
     places = {what: place_of(base, bundle) for what, bundle in bundles.items()}
     script = None
     if plan.script:

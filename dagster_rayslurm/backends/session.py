@@ -19,7 +19,7 @@ from ..connections.shared import connection_to
 from ..environments import Interpreter
 from ..environments.check import check_environment_on
 from ..errors import StartError
-from ..fit import Offer, misfit, payload_time_limit, refused, wants
+from ..fit import Offer, alike, misfit, payload_time_limit, refused, wants
 from ..follow import Cadence
 from ..interrupts import deferred_interrupts
 from ..plan import Plan
@@ -138,8 +138,7 @@ class _Start:
         self._commands = slurm_commands(self._connection)
         self._base = str(backend.layout.base)
         self._data_dir = data_dir_of(self._connection, backend.layout, plan)
-        with base_errors(self._base):
-            self._cargo = pack(plan, self._base, self._data_dir)
+        self._cargo = pack(plan, self._base, self._data_dir)
         self._plan = self._cargo.plan
         self._run_dir, self._context, self._step, self._hold = run_dir, context, step, hold
         self._wish = self._setup.wish(plan)
@@ -147,6 +146,7 @@ class _Start:
         self._apart = misfit(self._wish, self._setup.usual.offer(self._setup.reuse)) is not None
         self._arrival: Arrival | None = None
         self._attempt: SessionPayload | None = None
+        self._refusal = ""
         self._request = Request(
             connection=self._connection,
             commands=self._commands,
@@ -202,9 +202,12 @@ class _Start:
             if problem is not None:
                 if self._apart or self._setup.session.on_misfit == "error":
                     raise StartError("configuration", problem if self._apart else refused(problem))
+                if alike(self._setup.own(self._plan).offer(self._setup.reuse), found.charter.offer):
+                    raise StartError("configuration", f"{problem}; a session of its own would be given no more")
                 self._step.log.info(f"[rayslurm] another session is needed: {problem}")
                 return True
             passed = found.charter.generation
+            search.took_nothing(passed, self._refusal)
 
     def _ask(self, found: Found) -> str | None:
         """Ask one session; what keeps the payload from fitting in, if that is so."""
@@ -223,6 +226,7 @@ class _Start:
             if error == "misfit":
                 return said
             if error in ("closing", GONE):
+                self._refusal = "it was gone before it could be asked" if error == GONE else said
                 self._step.log.info(f"[rayslurm] Slurm job {found.announcement.job_id} takes no more payloads: {said}")
                 return None
             break
@@ -296,13 +300,14 @@ class _Start:
             registry=registry,
             queue=queue,
             job_of=job_of,
-            create=lambda number: self._create(registry, kind, number),
+            create=lambda number, hold: self._create(registry, kind, number, hold),
             who=self._plan.payload.nonce,
             start_timeout=self._backend.start_timeout,
+            patience=self._backend.patience,
             log=self._step.log,
         )
 
-    def _create(self, registry: SessionRegistry, kind: Kind, number: int) -> SlurmJob | None:
+    def _create(self, registry: SessionRegistry, kind: Kind, number: int, hold: Callable[[SlurmJob], None]) -> bool:
         """Claim a generation and submit its job, unless somebody else is faster."""
         step, setup = self._step, self._setup
         with base_errors(self._base):
@@ -324,8 +329,9 @@ class _Start:
         queue = self._queue()
         try:
             submitted = submit(self._commands, directory, files, request, queue.clock, step.log.warning, claim=True)
+            hold(self._watched(request, submitted, directory))
         except ClaimTaken:
-            return None
+            return False
         except SubmissionRefused as error:
             with contextlib.suppress(OSError):  # Others find out for themselves, when the claim has grown old.
                 registry.abandon(number)
@@ -338,7 +344,7 @@ class _Start:
             raise
         where = f"partition {request.partition}" if request.partition else "the default partition"
         step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where} on {self._connection.place}")
-        return self._watched(request, submitted, directory)
+        return True
 
     def _interpreter(self, kind: Kind) -> Interpreter:
         ray = kind.ray or self._plan.ray

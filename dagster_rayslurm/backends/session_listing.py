@@ -19,7 +19,7 @@ from ..slurm.snapshot import QueueRow, QueueSnapshot
 from ..slurm.states import TERMINAL, WAITING
 from ..slurm.submit import ABANDONED, CREATOR, JOB_ID, OFFER
 from .session_client import Announcement, AnswerLost, Unreachable, ask, parse_announcement
-from .session_registry import parse_charter
+from .session_registry import FOREIGN, parse_charter
 from .slurm_job import cancel_named, wait_until_gone
 
 _TIMEOUT = 120.0
@@ -29,6 +29,9 @@ _PATIENCE = 45.0
 # Directories too, as one that has no file yet is a session that is being submitted. What goes meanwhile is no error.
 _LIST = f"""\
 unset TAR_OPTIONS
+for each in "$1" "$1/sessions"; do
+    if [ -e "$each" ] && ! [ -O "$each" ]; then stat -L -c '%U' -- "$each"; exit {FOREIGN}; fi
+done
 cd -- "$1/sessions" 2>/dev/null || exit 0
 find . -mindepth 2 -maxdepth 3 -path "./$2/*" \
     '(' -type d -o -type f '(' -name {JOB_ID} -o -name {EXIT} -o -name {SESSION} -o -name {CREATOR} -o -name {OFFER} ')' ')' \
@@ -73,9 +76,12 @@ def list_generations(connection: Connection, base: str, key: str = "*") -> list[
         key: a session's directory, or a pattern of some.
 
     Raises:
-        OSError: the cluster cannot be reached.
+        OSError: the cluster cannot be reached, or the directory is another user's.
     """
     done = connection.run(["sh", "-c", _LIST, "sh", base, key], timeout=_TIMEOUT)
+    if done.returncode == FOREIGN:
+        owner = done.stdout.decode("utf-8", "replace").strip()
+        raise PermissionError(f"{connection.place}: {base} belongs to {owner}, who could change what runs there")
     return parse_listing(done.stdout, base)
 
 
@@ -88,7 +94,7 @@ def parse_listing(data: bytes, base: str) -> list[Generation]:
             for member in archive:
                 key, _, rest = member.name.removeprefix("./").partition("/")
                 number, _, name = rest.partition("/")
-                if not number.isdecimal():
+                if not (number.isascii() and number.isdecimal()):
                     continue
                 if not name:
                     known.add((key, int(number)))

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
-from collections.abc import Mapping
+import weakref
 from dataclasses import dataclass
-from typing import Any
 
 from ..connections.base import Connection
+from ..errors import StartError
 from ..fit import Offer, offer_from_json, offer_to_json
 from ..runtime import PROTOCOL_VERSION
 from ..runtime.record import EXIT, SESSION
 from ..slurm.submit import ABANDONED, CREATOR, CURRENT, JOB_ID, OFFER
+from .cargo import base_errors
 from .session_client import Announcement, parse_announcement
 
 WAITING = "waiting"
@@ -27,6 +29,18 @@ TOUCH_INTERVAL = 60.0
 """Seconds between two touches of such a file; after three times as long nobody waits there."""
 
 _MOST_BYTES = 1024 * 1024
+_MOST_GENERATIONS = 999_999_999
+
+FOREIGN = 77
+"""Exit code of a look at a directory of another user."""
+_OWN = f"""\
+for each; do
+    if [ -e "$each" ] && ! [ -O "$each" ]; then stat -L -c '%U' -- "$each"; exit {FOREIGN}; fi
+done
+if [ -d "$each" ]; then echo ours; fi
+"""
+"""Looks whose directories these are, from the outermost on. Who owns one of them could put into the last one a session
+of their own, with a command that is run by those who find it: what a session is called can be foreseen."""
 
 # All of them get the session's directory as $1 and a random word as $2.
 _NOW = """\
@@ -97,13 +111,24 @@ def charter_to_json(charter: Charter) -> bytes:
 def parse_charter(data: bytes) -> Charter | None:
     """The charter in a file; None if there is none, or it is damaged, or of another version."""
     try:
-        found: Mapping[str, Any] = json.loads(data)
-        if found["protocol"] != PROTOCOL_VERSION:
+        found = json.loads(data)
+        number, ask = found["generation"], found["ask"]
+        if found["protocol"] != PROTOCOL_VERSION or type(number) is not int or not 0 < number <= _MOST_GENERATIONS:
             return None
-        ask = tuple(str(word) for word in found["ask"])
-        return Charter(int(found["generation"]), offer_from_json(found["offer"]), ask)
-    except (ValueError, KeyError, TypeError):
+        if not isinstance(ask, list) or not all(isinstance(word, str) for word in ask):
+            return None
+        return Charter(number, offer_from_json(found["offer"]), tuple(ask))
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def never_served(data: bytes) -> bool:
+    """Whether what a session says of itself tells that it has never taken a payload."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.get("served") == 0
 
 
 @dataclass(frozen=True)
@@ -138,7 +163,7 @@ def parse_newest(text: str) -> Newest:
     if number == 0:
         return Newest(0)
     age, creator, job_id, abandoned, ended = lines[1:6]
-    known = job_id if job_id.isdigit() else None
+    known = job_id if re.fullmatch("[0-9]{1,18}", job_id) else None
     return Newest(number, float(age), creator, known, abandoned == "abandoned", ended == "ended")
 
 
@@ -155,6 +180,10 @@ class Found:
     directory: str
     charter: Charter
     announcement: Announcement
+
+
+_ours: weakref.WeakKeyDictionary[Connection, set[str]] = weakref.WeakKeyDictionary()
+"""Sessions' directories that belong to this user, as do those above them, on each connection."""
 
 
 class SessionRegistry:
@@ -174,29 +203,47 @@ class SessionRegistry:
         return os.path.join(self.directory, str(number))
 
     def hinted(self) -> Found | None:
-        """The session, if it is where its last maker said; two reads, and no command."""
-        charter = parse_charter(self._commands.read(os.path.join(self.directory, CURRENT), 0, _MOST_BYTES))
+        """The session, if it is where its last maker said; two reads, and no command but for the first time.
+
+        Raises:
+            StartError: the directory is another user's.
+            OSError: it cannot be read.
+        """
+        charter = parse_charter(self._read(CURRENT))
         return self._with_announcement(charter) if charter is not None else None
 
     def found(self, number: int) -> Found | None:
         """A generation that takes requests, whatever is said of it elsewhere; then that is put right.
 
         Raises:
+            StartError: the directory is another user's.
             OSError: it cannot be read.
         """
-        path = os.path.join(self.generation(number), OFFER)
-        charter = parse_charter(self._commands.read(path, 0, _MOST_BYTES))
+        charter = parse_charter(self._read(str(number), OFFER))
         if charter is None or charter.generation != number:
             return None
         found = self._with_announcement(charter)
-        current = os.path.join(self.directory, CURRENT)
-        if found is not None and parse_charter(self._commands.read(current, 0, _MOST_BYTES)) != charter:
-            self._commands.write(current, charter_to_json(charter))
+        if found is not None and parse_charter(self._read(CURRENT)) != charter:
+            self._commands.write(os.path.join(self.directory, CURRENT), charter_to_json(charter))
         return found
 
     def announcement(self, number: int) -> Announcement | None:
-        """What a generation says of itself."""
-        return parse_announcement(self._commands.read(os.path.join(self.generation(number), SESSION), 0, _MOST_BYTES))
+        """What a generation says of itself.
+
+        Raises:
+            StartError: the directory is another user's.
+            OSError: it cannot be read.
+        """
+        return parse_announcement(self._read(str(number), SESSION))
+
+    def took_nothing(self, number: int) -> bool:
+        """Whether a generation that takes no payload has never taken one.
+
+        Raises:
+            StartError: the directory is another user's.
+            OSError: it cannot be read.
+        """
+        return never_served(self._read(str(number), SESSION))
 
     def _with_announcement(self, charter: Charter) -> Found | None:
         announcement = self.announcement(charter.generation)
@@ -208,13 +255,19 @@ class SessionRegistry:
         """The newest generation; one command.
 
         Raises:
+            StartError: the directory is another user's, or no allocation can come after the newest one.
             OSError: the directory cannot be read.
         """
+        self._is_ours()
         said = self._run(_LOOK)
         try:
-            return parse_newest(said)
+            newest = parse_newest(said)
         except ValueError:
             raise OSError(f"{self._commands.place}: {self.directory} cannot be read: {said[-300:]!r}") from None
+        if newest.number >= _MOST_GENERATIONS:
+            where = f"{self._commands.place}:{self.generation(newest.number)}"
+            raise StartError("configuration", f"{where} leaves no number for another allocation of this session: remove it")
+        return newest
 
     def wait_at(self, number: int, who: str) -> None:
         """Say that somebody waits for a generation to come up; to be repeated every `TOUCH_INTERVAL` seconds.
@@ -260,6 +313,34 @@ class SessionRegistry:
             OSError: it cannot be written.
         """
         self._commands.write(os.path.join(self.generation(number), JOB_ID), f"{job_id}\n".encode())
+
+    def _is_ours(self) -> bool:
+        """Whether the session's directory is there, and of nobody else; looked up once by each process.
+
+        Raises:
+            StartError: it is another user's, or one above it is.
+            OSError: that cannot be found out.
+        """
+        known = _ours.setdefault(self._commands, set())
+        if self.directory in known:
+            return True
+        sessions = os.path.dirname(self.directory)
+        base = os.path.dirname(sessions)
+        done = self._commands.run(["sh", "-c", _OWN, "sh", base, sessions, self.directory], timeout=120)
+        said = done.stdout.decode("utf-8", "replace").strip()
+        if done.returncode == FOREIGN:
+            with base_errors(base):
+                raise PermissionError(f"{self._commands.place}: it belongs to {said}, who could change what runs there")
+        if done.returncode:
+            why = done.stderr.decode("utf-8", "replace").strip()[-300:] or f"exit code {done.returncode}"
+            raise OSError(f"{self._commands.place}: {self.directory} cannot be looked at: {why}")
+        if said == "ours":
+            known.add(self.directory)
+        return said == "ours"
+
+    def _read(self, *names: str) -> bytes:
+        """What is in a file of the session's directory; nothing at all is believed unless that is this user's."""
+        return self._commands.read(os.path.join(self.directory, *names), 0, _MOST_BYTES) if self._is_ours() else b""
 
     def _run(self, script: str, directory: str | None = None, *words: str) -> str:
         place = directory or self.directory

@@ -35,7 +35,13 @@ unset TAR_OPTIONS
 old=$(umask)
 umask 077
 if [ -n "$3" ]; then
-    mkdir -p -- "${{1%/*}}" || exit 70
+    session=${{1%/*}}
+    mkdir -p -- "$session" || exit 70
+    for each in "${{session%/*/*}}" "${{session%/*}}" "$session"; do
+        [ -O "$each" ] && continue
+        echo "$each belongs to $(stat -L -c %U -- "$each"), who could change what runs there" >&2
+        exit 70
+    done
     if mkdir -- "$1" 2>/dev/null; then
         echo "$3" >"$1/creator" || exit 70
     elif [ -e "$1" ]; then

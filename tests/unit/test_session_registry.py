@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm import BashLauncher, RunFailure, SlurmQueueConfig
-from dagster_rayslurm.backends import session_wait
+from dagster_rayslurm.backends import session_wait, slurm_job
+from dagster_rayslurm.backends.session_listing import list_generations
 from dagster_rayslurm.backends.session_registry import (
     Charter,
     Newest,
@@ -29,13 +30,18 @@ from dagster_rayslurm.backends.session_registry import (
 )
 from dagster_rayslurm.backends.session_wait import Arrival, SessionSearch
 from dagster_rayslurm.backends.slurm_job import SlurmJob
+from dagster_rayslurm.connections.base import Completed, ConnectionFailed
 from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.fit import make_offer
 from dagster_rayslurm.runtime import PROTOCOL_VERSION
+from dagster_rayslurm.slurm.answers import SlurmUnanswered
 from dagster_rayslurm.slurm.clock import ClusterClock
-from dagster_rayslurm.slurm.queue import SharedQueue
+from dagster_rayslurm.slurm.queue import SharedQueue, ask_queue
 from dagster_rayslurm.slurm.request import JobRequest, make_request
-from dagster_rayslurm.slurm.submit import ClaimTaken, Submitted, submit
+from dagster_rayslurm.slurm.submit import ClaimTaken, SubmissionRefused, Submitted, submit
+
+from ..conftest import wait_until
 
 # A Slurm of files: a directory for each job, with its name and state in it. What is submitted announces itself at once.
 FAKE = """\
@@ -65,6 +71,7 @@ if program == "sbatch":
     if read(str(number), "state") == "RUNNING":
         announced = dict(json.load(open({announcement!r})), cluster_id="slurm-%d" % number, job_id=str(number))
         open("session.json", "w").write(json.dumps(announced))
+        open("node-0.log", "w").write("rayslurm: the last words\\n")
     print(number)
 elif program == "squeue":
     for job in sorted(os.listdir(jobs)):
@@ -100,6 +107,7 @@ class Cluster:
     """A directory for sessions, and a Slurm of files."""
 
     path: Path
+    patience: float = 30.0
 
     @property
     def directory(self) -> Path:
@@ -120,23 +128,24 @@ class Cluster:
     def seek(self, passed: int = 0, timeout: float | None = None, log: Any = None) -> Arrival:
         return self.search(timeout, log).seek(passed)
 
-    def search(self, timeout: float | None = None, log: Any = None) -> SessionSearch:
-        commands, log = LocalConnection(), log or Log()
+    def search(self, timeout: float | None = None, log: Any = None, commands: Any = None) -> SessionSearch:
+        commands, log = commands or LocalConnection(), log or Log()
         registry = SessionRegistry(commands, str(self.directory))
         queue = SharedQueue(commands, str(self.path / "queue"), 0.2)
 
         def job_of(number: int, job_id: str, name: str, at: float) -> SlurmJob:
             return self.watched(commands, queue, request(name), Submitted(job_id, at), registry.generation(number), timeout, log)
 
-        def create(number: int) -> SlurmJob | None:
+        def create(number: int, hold: Callable[[SlurmJob], None]) -> bool:
             asked = request(f"rayslurm-session-default-{os.urandom(6).hex()}")
             try:
                 submitted = submit(
                     commands, registry.generation(number), files(number), asked, queue.clock, log.warning, claim=True
                 )
             except ClaimTaken:
-                return None
-            return self.watched(commands, queue, asked, submitted, registry.generation(number), timeout, log)
+                return False
+            hold(self.watched(commands, queue, asked, submitted, registry.generation(number), timeout, log))
+            return True
 
         return SessionSearch(
             commands=commands,
@@ -146,6 +155,7 @@ class Cluster:
             create=create,
             who=os.urandom(6).hex(),
             start_timeout=10,
+            patience=self.patience,
             log=log,
         )
 
@@ -219,8 +229,9 @@ def test_of_many_at_once_one_makes_the_session(cluster: Cluster) -> None:
 
 
 def test_a_second_look_needs_no_command(cluster: Cluster) -> None:
-    assert not cluster.seek().reused
-    search = cluster.search()
+    commands = LocalConnection()
+    assert not cluster.search(commands=commands).seek(0).reused
+    search = cluster.search(commands=commands)
     search._registry._commands.run = None  # type: ignore[method-assign,assignment]
     arrival = search.seek(0)
     assert arrival.reused and arrival.found.charter == charter(1) and arrival.found.announcement.job_id == "1"
@@ -380,6 +391,240 @@ def test_one_whose_job_is_over_without_a_word(cluster: Cluster) -> None:
     age(Path(found.directory, "creator"), 100)
     cluster.path.joinpath("jobs", "1", "state").write_text("NODE_FAIL")
     assert cluster.seek().found.charter.generation == 2
+
+
+def closed(cluster: Cluster, served: int) -> None:
+    cluster.set("announcement", json.dumps({**ANNOUNCED, "closing": "it has 1 CPU, not 2", "served": served}))
+
+
+def test_one_that_ends_at_once_is_one_failure(cluster: Cluster) -> None:
+    """It says why, and the next one would do no better."""
+    closed(cluster, 0)
+    with pytest.raises(RunFailure, match="it ended before it took anything: it has 1 CPU, not 2") as caught:
+        cluster.seek()
+    assert caught.value.kind == "cluster-start" and cluster.jobs() == ["1"]
+    assert "the last words" in str(caught.value.metadata)
+
+
+def test_several_that_took_nothing_are_enough(cluster: Cluster) -> None:
+    """They had served others, so that each of them may have been the last to end early."""
+    closed(cluster, 1)
+    with pytest.raises(RunFailure, match="3 sessions that were waited for took nothing; the last one: it has 1 CPU, not 2"):
+        cluster.seek()
+    assert cluster.jobs() == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("said", ["its nodes are gone", None], ids=["it says why", "it says nothing"])
+def test_one_that_ends_before_it_is_asked(cluster: Cluster, said: str | None) -> None:
+    cluster.set("announcement", json.dumps({**ANNOUNCED, "served": 0}))
+    search, other = cluster.search(), cluster.search()
+    found = search.seek(0).found
+    assert other.seek(0).reused
+    path = Path(found.directory, "session.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "closing": said}))
+    other.took_nothing(1, "nobody answers")  # It was there before that one came.
+    with pytest.raises(RunFailure, match=said or "nobody answers"):
+        search.took_nothing(1, "nobody answers")
+
+
+def foreign(path: Path) -> None:
+    """Let a directory be another user's."""
+    if os.geteuid() == 0:
+        return os.chown(path, 65534, 65534)
+    path.rename(path.with_name("own"))
+    path.symlink_to("/usr")
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_what_another_user_may_have_written_is_not_believed(cluster: Cluster, level: int) -> None:
+    """Who owns a directory on the way could put a command there that is run by those who find the session."""
+    base = cluster.path / "base"
+    mine = Cluster(base)
+    mine.directory.mkdir(parents=True)
+    for name in ("jobs", "queue"):
+        (base / name).mkdir()
+    mine.seek()
+    foreign((mine.directory, mine.directory.parent, base)[level])
+    (cluster.path / "state").write_text("PENDING")
+    with pytest.raises(
+        StartError, match=r"belongs to .*, who could change what runs there; choose a directory of your own"
+    ) as caught:
+        mine.seek()
+    assert caught.value.kind == "configuration" and cluster.jobs() == ["1"]
+    connection = LocalConnection()
+    arguments = (connection, mine.registry.generation(2), files(2), request("rayslurm-session-x-cccccccccccc"))
+    with pytest.raises(SubmissionRefused, match="belongs to"):
+        submit(*arguments, ClusterClock(connection), print, claim=True)
+    assert cluster.jobs() == ["1"]
+    if level:
+        with pytest.raises(PermissionError, match="belongs to"):
+            list_generations(connection, str(base))
+
+
+class Flaky(LocalConnection):
+    """A cluster that is out of reach now and then."""
+
+    def __init__(self) -> None:
+        self.error: OSError | None = None
+
+    def run(self, *arguments: Any, **options: Any) -> Completed:
+        if self.error is not None:
+            raise self.error
+        return super().run(*arguments, **options)
+
+    def read(self, *arguments: Any) -> bytes:
+        if self.error is not None:
+            raise self.error
+        return super().read(*arguments)
+
+
+GONE = ConnectionFailed("dev@edge:22 does not answer", temporary=True)
+
+
+@pytest.mark.parametrize("error", [GONE, OSError("Stale file handle")], ids=["connection", "file system"])
+def test_one_is_waited_for_out_of_reach(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    monkeypatch.setattr(session_wait, "_OUT_OF_REACH", 0.1)
+    cluster.set("state", "PENDING")
+    connection, log = Flaky(), Log()
+    with ThreadPoolExecutor(1) as pool:
+        seeking = pool.submit(cluster.search(log=log, commands=connection).seek, 0)
+        place = cluster.directory / "1"
+        assert wait_until(lambda: (place / "waiting").exists(), 20)
+        connection.error = error
+        time.sleep(2)
+        assert not seeking.done() and cluster.jobs("PENDING") == ["1"]
+        assert any(str(error) in line and "trying again" in line for line in log.lines)
+        place.joinpath("session.json").write_text(json.dumps({**ANNOUNCED, "cluster_id": "slurm-1", "job_id": "1"}))
+        connection.error = None
+        assert seeking.result(20).found.announcement.job_id == "1"
+
+
+def test_out_of_reach_for_too_long(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_wait, "_OUT_OF_REACH", 0.1)
+    cluster.set("state", "PENDING")
+    cluster.patience = 1.5
+    connection, log = Flaky(), Log()
+    with ThreadPoolExecutor(1) as pool:
+        seeking = pool.submit(cluster.search(log=log, commands=connection).seek, 0)
+        assert wait_until(lambda: (cluster.directory / "1" / "waiting").exists(), 20)
+        connection.error = GONE
+        with pytest.raises(ConnectionFailed):
+            seeking.result(20)
+    assert any("`scancel 1`" in line for line in log.lines)
+
+
+def test_slurm_that_does_not_answer_ends_no_wait(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the very moment at which the job has waited for too long."""
+    cluster.set("state", "PENDING")
+    asked: list[float] = []
+
+    def silent(_: Any) -> Any:
+        asked.append(time.monotonic())
+        if len(asked) < 3:
+            raise SlurmUnanswered("edge: squeue did not answer")
+        return ask_queue(LocalConnection())
+
+    monkeypatch.setattr(slurm_job, "ask_queue", silent)
+    with pytest.raises(RunFailure, match="queue_timeout=1 s"):
+        cluster.seek(timeout=1)
+    assert len(asked) >= 3 and cluster.jobs("CANCELLED") == ["1"]
+
+
+def test_slurm_that_does_not_answer_leaves_a_claim_alone(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_wait, "_OUT_OF_REACH", 0.1)
+    place = cluster.directory / "1"
+    place.mkdir(parents=True)
+    for name, content in files(1).items():
+        place.joinpath(name).write_bytes(content)
+    place.joinpath("creator").write_text("rayslurm-session-x-aaaaaaaaaaaa\n")
+    age(place / "creator", 61)
+    cluster.job("7", "rayslurm-session-x-aaaaaaaaaaaa", "PENDING")
+    asked: list[Any] = []
+
+    def silent(connection: Any) -> Any:
+        asked.append(connection)
+        if len(asked) < 3:
+            raise SlurmUnanswered("edge: squeue did not answer")
+        place.joinpath("session.json").write_text(json.dumps({**ANNOUNCED, "cluster_id": "slurm-7", "job_id": "7"}))
+        return ask_queue(connection)
+
+    monkeypatch.setattr(session_wait, "ask_queue", silent)
+    assert cluster.seek().found.announcement.job_id == "7"
+    assert not place.joinpath("abandoned").exists() and cluster.jobs() == ["7"]
+
+
+def test_an_interrupt_just_after_the_submission(cluster: Cluster) -> None:
+    cluster.set("state", "PENDING")
+    search = cluster.search()
+    create = search._create
+
+    def interrupted(number: int, hold: Callable[[SlurmJob], None]) -> bool:
+        create(number, hold)
+        raise KeyboardInterrupt
+
+    search._create = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        search.seek(0)
+    assert cluster.jobs("CANCELLED") == ["1"] and cluster.registry.is_abandoned(1)
+
+
+def test_a_young_claim_whose_session_is_up(cluster: Cluster) -> None:
+    """Its maker was cut off before it wrote down the job; nobody has to wait until the claim is old."""
+    cluster.seek()
+    place = cluster.directory / "1"
+    place.joinpath("job_id").unlink()
+    cluster.directory.joinpath("current").unlink()
+    offer = place.joinpath("offer.json").read_bytes()
+    place.joinpath("offer.json").unlink()
+    threading.Timer(1.0, lambda: place.joinpath("offer.json").write_bytes(offer)).start()
+    path = place / "session.json"
+    announced = path.read_text()
+    path.write_text("")
+    threading.Timer(1.5, lambda: path.write_text(announced)).start()
+    began = time.monotonic()
+    assert cluster.seek().found.announcement.job_id == "1" and time.monotonic() - began < 15
+
+
+def test_a_number_that_leaves_none_for_others(cluster: Cluster) -> None:
+    (cluster.directory / "999999999").mkdir(parents=True)
+    with pytest.raises(StartError, match="999999999 leaves no number for another allocation of this session: remove it"):
+        cluster.seek()
+    assert not cluster.jobs()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"offer": {"queue": {"num_nodes": "many"}}},
+        {"offer": {"queue": None}},
+        {"offer": {"queue": {"nodes": 1}}},
+        {"offer": {"ray": {"num_cpus": 1, "speed": 2}}},
+        {"offer": {"ray": 3}},
+        {"offer": {"reuse": "no"}},
+        {"ask": "sh"},
+        {"ask": [1]},
+        {"generation": "1"},
+        {"generation": -1},
+        {"protocol": None},
+    ],
+    ids=str,
+)
+def test_a_charter_that_holds_something_else(cluster: Cluster, damage: dict[str, Any]) -> None:
+    """JSON, but not what is expected there: the session is found by other means."""
+    cluster.seek()
+    current = cluster.directory / "current"
+    whole = json.loads(current.read_text())
+    offer = {**whole["offer"], **damage.get("offer", {})}
+    current.write_text(json.dumps({**whole, **damage, "offer": offer}))
+    assert parse_charter(current.read_bytes()) is None
+    assert cluster.seek().found.charter == charter(1) and cluster.jobs() == ["1"]
+    assert parse_charter(current.read_bytes()) == charter(1)
+
+
+def test_what_is_no_number_of_a_job() -> None:
+    for text in ("\u00b2", "\u0663", "1" * 5000, "-1", "x"):
+        assert parse_newest(f"1\n0\nx\n{text}\n\n\n").job_id is None
+    assert parse_newest("1\n0\nx\n12\n\n\n").job_id == "12"
 
 
 @given(st.binary())
