@@ -45,17 +45,26 @@ def misfit(spec: PayloadSpec, machines: Iterable[Machine]) -> Optional[str]:
     return next((problem for problem in problems if problem), None)
 
 
+def time_known(spec: PayloadSpec, durations: Mapping[str, float]) -> float:
+    """Seconds that a payload takes as far as that is known: its own limit, else the longest that its step took so far, else 0.
+
+    Args:
+        spec: the payload.
+        durations: the longest that each step took here.
+    """
+    return durations.get(spec.step, 0.0) if spec.time_limit is None else spec.time_limit
+
+
 def time_needed(spec: PayloadSpec, durations: Mapping[str, float], margin: float) -> float:
-    """Seconds that a payload may take: its own limit, else the longest that its step took so far.
+    """Seconds that there must be for a payload.
 
     Args:
         spec: the payload.
         durations: the longest that each step took here.
         margin: what is assumed at least of one that has no limit.
     """
-    if spec.time_limit is not None:
-        return spec.time_limit
-    return max(durations.get(spec.step, 0.0), margin)
+    known = time_known(spec, durations)
+    return known if spec.time_limit is not None else max(known, margin)
 
 
 def too_little_time(need: float, ahead: List[float], at_once: int, left: Optional[float]) -> Optional[str]:

@@ -127,6 +127,20 @@ def leaks(tables: Tables, nonce: Optional[str] = None) -> List[str]:
     return actors + groups
 
 
+def still_left(before: Tables, now: Tables) -> Tables:
+    """What was left before and is left still; what has come meanwhile may be at work.
+
+    Args:
+        before: what the GCS knew when nothing ran.
+        now: what it knows by now.
+    """
+    available = {
+        name: max(tables.get(name, 0.0) for tables in (before["available"], now["available"])) for name in before["total"]
+    }
+    things = {kind: [thing for thing in before[kind] if thing in now[kind]] for kind in ("actors", "groups")}
+    return {**before, **things, "available": available}
+
+
 def not_back(tables: Tables) -> List[str]:
     """Which resources are taken although nothing runs, as sentences."""
     found = []

@@ -24,6 +24,9 @@ LOST_GRACE = 1.0
 _CLUSTER_MARK = "RAYSLURM_CLUSTER"
 """Variable that all processes of a fresh cluster inherit: some of them may leave the tree that is below `ray start`."""
 
+_KEEPS_READY = "ray"
+"""Module that, imported ahead of payloads, has Ray's workers kept ready for them, too."""
+
 _DYING = 0.5
 """Seconds that killed processes get to be gone before their directories are."""
 
@@ -46,15 +49,24 @@ def worker_env_of(spec: RuntimeSpec, key: str) -> Mapping[str, str]:
 
 
 def clear_away(loop: Loop, place: Scratch, key: str) -> None:
-    """Remove what a fresh cluster leaves on this node, once its processes have died; those included that got away."""
+    """Remove what a fresh cluster leaves on this node, once its processes have died; those included that got away.
 
-    def clear() -> None:
+    What still dies may write once more, so it is tried until nothing is left: there are few names for such places.
+    """
+
+    def clear(pause: float) -> None:
         mark = "%s=%s" % (_CLUSTER_MARK, key)
         below = [process.pid for process in processes.descendants(os.getpid())]
         processes.kill_all(pid for pid in below if processes.has_environment(pid, mark))
         place.remove()
+        if os.path.lexists(place.path) or os.path.lexists(place.ray_temp_dir):
+            loop.call_later(pause, lambda: clear(min(2 * pause, _SELDOM)))
 
-    loop.call_later(_DYING, clear)
+    loop.call_later(_DYING, lambda: clear(_DYING))
+
+
+_SELDOM = 60.0
+"""Most seconds between two attempts to remove what cannot be removed."""
 
 
 class Clusters:
@@ -70,7 +82,8 @@ class Clusters:
         on_ready: called when the warm cluster is complete.
         on_failed: called when the warm cluster does not start or is lost.
         on_phase: told what becomes of the warm cluster.
-        on_node_lost: called with the name of a node that a cluster has lost.
+        on_node_lost: called with the name of a node that the warm cluster has lost; that of a payload's own ends with it, and
+            the next one may have the node again.
     """
 
     def __init__(
@@ -89,7 +102,6 @@ class Clusters:
         self._loop = loop
         self._spec = spec
         self._machine = machine
-        self._on_node_lost = on_node_lost
         self._corners = Corners(private)
         self._fresh: Dict[str, _Fresh] = {}
         self._team = team
@@ -108,6 +120,7 @@ class Clusters:
                 on_phase,
                 on_node_lost,
                 worker_env=worker_env_of(spec, ""),
+                prestart=_KEEPS_READY in spec.preload,
             )
 
     def start(self) -> None:
@@ -149,9 +162,8 @@ class Clusters:
             lambda: None if payload.ended else start(cluster),
             failed,
             payload.phase,
-            self._on_node_lost,
-            key,
-            worker_env_of(self._spec, key),
+            key=key,
+            worker_env=worker_env_of(self._spec, key),
         )
         self._fresh[key] = _Fresh(cluster, corner)
         cluster.start(self._team, self._address)
@@ -163,9 +175,18 @@ class Clusters:
             fresh.cluster.stop()
             clear_away(self._loop, fresh.corner, payload.spec.nonce)
 
+    def prestart(self) -> None:
+        """Have the warm cluster keep workers ready for the next payload, if payloads begin with Ray imported."""
+        if self.warm is not None and _KEEPS_READY in self._spec.preload:
+            self.warm.prestart()
+
     def others(self, payload: Payload) -> List[int]:
-        """The processes of clusters that are other payloads' own."""
+        """The processes of clusters that are other payloads' own, or that the payload does not use, or nobody yet."""
         pids = [fresh.cluster.pid for nonce, fresh in self._fresh.items() if nonce != payload.spec.nonce]
+        if self.warm is not None and not payload.spec.uses_ray:
+            pids.append(self.warm.pid)
+        if self.warm is not None and _KEEPS_READY in self._spec.preload:
+            pids.extend(self.warm.waiting())
         return [pid for pid in pids if pid is not None]
 
     def take(self, member: Member, message: Dict[str, Any]) -> None:

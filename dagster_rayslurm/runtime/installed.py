@@ -13,21 +13,41 @@ _FILES = ("__init__.py", "_version.py")
 """Files of Ray that another version, or another installation of the same one, has anew."""
 
 
-def ray_mark() -> Optional[Mark]:
-    """What tells one installed Ray from another, without importing it; None if there is none."""
+def ray_mark(known: Optional[Mark] = None) -> Optional[Mark]:
+    """What tells one installed Ray from another, without importing it; None if there is none.
+
+    Args:
+        known: what was told before.
+
+    Raises:
+        OSError: the file system does not say, as one that is away for a moment; that is no other Ray.
+    """
     importlib.invalidate_caches()
     try:
         spec = importlib.util.find_spec("ray")
     except (ImportError, ValueError):
-        return None
+        spec = None
     if spec is None or spec.origin is None:
+        if known is not None:
+            _status(known[0])  # Python takes any error for a directory that is not there.
         return None
     directory = os.path.dirname(spec.origin)
     found = []
     for name in _FILES:
-        try:
-            info = os.stat(os.path.join(directory, name))
-        except OSError:
+        info = _status(os.path.join(directory, name))
+        if info is None:
             continue
         found.append((info.st_ino, info.st_size, info.st_mtime_ns))
     return directory, tuple(found)
+
+
+def _status(path: str) -> Optional[os.stat_result]:
+    """The status of a file, None if there is none.
+
+    Raises:
+        OSError: that cannot be told.
+    """
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None

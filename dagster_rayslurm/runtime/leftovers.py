@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable, List, Optional
 
-from .audit import Tables, leaks, not_back
+from .audit import Tables, leaks, not_back, still_left
 from .cluster import RayCluster
 from .loop import Loop, Timer
 
@@ -13,6 +13,8 @@ _PATIENCE = 0.3
 _IDLE = 10.0
 """Seconds after the last payload's end in which Ray gives back what was only slow to go."""
 _IDLE_PATIENCE = 5.0
+_AGAIN = 2.0
+"""Seconds after a payload's end in which Ray gives back what that payload has ended: a session may never be idle."""
 
 
 class Leftovers:
@@ -26,15 +28,24 @@ class Leftovers:
     def __init__(self, loop: Loop, cluster: Callable[[], Optional[RayCluster]]) -> None:
         self.found: List[str] = []
         """What holds resources although nothing runs, as sentences."""
+        self._left: Optional[Tables] = None
+        """What the GCS knew when that was found, less what has gone since."""
         self._loop = loop
         self._cluster = cluster
         self._timer: Optional[Timer] = None
+        self._again: Optional[Timer] = None
 
     def of(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
         """Asks, at the end of a payload, what its jobs leave alive."""
 
         def audit(done: Callable[[List[str]], None]) -> None:
-            self._ask(_PATIENCE, lambda tables: done([] if tables is None else leaks(tables, nonce)))
+            def answered(tables: Optional[Tables]) -> None:
+                self._forget_what_is_gone(tables)
+                if self.found and self._again is None:
+                    self._again = self._loop.call_later(_AGAIN, self._look_again)
+                done([] if tables is None else leaks(tables, nonce))
+
+            self._ask(_PATIENCE, answered)
 
         return audit
 
@@ -45,7 +56,7 @@ class Leftovers:
 
         def answered(tables: Optional[Tables]) -> None:
             if tables is not None and idle():
-                self.found = not_back(tables)
+                self._left, self.found = tables, not_back(tables)
 
         def look() -> None:
             if idle():
@@ -53,6 +64,15 @@ class Leftovers:
 
         if self._cluster() is not None:
             self._timer = self._loop.call_later(_IDLE, look)
+
+    def _look_again(self) -> None:
+        self._again = None
+        self._ask(_IDLE_PATIENCE, self._forget_what_is_gone)
+
+    def _forget_what_is_gone(self, tables: Optional[Tables]) -> None:
+        if tables is not None and self._left is not None:
+            self._left = still_left(self._left, tables)
+            self.found = not_back(self._left)
 
     def _ask(self, patience: float, done: Callable[[Optional[Tables]], None]) -> None:
         cluster = self._cluster()

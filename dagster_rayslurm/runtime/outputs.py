@@ -1,16 +1,99 @@
-"""Small results that travel back: files of the payload's directory that match the patterns asked for."""
+"""Small results that travel back: files of the payload's directory that match the patterns asked for.
+
+Whoever waits for everything at once must not wait for a file system: what is not small is copied beside the loop.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import shutil
-from typing import Dict, List, Sequence, Tuple, Union
+from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+from .aside import Aside
+from .loop import Loop
 
 Entry = Dict[str, Union[str, int]]
+Collected = Tuple[List[Entry], List[str]]
+"""What was copied, as name and size; and a sentence for each file or pattern that was not."""
+
+_SMALL_BYTES = 4 * 2**20
+_SMALL_NUMBER = 32
+"""What is copied at once: on a network file system that takes some milliseconds, as a process of its own does."""
 
 
-def collect_outputs(work_dir: str, target: str, patterns: Sequence[str], max_bytes: int) -> Tuple[List[Entry], List[str]]:
+class Collection:
+    """Copies the outputs of one payload, and can be cut short.
+
+    Args:
+        loop: where everything happens.
+        work_dir: where the payload ran.
+        target: directory that the files are copied to.
+        patterns: shell patterns of the files.
+        max_bytes: cap on the sum of sizes.
+        done: called once, before this returns if there is little to copy.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        work_dir: str,
+        target: str,
+        patterns: Sequence[str],
+        max_bytes: int,
+        done: Callable[[List[Entry], List[str]], None],
+    ) -> None:
+        self._done: Optional[Callable[[List[Entry], List[str]], None]] = done
+        self._aside: Optional[Aside] = None
+
+        def everything() -> Collected:
+            try:
+                return collect_outputs(work_dir, target, patterns, max_bytes)
+            except OSError as error:
+                return [], ["all of them: %s" % error.strerror]
+
+        if patterns:
+            with contextlib.suppress(OSError):  # No other process, or no such directory.
+                if _is_much(work_dir, patterns, max_bytes):
+                    self._aside = Aside(loop, everything, self._copied)
+        if self._aside is None:
+            self._finish(everything() if patterns else ([], []))
+
+    @property
+    def pid(self) -> Optional[int]:
+        """The process that copies, while one does."""
+        return self._aside.pid if self._aside is not None and self._done is not None else None
+
+    def cut(self, why: str) -> None:
+        """Have it done at once, without what is not there yet."""
+        if self._aside is not None and self._done is not None:
+            self._aside.end()
+            self._finish(([], ["all of them: %s while they were copied" % why]))
+
+    def _copied(self, result: Optional[Collected]) -> None:
+        self._finish(([], ["all of them: the process that copied them failed"]) if result is None else result)
+
+    def _finish(self, result: Collected) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            done(*result)
+
+
+def _is_much(work_dir: str, patterns: Sequence[str], max_bytes: int) -> bool:
+    """Whether copying, or just looking, may take long.
+
+    Raises:
+        OSError: it cannot be looked.
+    """
+    if any("**" in pattern for pattern in patterns):
+        return True  # There may be a tree of any size to walk.
+    found = _find(work_dir, patterns)[0]
+    small = [size for size in found.values() if size <= max_bytes]
+    return len(found) > _SMALL_NUMBER or min(sum(small), max_bytes) > _SMALL_BYTES
+
+
+def collect_outputs(work_dir: str, target: str, patterns: Sequence[str], max_bytes: int) -> Collected:
     """Copy matching files into the run directory, smallest first, until the cap.
 
     Args:
@@ -19,16 +102,10 @@ def collect_outputs(work_dir: str, target: str, patterns: Sequence[str], max_byt
         patterns: shell patterns as `glob.glob` takes them; `**` crosses directories.
         max_bytes: cap on the sum of sizes.
 
-    Returns:
-        What was copied, as name and size; and a sentence for each file or pattern that was not.
+    Raises:
+        OSError: a file cannot be read or written.
     """
-    found: Dict[str, int] = {}
-    left_out = []
-    for pattern in patterns:
-        names = [name for name in _matches(work_dir, pattern) if os.path.isfile(os.path.join(work_dir, name))]
-        if not names:
-            left_out.append("no file that the payload made matches %r" % pattern)
-        found.update({name: os.path.getsize(os.path.join(work_dir, name)) for name in names})
+    found, left_out = _find(work_dir, patterns)
     taken: List[Entry] = []
     total = 0
     for name, size in sorted(found.items(), key=lambda item: (item[1], item[0])):
@@ -41,6 +118,18 @@ def collect_outputs(work_dir: str, target: str, patterns: Sequence[str], max_byt
         shutil.copyfile(os.path.join(work_dir, name), copy)
         taken.append({"name": name, "size": size})
     return taken, left_out
+
+
+def _find(work_dir: str, patterns: Sequence[str]) -> Tuple[Dict[str, int], List[str]]:
+    """Sizes of the files that match, and a sentence for each pattern that matches none."""
+    found: Dict[str, int] = {}
+    missing = []
+    for pattern in patterns:
+        names = [name for name in _matches(work_dir, pattern) if os.path.isfile(os.path.join(work_dir, name))]
+        if not names:
+            missing.append("no file that the payload made matches %r" % pattern)
+        found.update({name: os.path.getsize(os.path.join(work_dir, name)) for name in names})
+    return found, missing
 
 
 def _matches(work_dir: str, pattern: str) -> List[str]:

@@ -23,6 +23,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -170,6 +171,11 @@ def _forget_the_template(cwd: str) -> None:
         numpy_random.seed()
     if torch is not None and hasattr(torch, "default_generator"):
         torch.default_generator.seed()  # Without a seed of the user's, each process begins elsewhere (torch 2.x).
+    main_thread: Any = threading.main_thread()
+    if hasattr(main_thread, "_set_native_id"):
+        main_thread._set_native_id()  # Python 3.11 leaves it that of the process that forked.
+    for path in [path for path, finder in sys.path_importer_cache.items() if finder is None]:
+        del sys.path_importer_cache[path]  # What was no directory when the template looked may be one by now.
     process: Any = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.ORIGINAL_DIR = cwd  # Where `multiprocessing` looks for the script that it imports again.

@@ -173,7 +173,7 @@ class Templates:
 
     def pids(self) -> List[int]:
         """The templates that run, which belong to no payload."""
-        return [template.pid for template in self._all.values() if not template.ended]
+        return [template.pid for template in self._all.values() if template.running]
 
     def close(self) -> None:
         """End them all."""
@@ -211,6 +211,8 @@ class _Template:
     def __init__(self, loop: Loop, script: str, python: str, modules: Tuple[str, ...], env: Environment) -> None:
         self.env = env
         self.ended = False
+        """Whether there must be another one; one that cannot serve says so once, and is asked no more."""
+        self.running = True
         self.served = False
         """Whether it got as far as to say whether it can serve."""
         self._loop = loop
@@ -285,9 +287,11 @@ class _Template:
         if not self.ended:
             self.ended = True
             self._control.close()
-            processes.signal_group(self.pid, signal.SIGKILL)
+            if self.running:
+                processes.signal_group(self.pid, signal.SIGKILL)
 
     def _exited(self, *_: Any) -> None:
+        self.running = False  # From here on its process id may be another one's.
         if self._problem is None:
             self.end()
 

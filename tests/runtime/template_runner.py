@@ -92,10 +92,22 @@ def main(order):
     while any("out" not in command.result for command in commands):
         loop.run()
         loop._stopping = False
-    templates_left = len(pool.pids())
+    templates_left, signalled = len(pool.pids()), []
+    real = processes.signal_group
+    processes.signal_group = lambda pid, signum: signalled.append(pid) or real(pid, signum)
     pool.close()
+    processes.signal_group = real
     left = processes.kill_descendants(os.getpid(), loop.reap)
-    print(json.dumps({"templates": templates_left, "left": left, "results": [command.result for command in commands]}))
+    print(
+        json.dumps(
+            {
+                "templates": templates_left,
+                "left": left,
+                "signalled": signalled,
+                "results": [command.result for command in commands],
+            }
+        )
+    )
 
 
 main(json.load(sys.stdin))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dagster_rayslurm.runtime.audit import Auditor, leaks, not_back
+from dagster_rayslurm.runtime.audit import Auditor, leaks, not_back, still_left
+from dagster_rayslurm.runtime.leftovers import Leftovers
 
 ACTOR = {"job": "01", "name": "model", "namespace": "mine", "class": "Model"}
 GROUP = {"job": "02", "name": "", "namespace": "", "id": "ab12"}
@@ -54,3 +55,52 @@ def test_an_answer_that_comes_too_late_is_nobodys() -> None:
     nobody = Auditor(lambda _: False, lambda delay, call: timers.append((delay, call)))
     nobody.ask(0.3, answers.append)
     assert timers[2][0] == 0.0
+
+
+def test_what_is_gone_is_left_no_more() -> None:
+    """And what others hold now was not left then."""
+    before = tables(total={"CPU": 4.0}, available={"CPU": 2.0}, actors=[ACTOR], groups=[GROUP])
+    other = {**ACTOR, "name": "other"}
+    now = still_left(before, tables(total={"CPU": 4.0}, available={"CPU": 1.0}, actors=[other], groups=[GROUP]))
+    assert not_back(now) == ["CPU: 2 of 4 are not free although no payload runs", *leaks(tables(groups=[GROUP]))]
+    now = still_left(now, tables(total={"CPU": 4.0}, available={"CPU": 3.0}, groups=[GROUP]))
+    assert not_back(now)[0] == "CPU: 1 of 4 are not free although no payload runs"
+    assert not_back(still_left(now, tables(total={"CPU": 4.0}, available={"CPU": 4.0}))) == []
+
+
+class Clock:
+    """A loop's timers, and a cluster that tells what it is told to."""
+
+    def __init__(self) -> None:
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.knows: Any = None
+
+    def call_later(self, delay: float, call: Callable[[], None]) -> Any:
+        self.timers.append((delay, call))
+        return self
+
+    def cancel(self) -> None:
+        pass
+
+    def audit(self, _: float, done: Callable[[Any], None]) -> None:
+        done(self.knows)
+
+
+def test_a_session_that_is_never_idle_forgets_what_was_mended() -> None:
+    clock = Clock()
+    leftovers = Leftovers(clock, lambda: clock)  # type: ignore[arg-type, return-value]
+    clock.knows = tables(total={"CPU": 2.0}, available={"CPU": 1.0}, actors=[ACTOR])
+    leftovers.look_when_idle(lambda: True)
+    clock.timers.pop()[1]()
+    assert len(leftovers.found) == 2
+    ended: list[list[str]] = []
+    clock.knows = tables(total={"CPU": 2.0}, available={}, actors=[])
+    leftovers.of("n2")(ended.append)
+    assert leftovers.found == ["CPU: 1 of 2 are not free although no payload runs"]
+    leftovers.of("n3")(ended.append)
+    [(delay, again)] = clock.timers  # Ray takes a moment to give it back.
+    clock.knows = tables(total={"CPU": 2.0}, available={"CPU": 2.0})
+    again()
+    assert delay == 2.0 and leftovers.found == [] and ended == [[], []]
+    leftovers.of("n4")(ended.append)
+    assert len(clock.timers) == 1

@@ -172,6 +172,49 @@ look()
     assert pair.end("one")["exit_code"] == 0 and pair.end("two")["exit_code"] == 0
 
 
+def test_a_node_that_a_payloads_own_cluster_loses_is_no_loss(runtime: Runtime) -> None:
+    """The next cluster may have it again."""
+    runtime.add("one", NAP % 0.5, uses_ray=True, ray=SMALL)
+    said = runtime.run("""
+        from dagster_rayslurm.runtime import clusters
+        class Cluster(clusters.RayCluster):
+            def start(self, *_):
+                self._on_node_lost("n2")
+                self.ready = True
+                self._on_ready()
+        clusters.RayCluster = Cluster
+        session()
+        submit("one")
+        when_done(lambda: (said.update(closing=runner.closing), loop.stop()))
+    """)
+    assert said == {"closing": None} and runtime.end("one")["exit_code"] == 0
+
+
+def test_what_dies_slowly_is_cleared_away_all_the_same(tmp_path: Path) -> None:
+    from dagster_rayslurm.runtime import clusters, corner
+
+    due: list[tuple[float, Any]] = []
+
+    class Timers:
+        def call_later(self, delay: float, call: Any) -> None:
+            due.append((delay, call))
+
+    private = scratch.Scratch()
+    try:
+        place = corner.Corners(private).take()
+        os.mkdir(place.ray_temp_dir)
+        remove = place.remove
+        left = ["a process that still writes"]
+        place.remove = lambda: left.pop() if left else remove()  # type: ignore[assignment, func-returns-value]
+        clusters.clear_away(Timers(), place, "nobody")  # type: ignore[arg-type]
+        due.pop()[1]()
+        assert os.path.exists(place.path) and due[0][0] == 0.5
+        due.pop()[1]()
+        assert not os.path.exists(place.path) and not os.path.exists(place.ray_temp_dir) and due == []
+    finally:
+        private.remove()
+
+
 def test_a_node_that_does_not_come_back_drains_a_session_without_a_cluster(nodes: Any) -> None:
     pair = nodes()
     pair.add("one", NAP % 4)

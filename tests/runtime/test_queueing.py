@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime.admission import claim_of, misfit, time_needed, too_little_time
+from dagster_rayslurm.runtime.admission import claim_of, misfit, time_known, time_needed, too_little_time
 from dagster_rayslurm.runtime.machine import Machine
 from dagster_rayslurm.runtime.queueing import Claim, FairQueue, fits
 from dagster_rayslurm.runtime.spec import PayloadSpec, RaySpec
@@ -129,11 +129,18 @@ def test_a_payload_that_no_node_can_hold_is_named(fields: dict[str, object], wor
 
 
 @pytest.mark.parametrize(
-    ("limit", "known", "needed"),
-    [(30.0, {"s": 90.0}, 30.0), (None, {"s": 90.0}, 90.0), (None, {"s": 9.0}, 60.0), (None, {}, 60.0)],
+    ("limit", "durations", "known", "needed"),
+    [
+        (30.0, {"s": 90.0}, 30.0, 30.0),
+        (None, {"s": 90.0}, 90.0, 90.0),
+        (None, {"s": 9.0}, 9.0, 60.0),
+        (None, {"other": 90.0}, 0.0, 60.0),
+    ],
 )
-def test_the_time_that_a_payload_may_take(limit: float | None, known: dict[str, float], needed: float) -> None:
-    assert time_needed(PayloadSpec(["x"], "n", step="s", time_limit=limit), known, 60.0) == needed
+def test_the_time_that_a_payload_may_take(limit: float | None, durations: dict[str, float], known: float, needed: float) -> None:
+    """Behind others it waits for what is known of them, and only its own need is at least the margin."""
+    spec = PayloadSpec(["x"], "n", step="s", time_limit=limit)
+    assert time_known(spec, durations) == known and time_needed(spec, durations, 60.0) == needed
 
 
 def test_time_that_does_not_suffice_is_told() -> None:

@@ -41,7 +41,8 @@ SCRIPTS: dict[str, str] = {
         print([line for line in open("/proc/self/status") if line[:4] in ("SigB", "SigI", "SigC", "ShdP", "Umas", "Thre")])
         print(os.getpgrp() == os.getpid() == os.getsid(0), sorted(os.listdir("/proc/self/fd")), os.umask(0), os.nice(0))
         print(threading.enumerate()[0].name, threading.current_thread() is threading.main_thread(), threading.active_count(),
-              threading.get_ident() == threading.main_thread().ident)
+              threading.get_ident() == threading.main_thread().ident,
+              threading.main_thread().native_id == threading.get_native_id())
         print(gc.isenabled(), gc.get_threshold(), sys.getrecursionlimit(), warnings.filters, time.tzname, locale.getlocale(),
               locale.setlocale(locale.LC_ALL), resource.getrlimit(resource.RLIMIT_NOFILE), sys.dont_write_bytecode)
         import ctypes
@@ -444,6 +445,26 @@ def test_relative_entries_of_the_search_path(write: Write, tmp_path: Path) -> No
     forked = run(tmp_path / "r", [{"argv": ["python", script]}], ["json"], env=env)["results"][0]
     fresh = run(tmp_path / "f", [{"argv": ["python", script]}], [], env=env)["results"][0]
     assert forked["why"] is None and forked["out"] == fresh["out"].replace("/f/", "/r/")
+
+
+def test_a_directory_that_was_not_there_is_found(write: Write, tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    code = f"import os\nos.mkdir({str(late)!r})\nopen({str(late / 'came_late.py')!r}, 'w').write('value = 4')"
+    script = write("a.py", "import came_late\nprint(came_late.value)")
+    commands = [{"argv": ["python", write("first.py", code)]}, {"argv": ["python", script]}]
+    told = run(tmp_path / "r", commands, ["json"], env={"PYTHONPATH": str(late)})["results"]
+    assert [(result["why"], result["out"], result["err"]) for result in told] == [(None, "", ""), (None, "4\n", "")]
+
+
+def test_a_template_that_is_gone_is_not_signalled(write: Write, tmp_path: Path) -> None:
+    """Its process id may be another one's by then."""
+    write("leaves.py", "import sys\nsys.exit('no GPU here')")
+    script = tmp_path / "a.py"
+    script.write_text("import time\ntime.sleep(0.3)")
+    env = {"PYTHONPATH": str(tmp_path / "payloads")}
+    told = run(tmp_path / "r", [{"argv": ["python", str(script)]}], ["leaves"], env=env)
+    assert told["results"][0]["why"].startswith("leaves cannot be imported") and told["templates"] == 0
+    assert told["signalled"] == []
 
 
 def test_a_missing_script_fails_as_ever(tmp_path: Path) -> None:
