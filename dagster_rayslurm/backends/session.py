@@ -150,12 +150,14 @@ class _Start:
         self._request = Request(
             connection=self._connection,
             commands=self._commands,
+            queue=self._queue(),
             run_dir=run_dir,
             nonce=plan.payload.nonce,
             carrier=self._setup.session.carrier,
             patience=backend.patience,
             accept=self._accepted,
             log=step.log,
+            secrets=run_files(self._plan, context)[SECRETS] if plan.secret_env else b"",
         )
 
     def run(self) -> SessionPayload:
@@ -166,10 +168,6 @@ class _Start:
             StartError: it fits no session, or none can be had.
             OSError: the cluster cannot be reached or written to.
         """
-        if self._plan.secret_env:
-            self._connection.make_dir(self._run_dir)
-            secret = run_files(self._plan, self._context)[SECRETS]
-            self._connection.write(os.path.join(self._run_dir, SECRETS), secret)
         try:
             while self._attempt is None:
                 if self._try_session():
@@ -261,6 +259,7 @@ class _Start:
             reused=self._arrival.reused,
             waited=time.monotonic() - self._began,
             poll_interval=self._setup.slurm.poll_interval,
+            describe=lambda: self._request.describe(found),
             log=self._step.log,
         )
         self._hold(self._attempt)

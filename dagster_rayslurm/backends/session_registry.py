@@ -33,15 +33,6 @@ _MOST_GENERATIONS = 999_999_999
 
 FOREIGN = 77
 """Exit code of a look at a directory of another user."""
-_OWN = f"""\
-for each; do
-    if [ -e "$each" ] && ! [ -O "$each" ]; then stat -L -c '%U' -- "$each"; exit {FOREIGN}; fi
-done
-if [ -d "$each" ]; then echo ours; fi
-"""
-"""Looks whose directories these are, from the outermost on. Who owns one of them could put into the last one a session
-of their own, with a command that is run by those who find it: what a session is called can be foreseen."""
-
 # All of them get the session's directory as $1 and a random word as $2.
 _NOW = """\
 : >".rs-$2.probe" || exit
@@ -203,7 +194,7 @@ class SessionRegistry:
         return os.path.join(self.directory, str(number))
 
     def hinted(self) -> Found | None:
-        """The session, if it is where its last maker said; two reads, and no command but for the first time.
+        """The session, if it is where its last maker said; two reads, and no command.
 
         Raises:
             StartError: the directory is another user's.
@@ -317,6 +308,9 @@ class SessionRegistry:
     def _is_ours(self) -> bool:
         """Whether the session's directory is there, and of nobody else; looked up once by each process.
 
+        Who owns one on the way could put a session of their own there, with a command that is run by those who find it:
+        what a session is called can be foreseen.
+
         Raises:
             StartError: it is another user's, or one above it is.
             OSError: that cannot be found out.
@@ -326,17 +320,18 @@ class SessionRegistry:
             return True
         sessions = os.path.dirname(self.directory)
         base = os.path.dirname(sessions)
-        done = self._commands.run(["sh", "-c", _OWN, "sh", base, sessions, self.directory], timeout=120)
-        said = done.stdout.decode("utf-8", "replace").strip()
-        if done.returncode == FOREIGN:
-            with base_errors(base):
-                raise PermissionError(f"{self._commands.place}: it belongs to {said}, who could change what runs there")
-        if done.returncode:
-            why = done.stderr.decode("utf-8", "replace").strip()[-300:] or f"exit code {done.returncode}"
-            raise OSError(f"{self._commands.place}: {self.directory} cannot be looked at: {why}")
-        if said == "ours":
-            known.add(self.directory)
-        return said == "ours"
+        user = self._commands.user_id()
+        for each in (base, sessions, self.directory):
+            found = self._commands.stat(each)
+            if found is None:
+                return False
+            if found.owner != user:
+                done = self._commands.run(["stat", "-L", "-c", "%U", "--", each])
+                owner = done.stdout.decode("utf-8", "replace").strip() or f"user {found.owner}"
+                with base_errors(base):
+                    raise PermissionError(f"{self._commands.place}: {each} belongs to {owner}, who could change what runs there")
+        known.add(self.directory)
+        return True
 
     def _read(self, *names: str) -> bytes:
         """What is in a file of the session's directory; nothing at all is believed unless that is this user's."""

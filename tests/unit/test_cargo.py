@@ -15,7 +15,19 @@ def test_a_file_here_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mon
     """It is no fault of the directory on the cluster."""
     script = tmp_path / "script.py"
     script.write_text("pass")
-    plan = make_plan(payload_path=script, launcher=BashLauncher(), nonce="n", env={}, data_dir=None)
+    plan = make_plan(
+        payload_path=script,
+        launcher=BashLauncher(),
+        nonce="n",
+        env={},
+        data_dir=None,
+        secret_env={},
+        extra_files=None,
+        outputs=None,
+        max_output_bytes=1,
+        max_stdio_bytes=1,
+        uses_pipes=False,
+    )
 
     def unreadable(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(script))
