@@ -6,12 +6,25 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _SAME = 1.0
 """Seconds within which another interrupt is the same one: Ctrl-C reaches a step process once from the terminal and
 once from the process that runs the steps (Dagster's multiprocess executor)."""
+
+
+@contextmanager
+def _taken_by(take: Callable[[int], None]) -> Iterator[None]:
+    """Let somebody else have SIGINT and SIGTERM, and give both back even if one of them comes while that is done."""
+    with ExitStack() as stack:
+        for signum in _SIGNALS:
+            # None: whoever handled it is not known to Python, so it cannot be given back.
+            stack.callback(signal.signal, signum, signal.getsignal(signum) or signal.SIG_DFL)
+            signal.signal(signum, lambda received, _: take(received))
+        yield
 
 
 @contextmanager
@@ -21,14 +34,10 @@ def delayed_interrupts() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    before = {
-        signum: signal.signal(signum, lambda received, _: came.append(received)) for signum in (signal.SIGINT, signal.SIGTERM)
-    }
     try:
-        yield
+        with _taken_by(came.append):
+            yield
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
         if came:
             signal.raise_signal(came[0])
 
@@ -50,9 +59,5 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield again.is_set
         return
-    before = {signum: signal.signal(signum, take) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _taken_by(take):
         yield again.is_set
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 
 from ..connections.base import Connection
 from ..runtime.record import EXIT, SESSION
 from ..slurm.submit import JOB_ID
 from ..slurm.surroundings import CLEAN
 
+_SWEPT = ".swept"
+"""File that is touched by each sweep."""
 _DAY = 1440
 """Minutes after which something that should have had its final name by then is a leftover."""
 _CLAIM = 15
@@ -22,7 +25,7 @@ _SWEEP = """\
 export LC_ALL=C
 age=$2 every=$3 leftover=$4 grave=.rs-$5.gone claim=$6
 cd -- "$1" 2>/dev/null || exit 0
-if [ "$every" -gt 0 ] && [ -n "$(find .swept -mmin "-$every" 2>/dev/null)" ]; then exit; fi
+if [ "$every" -gt 0 ] && [ -n "$(find @SWEPT@ -mmin "-$every" 2>/dev/null)" ]; then exit; fi
 umask 077
 trap 'exit 143' HUP INT TERM
 if [ "$every" -gt 0 ]; then
@@ -109,10 +112,19 @@ for place in bundles runtime environments queue runs sessions $(list sessions "$
     done
 done
 for name in $(list queue 'claim-[0-9]+' -type d -cmin "+$leftover"); do rmdir -- "queue/$name"; done
-: >.swept
+: >@SWEPT@
 """
-for _word, _text in (("@CLEAN@", CLEAN), ("@EXIT@", EXIT), ("@JOB_ID@", JOB_ID), ("@SESSION@", SESSION)):
+for _word, _text in (("@CLEAN@", CLEAN), ("@EXIT@", EXIT), ("@JOB_ID@", JOB_ID), ("@SESSION@", SESSION), ("@SWEPT@", _SWEPT)):
     _SWEEP = _SWEEP.replace(_word, _text)
+
+
+def _swept_lately(connection: Connection, base: str, seconds: float) -> bool:
+    """Whether there is no need to start a command that would find out that there is nothing to do.
+
+    The clock here may differ from the one there: then that command is started in vain, or some time later.
+    """
+    found = connection.stat(os.path.join(base, _SWEPT))
+    return found is not None and abs(time.time() - found.modified) < seconds
 
 
 def sweep_remote(
@@ -137,6 +149,8 @@ def sweep_remote(
     Raises:
         OSError: the cluster cannot be reached, the base directory cannot be written, or it took too long.
     """
+    if every_minutes and _swept_lately(connection, base, 60.0 * every_minutes):
+        return []
     age, token = max(1, round(retention_days * _DAY)), secrets.token_hex(8)
     command = ["sh", "-c", _SWEEP, "sh", base, str(age), str(every_minutes), str(_DAY), token, str(_CLAIM)]
     done = connection.run(command, timeout=timeout)

@@ -58,6 +58,19 @@ class Completed:
     stderr: bytes
 
 
+@dataclass(frozen=True)
+class Stat:
+    """What is known of a file without opening it.
+
+    Attributes:
+        owner: the user id there.
+        modified: when it was changed last, by the clock there, in whole seconds of the epoch.
+    """
+
+    owner: int
+    modified: float
+
+
 class Forward(Protocol):
     """A TCP port of this machine that leads to a port over there; several clients may use it at once."""
 
@@ -109,6 +122,18 @@ class Connection(Protocol):
 
     def home(self) -> str:
         """The home directory there."""
+        ...
+
+    def user_id(self) -> int:
+        """The number of the user there."""
+        ...
+
+    def stat(self, path: str) -> Stat | None:
+        """What is known of a file or directory, or of what a link leads to; None if it is not there. No command is run.
+
+        Raises:
+            OSError: it cannot be looked at.
+        """
         ...
 
     def read(self, path: str, offset: int, limit: int) -> bytes:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from ..runtime.record import temporary_name, write_atomically
-from .base import Completed, Progress
+from .base import Completed, Progress, Stat
 
 _CHUNK = 1024 * 1024
 _LONGEST = 1e6
@@ -70,6 +70,16 @@ class LocalConnection:
 
     def home(self) -> str:
         return os.path.expanduser("~")
+
+    def user_id(self) -> int:
+        return os.geteuid()
+
+    def stat(self, path: str) -> Stat | None:
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            return None
+        return Stat(found.st_uid, int(found.st_mtime))
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
         try:

@@ -27,6 +27,8 @@ _WINDOW = 64
 _VERSION = re.compile(rb"\0\0[\0-\x10][\0-\xff]\x02\0\0\0\x03")
 """How the server's first packet begins: its length, SSH_FXP_VERSION, version 3. No text that a shell prints looks so."""
 _MOST_NOISE = 1024 * 1024
+_FEW = 64
+"""Files and directories that are removed one by one."""
 
 
 class SftpLost(Exception):
@@ -250,6 +252,57 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
         # Servers other than OpenSSH's may not know fsync; one that knows it and fails means a full or broken disk.
         if kind == protocol.CMD_STATUS and message.get_int() not in (protocol.SFTP_OK, protocol.SFTP_OP_UNSUPPORTED):
             raise OSError("it cannot be written to the disk (full, or over quota)")
+
+    def entries(self, path: bytes) -> Iterator[tuple[bytes, bool]]:
+        """What is in a directory, and which of it are directories; links are none."""
+        _, message = self._request(protocol.CMD_OPENDIR, path)
+        handle = message.get_binary()
+        try:
+            while True:
+                try:
+                    _, message = self._request(protocol.CMD_READDIR, handle)
+                except EOFError:
+                    return
+                for _ in range(message.get_int()):
+                    name, _ = message.get_binary(), message.get_binary()
+                    attributes = paramiko.SFTPAttributes._from_msg(message)
+                    if name not in (b".", b".."):
+                        yield name, stat.S_ISDIR(attributes.st_mode or 0)
+        finally:
+            with contextlib.suppress(SftpLost):
+                self.submit(protocol.CMD_CLOSE, handle)
+
+    def remove_few(self, path: bytes) -> bool:
+        """Remove a file, or a directory with the little that is in it; one that is not there is no error.
+
+        Returns:
+            Whether it is gone; False if there is more in it, nothing of which is touched then.
+
+        Raises:
+            OSError: some of it cannot be removed.
+        """
+        try:
+            if not stat.S_ISDIR(self.lstat(path).st_mode or 0):
+                self._request(protocol.CMD_REMOVE, path)
+                return True
+        except FileNotFoundError:
+            return True
+        files: list[bytes] = []
+        directories = [path]
+        for directory in directories:  # Grows as it is gone through.
+            for name, is_directory in self.entries(directory):
+                (directories if is_directory else files).append(directory + b"/" + name)
+                if len(files) + len(directories) > _FEW:
+                    return False
+        for reply in [self.submit(protocol.CMD_REMOVE, each) for each in files]:
+            self._gone(reply)
+        for directory in reversed(directories):
+            self._gone(self.submit(protocol.CMD_RMDIR, directory))
+        return True
+
+    def _gone(self, reply: _Reply) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.answer(reply)
 
     def replace(self, temporary: bytes, path: bytes) -> None:
         """Rename over whatever is there, in one step (posix-rename@openssh.com, OpenSSH PROTOCOL section 4.3)."""

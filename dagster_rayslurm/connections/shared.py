@@ -38,14 +38,16 @@ def connection_to(ssh: SSHConnectionResource | None) -> Connection:
 
 
 def connect_early(ssh: SSHConnectionResource | None) -> None:
-    """Begin to log in, in the background: a step that is being prepared will need it in a moment.
+    """Begin to log in, in the background: a step that is being prepared will need it in a moment, and who it is there.
 
     What goes wrong is said to whoever uses the connection.
     """
 
     def log_in() -> None:
         with contextlib.suppress(OSError, ValueError):
-            connection_to(ssh).home()
+            connection = connection_to(ssh)
+            connection.user_id()
+            connection.stat("/")  # Opens what files go over.
 
     threading.Thread(target=log_in, name="rayslurm-connect", daemon=True).start()
 

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.connections.base import Connection
+from dagster_rayslurm.connections.base import Connection, Stat
 from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.connections.ssh import SSHConnection
 
 from .conftest import Place
 
@@ -207,6 +208,41 @@ def test_removing(place: Place) -> None:
     place.connection.remove(tree)
     place.connection.remove(tree)  # Not there any more, and no error.
     assert place.connection.run(["ls", "-A", place.dir]).stdout == b""
+
+
+@pytest.mark.parametrize("size", [3, 200])
+def test_a_directory_of_any_size_is_removed_and_a_small_one_without_a_command(
+    place: Place, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = place.connection
+    script = f'mkdir -p "$1/sub/b\xff" && cd "$1/sub" && for n in $(seq {size}); do : > "file $n"; done; ln -s .. link'
+    tree = os.path.join(place.dir, "tree")
+    assert connection.run(["sh", "-c", script, "sh", tree]).returncode == 0
+    ran = []
+    if isinstance(connection, SSHConnection):
+        run = connection._run
+        monkeypatch.setattr(connection, "_run", lambda *words, **named: ran.append(words) or run(*words, **named))  # type: ignore
+    connection.remove(os.path.join(tree, "sub", "file 1"))
+    connection.remove(tree)
+    assert len(ran) == (1 if size > 100 and isinstance(connection, SSHConnection) else 0)
+    assert connection.run(["ls", "-A", place.dir]).stdout == b""
+
+
+def test_what_cannot_be_removed_is_said(place: Place) -> None:
+    with pytest.raises(OSError, match="removing" if isinstance(place.connection, SSHConnection) else "."):
+        place.connection.remove("/proc/version")
+
+
+def test_whose_a_file_is_and_of_when(place: Place) -> None:
+    path = os.path.join(place.dir, "file")
+    assert place.connection.stat(path) is None
+    place.connection.write(path, b"x")
+    place.connection.run(["touch", "-d", "@1000000000", path])
+    found = place.connection.stat(path)
+    assert found == Stat(place.connection.user_id(), 1000000000)
+    directory, root = place.connection.stat(place.dir), place.connection.stat("/")
+    assert directory is not None and directory.owner == found.owner
+    assert root is not None and root.owner == 0
 
 
 def test_copies_of_200_mb_with_progress(place: Place, tmp_path: Path) -> None:

@@ -279,6 +279,17 @@ def test_one_sweep_an_hour(base: Path, make: Callable[..., Path]) -> None:
     assert sweep(base, every_minutes=60) == ["runs/0123abcd-b-0123456789ab"]
 
 
+@pytest.mark.parametrize(("age", "commands"), [(0, 0), (3500, 0), (3700, 1), (-3500, 0), (-3700, 1)])
+def test_a_sweep_that_is_not_due_starts_no_command(base: Path, age: float, commands: int) -> None:
+    """A date in the future is that of a clock which was wrong once."""
+    (base / ".swept").touch()
+    os.utime(base / ".swept", (time.time() - age,) * 2)
+    ran: list[Any] = []
+    connection = LocalConnection()
+    connection.run = lambda command, **_: ran.append(command) or Completed(0, b"", b"")  # type: ignore
+    assert sweep_remote(connection, str(base), 14) == [] and len(ran) == commands
+
+
 def test_a_sweep_that_was_broken_off_is_done_again(base: Path, make: Callable[..., Path]) -> None:
     make("runs/0123abcd-a-0123456789ab", 99)
     slow = Changed("for name in $(list runs", 'touch "began"; sleep 30; for name in $(list runs')

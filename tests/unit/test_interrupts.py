@@ -1,0 +1,94 @@
+"""Interrupts that are held back: none is lost, and whoever had them before has them again."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm import interrupts
+from dagster_rayslurm.interrupts import deferred_interrupts, delayed_interrupts
+
+BOTH = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(BaseException):
+    """What the handlers of the test raise."""
+
+
+def stop(signum: int, _: Any) -> None:
+    raise Stopped(signum)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = [(signum, signal.signal(signum, stop)) for signum in BOTH]
+    yield
+    for signum, handler in before:
+        signal.signal(signum, handler)
+
+
+def in_place() -> list[Any]:
+    return [signal.getsignal(signum) for signum in BOTH]
+
+
+@pytest.mark.parametrize("signum", BOTH)
+def test_one_that_is_held_back_comes_at_the_end(signum: signal.Signals) -> None:
+    done = False
+    with pytest.raises(Stopped) as caught, delayed_interrupts():
+        signal.raise_signal(signum)
+        signal.raise_signal(signum)
+        done = True
+    assert done and caught.value.args == (signum,) and in_place() == [stop, stop]
+
+
+def test_it_comes_after_an_error_as_well() -> None:
+    with pytest.raises(Stopped), delayed_interrupts():
+        signal.raise_signal(signal.SIGTERM)
+        raise ValueError
+    assert in_place() == [stop, stop]
+
+
+@pytest.mark.parametrize("held", [delayed_interrupts, deferred_interrupts])
+@pytest.mark.parametrize("signum", BOTH)
+@pytest.mark.parametrize("moment", [1, 2, 3, 4])
+def test_one_that_comes_while_handlers_change(
+    held: Callable[[], AbstractContextManager[Any]], signum: signal.Signals, moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each single change, in both directions: what was there before is there again."""
+    real, changes = signal.signal, 0
+
+    def change(which: int, handler: Any) -> Any:
+        nonlocal changes
+        before = real(which, handler)
+        changes += 1
+        if changes == moment:
+            signal.raise_signal(signum)
+        return before
+
+    monkeypatch.setattr(interrupts.signal, "signal", change)
+    came = False
+    try:
+        with held():
+            pass
+    except Stopped:
+        came = True
+    monkeypatch.undo()
+    assert in_place() == [stop, stop]
+    # Only who defers them counts those that come meanwhile instead.
+    assert came or held is deferred_interrupts
+
+
+def test_other_threads_get_none() -> None:
+    seen: list[list[Any]] = []
+
+    def work() -> None:
+        with delayed_interrupts(), deferred_interrupts():
+            seen.append(in_place())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [[stop, stop]]
