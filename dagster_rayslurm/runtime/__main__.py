@@ -51,25 +51,34 @@ def node(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
 
 def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
     """Be one node of a session's Slurm step: the first takes requests until the session is idle or its time is over."""
-    from . import requests, time_limit
+    from . import channel, requests, time_limit
     from .payload import End
 
     def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
-        spec, limit = runner.spec, time_limit.TimeLimit(runner.loop, here.job_id)
+        spec = runner.spec
+
+        def known(left):  # type: (float) -> None
+            # A short allocation serves for most of its time as well.
+            margin = min(spec.drain_margin, left / 10)
+            runner.set_margin(margin)
+            limit.when(margin, lambda left: runner.drain("its time limit comes in %d s" % round(left)))
+
+        limit = time_limit.TimeLimit(runner.loop, here.job_id, known=known)
         runner.time_left = limit.left
         if spec.warn_before_limit is not None:
             time_limit.warn_payloads(limit, spec.warn_before_limit, spec.warn_signal, lambda: runner.payloads)
-        limit.when(spec.drain_margin, lambda left: runner.drain("its time limit comes in %d s" % left))
         end = End("timeout", "the session's allocation came to its time limit")
         limit.when(_LAST_CALL, lambda _: runner.close(end, grace=_LAST_CALL / 2))
         assert spec.control_key is not None
-        server = requests.RequestServer(runner, session_dir, here, spec.control_key, spec.control_ports)
+        # A key of their own: a worker and somebody with a request must not take each other's door for theirs.
+        key = channel.derive(spec.control_key, "requests")
+        server = requests.RequestServer(runner, session_dir, here, key, spec.control_ports)
         limit.start()
         try:
             runner.run()
         finally:
             server.close()
-        return 0
+        return 1 if runner.failed else 0
 
     return _be_node(session_dir, dispensable, lead)
 

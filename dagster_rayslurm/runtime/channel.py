@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import time
+import traceback
 from typing import Any, Callable, Dict, Optional
 
 from .loop import Loop
@@ -66,7 +67,7 @@ class Seal:
 class Channel:
     """One connection. Nothing is handed on before the other end has proved that it knows the key.
 
-    A line that the other end cannot have sent ends the connection, and nothing else.
+    A line that the other end cannot have sent, or whose message cannot be dealt with, ends the connection, and nothing else.
 
     Args:
         loop: where it is read.
@@ -168,7 +169,11 @@ class Channel:
                 message = self._open(line)
                 if message is None:
                     return self._end()
-                self._deliver(message)
+                try:
+                    self._deliver(message)
+                except Exception:  # Nor does what one says who belongs here end the others' work.
+                    traceback.print_exc()
+                    return self._end()
             else:
                 try:
                     self._prove(line)
@@ -185,7 +190,10 @@ class Channel:
         seal, _, body = line.partition(b" ")
         if not hmac.compare_digest(seal, self._received.next(body)):
             return None
-        message = json.loads(body.decode("utf-8"))
+        try:
+            message = json.loads(body.decode("utf-8"))
+        except (ValueError, RecursionError):
+            return None
         return message if isinstance(message, dict) else None
 
     def _prove(self, line: bytes) -> None:

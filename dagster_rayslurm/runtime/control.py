@@ -51,7 +51,7 @@ class _Lines:
         for line in lines:
             try:
                 request = json.loads(line.decode("utf-8"))
-            except ValueError:
+            except (ValueError, RecursionError):
                 request = {}
             self._take(request if isinstance(request, dict) else {})
 
@@ -69,7 +69,7 @@ def serve_run_dir(supervisor: Supervisor, run_dir: str) -> Payload:
     taken = [b""]
 
     def look() -> None:
-        with contextlib.suppress(OSError, ValueError):  # Unreadable for now, or replaced while it was read.
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # Unreadable for now, or replaced while it was read.
             with open(path, "rb") as file:
                 text = file.read()
             if text != taken[0]:
@@ -82,8 +82,9 @@ def serve_run_dir(supervisor: Supervisor, run_dir: str) -> Payload:
     return payload
 
 
-def _cancel(payload: Payload, request: Dict[str, Any]) -> None:
-    if request.get("op") == "cancel":
+def _cancel(payload: Payload, request: Any) -> None:
+    """Cancel a payload, if that is what is asked for: the payload itself can write such a file, with anything in it."""
+    if isinstance(request, dict) and request.get("op") == "cancel":
         payload.end_early(CANCELLED, grace=0 if request.get("now") else None)
 
 

@@ -8,21 +8,30 @@ import sys
 from typing import Dict
 
 from .record import RUNTIME, SECRETS
-from .spec import RuntimeSpec, SpecError, from_json
+from .spec import RuntimeSpec, SpecError, from_json, is_passable
 
 
 def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
-    """Read the secret variables and, unless another attempt may need them, remove their file."""
+    """Read the secret variables and, unless another attempt may need them, remove their file.
+
+    Raises:
+        SpecError: they are no variables; the file is left where it is.
+        OSError: the file cannot be read, or not be removed.
+    """
     path = os.path.join(run_dir, SECRETS)
     try:
         secrets = json.loads(read_text(path))
-        if not keep:
-            os.unlink(path)
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError("%s is not JSON" % path) from error
-    return {str(name): str(value) for name, value in secrets.items()}
+    if not isinstance(secrets, dict):
+        raise SpecError("%s is not a JSON object" % path)
+    if not all(isinstance(value, str) and is_passable(name) and is_passable(value) for name, value in secrets.items()):
+        raise SpecError("%s has a variable whose value is no text that a process can have" % path)
+    if not keep:
+        os.unlink(path)
+    return secrets
 
 
 def read_text(path: str) -> str:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Set
 
 from . import processes
 from .loop import Loop, Timer
 from .messages import MessageFile
-from .outputs import collect_outputs
-from .record import STATUS, RunRecord, write_atomically
+from .outputs import Collection, Entry
+from .record import STATUS, RunRecord, tail_lines, write_atomically
 from .spec import PayloadSpec
 from .team import Team
 from .templates import Templates
@@ -27,6 +29,8 @@ _CHUNK = 256 * 1024
 _MESSAGE_POLL = 0.1
 _SYNC_INTERVAL = 0.2
 _DRAIN_DEADLINE = 5.0
+_END_AGAIN = 1.0
+"""Seconds until an `end` is written again that could not be."""
 _SIGNAL_MARGIN = 0.25
 """Seconds that a failed payload's end waits for a signal which ended it and the runtime alike: Slurm signals all
 processes of a job, the payload perhaps before the runtime."""
@@ -63,6 +67,12 @@ class Setting:
     team: Optional[Team] = None
     others: Callable[[], Iterable[int]] = tuple
     audit: Optional[Callable[[Callable[[List[str]], None]], None]] = None
+
+
+def defect(error: BaseException) -> End:
+    """The end of a payload that a defect of the runtime has ended: one line; where it happened is in the tail."""
+    said = " ".join(str(error).split())
+    return End("runtime", type(error).__name__ + (": " + said if said else ""))
 
 
 class Payload:
@@ -116,7 +126,15 @@ class Payload:
         self._setting: Optional[Setting] = None
         self._awaited: Set[str] = set()
         self._settled = True
+        self._kill_at: Optional[float] = None
+        self._finishing = False
+        self._outputs: Optional[Collection] = None
+        self._cut: Optional[End] = None
+        """Why the copying of outputs is cut short."""
         self._started_at: Optional[float] = None
+        self._unwritten: Optional[Dict[str, Any]] = None
+        """The `end`, while it cannot be written."""
+        self._told_ended = False
         self.ended = False
 
     def start(self, setting: Setting) -> None:
@@ -204,8 +222,15 @@ class Payload:
     def end_early(self, end: End, grace: Optional[float] = None) -> None:
         """End the payload for a reason of the runtime's own: SIGTERM to its group, SIGKILL after the grace period.
 
-        The first reason stands; asking again shortens the wait if `grace` is shorter.
+        The first reason stands; asking again shortens the wait if `grace` is shorter, and never lengthens it. Outputs that are
+        still being copied get the grace period, too; without them the reason is how the payload ended.
         """
+        grace = self.spec.grace_period if grace is None else grace
+        if self._outputs is not None and not self.ended:
+            if end.reason != "record":  # Nothing but the `end` is still to be recorded.
+                self._cut = self._cut or end
+                self._kill_within(grace)
+            return
         if self.ended or (self._exit is not None and self._settled and end.reason != "record"):
             return  # It ended by itself first, and that is the truth.
         if self._verdict is None:
@@ -214,10 +239,9 @@ class Payload:
             return self._finish(self._verdict)
         if self._exit is not None:
             return self._finish_if_complete()
-        grace = self.spec.grace_period if grace is None else grace
-        if grace > 0:
+        if grace > 0 and self._kill_at is None:
             processes.signal_group(self._pid, signal.SIGTERM)
-        self._due("kill", grace, self._kill)
+        self._kill_within(grace)
 
     def signal(self, signum: int) -> bool:
         """Send a signal to the payload's process group, unless it has ended; one that comes too early is kept for its start.
@@ -236,6 +260,17 @@ class Payload:
     def pid(self) -> Optional[int]:
         """Its process, while that runs."""
         return self._pid if self._exit is None else None
+
+    @property
+    def pids(self) -> List[int]:
+        """The processes that work for it here; what is below them is its own, too."""
+        copying = self._outputs.pid if self._outputs is not None else None
+        return [pid for pid in (self.pid, copying) if pid is not None]
+
+    @property
+    def ended_by_itself(self) -> bool:
+        """Whether it ran to an end of its own, so that it took as long as it takes."""
+        return self._verdict is None and self._exit is not None and self._exit.signal is None
 
     @property
     def terminated(self) -> bool:
@@ -262,6 +297,34 @@ class Payload:
         """Write the first record of the run."""
         self._keep(start)
 
+    def safely(self, call: Callable[[], None]) -> None:
+        """Do something for this payload; a defect in that ends it alone, and not what others have here."""
+        try:
+            call()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        traceback.print_exc()
+        if self._told_ended:
+            return
+        with contextlib.suppress(Exception):  # What failed may be this very record.
+            self.keep_tail("runtime traceback", tail_lines(traceback.format_exc()))
+        self._verdict, self._finishing, self.ended = defect(error), True, True
+        for timer in self._timers.values():
+            timer.cancel()
+        for fd in list(self._streams):
+            self.loop.forget(fd)
+            os.close(fd)
+        self._streams.clear()
+        if self._sampler is not None and self._pid is None:
+            self._sampler.cancel()
+        for pid in self.pids:
+            processes.signal_group(pid, signal.SIGKILL)
+        self._kill_leftovers()
+        self._write_end(self._end_record(self._verdict, time.time()))
+        self._tell_ended()
+
     def keep_tail(self, name: str, text: str) -> None:
         """Write the last lines of a log that explains a failure."""
         if not self.ended:
@@ -270,7 +333,9 @@ class Payload:
     def abandon(self, end: End) -> None:
         """Write the `end` without waiting for the process, which the caller ends with everything else."""
         if not self.ended:
+            self._cut = self._cut or end
             self._finish(end)
+            self._cut_outputs()
 
     def _phase(self, name: str, message: str, **detail: Any) -> None:
         at = time.time()
@@ -282,24 +347,39 @@ class Payload:
         status.update(nonce=self.spec.nonce, runtime_pid=os.getpid(), payload_pid=self._pid)
         write_atomically(os.path.join(self.run_dir, STATUS), json.dumps(status).encode("utf-8"))
 
+    def _kill_within(self, grace: float) -> None:
+        """Have it killed after so many seconds, unless that is to happen earlier anyway."""
+        at = self.loop.now() + grace
+        if self._kill_at is None or at < self._kill_at:
+            self._kill_at = at
+            self._due("kill", grace, self._kill)
+
     def _kill(self) -> None:
-        if self._pid is not None:
+        if self._outputs is not None:
+            self._cut_outputs()
+        elif self._pid is not None:
             processes.signal_group(self._pid, signal.SIGKILL)
+
+    def _cut_outputs(self) -> None:
+        """Write the `end` without the outputs that are still being copied."""
+        if self._outputs is not None and self._cut is not None and not self.ended:
+            self._verdict = self._verdict or self._cut  # A success would have them all.
+            self._outputs.cut(self._cut.message or self._cut.reason)
 
     def _watch(self, name: str, fd: int) -> None:
         self._streams[fd] = _Stream(name)
-        self.loop.on_readable(fd, lambda: self._read(fd))
+        self.loop.on_readable(fd, lambda: self.safely(lambda: self._read(fd)))
 
     def _due(self, name: str, delay: float, call: Callable[[], None]) -> None:
         """Have `call` made later, instead of what was due under this name."""
         if name in self._timers:
             self._timers[name].cancel()
-        self._timers[name] = self.loop.call_later(delay, call)
+        self._timers[name] = self.loop.call_later(delay, lambda: self.safely(call))
 
     def _every(self, interval: float, name: str, call: Callable[[], None]) -> None:
         def again() -> None:
             self._guarded(call)
-            if not self.ended:
+            if not self._finishing:
                 self._due(name, interval, again)
 
         self._due(name, interval, again)
@@ -335,6 +415,9 @@ class Payload:
                 self.end_early(End("record", why))
 
     def _exited(self, code: int, rusage: Any) -> None:
+        self.safely(lambda: self._take_exit(code, rusage))
+
+    def _take_exit(self, code: int, rusage: Any) -> None:
         assert self._pid is not None and self._sampler is not None
         self._exit = End("exit", exit_code=code) if code >= 0 else End("exit", signal=-code)
         self._usage = self._sampler.stop(self._pid, rusage)
@@ -342,10 +425,10 @@ class Payload:
         assert self._setting is not None
         if self._setting.team is not None:
             self._awaited.add("usage")
-            self._setting.team.collect(self.spec.nonce, self._take_usage)
+            self._setting.team.collect(self.spec.nonce, lambda others: self.safely(lambda: self._take_usage(others)))
         if self._setting.audit is not None:
             self._awaited.add("audit")
-            self._setting.audit(self._take_leaks)
+            self._setting.audit(lambda leaks: self.safely(lambda: self._take_leaks(leaks)))
         self._kill()
         self._kill_leftovers()
         if code != 0 and self._verdict is None:
@@ -356,7 +439,8 @@ class Payload:
 
     def _take_usage(self, others: Dict[str, Dict[str, Any]]) -> None:
         """Take what the other nodes measured."""
-        self._usage = merge({str(self.context.get("hostname")): self._usage, **others})
+        with contextlib.suppress(Exception):  # Figures that no node of this version tells are worth no payload.
+            self._usage = merge({str(self.context.get("hostname")): self._usage, **others})
         self._awaited.discard("usage")
         self._finish_if_complete()
 
@@ -379,7 +463,7 @@ class Payload:
 
     def _finish_if_complete(self) -> None:
         complete = not self._streams and not self._awaited and (self._settled or self._verdict is not None)
-        if self._exit is not None and complete and not self.ended:
+        if self._exit is not None and complete:
             self._finish(self._verdict or self._exit)
 
     def _give_up_draining(self) -> None:
@@ -391,52 +475,95 @@ class Payload:
         self._finish_if_complete()
 
     def _finish(self, end: End) -> None:
-        """Write the one `end`; nothing is written to the run directory afterwards."""
+        """Copy what is left to copy, and write the one `end`; nothing is written to the run directory afterwards."""
+        if self._finishing:
+            return
+        self._finishing = True
         if self._messages is not None:
             self._copy_messages()
             self._messages.remove()
             end = self._verdict or end  # Copying the last messages may itself have failed.
-        self.ended = True
         for timer in self._timers.values():
             timer.cancel()
+        self._kill_at = None
         ended_at = time.time()
+        target = os.path.join(self.run_dir, "outputs")
+        patterns = self.spec.outputs if self._started_at is not None else []
+
+        def copied(taken: List[Entry], left_out: List[str]) -> None:
+            self.safely(lambda: self._conclude(end, ended_at, taken, left_out))
+
+        outputs = Collection(self.loop, self._work_dir, target, patterns, self.spec.max_output_bytes, copied)
+        if not self.ended:
+            self._outputs = outputs
+            self._phase("outputs", "copying the outputs")
+
+    def _conclude(self, end: End, ended_at: float, taken: List[Entry], left_out: List[str]) -> None:
+        """Write the one `end`."""
+        if self.ended:
+            return  # A defect has ended it.
+        for timer in self._timers.values():
+            timer.cancel()
+        end = self._verdict or end
+        self.ended = True
+        self._write_end(self._end_record(end, ended_at, taken, left_out))
+        self._tell_ended()
+
+    def _end_record(self, end: End, ended_at: float, taken: Sequence[Entry] = (), left_out: Sequence[str] = ()) -> Dict[str, Any]:
         fields = self._exit or end
-        try:
-            taken, left_out = collect_outputs(
-                self._work_dir, os.path.join(self.run_dir, "outputs"), self.spec.outputs, self.spec.max_output_bytes
-            )
-        except OSError as error:
-            taken, left_out = [], ["all of them: %s" % error.strerror]
-        self._write_end(
-            {
-                "type": "end",
-                "nonce": self.spec.nonce,
-                "reason": end.reason,
-                "message": end.message,
-                "exit_code": fields.exit_code,
-                "signal": fields.signal,
-                "started_at": self._started_at,
-                "ended_at": ended_at,
-                "pipes_messages": self._messages.count if self._messages else 0,
-                "usage": self._usage,
-                "outputs": taken,
-                "outputs_left_out": left_out,
-                "context": self.context,
-            }
-        )
+        return {
+            "type": "end",
+            "nonce": self.spec.nonce,
+            "reason": end.reason,
+            "message": end.message,
+            "exit_code": fields.exit_code,
+            "signal": fields.signal,
+            "started_at": self._started_at,
+            "ended_at": ended_at,
+            "pipes_messages": self._messages.count if self._messages else 0,
+            "usage": self._usage,
+            "outputs": list(taken),
+            "outputs_left_out": list(left_out),
+            "context": self.context,
+        }
+
+    def _tell_ended(self) -> None:
+        self._told_ended = True
         for call in self.on_ended:
             self.loop.call_later(0.0, call)
 
     def _write_end(self, end: Dict[str, Any]) -> None:
+        self._unwritten = end
+
+        def again() -> None:
+            if not self.write_end():
+                self.loop.call_later(_END_AGAIN, again)
+
+        if not self.write_end():
+            # Whoever follows waits for it, and a session outlives what keeps it from being written.
+            print("rayslurm: %s: the end of the run cannot be recorded yet" % self.run_dir, file=sys.stderr)
+            self.loop.call_later(_END_AGAIN, again)
+
+    def write_end(self) -> bool:
+        """Write the `end`, if that could not be done so far.
+
+        Returns:
+            Whether nothing is left to be written.
+        """
+        end = self._unwritten
+        if end is None:
+            return True
         try:
             self._write_status({"state": "ended", "message": end["reason"], "at": end["ended_at"]})
+            end.pop("status_stale", None)
         except OSError:
             end["status_stale"] = True  # A full disk: the journal's `end` has space set aside, the status has not.
         try:
             self.record.end(end)
-        except OSError as error:
-            # Whoever follows finds a runtime that ended without an `end`, and this line in its log.
-            print("rayslurm: the end of the run cannot be recorded: %s" % error, file=sys.stderr)
+        except OSError:
+            return False
+        self._unwritten = None
+        return True
 
 
 class _Stream:

@@ -105,6 +105,7 @@ class Appender:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self.size = os.fstat(self._fd).st_size
         self._dirty = False
+        self._torn = False
         if self.size and os.pread(self._fd, 1, self.size - 1) != b"\n":
             self.append(b"\n")  # What a killed writer left unfinished must not swallow the next line.
 
@@ -114,6 +115,7 @@ class Appender:
         Raises:
             OSError: the disk is full or the file system failed; the file ends where it did before.
         """
+        self._mend()
         view, start = memoryview(data), self.size
         try:
             while view:
@@ -122,9 +124,16 @@ class Appender:
                 view = view[written:]
             self._dirty = True
         except OSError:
-            os.ftruncate(self._fd, start)
-            self.size = start
+            self.size, self._torn = start, True
+            with contextlib.suppress(OSError):  # A file system that is away; the next append begins with it.
+                self._mend()
             raise
+
+    def _mend(self) -> None:
+        """Take back what a failed write has left."""
+        if self._torn:
+            os.ftruncate(self._fd, self.size)
+            self._torn = False
 
     def sync(self) -> None:
         """Make what was appended visible to other hosts (a network file system sends it on fsync)."""
@@ -163,12 +172,17 @@ class RunRecord:
         journal = os.path.join(run_dir, JOURNAL)
         if attempt == 0 and os.path.exists(journal) and os.path.getsize(journal):
             raise FileExistsError(errno.EEXIST, "there is a record already", journal)
-        with open(self._reserve, "xb" if attempt == 0 else "wb") as file:
-            file.write(os.urandom(_RESERVE_BYTES))  # Random: a file system that compresses must set it aside too.
-            file.flush()
-            os.fsync(file.fileno())
-        self._journal = Appender(journal)
-        self._stdio = Appender(os.path.join(run_dir, STDIO))
+        self._end_stands = False
+        with contextlib.ExitStack() as undo:  # Who is refused may come again.
+            with open(self._reserve, "xb" if attempt == 0 else "wb") as file:
+                undo.callback(self._free)
+                file.write(os.urandom(_RESERVE_BYTES))  # Random: a file system that compresses must set it aside too.
+                file.flush()
+                os.fsync(file.fileno())
+            self._journal = Appender(journal)
+            undo.callback(self._journal.close)
+            self._stdio = Appender(os.path.join(run_dir, STDIO))
+            undo.pop_all()
 
     @property
     def stdio_bytes(self) -> int:
@@ -206,18 +220,37 @@ class RunRecord:
         self._journal.sync()
 
     def end(self, record: Record) -> None:
-        """Append the one `end`, using the space set aside if the disk is full, and close the record."""
+        """Append the one `end`, using the space set aside if the disk is full, and close the record.
+
+        Raises:
+            OSError: it could not be kept; the record stays open, and this may be tried again.
+        """
         if self.ended:
             return
-        self.ended = True
-        with contextlib.suppress(OSError):  # Gone with its directory, perhaps; then the `end` will say so.
-            os.unlink(self._reserve)
-        self._stdio.sync()
-        full = dict(record, stdio_bytes=self.stdio_bytes, stdio_dropped=self.stdio_dropped)
-        self._journal.append(encode(full))
+        self._free()
+        if not self._end_stands:
+            with contextlib.suppress(OSError):  # Output is worth less than the `end`.
+                self._stdio.sync()
+            full = dict(record, stdio_bytes=self.stdio_bytes, stdio_dropped=self.stdio_dropped)
+            self._journal.append(encode(full))
+            self._end_stands = True
         self._journal.sync()
-        self._journal.close()
-        self._stdio.close()
+        self.ended = True
+        self._close()
+
+    def withdraw(self) -> None:
+        """Give the directory back as it was, before anything was written."""
+        self._free()
+        self._close()
+
+    def _free(self) -> None:
+        with contextlib.suppress(OSError):  # Gone with its directory, perhaps; then writing will say so.
+            os.unlink(self._reserve)
+
+    def _close(self) -> None:
+        for file in (self._journal, self._stdio):
+            with contextlib.suppress(OSError):  # What matters has been synced; the descriptor is closed all the same.
+                file.close()
 
 
 def node_log(place: int) -> str:

@@ -10,6 +10,8 @@ import contextlib
 import functools
 import json
 import os
+import sys
+import traceback
 from typing import Any, Dict, List, Mapping, Optional, Set
 
 from . import PROTOCOL_VERSION
@@ -18,8 +20,8 @@ from .channel import Channel, Message
 from .control import serve_run_dir
 from .door import Door
 from .payload import End
-from .record import JOURNAL, SESSION, write_atomically
-from .spec import SpecError
+from .record import JOURNAL, SECRETS, SESSION, write_atomically
+from .spec import SpecError, is_passable
 from .supervisor import Closing, Misfit, Supervisor
 
 _LOOK_INTERVAL = 1.0
@@ -55,6 +57,7 @@ class RequestServer:
             "pid": os.getpid(),
             "hostname": supervisor.machine.hostname,
             "closing": None,
+            "served": 0,
         }
         self._announce()
         self._look()
@@ -62,22 +65,30 @@ class RequestServer:
     def close(self) -> None:
         """Take no more requests, and say so, unless the directory is another session's by now."""
         self._door.close()
-        self._announcement["closing"] = self._announcement["closing"] or "it has ended"
+        self._update(self._supervisor.closing or self._announcement["closing"] or "it has ended")
         with contextlib.suppress(OSError):  # The job's end tells the same.
             if not self._displaced():
                 self._announce()
+
+    def _update(self, closing: Optional[str]) -> bool:
+        """Note what has changed, the end also in this node's log; whether anything has."""
+        before = dict(self._announcement)
+        self._announcement.update(closing=closing, served=self._supervisor.served)
+        if closing != before["closing"]:
+            said = "rayslurm: the session takes no more payloads, %d were here: %s" % (self._supervisor.served, closing)
+            print(said, file=sys.stderr, flush=True)
+        return self._announcement != before
 
     def _announce(self) -> None:
         write_atomically(self._path, json.dumps(self._announcement).encode("utf-8"))
 
     def _look(self) -> None:
         """Keep the announcement true, and whole: files get lost."""
-        why = self._supervisor.closing
+        changed = self._update(self._supervisor.closing)
         try:
             if self._displaced():
                 self._supervisor.drain("another session stands in its place in %s" % os.path.dirname(self._path))
-            elif why != self._announcement["closing"] or self._read() != self._announcement:
-                self._announcement["closing"] = why
+            elif changed or self._read() != self._announcement:
                 self._announce()
         except FileNotFoundError:
             self._supervisor.drain("nobody can find it: %s is gone" % os.path.dirname(self._path))
@@ -95,7 +106,7 @@ class RequestServer:
             with open(self._path, encoding="utf-8") as file:
                 found = json.load(file)
             return found if isinstance(found, dict) else None
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return None
 
     def _welcome(self, channel: Channel, request: Message) -> None:
@@ -107,7 +118,14 @@ class RequestServer:
         channel.send(**self.answer(request))
 
     def answer(self, request: Message) -> Message:
-        """The answer to a request."""
+        """The answer to a request, whatever that is: who asks must not end what others have here."""
+        try:
+            return self._take(request)
+        except Exception as error:
+            traceback.print_exc()
+            return {"ok": False, "error": "refused", "message": "%s: %s" % (type(error).__name__, error)}
+
+    def _take(self, request: Message) -> Message:
         op = request.get("op")
         if op == "run":
             return self._admit(request)
@@ -116,10 +134,13 @@ class RequestServer:
         if op == "stop":
             self._supervisor.close(_ENDED)
             return {"ok": True}
-        return {"ok": False, "error": "unknown request", "message": "this session does not know %r" % op}
+        return {"ok": False, "error": "unknown request", "message": "this session does not know %.80r" % (op,)}
 
     def _admit(self, request: Message) -> Message:
-        request_id, run_dir = str(request["request_id"]), str(request["run_dir"])
+        problem = _problem(request)
+        if problem is not None:
+            return {"ok": False, "error": "refused", "message": "the request cannot be understood: %s" % problem}
+        request_id, run_dir = request["request_id"], request["run_dir"]
         if request_id in self._seen or _has_started(run_dir):
             return {"ok": False, "error": "duplicate"}
         if self._supervisor.closing is not None:
@@ -127,6 +148,8 @@ class RequestServer:
         missing = [path for path in request.get("needs", []) if not _use(path)]
         if missing:
             return {"ok": False, "error": "missing", "missing": missing}
+        if request.get("secrets") and not _use(os.path.join(run_dir, SECRETS)):
+            return {"ok": False, "error": "missing-secrets", "message": "%s has no %s" % (run_dir, SECRETS)}
         try:
             lay_out(run_dir, request.get("files", {}))
             serve_run_dir(self._supervisor, run_dir)
@@ -134,10 +157,38 @@ class RequestServer:
             return {"ok": False, "error": "closing", "message": str(error)}
         except Misfit as error:
             return {"ok": False, "error": "misfit", "message": str(error)}
-        except (OSError, SpecError) as error:
+        except SpecError as error:
             return {"ok": False, "error": "refused", "message": str(error)}
+        except OSError as error:
+            return {"ok": False, "error": "record", "message": "the run directory %s cannot be written: %s" % (run_dir, error)}
         self._seen.add(request_id)
         return {"ok": True, "cluster_id": self._supervisor.spec.cluster_id}
+
+
+def _problem(request: Message) -> Optional[str]:
+    """What is wrong with a request to run something, or None."""
+    texts = [request.get("request_id"), request.get("run_dir")]
+    if not all(isinstance(text, str) and text and is_passable(text) for text in texts):
+        return "request_id and run_dir must be text"
+    if not os.path.isabs(request["run_dir"]):
+        return "run_dir must be absolute"
+    files, needs = request.get("files", {}), request.get("needs", [])
+    if not isinstance(files, dict) or not all(isinstance(text, str) and _is_text(name, text) for name, text in files.items()):
+        return "files must be texts by name"
+    if not isinstance(needs, list) or not all(isinstance(path, str) and is_passable(path) for path in needs):
+        return "needs must be a list of paths"
+    if not isinstance(request.get("secrets", False), bool):
+        return "secrets must be true or false"
+    return None
+
+
+def _is_text(name: str, text: str) -> bool:
+    """Whether a file can have this name, less its directories, and UTF-8 this text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return is_passable(name) and os.path.basename(name) not in ("", ".", "..")
 
 
 def lay_out(run_dir: str, files: Mapping[str, str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
-from .admission import time_needed, too_little_time
+from .admission import time_known, time_needed, too_little_time
 from .payload import Payload
 from .queueing import Claim, FairQueue, fits
 from .spec import PayloadSpec, RuntimeSpec
@@ -25,6 +25,8 @@ class Roster:
         self.running: List[Payload] = []
         self.served = 0
         """Payloads that came so far."""
+        self.margin = spec.drain_margin
+        """Seconds that a payload is taken to need at least if it does not say."""
         self._spec = spec
         self._claim = claim
         self._now = now
@@ -73,16 +75,22 @@ class Roster:
         if payload in self.running:
             self.running.remove(payload)
             step = payload.spec.step
-            self.durations[step] = max(self._now() - since, self.durations.get(step, 0.0))
+            if payload.ended_by_itself:  # What was cut off, or hung, tells nothing of the next one.
+                self.durations[step] = max(self._now() - since, self.durations.get(step, 0.0))
         else:
             self._queue.remove(payload)
 
     def refusal(self, spec: PayloadSpec, left: Optional[float]) -> Optional[str]:
-        """Why another payload could not end in time; the first one always may, as another allocation has no more of it."""
+        """Why another payload could not end in time; the first one always may, as another allocation has no more of it.
+
+        Those ahead of it count by what is known of them, or a queue of short ones would look like hours; one whose turn comes
+        too late after all is given back.
+        """
         if not self.served:
             return None
-        ahead = [self._needs(payload.spec) for payload in self._queue]
-        ahead += [max(0.0, self._needs(each.spec) - (self._now() - self._since[each])) for each in self.running]
+        ahead = [time_known(payload.spec, self.durations) for payload in self._queue]
+        for each in self.running:
+            ahead.append(max(0.0, time_known(each.spec, self.durations) - (self._now() - self._since[each])))
         return too_little_time(self._needs(spec), ahead, self._spec.max_concurrent_payloads, left)
 
     def late(self, left: Optional[float]) -> List[Tuple[Payload, str]]:
@@ -106,4 +114,4 @@ class Roster:
         ]
 
     def _needs(self, spec: PayloadSpec) -> float:
-        return time_needed(spec, self.durations, self._spec.drain_margin)
+        return time_needed(spec, self.durations, self.margin)

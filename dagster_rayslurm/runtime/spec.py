@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Type, TypeVar
+from typing import Any, Dict, List, Optional, Type, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from . import PROTOCOL_VERSION
 
@@ -118,28 +120,78 @@ def to_json(spec: Any) -> str:
 
 
 def from_json(cls: Type[T], text: str) -> T:
-    """Parse a spec, refusing unknown keys and other protocol versions.
+    """Parse a spec, refusing unknown keys, values of other types and other protocol versions.
 
     Raises:
         SpecError: if the text is no JSON object of this class, or speaks another protocol version.
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError("the start record is not JSON: %s" % error) from None
     if not isinstance(data, dict):
         raise SpecError("the start record is not a JSON object")
     protocol = data.get("protocol", PROTOCOL_VERSION)
     if protocol != PROTOCOL_VERSION:
         raise SpecError("the start record speaks protocol version %s and this runtime version %s" % (protocol, PROTOCOL_VERSION))
-    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(data) - known)
+    spec = from_fields(cls, data)
+    if isinstance(spec, PayloadSpec) and not (spec.argv and spec.argv[0]):
+        raise SpecError("the start record's argv names no command")
+    return spec
+
+
+def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
+    """A dataclass from an object as JSON has it, each value of the type that its field is annotated with.
+
+    Raises:
+        SpecError: it is not.
+    """
+    if not isinstance(data, dict):
+        raise SpecError("%s is not a JSON object" % where)
+    kinds = get_type_hints(cls)
+    unknown = sorted(set(data) - set(kinds))
     if unknown:
-        raise SpecError("the start record has unknown keys: %s" % ", ".join(unknown))
-    # Both kinds of record have a cluster in them.
-    if isinstance(data.get("ray"), dict):
-        data["ray"] = from_json(RaySpec, json.dumps(data["ray"]))
+        raise SpecError("%s has unknown keys: %s" % (where, ", ".join(unknown)))
+    values = {name: _of_kind(kinds[name], value, "%s's %s" % (where, name)) for name, value in data.items()}
     try:
-        return cls(**data)
+        return cls(**values)
     except TypeError as error:
-        raise SpecError("the start record is incomplete: %s" % error) from None
+        raise SpecError("%s is incomplete: %s" % (where, error)) from None
+
+
+def _of_kind(kind: Any, value: Any, where: str) -> Any:
+    """The value, if it is of that type; a dataclass in it is made."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Union:  # The one union that is used is Optional.
+        return None if value is None else _of_kind(args[0], value, where)
+    if dataclasses.is_dataclass(kind):
+        return from_fields(kind, value, where)  # type: ignore[arg-type]
+    if origin is list and isinstance(value, list):
+        return [_of_kind(args[0], each, where) for each in value]
+    if origin is dict and isinstance(value, dict):
+        return {_of_kind(args[0], name, where): _of_kind(args[1], each, where) for name, each in value.items()}
+    if not _is_plain(origin or kind, value):
+        name = str(kind).replace("typing.", "") if origin else kind.__name__
+        raise SpecError("%s must be %s, not %.80r" % (where, name, value))
+    return value
+
+
+def _is_plain(kind: Any, value: Any) -> bool:
+    if kind is str:
+        return isinstance(value, str) and is_passable(value)
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int)
+    try:
+        return kind is float and isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # An int that no float holds.
+        return False
+
+
+def is_passable(text: str) -> bool:
+    """Whether the system takes a text as an argument, a variable or a path."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False

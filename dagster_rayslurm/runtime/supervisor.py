@@ -20,16 +20,16 @@ from .allocation import Allocation
 from .cluster import COMES_BACK, RayCluster, head_address
 from .clusters import LOST_GRACE, Clusters, asks_for_gpus
 from .footprint import footprint_error, runtime_footprint
-from .installed import ray_mark
+from .installed import Mark, ray_mark
 from .intake import load_spec, read_text, take_secrets
 from .leftovers import Leftovers
 from .loop import Loop, Timer
-from .payload import End, Payload, Setting
+from .payload import End, Payload, Setting, defect
 from .queueing import Claim
 from .ray_arguments import ClusterError
 from .record import PAYLOAD, RunRecord, node_log, tail_lines
 from .roster import Roster
-from .spec import PayloadSpec, RuntimeSpec, from_json
+from .spec import PayloadSpec, RuntimeSpec, SpecError, from_json
 from .team import Member, Team
 from .templates import Templates
 
@@ -44,8 +44,17 @@ _FRESH_INTERVAL = 600.0
 _LAST_WORD = 0.5
 """Seconds that a runtime which takes no more payloads outlasts the last one, so that whoever asks learns why."""
 
+_LAST_REASON = 5.0
+"""Seconds that a session which failed before it served anybody stays, so that those who wait for it learn why."""
+
+_END_PATIENCE = 5.0
+"""Seconds at this runtime's own end in which an `end` that could not be written is tried again."""
+
 _LATE_INTERVAL = 5.0
 """Seconds between two looks at whether the time still suffices for those who wait."""
+
+_PROPER = ("cancel", "terminated", "timeout")
+"""Reasons for which a session may end that has served nobody."""
 
 _RAY_CHANGED = "the environment's Ray has changed"
 
@@ -74,11 +83,15 @@ class Supervisor:
         self.machine = machine.detect(with_gpus=asks_for_gpus(spec))
         self.exit_code = 0
         """What the last payload's end makes of this process's own, so that Slurm's books tell the same."""
+        self.failed: Optional[str] = None
+        """Why a session that has served nobody could not."""
         self.time_left: Optional[Callable[[], Optional[float]]] = None
         """Tells the seconds that the allocation has left, None for no limit."""
         self._allocation = allocation
         self._team: Optional[Team] = None
         self._closed_at = 0.0
+        self._unwritten: List[Payload] = []
+        """Those whose `end` could not be written yet."""
         self._scratch = private
         self._roster = Roster(spec, self._claim, loop.now)
         self._closing: Optional[str] = None
@@ -88,7 +101,10 @@ class Supervisor:
         self._late: Optional[Timer] = None
         self._idle: Optional[Timer] = None
         self._idle_since = loop.now()
-        self._ray_mark = ray_mark() if spec.idle_timeout is not None else None
+        self._ray_mark: Optional[Mark] = None
+        if spec.idle_timeout is not None:
+            with contextlib.suppress(OSError):
+                self._ray_mark = ray_mark()
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
         loop.call_later(_FRESH_INTERVAL, self._keep_fresh)
@@ -133,6 +149,15 @@ class Supervisor:
         return self._roster.durations
 
     @property
+    def served(self) -> int:
+        """Payloads that were taken so far."""
+        return self._roster.served
+
+    def set_margin(self, seconds: float) -> None:
+        """Say what a payload is taken to need at least that does not say so itself."""
+        self._roster.margin = seconds
+
+    @property
     def closing(self) -> Optional[str]:
         """Why no more payloads are taken; None while they are."""
         return self._closing or self._draining
@@ -160,9 +185,20 @@ class Supervisor:
             if self._team is not None:
                 self._team.dismiss()
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
+            self._write_ends()
             self._scratch.remove()
             if self._team is not None:
                 self._team.wait_gone()
+
+    def _write_ends(self) -> None:
+        """Write what could not be written so far; nobody writes it later."""
+        deadline = self.loop.now() + _END_PATIENCE
+        left = [payload for payload in {*self._unwritten, *self._roster} if payload.ended]
+        while True:
+            left = [payload for payload in left if not payload.write_end()]
+            if not left or self.loop.now() > deadline:
+                return
+            time.sleep(_END_PATIENCE / 10)
 
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
         """Take over the payload of a run directory.
@@ -187,11 +223,14 @@ class Supervisor:
             raise Misfit(problem)
         late = self._roster.refusal(spec, self._seconds_left())
         if late:
-            self.drain(late)
-            raise Closing(late)
+            raise Closing(late)  # For this payload alone: others may take less time.
         attempt = self._allocation.restarts if self._allocation is not None else 0
         record = RunRecord(run_dir, spec.max_stdio_bytes, attempt)
-        secrets = take_secrets(run_dir, keep=self.spec.requeue)
+        try:
+            secrets = take_secrets(run_dir, keep=self.spec.requeue)
+        except BaseException:
+            record.withdraw()
+            raise
         payload = Payload(self.loop, run_dir, spec, secrets, record, environ or dict(os.environ))
         payload.templates = self._templates
         payload.on_ended.append(lambda: self._ended(payload))
@@ -231,6 +270,8 @@ class Supervisor:
         """
         if self._closing is None:
             self._closing, self._closed_at = end.message or "it ends", self.loop.now()
+            if self.spec.idle_timeout is not None and not self.served and end.reason not in _PROPER:
+                self.failed = self._closing
         if end.reason == "timeout" and queued is None:
             queued = End("returned", "%s before the payload's turn came" % end.message)
         for payload in self._roster.waiting:
@@ -284,7 +325,10 @@ class Supervisor:
         return self.time_left() if self.time_left is not None else None
 
     def _ray_has_changed(self) -> bool:
-        return self._ray_mark is not None and ray_mark() != self._ray_mark
+        try:
+            return self._ray_mark is not None and ray_mark(self._ray_mark) != self._ray_mark
+        except OSError:
+            return False  # Its file system is away for a moment; a payload that cannot do without it will tell.
 
     def _claim(self, payload: Payload) -> Claim:
         return claim_of(payload.spec, self.clusters.is_fresh(payload.spec), self._capacity())
@@ -322,7 +366,9 @@ class Supervisor:
         """Start a payload, once the cluster is there that serves it."""
         if self.clusters.is_fresh(payload.spec):
             payload.phase("cluster-start", "starting a Ray cluster of the payload's own on %s" % self._where())
-        self.clusters.serve(payload, lambda cluster: self._start(payload, cluster))
+        payload.safely(
+            lambda: self.clusters.serve(payload, lambda cluster: payload.safely(lambda: self._start(payload, cluster)))
+        )
 
     def _start(self, payload: Payload, cluster: Optional[RayCluster]) -> None:
         messages = self._scratch.join("messages-%s.jsonl" % payload.spec.nonce)
@@ -337,8 +383,8 @@ class Supervisor:
             if other is not payload and other.pid is not None:
                 other.companions.add(payload.spec.nonce)
                 payload.companions.add(other.spec.nonce)
-        if cluster is None:
-            return payload.start(Setting(messages, team=self._team, others=lambda: self._others(payload)))
+        if cluster is None:  # Nothing of it is on the other nodes.
+            return payload.start(Setting(messages, others=lambda: self._others(payload)))
         payload.context.update(cluster.facts())
         payload.start(
             Setting(
@@ -354,14 +400,17 @@ class Supervisor:
 
     def _others(self, payload: Payload) -> List[int]:
         """The processes that, with all below them, are not this payload's."""
-        drivers = [other.pid for other in self._roster.running if other is not payload and other.pid is not None]
+        drivers = [pid for other in self._roster.running if other is not payload for pid in other.pids]
         templates = self._templates.pids() if self._templates is not None else []
         return drivers + templates + self.clusters.others(payload)
 
     def _ended(self, payload: Payload) -> None:
         self.exit_code = payload.exit_code
+        if not payload.record.ended:
+            self._unwritten = [each for each in self._unwritten if not each.record.ended] + [payload]
         if self.spec.requeue and not payload.terminated:
-            take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
+            with contextlib.suppress(OSError, SpecError):
+                take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
         self._roster.remove(payload)
         self.clusters.release(payload)
         if not self._roster.running:
@@ -375,10 +424,13 @@ class Supervisor:
         """With nothing to run: end, or wait for `idle_timeout`."""
         if len(self._roster):
             return
+        if self.failed is not None and self._allocation is not None:
+            self.loop.call_later(_LAST_REASON, self.loop.stop)
+            return
         if self._closing is not None or (self.spec.idle_timeout is None and self._roster.served):
             return self.loop.stop()
         if self._draining is not None:
-            self.loop.call_later(_LAST_WORD, self.loop.stop)
+            self.loop.call_later(_LAST_WORD if self.served else _LAST_REASON, self.loop.stop)
             return
         if self.spec.idle_timeout is not None:
             if self._idle is not None:
@@ -411,6 +463,8 @@ class Supervisor:
         for name, text in self.cluster.log_tails().items():
             for payload in self.payloads:
                 payload.keep_tail(name, text)
+            if not self.served:  # Nobody has a record; whoever waits for the session looks at this node's log.
+                print("rayslurm: the end of %s:\n%s" % (name, tail_lines(text)), file=sys.stderr)
         queued = End(error.reason, "the payload never started: " + str(error)) if self.cluster.ready else None
         self.close(End(error.reason, str(error)), LOST_GRACE, queued)
 
@@ -427,11 +481,12 @@ class Supervisor:
         again = self._closing is not None and self.loop.now() - self._closed_at > _SAME_SIGNAL
         name = signal.Signals(signum).name
         self.close(End("terminated", "the runtime received %s" % name), grace=0 if again else None)
+        if not len(self._roster):
+            self.loop.stop()
 
     def _abort(self, error: BaseException) -> None:
-        self._closing = "it has a defect"
-        said = " ".join(str(error).split())  # One line; where it happened is in the tail.
-        end = End("runtime", type(error).__name__ + (": " + said if said else ""))
+        end = defect(error)
+        self._closing = "it has a defect: %s" % end.message
         for payload in self.payloads:
             with contextlib.suppress(Exception):  # What failed may be this very record.
                 payload.keep_tail("runtime traceback", tail_lines(traceback.format_exc()))

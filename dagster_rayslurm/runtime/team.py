@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import socket
+import sys
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 
 from .channel import Channel, Message
 from .door import Door
 from .loop import Loop, Timer
+from .machine import Machine
 from .record import tail_file
+from .spec import SpecError, from_fields
 
 PING_INTERVAL = 5.0
 SILENCE = 30.0
@@ -146,13 +149,19 @@ class Team:
 
     def _introduced(self, channel: Channel, message: Message) -> None:
         """The first message after the proof says which node it is; later ones are that node's."""
-        member = self.members.get(int(message.get("node_id", 0)))
-        if member is None:
+        place, facts = message.get("node_id"), message.get("machine")
+        member = self.members.get(place) if isinstance(place, int) else None
+        try:
+            from_fields(Machine, facts, "what a node tells of itself")
+        except SpecError as error:
+            print("rayslurm: %s" % error, file=sys.stderr)
+            member = None
+        if member is None or facts is None:
             return channel.close()
         again = member.channel is not None or member.joined
         if member.channel is not None:
             member.channel.close()  # It came back before its loss was noticed here.
-        member.channel, member.machine = channel, message.get("machine", {})
+        member.channel, member.machine = channel, facts
         member.heard = self._loop.now()
         channel.on_message(functools.partial(self._take, member))
         channel.on_gone(functools.partial(self._lost, member, channel, "its connection ended"))

@@ -6,16 +6,23 @@ import os
 import re
 import signal
 import subprocess
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 from . import processes
 from .duration import parse_duration
-from .loop import Loop
+from .loop import Loop, Timer
 from .payload import Payload
 
-_SLACK = 5.0
-"""Seconds by which a limit must have moved for the warning to wait for it."""
-_LATER = 60.0
+_AHEAD = 10.0
+"""Seconds before something is due in which squeue is asked whether the limit has moved."""
+_PATIENCE = 5.0
+"""Seconds in which squeue must answer."""
+_RETRY = 5.0
+"""Seconds until squeue is asked again about a known limit that draws near."""
+_UNKNOWN = 30.0
+"""Seconds until squeue is asked again about a limit that it has not told yet."""
+_UNLIMITED = 600.0
+"""Seconds until squeue is asked again about a job that has no limit; it may get one."""
 
 
 def parse_time_left(text: str) -> Optional[float]:
@@ -39,14 +46,24 @@ class TimeLimit:
         loop: where the timers run.
         job_id: the job whose limit it is.
         tell: told, once, that the limit cannot be known, and why.
+        known: told, once, the seconds that are left when they are first known.
     """
 
-    def __init__(self, loop: Loop, job_id: str, tell: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        job_id: str,
+        tell: Callable[[str], None] = lambda _: None,
+        known: Callable[[float], None] = lambda _: None,
+    ) -> None:
         self._loop = loop
         self._job_id = job_id
         self._tell = tell
+        self._known: Optional[Callable[[float], None]] = known
         self._end: Optional[float] = None
         self._due: List[Tuple[float, Callable[[float], None]]] = []
+        self._timer: Optional[Timer] = None
+        self._asking = False
 
     def left(self) -> Optional[float]:
         """Seconds until the limit, as far as is known; None for no limit."""
@@ -57,24 +74,18 @@ class TimeLimit:
         self._due.append((before, call))
 
     def start(self) -> None:
-        """Ask how much time is left, and again when something is due: the limit may have moved."""
+        """Ask how much time is left, and again before something is due: the limit may have moved.
+
+        Without an answer what is due goes by what was known before.
+        """
+        if self._asking:
+            return
         reader, writer = os.pipe()
-
-        def answered(code: int, _: Any) -> None:
-            with os.fdopen(reader, "rb") as file:
-                left = parse_time_left(file.read().decode("utf-8", "replace"))
-            if code != 0:
-                self._loop.call_later(_LATER, self.start)  # slurmctld does not answer just now.
-            elif left is None:
-                self._end = None
-            else:
-                self._end = self._loop.now() + left
-                self._wait(left)
-
+        os.set_blocking(reader, False)  # Whatever holds the other end.
         try:
-            self._loop.spawn(
+            pid = self._loop.spawn(
                 ["squeue", "--noheader", "--jobs=" + self._job_id, "--format=%L"],
-                answered,
+                lambda code, _: answered(code),
                 stdin=subprocess.DEVNULL,
                 stdout=writer,
                 stderr=subprocess.DEVNULL,
@@ -82,17 +93,65 @@ class TimeLimit:
             )
         except OSError as error:
             os.close(reader)
-            self._tell("squeue cannot be run (%s)" % error.strerror)
+            if self._end is None:
+                return self._tell("squeue cannot be run (%s)" % error.strerror)
+            return self._ask_later()
         finally:
             os.close(writer)
+        self._asking = True
 
-    def _wait(self, left: float) -> None:
-        ready = [each for each in self._due if left <= each[0] + _SLACK]
+        def answered(code: int) -> None:
+            hung.cancel()
+            self._asking = False
+            with os.fdopen(reader, "rb") as file:
+                text = (file.read() or b"").decode("utf-8", "replace").strip()
+            self._answered(text if code == 0 else "")
+
+        def hangs() -> None:
+            # It may wait for a file system in a way that no signal ends: nothing here waits for it.
+            processes.signal_group(pid, signal.SIGKILL)
+
+        hung = self._loop.call_later(_PATIENCE, hangs)
+
+    def _answered(self, text: str) -> None:
+        left = parse_time_left(text)
+        if left is None and text != "UNLIMITED":
+            return self._ask_later()  # slurmctld does not answer just now.
+        self._end = None if left is None else self._loop.now() + left
+        if left is None:
+            self._loop.call_later(_UNLIMITED, self.start)
+            return
+        if self._known is not None:
+            known, self._known = self._known, None
+            known(left)
+        self._plan(asked=True)
+
+    def _ask_later(self) -> None:
+        if self._end is None:
+            self._loop.call_later(_UNKNOWN, self.start)
+        elif self._due:
+            self._loop.call_later(_RETRY, self.start)
+
+    def _plan(self, asked: bool = False) -> None:
+        """Call what is due by the limit as it is known, and have the next ones called."""
+        if self._timer is not None:
+            self._timer.cancel()
+        left = self.left()
+        if left is None:
+            return
+        ready = [each for each in self._due if left <= each[0]]
         self._due = [each for each in self._due if each not in ready]
         for _, call in ready:
             call(left)
-        if self._due:
-            self._loop.call_later(left - max(before for before, _ in self._due), self.start)
+        if not self._due:
+            return
+        wait = left - max(before for before, _ in self._due)
+        if wait > _AHEAD:
+            self._timer = self._loop.call_later(wait - _AHEAD, self._plan)
+            return
+        if not asked:
+            self.start()
+        self._timer = self._loop.call_later(wait, lambda: self._plan(asked=True))
 
 
 def warn_payloads(limit: TimeLimit, before: float, signal_name: str, payloads: Callable[[], List[Payload]]) -> None:
@@ -116,6 +175,6 @@ def warn_payloads(limit: TimeLimit, before: float, signal_name: str, payloads: C
             outcome = (
                 "the payload gets %s" if payload.signal(signum) else "the payload does not run yet, and gets %s when it starts"
             )
-            payload.phase("time-limit", "%d s are left; %s" % (left, outcome % processes.signal_name(signum)))
+            payload.phase("time-limit", "%d s are left; %s" % (round(left), outcome % processes.signal_name(signum)))
 
     limit.when(before, warn)

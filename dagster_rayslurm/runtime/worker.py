@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 from . import machine, processes
@@ -153,6 +154,17 @@ class Worker:
         self._loop.call_later(PING_INTERVAL, self._watch)
 
     def _take(self, message: Message) -> None:
+        try:
+            self._obey(message)
+        except Exception as error:
+            if message.get("op") != "ray":
+                raise  # It is the end of this connection, not of this runtime.
+            traceback.print_exc()
+            named = {"cluster": message["cluster"]} if message.get("cluster") else {}
+            said = "node %s: %s: %s" % (self._machine.hostname, type(error).__name__, error)
+            self._send(event="failed", attempt=message.get("attempt"), reason="cluster-start", message=said, tails={}, **named)
+
+    def _obey(self, message: Message) -> None:
         self._heard = self._loop.now()
         op = message.get("op")
         if op == "ping":

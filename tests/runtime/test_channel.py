@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime.channel import Channel
 from dagster_rayslurm.runtime.loop import Loop
+from dagster_rayslurm.runtime.machine import Machine
 from dagster_rayslurm.runtime.ports import control_ports
 from dagster_rayslurm.runtime.record import split_lines
 from dagster_rayslurm.runtime.team import Team
 
 KEY = "aa" * 32
+FACTS = Machine("n2", 1, 0, 2**30, None).facts()
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda one: st.lists(one, max_size=3), max_leaves=4
 )
@@ -255,7 +257,7 @@ def test_strangers_are_few_at_once_and_keep_nobody_out(loop: Loop) -> None:
             return "joined" in heard
 
         sock = socket.create_connection(("127.0.0.1", port))
-        worker = Channel(loop, sock, KEY, "worker", lambda: worker.send(node_id=1, machine={}), lambda _: None, lambda: None)
+        worker = Channel(loop, sock, KEY, "worker", lambda: worker.send(node_id=1, machine=FACTS), lambda _: None, lambda: None)
         assert turn(loop, few, 8)
         assert most[0] == 64
         crowd[0].settimeout(2)

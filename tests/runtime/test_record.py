@@ -189,3 +189,35 @@ def test_tail_of_any_bytes(data: bytes) -> None:
         file.write(data)
         file.flush()
         assert len(r.tail_file(file.name, lines=3).splitlines()) <= 3 + data.count(b"\r")
+
+
+def test_an_end_that_cannot_be_written_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record(tmp_path)
+    record.write({"type": "start"})
+    away = OSError(errno.ESTALE, "Stale file handle")
+
+    def fail(*_: Any) -> Any:
+        raise away
+
+    for name in ("write", "ftruncate", "fsync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(r.os, name, fail)
+            if name == "ftruncate":
+                patch.setattr(r.os, "write", fail)
+            with pytest.raises(OSError):
+                record.end({"type": "end"})
+        assert not record.ended
+    record.end({"type": "end"})
+    assert record.ended and [line["type"] for line in read_all(tmp_path / r.JOURNAL)] == ["start", "end"]
+
+
+def test_what_cannot_be_set_up_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / r.STDIO).mkdir()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(2):
+        with pytest.raises(IsADirectoryError):
+            make_record(tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    (tmp_path / r.STDIO).rmdir()
+    make_record(tmp_path).withdraw()
+    make_record(tmp_path).end({"type": "end"})

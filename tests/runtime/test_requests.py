@@ -22,13 +22,15 @@ from dagster_rayslurm.connections.base import Completed
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.environments import InheritedEnvironment, resolve_environment
 from dagster_rayslurm.runtime.asking import ANSWER, AnswerLost, NobodyThere, ask
+from dagster_rayslurm.runtime.channel import derive
 from dagster_rayslurm.runtime.ports import control_ports
 from dagster_rayslurm.runtime.record import CANCEL, JOURNAL, PAYLOAD, SECRETS, SESSION, LineReader
-from dagster_rayslurm.runtime.spec import PayloadSpec, RuntimeSpec, to_json
+from dagster_rayslurm.runtime.spec import PayloadSpec, RaySpec, RuntimeSpec, to_json
 
 from ..conftest import wait_until
 
 KEY = "ab" * 32
+REQUESTS_KEY = derive(KEY, "requests")
 
 
 class Session:
@@ -68,7 +70,14 @@ class Session:
 
     def ask(self, **request: Any) -> dict[str, Any]:
         with socket.create_connection(("localhost", self.port())) as sock:
-            return ask(sock, KEY, request)
+            return ask(sock, REQUESTS_KEY, request)
+
+    def ask_raw(self, body: bytes) -> None:
+        """Send a line that no client of ours would, under its seal."""
+        with socket.create_connection(("localhost", self.port())) as sock, pytest.MonkeyPatch.context() as patch:
+            dumps = json.dumps
+            patch.setattr(json, "dumps", lambda value: body.decode() if "raw" in value else dumps(value))
+            ask(sock, REQUESTS_KEY, {"raw": None})
 
     def run_dir(self, name: str) -> Path:
         return self.path / "runs" / name
@@ -170,7 +179,7 @@ def test_who_does_not_know_the_key_cannot_pretend_to_be_the_session() -> None:
 def test_an_answer_that_does_not_come(session: Callable[..., Session]) -> None:
     one = session()
     with socket.create_connection(("localhost", one.port())) as sock, pytest.raises(AnswerLost):
-        ask(sock, KEY, {"op": "describe"}, sending=lambda: sock.shutdown(socket.SHUT_RD))
+        ask(sock, REQUESTS_KEY, {"op": "describe"}, sending=lambda: sock.shutdown(socket.SHUT_RD))
 
 
 def test_what_is_missing_is_named(session: Callable[..., Session], tmp_path: Path) -> None:
@@ -188,7 +197,7 @@ def test_a_run_directory_that_cannot_be_made(session: Callable[..., Session], tm
     one = session()
     (tmp_path / "runs").write_text("")
     answer = one.run("a", "pass")
-    assert answer["error"] == "refused" and "runs" in answer["message"]
+    assert answer["error"] == "record" and str(one.run_dir("a")) in answer["message"]
     assert one.ask(op="describe")["ok"] is True
 
 
@@ -228,14 +237,12 @@ def test_an_idle_session_ends(session: Callable[..., Session]) -> None:
 
 def test_a_session_takes_nothing_that_comes_too_late(session: Callable[..., Session]) -> None:
     one = session(left=50, drain_margin=60.0)
-    assert wait_until(lambda: (announced := one.announced()) is not None and announced.closing is not None, 10)
-    answer: dict[str, Any] = {}
-    try:
-        answer = one.run("a", "pass")
-    except OSError:
-        assert one.process.wait(20) == 0  # With nothing to do it has ended at once.
-    else:
-        assert answer["error"] == "closing" and "time limit" in answer["message"]
+    assert wait_until(lambda: one.ask(op="describe")["time_left"] is not None, 10)
+    # A limit that is shorter than the margin itself is no reason to serve nobody.
+    assert one.run("a", "pass")["ok"] and one.end_of("a")["exit_code"] == 0
+    assert one.run("b", "pass")["ok"] and one.end_of("b")["exit_code"] == 0
+    answer = one.run("c", "pass", time_limit=100.0)
+    assert answer["error"] == "closing" and "time limit" in answer["message"]
 
 
 def test_the_time_limit_ends_a_payload_with_that_reason(session: Callable[..., Session]) -> None:
@@ -360,3 +367,134 @@ def test_nobody_is_left(session: Callable[..., Session]) -> None:
     time.sleep(0.1)
     found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert "time.sleep(97.25)" not in found and sys.executable
+
+
+# ---- What goes wrong
+
+
+def exit_code_of(one: Session) -> int:
+    return one.process.wait(25)
+
+
+def test_workers_do_not_take_the_door_for_requests_for_theirs(session: Callable[..., Session]) -> None:
+    one = session()
+    with socket.create_connection(("localhost", one.port())) as sock, pytest.raises(NobodyThere):
+        ask(sock, KEY, {"op": "describe"}, prove_within=2.0)
+    announced = one.announced()
+    assert announced is not None and announced.key == REQUESTS_KEY != KEY
+
+
+@pytest.mark.parametrize("fields", [{"asked_cpus": 4096}, {"ray": RaySpec(num_cpus=4096)}])
+def test_a_session_that_serves_nobody_says_why(session: Callable[..., Session], fields: dict[str, Any]) -> None:
+    one = session(**fields)
+    answer = one.run("a", "pass")
+    assert answer["error"] == "closing" and "4096" in answer["message"]
+    assert exit_code_of(one) == 1
+    said = json.loads(one.file.read_text())
+    assert said["served"] == 0 and said["closing"] == answer["message"] and said["closing"] in one.log.read_text()
+
+
+def test_a_session_that_has_served_says_so(session: Callable[..., Session]) -> None:
+    one = session(idle_timeout=1.0)
+    one.run("a", "pass")
+    assert exit_code_of(one) == 0
+    said = json.loads(one.file.read_text())
+    assert said["served"] == 1 and "idle" in said["closing"]
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+WRONG_FIELDS: list[dict[str, Any]] = [
+    {"argv": 5},
+    {"argv": []},
+    {"argv": [5]},
+    {"argv": [""]},
+    {"env": [1]},
+    {"env": {"A": 5}},
+    {"want_cpus": "1"},
+    {"want_cpus": True},
+    {"time_limit": "x"},
+    {"time_limit": 10**400},
+    {"run_id": []},
+    {"step": {}},
+    {"outputs": 5},
+    {"extra_files": [5]},
+    {"data_dir": []},
+    {"working_dir": "a\0b"},
+    {"preload": [[]]},
+    {"ray": []},
+    {"ray": {"startup_timeout": "x"}},
+    {"ray": {"num_cpus": "x"}},
+    {"ray": {"resources": {"a": None}}},
+    {"ray": {"labels": "x"}},
+]
+
+
+def test_no_request_ends_the_session(session: Callable[..., Session], tmp_path: Path) -> None:
+    one = session()
+    good: dict[str, Any] = {"op": "run", "request_id": "a", "run_dir": str(tmp_path / "runs" / "a"), "files": {}, "needs": []}
+    wrong: list[dict[str, Any]] = [
+        {},
+        {"op": []},
+        {"op": "run"},
+        {**good, "run_dir": 5},
+        {**good, "run_dir": "a\0b"},
+        {**good, "run_dir": "relative"},
+        {**good, "request_id": []},
+        {**good, "files": []},
+        {**good, "files": {"a": 5}},
+        {**good, "files": {"a": "\ud800"}},
+        {**good, "files": {"..": "x"}},
+        {**good, "needs": 5},
+        {**good, "needs": [5]},
+        {**good, "secrets": "yes"},
+        {**good, "files": {PAYLOAD: "5"}},
+        {**good, "files": {PAYLOAD: NESTED}},
+        {**good, "files": {PAYLOAD: "{}"}},
+    ]
+    plain = {"argv": ["true"], "nonce": "a"}
+    wrong += [{**good, "files": {PAYLOAD: json.dumps({**plain, **fields})}} for fields in WRONG_FIELDS]
+    for request in wrong:
+        answer = one.ask(**request)
+        assert answer["ok"] is False and answer["error"] in ("refused", "unknown request"), (request, answer)
+    with pytest.raises(AnswerLost):
+        one.ask_raw(('{"op": %s}' % NESTED).encode())
+    assert one.run("a", "pass")["ok"] and one.end_of("a")["exit_code"] == 0
+    assert "Traceback" not in one.log.read_text()
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "null", '{"op": []}', NESTED])
+def test_what_a_payload_writes_into_its_file_ends_no_session(session: Callable[..., Session], text: str) -> None:
+    one = session()
+    code = f"import time; open({str(one.run_dir('a') / CANCEL)!r}, 'w').write({text[:10]!r}); time.sleep(1.5)"
+    one.run("a", code if text != NESTED else "import time; time.sleep(1.5)")
+    if text == NESTED:
+        (one.run_dir("a") / CANCEL).write_text(text)
+    assert one.end_of("a")["exit_code"] == 0
+
+
+@pytest.mark.parametrize("secrets", ["[]", "{", '{"A": 5}', '{"A": "a\\u0000b"}', NESTED])
+def test_a_request_that_was_refused_may_be_repeated(session: Callable[..., Session], secrets: str) -> None:
+    one = session()
+    pid = json.loads(one.file.read_text())["pid"]
+    one.run_dir("a").mkdir(parents=True, mode=0o700)
+    (one.run_dir("a") / SECRETS).write_text(secrets)
+    before = len(os.listdir(f"/proc/{pid}/fd"))
+    for _ in range(3):
+        answer = one.run("a", "pass")
+        assert answer["error"] == "refused" and SECRETS in answer["message"]
+    assert wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) <= before, 5)
+    assert not (one.run_dir("a") / "journal.reserve").exists()
+    (one.run_dir("a") / SECRETS).write_text('{"A": "1"}')
+    assert one.run("a", "import os; os._exit(int(os.environ['A']))")["ok"] and one.end_of("a")["exit_code"] == 1
+
+
+def test_nothing_runs_without_its_secrets(session: Callable[..., Session]) -> None:
+    one = session()
+    spec = to_json(PayloadSpec(argv=["python", "-c", "import os, sys; sys.exit(int(os.environ['A']))"], nonce="a"))
+    run_dir = one.run_dir("a")
+    request = {"request_id": "a", "run_dir": str(run_dir), "files": {PAYLOAD: spec, JOURNAL: ""}, "secrets": True}
+    answer = one.ask(op="run", **request)
+    assert (answer["ok"], answer["error"]) == (False, "missing-secrets") and not run_dir.exists()
+    run_dir.mkdir(parents=True, mode=0o700)
+    (run_dir / SECRETS).write_text('{"A": "3"}')
+    assert one.ask(op="run", **request)["ok"] and one.end_of("a")["exit_code"] == 3

@@ -41,7 +41,7 @@ def squeue(tmp_path: Path) -> str:
     """A PATH with a `squeue` that says that 30 s are left."""
     directory = tmp_path / "bin"
     directory.mkdir()
-    (directory / "squeue").write_text("#!/bin/sh\necho 0:30\n")
+    (directory / "squeue").write_text("#!/bin/sh\nsleep 0.3\necho 0:30\n")
     (directory / "squeue").chmod(0o755)
     return f"{directory}:{os.environ['PATH']}"
 
@@ -118,3 +118,107 @@ def test_a_defect_of_the_runtime_ends_in_one_line_with_its_traceback_beside_it(t
     assert (end["type"], end["reason"], end["message"]) == ("end", "runtime", "RuntimeError: no such thing")
     assert [tail["name"] for tail in tails] == ["runtime traceback"]
     assert "in defect" in tails[0]["text"] and "in defect" in said
+
+
+UNWRITABLE = """
+from dagster_rayslurm.runtime import record
+append, away = record.Appender.append, [False]
+def stale(self, data):
+    if away[0] and self.path.endswith("journal.jsonl"):
+        raise OSError(116, "Stale file handle")
+    append(self, data)
+record.Appender.append = stale
+def leave():
+    away[0] = True
+def come_back():
+    away[0] = False
+loop.call_later(0.3, leave)
+"""
+
+
+@pytest.mark.parametrize("outlives", [True, False])
+def test_an_end_is_written_once_the_file_system_is_back(tmp_path: Path, outlives: bool) -> None:
+    """In a session that lives on, and at the runtime's own end."""
+    program = UNWRITABLE + (
+        """
+runner._settle = lambda: None
+loop.call_later(3.5, come_back)
+loop.call_later(6.0, loop.stop)
+runner.submit(run_dir)
+runner._settle = lambda: None
+runner._write_ends = lambda: None
+runner.run()
+"""
+        if outlives
+        else """
+import threading
+threading.Timer(4.0, come_back).start()
+runner.submit(run_dir)
+runner.run()
+"""
+    )
+    records, _ = supervised(tmp_path, program, ["sleep", "1"])
+    assert [record["type"] for record in records].count("end") == 1 and records[-1]["exit_code"] == 0
+    assert not (tmp_path / "journal.reserve").exists()
+
+
+@pytest.mark.parametrize("where", ["_take_exit", "_conclude", "_read", "_spawn"])
+def test_a_defect_in_what_concerns_one_payload_ends_that_one(tmp_path: Path, where: str) -> None:
+    program = f"""
+        import os, shutil
+        from dagster_rayslurm.runtime.payload import Payload
+        real, other = Payload.{where}, run_dir + "/other"
+        def broken(self, *args, **kwargs):
+            if self.run_dir == run_dir:
+                raise KeyError("broken")
+            return real(self, *args, **kwargs)
+        Payload.{where} = broken
+        os.mkdir(other)
+        shutil.copy(run_dir + "/payload.json", other)
+        text = open(other + "/payload.json").read().replace('"n"', '"m"')
+        open(other + "/payload.json", "w").write(text)
+        runner.submit(other)
+        runner.submit(run_dir)
+        runner.run()
+    """
+    records, said = supervised(tmp_path, program, ["sh", "-c", "echo x; sleep 1"])
+    assert (records[-1]["type"], records[-1]["reason"]) == ("end", "runtime") and "broken" in records[-1]["message"]
+    other = LineReader().feed((tmp_path / "other" / JOURNAL).read_bytes())[-1]
+    assert (other["type"], other["exit_code"]) == ("end", 0) and "KeyError" in said
+
+
+@pytest.mark.parametrize("answer", ["exit 1", "sleep 100", "true"])
+def test_what_is_due_goes_by_the_limit_as_it_was_known(tmp_path: Path, answer: str) -> None:
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    (directory / "squeue").write_text(f'#!/bin/sh\n[ -e "$0.asked" ] && {{ {answer}; exit; }}\ntouch "$0.asked"; echo 0:22\n')
+    (directory / "squeue").chmod(0o755)
+    program = """
+        payload = runner.submit(run_dir)
+        told = []
+        limit = time_limit.TimeLimit(loop, "12", known=told.append)
+        def due(left):
+            print("due", round(left), told, file=sys.stderr)
+            payload.end_early(supervisor.End("timeout"), 0)
+        limit.when(10.0, due)
+        limit.start()
+        runner.run()
+    """
+    _, said = supervised(tmp_path, program, ["sleep", "40"], PATH=f"{directory}:{os.environ['PATH']}")
+    assert "due 10 [22.0]" in said
+
+
+def test_an_unanswered_question_is_asked_again(tmp_path: Path) -> None:
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    (directory / "squeue").write_text('#!/bin/sh\n[ -e "$0.asked" ] || { touch "$0.asked"; exit 1; }\necho 0:22\n')
+    (directory / "squeue").chmod(0o755)
+    program = """
+        time_limit._UNKNOWN = 0.5
+        payload = runner.submit(run_dir)
+        limit = time_limit.TimeLimit(loop, "12", known=lambda left: payload.end_early(supervisor.End("timeout", str(left)), 0))
+        limit.start()
+        runner.run()
+    """
+    records, _ = supervised(tmp_path, program, ["sleep", "20"], PATH=f"{directory}:{os.environ['PATH']}")
+    assert records[-1]["message"] == "22.0"

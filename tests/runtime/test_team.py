@@ -188,7 +188,7 @@ class Head:
 
         def joined() -> None:
             events.append("proved")
-            channel.send(node_id=node_id, machine={"hostname": f"host{node_id}"})
+            channel.send(node_id=node_id, machine=machine.Machine(f"host{node_id}", 1, 0, 2**30, None).facts())
 
         channel = Channel(self.loop, sock, key, "worker", joined, taken.append, lambda: events.append("gone"))
         return channel, taken, events
@@ -534,3 +534,41 @@ def test_a_worker_goes_past_a_stranger_and_ends_without_its_head(tmp_path: Any) 
         began = time.monotonic()
         assert process.wait(20) == 0 and time.monotonic() - began < 10
         assert process.stderr is not None and "out of reach" in process.stderr.read()
+
+
+WRONG_WORDS: list[dict[str, Any]] = [
+    {"event": "usage"},
+    {"event": "usage", "id": [], "usage": {}},
+    {"event": "ended"},
+    {"event": []},
+    {"event": "wrong"},
+]
+
+
+@pytest.mark.parametrize("word", WRONG_WORDS)
+def test_what_a_worker_says_wrongly_ends_its_connection_at_most(head: Head, word: dict[str, Any]) -> None:
+    def on_message(member: Member, message: dict[str, Any]) -> None:
+        head.heard.append((member.name, message["event"]))
+        if message["event"] == "wrong":
+            raise KeyError("reason")
+
+    head.team._on_message = on_message
+    channel, _, events = head.worker()
+    head.until(lambda: ("n2", "joined") in head.heard)
+    channel.send(**word)
+    head.until(lambda: "gone" in events or word["event"] == [])
+    channel, taken, _ = head.worker()
+    head.team.order([1], op="ray", attempt=1)
+    head.until(lambda: taken)
+    channel.close()
+
+
+@pytest.mark.parametrize("words", [{"node_id": "x"}, {"node_id": []}, {"node_id": 1, "machine": {"other": 1}}, {"node_id": 1}])
+def test_who_introduces_itself_wrongly_is_sent_away(head: Head, words: dict[str, Any]) -> None:
+    events: list[str] = []
+    sock = socket.create_connection(("127.0.0.1", head.port))
+    channel = Channel(
+        head.loop, sock, KEY, "worker", lambda: channel.send(**words), lambda _: None, lambda: events.append("gone")
+    )
+    head.until(lambda: events)
+    assert head.heard == []
