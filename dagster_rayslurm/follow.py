@@ -71,6 +71,8 @@ class Evidence:
     """What ended first, where the runtime of one node took the others with it."""
     job: JobFacts | None = None
     """What Slurm says of the job; asked for only where the record does not tell all."""
+    unrecorded: str | None = None
+    """How it is known that the payload has ended, although its runtime lives and has recorded no `end`."""
     interrupted: bool = False
     damaged_lines: int = 0
     unreachable: str | None = None

@@ -53,7 +53,7 @@ def asks_slurm(evidence: Evidence) -> bool:
     """Whether Slurm may know more of the end than the record: there is no `end`, or a signal from outside made it."""
     end = evidence.end
     if end is None:
-        return not evidence.interrupted
+        return not evidence.interrupted and evidence.unrecorded is None
     return end["reason"] == "terminated" or (end["reason"] == "exit" and _killed(end))
 
 
@@ -131,6 +131,9 @@ def judge_job(evidence: Evidence) -> Verdict | None:
 def _without_end(evidence: Evidence) -> Verdict:
     if evidence.interrupted:
         return Verdict("cancelled", "the run was cancelled, and the runtime was killed before it could say how")
+    if evidence.unrecorded is not None:
+        sentence = f"the payload has ended, but how is not in its record, so it may have succeeded: {evidence.unrecorded}"
+        return Verdict("record", sentence)
     if evidence.unreachable is not None:
         sentence = f"the record of the run was out of reach for too long, and the run may go on: {evidence.unreachable}"
         return Verdict("connection", sentence, retry=False)

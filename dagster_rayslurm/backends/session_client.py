@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,11 @@ __all__ = ["Announcement", "AnswerLost", "Unreachable", "ask", "parse_announceme
 
 CARRIERS = ("auto", "direct", "srun")
 NO_DIRECT = "no-direct"
-"""File in a session's directory: TCP does not get through from the edge node, so nobody needs to try again."""
+"""File in a session's directory: TCP does not get through from the edge node, so hardly anybody needs to try again."""
+
+_TRY_ANYWAY = 0.05
+"""Share of the requests that try TCP in spite of that file, and remove it if that works: networks get mended. An age would
+take clocks that agree, and processes that live for longer than one request."""
 
 _PROVE_WITHIN = 3.0
 """Seconds in which a session that TCP reaches proves itself; a firewall that drops packets costs as much, once."""
@@ -83,6 +89,7 @@ def ask(
     carrier: str,
     directory: str,
     start: Sequence[str],
+    patience: float = _SRUN_TIMEOUT,
 ) -> dict[str, Any]:
     """Put a request to a session.
 
@@ -94,6 +101,7 @@ def ask(
         carrier: "direct" for TCP, "srun" for a step in its allocation, "auto" for the first that works.
         directory: the session's directory.
         start: the command that starts the runtime there with the role `ask`, without the directory.
+        patience: seconds for a step in its allocation.
 
     Returns:
         Its answer.
@@ -103,21 +111,38 @@ def ask(
         AnswerLost: it was asked, and the answer is not known.
         ConnectionFailed: the edge node itself cannot be reached.
     """
-    refused = carrier == "auto" and connection.read(os.path.join(directory, NO_DIRECT), 0, 1) != b""
-    why = ""
-    if carrier != "srun" and not refused:
+    path = os.path.join(directory, NO_DIRECT)
+    marked = carrier == "auto" and connection.read(path, 0, 1) != b""
+    failed = False
+    if carrier != "srun" and (not marked or random.random() < _TRY_ANYWAY):
         try:
-            return _ask_directly(connection, announcement, request)
+            answer = _ask_directly(connection, announcement, request)
         except NobodyThere as error:
-            why = str(error)
             if carrier == "direct":
-                raise Unreachable(f"{_name(announcement)} cannot be reached by TCP: {why}") from None
-    answer = _ask_by_step(commands, announcement, request, directory, start)
-    if why:
-        # Only now is it known that the session lives, and that it was the way that did not lead there.
-        with contextlib.suppress(OSError):
-            connection.write(os.path.join(directory, NO_DIRECT), why.encode("utf-8", "replace"))
+                raise Unreachable(f"{_name(announcement)} cannot be reached by TCP: {error}") from None
+            failed = True
+        else:
+            if marked:
+                with contextlib.suppress(OSError):
+                    connection.remove(path)
+            return answer
+    answer = _ask_by_step(commands, announcement, request, directory, start, patience)
+    if failed and not marked:
+        _prove_no_way(connection, announcement, path)
     return answer
+
+
+def _prove_no_way(connection: Connection, announcement: Announcement, path: str) -> None:
+    """Say that TCP does not get through, if it fails once more now that the session is known to live; nobody waits for it."""
+
+    def look() -> None:
+        with contextlib.suppress(OSError):
+            try:
+                _ask_directly(connection, announcement, {"op": "describe"})
+            except NobodyThere as error:
+                connection.write(path, str(error).encode("utf-8", "replace"))
+
+    threading.Thread(target=look, name="rayslurm-no-direct", daemon=True).start()
 
 
 def _name(announcement: Announcement) -> str:
@@ -127,23 +152,27 @@ def _name(announcement: Announcement) -> str:
 def _ask_directly(connection: Connection, announcement: Announcement, request: Mapping[str, Any]) -> dict[str, Any]:
     problem = NobodyThere("it announces no host")
     for host in announcement.hosts:
-        with connection.forward(host, announcement.port) as forward:
-            try:
-                sock = socket.create_connection((forward.host, forward.port), _PROVE_WITHIN)
-            except OSError as error:
-                problem = NobodyThere(f"{host}:{announcement.port}: {error}")
-                continue
-            with sock:
+        try:
+            with (
+                connection.forward(host, announcement.port) as forward,
+                socket.create_connection((forward.host, forward.port), _PROVE_WITHIN) as sock,
+            ):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                try:
-                    return ask_over(sock, announcement.key, dict(request), _PROVE_WITHIN)
-                except NobodyThere as error:
-                    problem = NobodyThere(f"{host}:{announcement.port}: {error}")
+                return ask_over(sock, announcement.key, dict(request), _PROVE_WITHIN)
+        except AnswerLost:
+            raise
+        except OSError as error:
+            problem = NobodyThere(f"{host}:{announcement.port}: {error}")
     raise problem
 
 
 def _ask_by_step(
-    commands: Connection, announcement: Announcement, request: Mapping[str, Any], directory: str, start: Sequence[str]
+    commands: Connection,
+    announcement: Announcement,
+    request: Mapping[str, Any],
+    directory: str,
+    start: Sequence[str],
+    patience: float,
 ) -> dict[str, Any]:
     # Without --overlap the step would wait for the CPUs that the session's own step holds, and a step asks for all of
     # the job's memory unless it is told otherwise (srun(1), Slurm 22.05).
@@ -163,7 +192,7 @@ def _ask_by_step(
         directory,
     ]
     try:
-        done = commands.run(cleaned(command), json.dumps(request).encode(), timeout=_SRUN_TIMEOUT)
+        done = commands.run(cleaned(command), json.dumps(request).encode(), timeout=patience)
     except (ConnectionLost, TimeoutError) as error:
         raise AnswerLost(f"{_name(announcement)} may have been asked by srun: {error}") from None
     lines = done.stdout.decode("utf-8", "replace").splitlines()

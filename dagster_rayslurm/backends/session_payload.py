@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..connections.base import Connection
@@ -18,7 +19,17 @@ from .slurm_job import STATE_DEADLINE, SlurmJob
 _QUIET = 2.0
 """Seconds of silence after which it is looked whether the session's script has ended; one small read a second."""
 _KILL_DEADLINE = 10.0
-"""Seconds in which a payload without grace comes to its end."""
+"""Seconds in which a payload without grace comes to its end, once it was told to."""
+_TELL_DEADLINE = 60.0
+"""Seconds in which that can be told; as many as Slurm has to confirm the end of a job."""
+_TELL_INTERVAL = 1.0
+_ASK_AFTER = 60.0
+"""Seconds of silence after which a session is asked whether it has the payload still: it may have ended, and the disk where
+that was to be written was full. The pauses to the next questions grow with the silence."""
+_ASK_EVERY = 900.0
+"""Longest pause between two such questions."""
+_SETTLE = 30.0
+"""Seconds in which the end comes into sight of a payload that its session no longer has, or is written after all."""
 _LOOK_INTERVAL = 0.5
 _CHUNK = 1024 * 1024
 
@@ -36,6 +47,7 @@ class SessionPayload:
         reused: whether the session was there before anybody waited for it.
         waited: seconds until the session had accepted it.
         poll_interval: seconds of silence after which Slurm is asked whether the session's job lives.
+        describe: asks the session what it has.
         log: the step's log.
     """
 
@@ -55,6 +67,7 @@ class SessionPayload:
         reused: bool,
         waited: float,
         poll_interval: float,
+        describe: Callable[[], Mapping[str, Any]],
         log: Any,
     ) -> None:
         self.cluster_id = cluster_id
@@ -67,9 +80,19 @@ class SessionPayload:
         self._reused = reused
         self._waited = waited
         self._poll_interval = poll_interval
+        self._describe = describe
         self._log = log
         self._followed = False
         self._cancelled = False
+        self._untold: bytes | None = None
+        """What is still to be written so that the payload ends."""
+        self._told_at = -_TELL_INTERVAL
+        """When that was written, or last tried."""
+        self._problem = ""
+        """Why it cannot be written."""
+        self._ask_at = _ASK_AFTER
+        self._forgotten_since: float | None = None
+        """Since when it is known that the session no longer has the payload."""
 
     @property
     def place(self) -> str:
@@ -77,32 +100,80 @@ class SessionPayload:
 
     def ended(self, evidence: Evidence) -> str | None:
         self._followed = True
+        if self._untold is not None and time.monotonic() - self._told_at >= _TELL_INTERVAL:
+            self._tell()
         silence = time.monotonic() - evidence.heard_at
+        if self._is_forgotten(silence):
+            evidence.unrecorded = (
+                f"its session, {self._name}, no longer has it; what it wrote is in {self._run_dir} on {self._connection.place}"
+            )
+            return "its session no longer has it"
         # While the record grows the session lives, and a short step costs slurmctld nothing.
         if silence < _QUIET and not self._job.view.over:
             return None
         self._job.observe(evidence.started_at, ask=silence >= self._poll_interval)
         return self._job.how_it_ended(started=True)
 
+    def _is_forgotten(self, silence: float) -> bool:
+        """Whether the session has not had the payload for a while, and yet nothing more was written."""
+        if silence < _ASK_AFTER:
+            self._ask_at, self._forgotten_since = _ASK_AFTER, None
+        elif self._forgotten_since is not None:
+            return time.monotonic() - self._forgotten_since >= _SETTLE
+        elif silence >= self._ask_at and not self._job.view.over:
+            self._ask_at = silence + min(silence, _ASK_EVERY)
+            with contextlib.suppress(OSError):
+                said = self._describe()
+                payloads = said.get("payloads")
+                if said.get("ok") and isinstance(payloads, list) and self._run_dir not in [each["run_dir"] for each in payloads]:
+                    self._forgotten_since = time.monotonic()
+        return False
+
     def cancel(self, now: bool = False) -> None:
         self._cancelled = True
-        with contextlib.suppress(OSError):
-            text = json.dumps({"op": "cancel", "now": now})
-            self._connection.write(os.path.join(self._run_dir, CANCEL), text.encode())
+        self._untold = json.dumps({"op": "cancel", "now": now}).encode()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Ask for the payload's end; what cannot be written now is tried again by whoever waits for that."""
+        assert self._untold is not None
+        try:
+            self._connection.write(self._cancel_file, self._untold)
+            self._untold = None
+        except OSError as error:
+            if not self._problem:
+                self._log.warning(f"[rayslurm] the payload cannot be told to end, which is tried again: {error}")
+            self._problem = str(error)
+        self._told_at = time.monotonic()
+
+    @property
+    def _cancel_file(self) -> str:
+        return os.path.join(self._run_dir, CANCEL)
 
     def kill(self) -> None:
         """End the payload without grace. The session, which serves others, is left alone."""
         with deferred_interrupts():
+            began = time.monotonic()
             self.cancel(now=True)
-            deadline = time.monotonic() + _KILL_DEADLINE
             while not self._is_over():
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                if self._untold is None and now - self._told_at > _KILL_DEADLINE:
                     self._log.error(
-                        f"[rayslurm] the payload may still run: it was cancelled, and session {self._name} does not say that it "
-                        f"has ended; run `scancel {self.job_id}` on {self._connection.place} to end the session and all it runs"
+                        f"[rayslurm] the payload may still run: {self._cancel_file} tells it to end, and session {self._name} "
+                        f"does not say that it has; run `scancel {self.job_id}` on {self._connection.place} to end the session "
+                        "and all it runs"
+                    )
+                    return
+                if self._untold is not None and now - began > _TELL_DEADLINE:
+                    self._log.error(
+                        f"[rayslurm] the payload may still run, as it could not be told to end ({self._problem}); run "
+                        f"`echo '{self._untold.decode()}' > {shlex.quote(self._cancel_file)}` on {self._connection.place}, or "
+                        f"`scancel {self.job_id}` to end session {self._name} and all it runs"
                     )
                     return
                 time.sleep(_LOOK_INTERVAL)
+                if self._untold is not None and time.monotonic() - self._told_at >= _TELL_INTERVAL:
+                    self._tell()
 
     def _is_over(self) -> bool:
         """Whether its end is written, or its session has ended."""

@@ -19,7 +19,6 @@ from dagster_rayslurm.connections.base import ConnectionLost
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.fit import make_offer
-from dagster_rayslurm.interrupts import delayed_interrupts
 from dagster_rayslurm.runtime.record import encode
 from dagster_rayslurm.slurm.request import make_request
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
@@ -50,12 +49,18 @@ class Way:
         self.state = "RUNNING"
         self.log = Log()
         monkeypatch.setattr(session_request, "ask", self._ask)
-        monkeypatch.setattr(session_request, "ask_queue", lambda _: self._queue())
+        monkeypatch.setattr(session_request, "ask_queue", lambda _: self._ask_queue())
         monkeypatch.setattr(session_request, "_PAUSES", (0.01,))
-        connection = LocalConnection()
+        connection = self.connection = LocalConnection()
+        self.clock = self
+        self.trouble: str | None = None
+        self.known = True
+        self.questions = 0
+        """How often Slurm was asked for this payload alone."""
         self.request = Request(
             connection=connection,
             commands=connection,
+            queue=self,  # type: ignore[arg-type]
             run_dir=str(path / "run"),
             nonce="n",
             carrier="auto",
@@ -73,9 +78,20 @@ class Way:
             return dict(event())
         return dict(event)
 
+    def now(self) -> float:
+        return 0.0
+
+    def look(self, _: float) -> QueueSnapshot | None:
+        """The queue, as others have asked for it."""
+        return self._queue() if self.known else QueueSnapshot(0.0, ())
+
+    def _ask_queue(self) -> QueueSnapshot:
+        self.questions += 1
+        return self._queue()
+
     def _queue(self) -> QueueSnapshot:
         rows = [QueueRow(number, "", self.state, "", None, None, 1, "", "p", "x") for number in (1, 2)]
-        return QueueSnapshot(0.0, tuple(rows))
+        return QueueSnapshot(0.0, tuple(rows) if self.state else ())
 
     def found(self, number: int = 1) -> Found:
         directory = self.path / "sessions" / str(number)
@@ -162,12 +178,143 @@ def test_a_session_that_lives_is_asked_again(way: Way) -> None:
     assert len([line for line in way.log.lines if "asking again" in line]) == 1
 
 
-def test_one_that_never_answers(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("state", ["RUNNING", "", "unknown"])
+def test_one_that_never_answers(way: Way, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """It is said to run only if that is Slurm's word."""
     monkeypatch.setattr(session_request, "_SILENT_FOR", 0.1)
     way.events = [NOBODY]
-    with pytest.raises(StartError, match="run `scancel 1` on this machine") as caught:
+    if state == "unknown":
+        way.trouble = "slurmctld is away"
+    else:
+        way.state = state
+    if not state:
+        assert way.put()["error"] == "gone" and way.questions == 1
+        return
+    with pytest.raises(StartError) as caught:
         way.put()
-    assert caught.value.kind == "cluster-start"
+    said = str(caught.value)
+    assert caught.value.kind == "cluster-start" and way.questions == 0
+    assert ("run `scancel 1` on this machine" in said) is (state == "RUNNING")
+    assert ("cannot be found out" in said) is (state == "unknown")
+
+
+def test_slurm_is_asked_for_this_payload_alone_only_where_the_shared_word_is_too_old(way: Way) -> None:
+    way.known = False
+    way.events = [NOBODY, OK]
+    assert way.put()["ok"] and way.questions == 1
+    way.events, way.state = [NOBODY], ""
+    assert way.put(2)["error"] == "gone" and way.questions == 2
+
+
+@pytest.mark.parametrize("error", [NOBODY, LOST], ids=["nobody there", "lost"])
+def test_a_session_behind_an_edge_node_that_is_gone(way: Way, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    """TCP sees nobody there, whoever is gone; nothing is known of the session then, and nothing said of it."""
+    monkeypatch.setattr(session_request, "_SILENT_FOR", 0.1)
+
+    def read(*_: Any) -> bytes:
+        raise ConnectionLost("no way")
+
+    monkeypatch.setattr(way.connection, "read", read)
+    way.events = [error]
+    began = time.monotonic()
+    if error is NOBODY:
+        with pytest.raises(ConnectionLost):
+            way.put()
+    else:
+        with pytest.raises(StartError, match="edge node was out of reach for 1 s: no way") as caught:
+            way.put()
+        assert caught.value.kind == "connection" and caught.value.retry is False and time.monotonic() - began > 1.0
+
+
+def test_one_that_hangs_once_it_was_asked(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in reach: nobody waits for it as long as for an edge node."""
+    monkeypatch.setattr(session_request, "_SILENT_FOR", 0.1)
+    way.events = [LOST]
+    with pytest.raises(
+        StartError, match=r"which may run, and has not answered for 0\.1 s.*`scancel 1` ends the session"
+    ) as caught:
+        way.put()
+    assert caught.value.kind == "runtime" and caught.value.retry is False and way.request.unsettled
+
+
+def test_the_record_tells_what_the_answer_would_have_said(way: Way) -> None:
+    def lost() -> dict[str, Any]:
+        way.began("slurm-1")
+        raise LOST
+
+    way.events = [lost]
+    assert way.put()["ok"] and way.accepted == ["slurm-1"] and len(way.asked) == 1 and way.questions == 0
+
+
+def test_a_session_that_died_is_no_reason_to_run_it_again_while_its_record_cannot_be_read(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way.began("slurm-1")
+    way.events, way.state = [LOST, NOBODY], ""
+    _stumble(way, monkeypatch, times=3)
+    assert way.put()["ok"] and way.accepted == ["slurm-1"]
+
+
+def test_who_was_faster_is_read_again_until_it_is_known(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    way.events, way.state = [NOBODY], ""
+    assert way.put(1)["error"] == "gone"
+    way.began("slurm-1")
+    way.events = [DUPLICATE]
+    _stumble(way, monkeypatch, times=3)
+    assert way.put(2)["ok"] and way.accepted == ["slurm-1"]
+
+
+def _stumble(way: Way, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Let the next reads of the record fail."""
+    read, left = way.connection.read, [OSError(116, "Stale file handle")] * times
+
+    def stumble(path: str, offset: int, limit: int) -> bytes:
+        if path.endswith("journal.jsonl") and left:
+            raise left.pop()
+        return read(path, offset, limit)
+
+    monkeypatch.setattr(way.connection, "read", stumble)
+
+
+def with_secrets(way: Way) -> Path:
+    way.request._secrets = b"{}"
+    return way.path / "run" / "secrets.json"
+
+
+def test_secrets_are_written_when_they_are_needed(way: Way) -> None:
+    """Right before it is asked, for each session; and again if that one does not find them."""
+    path = with_secrets(way)
+    assert not path.exists()
+
+    def take(answer: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+        def took() -> dict[str, Any]:
+            assert path.read_bytes() == b"{}" and path.stat().st_mode & 0o777 == 0o600
+            path.unlink()
+            return answer
+
+        return took
+
+    missing = {"ok": False, "error": "missing-secrets", "message": "there are none"}
+    way.events = [take(CLOSING)]
+    assert way.put(1) == CLOSING
+    way.events = [take(missing), take(missing), take(OK)]
+    assert way.put(2)["ok"] and way.accepted == ["slurm-2"]
+    assert all(request["secrets"] is True for _, request in way.asked)
+
+
+def test_secrets_that_a_session_never_sees(way: Way) -> None:
+    with_secrets(way)
+    way.events = [{"ok": False, "error": "missing-secrets", "message": "there are none"}]
+    with pytest.raises(StartError, match="there are none") as caught:
+        way.put()
+    assert caught.value.kind == "record" and not way.accepted and not way.request.unsettled
+
+
+def test_a_run_directory_that_cannot_be_written(way: Way) -> None:
+    way.events = [{"ok": False, "error": "record", "message": "the run directory /x cannot be written: No space left"}]
+    with pytest.raises(StartError, match="Slurm job 1, this machine: the run directory /x cannot be written: No space") as caught:
+        way.put()
+    assert caught.value.kind == "record"
 
 
 def test_an_edge_node_out_of_reach(way: Way) -> None:
@@ -199,22 +346,57 @@ def test_one_that_had_been_accepted_is_known_when_it_is_called_back(way: Way) ->
     assert way.accepted == ["slurm-1"]
 
 
-def test_an_interrupt_waits_for_the_answer(way: Way) -> None:
-    """There is no moment in which a payload was accepted and nobody knows it."""
+@pytest.mark.parametrize("accepted", [True, False])
+def test_an_interrupt_need_not_wait_for_the_answer(way: Way, accepted: bool) -> None:
+    """It comes at once; who takes it finds out what became of the question."""
 
     def slow() -> dict[str, Any]:
-        threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
-        time.sleep(0.6)
+        main = threading.get_ident()
+        threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+        time.sleep(20)
         return OK
 
     way.events = [slow]
+    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         way.put()
-    assert way.accepted == ["slurm-1"]
+    assert time.monotonic() - began < 10 and way.request.unsettled and not way.accepted
+    way.events = [DUPLICATE if accepted else {"ok": False, "error": "missing", "missing": [""]}]
+    way.request.withdraw()
+    assert way.accepted == (["slurm-1"] if accepted else []) and not way.request.unsettled
 
 
-def test_interrupts_are_as_before_afterwards() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with delayed_interrupts():
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
+def test_an_interrupt_between_the_answer_and_its_being_known(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept(found: Found) -> None:
+        signal.raise_signal(signal.SIGINT)
+        way.accepted.append(found.announcement.cluster_id)
+
+    monkeypatch.setattr(way.request, "_accept", accept)
+    way.events = [OK]
+    with pytest.raises(KeyboardInterrupt):
+        way.put()
+    assert way.accepted == ["slurm-1"] and not way.request.unsettled
+
+
+def test_one_that_is_called_back_from_a_session_that_is_over(way: Way) -> None:
+    way.events = [LOST, KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        way.put()
+    way.events, way.state = [NOBODY], ""
+    way.request.withdraw()
+    assert not way.request.unsettled and not way.accepted and not any("may run" in line for line in way.log.lines)
+
+
+def test_one_that_is_called_back_and_nobody_knows(way: Way) -> None:
+    way.events = [LOST]
+    way.request._asked["slurm-1"] = way.found()
+    way.request.withdraw()
+    assert way.request.unsettled and "which may run now: see " + str(way.path / "run") in way.log.lines[-1]
+
+
+def test_nothing_was_asked_of_a_session_that_cannot_be_reached(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_request, "_SILENT_FOR", 0.05)
+    way.events = [NOBODY]
+    with pytest.raises(StartError):
+        way.put()
+    assert not way.request.unsettled

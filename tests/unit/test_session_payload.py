@@ -1,0 +1,208 @@
+"""A payload in a session: how it is told to end until it is, and what is said of one whose end nobody has written."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm.backends import session_payload
+from dagster_rayslurm.backends.session_payload import SessionPayload
+from dagster_rayslurm.connections.base import ConnectionLost
+from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.follow import Evidence
+from dagster_rayslurm.outcome import asks_slurm, judge
+from dagster_rayslurm.runtime.record import encode
+
+
+class Clock:
+    """Time that passes when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[[str], None]:
+        return self.lines.append
+
+
+class Job:
+    """A session's job, which runs."""
+
+    def __init__(self) -> None:
+        self.view = self
+        self.over = False
+        self.job_id = "7"
+        self.place = ""
+        self.how: str | None = None
+
+    def observe(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def how_it_ended(self, started: bool) -> str | None:
+        return self.how
+
+
+class Scene:
+    def __init__(self, path: Path) -> None:
+        self.run_dir = path / "run dir"
+        self.run_dir.mkdir()
+        self.connection = LocalConnection()
+        self.job, self.log = Job(), Log()
+        self.answers: list[Any] = []
+        self.asked = 0
+        self.payload = SessionPayload(
+            connection=self.connection,
+            job=self.job,  # type: ignore[arg-type]
+            cluster_id="slurm-1",
+            name="default-1/1",
+            run_dir=str(self.run_dir),
+            nonce="n",
+            reused=True,
+            waited=0.0,
+            poll_interval=30.0,
+            describe=self._describe,
+            log=self.log,
+        )
+
+    def _describe(self) -> dict[str, Any]:
+        self.asked += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, OSError):
+            raise answer
+        return {"ok": True, "payloads": [{"run_dir": path} for path in answer]}
+
+    @property
+    def cancel(self) -> Any:
+        try:
+            return json.loads((self.run_dir / "cancel.json").read_text())
+        except FileNotFoundError:
+            return None
+
+    def end(self) -> None:
+        (self.run_dir / "journal.jsonl").write_bytes(encode({"type": "end", "nonce": "n"}))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(session_payload, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def scene(tmp_path: Path, clock: Clock) -> Iterator[Scene]:
+    yield Scene(tmp_path)
+
+
+def failing(scene: Scene, monkeypatch: pytest.MonkeyPatch, times: int, then: Callable[[], None] = lambda: None) -> list[int]:
+    """Let so many writes fail; those that were tried."""
+    write, tries = scene.connection.write, [0]
+
+    def fail(*words: Any) -> None:
+        tries[0] += 1
+        if tries[0] <= times:
+            raise ConnectionLost("no way")
+        write(*words)
+        then()
+
+    monkeypatch.setattr(scene.connection, "write", fail)
+    return tries
+
+
+def test_one_that_could_not_be_told_at_once_is_told_again(scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = failing(scene, monkeypatch, 3)
+    scene.payload.cancel()
+    evidence = Evidence(started_at=1.0, heard_at=clock.now)
+    for _ in range(100):
+        clock.sleep(0.1)
+        scene.payload.ended(evidence)
+    assert scene.cancel == {"op": "cancel", "now": False} and tries == [4]
+    assert len([line for line in scene.log.lines if "tried again: no way" in line]) == 1
+
+
+def test_killing_is_repeated_until_it_is_written(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(scene, monkeypatch, 20, then=scene.end)
+    scene.payload.kill()
+    assert scene.cancel == {"op": "cancel", "now": True} and not any("may still run" in line for line in scene.log.lines)
+
+
+def test_one_that_could_not_be_told_to_end(scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not said to be cancelled, and the remedy leaves the session to the others."""
+    began, tries = clock.now, failing(scene, monkeypatch, 1000)
+    scene.payload.kill()
+    assert 60 <= clock.now - began < 65 and tries[0] >= 30
+    said = scene.log.lines[-1]
+    assert "could not be told to end (no way)" in said
+    assert f"""run `echo '{{"op": "cancel", "now": true}}' > '{scene.run_dir}/cancel.json'` on this machine""" in said
+
+
+def test_one_that_was_told_and_does_not_end(scene: Scene, clock: Clock) -> None:
+    began = clock.now
+    scene.payload.kill()
+    assert 10 <= clock.now - began < 12
+    assert f"{scene.run_dir}/cancel.json tells it to end" in scene.log.lines[-1] and "scancel 7" in scene.log.lines[-1]
+
+
+def silent_for(scene: Scene, clock: Clock, evidence: Evidence, seconds: float) -> str | None:
+    """What is said of the end, with nothing new in the record for so long."""
+    until = clock.now + seconds
+    while clock.now < until:
+        clock.sleep(1.0)
+        how = scene.payload.ended(evidence)
+        if how is not None:
+            return how
+    return None
+
+
+def test_a_session_is_asked_ever_more_rarely_for_one_that_says_nothing(scene: Scene, clock: Clock) -> None:
+    scene.answers = [[str(scene.run_dir)]]
+    evidence = Evidence(started_at=1.0, heard_at=clock.now)
+    assert silent_for(scene, clock, evidence, 59) is None and scene.asked == 0
+    assert silent_for(scene, clock, evidence, 4 * 3600) is None and 10 < scene.asked < 25
+
+
+@pytest.mark.parametrize("answer", [OSError("nobody is there"), "no list"])
+def test_an_answer_that_says_nothing_of_it(scene: Scene, clock: Clock, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.answers = [answer]
+    if answer == "no list":
+        scene.payload._describe = lambda: {"ok": False, "error": "unknown request"}
+    assert silent_for(scene, clock, Evidence(started_at=1.0, heard_at=clock.now), 3600) is None
+
+
+def test_one_that_has_ended_without_a_record(scene: Scene, clock: Clock) -> None:
+    """Its runtime lives, and serves others: it did not end, and nobody knows whether the payload has succeeded."""
+    scene.answers = [[str(scene.run_dir)], ["/another"]]
+    evidence = Evidence(started_at=1.0, heard_at=clock.now)
+    began = clock.now
+    evidence.runtime_exit = silent_for(scene, clock, evidence, 3600)
+    assert evidence.runtime_exit is not None and 150 <= clock.now - began < 160 and scene.asked == 2
+    assert not asks_slurm(evidence)
+    verdict = judge(evidence, uses_pipes=True, require_messages=True)
+    assert verdict.kind == "record" and not verdict.retry
+    assert str(scene.run_dir) in verdict.sentence and "may have succeeded" in verdict.sentence
+
+
+def test_an_end_that_comes_into_sight_later(scene: Scene, clock: Clock) -> None:
+    scene.answers = [[]]
+    evidence = Evidence(started_at=1.0, heard_at=clock.now)
+    assert silent_for(scene, clock, evidence, 80) is None and scene.asked == 1
+    evidence.heard_at = clock.now  # What follows the record reads on.
+    assert silent_for(scene, clock, evidence, 59) is None and evidence.unrecorded is None
+
+
+def test_the_end_of_its_job_needs_no_question(scene: Scene, clock: Clock) -> None:
+    scene.job.over, scene.job.how = True, "Slurm calls the job TIMEOUT"
+    assert silent_for(scene, clock, Evidence(started_at=1.0, heard_at=clock.now), 600) == "Slurm calls the job TIMEOUT"
+    assert scene.asked == 0
