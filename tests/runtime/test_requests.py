@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from dagster_rayslurm.backends import session_client
 from dagster_rayslurm.backends.process import runtime_command
 from dagster_rayslurm.backends.rundir import Layout, write_runtime_spec
 from dagster_rayslurm.backends.session_client import Announcement, Unreachable, parse_announcement
@@ -319,7 +320,7 @@ def test_a_step_in_the_allocation_hands_the_request_over(session: Callable[..., 
     assert answer["ok"] is True and "--overlap" in srun.commands[0] and KEY not in " ".join(srun.commands[0])
 
 
-def test_without_tcp_the_step_is_taken_from_then_on(session: Callable[..., Session]) -> None:
+def test_without_tcp_the_step_is_taken_from_then_on(session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> None:
     one, srun = session(), Srun()
     start = [*one.command[:-2], "ask"]
     found = one.announced()
@@ -327,15 +328,61 @@ def test_without_tcp_the_step_is_taken_from_then_on(session: Callable[..., Sessi
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     walled = Announcement(**{**vars(found), "port": port})
-    for carrier, steps in (("auto", 1), ("auto", 2)):
-        answer = ask_from_afar(LocalConnection(), srun, walled, {"op": "describe"}, carrier, str(one.directory), start)  # type: ignore[arg-type]
-        assert answer["ok"] is True and len(srun.commands) == steps
-    assert str(port) in (one.directory / "no-direct").read_text()
+    mark = one.directory / "no-direct"
+
+    def ask(where: Announcement, carrier: str = "auto") -> int:
+        """How many steps one more question takes."""
+        before = len(srun.commands)
+        answer = ask_from_afar(LocalConnection(), srun, where, {"op": "describe"}, carrier, str(one.directory), start)  # type: ignore[arg-type]
+        assert answer["ok"] is True
+        return len(srun.commands) - before
+
+    monkeypatch.setattr(session_client, "_TRY_ANYWAY", 0.0)
+    assert ask(walled) == 1
+    assert wait_until(mark.exists, 10)
+    assert str(port) in mark.read_text()
     # The mark spares the way that does not lead there, even once it would.
-    assert ask_from_afar(LocalConnection(), srun, found, {"op": "describe"}, "auto", str(one.directory), start)["ok"]  # type: ignore[arg-type]
-    assert len(srun.commands) == 3
+    assert ask(walled) == 1 and ask(found) == 1
+    # Now and then somebody tries all the same.
+    monkeypatch.setattr(session_client, "_TRY_ANYWAY", 1.0)
+    assert ask(walled) == 1 and mark.exists()
+    assert ask(found) == 0 and not mark.exists()
     with pytest.raises(Unreachable, match="by TCP"):
-        ask_from_afar(LocalConnection(), srun, walled, {"op": "describe"}, "direct", str(one.directory), start)  # type: ignore[arg-type]
+        ask(walled, "direct")
+
+
+@pytest.mark.parametrize("trouble", ["forward", "connect", "setsockopt"])
+def test_trouble_of_a_moment_is_no_lack_of_a_way(
+    session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """One attempt goes wrong: a step hands the request over, and the next one goes directly again."""
+    one, srun = session(), Srun()
+    found = one.announced()
+    assert found is not None
+    left = [OSError(24, "Too many open files")]
+
+    def once(do: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*words: Any) -> Any:
+            if left:
+                raise left.pop()
+            return do(*words)
+
+        return act
+
+    connection = LocalConnection()
+    if trouble == "forward":
+        monkeypatch.setattr(connection, "forward", once(connection.forward))
+    elif trouble == "connect":
+        monkeypatch.setattr(socket, "create_connection", once(socket.create_connection))
+    else:
+        monkeypatch.setattr(socket.socket, "setsockopt", once(socket.socket.setsockopt))
+    threads = set(threading.enumerate())
+    for steps in (1, 1):
+        words = (srun, found, {"op": "describe"}, "auto", str(one.directory), [*one.command[:-2], "ask"])
+        assert ask_from_afar(connection, *words)["ok"] is True and len(srun.commands) == steps  # type: ignore[arg-type]
+    for thread in set(threading.enumerate()) - threads:
+        thread.join()
+    assert not (one.directory / "no-direct").exists()
 
 
 @pytest.mark.parametrize(
