@@ -12,6 +12,7 @@ from .audit import Auditor, Tables
 from .footprint import Footprint, footprint_error
 from .loop import Loop, Timer
 from .machine import Machine, from_facts
+from .prestart import logs_of, waiting
 from .ray_arguments import ClusterError, interface_address, join_host_port, ray_environment, route_address
 from .ray_start import Event, RayStart
 from .scratch import Scratch
@@ -48,6 +49,7 @@ class RayCluster:
         on_node_lost: called with the name of a node that was lost after the cluster was ready.
         key: what the nodes call this cluster, where there are several; the others' order then carries what is asked for.
         worker_env: variables for Ray's daemons, which all workers inherit.
+        prestart: whether Ray's workers shall be kept ready on the head.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class RayCluster:
         on_node_lost: Callable[[str], None] = lambda _: None,
         key: str = "",
         worker_env: Mapping[str, str] = MappingProxyType({}),
+        prestart: bool = False,
     ) -> None:
         self.spec = spec
         self.ready = False
@@ -83,6 +86,7 @@ class RayCluster:
         self._on_node_lost = on_node_lost
         self.key = key
         self._worker_env = worker_env
+        self._prestart = prestart
         self._auditor = Auditor(self._question, loop.call_later)
         self._team: Optional[Team] = None
         self._address: Optional[str] = None
@@ -124,6 +128,15 @@ class RayCluster:
     def audit(self, patience: float, done: Callable[[Optional[Tables]], None]) -> None:
         """Ask what there is in the cluster; `done` gets None if it does not answer within `patience` seconds."""
         self._auditor.ask(patience, done)
+
+    def prestart(self) -> None:
+        """Have Ray start workers that wait for the next payload, if that was asked for."""
+        if self._ray is not None and self.ready:
+            self._ray.prestart()
+
+    def waiting(self) -> Set[int]:
+        """The processes of this node's workers that belong to no payload yet."""
+        return waiting(logs_of(self.ray_temp_dir)) if self._prestart else set()
 
     def facts(self) -> Dict[str, Any]:
         """What metadata tells of the cluster."""
@@ -170,6 +183,7 @@ class RayCluster:
             self._fail,
             self._on_phase,
             self._worker_env,
+            self._prestart,
         )
         self._ray.start(self._address)
 
@@ -303,6 +317,7 @@ class RayCluster:
             up += ", dashboard: %s on %s" % (self.dashboard_url, head["hostname"])
         self._on_phase("cluster-ready", up)
         self._count_in()
+        self.prestart()
         self._on_ready()
 
     def _count_in(self) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any, Dict, List, Optional, Tuple
 
-from . import audit
+from . import audit, prestart
 
 TOKEN_SINCE = (2, 52)
 """First Ray version with token authentication."""
@@ -27,7 +27,8 @@ _ALIVE = 0  # GcsNodeInfo.ALIVE in Ray's gcs.proto.
 def main(argv: List[str]) -> int:
     """Run `ray start` as told; `argv` is one JSON object.
 
-    Keys: `report_fd` (where JSON lines go), `audit_fd` (where questions for an audit come from, or null on a worker), `gcs`
+    Keys: `report_fd` (where JSON lines go), `audit_fd` (where questions for an audit come from, or null on a worker), `prestart`
+    (arguments of `prestart.serve`, or null), `gcs`
     ("HOST:PORT" of the head), `head` (whether this is it), `expected`
     (number of nodes), `ray_version` (required one, or null), `token` (whether authentication is on), `command` (the words
     after `ray`), `entrypoint` (a file that `ray symmetric-run` makes when its cluster is up, or null).
@@ -47,6 +48,8 @@ def main(argv: List[str]) -> int:
     report(event="version", ray_version=ray.__version__)
     if order["audit_fd"] is not None:
         audit.serve(order["audit_fd"], order["gcs"], report)
+    if order["prestart"] is not None:
+        prestart.serve(gcs=order["gcs"], **order["prestart"])
     if order["head"]:
         arguments = (order["gcs"], order["expected"], order["entrypoint"], report)
         threading.Thread(target=_watch, args=arguments, daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,11 +13,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from . import ports, processes
 from .loop import Loop
 from .machine import Machine
+from .prestart import logs_of
 from .ray_arguments import ClusterError, join_host_port, ray_environment, start_arguments, symmetric_arguments
 from .record import split_lines, tail_file
 from .scratch import Scratch
@@ -49,6 +51,7 @@ class RayStart:
         on_failed: called once, when Ray does not start or has ended.
         on_phase: called with a phase and a message for the user.
         worker_env: variables for Ray's daemons, which all workers inherit.
+        prestart: whether workers shall be kept ready on the head.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class RayStart:
         on_failed: Callable[[ClusterError], None],
         on_phase: Callable[[str, str], None],
         worker_env: Mapping[str, str] = MappingProxyType({}),
+        prestart: bool = False,
     ) -> None:
         self.ready = False
         """Whether the cluster counts this node in; from then on its end is a loss."""
@@ -80,7 +84,9 @@ class RayStart:
         self._on_failed = on_failed
         self._on_phase = on_phase
         self._worker_env = worker_env
+        self._prestart = prestart
         self._audit_fd: Optional[int] = None
+        self._prestart_fd: Optional[int] = None
         self._pid: Optional[int] = None
         self._report_fd: Optional[int] = None
         self._report = b""
@@ -111,6 +117,12 @@ class RayStart:
             return False  # It is gone, or has not read for long.
         return True
 
+    def prestart(self) -> None:
+        """Have workers start that wait for the next payload, if that was asked for."""
+        if self._prestart_fd is not None:
+            with contextlib.suppress(OSError):  # Nobody reads there any more, or has not for long.
+                os.write(self._prestart_fd, b"\n")
+
     def start(self, address: Optional[str], gcs: Optional[str] = None) -> None:
         """Check the node and start Ray on it.
 
@@ -135,10 +147,13 @@ class RayStart:
 
     def log_tails(self) -> Dict[str, str]:
         """The last lines of the logs that tell why Ray failed here."""
-        logs = os.path.join(self._scratch.ray_temp_dir, "session_latest", "logs")
-        paths = {"ray start": self._log_path, **{name: os.path.join(logs, name) for name in _LOGS}}
+        paths = {"ray start": self._log_path, **{name: os.path.join(self._logs, name) for name in _LOGS}}
         tails = {name: tail_file(path, lines=15) for name, path in paths.items()}
         return {name: text for name, text in tails.items() if text.strip()}
+
+    @property
+    def _logs(self) -> str:
+        return logs_of(self._scratch.ray_temp_dir)
 
     @property
     def _log_path(self) -> str:
@@ -233,16 +248,19 @@ class RayStart:
         os.set_blocking(self._report_fd, False)
         self._report = b""
         self._loop.on_readable(self._report_fd, self._read_report)
-        asked: Optional[int] = None
+        kept = [writer]
         self._close_audit()
+        order = dict(order, report_fd=writer, audit_fd=None, prestart=None)
         if self._gcs is None:
-            asked, self._audit_fd = os.pipe()
-            os.set_blocking(self._audit_fd, False)
-        kept = [writer] if asked is None else [writer, asked]
+            order["audit_fd"], self._audit_fd = self._pipe(kept)
+        if self._gcs is None and self._prestart:
+            fd, self._prestart_fd = self._pipe(kept)
+            cpus = self._machine.num_cpus if self._spec.num_cpus is None else self._spec.num_cpus
+            order["prestart"] = {"fd": fd, "logs": self._logs, "cpus": cpus}
         try:
             with open(self._log_path, "ab") as log:
                 self._pid = self._loop.spawn(
-                    [sys.executable, sys.argv[0], "ray-node", json.dumps(dict(order, report_fd=writer, audit_fd=asked))],
+                    [sys.executable, sys.argv[0], "ray-node", json.dumps(order)],
                     self._exited,
                     cwd=self._scratch.path,
                     env=env,
@@ -258,10 +276,18 @@ class RayStart:
             for fd in kept:
                 os.close(fd)
 
+    def _pipe(self, kept: List[int]) -> Tuple[int, int]:
+        """A pipe to the process, which never blocks here; its other end is to be closed once the process has it."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        kept.append(reader)
+        return reader, writer
+
     def _close_audit(self) -> None:
-        if self._audit_fd is not None:
-            os.close(self._audit_fd)
-            self._audit_fd = None
+        for fd in (self._audit_fd, self._prestart_fd):
+            if fd is not None:
+                os.close(fd)
+        self._audit_fd = self._prestart_fd = None
 
     def _read_report(self) -> None:
         """Take what `ray_node` reported so far."""

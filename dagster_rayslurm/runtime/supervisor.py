@@ -418,6 +418,8 @@ class Supervisor:
             processes.kill_orphans(keep=self.loop.children())
             self._leftovers.look_when_idle(lambda: not self._roster.running)
         self._pump()
+        if not self._roster.running and self.closing is None:
+            self.clusters.prestart()  # Not while others run, whose CPU they would take.
         self._settle()
 
     def _settle(self) -> None:

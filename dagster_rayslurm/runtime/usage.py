@@ -100,7 +100,9 @@ class Sampler:
         self._loop = loop
         self._spill_dir = spill_dir
         self._others = others
-        self.meter = Meter({process.pid: process for process in self._seen()}, time.monotonic())
+        # Those that do not count yet may do so later, but not for what they did before.
+        before = {process.pid: process for process in processes.descendants(os.getpid())}
+        self.meter = Meter(before, time.monotonic())
         self._stopped = False
         self._pause = _FIRST
         self._timer = loop.call_later(self._pause, self._sample)

@@ -1,0 +1,167 @@
+"""Workers that wait for the next payload: told from others by their logs, and kept ready by a warm cluster of real Ray."""
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm import ComputeResource, SessionConfig
+from dagster_rayslurm.runtime import prestart
+
+from ..conftest import pipes_script, run_asset, small_ray, wait_until
+
+DRIVER = pipes_script("""
+    import os, time, ray
+    ray.init()
+    @ray.remote
+    def pid():
+        return os.getpid()
+    began = time.time()
+    worker = ray.get(pid.remote())
+    pipes.report_asset_materialization(metadata={"worker": worker, "seconds": time.time() - began})
+""")
+
+
+@pytest.fixture
+def worker() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that calls itself as workers of Ray do."""
+    process = subprocess.Popen(["ray::IDLE", "60"], executable="/bin/sleep")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_worker_waits_until_its_log_tells_of_a_job(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
+    assert prestart.waiting(str(tmp_path / "none")) == set()
+    log = tmp_path / f"worker-ab12-ffffffff-{worker.pid}.out"
+    log.touch()
+    # The test itself is none of Ray's, one had a job from the start, and of one there is only the log.
+    for other in (f"ffffffff-{os.getpid()}", f"01000000-{worker.pid}", "ffffffff-999999999"):
+        (tmp_path / f"worker-ab12-{other}.out").touch()
+    assert prestart.waiting(str(tmp_path)) == {worker.pid}
+    log.write_text(":job_id:01000000\n:task_name:f\n")
+    assert prestart.waiting(str(tmp_path)) == set()
+
+
+class Raylet:
+    """Starts as many workers as it is told, or none."""
+
+    def __init__(self, logs: Path, heeds: bool) -> None:
+        self.logs, self.heeds = logs, heeds
+        self.asked: list[int] = []
+
+    def take(self, _: Any, workers: int) -> None:
+        self.asked.append(workers)
+        for _ in range(workers if self.heeds else 0):
+            (self.logs / f"worker-ab12-ffffffff-{10**9 + len(list(self.logs.iterdir()))}.out").touch()
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Raylet, int]]:
+    """Serves questions with a raylet of the test's own; that, and where to ask."""
+    monkeypatch.delenv(prestart._AT_FIRST_DRIVER, raising=False)
+    monkeypatch.setattr(prestart, "_COME_UP", 0.3)
+
+    def serve(cpus: int, heeds: bool = True, connect: Any = lambda _: None) -> tuple[Raylet, int]:
+        raylet = Raylet(tmp_path, heeds)
+        monkeypatch.setattr(prestart, "_connect", connect)
+        monkeypatch.setattr(prestart, "_ask", raylet.take)
+        reader, writer = os.pipe()
+        prestart.serve(reader, "none:1", str(tmp_path), cpus)
+        return raylet, writer
+
+    return serve
+
+
+def test_each_time_only_those_that_miss_are_asked_for(served: Any, tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
+    raylet, writer = served(3)
+    (tmp_path / f"worker-ab12-ffffffff-{worker.pid}.out").touch()
+    os.write(writer, b"\n")
+    assert wait_until(lambda: raylet.asked == [2], 5)
+    time.sleep(0.2)
+    os.write(writer, b"\n\n")
+    assert wait_until(lambda: len(raylet.asked) > 1, 5) and raylet.asked == [2, 2]
+    os.close(writer)
+    assert os.environ.pop(prestart._AT_FIRST_DRIVER) == "0"
+
+
+def test_on_a_large_node_a_few_wait_and_ray_starts_its_own_besides(served: Any) -> None:
+    raylet, writer = served(64)
+    os.write(writer, b"\n")
+    assert wait_until(lambda: raylet.asked == [prestart.MOST], 5)
+    os.close(writer)
+    assert prestart._AT_FIRST_DRIVER not in os.environ
+
+
+def gone(writer: int) -> bool:
+    """Whether nobody reads there any more."""
+    try:
+        os.write(writer, b"\n")
+    except BrokenPipeError:
+        return True
+    return False
+
+
+def test_nobody_asks_again_where_nothing_can_be_counted(served: Any) -> None:
+    raylet, writer = served(2, heeds=False)
+    assert wait_until(lambda: gone(writer), 5) and raylet.asked == [2]
+    os.close(writer)
+
+
+def test_errors_are_no_failure(served: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    def connect(_: str) -> None:
+        raise RuntimeError("no such node")
+
+    raylet, writer = served(2, connect=connect)
+    assert wait_until(lambda: gone(writer), 5) and raylet.asked == []
+    assert "no workers are kept ready: RuntimeError: no such node" in capfd.readouterr().err
+    os.close(writer)
+
+
+@pytest.mark.parametrize(("cpus", "module"), [(0, "grpc"), (2, "no_such_module_")])
+def test_without_cpus_or_grpc_nothing_is_done(served: Any, monkeypatch: pytest.MonkeyPatch, cpus: int, module: str) -> None:
+    imports = prestart.importlib.import_module
+    monkeypatch.setattr(prestart.importlib, "import_module", lambda name: imports(module if name == "grpc" else name))
+    threads = threading.active_count()
+    _, writer = served(cpus)
+    assert gone(writer) and threading.active_count() <= threads
+    assert prestart._AT_FIRST_DRIVER not in os.environ
+    os.close(writer)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_the_first_task_finds_a_worker_that_waits(base: Path, scratch_base: Path, script: Any) -> None:
+    compute = ComputeResource(
+        local_base=str(base),
+        enable_cluster_reuse=True,
+        session=SessionConfig(idle_timeout=60),
+        default_launcher=small_ray(num_cpus_per_node=2, preload=["ray"]),
+    )
+
+    def waiting() -> set[int]:
+        """The waiting workers, once they are two."""
+        found = [prestart.waiting(str(logs)) for logs in scratch_base.glob("**/session_latest/logs")]
+        return found[0] if found and len(found[0]) == 2 else set()
+
+    run_asset(compute, script("pass\n", "idle.py"))  # It waits for the cluster, and uses none of its workers.
+    ready = wait_until(waiting, 60)
+    assert ready, "nobody waits when the cluster is ready"
+    payload = script(DRIVER)
+    for _ in range(3):
+        ran = run_asset(compute, payload)
+        assert ran.metadata["worker"] in ready and "leaks" not in ran.metadata
+        again = wait_until(waiting, 60)
+        assert again and again != ready, "nobody waits after a payload"
+        ready = again
+    # Those that nobody used count for nobody.
+    assert ran.metadata["CPU time (s)"] < 2
+    for announced in (base / "sessions").glob("*/session.json"):
+        compute.cleanup_cluster(json.loads(announced.read_text())["cluster_id"])
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ready), 15)
