@@ -29,6 +29,8 @@ _KEEPS_READY = "ray"
 
 _DYING = 0.5
 """Seconds that killed processes get to be gone before their directories are."""
+_SELDOM = 60.0
+"""Most seconds between two attempts to remove what cannot be removed."""
 
 
 def asks_for_gpus(spec: RuntimeSpec) -> bool:
@@ -63,10 +65,6 @@ def clear_away(loop: Loop, place: Scratch, key: str) -> None:
             loop.call_later(pause, lambda: clear(min(2 * pause, _SELDOM)))
 
     loop.call_later(_DYING, lambda: clear(_DYING))
-
-
-_SELDOM = 60.0
-"""Most seconds between two attempts to remove what cannot be removed."""
 
 
 class Clusters:

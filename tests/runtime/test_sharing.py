@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -180,20 +181,50 @@ def test_what_cannot_end_in_time_is_not_taken(runtime: Runtime) -> None:
     runtime.add("first", NAP % 0.1, time_limit=500.0)
     runtime.add("fits", NAP % 0.1, time_limit=50.0)
     runtime.add("behind", NAP % 0.1, time_limit=80.0)
-    runtime.add("after", NAP % 0.1)
+    runtime.add("after", NAP % 0.1, time_limit=20.0)
     said = runtime.run("""
         session(drain_margin=60.0)
         runner.time_left = lambda: 100.0
         submit("first")  # Nobody else would have more time for it.
         def go():
             submit("fits"); submit("behind"); submit("after")
-            said["left"] = runner.describe()["time_left"]
+            said["left"], said["closing"] = runner.describe()["time_left"], runner.closing
+            when_done(end)
         when_done(go)
     """)
     words = r"Closing: its time limit comes in 100 s, and the payload may take 80 s and may wait (50|49) s for its turn"
     assert re.fullmatch(words, said["behind"])
-    assert said["after"] == said["behind"] and said["left"] == 100.0
-    assert runtime.end("first")["exit_code"] == runtime.end("fits")["exit_code"] == 0
+    assert "after" not in said and said["closing"] is None and said["left"] == 100.0  # Others may take less time.
+    assert [runtime.end(name)["exit_code"] for name in ("first", "fits", "after")] == [0, 0, 0]
+
+
+def test_a_queue_of_short_ones_is_not_too_long(runtime: Runtime) -> None:
+    """What nothing is known of, and what took a moment before, is not taken for a minute each."""
+    names = [f"{number}" for number in range(12)]
+    for name in names:
+        runtime.add(name, NAP % 0.1, step="short" if int(name) % 2 else name)
+    said = runtime.run(f"""
+        session(drain_margin=60.0)
+        runner.time_left = lambda: 100.0
+        for name in {names}:
+            submit(name)
+        when_done(end)
+    """)
+    assert said == {} and all(runtime.end(name)["exit_code"] == 0 for name in names)
+
+
+def test_what_was_cut_off_tells_nothing_of_its_step(runtime: Runtime) -> None:
+    runtime.add("timeout", NAP % 60, step="a", time_limit=0.8)
+    runtime.add("cancelled", NAP % 60, step="b")
+    runtime.add("killed", "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)", step="c")
+    runtime.add("failed", "import sys, time; time.sleep(0.3); sys.exit(1)", step="d")
+    said = runtime.run("""
+        session(max_concurrent_payloads=4)
+        payloads = [submit(name) for name in ("timeout", "cancelled", "killed", "failed")]
+        loop.call_later(0.5, lambda: payloads[1].end_early(End("cancel", "not wanted")))
+        when_done(lambda: (said.update(runner.durations), end()))
+    """)
+    assert list(said) == ["d"] and 0.3 <= said["d"] < 10
 
 
 def test_steps_take_as_long_as_they_did_before(runtime: Runtime) -> None:
@@ -206,6 +237,7 @@ def test_steps_take_as_long_as_they_did_before(runtime: Runtime) -> None:
         def go():
             said["durations"] = runner.durations
             submit("b")
+            end()
         when_done(go)
     """)
     assert 1.2 <= said["durations"]["slow"] < 10 and "may take" in said["b"]
@@ -289,6 +321,47 @@ def test_another_ray_in_the_environment_is_noticed(tmp_path: Path, monkeypatch: 
     assert ray_mark() != before
 
 
+def test_a_file_system_that_is_away_is_no_other_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "ray"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    before = ray_mark()
+    assert before is not None and before[1]
+    real = os.stat
+
+    def away(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(package)):
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+        return real(path, *args, **options)
+
+    for found in ("there", "not found"):
+        with monkeypatch.context() as context:
+            context.setattr(os, "stat", away)
+            if found == "not found":
+                context.setattr("importlib.util.find_spec", lambda _: None)
+            with pytest.raises(OSError, match="Stale"):
+                ray_mark(before)
+    (package / "__init__.py").unlink()
+    package.rmdir()
+    assert ray_mark(before) is None
+
+
+def test_a_file_system_that_is_away_ends_no_session(runtime: Runtime) -> None:
+    runtime.add("a", "pass", uses_ray=True)
+    said = runtime.run("""
+        session()
+        runner._ray_mark = ("there", ())
+        def away(*_):
+            raise OSError("stale")
+        supervisor.ray_mark = away
+        submit("a")
+        when_done(lambda: (said.update(closing=runner.closing), end()))
+    """)
+    assert said == {"closing": None} and runtime.end("a")["exit_code"] == 0
+
+
 def test_a_changed_ray_ends_the_session_and_gives_back_what_waits(runtime: Runtime) -> None:
     runtime.add("a", NAP % 1.0)
     runtime.add("b", "pass", uses_ray=True)
@@ -296,7 +369,7 @@ def test_a_changed_ray_ends_the_session_and_gives_back_what_waits(runtime: Runti
     said = runtime.run("""
         session()
         submit("a"); submit("b")
-        supervisor.ray_mark = lambda: ("elsewhere", ())
+        supervisor.ray_mark = lambda *_: ("elsewhere", ())
         loop.call_later(0.3, lambda: submit("c"))
     """)
     assert said["c"] == "Closing: the environment's Ray has changed"
@@ -327,3 +400,146 @@ def test_orphans_are_ended_once_nothing_runs(runtime: Runtime, tmp_path: Path) -
         when_done(lambda: loop.call_later(0.1, after))
     """)
     assert (said["during"], said["after"], said["template"]) == (True, False, True)
+
+
+COPY = """
+from dagster_rayslurm.runtime import outputs
+real = outputs.collect_outputs
+def slowly(*args):
+    time.sleep(%g)
+    return real(*args)
+outputs.collect_outputs = slowly
+ticks = []
+def tick():
+    ticks.append(loop.now())
+    loop.call_later(0.02, tick)
+tick()
+def copying():
+    said.update(gap=max(b - a for a, b in zip(ticks, ticks[1:])), children=loop.children())
+    loop.stop()
+"""
+LARGE = "open('large.bin', 'wb').write(bytes(5 * 2**20)); open('small.txt', 'w').write('x')"
+
+
+def test_large_outputs_are_copied_beside_all_else(runtime: Runtime) -> None:
+    runtime.add("a", LARGE, outputs=["*.bin", "*.txt", "*.csv"], max_output_bytes=2**23)
+    runtime.add("b", "pass", run_id="other")
+    said = runtime.run(COPY % 3 + "session(max_concurrent_payloads=2); submit('a'); submit('b'); when_done(copying)")
+    a, b = runtime.end("a"), runtime.end("b")
+    assert (a["reason"], a["exit_code"]) == ("exit", 0) and a["outputs"] == [
+        {"name": "small.txt", "size": 1},
+        {"name": "large.bin", "size": 5 * 2**20},
+    ]
+    assert a["outputs_left_out"] == ["no file that the payload made matches '*.csv'"] and b["exit_code"] == 0
+    assert (runtime.path / "a" / "outputs" / "large.bin").stat().st_size == 5 * 2**20
+    assert said["gap"] < 2 and said["children"] == []
+    assert [record["message"] for record in runtime.records("a") if record.get("phase") == "outputs"]
+
+
+def test_few_bytes_need_no_process(runtime: Runtime) -> None:
+    runtime.add("a", "open('a.txt', 'w').write('x')", outputs=["*.txt"])
+    runtime.add("b", LARGE, outputs=["*"], max_output_bytes=1000)
+    runtime.run("""
+        from dagster_rayslurm.runtime import outputs
+        outputs.Aside = None
+        session(); submit("a"); submit("b"); when_done(end)
+    """)
+    assert [one["name"] for one in runtime.end("a")["outputs"]] == ["a.txt"]
+    assert [one["name"] for one in runtime.end("b")["outputs"]] == ["small.txt"]
+
+
+def test_copying_that_hangs_ends_with_what_ends_the_payload(runtime: Runtime) -> None:
+    """It has the grace period, as the payload itself; what is not there then was no success."""
+    for name in "abc":
+        runtime.add(name, LARGE, outputs=["*"], run_id=name, grace_period=0.5, time_limit=30.0)
+    said = runtime.run(
+        COPY % 60
+        + """
+session(max_concurrent_payloads=3)
+payloads = [submit(name) for name in "abc"]
+def cancel():
+    if not all(payload.pids and payload.pid is None for payload in payloads):
+        return loop.call_later(0.02, cancel)
+    payloads[0].end_early(End("cancel", "not wanted"))
+    payloads[0].end_early(End("timeout", "too late"))
+    payloads[1].end_early(End("timeout", "too late"), 0)
+    payloads[2].abandon(End("runtime", "a defect"))
+    when_done(lambda: loop.call_later(0.2, copying))
+cancel()
+"""
+    )
+    ends = [runtime.end(name) for name in "abc"]
+    assert [end["reason"] for end in ends] == ["cancel", "timeout", "runtime"]
+    assert [end["outputs_left_out"] for end in ends] == [
+        [f"all of them: {why} while they were copied"] for why in ("not wanted", "too late", "a defect")
+    ]
+    assert said["children"] == [] and said["gap"] < 2
+
+
+def test_copying_that_ends_within_the_grace_period_is_the_truth(runtime: Runtime) -> None:
+    runtime.add("a", LARGE, outputs=["*"], grace_period=10.0)
+    runtime.run(
+        COPY % 1
+        + """
+session()
+payload = submit("a")
+def cancel():
+    if payload.pid is not None or not payload.pids:
+        return loop.call_later(0.02, cancel)
+    runner.close(End("timeout", "time is up"))
+cancel()
+"""
+    )
+    end = runtime.end("a")
+    assert (end["reason"], end["exit_code"], len(end["outputs"])) == ("exit", 0, 2)
+
+
+def test_a_copier_that_dies_is_told(runtime: Runtime) -> None:
+    runtime.add("a", LARGE, outputs=["*"])
+    runtime.run("""
+        from dagster_rayslurm.runtime import outputs
+        outputs.collect_outputs = lambda *_: 1 / 0
+        session(); submit("a"); when_done(end)
+    """)
+    assert runtime.end("a")["outputs_left_out"] == ["all of them: the process that copied them failed"]
+
+
+def test_asking_again_never_lengthens_the_wait(runtime: Runtime) -> None:
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); time.sleep(60)"
+    for name in "ab":
+        runtime.add(name, stubborn, run_id=name)
+    runtime.run("""
+        session(max_concurrent_payloads=2)
+        one, two = submit("a"), submit("b")
+        def again(payload, after, grace):
+            loop.call_later(after, lambda: payload.end_early(End("cancel", "not wanted"), grace))
+        for delay, grace in ((0.8, 2.0), (2.0, 4.0), (2.7, 4.0)):
+            again(one, delay, grace)
+        again(two, 0.8, 30.0), again(two, 1.0, 0.5)
+        when_done(end)
+    """)
+    for name in "ab":
+        end = runtime.end(name)
+        assert end["reason"] == "cancel" and end["ended_at"] - end["started_at"] < 5
+        text = (runtime.path / name / "stdio.jsonl").read_text()
+        assert text.count("asked") == 1
+
+
+def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:
+    runtime.add("plain", NAP % 1.0)
+    runtime.add("ray", NAP % 1.0, uses_ray=True)
+    runtime.run("""
+        session(max_concurrent_payloads=2)
+        class Cluster:
+            ready, ray_temp_dir, environment = True, None, {}
+            pid = loop.spawn(["sh", "-c", "while :; do :; done"], lambda *_: None)
+            def start(self, *_): pass
+            def end(self): pass
+            def audit(self, _, done): done(None)
+            def facts(self): return {}
+        runner.clusters.warm = Cluster()
+        submit("plain")
+        when_done(lambda: (submit("ray"), when_done(end)))
+    """)
+    plain, ray = runtime.end("plain")["usage"], runtime.end("ray")["usage"]
+    assert plain["cpu_seconds"] < 0.3 * ray["cpu_seconds"] and ray["cpu_seconds"] > 0.2
