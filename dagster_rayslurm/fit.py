@@ -87,8 +87,8 @@ def offer_from_json(data: Mapping[str, Any]) -> Offer:
     try:
         ray = None if data["ray"] is None else from_json(RaySpec, json.dumps(data["ray"]))
         queue = SlurmQueueConfig(**data["queue"])
-        if type(queue.num_nodes) is not int or type(data["reuse"]) is not bool:
-            raise ValueError("a number of nodes, or whether the cluster is for all, is no such thing")
+        if set(data["queue"]) != set(SlurmQueueConfig.model_fields) or type(data["reuse"]) is not bool:
+            raise ValueError("a field is missing, or is no such thing")
         return Offer(ray, data["reuse"], queue.model_dump(mode="json"))
     except (KeyError, TypeError, SpecError) as error:
         raise ValueError(f"no offer of a session: {error}") from None

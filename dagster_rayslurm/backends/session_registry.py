@@ -106,7 +106,7 @@ def parse_charter(data: bytes) -> Charter | None:
         number, ask = found["generation"], found["ask"]
         if found["protocol"] != PROTOCOL_VERSION or type(number) is not int or not 0 < number <= _MOST_GENERATIONS:
             return None
-        if not isinstance(ask, list) or not all(isinstance(word, str) for word in ask):
+        if not isinstance(ask, list) or not ask or not all(isinstance(word, str) for word in ask):
             return None
         return Charter(number, offer_from_json(found["offer"]), tuple(ask))
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure, SlurmQueueConfig, SlurmResource
+from dagster_rayslurm.backends.session_wait import SessionSearch
+from dagster_rayslurm.backends.slurm_job import SlurmJob
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 from .conftest import Running, Site
@@ -204,6 +207,31 @@ def test_an_environment_that_cannot_start(session_compute: Make, script: Any, si
     failure = run_asset(session_compute(pre_deployed_env_path=f"{site.base}/env"), script(WHERE)).failure
     assert failure.kind == "runtime" and "the session did not come up" in (failure.description or "")
     assert "no licence here" in metadata_of(failure)
+
+
+def test_one_that_ends_at_once_is_one_failure(session_compute: Make, script: Any, site: Site) -> None:
+    """It came up, and its nodes grant less than was asked for: the next one would have no more."""
+    compute = session_compute(queue={"cpus_per_node": 2}, slurm={"site": {"SRUN_CPUS_PER_TASK": "1"}})
+    failure = run_asset(compute, script(WHERE)).failure
+    assert failure.kind == "cluster-start" and failure.allow_retries, failure.description
+    assert "the session did not come up" in (failure.description or "") and "cpus_per_node=2" in (failure.description or "")
+    assert len(site.submitted()) == 1
+
+
+def test_an_interrupt_just_after_the_submission(session_compute: Make, script: Any, site: Site, monkeypatch: Any) -> None:
+    """Its job must not start for nobody, whatever the moment in which the step went."""
+    blocker = block(site)
+    seen: list[str] = []
+
+    def interrupted(self: Any, number: int, job: SlurmJob, arrived: bool) -> None:
+        seen.append(job.job_id)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SessionSearch, "_wait", interrupted)
+    with pytest.raises(AssertionError, match="Execution was interrupted"):
+        run_asset(session_compute(), script(WHERE))
+    assert len(seen) == 1 and site.jobs() == [blocker]
+    site.sh('scancel "$1"', blocker)
 
 
 DEFINITIONS = """

@@ -596,6 +596,7 @@ def test_a_number_that_leaves_none_for_others(cluster: Cluster) -> None:
     "damage",
     [
         {"offer": {"queue": {"num_nodes": "many"}}},
+        {"offer": {"queue": {}}},
         {"offer": {"queue": None}},
         {"offer": {"queue": {"nodes": 1}}},
         {"offer": {"ray": {"num_cpus": 1, "speed": 2}}},
@@ -603,6 +604,7 @@ def test_a_number_that_leaves_none_for_others(cluster: Cluster) -> None:
         {"offer": {"reuse": "no"}},
         {"ask": "sh"},
         {"ask": [1]},
+        {"ask": []},
         {"generation": "1"},
         {"generation": -1},
         {"protocol": None},
