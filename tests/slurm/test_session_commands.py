@@ -1,0 +1,50 @@
+"""What a warm step costs the edge node, which many users share: hardly a process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm import ComputeResource, execution
+from dagster_rayslurm.connections.shared import close_connections
+from dagster_rayslurm.connections.ssh import SSHConnection
+
+from ..conftest import pipes_script, run_asset
+from .conftest import Site
+
+SECRET = pipes_script("""
+import os
+pipes.report_asset_materialization(metadata={"value": os.environ["VALUE"]})
+""")
+
+
+def test_a_warm_step_runs_one_command_at_most(
+    session_compute: Callable[..., ComputeResource], script: Any, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One to learn who it is there, in a process that has just begun; none after that, with secrets as well."""
+    ran: list[Any] = []
+    run = SSHConnection._run
+
+    def counted(self: SSHConnection, command: Any, *words: Any, **named: Any) -> Any:
+        ran.append(command)
+        return run(self, command, *words, **named)
+
+    monkeypatch.setattr(SSHConnection, "_run", counted)
+    compute = session_compute()
+    payload = script(SECRET)
+
+    def step(value: str) -> None:
+        done = run_asset(compute, payload, secret_env={"VALUE": value})
+        (seen,) = done.result.asset_materializations_for_node("asset_under_test")
+        assert seen.metadata["value"].value == value
+
+    step("first")
+    ran.clear()
+    step("second")
+    assert ran == []
+    site.connection.write(f"{site.base}/.swept", b"")  # When it was swept first, there was nothing yet.
+    close_connections()
+    execution._last_sweep.clear()
+    step("third")
+    assert len(ran) == 1 and "id -u" in ran[0][2], ran
+    assert site.sh('ls -A "$1/runs"', site.base) == ""
