@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from .admission import time_known, time_needed, too_little_time
 from .payload import Payload
@@ -100,17 +100,23 @@ class Roster:
         found = [(payload, too_little_time(self._needs(payload.spec), [], 1, left)) for payload in self._queue]
         return [(payload, why) for payload, why in found if why is not None]
 
-    def facts(self) -> List[Dict[str, Any]]:
-        """What a session tells of its payloads; `age` is seconds since they came, or since their turn."""
+    def facts(self, unwritten: Iterable[Payload] = ()) -> List[Dict[str, Any]]:
+        """What a session tells of its payloads; `age` is seconds since they came, or since their turn.
+
+        Args:
+            unwritten: those that have ended, but whose `end` cannot be written for now.
+        """
+        here = [(payload, "running" if payload in self.running else "waiting", self._since[payload]) for payload in self]
+        gone = [(payload, "ended", self._now()) for payload in unwritten if payload not in self._since]
         return [
             {
                 "run_dir": payload.run_dir,
                 "run_id": payload.spec.run_id,
                 "step": payload.spec.step,
-                "state": "running" if payload in self.running else "waiting",
-                "age": round(self._now() - self._since[payload], 1),
+                "state": state,
+                "age": round(self._now() - since, 1),
             }
-            for payload in self
+            for payload, state, since in here + gone
         ]
 
     def _needs(self, spec: PayloadSpec) -> float:

@@ -305,7 +305,7 @@ class Supervisor:
             "draining": self.closing,
             "running": len(self._roster.running),
             "waiting": len(self._roster.waiting),
-            "payloads": self._roster.facts(),
+            "payloads": self._roster.facts(each for each in self._unwritten if not each.record.ended),
             "served": self._roster.served,
             "idle": None if len(self._roster) else round(self.loop.now() - self._idle_since, 1),
             "nodes": [own, *(self._team.facts() if self._team is not None else [])],
