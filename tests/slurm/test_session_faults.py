@@ -95,7 +95,7 @@ def never_ran(failure: Any) -> None:
 
 
 def test_the_head_node_dies(
-    session_compute: Make, begin: Begin, once: Callable[..., Ran], site: Site, back_to_idle: None
+    back_to_idle: None, session_compute: Make, begin: Begin, once: Callable[..., Ran], site: Site
 ) -> None:
     compute = session_compute()
     running = begin(compute, "a", 120)
@@ -124,7 +124,7 @@ def test_the_head_node_dies(
 
 
 def test_a_worker_node_dies(
-    session_compute: Make, begin: Begin, once: Callable[..., Ran], site: Site, back_to_idle: None
+    back_to_idle: None, session_compute: Make, begin: Begin, once: Callable[..., Ran], site: Site
 ) -> None:
     """What runs goes on; the next payload gets a session that is whole."""
     compute = session_compute(queue=TWO_NODES, default_launcher=small_ray(), enable_cluster_reuse=True)
@@ -280,18 +280,19 @@ def test_a_file_of_the_registry_is_damaged(
     assert site.lines("ran") == ["a", "b"]
 
 
-def test_the_directory_of_a_session_is_removed(session_compute: Make, begin: Begin, once: Callable[..., Ran], site: Site) -> None:
-    """What runs goes on, and the session that nobody can find ends by itself."""
+def test_the_directory_of_a_session_is_removed(session_compute: Make, begin: Begin, site: Site) -> None:
+    """What runs goes on, what comes is served by it or by another one, and of two sessions one ends by itself."""
     compute = session_compute()
     running = begin(compute, "a", 60)
     first = running.up("up-a")
     site.sh('rm -rf "$1"/sessions/*', site.base)
-    second = job_of(once(compute, "b"))
-    assert second != first
+    other = begin(compute, "b")
+    queued(site, 2)
     let_go(site, "a")
     assert job_of(running.result(60)) == first
-    assert wait_until(lambda: site.jobs() == [second], 20), site.jobs()
-    assert sorted(site.lines("ran")) == ["a", "b"]
+    assert job_of(other.result(60))
+    assert wait_until(lambda: len(site.jobs()) <= 1, 20), site.jobs()
+    assert site.lines("ran").count("a") == site.lines("ran").count("b") == 1
 
 
 def test_an_older_protocol_is_left_alone(session_compute: Make, once: Callable[..., Ran], site: Site) -> None:
@@ -301,7 +302,7 @@ def test_an_older_protocol_is_left_alone(session_compute: Make, once: Callable[.
     site.sh(
         """cd "$1"/sessions/* && mkdir 2 && cd 2 && echo 999999 >job_id &&
         echo '{"protocol": 1, "cluster_id": "slurm-0123456789ab", "job_id": "999999", "hosts": ["c1"], "port": 1, "key": "00"}' \\
-            >session.json""",
+            >session.json && touch -d "5 minutes ago" .""",
         site.base,
     )
     assert job_of(once(compute, "b")) != job_of(first)
