@@ -181,5 +181,5 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         path = f"{connection.home()}/test-{uuid.uuid4().hex[:12]}"
         connection.make_dir(path)
     yield Place(connection, path)
-    with contextlib.suppress(OSError):
+    with unmarked(), contextlib.suppress(OSError):
         connection.remove(path)
