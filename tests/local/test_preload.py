@@ -1,6 +1,7 @@
 """Payloads forked from a warm interpreter, through Dagster and with a real Ray cluster."""
 
 import concurrent.futures
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,10 +45,12 @@ def warm(base: Path) -> Iterator[ComputeResource]:
         compute.cleanup_cluster(json.loads(directory.read_text())["cluster_id"])
 
 
-def template_of(run: Any) -> psutil.Process:
-    """The template of the session that ran a payload."""
-    children = psutil.Process(run.metadata["parent"]).children()
-    (found,) = [child for child in children if child.cmdline()[:1] == ["rayslurm-preload"]]
+def templates_of(run: Any) -> list[psutil.Process]:
+    """The templates of the session that ran a payload."""
+    found = []
+    for child in psutil.Process(run.metadata["parent"]).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # A zombie counts as one.
+            found += [child] if child.cmdline()[:1] == ["rayslurm-preload"] else []
     return found
 
 
@@ -74,15 +77,11 @@ def test_payloads_begin_with_their_modules_imported(warm: ComputeResource, scrip
     assert other.metadata["preloaded"] is False and other.metadata["total"] == 5
 
     # Without its template a session starts another one.
-    template_of(runs[0]).kill()
-    assert wait_until(lambda: not _has_template(runs[0]), 10)
+    (template,) = templates_of(runs[0])
+    template.kill()
+    assert wait_until(lambda: not templates_of(runs[0]), 10)
     again = [run_asset(warm, payload) for _ in range(2)]
     assert again[1].metadata["preloaded"] is True
-
-
-def _has_template(run: Any) -> bool:
-    children = psutil.Process(run.metadata["parent"]).children()
-    return any(child.cmdline()[:1] == ["rayslurm-preload"] for child in children)
 
 
 def test_two_at_once_and_one_that_fails(warm: ComputeResource, script: Any) -> None:
