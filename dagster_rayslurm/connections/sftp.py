@@ -85,7 +85,8 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
         """Shake hands, passing over what start-up files of the login shell print before the server's first packet."""
         message = paramiko.Message()
         message.add_int(3)
-        self._send_packet(protocol.CMD_INIT, message)
+        with contextlib.suppress(OSError):  # A channel that is closed already may hold what its other end said before.
+            self._send_packet(protocol.CMD_INIT, message)
         seen = b""
         while True:
             found = _VERSION.search(seen)
