@@ -16,7 +16,7 @@ from .steps import PAYLOADS, alternate, base_dir, below, in_step, instance, sett
 _BAR = 0.9
 _DRIVER = PAYLOADS / "ray_parts.py"
 _STORE_GB = 0.25
-_PAUSE = 2.0
+PAUSE = 2.0
 """Seconds between two payloads, as between Dagster's steps in processes of their own; Ray gets workers ready meanwhile."""
 _PARTS = {
     "first": "until the first line",
@@ -38,7 +38,7 @@ class _Runs:
         self.preloaded: list[bool] = []
 
     def run(self, context: dg.AssetExecutionContext, compute: ComputeResource) -> str:
-        time.sleep(_PAUSE)
+        time.sleep(PAUSE)
         started = time.time()
         seconds, run = timed(lambda: compute.run(context=context, payload_path=_DRIVER, launcher=self.launcher))
         marks = dict(run.get_custom_messages()[0])

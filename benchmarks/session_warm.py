@@ -1,5 +1,6 @@
 """`session.warm`, `session.preload`, `session.bash`, `session.calls`: a step that finds its session warm."""
 
+import time
 from collections.abc import Callable
 
 import dagster as dg
@@ -8,6 +9,7 @@ from dagster_rayslurm import ComputeResource
 
 from .edge import Edge
 from .figures import Figure, Options, Sample
+from .preload import PAUSE
 from .session_runs import HELLO, Session, session
 from .slurm_limit import Limit
 from .slurm_peer import peer
@@ -106,6 +108,7 @@ def preload(options: Options) -> Figure:
                 for _ in range(2):
                     warm.marked(context)
                 for _ in range(options.repeat(_STEPS)):
+                    time.sleep(PAUSE)
                     preloaded.append(warm.marked(context)[0])
 
             with instance() as dagster, quiet():
@@ -114,6 +117,7 @@ def preload(options: Options) -> Figure:
 
             def without(context: dg.AssetExecutionContext, compute: ComputeResource) -> None:  # noqa: ARG001
                 for number in range(2 + options.repeat(5)):
+                    time.sleep(PAUSE)
                     run = cold.marked(context)[0]
                     if number > 1:
                         fresh.append(run)
