@@ -41,7 +41,7 @@ from .batch_job import BatchJob
 from .cargo import base_errors, deliver, pack
 from .remote_sweep import sweep_remote
 from .rundir import Layout, run_files
-from .slurm_job import cancel_named, wait_until_gone
+from .slurm_job import SlurmJob, cancel_named, wait_until_gone
 
 _CADENCE = Cadence(busy=0.1, idle=3.0, waiting=15.0)
 CLUSTER = "slurm-"
@@ -109,18 +109,18 @@ class BatchBackend:
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
         try:
             submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning)
-            job = BatchJob(
+            job = SlurmJob(
                 commands=commands,
                 queue=queue,
                 request=request,
                 submitted=submitted,
-                run_dir=run_dir,
-                cluster_id=cluster_id,
+                directory=run_dir,
                 queue_timeout=self.queue_timeout,
                 over_ssh=self.slurm.ssh is not None,
                 log=step.log,
             )
-            hold(job)
+            attempt = BatchJob(job, commands, cluster_id)
+            hold(attempt)
         except SubmissionRefused as error:
             raise StartError(error.kind, with_values(str(error), request), error.retry) from None
         except BaseException:
@@ -130,7 +130,7 @@ class BatchBackend:
             raise
         where = f"partition {request.partition}" if request.partition else "the default partition"
         step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where} on {self.connection.place}")
-        return job
+        return attempt
 
     def _interpreter(self, plan: Plan) -> Interpreter:
         try:

@@ -12,9 +12,6 @@ from typing import Any
 from ..connections.base import Connection
 from ..follow import Evidence
 from ..runtime.record import CANCEL
-from ..slurm.queue import SharedQueue
-from ..slurm.request import JobRequest
-from ..slurm.submit import Submitted
 from .slurm_job import SlurmJob
 
 _PATIENCE = 5.0
@@ -26,44 +23,16 @@ class BatchJob:
     """One Slurm job, whose directory is the run directory of its payload.
 
     Args:
-        commands: runs Slurm's programs, and reaches the files.
-        queue: the shared view of the queue.
-        request: what was asked for.
-        submitted: the job.
-        run_dir: its run directory.
+        job: the job, and its directory.
+        commands: runs commands there, and reaches the files.
         cluster_id: name of the Ray cluster.
-        queue_timeout: seconds after which a job that still waits is given up; None waits for ever.
-        over_ssh: whether the cluster is behind SSH.
-        log: the step's log.
     """
 
-    def __init__(
-        self,
-        *,
-        commands: Connection,
-        queue: SharedQueue,
-        request: JobRequest,
-        submitted: Submitted,
-        run_dir: str,
-        cluster_id: str,
-        queue_timeout: float | None,
-        over_ssh: bool,
-        log: Any,
-    ) -> None:
+    def __init__(self, job: SlurmJob, commands: Connection, cluster_id: str) -> None:
         self.cluster_id = cluster_id
-        self.job_id: str | None = submitted.job_id
-        self._job = SlurmJob(
-            commands=commands,
-            queue=queue,
-            request=request,
-            submitted=submitted,
-            directory=run_dir,
-            queue_timeout=queue_timeout,
-            over_ssh=over_ssh,
-            log=log,
-        )
+        self.job_id: str | None = job.job_id
+        self._job = job
         self._commands = commands
-        self._submitted = submitted
         self._started = False
         """Whether the runtime is at work: its record has started, and the job was not requeued since."""
         self._fresh_at = time.monotonic()
@@ -112,7 +81,7 @@ class BatchJob:
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         metadata = self._job.metadata(evidence)
         if evidence.started_at is not None:
-            metadata["Queue wait (s)"] = round(max(0.0, evidence.started_at - self._submitted.at), 2)
+            metadata["Queue wait (s)"] = round(max(0.0, evidence.started_at - self._job.submitted_at), 2)
         return metadata
 
     def release(self, evidence: Evidence) -> None:

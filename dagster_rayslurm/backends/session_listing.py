@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -89,19 +90,17 @@ def parse_listing(data: bytes, base: str) -> list[Generation]:
     """The sessions in a tar of their directories; what is none, or only half there, is left out."""
     files: dict[tuple[str, int], dict[str, bytes]] = {}
     known: set[tuple[str, int]] = set()
-    try:
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            for member in archive:
-                key, _, rest = member.name.removeprefix("./").partition("/")
-                number, _, name = rest.partition("/")
-                if not (number.isascii() and number.isdecimal()):
-                    continue
-                if not name:
-                    known.add((key, int(number)))
-                elif content := archive.extractfile(member) if member.isfile() else None:
-                    files.setdefault((key, int(number)), {})[name] = content.read()
-    except tarfile.TarError:
-        pass
+    # What a listing that was cut off tells is told.
+    with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        for member in archive:
+            key, _, rest = member.name.removeprefix("./").partition("/")
+            number, _, name = rest.partition("/")
+            if not (number.isascii() and number.isdecimal()):
+                continue
+            if not name:
+                known.add((key, int(number)))
+            elif content := archive.extractfile(member) if member.isfile() else None:
+                files.setdefault((key, int(number)), {})[name] = content.read()
     found = [_generation(base, *which, files.get(which, {})) for which in known]
     return sorted(found, key=lambda each: (each.key, each.number))
 

@@ -94,6 +94,11 @@ class SlurmJob:
         self._asked_at = 0.0
 
     @property
+    def submitted_at(self) -> float:
+        """When it was submitted, by the cluster's clock, in seconds of the epoch."""
+        return self._submitted.at
+
+    @property
     def view(self) -> JobView:
         """What the job is, as far as was seen."""
         return self._watch.view

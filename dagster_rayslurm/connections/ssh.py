@@ -146,8 +146,8 @@ class SSHConnection(abc.ABC):
 
     def remove(self, path: str) -> None:
         # Most of what is removed is a file or a few of them; a shell on the edge node, which many share, costs more.
-        with contextlib.suppress(_Unclear):
-            return self._on_files(f"removing {path}", lambda sftp: _remove_few(sftp, os.fsencode(path)))
+        if self._on_files(f"removing {path}", lambda sftp: _remove_few(sftp, os.fsencode(path))):
+            return
         done = self._run(["rm", "-rf", "--", path], b"", None, repeatable=True)
         if done.returncode:
             raise OSError(f"{self.place}: removing {path} failed: {done.stderr.decode('utf-8', 'replace')[-500:].strip()}")
@@ -290,17 +290,12 @@ class SSHConnection(abc.ABC):
         sessions.close()
 
 
-class _Unclear(Exception):
-    """Not everything could be removed, or it is too much to be removed piece by piece."""
-
-
-def _remove_few(sftp: Sftp, path: bytes) -> None:
+def _remove_few(sftp: Sftp, path: bytes) -> bool:
+    """Remove what can be removed piece by piece; False if something stays, or it is too much for that."""
     try:
-        if sftp.remove_few(path):
-            return
+        return sftp.remove_few(path)
     except OSError:
-        pass  # rm knows why, if it cannot do it either.
-    raise _Unclear
+        return False  # rm knows why, if it cannot do it either.
 
 
 def _finish(ssh: SSHConnectionResource, process: Process, framed: Frame, deadline: float | None) -> Completed:

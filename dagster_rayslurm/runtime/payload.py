@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import json
 import os
@@ -20,12 +19,12 @@ from .messages import MessageFile
 from .outputs import Collection, Entry
 from .record import STATUS, RunRecord, tail_lines, write_atomically
 from .spec import PayloadSpec
+from .streams import Streams
 from .team import Team
 from .templates import Templates
 from .usage import Sampler, merge
 from .workspace import Environment, lay_out_work_dir, payload_environment
 
-_CHUNK = 256 * 1024
 _MESSAGE_POLL = 0.1
 _SYNC_INTERVAL = 0.2
 _DRAIN_DEADLINE = 5.0
@@ -119,7 +118,7 @@ class Payload:
         self._exit: Optional[End] = None
         self._verdict: Optional[End] = None
         self._usage: Dict[str, Any] = {}
-        self._streams: Dict[int, "_Stream"] = {}
+        self._streams = Streams(loop, self._take_output, self._finish_if_complete, self.safely)
         self._messages: Optional[MessageFile] = None
         self._timers: Dict[str, Timer] = {}
         self._sampler: Optional[Sampler] = None
@@ -197,8 +196,8 @@ class Payload:
         finally:
             os.close(out[1])
             os.close(err[1])
-        self._watch("stdout", out[0])
-        self._watch("stderr", err[0])
+        self._streams.add("stdout", out[0])
+        self._streams.add("stderr", err[0])
 
     def _fork(self, argv: List[str], env: Environment, stdout: int, stderr: int) -> Optional[int]:
         """The process, forked from one that has imported what the payload asks for; None if it needs one of its own."""
@@ -311,12 +310,8 @@ class Payload:
         with contextlib.suppress(Exception):  # What failed may be this very record.
             self.keep_tail("runtime traceback", tail_lines(traceback.format_exc()))
         self._verdict, self._finishing, self.ended = defect(error), True, True
-        for timer in self._timers.values():
-            timer.cancel()
-        for fd in list(self._streams):
-            self.loop.forget(fd)
-            os.close(fd)
-        self._streams.clear()
+        self._cancel_timers()
+        self._streams.close()
         if self._sampler is not None and self._pid is None:
             self._sampler.cancel()
         for pid in self.pids:
@@ -366,10 +361,6 @@ class Payload:
             self._verdict = self._verdict or self._cut  # A success would have them all.
             self._outputs.cut(self._cut.message or self._cut.reason)
 
-    def _watch(self, name: str, fd: int) -> None:
-        self._streams[fd] = _Stream(name)
-        self.loop.on_readable(fd, lambda: self.safely(lambda: self._read(fd)))
-
     def _due(self, name: str, delay: float, call: Callable[[], None]) -> None:
         """Have `call` made later, instead of what was due under this name."""
         if name in self._timers:
@@ -384,18 +375,12 @@ class Payload:
 
         self._due(name, interval, again)
 
-    def _read(self, fd: int) -> None:
-        """Copy one chunk of output."""
-        data = os.read(fd, _CHUNK)
-        stream = self._streams[fd]
-        text = stream.decoder.decode(data, final=not data)
-        if text:
-            self.record.output(stream.name, text, time.time())
-        if not data:
-            self.loop.forget(fd)
-            os.close(fd)
-            del self._streams[fd]
-            self._finish_if_complete()
+    def _cancel_timers(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def _take_output(self, stream: str, text: str) -> None:
+        self.record.output(stream, text, time.time())
 
     def _copy_messages(self) -> None:
         assert self._messages is not None
@@ -468,10 +453,7 @@ class Payload:
 
     def _give_up_draining(self) -> None:
         """A process that cannot be killed holds the pipe: what it may still write is not waited for."""
-        for fd in list(self._streams):
-            self.loop.forget(fd)
-            os.close(fd)
-            del self._streams[fd]
+        self._streams.close()
         self._finish_if_complete()
 
     def _finish(self, end: End) -> None:
@@ -483,8 +465,7 @@ class Payload:
             self._copy_messages()
             self._messages.remove()
             end = self._verdict or end  # Copying the last messages may itself have failed.
-        for timer in self._timers.values():
-            timer.cancel()
+        self._cancel_timers()
         self._kill_at = None
         ended_at = time.time()
         target = os.path.join(self.run_dir, "outputs")
@@ -502,8 +483,7 @@ class Payload:
         """Write the one `end`."""
         if self.ended:
             return  # A defect has ended it.
-        for timer in self._timers.values():
-            timer.cancel()
+        self._cancel_timers()
         end = self._verdict or end
         self.ended = True
         self._write_end(self._end_record(end, ended_at, taken, left_out))
@@ -564,11 +544,3 @@ class Payload:
             return False
         self._unwritten = None
         return True
-
-
-class _Stream:
-    """One output stream; bytes that are not UTF-8 become U+FFFD, characters cut by a chunk are put together."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.archive import build_runtime, install_runtime, runtime_name
-from dagster_rayslurm.runtime import outputs, payload, processes, spec, usage, workspace
+from dagster_rayslurm.runtime import outputs, processes, spec, streams, usage, workspace
 from dagster_rayslurm.runtime.processes import Process
 
 from ..conftest import wait_until
@@ -237,7 +237,7 @@ def test_environment_of_a_process_is_matched_exactly() -> None:
 
 @given(st.binary(max_size=400), st.lists(st.integers(1, 7), max_size=60))
 def test_bytes_of_any_kind_cut_anywhere_decode_alike(data: bytes, cuts: list[int]) -> None:
-    stream, text = payload._Stream("stdout"), ""
+    stream, text = streams._Stream("stdout"), ""
     rest = data
     for size in cuts:
         text += stream.decoder.decode(rest[:size])

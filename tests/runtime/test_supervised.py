@@ -162,7 +162,7 @@ runner.run()
     assert not (tmp_path / "journal.reserve").exists()
 
 
-@pytest.mark.parametrize("where", ["_take_exit", "_conclude", "_read", "_spawn"])
+@pytest.mark.parametrize("where", ["_take_exit", "_conclude", "_take_output", "_spawn"])
 def test_a_defect_in_what_concerns_one_payload_ends_that_one(tmp_path: Path, where: str) -> None:
     program = f"""
         import os, shutil
