@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, Optional
 
 from .nodelist import expand_nodelist
@@ -21,6 +21,9 @@ class Allocation:
         partition: partition of the job.
         account: account of the job; empty where Slurm has no accounts.
         restarts: how often Slurm has requeued the job.
+        groups: the nodes of each component of a heterogeneous job, in the job's order; empty for any other job.
+        job_ids: Slurm's job id of each component; empty for any other job.
+        partitions: the partition of each component; empty for any other job.
     """
 
     job_id: str
@@ -30,6 +33,17 @@ class Allocation:
     partition: str = ""
     account: str = ""
     restarts: int = 0
+    groups: List[List[str]] = field(default_factory=list)
+    job_ids: List[str] = field(default_factory=list)
+    partitions: List[str] = field(default_factory=list)
+
+    def group_of(self, node_id: int) -> int:
+        """The component, counted from 0, of the node in a place."""
+        for group, nodes in enumerate(self.groups):
+            if node_id < len(nodes):
+                return group
+            node_id -= len(nodes)
+        return 0
 
     def facts(self) -> Dict[str, Any]:
         """What metadata tells of the allocation."""
@@ -48,16 +62,44 @@ def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
     """The allocation of this task, or None outside of a Slurm step."""
     if "SLURM_JOB_ID" not in environ or "SLURM_NODEID" not in environ:
         return None
-    nodes = expand_nodelist(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
+    groups = [expand_nodelist(text) for text in _of_groups(environ, "SLURM_JOB_NODELIST")]
+    # The step's own list of a heterogeneous job is sorted, and its node ids go by component (tried on 22.05 and 24.11).
+    nodes = [node for group in groups for node in group]
+    nodes = nodes or expand_nodelist(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
     # srun runs on the first node; the address is what that node's name means there, by its own /etc/hosts perhaps 127.0.1.1.
     launch = environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
     addresses = ["" if len(nodes) > 1 and is_loopback(launch) else launch, nodes[0]]
+    partitions = _of_groups(environ, "SLURM_JOB_PARTITION")
     return Allocation(
         job_id=environ["SLURM_JOB_ID"],
         node_id=int(environ["SLURM_NODEID"]),
         nodes=nodes,
         head_addresses=[address for address in addresses if address],
-        partition=environ.get("SLURM_JOB_PARTITION", ""),
+        partition=partitions[0] if partitions else environ.get("SLURM_JOB_PARTITION", ""),
         account=environ.get("SLURM_JOB_ACCOUNT", ""),
         restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        groups=groups,
+        job_ids=_of_groups(environ, "SLURM_JOB_ID"),
+        partitions=partitions,
     )
+
+
+def own_variables(environ: Mapping[str, str], group: int) -> Dict[str, Optional[str]]:
+    """What variables of a task in a heterogeneous job must be, so that they tell of its own component; None for unset.
+
+    Every task has those of the first component, or of the last (srun(1); tried on Slurm 22.05 and 24.11).
+
+    Args:
+        environ: the task's environment.
+        group: its component, counted from 0.
+    """
+    return {name: environ.get("%s_HET_GROUP_%d" % (name, group)) for name in _OF_A_COMPONENT}
+
+
+_OF_A_COMPONENT = ("SLURM_JOB_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE")
+
+
+def _of_groups(environ: Mapping[str, str], name: str) -> List[str]:
+    """The values of a variable for each component of a heterogeneous job; empty for any other job."""
+    size = int(environ.get("SLURM_HET_SIZE") or 0)
+    return [environ.get("%s_HET_GROUP_%d" % (name, group), "") for group in range(size)]

@@ -25,6 +25,30 @@ RAY_COORDINATES = (
 
 
 @dataclass(frozen=True)
+class NodeSpec:
+    """What the nodes of one component of an allocation are to Ray. `None` means "as granted on the node"."""
+
+    component_id: str
+    num_cpus: Optional[int] = None
+    num_gpus: Optional[int] = None
+    object_store_memory: Optional[int] = None
+    resources: Dict[str, float] = field(default_factory=dict)
+    labels: Dict[str, str] = field(default_factory=dict)
+    network_interface: Optional[str] = None
+    health_check: Optional[str] = None
+
+
+@dataclass(frozen=True)
+class ComponentSpec:
+    """One component of an allocation: its name, and what was asked for on each of its nodes."""
+
+    component_id: str
+    num_nodes: int = 1
+    asked_cpus: Optional[int] = None
+    asked_gpus: Optional[int] = None
+
+
+@dataclass(frozen=True)
 class RaySpec:
     """The Ray cluster that must be alive before a payload starts. `None` means "as granted on the node"."""
 
@@ -47,6 +71,8 @@ class RaySpec:
     min_nodes: Optional[int] = None
     """Nodes that must be alive before the payload starts; None for all."""
     launch_style: str = "builtin"
+    components: List[NodeSpec] = field(default_factory=list)
+    """What nodes are where they differ by the component that they belong to, the head's first; none if they are all alike."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +133,8 @@ class RuntimeSpec:
     """Modules that a template process imports while the cluster starts, for payloads that ask for the same ones."""
     drain_margin: float = 60.0
     """Seconds before the time limit from which a session takes no payload whose duration is not known."""
+    components: List[ComponentSpec] = field(default_factory=list)
+    """Components of the allocation, the head's first; none for an allocation of nodes that are all alike."""
     protocol: int = PROTOCOL_VERSION
 
 

@@ -90,7 +90,8 @@ _OWNED = (*FIELDS, *_MACHINERY)
 class JobRequest:
     """Everything that sbatch is asked for one job; None leaves a choice to Slurm.
 
-    The fields are those of `SlurmQueueConfig`, with CPUs and GPUs as the queue or else the launcher asks for them.
+    The fields are those of `SlurmQueueConfig`, with CPUs and GPUs as the queue or else the launcher asks for them. Those of a
+    heterogeneous job are its first component's, and `others` are the components that follow; they have no others.
     """
 
     job_name: str
@@ -113,6 +114,13 @@ class JobRequest:
     switches: Optional[str] = None
     requeue: bool = False
     extra_sbatch: tuple[str, ...] = ()
+    component_id: Optional[str] = None
+    others: tuple[JobRequest, ...] = ()
+
+    @property
+    def parts(self) -> tuple[JobRequest, ...]:
+        """What each component is asked for, in the job's order; the request itself if it has none."""
+        return (self, *self.others)
 
 
 def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str, comment: str) -> JobRequest:
