@@ -22,7 +22,7 @@ from .figures import Figure, Options, Sample, number
 Measure = Callable[[Options], "Figure | list[Figure]"]
 
 
-_NEED_THE_STACK = ("connections", "slurm.", "session.")
+_NEED_THE_STACK = ("connections", "slurm.", "session.", "hetjob.")
 """What names begin with whose figures are measured on the Slurm stack."""
 
 
@@ -31,6 +31,7 @@ def _measures() -> dict[str, Measure]:
     from . import (
         connections,
         first,
+        hetjob,
         imports,
         local,
         messages,
@@ -67,6 +68,7 @@ def _measures() -> dict[str, Measure]:
         "session.bash": session_warm.bash,
         "session.throughput": session_load.throughput,
         "session.race": session_load.race,
+        "hetjob.bring_up": hetjob.bring_up,
     }
 
 

@@ -229,10 +229,10 @@ class Edge:
             self.shell(f"scancel --quiet {' '.join(jobs)}; true")
 
     def steps(self, jobs: Sequence[str]) -> list[int]:
-        """How many steps `srun` has made in each job, by accounting."""
-        # "1234|", "1234.batch|" and one "1234.0|" for each step.
-        lines = self.shell(f"sacct --noheader --parsable2 --format=JobID --jobs={','.join(jobs)}").splitlines()
-        return [sum(line.startswith(f"{job}.") and line.rpartition(".")[2].isdecimal() for line in lines) for job in jobs]
+        """How often `srun` has made a step in each job, by accounting."""
+        # "1234", "1234.batch" and one "1234.0" for each step; one over components is "1234+0.0", "1234+1.0" and so on.
+        lines = self.shell(f"sacct --noheader --parsable2 --format=JobID --jobs={','.join(jobs)}")
+        return [len(set(re.findall(rf"^{job}(?:\+\d+)?\.(\d+)$", lines, re.MULTILINE))) for job in jobs]
 
     @contextlib.contextmanager
     def queue_watch(self) -> Iterator[QueueWatch]:

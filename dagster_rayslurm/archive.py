@@ -42,7 +42,7 @@ def build_runtime() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive, tempfile.TemporaryDirectory() as directory:
         for name, text in _sources().items():
-            archive.writestr(zipfile.ZipInfo(name), text)
+            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)  # Mostly nobody reads it.
             source, compiled = Path(directory, "source.py"), Path(directory, "compiled.pyc")
             source.write_bytes(text)
             mode = py_compile.PycInvalidationMode.UNCHECKED_HASH

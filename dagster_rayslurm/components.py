@@ -8,20 +8,57 @@ What sbatch makes of options that only some components have was tried on Slurm 2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from .launchers import BashLauncher, Launcher, RayLauncher
+from .config import time_limit_seconds
+from .launchers import Launcher, RayLauncher
 from .runtime.components import LABEL, RESOURCE
+from .runtime.footprint import Footprint
 from .runtime.spec import ComponentSpec, NodeSpec, RaySpec
-from .slurm.config import SlurmQueueConfig
+from .slurm.config import SlurmQueueConfig, split_signal
 from .slurm.hetjob import HetComponent
 from .slurm.request import JobRequest, make_request
 
 _MOST = 128
 """Components of one job (MAX_HET_JOB_COMPS in Slurm's source)."""
-_SHARED = ("time_limit", "requeue", "signal_before_timeout")
-"""Fields of a queue that are the whole job's: its components begin and end together."""
+_SHARED: Mapping[str, Callable[[Any], Any]] = {
+    "time_limit": time_limit_seconds,
+    "requeue": bool,
+    "signal_before_timeout": split_signal,
+}
+"""Fields of a queue that are the whole job's, as its components begin and end together, and what their values mean."""
+_HANDED_ON = ("mem", "account", "qos", "reservation")
+"""Fields that sbatch hands on to the components that follow, and that nothing resets."""
+_OPTIONS_HANDED_ON = (
+    "acctg-freq",
+    "begin",
+    "cluster-constraint",
+    "deadline",
+    "delay-boot",
+    "dependency",
+    "distribution",
+    "export",
+    "export-file",
+    "get-user-env",
+    "hint",
+    "hold",
+    "ignore-pbs",
+    "immediate",
+    "kill-on-invalid-dep",
+    "mcs-label",
+    "nice",
+    "no-kill",
+    "oom-kill-step",
+    "priority",
+    "profile",
+    "propagate",
+    "time-min",
+    "wckey",
+)
+"""Options without a field of their own that it hands on: those that "Heterogeneous Job Support" in Slurm's documentation lists,
+and `hint`, `kill-on-invalid-dep` and `oom-kill-step`, which it leaves out and which were seen in later components."""
 _OF_NODES = (
     "num_cpus_per_node",
     "num_gpus_per_node",
@@ -42,11 +79,13 @@ class Component:
         component_id: its name.
         queue: what it is asked for.
         launcher: what runs on its nodes.
+        payload_wants: what the payload wants of its nodes besides, as it runs there.
     """
 
     component_id: str
     queue: SlurmQueueConfig
     launcher: Launcher
+    payload_wants: Footprint = ()
 
 
 def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -> tuple[Component, ...]:
@@ -85,14 +124,13 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
 
 
 def _share(queues: list[SlurmQueueConfig], names: list[str]) -> list[SlurmQueueConfig]:
-    """The queues, with what is the whole job's said by all of them if one says it."""
+    """The queues, with what is the whole job's said by all of them if one says it; a field at its default says nothing."""
     common = {}
-    for field in _SHARED:
+    for field, meaning in _SHARED.items():
         default = SlurmQueueConfig.model_fields[field].default
-        said = {
-            name: getattr(queue, field) for name, queue in zip(names, queues, strict=True) if getattr(queue, field) != default
-        }
-        if len(set(said.values())) > 1:
+        values = {name: getattr(queue, field) for name, queue in zip(names, queues, strict=True)}
+        said = {name: value for name, value in values.items() if meaning(value) != meaning(default)}
+        if len(set(map(meaning, said.values()))) > 1:
             each = ", ".join(f"{value!r} in {name!r}" for name, value in said.items())
             raise ValueError(
                 f"components: SlurmQueueConfig.{field} is {each}; a heterogeneous job begins and ends as one, so say one"
@@ -102,22 +140,60 @@ def _share(queues: list[SlurmQueueConfig], names: list[str]) -> list[SlurmQueueC
 
 
 def _check_inheritance(queues: Sequence[tuple[str, SlurmQueueConfig]]) -> None:
-    """Refuse what sbatch would hand on from one component to the next, or mix up: `--mem` stands for those that come after."""
-    before: tuple[str, str] | None = None
-    for name, queue in queues:
-        if before is not None and queue.mem is None:
-            whose, mem = before
-            if queue.mem_per_cpu is not None:
+    """Refuse what sbatch would hand on from one component to those after it, or mix up."""
+    for field in _HANDED_ON:
+        before: tuple[str, str] | None = None
+        for name, queue in queues:
+            if before is not None and getattr(queue, field) is None:
+                whose, value = before
+                if field == "mem" and queue.mem_per_cpu is not None:
+                    raise ValueError(
+                        f"components: {name!r} has mem_per_cpu and {whose!r} before it has mem={value!r}, which sbatch takes for "
+                        "both; use mem in all components"
+                    )
                 raise ValueError(
-                    f"components: {name!r} has mem_per_cpu and {whose!r} before it has mem={mem!r}, which sbatch takes for both; "
-                    "use mem in all components"
+                    f"components: {name!r} says no SlurmQueueConfig.{field}, so sbatch would give it {field}={value!r} of "
+                    f"{whose!r}; set {field} in every component"
                 )
-            raise ValueError(
-                f"components: {name!r} says no SlurmQueueConfig.mem, so sbatch would give it mem={mem!r} of {whose!r}; set mem "
-                "in every component"
-            )
-        if queue.mem is not None:
-            before = name, queue.mem
+            if getattr(queue, field) is not None:
+                before = name, getattr(queue, field)
+    given: dict[str, tuple[str, str]] = {}
+    for name, queue in queues:
+        own = {_handed_on(option): option for option in queue.extra_sbatch}
+        for option, (whose, written) in given.items():
+            if option not in own:
+                raise ValueError(
+                    f"components: {name!r} has no --{option} in SlurmQueueConfig.extra_sbatch, so sbatch would give it "
+                    f"{written!r} of {whose!r}; write --{option} in every component"
+                )
+        given |= {option: (name, written) for option, written in own.items() if option}
+
+
+def _handed_on(written: str) -> str | None:
+    """The option that sbatch hands on, as it takes any beginning of a name; None for one that it resets."""
+    name = written.partition("=")[0].removeprefix("--")
+    if name in _OPTIONS_HANDED_ON:
+        return name
+    longer = [option for option in _OPTIONS_HANDED_ON if name and option.startswith(name)]
+    return longer[0] if len(longer) == 1 else None
+
+
+def settle(launcher: Launcher, components: Sequence[Component]) -> tuple[Component, ...]:
+    """The components with what the payload's launcher wants of their nodes; where it says something of each node, as its default.
+
+    Args:
+        launcher: the payload's; it says all that is the whole cluster's.
+        components: in the job's order. One without Ray needs no cluster, and runs in the first component alone.
+
+    Raises:
+        ValueError: a component asks for what is not its own to say.
+    """
+    if launcher.ray_spec() is None:
+        first, *others = components
+        return (replace(first, payload_wants=launcher.footprint()), *others)
+    wants = () if isinstance(launcher, RayLauncher) else launcher.footprint()
+    settled = [replace(each, launcher=_node_launcher(launcher, each)) for each in components]
+    return (replace(settled[0], payload_wants=wants), *settled[1:])
 
 
 def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec | None:
@@ -125,22 +201,34 @@ def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec |
 
     Args:
         launcher: the payload's; it says all that is the whole cluster's, and what components leave at its default.
-        components: in the job's order.
+        components: in the job's order; settled or not.
 
     Raises:
-        ValueError: a component asks for what is not its own to say.
+        ValueError: a component asks for what is not its own to say, or the cluster for more or fewer nodes than there are.
     """
     spec = launcher.ray_spec()
-    if spec is None:
-        return None
-    nodes = [_nodes(launcher, each) for each in components]
+    if spec is None or not components:
+        return spec
+    nodes = [_node_spec(each.component_id, _node_launcher(launcher, each)) for each in components]
+    if spec.max_workers is not None:
+        # The last components would have no node in the cluster, and tasks that ask for them would wait for ever.
+        raise ValueError(
+            f"RayLauncher.max_workers={spec.max_workers}: with components, each component's SlurmQueueConfig.num_nodes says how "
+            "many nodes join; leave max_workers out"
+        )
+    expected = sum(each.queue.num_nodes for each in components)
+    if spec.min_nodes is not None and spec.min_nodes > expected:
+        raise ValueError(
+            f"RayLauncher.min_nodes={spec.min_nodes} is more than the cluster will have: {expected} nodes by "
+            "SlurmQueueConfig.num_nodes of all components"
+        )
     return replace(spec, components=nodes)
 
 
-def _nodes(launcher: Launcher, component: Component) -> NodeSpec:
-    """What the nodes of a component are to Ray."""
+def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
+    """What a component's nodes have: its own word, else that of the payload's launcher."""
     name, own = component.component_id, component.launcher
-    if isinstance(own, BashLauncher) or not isinstance(own, RayLauncher):
+    if not isinstance(own, RayLauncher):
         raise ValueError(
             f"components: the launcher of {name!r} has no Ray, and one cluster spans all components; give it a RayLauncher, or "
             'use topology="separate"'
@@ -163,7 +251,12 @@ def _nodes(launcher: Launcher, component: Component) -> NodeSpec:
         )
     if any(resource.startswith(RESOURCE) for resource in both.resources):
         raise ValueError(f"components: the launcher of {name!r} has a resource that begins with {RESOURCE!r}; call it otherwise")
-    ray = both.ray_spec()
+    return both
+
+
+def _node_spec(name: str, launcher: RayLauncher) -> NodeSpec:
+    """What the nodes of a component are to Ray."""
+    ray = launcher.ray_spec()
     return NodeSpec(
         component_id=name,
         num_cpus=ray.num_cpus,
@@ -185,12 +278,31 @@ def request_for(components: Sequence[Component], *, job_name: str, comment: str)
     requests = []
     for each in components:
         try:
-            request = make_request(each.queue, each.launcher.footprint(), job_name=job_name, comment=comment)
+            wants = each.launcher.footprint() + each.payload_wants
+            request = make_request(each.queue, wants, job_name=job_name, comment=comment)
         except ValueError as error:
             raise ValueError(f"component {each.component_id!r}: {error}") from None
         requests.append(replace(request, component_id=each.component_id))
     first, *others = requests
     return replace(first, others=tuple(others))
+
+
+def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int) -> RaySpec:
+    """The cluster with components simulated on a machine: what their queues ask for is what their nodes have.
+
+    Args:
+        ray: the cluster.
+        components: what is asked of Slurm for each of its components.
+        cpus: of the machine, which are most that a queue gets here.
+    """
+    asked = {each.component_id: each for each in components}
+    nodes = []
+    for node in ray.components:
+        own = asked[node.component_id]
+        given_cpus = min(own.asked_cpus or cpus, cpus) if node.num_cpus is None else node.num_cpus
+        given_gpus = (own.asked_gpus or 0) if node.num_gpus is None else node.num_gpus
+        nodes.append(replace(node, num_cpus=given_cpus, num_gpus=given_gpus))
+    return replace(ray, components=nodes)
 
 
 def component_specs(request: JobRequest) -> list[ComponentSpec]:

@@ -4,50 +4,38 @@ from __future__ import annotations
 
 import os
 import secrets
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Optional, Union
+from typing import Annotated, Any, Optional, Union
 
 import dagster as dg
 from dagster_pipes import PipesExtras
 from pydantic import ConfigDict, Field
 
+from . import modes
 from .backends import local_session
-from .backends.base import Backend
-from .backends.batch import BatchBackend, cancel_cluster, example_script
-from .backends.local import LocalBackend
-from .backends.process import runtime_command
+from .backends.batch import cancel_cluster
+from .backends.choice import Call, Setting, backend_for, together_for
 from .backends.run_end import run_ended
 from .backends.rundir import Layout
-from .backends.session import SessionBackend, end_session
-from .backends.session_setup import SessionSetup, example_session_script
-from .config import (
-    ExecutionMode,
-    SessionConfig,
-    at_least,
-    check_environment,
-    choice,
-    plain_text,
-    resolve_variables,
-)
+from .backends.session import end_session
+from .components import Component
+from .config import SessionConfig, at_least, check_environment, choice, plain_text, resolve_variables
 from .connections.shared import connect_early
-from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, resolve_environment
+from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment
 from .errors import RunFailure
 from .execution import CompletedRun, Policy, execute, start_errors
-from .fit import misfit
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .plan import Plan, make_plan
-from .runtime.spec import RuntimeSpec, to_json
 from .slurm.config import SlurmQueueConfig, SlurmResource
 from .slurm.hetjob import HetComponent
-
-_AVAILABLE = (ExecutionMode.LOCAL.value, ExecutionMode.SLURM.value, ExecutionMode.SLURM_SESSION.value)
-_ON_SLURM = _AVAILABLE[1:]
+from .together import execute_together
 
 Payload = Union[str, "os.PathLike[str]", Sequence[str]]
+Payloads = Union[Payload, Mapping[str, Payload]]
 Context = Union[dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckExecutionContext]
 
 
@@ -71,7 +59,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    mode: Annotated[str, choice(*(mode.value for mode in ExecutionMode))] = Field(
+    mode: Annotated[str, choice(*modes.MODES)] = Field(
         default="local", description='How payloads run: "local", "slurm", "slurm-session" or "slurm-hetjob".'
     )
     slurm: Optional[SlurmResource] = Field(default=None, description="The Slurm cluster; needed by every mode but local.")
@@ -81,7 +69,14 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
     session: SessionConfig = Field(
         default=SessionConfig(), description="The warm session that is shared, with enable_cluster_reuse or slurm-session."
     )
-    components: list[HetComponent] = Field(default=[], description="Components of the heterogeneous job (slurm-hetjob).")
+    components: list[HetComponent] = Field(
+        default=[], description="Components of the heterogeneous job or session; local mode simulates them, a Ray node for each."
+    )
+    topology: Annotated[str, choice(*modes.TOPOLOGIES)] = Field(
+        default=modes.SPANNING,
+        description='"spanning" for one Ray cluster across all components, or "separate" for a cluster and a payload per '
+        "component (slurm-hetjob, and local, which simulates it).",
+    )
     enable_cluster_reuse: bool = Field(
         default=False,
         description="Keep the Ray cluster warm between payloads; it ends itself after session.idle_timeout. In mode slurm each "
@@ -129,7 +124,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
         """Begin to log in to the cluster, while Dagster prepares the step."""
-        if self.slurm is not None and self.mode in _ON_SLURM:
+        if self.slurm is not None and self.mode in modes.ON_SLURM:
             connect_early(self.slurm.ssh)
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
@@ -141,7 +136,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         self,
         *,
         context: Context,
-        payload_path: Payload,
+        payload_path: Payloads,
         launcher: Launcher | None = None,
         queue: SlurmQueueConfig | None = None,
         extra_env: Mapping[str, str] | None = None,
@@ -150,7 +145,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         extra_files: Sequence[str | os.PathLike[str]] | None = None,
         outputs: Sequence[str] | None = None,
         components: Sequence[HetComponent] | None = None,
-        uses_pipes: bool = True,
+        uses_pipes: bool | Mapping[str, bool] = True,
     ) -> CompletedRun:
         """Run a payload and wait for it, with its output and Pipes messages streaming into Dagster.
 
@@ -158,16 +153,17 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             context: the context of the asset, asset check or op.
             payload_path: an existing file is a Python script, whatever characters its path has; otherwise a command,
                 split as a shell would (`python -m pkg.mod --epochs 3`); a list is taken as it is. `python` means the
-                environment's Python.
-            launcher: instead of `default_launcher`, as a whole.
+                environment's Python. With topology "separate" a mapping of component ids to such payloads, or one for all.
+            launcher: instead of `default_launcher`, as a whole; with topology "separate" each component has its own.
             queue: instead of the Slurm resource's queue, as a whole; local mode has no use for it.
             extra_env: variables for the payload and its Ray workers.
             secret_env: variables for the payload's driver process alone.
             extras: Pipes extras, `pipes.extras` in the payload.
             extra_files: files or directories that appear in the payload's working directory.
             outputs: patterns of files of the payload's working directory that are brought back.
-            components: instead of the resource's components (slurm-hetjob).
-            uses_pipes: False for a payload that does not open Dagster Pipes; its exit code alone decides.
+            components: instead of the resource's components, all of them.
+            uses_pipes: False for a payload that does not open Dagster Pipes; its exit code alone decides. With topology
+                "separate" a mapping of component ids, too.
 
         Returns:
             The payload's results, once it succeeded.
@@ -176,21 +172,23 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             RunFailure: a `dg.Failure` whose `kind` says what went wrong.
         """
         with _configuration_errors():
-            self._check_mode(self._launcher(launcher), components)
-            # Nothing asks Slurm for it in local mode, but a mistake shows there, too.
-            queue = queue if queue is None else resolve_variables(queue, "queue")
-            plan = self._plan(
-                payload_path,
-                self._launcher(launcher),
+            call = self._call(payload_path, launcher, queue, components)
+            make = partial(
+                self._plan,
                 nonce=secrets.token_hex(6),
                 env=check_environment(extra_env, "extra_env"),
                 secret_env=check_environment(secret_env, "secret_env"),
                 extra_files=extra_files,
                 outputs=outputs,
-                uses_pipes=uses_pipes,
             )
-            backend = self._backend(queue)
-            backend.check(plan)
+            if self.topology == modes.SEPARATE:
+                plans = self._plans(make, payload_path, call.parts, uses_pipes)
+                together = together_for(self._setting, call)
+                together.check(plans)
+            else:
+                plan = make(payload_path, call.launcher, call.parts, uses_pipes=modes.for_one(uses_pipes, "uses_pipes"))
+                backend = backend_for(self._setting, call)
+                backend.check(plan)
         policy = Policy(
             self.mode,
             self.require_messages,
@@ -202,6 +200,8 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         )
         # Asset and check contexts wrap the one that open_pipes_session takes for all of them.
         op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
+        if self.topology == modes.SEPARATE:
+            return execute_together(op_context, plans, together, policy, extras)
         return execute(op_context, plan, backend, policy, extras)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:
@@ -217,14 +217,19 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             RunFailure: it does not answer.
         """
         with _configuration_errors(), start_errors():
-            if self.slurm is not None and self.mode in _ON_SLURM:
+            if self.slurm is not None and self.mode in modes.ON_SLURM:
                 # It may well be called outside of a run, where Dagster has resolved no variables.
                 slurm = resolve_variables(self.slurm, "slurm")
                 return end_session(slurm, cluster_id) or cancel_cluster(slurm, cluster_id)
             return local_session.stop(self._layout, cluster_id)
 
     def job_script(
-        self, *, payload_path: Payload, launcher: Launcher | None = None, queue: SlurmQueueConfig | None = None
+        self,
+        *,
+        payload_path: Payloads,
+        launcher: Launcher | None = None,
+        queue: SlurmQueueConfig | None = None,
+        components: Sequence[HetComponent] | None = None,
     ) -> str:
         """What would be started for a payload, for a person to read; nothing is started, and no cluster is contacted.
 
@@ -232,6 +237,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             payload_path: as for `run`.
             launcher: as for `run`.
             queue: as for `run`.
+            components: as for `run`.
 
         Returns:
             The batch script, with words in capitals for what is known only when it is submitted. In local mode the
@@ -242,24 +248,40 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         """
         with _configuration_errors():
             # It may well be called outside of a run, where Dagster has resolved no variables.
-            return resolve_variables(self, type(self).__name__)._job_script(payload_path, launcher, queue)
+            return resolve_variables(self, type(self).__name__)._job_script(payload_path, launcher, queue, components)
 
-    def _job_script(self, payload_path: Payload, launcher: Launcher | None, queue: SlurmQueueConfig | None) -> str:
-        self._check_mode(self._launcher(launcher), None)
-        plan = self._plan(payload_path, self._launcher(launcher), nonce="NONCE")
-        if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
-            return example_script(plan, self._queue(queue), self.slurm)
-        if self.mode == ExecutionMode.SLURM_SESSION.value:
-            setup = self._session_setup(queue)
-            fits = misfit(setup.wish(plan), setup.usual.offer(setup.reuse)) is None
-            return example_session_script(setup, setup.usual if fits else setup.own(plan))
-        interpreter = resolve_environment(self._environment)
-        run_dir = str(self._layout.runs / "RUN_DIR")
-        command = runtime_command(self._layout, interpreter, "run", run_dir)
-        spec = RuntimeSpec("local-NONCE", plan.ray)
-        return (
-            f"{shlex.join(command)}\n\n# {run_dir}/runtime.json\n{to_json(spec)}\n\n"
-            f"# {run_dir}/payload.json\n{to_json(plan.payload)}\n"
+    def _job_script(
+        self,
+        payload_path: Payloads,
+        launcher: Launcher | None,
+        queue: SlurmQueueConfig | None,
+        components: Sequence[HetComponent] | None,
+    ) -> str:
+        call = self._call(payload_path, launcher, queue, components)
+        if self.topology == modes.SEPARATE:
+            plans = self._plans(partial(self._plan, nonce="NONCE"), payload_path, call.parts)
+            together = together_for(self._setting, call)
+            together.check(plans)
+            return together.example(plans)
+        plan = self._plan(payload_path, call.launcher, call.parts, nonce="NONCE")
+        backend = backend_for(self._setting, call)
+        backend.check(plan)
+        return backend.example(plan)
+
+    @property
+    def _setting(self) -> Setting:
+        return Setting(
+            mode=self.mode,
+            layout=self._layout,
+            slurm=self.slurm,
+            environment=self._environment,
+            launcher=self.default_launcher,
+            components=tuple(self.components),
+            session=self.session,
+            reuse=self.enable_cluster_reuse,
+            queue_timeout=self.queue_timeout,
+            start_timeout=self.runtime_start_timeout,
+            patience=self.connection_loss_timeout,
         )
 
     @property
@@ -269,7 +291,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
     @property
     def _data_dir(self) -> str | None:
         """The directory that payloads share; as it was given if it is on a cluster."""
-        if self.mode != ExecutionMode.LOCAL.value:
+        if self.mode != modes.LOCAL:
             return self.data_dir
         return os.path.abspath(os.path.expanduser(self.data_dir)) if self.data_dir else str(self._layout.data)
 
@@ -288,10 +310,39 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             raise ValueError(f"launcher: {launcher!r} is not a launcher; pass a RayLauncher, a BashLauncher or your own")
         return resolve_variables(launcher, "launcher")
 
+    def _call(
+        self,
+        payload_path: Payloads,
+        launcher: Launcher | None,
+        queue: SlurmQueueConfig | None,
+        components: Sequence[HetComponent] | None,
+    ) -> Call:
+        """What counts for a call, once the mode can do all that is asked for."""
+        # Nothing asks Slurm for it in local mode, but a mistake shows there, too.
+        queue = queue if queue is None else resolve_variables(queue, "queue")
+        chosen = modes.chosen_components(components, self.components)
+        settled = self._launcher(launcher)
+        modes.check_mode(
+            modes.Wanted(
+                mode=self.mode,
+                topology=self.topology,
+                on_slurm=self.slurm is not None,
+                launcher=settled,
+                own_launcher=launcher is not None,
+                own_queue=queue is not None,
+                reuse=self.enable_cluster_reuse,
+                components=chosen,
+                payload=payload_path,
+            )
+        )
+        parts = modes.settled_components(self.topology, settled, chosen)
+        return Call(settled, queue, parts, None if components is None else chosen)
+
     def _plan(
         self,
-        payload_path: Payload,
+        payload_path: Any,
         launcher: Launcher,
+        components: Sequence[Component],
         *,
         nonce: str,
         env: Mapping[str, str] = MappingProxyType({}),
@@ -312,50 +363,17 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             max_output_bytes=self.max_outputs_mb * 2**20,
             max_stdio_bytes=self.max_stdio_mb * 2**20,
             uses_pipes=uses_pipes,
+            components=components,
         )
 
-    def _queue(self, queue: SlurmQueueConfig | None) -> SlurmQueueConfig:
-        assert self.slurm is not None
-        return self.slurm.queue if queue is None else resolve_variables(queue, "queue")
-
-    def _backend(self, queue: SlurmQueueConfig | None) -> Backend:
-        if self.slurm is not None and self.mode == ExecutionMode.SLURM.value:
-            return BatchBackend(self.slurm, self._queue(queue), self._environment, self.queue_timeout)
-        if self.mode == ExecutionMode.SLURM_SESSION.value:
-            return SessionBackend(
-                self._session_setup(queue),
-                self.queue_timeout,
-                self.runtime_start_timeout,
-                self.connection_loss_timeout,
-                self._layout,
-            )
-        session = self.session if self.enable_cluster_reuse else None
-        return LocalBackend(self._layout, resolve_environment(self._environment), session, self.default_launcher.ray_spec())
-
-    def _session_setup(self, queue: SlurmQueueConfig | None) -> SessionSetup:
-        assert self.slurm is not None
-        return SessionSetup(
-            slurm=self.slurm,
-            queue=self.slurm.queue,
-            own_queue=queue if queue is None else resolve_variables(queue, "queue"),
-            environment=self._environment,
-            session=self.session,
-            launcher=self.default_launcher,
-            reuse=self.enable_cluster_reuse,
-        )
-
-    def _check_mode(self, launcher: Launcher, components: Sequence[HetComponent] | None) -> None:
-        """Refuse what this mode cannot do, before anything starts."""
-        if self.mode != ExecutionMode.LOCAL.value and self.slurm is None:
-            raise ValueError(f"slurm: mode {self.mode!r} needs a Slurm cluster; set slurm=SlurmResource(…)")
-        if self.mode not in _AVAILABLE:
-            raise ValueError(f"mode: {self.mode!r} is not available in this version; use {' or '.join(map(repr, _AVAILABLE))}")
-        style = launcher.launch_style if isinstance(launcher, RayLauncher) else "builtin"
-        if style != "builtin" and self.mode == ExecutionMode.LOCAL.value:
-            raise ValueError(f"launcher.launch_style: {style!r} needs the nodes of a Slurm allocation; use 'builtin'")
-        own = self.components if self.mode in _ON_SLURM else None
-        if components or own or (isinstance(launcher, RayLauncher) and launcher.component_id is not None):
-            raise ValueError(f"components: mode {self.mode!r} has none; remove components and component_id")
+    def _plans(
+        self, make: Callable[..., Plan], payload_path: Payloads, parts: Sequence[Component], uses_pipes: Any = True
+    ) -> dict[str, Plan]:
+        """A plan for each component."""
+        payloads = modes.one_for_each(payload_path, parts, "payload_path")
+        pipes = modes.one_for_each(uses_pipes, parts, "uses_pipes", default=True)
+        launchers = {each.component_id: each.launcher for each in parts}
+        return {name: make(payloads[name], own, (), uses_pipes=pipes[name]) for name, own in launchers.items()}
 
 
 @contextmanager

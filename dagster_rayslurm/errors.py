@@ -30,6 +30,11 @@ _PAYLOAD_KINDS = frozenset({"payload", "pipes"})
 """Kinds that the user's own code decides; a `RetryPolicy` of the asset may retry them."""
 
 
+def may_retry(kind: str, retry: bool | None = None) -> bool:
+    """Whether another attempt may succeed: what is known of this failure, else what its kind says."""
+    return kind in RETRYABLE or kind in _PAYLOAD_KINDS if retry is None else retry
+
+
 class RunFailure(dg.Failure):
     """A run that did not succeed.
 
@@ -50,7 +55,7 @@ class RunFailure(dg.Failure):
         super().__init__(
             description=sentence,
             metadata={"Failure kind": kind, **(metadata or {})},
-            allow_retries=kind in RETRYABLE or kind in _PAYLOAD_KINDS if retry is None else retry,
+            allow_retries=may_retry(kind, retry),
         )
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 from dagster_pipes import PipesExtras
 
-from .backends.base import Attempt, Backend, Step
+from .backends.base import Attempt, Backend, Place, Step
 from .backends.rundir import Layout, sweep_old
 from .connections.base import Connection, ConnectionFailed
 from .errors import RunFailure, StartError
-from .follow import Evidence, Follower
+from .follow import Evidence, Follower, follow_all
 from .interrupts import deferred_interrupts
 from .metadata import failure_metadata, run_metadata
 from .outcome import Verdict, asks_slurm, judge
@@ -92,7 +93,7 @@ def execute(
         run_dir: str | None = None
         try:
             with start_errors():
-                _sweep(backend, policy)
+                sweep(backend, policy)
                 run_dir = str(backend.layout.runs / name)
                 assert injector.context_data is not None
                 step = Step(context.run.run_id, step_key, partition_key, context.log)
@@ -107,15 +108,16 @@ def execute(
                 policy.connection_loss_timeout,
                 attempt.requeue,
             )
-            evidence = _follow(follower, attempt, plan, policy, context)
+            follow_to_the_end([Followed(plan, attempt, follower)], policy, context)
+            evidence = follower.evidence
         except BaseException:
             if run_dir is not None and not policy.keeps(failed=True):
-                _discard(backend.connection, run_dir)
+                discard(backend.connection, run_dir)
             raise
         finally:
             if plan.secret_env and run_dir is not None:
                 # The runtime takes them first thing; one that never came to it must not leave them.
-                _discard(backend.connection, os.path.join(run_dir, SECRETS))
+                discard(backend.connection, os.path.join(run_dir, SECRETS))
             for each in held:
                 each.release(Evidence() if follower is None else follower.evidence)
         outputs = policy.home.outputs / name
@@ -123,46 +125,79 @@ def execute(
     return CompletedRun(session, metadata, attempt, sorted(path for path in outputs.rglob("*") if path.is_file()))
 
 
-def _follow(follower: Follower, attempt: Attempt, plan: Plan, policy: Policy, context: dg.OpExecutionContext) -> Evidence:
-    """Follow the run; when interrupted, end it, take what it still says, and let the interrupt go on."""
-    limit = policy.runtime_start_timeout
-    give_up = time.monotonic() + limit
+@dataclass(frozen=True)
+class Followed:
+    """One payload at work.
 
-    def ended_or_stuck(evidence: Evidence) -> str | None:
-        nonlocal give_up
-        if attempt.waiting or not follower.in_reach:  # Nobody knows what is written out of reach.
-            give_up = time.monotonic() + limit
-        if not evidence.started and time.monotonic() > give_up:
-            attempt.explain(evidence)
+    Attributes:
+        plan: what runs.
+        attempt: its runtime.
+        follower: reads its record.
+        component: the component that it is the payload of; None for the only one.
+    """
+
+    plan: Plan
+    attempt: Attempt
+    follower: Follower
+    component: str | None = None
+
+    @property
+    def whose(self) -> str:
+        """What a sentence about it begins with."""
+        return "" if self.component is None else f"component {self.component!r}: "
+
+
+def follow_to_the_end(followed: Sequence[Followed], policy: Policy, context: dg.OpExecutionContext) -> None:
+    """Follow payloads; when interrupted, end them, take what they still say, and let the interrupt go on.
+
+    Raises:
+        RunFailure: a runtime does not start, or never will.
+    """
+    limit = policy.runtime_start_timeout
+    give_up = dict.fromkeys(range(len(followed)), time.monotonic() + limit)
+
+    def ended_or_stuck(place: int, evidence: Evidence) -> str | None:
+        each = followed[place]
+        if each.attempt.waiting or not each.follower.in_reach:  # Nobody knows what is written out of reach.
+            give_up[place] = time.monotonic() + limit
+        if not evidence.started and time.monotonic() > give_up[place]:
+            each.attempt.explain(evidence)
             log = f": {lines[-1]}" if (lines := telling_lines(evidence.runtime_log)) else ""
-            sentence = f"the runtime did not start within runtime_start_timeout={limit:g} s{log}"
-            metadata = {**attempt.metadata(evidence), **failure_metadata(evidence, None)}
+            sentence = f"{each.whose}the runtime did not start within runtime_start_timeout={limit:g} s{log}"
+            metadata = {**each.attempt.metadata(evidence), **failure_metadata(evidence, None)}
             raise RunFailure("runtime", sentence, metadata)
-        return attempt.ended(evidence)
+        return each.attempt.ended(evidence)
 
     try:
-        return follower.follow(ended_or_stuck)
+        follow_all([(each.follower, partial(ended_or_stuck, place)) for place, each in enumerate(followed)])
     except BaseException as error:
         with deferred_interrupts() as interrupted_again:
             if isinstance(error, RunFailure):
-                attempt.kill()
+                for each in followed:
+                    each.attempt.kill()
+                    each.follower.show_rest()
                 raise
-            follower.evidence.interrupted = True
+            for each in followed:
+                each.follower.evidence.interrupted = True
             if isinstance(error, (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)) and _has_terminal():
                 _mark_canceling(context)
-            context.log.warning(f"[rayslurm] ending the payload: {type(error).__name__}")
-            attempt.cancel()
+            context.log.warning(f"[rayslurm] ending the payload{'s' * (len(followed) > 1)}: {type(error).__name__}")
+            for each in followed:
+                each.attempt.cancel()
 
-            def ended(evidence: Evidence) -> str | None:
+            def ended(attempt: Attempt, evidence: Evidence) -> str | None:
                 if interrupted_again():
                     attempt.cancel(now=True)
                 return attempt.ended(evidence)
 
-            follower.follow(ended, time.monotonic() + plan.payload.grace_period + _CANCEL_MARGIN)
-            if follower.evidence.end is None:
-                attempt.kill()
-            verdict = judge(follower.evidence, plan.uses_pipes, policy.require_messages)
-            context.log.info(f"[rayslurm] {verdict.sentence}")
+            grace = max(each.plan.payload.grace_period for each in followed)
+            turns = [(each.follower, partial(ended, each.attempt)) for each in followed]
+            follow_all(turns, time.monotonic() + grace + _CANCEL_MARGIN)
+            for each in followed:
+                if each.follower.evidence.end is None:
+                    each.attempt.kill()
+                verdict = judge(each.follower.evidence, each.plan.uses_pipes, policy.require_messages)
+                context.log.info(f"[rayslurm] {each.whose}{verdict.sentence}")
         raise
 
 
@@ -182,24 +217,28 @@ def _conclude(
     verdict = judge(evidence, plan.uses_pipes, policy.require_messages)
     metadata = run_metadata(evidence.end, policy.mode, attempt.cluster_id)
     metadata.update(attempt.metadata(evidence))
-    stranded = False
-    if evidence.end is not None:
-        try:
-            for entry in evidence.end["outputs"]:
-                source = os.path.join(run_dir, "outputs", entry["name"])
-                _bring_back(backend.connection, source, str(outputs / entry["name"]), policy.connection_loss_timeout)
-        except OSError as error:
-            stranded = True
-            if verdict.kind is None:
-                verdict = Verdict("record", f"the payload succeeded, but its outputs cannot be brought back: {error}")
-    keep = stranded or policy.keeps(verdict.kind is not None)
+    stranded = fetch_outputs(evidence, backend.connection, run_dir, outputs, policy)
+    if stranded is not None and verdict.kind is None:
+        verdict = Verdict("record", f"the payload succeeded, but its outputs cannot be brought back: {stranded}")
+    keep = stranded is not None or policy.keeps(verdict.kind is not None)
     if not keep:
-        _discard(backend.connection, run_dir)
+        discard(backend.connection, run_dir)
     if verdict.kind is not None:
         where = f"{attempt.place}:{run_dir}" if attempt.place else run_dir
         metadata.update(failure_metadata(evidence, where if keep else None))
         raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry)
     return metadata
+
+
+def fetch_outputs(evidence: Evidence, connection: Connection, run_dir: str, outputs: Path, policy: Policy) -> OSError | None:
+    """Copy the outputs of a payload to this machine; what keeps them from it, or None."""
+    try:
+        for entry in evidence.end["outputs"] if evidence.end is not None else ():
+            source = os.path.join(run_dir, "outputs", entry["name"])
+            _bring_back(connection, source, str(outputs / entry["name"]), policy.connection_loss_timeout)
+    except OSError as error:
+        return error
+    return None
 
 
 def _bring_back(connection: Connection, source: str, target: str, patience: float) -> None:
@@ -218,7 +257,7 @@ def _bring_back(connection: Connection, source: str, target: str, patience: floa
             time.sleep(_RETRY)
 
 
-def _discard(connection: Connection, path: str) -> None:
+def discard(connection: Connection, path: str) -> None:
     """Remove something that is of no more use; what stays is swept later, and no run fails because of it."""
     with suppress(OSError):
         connection.remove(path)
@@ -243,7 +282,7 @@ def _mark_canceling(context: dg.OpExecutionContext) -> None:
         context.instance.report_run_canceling(run)
 
 
-def _sweep(backend: Backend, policy: Policy) -> None:
+def sweep(backend: Place, policy: Policy) -> None:
     """Remove what is older than `retention_days`, here and where payloads run, once an hour and process."""
     now, where = time.monotonic(), (backend.connection.place, backend.layout.base)
     if now - _last_sweep.get(where, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:

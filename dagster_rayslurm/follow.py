@@ -11,14 +11,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from .prefixed import Prefixed
 from .runtime.record import JOURNAL, STDIO, LineReader, Record, tail_lines
 from .slurm.facts import JobFacts
 
 CHUNK = 1024 * 1024
+
+_LATE_LOOKS = 10
+"""Looks at records whose end is that of an attempt before the last one, once all are at an end."""
 
 
 class ReadsFiles(Protocol):
@@ -90,6 +94,39 @@ class Evidence:
         return tail_lines("".join(self.last_output))
 
 
+def follow_all(followed: Sequence[tuple[Follower, Callable[[Evidence], str | None]]], deadline: float | None = None) -> None:
+    """Follow records at once, each at its own pace, until all of them are at their end.
+
+    Args:
+        followed: each with what is asked between reads, and says how the runtime ended once it did.
+        deadline: `time.monotonic()` at which to stop all the same.
+    """
+    for follower, _ in followed:
+        follower.begin()
+    due = dict.fromkeys(range(len(followed)), 0.0)
+    at_the_end: set[int] = set()
+    looks = _LATE_LOOKS
+    while len(at_the_end) < len(followed) or (looks and len({follower.attempt for follower, _ in followed}) > 1):
+        looks -= len(at_the_end) == len(followed)  # One whose record tells of the last attempt a moment later.
+        next_one = min(due, key=lambda place: due[place])
+        wait = due[next_one] - time.monotonic()
+        if wait > 0:
+            time.sleep(wait)
+        follower, runtime_exited = followed[next_one]
+        pause = follower.turn(runtime_exited, deadline)
+        if pause is not None:
+            at_the_end.discard(next_one)
+            due[next_one] = time.monotonic() + pause
+            continue
+        at_the_end.add(next_one)
+        if follower.may_begin_anew:  # With the others, should Slurm requeue their job.
+            due[next_one] = time.monotonic() + follower.cadence.idle
+        else:
+            del due[next_one]
+    for follower, _ in followed:
+        follower.conclude()
+
+
 class Follower:
     """Follows one record to its `end`.
 
@@ -103,6 +140,7 @@ class Follower:
         loss_timeout: seconds for which the record may be out of reach.
         requeue: whether Slurm may run the job again. Then results count only once their attempt has ended, and the
             `end` that a signal from outside made is not the last word.
+        component: the component whose payload it is, which then stands before each line; None for the only payload.
     """
 
     def __init__(
@@ -115,13 +153,16 @@ class Follower:
         cadence: Cadence,
         loss_timeout: float = 86400.0,
         requeue: bool = False,
+        component: str | None = None,
     ) -> None:
+        self._whose = "" if component is None else f"{component}: "
+        self._shown = None if component is None else Prefixed(f"[{component}] ")
         self.evidence = Evidence()
         self._connection = connection
         self._nonce = nonce
         self._handler = handler
         self._log = log
-        self._cadence = cadence
+        self.cadence = cadence
         self._loss_timeout = loss_timeout
         self._requeue = requeue
         self._attempt = 0
@@ -138,33 +179,62 @@ class Follower:
             runtime_exited: asked between reads; says how the runtime ended once it did.
             deadline: `time.monotonic()` at which to stop all the same.
         """
+        follow_all([(self, runtime_exited)], deadline)
+        return self.evidence
+
+    def begin(self) -> None:
+        """Take note that the record is followed from now on."""
         self.evidence.heard_at = time.monotonic()
-        while True:
-            # Asked before the read: what a runtime wrote before it ended is then read for sure.
-            exited = runtime_exited(self.evidence)
-            progress = self.read_once()
-            if self._complete() or self.evidence.unreachable:
-                break
-            if progress:
-                self.evidence.heard_at = time.monotonic()
-                # A full chunk has more behind it, and an `end` all that is left; else the next batch is worth a wait.
-                if progress >= CHUNK or self.evidence.end is not None:
-                    continue
-            if not progress and exited is not None and self._unreachable_since is None:
-                self.evidence.runtime_exit = exited
-                if self.evidence.end is not None:
-                    missing = self.evidence.end.get("stdio_bytes", 0) - self._readers[STDIO].offset
-                    self._log.warning(f"[rayslurm] {missing} bytes of the recorded output never came into sight")
-                break
-            if deadline is not None and time.monotonic() > deadline:
-                break
-            silence = time.monotonic() - self.evidence.heard_at
-            time.sleep(self._cadence.pause(silence, self.evidence.started))
+
+    def turn(self, runtime_exited: Callable[[Evidence], str | None], deadline: float | None = None) -> float | None:
+        """Read once, and see what follows.
+
+        Returns:
+            Seconds until the next read is worth it; None if there is to be none.
+        """
+        # Asked before the read: what a runtime wrote before it ended is then read for sure.
+        exited = runtime_exited(self.evidence)
+        progress = self.read_once()
+        if self._complete() or self.evidence.unreachable:
+            return None
+        if progress:
+            self.evidence.heard_at = time.monotonic()
+            # A full chunk has more behind it, and an `end` all that is left; else the next batch is worth a wait.
+            if progress >= CHUNK or self.evidence.end is not None:
+                return 0.0
+        if not progress and exited is not None and self._unreachable_since is None:
+            self.evidence.runtime_exit = exited
+            if self.evidence.end is not None:
+                missing = self.evidence.end.get("stdio_bytes", 0) - self._readers[STDIO].offset
+                self._log.warning(f"[rayslurm] {self._whose}{missing} bytes of the recorded output never came into sight")
+            return None
+        if deadline is not None and time.monotonic() > deadline:
+            return None
+        return self.cadence.pause(time.monotonic() - self.evidence.heard_at, self.evidence.started)
+
+    def conclude(self) -> None:
+        """Hand over what was held back, now that nothing more is read."""
         self.evidence.damaged_lines = self._readers[JOURNAL].damaged
         for message in self._results:
             self._hand_over(message)
         self._results.clear()
-        return self.evidence
+        self.show_rest()
+
+    def show_rest(self) -> None:
+        """Show the last lines of the output, though they have no end."""
+        if self._shown is not None:
+            for stream, rest in self._shown.rest():
+                self._show(stream, rest)
+
+    @property
+    def attempt(self) -> int:
+        """How often the job had been requeued when the record was read last."""
+        return self._attempt
+
+    @property
+    def may_begin_anew(self) -> bool:
+        """Whether the job may be run again, of which this is not the only payload."""
+        return self._requeue and self._shown is not None
 
     @property
     def in_reach(self) -> bool:
@@ -194,7 +264,7 @@ class Follower:
         now = time.monotonic()
         if self._unreachable_since is None:
             self._unreachable_since = now
-            self._log.warning(f"[rayslurm] the record cannot be read, the run goes on: {error}")
+            self._log.warning(f"[rayslurm] {self._whose}the record cannot be read, the run goes on: {error}")
         elif now - self._unreachable_since > self._loss_timeout:
             self.evidence.unreachable = str(error)
 
@@ -206,12 +276,16 @@ class Follower:
         return bool(self._readers[STDIO].offset >= end.get("stdio_bytes", 0))
 
     def _take_output(self, record: Record) -> None:
-        stream = sys.stderr if record["s"] == "stderr" else sys.stdout
-        try:
-            self._print(lambda: stream.write(record["d"]))
-        except UnicodeEncodeError:  # Dagster runs in a locale without UTF-8.
-            self._print(lambda: stream.write(record["d"].encode("ascii", "backslashreplace").decode("ascii")))
+        text = record["d"] if self._shown is None else self._shown.lines(record["s"], record["d"])
+        self._show(record["s"], text)
         self.evidence.last_output.append(record["d"][-4096:])
+
+    def _show(self, name: str, text: str) -> None:
+        stream = sys.stderr if name == "stderr" else sys.stdout
+        try:
+            self._print(lambda: stream.write(text))
+        except UnicodeEncodeError:  # Dagster runs in a locale without UTF-8.
+            self._print(lambda: stream.write(text.encode("ascii", "backslashreplace").decode("ascii")))
 
     def _print(self, write: Callable[[], Any]) -> None:
         """Write to Dagster's own output; a lost terminal or a full disk there is no reason to end a payload."""
@@ -220,7 +294,7 @@ class Follower:
         except OSError as error:
             if not self._output_lost:
                 self._output_lost = True
-                self._log.warning(f"[rayslurm] the payload's output cannot be shown: {error}")
+                self._log.warning(f"[rayslurm] {self._whose}the payload's output cannot be shown: {error}")
 
     def _take(self, record: Record) -> None:
         kind = record.get("type")
@@ -231,7 +305,7 @@ class Follower:
         elif kind == "pipes":
             self._take_message(record["line"])
         elif kind == "phase":
-            self._log.info(f"[rayslurm] {record['phase']}: {record['message']}")
+            self._log.info(f"[rayslurm] {self._whose}{record['phase']}: {record['message']}")
         elif kind == "tail":
             self.evidence.tails[record["name"]] = record["text"]
         elif kind == "end" and record.get("nonce") == self._nonce:
@@ -262,15 +336,20 @@ class Follower:
         except Exception as error:  # noqa: BLE001 - whatever Dagster's handler raises on a user's message
             self._refused(json.dumps(message), error)
 
+    def refuse(self, error: Exception) -> None:
+        """Take note that what the payload reported cannot be used after all."""
+        self._refused("", error)
+
     def _refused(self, line: str, error: Exception) -> None:
         why = f"{type(error).__name__}: {error}"
-        self.evidence.message_error = self.evidence.message_error or f"{why}; the message was: {line[:500]}"
-        self._log.error(f"[rayslurm] a Pipes message cannot be used: {why}")
+        shown = f"; the message was: {line[:500]}" if line else ""
+        self.evidence.message_error = self.evidence.message_error or why + shown
+        self._log.error(f"[rayslurm] {self._whose}a Pipes message cannot be used: {why}")
 
     def _begin_anew(self, attempt: int) -> None:
         """Slurm has requeued the job: what the attempt before it reported does not count."""
         dropped = f", {len(self._results)} results of the one before are dropped" if self._results else ""
-        self._log.warning(f"[rayslurm] Slurm has requeued the job: attempt {attempt + 1} begins{dropped}")
+        self._log.warning(f"[rayslurm] {self._whose}Slurm has requeued the job: attempt {attempt + 1} begins{dropped}")
         self._attempt = attempt
         self._results.clear()
         self._readers[JOURNAL].damaged = 0

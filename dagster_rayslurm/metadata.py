@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dagster as dg
 
 from .follow import Evidence
+from .runtime.nodes import title
 from .runtime.record import Record
+from .slurm.facts import JobFacts
 
 MIB = 2**20
 
@@ -38,6 +40,9 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
         metadata["Nodes"] = _nodes_table(context["nodes"], (end.get("usage") or {}).get("nodes") or {})
     elif context.get("hostname"):
         metadata["Node"] = context["hostname"]
+    components = _components_table(context, (end.get("usage") or {}).get("nodes") or {})
+    if components is not None:
+        metadata["Components"] = components
     metadata.update(_usage_metadata(end.get("usage") or {}, _cpus(context)))
     if end.get("stdio_dropped"):
         metadata["Output not recorded (characters)"] = end["stdio_dropped"]
@@ -69,6 +74,8 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
         metadata["Slurm state"] = evidence.job.final_state or evidence.job.state
         if evidence.job.reason:
             metadata["Slurm reason"] = evidence.job.reason
+        if evidence.job.components:
+            metadata["Slurm components"] = _states_table(evidence.job)
     if run_dir is not None:
         metadata["Run directory"] = dg.MetadataValue.path(run_dir)
     return metadata
@@ -103,17 +110,19 @@ def _cpus(context: Mapping[str, Any]) -> float:
 
 def _nodes_table(nodes: list[Mapping[str, Any]], usage: Mapping[str, Mapping[str, Any]]) -> dg.TableMetadataValue:
     """The nodes of a cluster, with what was measured on each where there are several."""
+    in_components = any(node.get("component") for node in nodes)
     records = [
         dg.TableRecord(
             {
                 "node": node["hostname"],
                 "address": node["address"],
                 "head": bool(node["head"]),
+                **({"component": str(node.get("component") or "")} if in_components else {}),
                 "CPUs": float(node["resources"].get("CPU", 0.0)),
                 "GPUs": float(node["resources"].get("GPU", 0.0)),
                 "memory (GiB)": round(node["resources"].get("memory", 0.0) / 2**30, 1),
                 "object store (GiB)": round(node["resources"].get("object_store_memory", 0.0) / 2**30, 2),
-                **_node_usage(usage, node["hostname"]),
+                **_used(usage, [node]),
             }
         )
         for node in nodes
@@ -121,14 +130,55 @@ def _nodes_table(nodes: list[Mapping[str, Any]], usage: Mapping[str, Mapping[str
     return dg.MetadataValue.table(records)
 
 
-def _node_usage(usage: Mapping[str, Mapping[str, Any]], hostname: str) -> dict[str, float]:
+def _used(usage: Mapping[str, Mapping[str, Any]], nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What was measured on some nodes: the sum of their CPU time, and the memory of the one that used most."""
     if not usage:
         return {}
-    found = usage.get(hostname) or {}
+    # Where two components have a node each on one host, the second one is known by both names.
+    found = [usage.get(title(dict(node))) or usage.get(node["hostname"]) or {} for node in nodes]
     return {
-        "CPU time (s)": round(found.get("cpu_seconds", 0.0), 2),
-        "peak memory (MiB)": round(found.get("peak_memory", 0) / MIB, 1),
+        "CPU time (s)": round(sum(each.get("cpu_seconds", 0.0) for each in found), 2),
+        "peak memory (MiB)": round(max((each.get("peak_memory", 0) for each in found), default=0) / MIB, 1),
     }
+
+
+def _components_table(context: Mapping[str, Any], usage: Mapping[str, Mapping[str, Any]]) -> dg.TableMetadataValue | None:
+    """The components of a run, as Slurm and Ray know them; None for a run without any."""
+    nodes = context.get("nodes") or []
+    granted = (context.get("allocation") or {}).get("components") or []
+    by_name = {each["component"]: each for each in granted}
+    names = list(by_name) or list(dict.fromkeys(node["component"] for node in nodes if node.get("component")))
+    records = []
+    for name in names:
+        own = [node for node in nodes if node.get("component") == name]
+        slurm = by_name.get(name)
+        row: dict[str, Any] = {"component": name}
+        if slurm is not None:
+            row |= {"Slurm job ID": slurm["job_id"], "partition": slurm["partition"]}
+        row["nodes"] = ", ".join([node["hostname"] for node in own] if slurm is None else slurm["nodes"])
+        if nodes:
+            total = {key: sum(node["resources"].get(key, 0.0) for node in own) for key in ("CPU", "GPU", "memory")}
+            row |= {"CPUs": total["CPU"], "GPUs": total["GPU"], "memory (GiB)": round(total["memory"] / 2**30, 1)}
+            row |= _used(usage, own)
+        records.append(dg.TableRecord(row))
+    return dg.MetadataValue.table(records) if records else None
+
+
+def _states_table(job: JobFacts) -> dg.TableMetadataValue:
+    """What Slurm says of each component."""
+    records = [
+        dg.TableRecord(
+            {
+                "component": each.component_id or "",
+                "Slurm job ID": f"{job.job_id}+{number}",
+                "state": each.final_state or each.state,
+                "reason": each.reason,
+                "nodes": ", ".join(each.nodes),
+            }
+        )
+        for number, each in enumerate(job.components)
+    ]
+    return dg.MetadataValue.table(records)
 
 
 def usage_chart(points: list[list[float]]) -> str:

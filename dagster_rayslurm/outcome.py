@@ -17,6 +17,7 @@ _REASONS = {
     "cluster-start": "cluster-start",
     "cluster-lost": "cluster-lost",
     "environment": "environment",
+    "other-component": "cancelled",
     "record": "record",
     "returned": "allocation",
     "runtime": "runtime",
@@ -54,6 +55,10 @@ def asks_slurm(evidence: Evidence) -> bool:
     end = evidence.end
     if end is None:
         return not evidence.interrupted and evidence.unrecorded is None
+    if end["reason"] == "cluster-lost":
+        # Slurm may have ended the nodes of one component, which the head's node saw nothing of.
+        allocation = (end.get("context") or {}).get("allocation") or {}
+        return len(allocation.get("components") or ()) > 1
     return end["reason"] == "terminated" or (end["reason"] == "exit" and _killed(end))
 
 
@@ -154,6 +159,7 @@ def _sentence_of(reason: str, message: str | None) -> str:
         "cluster-start": "the Ray cluster did not start",
         "environment": "the environment cannot run the payload",
         "returned": "the session ended before it was the payload's turn, which was never started",
+        "other-component": "the payload was ended because of another component",
         "record": "the record of the run cannot be kept, so the payload was ended",
         "spawn": "the payload did not start",
         "terminated": "the run was ended from outside",

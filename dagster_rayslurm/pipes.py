@@ -14,10 +14,15 @@ from dagster_pipes import PipesContextData, PipesParams
 
 
 class RecordReader(dg.PipesMessageReader):
-    """The message reader of one run: holds the handler that the follower feeds."""
+    """The message reader of one run: holds the handler that the follower feeds.
 
-    def __init__(self) -> None:
+    Args:
+        writers: payloads that are expected to open Pipes.
+    """
+
+    def __init__(self, writers: int = 1) -> None:
         self.handler: Any = None
+        self._writers = writers
 
     @contextlib.contextmanager
     def read_messages(self, handler: Any) -> Iterator[PipesParams]:
@@ -26,7 +31,7 @@ class RecordReader(dg.PipesMessageReader):
 
     @property
     def expected_writer_count(self) -> int:
-        return 1  # Dagster's own is marked as a preview and warns at each run.
+        return self._writers  # Dagster's own is marked as a preview and warns at each run.
 
     def no_messages_debug_text(self) -> str:
         return "the payload was expected to call dagster_pipes.open_dagster_pipes(), with its default message writer."

@@ -10,10 +10,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from .components import Component, component_specs, ray_across, request_for
 from .launchers import Launcher, RayLauncher
 from .runtime import PROTOCOL_VERSION
 from .runtime.footprint import Footprint
-from .runtime.spec import PayloadSpec, RaySpec
+from .runtime.spec import ComponentSpec, PayloadSpec, RaySpec
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
@@ -29,6 +30,8 @@ class Plan:
     uses_pipes: bool = True
     script: str | None = None
     """The script on this machine that the payload's command names; None for a command of another form."""
+    components: tuple[ComponentSpec, ...] = ()
+    """Components of its allocation, in the job's order; local mode simulates them. None where all nodes are alike."""
 
 
 def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[str]:
@@ -148,8 +151,12 @@ def make_plan(
     max_output_bytes: int,
     max_stdio_bytes: int,
     uses_pipes: bool,
+    components: Sequence[Component] = (),
 ) -> Plan:
     """Put a plan together.
+
+    Args:
+        components: in the job's order, each with what the launcher wants of it; none where all nodes are alike.
 
     Raises:
         ValueError: an argument cannot be used; the sentence names it.
@@ -157,7 +164,9 @@ def make_plan(
     both = sorted(set(env) & set(secret_env))
     if both:
         raise ValueError(f"secret_env: {both[0]} is in extra_env too; Ray workers would see it there")
-    ray = launcher.ray_spec()
+    ray = ray_across(launcher, components)
+    # What the job asks for is made again once its name is known; a mistake in it shows now, and in local mode too.
+    parts = component_specs(request_for(components, job_name="rayslurm", comment="")) if components else []
     payload = PayloadSpec(
         argv=launcher.command(parse_payload(payload_path)),
         nonce=nonce,
@@ -172,7 +181,7 @@ def make_plan(
         uses_ray=ray is not None,
         preload=launcher.preload if isinstance(launcher, RayLauncher) else [],
     )
-    return Plan(payload, ray, launcher.footprint(), dict(secret_env), uses_pipes, script_of(payload_path))
+    return Plan(payload, ray, launcher.footprint(), dict(secret_env), uses_pipes, script_of(payload_path), tuple(parts))
 
 
 def fingerprint(ray: RaySpec, python: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import dagster as dg
 
@@ -10,6 +10,7 @@ from dagster_rayslurm import (
     BashLauncher,
     ComputeResource,
     ExecutionMode,
+    HetComponent,
     RayLauncher,
     SessionConfig,
     SlurmQueueConfig,
@@ -32,21 +33,41 @@ def compute_from_env(session: Optional[SessionConfig] = None) -> ComputeResource
     Args:
         session: which warm cluster to use; the one that all runs share if None.
     """
-    mode = os.environ.get("RAYSLURM_MODE") or "local"
-    base = os.environ.get("RAYSLURM_BASE") or "~/.dagster_rayslurm"
-    slurm = environment = None
-    if mode != ExecutionMode.LOCAL.value:
-        queue = SlurmQueueConfig(partition=os.environ.get("RAYSLURM_PARTITION"), cpus_per_node=2, mem="3G")
-        slurm = SlurmResource(ssh=SSHConnectionResource.from_env(), queue=queue)
-        environment = os.environ.get("RAYSLURM_ENV_PATH")
+    mode = _mode()
+    # In a job of that mode, the payloads that know of no components have them all the same.
+    components = _components() if mode == ExecutionMode.SLURM_HETJOB.value else []
+    return _resource(mode, components=components, enable_cluster_reuse=True, session=session or SessionConfig())
+
+
+def hetero_from_env() -> ComputeResource:
+    """A Ray cluster of nodes with CPUs and nodes with GPUs: in one Slurm job, or simulated where there is no Slurm."""
+    local = _mode() == ExecutionMode.LOCAL.value
+    return _resource(ExecutionMode.LOCAL.value if local else ExecutionMode.SLURM_HETJOB.value, components=_components())
+
+
+def _mode() -> str:
+    return os.environ.get("RAYSLURM_MODE") or ExecutionMode.LOCAL.value
+
+
+def _queue() -> SlurmQueueConfig:
+    return SlurmQueueConfig(partition=os.environ.get("RAYSLURM_PARTITION"), cpus_per_node=2, mem="3G")
+
+
+def _components() -> list[HetComponent]:
+    partition = os.environ.get("RAYSLURM_GPU_PARTITION") or "gpu"
+    gpus = SlurmQueueConfig(partition=partition, cpus_per_node=2, gpus_per_node=2, mem="3G")
+    return [HetComponent(component_id="cpu", queue=_queue()), HetComponent(component_id="gpu", queue=gpus)]
+
+
+def _resource(mode: str, **fields: Any) -> ComputeResource:
+    on_slurm = mode != ExecutionMode.LOCAL.value
     return ComputeResource(
         mode=mode,
-        slurm=slurm,
+        slurm=SlurmResource(ssh=SSHConnectionResource.from_env(), queue=_queue()) if on_slurm else None,
         default_launcher=RayLauncher(working_dir=str(PAYLOADS), object_store_memory_gb=0.25, dashboard=False),
-        enable_cluster_reuse=True,
-        session=session or SessionConfig(),
-        pre_deployed_env_path=environment,
-        local_base=base,
+        pre_deployed_env_path=os.environ.get("RAYSLURM_ENV_PATH") if on_slurm else None,
+        local_base=os.environ.get("RAYSLURM_BASE") or "~/.dagster_rayslurm",
+        **fields,
     )
 
 
@@ -101,6 +122,12 @@ def digit_predictions(context: dg.AssetExecutionContext, compute: ComputeResourc
     return compute.run(context=context, payload_path=PAYLOADS / "predict.py").get_materialize_result()
 
 
+@dg.asset(group_name="model", kinds={"ray", "scikitlearn"}, deps=[digits_features])
+def digit_network(context: dg.AssetExecutionContext, hetero: ComputeResource) -> dg.MaterializeResult:
+    """Small networks, one on each GPU, that learn from images made by Ray Data on nodes with CPUs."""
+    return hetero.run(context=context, payload_path=PAYLOADS / "network.py").get_materialize_result()
+
+
 @dg.asset(group_name="report", kinds={"python", "matplotlib"}, deps=[digit_classifier, digit_predictions])
 def report(context: dg.AssetExecutionContext, compute: ComputeResource) -> dg.MaterializeResult:
     """The confusion matrix and the learning curve as pictures."""
@@ -122,7 +149,7 @@ def digit_prototypes(context: dg.AssetExecutionContext, compute: ComputeResource
     return run.get_materialize_result()
 
 
-STUDY = [digits_raw, digits_features, model_sweep, digit_classifier, digit_predictions, report]
+STUDY = [digits_raw, digits_features, model_sweep, digit_classifier, digit_predictions, digit_network, report]
 """The assets without partitions, in an order that they can be made in."""
 
 defs = dg.Definitions(
@@ -132,5 +159,5 @@ defs = dg.Definitions(
         dg.define_asset_job("digits_study", dg.AssetSelection.assets(*STUDY), description="Everything but the prototypes."),
         dg.define_asset_job("digits_prototypes", [digit_prototypes], description="One run for each digit."),
     ],
-    resources={"compute": compute_from_env()},
+    resources={"compute": compute_from_env(), "hetero": hetero_from_env()},
 )

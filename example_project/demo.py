@@ -24,7 +24,7 @@ from rich.text import Text
 
 from dagster_rayslurm import SessionConfig
 
-from .definitions import DIGITS, STUDY, compute_from_env, digit_prototypes, recall_of_every_digit
+from .definitions import DIGITS, STUDY, compute_from_env, digit_prototypes, hetero_from_env, recall_of_every_digit
 
 IDLE_TIMEOUT = 120
 """Seconds after which the warm Ray cluster ends itself, should this program be killed before it can do so."""
@@ -159,7 +159,7 @@ def run(progress: Progress, instance: dg.DagsterInstance) -> dg.ExecuteInProcess
             dg.define_asset_job("demo", dg.AssetSelection.assets(*STUDY)),
             dg.define_asset_job("demo_prototypes", [digit_prototypes]),
         ],
-        resources={"compute": compute},
+        resources={"compute": compute, "hetero": hetero_from_env()},
         loggers={"progress": dg.logger(logger)},
     )
     config: dict[str, Any] = {"loggers": {"progress": {}}}

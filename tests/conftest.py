@@ -23,6 +23,18 @@ MARK = "PYTEST_OF_RAYSLURM"
 """A variable that every process started by a test inherits, however far it is detached."""
 
 
+_ON_THE_STACK = ("docs", "slurm", "stack")
+"""Directories whose tests have the stack to themselves, also those that ask no fixture for it."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one process run all tests of the stack, where several processes run the tests."""
+    for item in items:
+        directory = item.path.relative_to(Path(__file__).parent).parts[0]
+        if directory in _ON_THE_STACK or "stack" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("stack"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def scratch_base() -> Iterator[Path]:
     """A short TMPDIR of the test run's own, so that scratch directories of others are never looked at."""

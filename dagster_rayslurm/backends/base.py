@@ -83,8 +83,8 @@ class Attempt(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """A way to get a runtime started.
+class Place(Protocol):
+    """Where runtimes work.
 
     Attributes:
         connection: how to reach the files where the runtime works.
@@ -101,16 +101,20 @@ class Backend(Protocol):
     @property
     def cadence(self) -> Cadence: ...
 
+    def sweep(self, retention_days: float) -> None:
+        """Remove what nobody touched for so many days."""
+        ...
+
+
+class Backend(Place, Protocol):
+    """A way to get a runtime started."""
+
     def check(self, plan: Plan) -> None:
         """Refuse what this backend cannot give, before anything starts.
 
         Raises:
             ValueError: naming the field.
         """
-        ...
-
-    def sweep(self, retention_days: float) -> None:
-        """Remove what nobody touched for so many days."""
         ...
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> Attempt:
@@ -127,4 +131,47 @@ class Backend(Protocol):
             StartError: no runtime can be had.
             OSError: a file cannot be written.
         """
+        ...
+
+    def example(self, plan: Plan) -> str:
+        """What would be started, for a person to read, with words in capitals for what is known only then."""
+        ...
+
+
+class TogetherBackend(Place, Protocol):
+    """A way to get a runtime for each component of an allocation started, all at once."""
+
+    def check(self, plans: Mapping[str, Plan]) -> None:
+        """Refuse what this backend cannot give, before anything starts.
+
+        Raises:
+            ValueError: naming the component and the field.
+        """
+        ...
+
+    def start(
+        self,
+        plans: Mapping[str, Plan],
+        run_dir: str,
+        context: PipesContextData,
+        step: Step,
+        hold: Callable[[Attempt], None],
+    ) -> Mapping[str, Attempt]:
+        """Make the run directories of payloads and get a runtime to work on each.
+
+        Args:
+            plans: what to run in each component, in the job's order.
+            run_dir: the run's directory, not there yet, in which each component gets one of its own.
+            context: the Pipes context.
+            step: who asks.
+            hold: told of each attempt before this returns: an interrupt in between must not lose it.
+
+        Raises:
+            StartError: no runtime can be had.
+            OSError: a file cannot be written.
+        """
+        ...
+
+    def example(self, plans: Mapping[str, Plan]) -> str:
+        """What would be started, for a person to read, with words in capitals for what is known only then."""
         ...

@@ -6,13 +6,15 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from dagster_pipes import PipesContextData
 
+from ..components import Component, component_specs, request_for
 from ..connections.base import Connection
 from ..connections.remote_path import expand_home, is_rooted
 from ..connections.shared import connection_to
@@ -31,7 +33,6 @@ from ..runtime.workspace import shared_variables
 from ..slurm.commands import slurm_commands
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.queue import ask_queue, shared_queue
-from ..slurm.refusal import with_values
 from ..slurm.request import JobRequest, job_comment, job_name, make_request
 from ..slurm.script import render_script
 from ..slurm.states import TERMINAL
@@ -42,6 +43,8 @@ from .cargo import base_errors, deliver, pack
 from .remote_sweep import sweep_remote
 from .rundir import Layout, run_files
 from .slurm_job import SlurmJob, cancel_named, wait_until_gone
+
+T = TypeVar("T")
 
 _CADENCE = Cadence(busy=0.1, idle=3.0, waiting=15.0)
 CLUSTER = "slurm-"
@@ -57,12 +60,14 @@ class BatchBackend:
         queue: what to ask it for.
         environment: the Python environment there.
         queue_timeout: seconds after which a job that still waits is given up; None waits for ever.
+        components: of a heterogeneous job, in its order, each with a queue of its own; none for any other job.
     """
 
     slurm: SlurmResource
     queue: SlurmQueueConfig
     environment: Environment
     queue_timeout: float | None
+    components: tuple[Component, ...] = ()
     cadence: Cadence = _CADENCE
 
     @cached_property
@@ -74,8 +79,8 @@ class BatchBackend:
         return Layout(Path(absolute(self.connection, self.slurm.remote_base)))
 
     def check(self, plan: Plan) -> None:
-        make_request(self.queue, plan.footprint, job_name="rayslurm", comment="")
-        if plan.ray is not None and plan.ray.min_nodes is not None:
+        self._request(plan, job_name="rayslurm", comment="")
+        if plan.ray is not None and plan.ray.min_nodes is not None and not self.components:
             expected = nodes_expected(plan.ray, self.queue.num_nodes)
             if plan.ray.min_nodes > expected:
                 raise ValueError(
@@ -92,20 +97,44 @@ class BatchBackend:
         base = str(self.layout.base)
         cargo = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
         with base_errors(base):
-            interpreter = self._interpreter(plan)
+            interpreter = self.interpreter_for(plan)
             runtime = deliver(self.connection, base, cargo, step.log)
         plan = cargo.plan
         name = job_name(step.step_key, plan.payload.nonce)
         comment = job_comment(step.run_id, step.step_key, step.partition_key)
-        request = make_request(self.queue, plan.footprint, job_name=name, comment=comment)
+        request = self._request(plan, job_name=name, comment=comment)
         cluster_id = f"{CLUSTER}{plan.payload.nonce}"
         files = {
             **run_files(plan, context),
-            RUNTIME: to_json(runtime_spec(cluster_id, plan, request, self.queue)).encode("utf-8"),
+            RUNTIME: to_json(runtime_spec(cluster_id, plan, request, self._leading_queue)).encode("utf-8"),
             JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm).encode("utf-8", "surrogateescape"),
             CANCEL: b"",
             EXIT: b"",
         }
+        return self.submit_job(run_dir, files, request, step, lambda job: _held(BatchJob(job, commands, cluster_id), hold))
+
+    def example(self, plan: Plan) -> str:
+        request = self._request(plan, job_name=job_name("STEP", plan.payload.nonce), comment=job_comment("RUN", "STEP", None))
+        python, base = Interpreter("ENVIRONMENT/bin/python"), self.slurm.remote_base
+        return job_script(request, python, f"{base}/runtime/RUNTIME.pyz", f"{base}/runs/RUN_DIR", self.slurm)
+
+    def submit_job(
+        self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step, attempt_at: Callable[[SlurmJob], T]
+    ) -> T:
+        """Submit a job, or make sure that there is none.
+
+        Args:
+            run_dir: its directory, not there yet.
+            files: what goes into it.
+            request: what its script asks for.
+            step: who asks.
+            attempt_at: makes of the job what is returned, and has it held.
+
+        Raises:
+            StartError: the job is not taken.
+            OSError: the cluster cannot be reached.
+        """
+        commands = slurm_commands(self.connection)
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
         try:
             submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning)
@@ -119,20 +148,29 @@ class BatchBackend:
                 over_ssh=self.slurm.ssh is not None,
                 log=step.log,
             )
-            attempt = BatchJob(job, commands, cluster_id)
-            hold(attempt)
+            attempt = attempt_at(job)
         except SubmissionRefused as error:
-            raise StartError(error.kind, with_values(str(error), request), error.retry) from None
+            raise StartError(error.kind, error.with_values(request), error.retry) from None
         except BaseException:
             # Interrupted or cut off: whether Slurm has taken the job is not known, so it is cancelled by its name.
             with deferred_interrupts():
-                cancel_named(commands, name, step.log)
+                cancel_named(commands, request.job_name, step.log)
             raise
-        where = f"partition {request.partition}" if request.partition else "the default partition"
-        step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where} on {self.connection.place}")
+        where = f"{request.where} on {self.connection.place}"
+        step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({request.job_name}) to {where}")
         return attempt
 
-    def _interpreter(self, plan: Plan) -> Interpreter:
+    @property
+    def _leading_queue(self) -> SlurmQueueConfig:
+        """The queue that says what is the whole job's, such as its limit."""
+        return self.components[0].queue if self.components else self.queue
+
+    def _request(self, plan: Plan, *, job_name: str, comment: str) -> JobRequest:
+        if self.components:
+            return request_for(self.components, job_name=job_name, comment=comment)
+        return make_request(self.queue, plan.footprint, job_name=job_name, comment=comment)
+
+    def interpreter_for(self, plan: Plan) -> Interpreter:
         try:
             return check_environment_on(
                 self.connection,
@@ -145,6 +183,11 @@ class BatchBackend:
             )
         except ValueError as error:
             raise StartError("configuration", str(error)) from None
+
+
+def _held(attempt: BatchJob, hold: Callable[[Attempt], None]) -> BatchJob:
+    hold(attempt)
+    return attempt
 
 
 def absolute(connection: Connection, path: str) -> str:
@@ -190,7 +233,7 @@ def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
     if not nonce or nonce == cluster_id:
         return False
     commands = slurm_commands(connection_to(slurm.ssh))
-    jobs = [row.job_id for row in ask_queue(commands).named(f"-{nonce}") if row.state not in TERMINAL]
+    jobs = [row.job_id for row in ask_queue(commands).named(f"-{nonce}") if row.leads and row.state not in TERMINAL]
     for job_id in jobs:
         if not wait_until_gone(commands, job_id):
             raise StartError("runtime", f"Slurm does not confirm the end of job {job_id}; run `scancel {job_id}`")
@@ -200,31 +243,25 @@ def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
 def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQueueConfig) -> RuntimeSpec:
     """The start record of a job's runtime."""
     signal_name, before = split_signal(queue.signal_before_timeout)
+    components = component_specs(request)
     return RuntimeSpec(
         cluster_id,
         plan.ray,
         control_key=secrets.token_hex(32),
         control_ports=control_ports(plan.ray.port_range if plan.ray is not None else None),
-        asked_cpus=request.cpus_per_node,
-        asked_gpus=request.gpus_per_node,
+        # What is asked of a component's nodes stands with the component.
+        asked_cpus=None if components else request.cpus_per_node,
+        asked_gpus=None if components else request.gpus_per_node,
         requeue=request.requeue,
         warn_before_limit=before,
         warn_signal=signal_name,
         worker_env=shared_variables(plan.payload),
+        components=components,
     )
 
 
-def job_script(request: JobRequest, interpreter: Interpreter, runtime: str, run_dir: str, slurm: SlurmResource) -> str:
-    """The batch script that starts the runtime on all nodes."""
-    return render_script(request, interpreter.start("-I", runtime, "node", run_dir), run_dir, slurm.site)
-
-
-def example_script(plan: Plan, queue: SlurmQueueConfig, slurm: SlurmResource) -> str:
-    """The batch script of a plan, with words in capitals for what is known only when it is submitted."""
-    request = make_request(
-        queue, plan.footprint, job_name=job_name("STEP", plan.payload.nonce), comment=job_comment("RUN", "STEP", None)
-    )
-    base = slurm.remote_base
-    return job_script(
-        request, Interpreter("ENVIRONMENT/bin/python"), f"{base}/runtime/RUNTIME.pyz", f"{base}/runs/RUN_DIR", slurm
-    )
+def job_script(
+    request: JobRequest, interpreter: Interpreter, runtime: str, run_dir: str, slurm: SlurmResource, role: str = "node"
+) -> str:
+    """The batch script that starts the runtime on all nodes, in a role of its command line."""
+    return render_script(request, interpreter.start("-I", runtime, role, run_dir), run_dir, slurm.site)

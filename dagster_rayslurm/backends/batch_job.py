@@ -16,6 +16,8 @@ from .slurm_job import SlurmJob
 
 _PATIENCE = 5.0
 """Seconds in which a job whose runtime has written the `end` of a cancelled run is over by itself."""
+_NODES_MISSING = ("cluster-lost", "cluster-start")
+"""Reasons of an `end` after which `srun` may wait for ever: it hears nothing of tasks on a node that was reset (22.05)."""
 _KEEP_FRESH = 3600.0
 
 
@@ -26,13 +28,15 @@ class BatchJob:
         job: the job, and its directory.
         commands: runs commands there, and reaches the files.
         cluster_id: name of the Ray cluster.
+        directory: the run directory; None for the job's.
     """
 
-    def __init__(self, job: SlurmJob, commands: Connection, cluster_id: str) -> None:
+    def __init__(self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str | None = None) -> None:
         self.cluster_id = cluster_id
         self.job_id: str | None = job.job_id
         self._job = job
         self._commands = commands
+        self._directory = job.directory if directory is None else directory
         self._started = False
         """Whether the runtime is at work: its record has started, and the job was not requeued since."""
         self._fresh_at = time.monotonic()
@@ -51,10 +55,10 @@ class BatchJob:
         return self._job.requeue
 
     def ended(self, evidence: Evidence) -> str | None:
-        job = self._job
-        if not job.observe(evidence.started_at):
+        job, started_at = self._job, self._started_at(evidence)
+        if not job.observe(started_at):
             return None
-        self._started = evidence.started and job.view.kind != "pending"
+        self._started = started_at is not None and job.view.kind != "pending"
         with contextlib.suppress(OSError):
             self._keep_fresh()
             if not self._started and not job.view.over and not job.cancelled:
@@ -69,7 +73,7 @@ class BatchJob:
         # The runtime ends the payload with Ray alive; scancel would hit all of Ray at the same moment.
         with contextlib.suppress(OSError):
             text = json.dumps({"op": "cancel", "now": now})
-            self._commands.write(os.path.join(self._job.directory, CANCEL), text.encode())
+            self._commands.write(os.path.join(self._directory, CANCEL), text.encode())
 
     def kill(self) -> None:
         self._job.cancelled = True
@@ -88,8 +92,12 @@ class BatchJob:
         """See to it that a job which was to be ended is over; one that ended by itself needs nobody."""
         if self._job.cancelled or (not evidence.started and not self._job.view.over):
             self._job.confirm_gone()
-        elif self._ending:
+        elif self._ending or (evidence.end or {}).get("reason") in _NODES_MISSING:
             self._job.confirm_gone(_PATIENCE)
+
+    def _started_at(self, evidence: Evidence) -> float | None:
+        """When the job's record started, if it has."""
+        return evidence.started_at
 
     def _keep_fresh(self) -> None:
         """A run directory whose job still waits is swept as old otherwise."""

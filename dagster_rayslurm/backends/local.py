@@ -7,12 +7,14 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from dagster_pipes import PipesContextData
 
+from ..components import on_one_machine
 from ..config import SessionConfig
 from ..connections.local import LocalConnection
 from ..environments import Interpreter
@@ -22,17 +24,17 @@ from ..follow import Cadence, Evidence
 from ..outcome import exit_in_words
 from ..plan import Plan
 from ..runtime import machine
-from ..runtime.footprint import footprint_error
+from ..runtime.footprint import Footprint, footprint_error, node_footprint
 from ..runtime.record import RUNTIME_LOG, STATUS, tail_file
-from ..runtime.spec import RaySpec, RuntimeSpec
+from ..runtime.spec import ComponentSpec, RaySpec, RuntimeSpec
 from ..runtime.workspace import shared_variables
 from . import local_session
 from .base import Attempt, Step
 from .local_session import LocalAttempt
-from .process import reap_later, runtime_command, start_process
+from .process import example_command, reap_later, runtime_command, start_process
 from .rundir import Layout, run_files, write_run_dir, write_runtime_spec
 
-_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
+LOCAL_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
 """Reading a file of this machine costs next to nothing."""
 _KEEPER_DEADLINE = 5.0
 
@@ -46,20 +48,25 @@ class LocalBackend:
         interpreter: the Python that runs them.
         session: how a warm Ray cluster is shared; None for a cluster of each payload's own.
         offered: that cluster, for all payloads that it is enough for; None for what each payload asks for.
+        components: what is asked for each component of that cluster; none where all nodes are alike.
+        head: the component in which the payload has to run; None for wherever that cluster has its head.
     """
 
     layout: Layout
     interpreter: Interpreter
     session: SessionConfig | None
     offered: RaySpec | None = None
+    components: Sequence[ComponentSpec] = ()
+    head: str | None = None
     connection: LocalConnection = field(default_factory=LocalConnection)
-    cadence: Cadence = _CADENCE
+    cadence: Cadence = LOCAL_CADENCE
 
     def check(self, plan: Plan) -> None:
-        asks = any(want.amount is not None for want in plan.footprint)
-        problem = footprint_error(plan.footprint, machine.detect()) if asks else None
-        if problem:
-            raise ValueError(problem)
+        for place, footprint in footprints(plan):
+            asks = any(want.amount is not None for want in footprint)
+            problem = footprint_error(footprint, machine.detect()) if asks else None
+            if problem:
+                raise ValueError(place + problem)
 
     def _cluster(self, wanted: RaySpec, session: SessionConfig) -> RaySpec:
         """The cluster that a payload gets: that of the session if it fits, else one as it asks for.
@@ -69,16 +76,19 @@ class LocalBackend:
         """
         if self.offered is None:
             return wanted
-        problem = misfit(Wish(wanted, ()), Offer(self.offered, True, None))
+        offered = _simulated(self.offered, self.components)
+        problem = misfit(Wish(wanted, (), head=self.head), Offer(offered, True, None))
         if problem is not None and session.on_misfit == "error":
             raise StartError("configuration", refused(problem))
-        return self.offered if problem is None else wanted
+        return offered if problem is None else wanted
 
     def sweep(self, retention_days: float) -> None:  # noqa: ARG002
         return  # This machine is swept in every mode.
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> Attempt:
         attempt: Attempt
+        if plan.ray is not None:
+            plan = replace(plan, ray=_simulated(plan.ray, plan.components))
         if plan.ray is not None and self.session is not None:
             ray = self._cluster(plan.ray, self.session)
             cpus, gpus = wants(Wish(plan.ray, plan.footprint), Offer(ray, True, None))
@@ -89,12 +99,28 @@ class LocalBackend:
             attempt = local_session.submit(self.layout, self.interpreter, plan, ray, self.session, step.run_id, run_dir, step.log)
         else:
             cluster_id = f"local-{plan.payload.nonce}"
-            write_runtime_spec(
-                self.connection, run_dir, RuntimeSpec(cluster_id, plan.ray, worker_env=shared_variables(plan.payload))
-            )
+            components, worker_env = list(plan.components), shared_variables(plan.payload)
+            spec = RuntimeSpec(cluster_id, plan.ray, worker_env=worker_env, components=components)
+            write_runtime_spec(self.connection, run_dir, spec)
             attempt = OwnRuntime(self.layout, self.interpreter, run_dir, cluster_id)
         hold(attempt)
         return attempt
+
+    def example(self, plan: Plan) -> str:
+        return example_command(self.layout, self.interpreter, plan)
+
+
+def _simulated(ray: RaySpec, components: Sequence[ComponentSpec]) -> RaySpec:
+    return on_one_machine(ray, components, machine.count_cpus(os.environ))
+
+
+def footprints(plan: Plan) -> list[tuple[str, Footprint]]:
+    """What this machine must grant to each node of a plan, and whose node it is; GPUs of components are simulated if need be."""
+    if not plan.components:
+        return [("", plan.footprint)]
+    nodes = plan.ray.components if plan.ray is not None else []
+    found = [(f"component {node.component_id!r}: ", node_footprint(node)) for node in nodes] or [("", plan.footprint)]
+    return [(place, tuple(want for want in footprint if want.unit != "GPUs")) for place, footprint in found]
 
 
 class OwnRuntime(LocalAttempt):
@@ -111,9 +137,13 @@ class OwnRuntime(LocalAttempt):
         return None if code is None else exit_in_words(code)
 
     def cancel(self, now: bool = False) -> None:
+        self._request(op="cancel", now=now)
+
+    def _request(self, **request: Any) -> None:
+        """Ask the runtime for something."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"op": "cancel", "now": now}).encode() + b"\n")
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             return  # It is gone already; `ended` tells.

@@ -22,7 +22,7 @@ from ..errors import StartError
 from ..follow import Evidence
 from ..plan import Plan, fingerprint
 from ..runtime.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
-from ..runtime.spec import RaySpec, RuntimeSpec
+from ..runtime.spec import ComponentSpec, RaySpec, RuntimeSpec
 from ..runtime.workspace import shared_variables
 from . import run_end
 from .process import reap_later, runtime_command, start_process
@@ -325,6 +325,7 @@ def _start(
             max_concurrent_payloads=config.max_concurrent_payloads,
             worker_env=shared_variables(plan.payload),
             preload=plan.payload.preload,
+            components=[ComponentSpec(node.component_id) for node in ray.components],
         )
         write_runtime_spec(LocalConnection(), str(directory), spec)
         LocalConnection().remove(str(directory / SESSION))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import threading
 
 from ..archive import install_runtime
 from ..environments import Interpreter
+from ..plan import Plan
 from ..runtime.record import RUNTIME_LOG
+from ..runtime.spec import RuntimeSpec, to_json
 from .rundir import Layout
 
 
@@ -16,6 +19,17 @@ def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directo
     """The command that starts a runtime on this machine; `-I` keeps the user's modules out of it."""
     archive = install_runtime(layout.runtimes)
     return interpreter.start("-I", str(archive), role, directory)
+
+
+def example_command(layout: Layout, interpreter: Interpreter, plan: Plan) -> str:
+    """What would be started for a plan, with words in capitals for what is known only then, and its start records."""
+    run_dir = str(layout.runs / "RUN_DIR")
+    command = runtime_command(layout, interpreter, "run", run_dir)
+    spec = RuntimeSpec(f"local-{plan.payload.nonce}", plan.ray, components=list(plan.components))
+    return (
+        f"{shlex.join(command)}\n\n# {run_dir}/runtime.json\n{to_json(spec)}\n\n"
+        f"# {run_dir}/payload.json\n{to_json(plan.payload)}\n"
+    )
 
 
 def start_process(command: list[str], directory: str, stdin: int) -> subprocess.Popen[bytes]:

@@ -19,7 +19,7 @@ from ..connections.shared import connection_to
 from ..environments import Interpreter
 from ..environments.check import check_environment_on
 from ..errors import StartError
-from ..fit import Offer, alike, misfit, payload_time_limit, refused, wants
+from ..fit import Offer, across_rooms, alike, misfit, payload_time_limit, refused, wants
 from ..follow import Cadence
 from ..interrupts import deferred_interrupts
 from ..plan import Plan
@@ -28,7 +28,6 @@ from ..runtime.spec import to_json
 from ..slurm.commands import slurm_commands
 from ..slurm.config import SlurmResource
 from ..slurm.queue import SharedQueue, shared_queue
-from ..slurm.refusal import with_values
 from ..slurm.request import JobRequest, job_comment, job_name
 from ..slurm.submit import JOB_SCRIPT, OFFER, ClaimTaken, SubmissionRefused, Submitted, submit
 from .base import Attempt, Step
@@ -40,7 +39,7 @@ from .session_listing import end_generations, list_generations
 from .session_payload import SessionPayload
 from .session_registry import Charter, Found, SessionRegistry, charter_to_json
 from .session_request import GONE, Request
-from .session_setup import Kind, SessionSetup, session_script
+from .session_setup import Kind, SessionSetup, example_session_script, session_script
 from .session_wait import Arrival, SessionSearch
 from .slurm_job import SlurmJob, cancel_named
 
@@ -80,7 +79,7 @@ class SessionBackend:
     def check(self, plan: Plan) -> None:
         setup = self.setup
         check_paths(setup.slurm, setup.environment, plan)
-        problem = misfit(setup.wish(plan), setup.usual.offer(setup.reuse))
+        problem = setup.misfit(plan)
         if problem is None:
             return
         if setup.session.on_misfit == "error":
@@ -93,6 +92,10 @@ class SessionBackend:
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> Attempt:
         return _Start(self, plan, run_dir, context, step, hold).run()
+
+    def example(self, plan: Plan) -> str:
+        setup = self.setup
+        return example_session_script(setup, setup.usual if setup.misfit(plan) is None else setup.own(plan))
 
 
 def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
@@ -143,7 +146,7 @@ class _Start:
         self._run_dir, self._context, self._step, self._hold = run_dir, context, step, hold
         self._wish = self._setup.wish(plan)
         # A launcher of the run's own that does not fit is known before anything is asked.
-        self._apart = misfit(self._wish, self._setup.usual.offer(self._setup.reuse)) is not None
+        self._apart = self._setup.misfit(plan) is not None
         self._arrival: Arrival | None = None
         self._attempt: SessionPayload | None = None
         self._refusal = ""
@@ -237,7 +240,7 @@ class _Start:
             self._plan.payload,
             run_id=self._step.run_id,
             step=self._step.step_key,
-            ray=None if offer.reuse else self._plan.ray,
+            ray=None if offer.reuse else across_rooms(self._plan.ray, offer),
             want_cpus=cpus,
             want_gpus=gpus,
             time_limit=payload_time_limit(self._wish, offer),
@@ -269,9 +272,16 @@ class _Start:
 
     def _job(self, directory: str, job_id: str, cluster_id: str, offer: Offer | None) -> SlurmJob:
         """The job of a session that is there, as far as it matters to a payload of it."""
-        partition = offer.queue["partition"] if offer is not None and offer.queue is not None else None
         name = job_name(f"session-{self._setup.name}", cluster_id.removeprefix(CLUSTER))
-        return self._watched(JobRequest(name, "", partition=partition), Submitted(job_id, 0.0), directory)
+        if offer is not None and offer.rooms:
+            parts = [
+                JobRequest(name, "", partition=room.queue["partition"], component_id=room.component_id) for room in offer.rooms
+            ]
+            request = dataclasses.replace(parts[0], others=tuple(parts[1:]))
+        else:
+            queue = offer.queue if offer is not None else None
+            request = JobRequest(name, "", partition=queue["partition"] if queue is not None else None)
+        return self._watched(request, Submitted(job_id, 0.0), directory)
 
     def _watched(self, request: JobRequest, submitted: Submitted, directory: str, since: float | None = None) -> SlurmJob:
         return SlurmJob(
@@ -334,15 +344,15 @@ class _Start:
         except SubmissionRefused as error:
             with contextlib.suppress(OSError):  # Others find out for themselves, when the claim has grown old.
                 registry.abandon(number)
-            raise StartError(error.kind, with_values(str(error), request), error.retry) from None
+            raise StartError(error.kind, error.with_values(request), error.retry) from None
         except BaseException:
             with deferred_interrupts():
                 with contextlib.suppress(OSError):
                     registry.abandon(number)
                 cancel_named(self._commands, name, step.log)
             raise
-        where = f"partition {request.partition}" if request.partition else "the default partition"
-        step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where} on {self._connection.place}")
+        where = f"{request.where} on {self._connection.place}"
+        step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where}")
         return True
 
     def _interpreter(self, kind: Kind) -> Interpreter:

@@ -49,6 +49,7 @@ class Announcement:
         protocol: version of what it understands.
         closing: why it takes no more payloads; None while it does.
         hostname: what the head node calls itself.
+        heterogeneous: whether its job is one of several components, whose first one has the head.
     """
 
     cluster_id: str
@@ -59,6 +60,7 @@ class Announcement:
     protocol: int
     closing: str | None
     hostname: str
+    heterogeneous: bool = False
 
 
 def parse_announcement(data: bytes) -> Announcement | None:
@@ -76,6 +78,7 @@ def parse_announcement(data: bytes) -> Announcement | None:
             protocol=int(found["protocol"]),
             closing=None if found["closing"] is None else str(found["closing"]),
             hostname=str(found["hostname"]),
+            heterogeneous=bool(found.get("heterogeneous", False)),
         )
     except (ValueError, KeyError, TypeError):
         return None
@@ -175,11 +178,13 @@ def _ask_by_step(
     patience: float,
 ) -> dict[str, Any]:
     # Without --overlap the step would wait for the CPUs that the session's own step holds, and a step asks for all of
-    # the job's memory unless it is told otherwise (srun(1), Slurm 22.05).
+    # the job's memory unless it is told otherwise (srun(1), Slurm 22.05). In a heterogeneous job srun finds nothing to start
+    # in unless it is told which component, and in any other job if it is told so (tried on Slurm 22.05 and 24.11).
     command = [
         "srun",
         "--overlap",
         f"--jobid={announcement.job_id}",
+        *(["--het-group=0"] if announcement.heterogeneous else []),
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={announcement.hosts[0]}",

@@ -56,6 +56,7 @@ class Generation:
         exit_code: how the job's script ended; None if it has not.
         announcement: what the session says of itself; None before and after it takes requests.
         start: the command that starts the runtime to hand a request over, without the directory.
+        components: names of the allocation's components, the head's first; none where all nodes are alike.
     """
 
     key: str
@@ -66,6 +67,7 @@ class Generation:
     exit_code: int | None
     announcement: Announcement | None
     start: tuple[str, ...]
+    components: tuple[str, ...] = ()
 
 
 def list_generations(connection: Connection, base: str, key: str = "*") -> list[Generation]:
@@ -121,17 +123,18 @@ def _generation(base: str, key: str, number: int, files: Mapping[str, bytes]) ->
         exit_code=None if job_id is None else parse_exit(files.get(EXIT, b""), job_id),
         announcement=announcement,
         start=charter.ask if charter is not None else (),
+        components=tuple(room.component_id for room in charter.offer.rooms) if charter is not None else (),
     )
 
 
 def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
-    """The job of a session if it is in the queue and not over."""
+    """The job of a session if it is in the queue and not over; of a job with components the first one's."""
     if generation.exit_code is not None:
         return None
     if generation.job_id is not None:
         row = snapshot.job(generation.job_id)
     else:
-        named = [row for row in snapshot.rows if row.name == generation.job_name]
+        named = [row for row in snapshot.rows if row.name == generation.job_name and row.leads]
         row = named[-1] if generation.job_name and named else None
     return None if row is None or row.state in TERMINAL else row
 

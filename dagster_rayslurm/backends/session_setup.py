@@ -6,15 +6,17 @@ import dataclasses
 import hashlib
 import json
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ..archive import runtime_name
+from ..components import Component, arrange, component_specs, ray_across, request_for, settle
 from ..config import SessionConfig, time_limit_seconds
 from ..environments import Environment, Interpreter
 from ..environments.resolve import path_on_cluster
-from ..fit import Offer, Wish, make_offer
+from ..fit import Offer, Wish, head_wanted, make_offer, misfit
 from ..launchers import Launcher, RayLauncher
 from ..plan import Plan
 from ..runtime import PROTOCOL_VERSION
@@ -23,6 +25,7 @@ from ..runtime.ports import control_ports
 from ..runtime.spec import RaySpec, RuntimeSpec
 from ..runtime.workspace import shared_variables
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
+from ..slurm.hetjob import HetComponent
 from ..slurm.request import JobRequest, job_comment, job_name, make_request
 from ..slurm.script import render_script
 
@@ -34,12 +37,14 @@ class Kind:
     Attributes:
         ray: the cluster of its launcher; None if that has none.
         footprint: what its launcher needs of each node.
-        queue: what its allocation is asked for.
+        queue: what its allocation is asked for; that of the first component if it has some.
+        components: the components of its allocation, in the job's order; none where all nodes are alike.
     """
 
     ray: RaySpec | None
     footprint: Footprint
     queue: SlurmQueueConfig
+    components: tuple[Component, ...] = ()
 
     def request(self, name: str = "rayslurm", comment: str = "") -> JobRequest:
         """What Slurm is asked for.
@@ -47,13 +52,17 @@ class Kind:
         Raises:
             ValueError: the queue and the launcher contradict each other.
         """
-        request = make_request(self.queue, self.footprint, job_name=name, comment=comment)
+        if self.components:
+            request = request_for(self.components, job_name=name, comment=comment)
+        else:
+            request = make_request(self.queue, self.footprint, job_name=name, comment=comment)
         # Requests are put to a session while it lives; one that began anew would know nothing of those it had accepted.
-        return dataclasses.replace(request, requeue=False)
+        others = tuple(dataclasses.replace(part, requeue=False) for part in request.others)
+        return dataclasses.replace(request, requeue=False, others=others)
 
     def offer(self, reuse: bool) -> Offer:
         """What it has for each payload."""
-        return make_offer(self.ray, reuse, self.queue, self.request())
+        return make_offer(self.ray, reuse, self.queue, self.request(), self.components)
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,9 @@ class SessionSetup:
         session: how sessions are shared.
         launcher: the launcher that sessions are made for.
         reuse: whether the Ray cluster stays warm, too.
+        components: what sessions ask the cluster for instead of `queue`, where that is one heterogeneous job.
+        own_components: what this run would ask it for; None for what sessions do.
+        own_launcher: the launcher of this run; None for that of sessions.
     """
 
     slurm: SlurmResource
@@ -77,6 +89,9 @@ class SessionSetup:
     session: SessionConfig
     launcher: Launcher
     reuse: bool
+    components: tuple[HetComponent, ...] = ()
+    own_components: tuple[HetComponent, ...] | None = None
+    own_launcher: Launcher | None = None
 
     @property
     def name(self) -> str:
@@ -85,26 +100,81 @@ class SessionSetup:
 
     @cached_property
     def usual(self) -> Kind:
-        """The session that payloads get which wish for nothing else."""
-        changes = {"num_nodes": self.session.num_nodes, "time_limit": self.session.time_limit}
+        """The session that payloads get which wish for nothing else.
+
+        Raises:
+            ValueError: its components contradict each other, or the session's configuration.
+        """
+        limit = self.session.time_limit
+        if self.components:
+            if self.session.num_nodes is not None:
+                raise ValueError(
+                    f"SessionConfig.num_nodes={self.session.num_nodes} says nothing of which component they are in; leave it "
+                    "out, and set SlurmQueueConfig.num_nodes in the queue of each component"
+                )
+            return _of_components(self.launcher, self.components, _component_of(self.launcher), limit)
+        changes = {"num_nodes": self.session.num_nodes, "time_limit": limit}
         changed = {name: value for name, value in changes.items() if value is not None}
         queue = SlurmQueueConfig(**{**self.queue.model_dump(), **changed})
         return Kind(self.launcher.ray_spec(), self.launcher.footprint(), queue)
 
     def own(self, plan: Plan) -> Kind:
         """The session that a payload gets which does not fit the usual one; it lives no shorter than that."""
-        usual = self.usual.queue
+        if self.own_components:
+            limits = [_of_components(self._launcher, self.own_components, self._head).queue.time_limit]
+            with suppress(ValueError):  # What it takes the place of need not be one.
+                limits.append(self.usual.queue.time_limit)
+            return _of_components(self._launcher, self.own_components, self._head, _longest(*limits))
+        usual = self.usual.queue.time_limit
+        if components := self._asked:
+            return _of_components(self._launcher, components, self._head, usual)
         if self.own_queue is None:
-            return Kind(plan.ray, plan.footprint, usual)
-        limits = (self.own_queue.time_limit, usual.time_limit)
-        longest = max(limits, key=lambda text: time_limit_seconds(text) or float("inf"))
+            return Kind(plan.ray, plan.footprint, self.usual.queue)
+        longest = _longest(self.own_queue.time_limit, usual)
         queue = SlurmQueueConfig(**{**self.own_queue.model_dump(), "time_limit": longest})
         return Kind(plan.ray, plan.footprint, queue)
 
     def wish(self, plan: Plan) -> Wish:
         """What a payload wishes for."""
-        own = self.own_queue
-        return Wish(plan.ray, plan.footprint, self.usual.queue if own is None else own, time_limited=own is not None)
+        if components := self._asked:
+            own = self.own_components is not None
+            # Without a word on its own time limit it may take as long as the session lives.
+            kind = _of_components(self._launcher, components, self._head, None if own else self.usual.queue.time_limit)
+            head = head_wanted(self._launcher, self.own_components)
+            return Wish(plan.ray, plan.footprint, time_limited=own, components=kind.components, head=head)
+        queue = self.own_queue
+        return Wish(plan.ray, plan.footprint, self.usual.queue if queue is None else queue, time_limited=queue is not None)
+
+    def misfit(self, plan: Plan) -> str | None:
+        """What a payload wishes for and the usual session does not have; None if it fits.
+
+        Raises:
+            ValueError: the usual session cannot be, and the run brings no components in place of those.
+        """
+        wish = self.wish(plan)
+        try:
+            offer = self.usual.offer(self.reuse)
+        except ValueError as error:
+            if not self.own_components or self.session.num_nodes is not None:
+                raise
+            return f"there is no session for all payloads: {error}"
+        return misfit(wish, offer)
+
+    @property
+    def _asked(self) -> tuple[HetComponent, ...]:
+        """The components that this run would ask for; none where its nodes would be all alike."""
+        return self.components if self.own_components is None else self.own_components
+
+    @property
+    def _launcher(self) -> Launcher:
+        """The launcher of this run."""
+        return self.own_launcher or self.launcher
+
+    @property
+    def _head(self) -> str | None:
+        """The component in which this run would have the head: where sessions have it, unless the run says otherwise."""
+        usual = _component_of(self.launcher) if self.own_components is None else None
+        return _component_of(self._launcher) or usual
 
     def key(self, kind: Kind, run_id: str, base: str, data_dir: str, apart: bool) -> str:
         """The name of a session's directory: its own name, and a fingerprint of all that tells it from others.
@@ -132,6 +202,10 @@ class SessionSetup:
                 "ray": ray,
                 "footprint": kind.footprint,
                 "queue": kind.queue.model_dump(mode="json"),
+                "components": [
+                    [each.component_id, each.queue.model_dump(mode="json"), each.launcher.footprint(), each.payload_wants]
+                    for each in kind.components
+                ],
                 "site": self.slurm.site,
             }
             what |= {"concurrent": config.max_concurrent_payloads, "idle": config.idle_timeout}
@@ -141,6 +215,7 @@ class SessionSetup:
     def spec(self, cluster_id: str, kind: Kind, request: JobRequest, plan: Plan) -> RuntimeSpec:
         """The start record of a session's runtime."""
         signal_name, before = split_signal(kind.queue.signal_before_timeout)
+        components = component_specs(request)
         return RuntimeSpec(
             cluster_id,
             kind.ray if self.reuse else None,
@@ -148,13 +223,46 @@ class SessionSetup:
             max_concurrent_payloads=self.session.max_concurrent_payloads,
             control_key=secrets.token_hex(32),
             control_ports=control_ports(kind.ray.port_range if kind.ray is not None else None),
-            asked_cpus=request.cpus_per_node,
-            asked_gpus=request.gpus_per_node,
+            # What is asked of a component's nodes stands with the component.
+            asked_cpus=None if components else request.cpus_per_node,
+            asked_gpus=None if components else request.gpus_per_node,
+            components=components,
             warn_before_limit=before,
             warn_signal=signal_name,
             worker_env=shared_variables(plan.payload),
             preload=self.launcher.preload if isinstance(self.launcher, RayLauncher) else [],
         )
+
+
+def _of_components(
+    launcher: Launcher, components: tuple[HetComponent, ...], head: str | None, time_limit: str | None = None
+) -> Kind:
+    """A session of components.
+
+    Args:
+        launcher: the launcher that it is made for.
+        components: in any order.
+        head: the component of the head; None for the one that is marked, or the first.
+        time_limit: of its job; None for what the components say.
+
+    Raises:
+        ValueError: they contradict each other, or the launcher.
+    """
+    arranged = arrange(components, head)
+    if time_limit is not None:
+        limited = [SlurmQueueConfig(**{**each.queue.model_dump(), "time_limit": time_limit}) for each in arranged]
+        arranged = tuple(dataclasses.replace(each, queue=queue) for each, queue in zip(arranged, limited, strict=True))
+    settled = settle(launcher, arranged)
+    return Kind(ray_across(launcher, settled), launcher.footprint(), settled[0].queue, settled)
+
+
+def _component_of(launcher: Launcher) -> str | None:
+    """The component in which a launcher would have the payload; None if it does not say."""
+    return launcher.component_id if isinstance(launcher, RayLauncher) else None
+
+
+def _longest(*limits: str) -> str:
+    return max(limits, key=lambda text: time_limit_seconds(text) or float("inf"))
 
 
 def session_script(request: JobRequest, interpreter: Interpreter, runtime: str, directory: str, slurm: SlurmResource) -> str:

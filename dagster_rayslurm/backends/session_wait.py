@@ -184,7 +184,7 @@ class SessionSearch:
         """The job of a claim whose maker is gone, or slow; None if there is none, and the claim is given up then."""
         # The claim may be as old as it is because slurmctld answers nobody: then its maker is at it still.
         queue = self._patiently(lambda: ask_queue(self._commands)) if claim.creator else None
-        jobs = [row.job_id for row in queue.named(claim.creator)] if queue is not None else []
+        jobs = [row.job_id for row in queue.named(claim.creator) if row.leads] if queue is not None else []
         if jobs:
             self._patiently(lambda: self._registry.adopt(claim.number, str(jobs[0])))
             return str(jobs[0])

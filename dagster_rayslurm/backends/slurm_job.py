@@ -16,14 +16,16 @@ from ..interrupts import deferred_interrupts
 from ..runtime.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import ask_job
 from ..slurm.facts import JobFacts
-from ..slurm.log import failed_tasks, telling_lines
+from ..slurm.log import failed_tasks, node_number, telling_lines
 from ..slurm.queue import SharedQueue, ask_queue
 from ..slurm.refusal import impossible, with_values
 from ..slurm.request import JobRequest
 from ..slurm.script import LOG, parse_exit
+from ..slurm.snapshot import QueueRow, QueueSnapshot, parse_count
 from ..slurm.states import TERMINAL, Exited, JobView, JobWatch, Started, Submission, seen
 from ..slurm.submit import Submitted
 from ..slurm.surroundings import cleaned
+from ..slurm.waiting import crowded, most_telling, never_starts, why
 
 _EXIT_INTERVAL = 1.0
 """Seconds between two looks at the exit code that the batch script leaves."""
@@ -92,6 +94,9 @@ class SlurmJob:
         self._over_since: float | None = None
         self._gone = False
         self._asked_at = 0.0
+        self._rows: tuple[QueueRow, ...] = ()
+        """Of its components; none for a job that is none of several."""
+        self._counted = False
 
     @property
     def submitted_at(self) -> float:
@@ -144,9 +149,14 @@ class SlurmJob:
         else:
             snapshot = None
         if snapshot is not None:
-            self._watch = self._watch.after(seen(snapshot, self.number))
+            self._see(snapshot)
         if self._queue.trouble:
             self._complain(self._queue.trouble)
+
+    def _see(self, snapshot: QueueSnapshot) -> None:
+        self._watch = self._watch.after(seen(snapshot, self.number))
+        rows = snapshot.parts(self.number)
+        self._rows = rows if len(rows) > 1 else ()
 
     def _look_for_exit(self) -> None:
         local = time.monotonic()
@@ -159,13 +169,33 @@ class SlurmJob:
     def tell(self) -> None:
         """Say why the job waits, whenever that changes."""
         view = self.view
-        if view.kind != "pending" or not (view.reason or view.expected_start):
+        if view.kind != "pending":
             return
-        start = time.strftime(", starts ~%H:%M", time.localtime(view.expected_start)) if view.expected_start else ""
-        text = f"queued: {view.reason or view.state}{start}"
+        row = most_telling(self._rows)
+        at = view.expected_start if row is None else row.start
+        waits = why(view.reason, self._rows, self._request)
+        if not (waits or at):
+            return
+        start = time.strftime(", starts ~%H:%M", time.localtime(at)) if at else ""
+        text = f"queued: {waits or view.state}{start}"
         if text != self._told:
             self._told = text
             self._log.info(f"[rayslurm] {text}")
+        if self._rows and not self._counted:
+            self._counted = True
+            self._count()
+
+    def _count(self) -> None:
+        """Warn of a job whose components want more nodes than there are.
+
+        Raises:
+            OSError: Slurm cannot be asked.
+        """
+        done = self._commands.run(cleaned(["sinfo", "--noheader", "--all", "--format=%R|%D"]), timeout=60)
+        lines = [line.partition("|") for line in done.stdout.decode("utf-8", "replace").splitlines()]
+        found = crowded(self._rows, self._request, {name: parse_count(nodes.strip()) for name, _, nodes in lines})
+        if found:
+            self._log.warning(f"[rayslurm] {found}")
 
     def give_up_waiting(self) -> None:
         """End a job that cannot start as it was asked for, or has waited as long as its user allows.
@@ -175,23 +205,29 @@ class SlurmJob:
             OSError: Slurm cannot be asked.
         """
         view, now = self.view, self._queue.clock.now()
-        never = impossible(view.reason, self._request.partition) if view.kind == "pending" else None
+        never = self._never() if view.kind == "pending" else None
         if never:
-            never = with_values(never, self._request)
             raise RunFailure("submission", f"Slurm job {self.job_id} can never start: {never}", self.metadata(Evidence()))
         if self._queue_timeout is None or now - self._waiting_since <= self._queue_timeout or view.kind == "running":
             return
         # The shared view is of some seconds ago; a job that has just started must not be taken for one that waits.
-        self._watch = self._watch.after(seen(ask_queue(self._commands), self.number))
+        self._see(ask_queue(self._commands))
         view = self.view
         if view.kind == "pending":
             raise RunFailure(
                 "allocation",
-                f"Slurm job {self.job_id} was still waiting ({view.reason or 'no reason is known'}) after "
-                f"queue_timeout={self._queue_timeout:g} s",
+                f"Slurm job {self.job_id} was still waiting after queue_timeout={self._queue_timeout:g} s: "
+                + (why(view.reason, self._rows, self._request) or "no reason is known"),
                 self.metadata(Evidence()),
                 retry=False,
             )
+
+    def _never(self) -> str | None:
+        """Why it can never start; None if that is not so, or not known."""
+        if self._rows:
+            return never_starts(self._rows, self._request)
+        never = impossible(self.view.reason, self._request.partition)
+        return with_values(never, self._request) if never else None
 
     def how_it_ended(self, started: bool) -> str | None:
         """How the job ended, in words; None while it lives, and for a moment after: what it wrote may arrive later.
@@ -217,14 +253,17 @@ class SlurmJob:
             evidence: takes it.
             patience: seconds in which the job shall come to its final state.
         """
-        evidence.job = self._facts(patience)
+        facts = self._facts(patience)
+        evidence.job = facts and facts.naming([part.component_id for part in self._request.parts])
         said = self._tail(LOG)
         evidence.runtime_log = "\n".join(text for text in (said, self._tail(node_log(0))) if text.strip())
         # Most of them srun ended itself, after the one that failed.
         failed = [each for each in failed_tasks(said) if not each[2].startswith(_SIGNALLED)]
+        known = facts.nodes if facts is not None and facts.components else ()
         for node, task, how in failed[:_SHOWN]:
-            tail = self._tail(node_log(task))
-            if task > 0 and tail.strip():
+            number = node_number(node, task, known if self._request.others else None)
+            tail = "" if number is None else self._tail(node_log(number))
+            if number and tail.strip():
                 evidence.tails[f"runtime on {node}"] = tail
             if evidence.culprit is None:
                 last = (telling_lines(tail) or [""])[-1]
@@ -256,9 +295,10 @@ class SlurmJob:
         metadata: dict[str, Any] = {"Slurm job ID": self.job_id, "Slurm job name": request.job_name}
         context = (evidence.end or {}).get("context") or {}
         allocation = context.get("allocation") or {}
-        partition = allocation.get("partition") or request.partition
-        if partition:
-            metadata["Slurm partition"] = partition
+        used = [each["partition"] for each in allocation.get("components") or [allocation] if each.get("partition")]
+        partitions = used or [part.partition for part in request.parts if part.partition]
+        if partitions:
+            metadata["Slurm partition"] = ", ".join(dict.fromkeys(partitions))
         if allocation.get("account"):
             metadata["Slurm account"] = allocation["account"]
         if allocation.get("nodes"):
@@ -312,11 +352,13 @@ def wait_until_gone(commands: Connection, job_id: int, patience: float = 0.0) ->
     pause = 0.1
     while True:
         with contextlib.suppress(OSError):
-            row = ask_queue(commands).job(job_id)
-            if row is None or row.state in TERMINAL:
+            rows = [row for row in ask_queue(commands).parts(job_id) if row.state not in TERMINAL]
+            if not rows:
                 return True
-            if row.state != "COMPLETING" and time.monotonic() - began >= patience:
-                commands.run(cleaned(["scancel", str(job_id)]), timeout=60)
+            if time.monotonic() - began >= patience and any(row.state != "COMPLETING" for row in rows):
+                # The leader of a heterogeneous job stands for all of it, unless it is the first to be over.
+                lives = [str(row.job_id) for row in rows]
+                commands.run(cleaned(["scancel", *(lives if str(job_id) not in lives else [str(job_id)])]), timeout=60)
         if time.monotonic() - began > _GONE_DEADLINE:
             return False
         time.sleep(pause)
@@ -327,7 +369,7 @@ def _jobs_named(commands: Connection, name: str) -> list[int]:
     """The jobs of a name; sbatch may have been at it just now, so one that is not there is looked for a while."""
     until = time.monotonic() + _LATE
     while True:
-        jobs = [row.job_id for row in ask_queue(commands).named(name)]
+        jobs = [row.job_id for row in ask_queue(commands).named(name) if row.leads]
         if jobs or time.monotonic() > until:
             return jobs
         time.sleep(ASK_INTERVAL)

@@ -29,6 +29,8 @@ from ..connections.shared import connection_to
 from ..errors import StartError
 from ..slurm.commands import slurm_commands
 from ..slurm.queue import ask_queue
+from ..slurm.snapshot import QueueRow
+from ..slurm.waiting import most_telling
 
 _AT_ONCE = 8
 """Sessions that are asked at the same time."""
@@ -191,10 +193,11 @@ def _remote(prefix: str, remote_base: str) -> Iterable[Session]:
     if not generations:
         return []
     snapshot = ask_queue(slurm_commands(connection))
-    return [_on_cluster(connection, each, job_of(each, snapshot)) for each in generations]
+    jobs = [(each, job_of(each, snapshot)) for each in generations]
+    return [_on_cluster(connection, each, job, snapshot.parts(job.job_id) if job else ()) for each, job in jobs]
 
 
-def _on_cluster(connection: Connection, generation: Generation, job: Any) -> Session:
+def _on_cluster(connection: Connection, generation: Generation, job: QueueRow | None, parts: tuple[QueueRow, ...]) -> Session:
     announced = generation.announcement
     state = state_of(generation, job)
     if state == "ended" and generation.exit_code is None and announced is not None and announced.closing is None:
@@ -209,9 +212,10 @@ def _on_cluster(connection: Connection, generation: Generation, job: Any) -> Ses
         announced.hostname if announced else (job.nodes if job else ""),
     )
     row["job_id"] = str(generation.job_id or (job.job_id if job else "")) or None
-    if state == "pending":
-        start = time.strftime(", starts ~%H:%M", time.localtime(job.start)) if job.start else ""
-        row["reason"] = job.reason + start
+    row["partition"] = ", ".join(dict.fromkeys(part.partition for part in parts)) or None
+    row["components"] = list(generation.components)
+    if state == "pending" and job is not None:
+        row["reason"] = _waits(most_telling(parts), job, generation.components)
     elif announced is not None and announced.closing:
         row["reason"] = announced.closing
     return Session(
@@ -221,8 +225,19 @@ def _on_cluster(connection: Connection, generation: Generation, job: Any) -> Ses
     )
 
 
+def _waits(telling: QueueRow | None, job: QueueRow, components: tuple[str, ...]) -> str:
+    """Why a job waits, and which component for, if one of them tells more than the others."""
+    row = telling or job
+    number = row.label.partition("+")[2]
+    known = telling is not None and number.isdigit() and int(number) < len(components)
+    of = f" (component {components[int(number)]})" if known else ""
+    start = time.strftime(", starts ~%H:%M", time.localtime(row.start)) if row.start else ""
+    return f"{row.reason}{of}{start}"
+
+
 def _row(place: str, key: str, path: Any, number: int, state: str, cluster_id: str | None, node: str) -> dict[str, Any]:
-    named = {"key": key, "generation": number, "cluster_id": cluster_id, "job_id": None, "state": state, "reason": None}
+    named = {"key": key, "generation": number, "cluster_id": cluster_id, "job_id": None, "partition": None, "components": []}
+    named |= {"state": state, "reason": None}
     unknown = dict.fromkeys(("running", "waiting", "served", "idle", "time_left"))
     return {**named, "node": node or None, **unknown, "place": place, "directory": str(path)}
 

@@ -69,10 +69,14 @@ class RayLauncher(Launcher):
         default=None, description="GPUs that Ray schedules on each node; None for what is granted."
     )
     max_workers: Annotated[Optional[int], at_least(0)] = Field(
-        default=None, description="Most nodes that join the head; None for all. Local mode has one node."
+        default=None,
+        description="Most nodes that join the head; None for all. Local mode has one node. Not with one cluster across "
+        "components, each of which says its own num_nodes.",
     )
     min_nodes: Annotated[Optional[int], at_least(1)] = Field(
-        default=None, description="Nodes that must be alive before the payload starts; None for all. Local mode has one node."
+        default=None,
+        description="Nodes that must be alive before the payload starts; None for all. Local mode has one node, or one for each "
+        "component.",
     )
     ray_version: Annotated[Optional[str], plain_text] = Field(
         default=None, description="Exact Ray version that the environment must have."

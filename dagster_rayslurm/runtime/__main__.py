@@ -1,4 +1,4 @@
-"""`python -I runtime.pyz run DIR | node DIR | session DIR | serve DIR | ask DIR | ray-node ORDER | hold FILE`."""
+"""`python -I runtime.pyz run DIR | node DIR | part DIR | session DIR | serve DIR | ask DIR | ray-node ORDER | hold FILE`."""
 
 import mmap
 import os
@@ -6,9 +6,13 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Callable  # noqa: F401 - for comments that give types
+    from typing import Callable
 
-    from . import allocation, supervisor  # noqa: F401
+    from . import allocation, supervisor
+    from .payload import Payload  # noqa: F401
+    from .spec import RuntimeSpec  # noqa: F401
+
+    Lead = Callable[[supervisor.Supervisor, allocation.Allocation], int]
 
 if sys.version_info < (3, 8):
     sys.exit("rayslurm runtime: Python 3.8 or newer is needed, %s is %s" % (sys.executable, sys.version.split()[0]))
@@ -19,9 +23,30 @@ def run(run_dir):  # type: (str) -> int
     from . import control, loop, scratch, supervisor
 
     scratch.sweep()
-    runner = supervisor.Supervisor(loop.Loop(), supervisor.load_spec(run_dir), scratch.Scratch())
+    spec = supervisor.load_spec(run_dir)
+    if spec.meeting is not None:
+        return _run_with_others(run_dir, spec)
+    runner = supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch())
     control.serve_parent(runner, run_dir)
     runner.run()
+    return 0
+
+
+def _run_with_others(run_dir, spec):  # type: (str, RuntimeSpec) -> int
+    """Run a payload for the parent process that others of this machine are started and ended with."""
+    from dataclasses import replace
+
+    from . import attendance, control, loop, record, scratch, supervisor
+
+    here, remark = attendance.share_of(spec)
+    runner = supervisor.Supervisor(loop.Loop(), replace(spec, components=[]), scratch.Scratch(), here=here)
+    meeting = attendance.attend(runner, record.run_of_component(run_dir))
+    payload = control.serve_parent(runner, run_dir)
+    meeting.of(payload)
+    if remark:
+        payload.phase("cluster-start", remark)
+    runner.run()
+    meeting.close()
     return 0
 
 
@@ -31,22 +56,54 @@ def node(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     `dispensable[0]` becomes 1 when this is one of the others and the head knows it: Ray goes on without such a node, and
     its end must not have `srun` end the step.
     """
-    from . import control, time_limit
+    from . import control
 
     def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
-        payload = control.serve_run_dir(runner, run_dir)
-        if runner.spec.warn_before_limit is not None:
-            limit = time_limit.TimeLimit(
-                runner.loop,
-                here.job_id,
-                lambda why: payload.phase("time-limit", "no warning ahead of the time limit: " + why),
-            )
-            time_limit.warn_payloads(limit, runner.spec.warn_before_limit, runner.spec.warn_signal, lambda: [payload])
-            limit.start()
+        _warn_before_limit(runner, here, control.serve_run_dir(runner, run_dir))
         runner.run()
         return runner.exit_code
 
     return _be_node(run_dir, dispensable, lead)
+
+
+def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
+    """Be one node of a Slurm step whose components run a payload each: the first one of each leads its component."""
+    from dataclasses import replace
+
+    from . import attendance, control, record, supervisor
+    from .cluster import head_address
+
+    whole = _allocation(supervisor.load_spec(run_dir))
+    directory = record.component_dir(run_dir, whole.component_of(whole.node_id) or "")
+
+    def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
+        meeting = attendance.attend(runner, run_dir, here, whole.head_addresses)
+        payload = control.serve_run_dir(runner, directory)
+        meeting.of(payload)
+        _warn_before_limit(runner, here, payload)
+        runner.run()
+        meeting.close()
+        return meeting.exit_code
+
+    here = whole.of_own_group()
+    if here.node_id == 0:
+        others = [node for node in whole.nodes if node not in here.nodes]
+        here = replace(here, head_addresses=[head_address(replace(here, nodes=[*here.nodes, *others]))])
+    return _take_part(supervisor.load_spec(directory), here, run_dir, dispensable, lead)
+
+
+def _warn_before_limit(runner, here, payload):  # type: (supervisor.Supervisor, allocation.Allocation, Payload) -> None
+    """Warn a payload ahead of its allocation's time limit, if that was asked for."""
+    from . import time_limit
+
+    if runner.spec.warn_before_limit is not None:
+        limit = time_limit.TimeLimit(
+            runner.loop,
+            here.job_id,
+            lambda why: payload.phase("time-limit", "no warning ahead of the time limit: " + why),
+        )
+        time_limit.warn_payloads(limit, runner.spec.warn_before_limit, runner.spec.warn_signal, lambda: [payload])
+        limit.start()
 
 
 def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
@@ -88,19 +145,40 @@ _LAST_CALL = 20.0
 
 
 def _be_node(directory, dispensable, lead):
-    # type: (str, mmap.mmap, Callable[[supervisor.Supervisor, allocation.Allocation], int]) -> int
+    # type: (str, mmap.mmap, Lead) -> int
     """Be one node of a Slurm step; `lead` is what its first node does."""
-    from . import allocation, loop, scratch, supervisor, worker
+    from . import supervisor
+
+    spec = supervisor.load_spec(directory)
+    return _take_part(spec, _allocation(spec), directory, dispensable, lead)
+
+
+def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
+    """The allocation of this task, whose variables tell of its own component from here on."""
+    from . import allocation
 
     here = allocation.from_environ(os.environ)
     if here is None:
         sys.exit("rayslurm runtime: this is no task of a Slurm step: SLURM_JOB_ID and SLURM_NODEID are not set")
+    try:
+        return allocation.settle(os.environ, here, [each.component_id for each in spec.components])
+    except ValueError as error:
+        sys.exit("rayslurm runtime: %s" % error)
+
+
+def _take_part(spec, here, log_dir, dispensable, lead):
+    # type: (RuntimeSpec, allocation.Allocation, str, mmap.mmap, Lead) -> int
+    """Lead the nodes of an allocation, or help the one that does."""
+    from . import loop, scratch, supervisor, worker
+
     scratch.sweep()
-    spec = supervisor.load_spec(directory)
     if here.node_id > 0:
-        worker.Worker(loop.Loop(), spec, here, scratch.Scratch(), lambda: dispensable.__setitem__(0, 1)).run()
-        return 0
-    return lead(supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch(), here, directory), here)
+        helper = worker.Worker(loop.Loop(), spec, here, scratch.Scratch(), lambda: dispensable.__setitem__(0, 1))
+        helper.run()
+        if helper.exit_code:
+            dispensable[0] = 0
+        return helper.exit_code
+    return lead(supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch(), here, log_dir), here)
 
 
 def serve(session_dir):  # type: (str) -> int
@@ -137,6 +215,7 @@ def main(argv):  # type: (list[str]) -> int
     roles = {
         "run": run,
         "node": lambda run_dir: node(run_dir, dispensable),
+        "part": lambda run_dir: part(run_dir, dispensable),
         "session": lambda session_dir: session(session_dir, dispensable),
         "serve": serve,
     }

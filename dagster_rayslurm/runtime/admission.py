@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Iterable, List, Mapping, Optional
+from dataclasses import replace
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence
 
+from .components import node_spec
 from .footprint import footprint_error, payload_footprint
 from .machine import Machine
-from .queueing import Claim
+from .queueing import Claim, Claims
 from .spec import PayloadSpec, SpecError
 
 
@@ -18,10 +20,26 @@ class Misfit(SpecError):
     """The payload asks for more than the nodes grant; the message names the field."""
 
 
-def capacity_of(machines: Iterable[Machine]) -> Claim:
-    """What every node grants."""
-    known = list(machines)
-    return Claim(min(machine.num_cpus for machine in known), min(machine.num_gpus for machine in known))
+def capacities_of(machines: Iterable[Machine]) -> Claims:
+    """What every node grants; by component, where there are any."""
+    known: Dict[Optional[str], Claim] = {}
+    for machine in machines:
+        least = known.get(machine.component, Claim(machine.num_cpus, machine.num_gpus))
+        known[machine.component] = Claim(min(least.cpus, machine.num_cpus), min(least.gpus, machine.num_gpus))
+    return known
+
+
+def claims_of(spec: PayloadSpec, fresh: bool, capacities: Claims, head: Optional[str]) -> Claims:
+    """What a payload claims of the nodes.
+
+    Args:
+        spec: the payload.
+        fresh: whether it gets a cluster of its own.
+        capacities: what the nodes grant, by component.
+        head: the component of the head; one without Ray runs there and nowhere else.
+    """
+    concerned = capacities if spec.uses_ray else {head: capacities[head]}
+    return {name: claim_of(spec, fresh, capacity) for name, capacity in concerned.items()}
 
 
 def claim_of(spec: PayloadSpec, fresh: bool, capacity: Claim) -> Claim:
@@ -39,10 +57,30 @@ def claim_of(spec: PayloadSpec, fresh: bool, capacity: Claim) -> Claim:
     )
 
 
-def misfit(spec: PayloadSpec, machines: Iterable[Machine]) -> Optional[str]:
-    """What a payload asks for that a node does not grant, as a sentence; or None."""
-    problems = (footprint_error(payload_footprint(spec), machine) for machine in machines)
+def misfit(spec: PayloadSpec, machines: Sequence[Machine]) -> Optional[str]:
+    """What a payload asks for that a node does not grant, as a sentence; or None.
+
+    Where nodes differ by component, a payload without Ray is held against the head's, where it runs; and one with a cluster
+    of its own against what that is to have on each.
+
+    Args:
+        spec: the payload.
+        machines: what the nodes grant, the head first.
+    """
+    if machines[0].component is None:
+        held = [(spec, machine) for machine in machines]
+    elif not spec.uses_ray:
+        held = [(spec, machines[0])]
+    else:
+        held = [(_within(spec, machine.component), machine) for machine in machines]
+    problems = (footprint_error(payload_footprint(own), machine) for own, machine in held)
     return next((problem for problem in problems if problem), None)
+
+
+def _within(spec: PayloadSpec, component: Optional[str]) -> PayloadSpec:
+    """What a payload with Ray asks of the nodes of one component; what it claims of each node is not what each must have."""
+    own = node_spec(spec.ray, component) if spec.ray is not None else None
+    return replace(spec, ray=own, want_cpus=None, want_gpus=None)
 
 
 def time_known(spec: PayloadSpec, durations: Mapping[str, float]) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
-from typing import Any, Dict, List, Mapping, Optional
+from dataclasses import dataclass, field, replace
+from typing import Any, Dict, List, Mapping, MutableMapping, Optional, Sequence
 
+from .machine import GPU_VARIABLES
 from .nodelist import expand_nodelist
 
 
@@ -24,6 +25,8 @@ class Allocation:
         groups: the nodes of each component of a heterogeneous job, in the job's order; empty for any other job.
         job_ids: Slurm's job id of each component; empty for any other job.
         partitions: the partition of each component; empty for any other job.
+        component_ids: the names of the components; empty if they have none.
+        first: the place of its first node in the step, where it is one component of several.
     """
 
     job_id: str
@@ -36,6 +39,8 @@ class Allocation:
     groups: List[List[str]] = field(default_factory=list)
     job_ids: List[str] = field(default_factory=list)
     partitions: List[str] = field(default_factory=list)
+    component_ids: List[str] = field(default_factory=list)
+    first: int = 0
 
     def group_of(self, node_id: int) -> int:
         """The component, counted from 0, of the node in a place."""
@@ -45,9 +50,49 @@ class Allocation:
             node_id -= len(nodes)
         return 0
 
+    def component_of(self, node_id: int) -> Optional[str]:
+        """The name of the component of the node in a place; None if it has none."""
+        return self.component_ids[self.group_of(node_id)] if self.component_ids else None
+
+    def of_own_group(self) -> "Allocation":
+        """What this task sees of the step if its own component is all there is; the same for any other job."""
+        if not self.groups:
+            return replace(self, component_ids=[])
+        group = self.group_of(self.node_id)
+        first = sum(map(len, self.groups[:group]))
+        nodes = self.groups[group]
+        # srun tells its own address alone, which is that of the first component's first node.
+        addresses = [address for address in self.head_addresses if address != nodes[0]] if group == 0 else []
+        return replace(
+            self,
+            job_id=self.job_ids[group],
+            node_id=self.node_id - first,
+            nodes=nodes,
+            head_addresses=[*addresses, nodes[0]],
+            partition=self.partitions[group],
+            groups=[],
+            job_ids=[],
+            partitions=[],
+            component_ids=[],
+            first=first,
+        )
+
     def facts(self) -> Dict[str, Any]:
         """What metadata tells of the allocation."""
-        return {"job_id": self.job_id, "partition": self.partition, "account": self.account, "nodes": self.nodes}
+        facts = {"job_id": self.job_id, "partition": self.partition, "account": self.account, "nodes": self.nodes}
+        return {**facts, "components": self._component_facts()} if self.component_ids else facts
+
+    def _component_facts(self) -> List[Dict[str, Any]]:
+        """The components; Slurm counts those of a heterogeneous job from its own number, as in 17+0 and 17+1 (squeue(1))."""
+        if not self.groups:  # A single one makes no heterogeneous job.
+            groups = [(self.job_id, self.partition, self.nodes)]
+        else:
+            numbers = ["%s+%d" % (self.job_id, group) for group in range(len(self.groups))]
+            groups = list(zip(numbers, self.partitions, self.groups))
+        return [
+            {"component": name, "job_id": job_id, "partition": partition, "nodes": nodes}
+            for name, (job_id, partition, nodes) in zip(self.component_ids, groups)
+        ]
 
 
 def is_loopback(address: str) -> bool:
@@ -93,7 +138,41 @@ def own_variables(environ: Mapping[str, str], group: int) -> Dict[str, Optional[
         environ: the task's environment.
         group: its component, counted from 0.
     """
-    return {name: environ.get("%s_HET_GROUP_%d" % (name, group)) for name in _OF_A_COMPONENT}
+    own = {name: environ.get("%s_HET_GROUP_%d" % (name, group)) for name in _OF_A_COMPONENT}
+    if environ.get("SLURM_GPUS_ON_NODE", "0") == "0" and not environ.get("SLURM_STEP_GPUS"):
+        # srun sets these where there are GPUs; here they are those of the first node, where the job's script ran.
+        own.update(dict.fromkeys(GPU_VARIABLES))
+    return own
+
+
+def settle(environ: MutableMapping[str, str], here: Allocation, component_ids: Sequence[str]) -> Allocation:
+    """Have the variables of a task tell of its own component, and its components have names.
+
+    Args:
+        environ: the task's environment.
+        here: the task's allocation.
+        component_ids: the names of its components, as they were asked for; empty if it has none.
+
+    Raises:
+        ValueError: Slurm's step has others.
+    """
+    if here.groups:
+        change(environ, own_variables(environ, here.group_of(here.node_id)))
+    if component_ids and len(component_ids) != max(1, len(here.groups)):
+        raise ValueError(
+            "the start record has %d components (%s), and Slurm's step %d"
+            % (len(component_ids), ", ".join(component_ids), max(1, len(here.groups)))
+        )
+    return replace(here, component_ids=list(component_ids))
+
+
+def change(environ: MutableMapping[str, str], changes: Mapping[str, Optional[str]]) -> None:
+    """Set variables, and unset those that are None."""
+    for name, value in changes.items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
 
 
 _OF_A_COMPONENT = ("SLURM_JOB_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE")

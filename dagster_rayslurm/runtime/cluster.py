@@ -7,8 +7,10 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
+from . import nodes as node_table
 from .allocation import Allocation, is_loopback
 from .audit import Auditor, Tables
+from .components import node_spec
 from .footprint import Footprint, footprint_error
 from .loop import Loop, Timer
 from .machine import Machine, from_facts
@@ -17,12 +19,10 @@ from .ray_arguments import ClusterError, interface_address, join_host_port, ray_
 from .ray_start import Event, RayStart
 from .scratch import Scratch
 from .spec import RaySpec
-from .team import Member, Team
+from .team import Member, Others
 
 COMES_BACK = 10.0
 """Seconds in which a runtime that lives is back after its connection was lost; it tries ten times a second."""
-
-Nodes = Dict[str, Dict[str, Any]]
 
 _ELSEWHERE = "192.0.2.1"
 """An address on no network (RFC 5737): the route there is the default one."""
@@ -39,7 +39,7 @@ class RayCluster:
     Args:
         loop: where everything happens.
         spec: what is asked for.
-        footprint: what every node must grant.
+        footprint: what every node of a component must grant.
         machine: what this node grants.
         scratch: private directory for Ray's files and the token.
         token: the cluster's secret.
@@ -48,7 +48,7 @@ class RayCluster:
         on_phase: called with a phase and a message for the user.
         on_node_lost: called with the name of a node that was lost after the cluster was ready.
         key: what the nodes call this cluster, where there are several; the others' order then carries what is asked for.
-        worker_env: variables for Ray's daemons, which all workers inherit.
+        worker_env: variables for Ray's daemons, which all workers inherit; None for one that they must not have.
         prestart: whether Ray's workers shall be kept ready on the head.
     """
 
@@ -56,7 +56,7 @@ class RayCluster:
         self,
         loop: Loop,
         spec: RaySpec,
-        footprint: Footprint,
+        footprint: Callable[[Optional[str]], Footprint],
         machine: Machine,
         scratch: Scratch,
         token: str,
@@ -65,12 +65,12 @@ class RayCluster:
         on_phase: Callable[[str, str], None],
         on_node_lost: Callable[[str], None] = lambda _: None,
         key: str = "",
-        worker_env: Mapping[str, str] = MappingProxyType({}),
+        worker_env: Mapping[str, Optional[str]] = MappingProxyType({}),
         prestart: bool = False,
     ) -> None:
         self.spec = spec
         self.ready = False
-        self.nodes: Nodes = {}
+        self.nodes: node_table.Nodes = {}
         self.ray_version: Optional[str] = None
         self.bring_up: Optional[float] = None
         self.address: Optional[str] = None
@@ -88,12 +88,14 @@ class RayCluster:
         self._worker_env = worker_env
         self._prestart = prestart
         self._auditor = Auditor(self._question, loop.call_later)
-        self._team: Optional[Team] = None
+        self._team: Optional[Others] = None
+        self._own = node_spec(spec, machine.component)
+        self._components = [each.component_id for each in spec.components]
         self._address: Optional[str] = None
         self._joining: Dict[int, str] = {}
         """Names of the workers that shall join, by place."""
-        self._given_up: Dict[str, str] = {}
-        """Why a worker does not join, by name."""
+        self._given_up: Dict[int, str] = {}
+        """Why a worker does not join, by place."""
         self._worker_tails: Dict[str, str] = {}
         self._entrypoint = spec.launch_style == "builtin"
         self._deadline: Optional[Timer] = None
@@ -145,10 +147,10 @@ class RayCluster:
             "ray_address": self.address,
             "dashboard_url": self.dashboard_url,
             "bring_up": self.bring_up,
-            "nodes": sorted(self.nodes.values(), key=lambda node: (not node["head"], node["hostname"])),
+            "nodes": node_table.in_order(self.nodes, self._components),
         }
 
-    def start(self, team: Optional[Team] = None, address: Optional[str] = None) -> None:
+    def start(self, team: Optional[Others] = None, address: Optional[str] = None) -> None:
         """Begin to start the cluster; `on_ready` or `on_failed` follows.
 
         Args:
@@ -158,22 +160,22 @@ class RayCluster:
         self._team, self._address = team, address
         if team is not None:
             wanted = nodes_expected(self.spec, 1 + len(team.members)) - 1
-            self._joining = {place: member.name for place, member in sorted(team.members.items())[:wanted]}
+            self._joining = {place: member.title for place, member in sorted(team.members.items())[:wanted]}
             self._loop.call_later(0.0, self._see_who_is_here)
-        problem = footprint_error(self._footprint, self._machine)
+        problem = footprint_error(self._footprint(self._machine.component), self._machine)
         if problem:
             return self._fail(ClusterError("cluster-start", problem))
         self._deadline = self._loop.call_later(self.spec.startup_timeout, self._too_late)
         try:
             if self.spec.node_ip_address:
                 self._address = self.spec.node_ip_address
-            elif self.spec.network_interface:
-                self._address = interface_address(self.spec.network_interface)
+            elif self._own.network_interface:
+                self._address = interface_address(self._own.network_interface)
         except ClusterError as error:
             return self._fail(error)
         self._ray = RayStart(
             self._loop,
-            self.spec,
+            self._own,
             self._machine,
             self._scratch,
             self._token,
@@ -208,21 +210,23 @@ class RayCluster:
 
     def take(self, member: Member, message: Event) -> None:
         """Take what the runtime of another node says."""
+        if self._failed:
+            return
         event = message.get("event")
         if event == "joined":
-            problem = footprint_error(self._footprint, from_facts(member.machine))
+            problem = footprint_error(self._footprint(member.component), from_facts(member.machine))
             if problem:
                 self._give_up(member, ClusterError("cluster-start", problem))
         elif event == "failed" and (message.get("cluster", ""), message.get("attempt")) == (self.key, self._attempt):
             for name, text in message.get("tails", {}).items():
-                self._worker_tails["%s on %s" % (name, member.name)] = text
+                self._worker_tails["%s on %s" % (name, member.title)] = text
             self._give_up(member, ClusterError(message["reason"], message["message"]))
         elif event == "lost":
             if self.ready:
-                self._on_phase("node-lost", "node %s is lost: %s" % (member.name, message["message"]))
+                self._on_phase("node-lost", "node %s is lost: %s" % (member.title, message["message"]))
             else:
-                self._on_phase("cluster-start", "node %s is out of reach: %s" % (member.name, message["message"]))
-                self._loop.call_later(COMES_BACK, lambda: self._missed(member))
+                self._on_phase("cluster-start", "node %s is out of reach: %s" % (member.title, message["message"]))
+                self._await_back(member)
 
     def _see_who_is_here(self) -> None:
         """Judge the nodes that came, or were lost, before this cluster was thought of."""
@@ -232,17 +236,22 @@ class RayCluster:
             if self._failed or not member.joined:
                 continue
             self.take(member, {"event": "joined"})
-            if member.channel is None:
-                self._loop.call_later(COMES_BACK, lambda member=member: self._missed(member))  # type: ignore[misc]
+            if not member.here:
+                self._await_back(member)
 
     def _question(self, question: int) -> bool:
         return self._ray is not None and self._ray.audit(question)
 
+    def _await_back(self, member: Member) -> None:
+        """Give a worker that was lost its time, the whole of it each time that it is lost."""
+        losses = member.losses
+        self._loop.call_later(COMES_BACK, lambda: self._missed(member) if member.losses == losses else None)
+
     def _missed(self, member: Member) -> None:
         """A worker that was lost while the cluster started had time enough to come back."""
-        if member.channel is None and not self.ready and not self._failed and self._team is not None:
+        if not member.here and not self.ready and not self._failed and self._team is not None:
             self._keep_log(member)
-            self._give_up(member, ClusterError("cluster-start", "node %s was lost while the cluster started" % member.name))
+            self._give_up(member, ClusterError("cluster-start", "node %s was lost while the cluster started" % member.title))
 
     def _gcs_chosen(self, gcs: str) -> None:
         """Have the workers join; they start while the head does."""
@@ -265,19 +274,16 @@ class RayCluster:
         elif kind == "nodes":
             self._take_nodes(event["nodes"])
         elif kind == "gcs-lost" and self.ready:
-            self._fail(ClusterError("cluster-lost", "the GCS on node %s is gone" % self._machine.hostname))
+            self._fail(ClusterError("cluster-lost", "the GCS on node %s is gone" % self._machine.name))
 
-    def _take_nodes(self, nodes: Nodes) -> None:
-        before = {node_id for node_id, node in self.nodes.items() if node["alive"]}
-        self.nodes = nodes
+    def _take_nodes(self, nodes: node_table.Nodes) -> None:
+        before, self.nodes = self.nodes, node_table.within(self.spec, nodes)
         if self.ready:
-            for node_id in before:
-                if not nodes.get(node_id, {}).get("alive"):
-                    gone = nodes.get(node_id, self.nodes.get(node_id, {}))
-                    if gone.get("head"):
-                        return self._fail(ClusterError("cluster-lost", "the GCS reports the head node as dead"))
-                    self._on_phase("node-lost", "Ray on node %s is dead, the others go on" % gone.get("hostname"))
-                    self._on_node_lost(str(gone.get("hostname")))
+            for gone in node_table.lost(before, self.nodes):
+                if gone["head"]:
+                    return self._fail(ClusterError("cluster-lost", "the GCS reports the head node as dead"))
+                self._on_phase("node-lost", "Ray on node %s is dead, the others go on" % node_table.title(gone))
+                self._on_node_lost(node_table.title(gone))
             return self._count_in()
         alive = self._alive()
         wanted = 1 + len(self._joining)
@@ -287,7 +293,7 @@ class RayCluster:
         self._ready_if_complete()
 
     def _alive(self) -> List[Dict[str, Any]]:
-        return [node for node in self.nodes.values() if node["alive"]]
+        return node_table.alive(self.nodes)
 
     def _needed(self) -> int:
         wanted = 1 + len(self._joining)
@@ -306,13 +312,7 @@ class RayCluster:
         self.bring_up = time.monotonic() - self._started
         if self._deadline is not None:
             self._deadline.cancel()
-        total: Dict[str, float] = {}
-        for node in alive:
-            for name in ("CPU", "GPU"):
-                total[name] = total.get(name, 0.0) + node["resources"].get(name, 0.0)
-        resources = ", ".join("%s %g" % (name, amount) for name, amount in sorted(total.items()) if amount)
-        where = head["hostname"] if len(alive) == 1 else "%d nodes, the head is %s" % (len(alive), head["hostname"])
-        up = "Ray %s is up on %s (%s)" % (self.ray_version, where, resources or "no CPU")
+        up = "Ray %s is up on %s" % (self.ray_version, node_table.in_words(self.nodes, self._components))
         if self.dashboard_url:
             up += ", dashboard: %s on %s" % (self.dashboard_url, head["hostname"])
         self._on_phase("cluster-ready", up)
@@ -324,9 +324,9 @@ class RayCluster:
         """Tell the workers whose Ray is up, those too that come late: from here on its end there is a loss."""
         if self._team is None:
             return
-        here = {node["hostname"] for node in self._alive()}
+        here = node_table.present(self.nodes)
         for place in sorted(set(self._joining) - self._counted_in):
-            if self._team.members[place].machine.get("hostname") in here:
+            if self._team.members[place].joined and self._team.members[place].identity in here:
                 self._counted_in.add(place)
                 named = {"cluster": self.key} if self.key else {}
                 self._team.order([place], op="ready", attempt=self._attempt, **named)
@@ -334,25 +334,25 @@ class RayCluster:
     def _give_up(self, member: Member, error: ClusterError) -> None:
         """A worker will not join: the end of the cluster, unless enough others do."""
         if self.ready:
-            self._on_node_lost(member.name)
-            return self._on_phase("node-lost", "node %s: %s" % (member.name, error))
+            self._on_node_lost(member.title)
+            return self._on_phase("node-lost", "node %s: %s" % (member.title, error))
         if member.node_id not in self._joining:
             return
-        self._given_up[member.name] = str(error)
+        self._given_up[member.node_id] = str(error)
         if 1 + len(self._joining) - len(self._given_up) < self._needed():
             self._fail(error)
         else:
-            self._on_phase("cluster-start", "the cluster starts without node %s: %s" % (member.name, error))
+            self._on_phase("cluster-start", "the cluster starts without node %s: %s" % (member.title, error))
 
     def _too_late(self) -> None:
         limit = "within startup_timeout=%g s" % self.spec.startup_timeout
         started = self._ray is not None and self._ray.started
         if not started:
             return self._fail(
-                ClusterError("cluster-start", "the health check did not end on node %s %s" % (self._machine.hostname, limit))
+                ClusterError("cluster-start", "the health check did not end on node %s %s" % (self._machine.name, limit))
             )
         if not self._alive():
-            return self._fail(ClusterError("cluster-start", "Ray was not up on node %s %s" % (self._machine.hostname, limit)))
+            return self._fail(ClusterError("cluster-start", "Ray was not up on node %s %s" % (self._machine.name, limit)))
         if len(self._alive()) >= self._needed():
             return self._fail(ClusterError("cluster-start", "`ray symmetric-run` did not start its command " + limit))
         self._fail(ClusterError("cluster-start", self._who_is_missing() + " " + limit))
@@ -362,19 +362,19 @@ class RayCluster:
         assert self._team is not None
         tail = self._team.log_tail(member)
         if tail.strip():
-            self._worker_tails["runtime on %s" % member.name] = tail
+            self._worker_tails["runtime on %s" % member.title] = tail
 
     def _who_is_missing(self) -> str:
         """Names the nodes that did not join, and keeps what their logs say."""
-        here = {node["hostname"] for node in self._alive()}
+        here = node_table.present(self.nodes)
         assert self._team is not None
         wanted = [self._team.members[place] for place in self._joining]
-        missing = [member for member in wanted if member.machine.get("hostname") not in here]
-        unheard = [member.name for member in self._team.missing() if member in missing]
+        missing = [member for member in wanted if not member.joined or member.identity not in here]
+        unheard = [member.title for member in self._team.missing() if member in missing]
         for member in missing:
             self._keep_log(member)
         joined = "%d of %d nodes joined" % (len(self._alive()), 1 + len(self._joining))
-        what = "%s, missing: %s" % (joined, ", ".join(member.name for member in missing))
+        what = "%s, missing: %s" % (joined, ", ".join(member.title for member in missing))
         if unheard:
             what += " (no word from the runtime on %s)" % ", ".join(unheard)
         return what
@@ -404,14 +404,3 @@ def head_address(allocation: Allocation) -> str:
         if address is not None and not is_loopback(address):
             return address
     return name  # The others know it, or nobody does.
-
-
-def node_address(spec: RaySpec, gcs: str) -> Optional[str]:
-    """The address that a worker gives itself: of the interface it is told to use, else where the route to the head begins.
-
-    Raises:
-        ClusterError: the interface is not there.
-    """
-    if spec.network_interface:
-        return interface_address(spec.network_interface)
-    return route_address(gcs.rpartition(":")[0].strip("[]"))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from types import MappingProxyType
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
 from . import processes
 from .channel import derive
 from .cluster import RayCluster
+from .components import node_spec
 from .corner import Corner, Corners
 from .footprint import ray_footprint, runtime_footprint
 from .loop import Loop
@@ -16,7 +18,7 @@ from .payload import End, Payload
 from .ray_arguments import ClusterError
 from .scratch import Scratch
 from .spec import PayloadSpec, RuntimeSpec
-from .team import Member, Team
+from .team import Member, Others
 
 LOST_GRACE = 1.0
 """Seconds a payload gets after its cluster is lost: `ray.init` would hang for 40 s and more (Ray 2.60)."""
@@ -35,7 +37,8 @@ _SELDOM = 60.0
 
 def asks_for_gpus(spec: RuntimeSpec) -> bool:
     """Whether payloads of this runtime may want GPUs: it takes its time to look for them."""
-    return spec.ray is not None or bool(spec.asked_gpus) or (spec.idle_timeout is not None and spec.control_key is not None)
+    asked = any([spec.asked_gpus, *(component.asked_gpus for component in spec.components)])
+    return spec.ray is not None or asked or (spec.idle_timeout is not None and spec.control_key is not None)
 
 
 def token_of(control_key: Optional[str], key: str) -> str:
@@ -82,6 +85,7 @@ class Clusters:
         on_phase: told what becomes of the warm cluster.
         on_node_lost: called with the name of a node that the warm cluster has lost; that of a payload's own ends with it, and
             the next one may have the node again.
+        environ: variables for Ray's daemons on this node; None for one that they must not have.
     """
 
     def __init__(
@@ -90,12 +94,13 @@ class Clusters:
         spec: RuntimeSpec,
         machine: Machine,
         private: Scratch,
-        team: Optional[Team],
+        team: Optional[Others],
         address: Optional[str],
         on_ready: Callable[[], None],
         on_failed: Callable[[ClusterError], None],
         on_phase: Callable[[str, str], None],
         on_node_lost: Callable[[str], None],
+        environ: Mapping[str, Optional[str]] = MappingProxyType({}),
     ) -> None:
         self._loop = loop
         self._spec = spec
@@ -104,20 +109,21 @@ class Clusters:
         self._fresh: Dict[str, _Fresh] = {}
         self._team = team
         self._address = address
+        self._environ = environ
         self.warm: Optional[RayCluster] = None
         if spec.ray is not None:
             self.warm = RayCluster(
                 loop,
                 spec.ray,
-                runtime_footprint(spec),
+                lambda component: runtime_footprint(spec, component),
                 machine,
                 private,
-                token_of(spec.control_key, ""),
+                token_of(spec.token_key or spec.control_key, ""),
                 on_ready,
                 on_failed,
                 on_phase,
                 on_node_lost,
-                worker_env=worker_env_of(spec, ""),
+                worker_env={**worker_env_of(spec, ""), **environ},
                 prestart=_KEEPS_READY in spec.preload,
             )
 
@@ -138,7 +144,8 @@ class Clusters:
         """Call `start` with the payload's cluster, once it is up; a cluster that fails ends the payload instead."""
         if not self.is_fresh(payload.spec):
             return start(self.warm if payload.spec.uses_ray else None)
-        assert payload.spec.ray is not None
+        ray = payload.spec.ray
+        assert ray is not None
         key = payload.spec.nonce
         try:
             corner = self._corners.take()
@@ -152,16 +159,16 @@ class Clusters:
 
         cluster = RayCluster(
             self._loop,
-            payload.spec.ray,
-            ray_footprint(payload.spec.ray),
+            ray,
+            lambda component: ray_footprint(node_spec(ray, component)),
             self._machine,
             corner,
-            token_of(self._spec.control_key, key),
+            token_of(self._spec.token_key or self._spec.control_key, key),
             lambda: None if payload.ended else start(cluster),
             failed,
             payload.phase,
             key=key,
-            worker_env=worker_env_of(self._spec, key),
+            worker_env={**worker_env_of(self._spec, key), **self._environ},
         )
         self._fresh[key] = _Fresh(cluster, corner)
         cluster.start(self._team, self._address)
@@ -179,12 +186,14 @@ class Clusters:
             self.warm.prestart()
 
     def others(self, payload: Payload) -> List[int]:
-        """The processes of clusters that are other payloads' own, or that the payload does not use, or nobody yet."""
+        """The processes of other nodes, and of clusters that are other payloads' own, or that it does not use, or nobody yet."""
         pids = [fresh.cluster.pid for nonce, fresh in self._fresh.items() if nonce != payload.spec.nonce]
         if self.warm is not None and not payload.spec.uses_ray:
             pids.append(self.warm.pid)
         if self.warm is not None and _KEEPS_READY in self._spec.preload:
             pids.extend(self.warm.waiting())
+        if self._team is not None:
+            pids.extend(self._team.pids)
         return [pid for pid in pids if pid is not None]
 
     def take(self, member: Member, message: Dict[str, Any]) -> None:

@@ -56,10 +56,11 @@ class _Lines:
             self._take(request if isinstance(request, dict) else {})
 
 
-def serve_parent(supervisor: Supervisor, run_dir: str, fd: int = 0) -> None:
+def serve_parent(supervisor: Supervisor, run_dir: str, fd: int = 0) -> Payload:
     """Run one payload for the parent process, which holds the other end of `fd`."""
     payload = supervisor.submit(run_dir)
     _Lines(supervisor.loop, fd, lambda request: _cancel(payload, request), lambda: payload.end_early(ORPHANED))
+    return payload
 
 
 def serve_run_dir(supervisor: Supervisor, run_dir: str) -> Payload:
@@ -85,7 +86,9 @@ def serve_run_dir(supervisor: Supervisor, run_dir: str) -> Payload:
 def _cancel(payload: Payload, request: Any) -> None:
     """Cancel a payload, if that is what is asked for: the payload itself can write such a file, with anything in it."""
     if isinstance(request, dict) and request.get("op") == "cancel":
-        payload.end_early(CANCELLED, grace=0 if request.get("now") else None)
+        gone = request.get("gone")
+        end = CANCELLED if gone is None else End("other-component", "component %r: its runtime is gone" % (gone,))
+        payload.end_early(end, grace=0 if request.get("now") else None)
 
 
 class SessionServer:

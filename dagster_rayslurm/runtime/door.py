@@ -23,19 +23,27 @@ _NO_FILES = 1.0
 """Seconds until this process, out of file descriptors, accepts connections again."""
 
 
+_EVERYWHERE = ((socket.AF_INET6, "::"), (socket.AF_INET, ""))
+_LOOPBACK = ((socket.AF_INET, "127.0.0.1"),)
+
+
 class DoorError(OSError):
     """The head cannot listen."""
 
 
-def listen(ports: List[int]) -> socket.socket:
-    """Listen on the first free port, on every address of this node.
+def listen(ports: List[int], loopback: bool = False) -> socket.socket:
+    """Listen on the first free port.
+
+    Args:
+        ports: to be tried in this order.
+        loopback: whether only this machine may connect, else on every address of this node.
 
     Raises:
         DoorError: none of them is free.
     """
     problem = ""
     for port in ports:
-        for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
+        for family, address in _LOOPBACK if loopback else _EVERYWHERE:
             try:
                 listener = socket.socket(family, socket.SOCK_STREAM)
             except OSError:
@@ -62,14 +70,22 @@ class Door:
         key: the secret that they must know, hex.
         ports: where to listen, the first free one.
         welcome: takes a channel and its first message; it sets what is called for the next ones, or closes it.
+        loopback: whether only this machine may connect.
     """
 
-    def __init__(self, loop: Loop, key: str, ports: List[int], welcome: Callable[[Channel, Message], None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        key: str,
+        ports: List[int],
+        welcome: Callable[[Channel, Message], None],
+        loopback: bool = False,
+    ) -> None:
         self._loop = loop
         self._key = key
         self._welcome = welcome
         self._strangers: Dict[Channel, float] = {}
-        self._listener = listen(ports)
+        self._listener = listen(ports, loopback)
         loop.on_readable(self._listener.fileno(), self._accept)
 
     @property

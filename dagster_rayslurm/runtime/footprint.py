@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple, Union
 
+from .components import node_spec
 from .machine import Machine
-from .spec import PayloadSpec, RaySpec, RuntimeSpec
+from .spec import NodeSpec, PayloadSpec, RaySpec, RuntimeSpec
 
 
 class Want(NamedTuple):
@@ -27,7 +28,7 @@ def footprint_error(footprint: Footprint, machine: Machine) -> Optional[str]:
             return "%s=%d asks for more than node %s grants: %d %s" % (
                 wanted.field,
                 wanted.amount,
-                machine.hostname,
+                machine.name,
                 granted[wanted.unit],
                 wanted.unit,
             )
@@ -36,6 +37,11 @@ def footprint_error(footprint: Footprint, machine: Machine) -> Optional[str]:
 
 def ray_footprint(spec: RaySpec) -> Footprint:
     """What a cluster asks of each node."""
+    return node_footprint(spec)
+
+
+def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
+    """What a cluster asks of each node, or of each of a component."""
     return (
         Want("RayLauncher.num_cpus_per_node", spec.num_cpus, "CPUs"),
         Want("RayLauncher.num_gpus_per_node", spec.num_gpus, "GPUs"),
@@ -50,10 +56,11 @@ def payload_footprint(spec: PayloadSpec) -> Footprint:
     return own + tuple(claim for claim in claims if claim.unit not in named)
 
 
-def runtime_footprint(spec: RuntimeSpec) -> Footprint:
-    """What every node of a runtime must grant: what Slurm was asked for, and what the cluster is to have."""
+def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> Footprint:
+    """What every node of a runtime or of a component must grant: what Slurm was asked for, and what the cluster is to have."""
+    own = next((each for each in spec.components if each.component_id == component_id), None)
     asked = (
-        Want("SlurmQueueConfig.cpus_per_node", spec.asked_cpus, "CPUs"),
-        Want("SlurmQueueConfig.gpus_per_node", spec.asked_gpus, "GPUs"),
+        Want("SlurmQueueConfig.cpus_per_node", spec.asked_cpus if own is None else own.asked_cpus, "CPUs"),
+        Want("SlurmQueueConfig.gpus_per_node", spec.asked_gpus if own is None else own.asked_gpus, "GPUs"),
     )
-    return asked + (ray_footprint(spec.ray) if spec.ray is not None else ())
+    return asked + (ray_footprint(node_spec(spec.ray, component_id)) if spec.ray is not None else ())

@@ -48,6 +48,10 @@ class Loop:
     def on_readable(self, fd: int, call: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, call)
 
+    def on_writable(self, fd: int, call: Callable[[], None]) -> None:
+        """Have something called while a descriptor takes data; for a socket, that it is connected, or cannot be."""
+        self._selector.register(fd, selectors.EVENT_WRITE, call)
+
     def forget(self, fd: int) -> None:
         """Stop watching a descriptor; one that is not watched is ignored."""
         if fd in self._selector.get_map():
@@ -103,6 +107,13 @@ class Loop:
                 timer = heapq.heappop(self._timers)[2]
                 if timer.call is not None:
                     timer.call()
+
+    def resume(self, seconds: float) -> None:
+        """React once more after the end, until `stop()` or for so many seconds."""
+        self._stopping = False
+        timer = self.call_later(seconds, self.stop)
+        self.run()
+        timer.cancel()
 
     def _wake(self) -> None:
         received = set(self._wakeup.recv(4096))

@@ -8,18 +8,32 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from .nodes import named
+
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
+"""Variables that say which GPUs a process sees, by their makers; Slurm sets the last one beside the first (gres.conf(5))."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources granted on this node. `memory_limit` is bytes, None if nothing is stricter than the hardware."""
+    """Resources granted on this node. `memory_limit` is bytes, None if nothing is stricter than the hardware.
+
+    `component` is that of the allocation which the node belongs to; None where there are none.
+    """
 
     hostname: str
     num_cpus: int
     num_gpus: int
     memory: int
     memory_limit: Optional[int]
+    component: Optional[str] = None
+
+    @property
+    def name(self) -> str:
+        """The node in words."""
+        return named(self.hostname, self.component)
 
     def facts(self) -> Dict[str, Any]:
         """As JSON can carry it."""
@@ -85,6 +99,41 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     if "SLURM_STEP_GPUS" in environ:
         return len(_devices(environ["SLURM_STEP_GPUS"]))
     return len(list_gpus())
+
+
+def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]]:
+    """The variable that says which GPUs a process sees, and what it calls those that this one sees; several tiles are one.
+
+    Args:
+        environ: the environment of this process.
+        count: how many it sees (`count_gpus`).
+    """
+    variable = next((name for name in GPU_VARIABLES[:-1] if name in environ), None)
+    if variable is None:
+        return GPU_VARIABLES[0], [str(index) for index in range(count)]
+    names = _devices(environ[variable])
+    if variable == "ROCR_VISIBLE_DEVICES" and "HIP_VISIBLE_DEVICES" in environ:
+        chosen = [int(name) for name in _devices(environ["HIP_VISIBLE_DEVICES"]) if name.isdigit()]
+        names = [names[index] for index in chosen if index < len(names)]
+    elif variable == "ZE_AFFINITY_MASK":
+        tiles: Dict[str, List[str]] = {}
+        for name in names:
+            tiles.setdefault(name.partition(".")[0], []).append(name)
+        names = [",".join(each) for each in tiles.values()]
+    return variable, names[:count]
+
+
+def shown_gpus(variable: str, devices: Sequence[str]) -> Dict[str, Optional[str]]:
+    """The variables by which a process sees some GPUs and no others; None for one that must not be set.
+
+    Args:
+        variable: by which they are shown.
+        devices: what `visible_gpus` calls them.
+    """
+    shown: Dict[str, Optional[str]] = {variable: ",".join(devices)}
+    if variable == "ROCR_VISIBLE_DEVICES":
+        shown["HIP_VISIBLE_DEVICES"] = None  # It would count among those, which are fewer now.
+    return shown
 
 
 def _devices(visible: str) -> List[str]:

@@ -20,7 +20,7 @@ from .outputs import Collection, Entry
 from .record import STATUS, RunRecord, tail_lines, write_atomically
 from .spec import PayloadSpec
 from .streams import Streams
-from .team import Team
+from .team import Others
 from .templates import Templates
 from .usage import Sampler, merge
 from .workspace import Environment, lay_out_work_dir, payload_environment
@@ -63,7 +63,7 @@ class Setting:
     ray_env: Environment = field(default_factory=dict)
     worker_env: Mapping[str, str] = field(default_factory=dict)
     spill_dir: Optional[str] = None
-    team: Optional[Team] = None
+    team: Optional[Others] = None
     others: Callable[[], Iterable[int]] = tuple
     audit: Optional[Callable[[Callable[[List[str]], None]], None]] = None
 
@@ -107,6 +107,8 @@ class Payload:
         """Other payloads that ran at the same time, by nonce."""
         self.templates: Optional[Templates] = None
         """What it may be forked from, if it asks for preloaded modules."""
+        self.company: Environment = {}
+        """Variables that tell it of payloads that run with it."""
         self.on_ended: List[Callable[[], None]] = []
         """Called after the `end` is written, from the loop: never from within a call into this payload."""
         self._environ = environ
@@ -123,6 +125,8 @@ class Payload:
         self._timers: Dict[str, Timer] = {}
         self._sampler: Optional[Sampler] = None
         self._setting: Optional[Setting] = None
+        self._measuring: Optional[Others] = None
+        """The other nodes, while they measure for this payload."""
         self._awaited: Set[str] = set()
         self._settled = True
         self._kill_at: Optional[float] = None
@@ -149,19 +153,20 @@ class Payload:
         env = payload_environment(
             self.spec, self._environ, sys.executable, self.run_dir, messages_path, setting.ray_env, setting.worker_env
         )
+        env.update(self.company)
         env.update(self._secret_env)
         argv = list(self.spec.argv)
         if argv[0] in ("python", "python3"):
             argv[0] = sys.executable  # The environment's Python started this runtime.
         self._sampler = Sampler(self.loop, setting.spill_dir, setting.others)
         if setting.team is not None:
+            self._measuring = setting.team
             setting.team.measure(self.spec.nonce)
         try:
             self._spawn(argv, env)
         except (OSError, ValueError) as error:
             self._sampler.cancel()
-            if setting.team is not None:
-                setting.team.collect(self.spec.nonce, lambda _: None)
+            self._collect(lambda _: None)
             why = error.strerror if isinstance(error, OSError) else str(error)
             return self._finish(End("spawn", "the command %r cannot be started: %s" % (argv[0], why)))
         self._phase("running", "payload started (pid %s)" % self._pid)
@@ -283,6 +288,11 @@ class Payload:
             return 1
         return 128 + self._exit.signal if self._exit.signal is not None else int(self._exit.exit_code or 0)
 
+    @property
+    def how_it_ended(self) -> Optional[End]:
+        """Why it was ended, or how it ended by itself; None while it has not."""
+        return self._verdict or self._exit
+
     def keep_fresh(self) -> None:
         """Mark the run directory as in use, for whoever sweeps old ones."""
         self._guarded(lambda: os.utime(self.run_dir))
@@ -309,6 +319,8 @@ class Payload:
             return
         with contextlib.suppress(Exception):  # What failed may be this very record.
             self.keep_tail("runtime traceback", tail_lines(traceback.format_exc()))
+        with contextlib.suppress(Exception):
+            self._collect(lambda _: None)
         self._verdict, self._finishing, self.ended = defect(error), True, True
         self._cancel_timers()
         self._streams.close()
@@ -408,9 +420,9 @@ class Payload:
         self._usage = self._sampler.stop(self._pid, rusage)
         self._usage["shared"] = len(self.companions)
         assert self._setting is not None
-        if self._setting.team is not None:
+        if self._measuring is not None:
             self._awaited.add("usage")
-            self._setting.team.collect(self.spec.nonce, lambda others: self.safely(lambda: self._take_usage(others)))
+            self._collect(lambda others: self.safely(lambda: self._take_usage(others)))
         if self._setting.audit is not None:
             self._awaited.add("audit")
             self._setting.audit(lambda leaks: self.safely(lambda: self._take_leaks(leaks)))
@@ -421,6 +433,12 @@ class Payload:
             self._due("settle", _SIGNAL_MARGIN, self._settle)
         self._due("drain", _DRAIN_DEADLINE, self._give_up_draining)
         self._finish_if_complete()
+
+    def _collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
+        """Have the other nodes measure no longer, if they do, and hand over their figures."""
+        team, self._measuring = self._measuring, None
+        if team is not None:
+            team.collect(self.spec.nonce, done)
 
     def _take_usage(self, others: Dict[str, Dict[str, Any]]) -> None:
         """Take what the other nodes measured."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from typing import Callable, Deque, Dict, Generic, Iterable, Iterator, List, NamedTuple, Optional, TypeVar
+from typing import Callable, Deque, Dict, Generic, Iterable, Iterator, List, Mapping, NamedTuple, Optional, TypeVar
 
 T = TypeVar("T")
 
@@ -83,6 +83,27 @@ class Claim(NamedTuple):
 
     cpus: int = 0
     gpus: int = 0
+
+
+Claims = Mapping[Optional[str], Claim]
+"""What a payload claims of the nodes of each component, or what these grant; None is the one of nodes that are all alike."""
+
+
+def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limit: int) -> bool:
+    """Whether there is room for one more in every component that it claims something of; alone it always fits.
+
+    Args:
+        claims: what it claims.
+        running: what those claim that run.
+        capacities: what the nodes grant.
+        limit: most payloads that run at once.
+    """
+    others: List[Claims] = list(running)
+    if not others:
+        return True
+    return len(others) < limit and all(
+        fits(claim, [each.get(name, Claim()) for each in others], capacities[name], limit) for name, claim in claims.items()
+    )
 
 
 def fits(claim: Claim, running: Iterable[Claim], capacity: Claim, limit: int) -> bool:

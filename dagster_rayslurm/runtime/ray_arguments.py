@@ -124,6 +124,17 @@ def route_address(host: str) -> Optional[str]:
         return None
 
 
+def node_address(spec: RaySpec, gcs: str) -> Optional[str]:
+    """The address that a worker gives itself: of the interface it is told to use, else where the route to the head begins.
+
+    Raises:
+        ClusterError: the interface is not there.
+    """
+    if spec.network_interface:
+        return interface_address(spec.network_interface)
+    return route_address(gcs.rpartition(":")[0].strip("[]"))
+
+
 def join_host_port(host: str, port: int) -> str:
     """ "HOST:PORT", with brackets around an IPv6 address."""
     return "%s:%d" % ("[%s]" % host if ":" in host else host, port)

@@ -16,6 +16,7 @@ import time
 from typing import Any, Dict, List, Optional, Tuple
 
 from . import audit, prestart
+from .components import LABEL
 
 TOKEN_SINCE = (2, 52)
 """First Ray version with token authentication."""
@@ -163,6 +164,7 @@ def _nodes(client: Any) -> Optional[Dict[str, Any]]:
             "hostname": info.node_manager_hostname,
             "address": info.node_manager_address,
             "resources": dict(info.resources_total),
+            "component": dict(getattr(info, "labels", {})).get(LABEL),
         }
         for node_id, info in infos.items()
     }

@@ -50,7 +50,7 @@ class RayStart:
         on_event: called with each report of `ray_node`.
         on_failed: called once, when Ray does not start or has ended.
         on_phase: called with a phase and a message for the user.
-        worker_env: variables for Ray's daemons, which all workers inherit.
+        worker_env: variables for Ray's daemons, which all workers inherit; None for one that they must not have.
         prestart: whether workers shall be kept ready on the head.
     """
 
@@ -66,7 +66,7 @@ class RayStart:
         on_event: Callable[[Event], None],
         on_failed: Callable[[ClusterError], None],
         on_phase: Callable[[str, str], None],
-        worker_env: Mapping[str, str] = MappingProxyType({}),
+        worker_env: Mapping[str, Optional[str]] = MappingProxyType({}),
         prestart: bool = False,
     ) -> None:
         self.ready = False
@@ -169,7 +169,7 @@ class RayStart:
             if code != 0:
                 why = "the health check failed with exit code %d on node %s: %s" % (
                     code,
-                    self._machine.hostname,
+                    self._machine.name,
                     tail_file(log, lines=5).strip() or "it printed nothing",
                 )
                 return self._fail(ClusterError("cluster-start", why))
@@ -179,6 +179,7 @@ class RayStart:
             self._pid = self._loop.spawn(
                 ["/bin/sh", "-c", command],
                 done,
+                env=self._environ(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -193,7 +194,7 @@ class RayStart:
         try:
             self.ports = ports.choose(self._spec.port_range, head=self._gcs is None)
         except ports.PortError as error:
-            return self._fail(ClusterError("cluster-start", "node %s: %s" % (self._machine.hostname, error)))
+            return self._fail(ClusterError("cluster-start", "node %s: %s" % (self._machine.name, error)))
         shutil.rmtree(self._scratch.ray_temp_dir, ignore_errors=True)
         os.mkdir(self._scratch.ray_temp_dir, 0o700)
         head = self._gcs is None
@@ -219,13 +220,17 @@ class RayStart:
             "command": command,
             "entrypoint": entrypoint,
         }
-        env = {name: value for name, value in env.items() if name not in RAY_COORDINATES}
-        env.update(self._worker_env)
+        env = self._environ({name: value for name, value in env.items() if name not in RAY_COORDINATES})
         env.update(self.ports.environ)
         env.update(ray_environment(self._spec, self.token_path))
         if entrypoint:
             env["RAY_ADDRESS"] = gcs  # Its own `ray.init` finds other clusters otherwise.
         self._spawn(order, env)
+
+    def _environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
+        """An environment with what is Ray's own on this node, such as the GPUs that it may see."""
+        wanted = {**environ, **self._worker_env}
+        return {name: value for name, value in wanted.items() if value is not None}
 
     def _symmetric_arguments(self, gcs: str, head: bool, entrypoint: str) -> List[str]:
         assert self.ports is not None
@@ -306,7 +311,7 @@ class RayStart:
 
     def _take(self, event: Event) -> None:
         if event["event"] == "environment":
-            self._problem = ClusterError("environment", "node %s: %s" % (self._machine.hostname, event["message"]))
+            self._problem = ClusterError("environment", "node %s: %s" % (self._machine.name, event["message"]))
         elif event["event"] == "watch-failed":
             self._problem = ClusterError("cluster-start", "the GCS cannot be asked for its nodes: " + event["message"])
             self._kill()
@@ -321,7 +326,7 @@ class RayStart:
             return
         how = "signal %d" % -code if code < 0 else "exit code %d" % code
         what = "`ray symmetric-run`" if self._spec.launch_style == "symmetric-run" else "`ray start`"
-        node = self._machine.hostname
+        node = self._machine.name
         if self.ready:
             return self._fail(ClusterError("cluster-lost", "Ray on node %s ended with %s" % (node, how)))
         if self._problem is not None:

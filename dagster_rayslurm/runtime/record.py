@@ -25,8 +25,10 @@ CONTEXT = "pipes_context.json"
 SESSION = "session.json"
 CANCEL = "cancel.json"
 EXIT = "exit"
+COMPONENTS = "components"
 """What is written for the runtime: its own start record, the payload's, secret variables, the Pipes context; how a
-session says where it listens; the request to cancel; and the exit code that the batch script saw of its `srun`."""
+session says where it listens; the request to cancel; the exit code that the batch script saw of its `srun`; and where
+components that run a payload each have run directories of their own."""
 
 _CRC_KEY = b',"crc":"'
 _RESERVE_BYTES = 64 * 1024
@@ -256,6 +258,16 @@ class RunRecord:
 def node_log(place: int) -> str:
     """The name of a node's own log: what its runtime prints, and what Slurm says of its task."""
     return "node-%d.log" % place
+
+
+def component_dir(run_dir: str, component_id: str) -> str:
+    """The run directory of one component within that of a run whose components run a payload each."""
+    return os.path.join(run_dir, COMPONENTS, component_id)
+
+
+def run_of_component(directory: str) -> str:
+    """The run's directory of a component's."""
+    return os.path.dirname(os.path.dirname(directory))
 
 
 def temporary_name(path: str) -> str:

@@ -56,6 +56,7 @@ class RequestServer:
             "key": key,
             "pid": os.getpid(),
             "hostname": supervisor.machine.hostname,
+            "heterogeneous": bool(allocation.groups),
             "closing": None,
             "served": 0,
         }

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tupl
 
 from .admission import time_known, time_needed, too_little_time
 from .payload import Payload
-from .queueing import Claim, FairQueue, fits
+from .queueing import Claims, FairQueue, room_for
 from .spec import PayloadSpec, RuntimeSpec
 
 
@@ -15,11 +15,11 @@ class Roster:
 
     Args:
         spec: the runtime, which limits how many run at once.
-        claim: what a payload claims of each node.
+        claims: what a payload claims of the nodes.
         now: the clock.
     """
 
-    def __init__(self, spec: RuntimeSpec, claim: Callable[[Payload], Claim], now: Callable[[], float]) -> None:
+    def __init__(self, spec: RuntimeSpec, claims: Callable[[Payload], Claims], now: Callable[[], float]) -> None:
         self.durations: Dict[str, float] = {}
         """Seconds that the longest run of each step took."""
         self.running: List[Payload] = []
@@ -28,7 +28,7 @@ class Roster:
         self.margin = spec.drain_margin
         """Seconds that a payload is taken to need at least if it does not say."""
         self._spec = spec
-        self._claim = claim
+        self._claims = claims
         self._now = now
         self._queue: FairQueue[Payload] = FairQueue(lambda payload: payload.spec.run_id)
         self._since: Dict[Payload, float] = {}
@@ -53,16 +53,16 @@ class Roster:
         self._queue.add(payload)
         self._since[payload] = self._now()
 
-    def next(self, capacity: Claim, could: Callable[[Payload], bool]) -> Optional[Payload]:
+    def next(self, capacities: Claims, could: Callable[[Payload], bool]) -> Optional[Payload]:
         """The payload that starts now, if one does; it counts as running.
 
         Args:
-            capacity: what every node grants.
+            capacities: what the nodes grant.
             could: whether room is all that a payload waits for.
         """
-        claims = [self._claim(payload) for payload in self.running]
+        running = [self._claims(payload) for payload in self.running]
         limit = self._spec.max_concurrent_payloads
-        payload = self._queue.take(lambda each: fits(self._claim(each), claims, capacity, limit), could)
+        payload = self._queue.take(lambda each: room_for(self._claims(each), running, capacities, limit), could)
         if payload is not None:
             self._turns += 1
             self._since[payload] = self._now()

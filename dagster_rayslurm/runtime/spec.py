@@ -107,6 +107,24 @@ class PayloadSpec:
 
 
 @dataclass(frozen=True)
+class MeetingSpec:
+    """How the runtimes of components meet that run a payload each; the first component's is the host of the others."""
+
+    component_id: str
+    """The component of this runtime."""
+    components: List[str]
+    """All of them, the host's first."""
+    key: str
+    """Secret that they know each other by, hex."""
+    ports: List[int]
+    """Where the host listens: the first of them that is free."""
+    hosts: List[str] = field(default_factory=list)
+    """Where the host may be reached besides what Slurm says of its node."""
+    patience: float = 300.0
+    """Seconds in which all components must be ready."""
+
+
+@dataclass(frozen=True)
 class RuntimeSpec:
     """One runtime: the cluster it keeps, and how long it lives without a payload."""
 
@@ -117,6 +135,8 @@ class RuntimeSpec:
     max_concurrent_payloads: int = 1
     control_key: Optional[str] = None
     """Secret that the runtimes of an allocation know each other by, hex; the cluster's token is made from it."""
+    token_key: Optional[str] = None
+    """What the cluster's token is made from instead, where several runtimes share it, hex."""
     control_ports: List[int] = field(default_factory=list)
     """Where the head's runtime listens for the others: the first of them that is free."""
     asked_cpus: Optional[int] = None
@@ -135,6 +155,8 @@ class RuntimeSpec:
     """Seconds before the time limit from which a session takes no payload whose duration is not known."""
     components: List[ComponentSpec] = field(default_factory=list)
     """Components of the allocation, the head's first; none for an allocation of nodes that are all alike."""
+    meeting: Optional[MeetingSpec] = None
+    """What its payload waits for and ends with; None for a payload that is on its own."""
     protocol: int = PROTOCOL_VERSION
 
 

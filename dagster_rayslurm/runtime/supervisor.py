@@ -12,25 +12,27 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from typing import Any, Callable, Dict, List, Optional
 
-from . import PROTOCOL_VERSION, machine, processes, scratch
-from .admission import Closing, Misfit, capacity_of, claim_of, misfit
+from . import PROTOCOL_VERSION, machine, processes, scratch, siblings
+from .admission import Closing, Misfit, capacities_of, claims_of, misfit
 from .allocation import Allocation
-from .cluster import COMES_BACK, RayCluster, head_address
+from .cluster import COMES_BACK, RayCluster, head_address, nodes_expected
 from .clusters import LOST_GRACE, Clusters, asks_for_gpus
 from .footprint import footprint_error, runtime_footprint
 from .installed import Mark, ray_mark
 from .intake import load_spec, read_text, take_secrets
 from .leftovers import Leftovers
 from .loop import Loop, Timer
+from .nodes import named
 from .payload import End, Payload, Setting, defect
-from .queueing import Claim
+from .queueing import Claims
 from .ray_arguments import ClusterError
 from .record import PAYLOAD, RunRecord, node_log, tail_lines
 from .roster import Roster
-from .spec import PayloadSpec, RuntimeSpec, SpecError, from_json
-from .team import Member, Team
+from .spec import PayloadSpec, RaySpec, RuntimeSpec, SpecError, from_json
+from .team import Member, Others, Team
 from .templates import Templates
 
 __all__ = ["Closing", "Misfit", "Supervisor", "load_spec"]
@@ -50,6 +52,9 @@ _LAST_REASON = 5.0
 _END_PATIENCE = 5.0
 """Seconds at this runtime's own end in which an `end` that could not be written is tried again."""
 
+_LATECOMERS = 15.0
+"""Seconds that this runtime outlasts its work for nodes whose runtimes have not come yet; signals reach them without it."""
+
 _LATE_INTERVAL = 5.0
 """Seconds between two looks at whether the time still suffices for those who wait."""
 
@@ -68,6 +73,7 @@ class Supervisor:
         private: scratch directory of this runtime.
         allocation: the Slurm step whose first node this is; None elsewhere.
         log_dir: directory of the logs of an allocation's nodes.
+        here: what this node grants; None to find out.
     """
 
     def __init__(
@@ -77,28 +83,45 @@ class Supervisor:
         private: scratch.Scratch,
         allocation: Optional[Allocation] = None,
         log_dir: str = "",
+        here: Optional[machine.Machine] = None,
     ) -> None:
         self.loop = loop
+        here = machine.detect(with_gpus=asks_for_gpus(spec)) if here is None else here
+        self._stage = None
+        if allocation is not None:
+            here = replace(here, component=allocation.component_of(0))
+        elif spec.components:
+            self._stage = siblings.stage(loop, spec, here, private, self._hear)
+            spec, here = self._stage.spec, self._stage.roles[0].machine
         self.spec = spec
-        self.machine = machine.detect(with_gpus=asks_for_gpus(spec))
+        self.machine = here
         self.exit_code = 0
         """What the last payload's end makes of this process's own, so that Slurm's books tell the same."""
         self.failed: Optional[str] = None
         """Why a session that has served nobody could not."""
         self.time_left: Optional[Callable[[], Optional[float]]] = None
         """Tells the seconds that the allocation has left, None for no limit."""
+        self.gate: Callable[[Payload], bool] = lambda _: True
+        """Asked whether a payload may start whose cluster is up."""
+        self.leave: Callable[[], None] = loop.stop
+        """Called when the last payload has ended and no other is to come."""
+        self.on_signal_at_rest: Callable[[int], None] = lambda _: loop.stop()
+        """Called with a signal that comes when there is no payload to end."""
+        self.on_lost_at_rest: Callable[[str], None] = lambda _: None
+        """Called with why the warm cluster is lost when there is no payload to be told."""
         self._allocation = allocation
-        self._team: Optional[Team] = None
+        self._team: Optional[Others] = self._stage.team if self._stage is not None else None
         self._closed_at = 0.0
         self._unwritten: List[Payload] = []
         """Those whose `end` could not be written yet."""
         self._scratch = private
-        self._roster = Roster(spec, self._claim, loop.now)
+        self._roster = Roster(spec, self._claims, loop.now)
         self._closing: Optional[str] = None
         """Why payloads that are here are being ended."""
         self._draining: Optional[str] = None
         """Why no more payloads are taken."""
         self._late: Optional[Timer] = None
+        self._signalled = False
         self._idle: Optional[Timer] = None
         self._idle_since = loop.now()
         self._ray_mark: Optional[Mark] = None
@@ -115,8 +138,9 @@ class Supervisor:
                 spec.control_key,
                 spec.control_ports,
                 allocation.nodes,
-                lambda place: os.path.join(log_dir, node_log(place)),
+                lambda place: os.path.join(log_dir, node_log(allocation.first + place)),
                 self._hear,
+                allocation.component_of,
             )
         self.clusters = Clusters(
             loop,
@@ -124,11 +148,12 @@ class Supervisor:
             self.machine,
             private,
             self._team,
-            head_address(allocation) if allocation is not None else None,
+            head_address(allocation) if allocation is not None else siblings.ADDRESS if self._stage is not None else None,
             self._pump,
             self._cluster_failed,
             self._tell,
             self._node_lost,
+            self._stage.roles[0].environ if self._stage is not None else {},
         )
         self._templates = Templates(loop, private.join("preload")) if spec.idle_timeout is not None else None
         self._leftovers = Leftovers(loop, lambda: self.cluster)
@@ -169,7 +194,7 @@ class Supervisor:
             if self._templates is not None:
                 self._templates.warm(self.spec.preload, self.cluster.environment if self.cluster is not None else None)
             if self.cluster is None:
-                problem = footprint_error(runtime_footprint(self.spec), self.machine)
+                problem = footprint_error(runtime_footprint(self.spec, self.machine.component), self.machine)
                 if problem:
                     self.close(End("allocation", problem))
             self._settle()
@@ -188,7 +213,7 @@ class Supervisor:
             self._write_ends()
             self._scratch.remove()
             if self._team is not None:
-                self._team.wait_gone()
+                self._team.wait_gone(0.0 if self._signalled else _LATECOMERS)
 
     def _write_ends(self) -> None:
         """Write what could not be written so far; nobody writes it later."""
@@ -231,7 +256,10 @@ class Supervisor:
         except BaseException:
             record.withdraw()
             raise
-        payload = Payload(self.loop, run_dir, spec, secrets, record, environ or dict(os.environ))
+        environ = environ or dict(os.environ)
+        if self._stage is not None:
+            environ = self._stage.head_environ(environ)
+        payload = Payload(self.loop, run_dir, spec, secrets, record, environ)
         payload.templates = self._templates
         payload.on_ended.append(lambda: self._ended(payload))
         self._roster.add(payload)
@@ -254,7 +282,10 @@ class Supervisor:
         if self.cluster is not None and spec.uses_ray and self.cluster.ready:
             payload.phase("cluster-ready", "the warm Ray cluster %s is up" % self.spec.cluster_id)
         elif self.clusters.waits(spec):
-            payload.phase("cluster-start", "starting the Ray cluster %s on %s" % (self.spec.cluster_id, self._where()))
+            where = self._where(self.spec.ray)
+            payload.phase("cluster-start", "starting the Ray cluster %s on %s" % (self.spec.cluster_id, where))
+        for remark in self._stage.remarks(spec.uses_ray) if self._stage is not None else []:
+            payload.phase("cluster-start", remark)
         for leak in self._leftovers.found:
             payload.phase("leaks", "left in the Ray cluster by payloads before: " + leak)
         self._pump()
@@ -295,7 +326,8 @@ class Supervisor:
         """What a session tells who asks."""
         cluster = self.cluster.facts() if self.cluster is not None else {}
         name = self._allocation.nodes[0] if self._allocation is not None else self.machine.hostname
-        own = {"name": name, "cpus": self.machine.num_cpus, "gpus": self.machine.num_gpus, "here": True}
+        component = self.machine.component
+        own = {"name": name, "cpus": self.machine.num_cpus, "gpus": self.machine.num_gpus, "here": True, "component": component}
         return {
             "cluster_id": self.spec.cluster_id,
             "protocol": PROTOCOL_VERSION,
@@ -330,17 +362,22 @@ class Supervisor:
         except OSError:
             return False  # Its file system is away for a moment; a payload that cannot do without it will tell.
 
-    def _claim(self, payload: Payload) -> Claim:
-        return claim_of(payload.spec, self.clusters.is_fresh(payload.spec), self._capacity())
+    def _claims(self, payload: Payload) -> Claims:
+        fresh = self.clusters.is_fresh(payload.spec)
+        return claims_of(payload.spec, fresh, self._capacities(), self.machine.component)
 
-    def _capacity(self) -> Claim:
-        return capacity_of(self._machines())
+    def _capacities(self) -> Claims:
+        return capacities_of(self._machines())
+
+    def look_again(self) -> None:
+        """Start what may start now that the gate has opened."""
+        self._pump()
 
     def _pump(self) -> None:
         """Start what may start now, in turn."""
         self._return_the_late()
         while self._closing is None:
-            payload = self._roster.next(self._capacity(), lambda each: not self.clusters.waits(each.spec))
+            payload = self._roster.next(self._capacities(), self._may_start)
             if payload is None:
                 break
             if payload.spec.uses_ray and self._ray_has_changed():
@@ -348,9 +385,12 @@ class Supervisor:
             if not payload.ended:  # One that was cancelled in the queue is on its way out.
                 self._begin(payload)
         for place, payload in enumerate(self._roster.waiting, 1):
-            if payload.place != place and not self.clusters.waits(payload.spec):
+            if payload.place != place and self._may_start(payload):
                 payload.place = place
                 payload.phase("queued", "place %d in the queue of the Ray cluster %s" % (place, self.spec.cluster_id))
+
+    def _may_start(self, payload: Payload) -> bool:
+        return not self.clusters.waits(payload.spec) and self.gate(payload)
 
     def _return_the_late(self) -> None:
         """Give those back that cannot end in time any more: they never started, and run elsewhere."""
@@ -365,7 +405,7 @@ class Supervisor:
     def _begin(self, payload: Payload) -> None:
         """Start a payload, once the cluster is there that serves it."""
         if self.clusters.is_fresh(payload.spec):
-            payload.phase("cluster-start", "starting a Ray cluster of the payload's own on %s" % self._where())
+            payload.phase("cluster-start", "starting a Ray cluster of the payload's own on %s" % self._where(payload.spec.ray))
         payload.safely(
             lambda: self.clusters.serve(payload, lambda cluster: payload.safely(lambda: self._start(payload, cluster)))
         )
@@ -408,7 +448,7 @@ class Supervisor:
         self.exit_code = payload.exit_code
         if not payload.record.ended:
             self._unwritten = [each for each in self._unwritten if not each.record.ended] + [payload]
-        if self.spec.requeue and not payload.terminated:
+        if self.spec.requeue and not payload.terminated and self.spec.meeting is None:
             with contextlib.suppress(OSError, SpecError):
                 take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
         self._roster.remove(payload)
@@ -430,7 +470,7 @@ class Supervisor:
             self.loop.call_later(_LAST_REASON, self.loop.stop)
             return
         if self._closing is not None or (self.spec.idle_timeout is None and self._roster.served):
-            return self.loop.stop()
+            return self.leave()
         if self._draining is not None:
             self.loop.call_later(_LAST_WORD if self.served else _LAST_REASON, self.loop.stop)
             return
@@ -444,18 +484,26 @@ class Supervisor:
     def _hear(self, member: Member, message: Dict[str, Any]) -> None:
         self.clusters.take(member, message)
         if message.get("event") == "lost":
-            self.loop.call_later(COMES_BACK, lambda: self._node_lost(member.name) if member.channel is None else None)
+            losses = member.losses
+
+            def missed() -> None:
+                if not member.here and member.losses == losses:  # One that was back meanwhile has all its time again.
+                    self._node_lost(member.title)
+
+            self.loop.call_later(COMES_BACK, missed)
 
     def _node_lost(self, name: str) -> None:
         """Payloads go on without it; a session that is whole takes those that come."""
         if self.spec.idle_timeout is not None:
             self.drain("node %s is lost" % name)
 
-    def _where(self) -> str:
-        """The nodes, in words."""
-        if self._allocation is None:
-            return self.machine.hostname
-        nodes = self._allocation.nodes
+    def _where(self, ray: Optional[RaySpec]) -> str:
+        """The nodes of a cluster, in words."""
+        name = self.machine.hostname if self._allocation is None else self._allocation.nodes[0]
+        others = self._team.members.values() if self._team is not None else []
+        nodes = [named(name, self.machine.component), *(member.title for member in others)]
+        if ray is not None:
+            nodes = nodes[: nodes_expected(ray, len(nodes))]
         return nodes[0] if len(nodes) == 1 else "%d nodes: %s" % (len(nodes), ", ".join(nodes[:8] + ["…"] * (len(nodes) > 8)))
 
     def _cluster_failed(self, error: ClusterError) -> None:
@@ -467,6 +515,8 @@ class Supervisor:
                 payload.keep_tail(name, text)
             if not self.served:  # Nobody has a record; whoever waits for the session looks at this node's log.
                 print("rayslurm: the end of %s:\n%s" % (name, tail_lines(text)), file=sys.stderr)
+        if not len(self._roster):
+            self.on_lost_at_rest(str(error))
         queued = End(error.reason, "the payload never started: " + str(error)) if self.cluster.ready else None
         self.close(End(error.reason, str(error)), LOST_GRACE, queued)
 
@@ -480,11 +530,14 @@ class Supervisor:
             payload.phase(phase, message)
 
     def _interrupted(self, signum: int) -> None:
+        self._signalled = True
         again = self._closing is not None and self.loop.now() - self._closed_at > _SAME_SIGNAL
         name = signal.Signals(signum).name
+        if self._team is not None:
+            self._team.order(self._team.members, op="ending")  # Those that were signalled, too, stay until all is over.
         self.close(End("terminated", "the runtime received %s" % name), grace=0 if again else None)
         if not len(self._roster):
-            self.loop.stop()
+            self.on_signal_at_rest(signum)
 
     def _abort(self, error: BaseException) -> None:
         end = defect(error)

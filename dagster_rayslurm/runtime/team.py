@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import socket
 import sys
-from typing import Any, Callable, Dict, Iterable, List, Optional, Set
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Protocol, Set
 
 from .channel import Channel, Message
 from .door import Door
 from .loop import Loop, Timer
 from .machine import Machine
+from .nodes import Identity, named
 from .record import tail_file
 from .spec import SpecError, from_fields
 
@@ -28,13 +29,16 @@ _ABOUT = {"report": "measure", "end-ray": "ray"}
 class Member:
     """One other node."""
 
-    def __init__(self, node_id: int, name: str) -> None:
+    def __init__(self, node_id: int, name: str, component: Optional[str] = None) -> None:
         self.node_id = node_id
         self.name = name
+        self.component = component
         self.channel: Optional[Channel] = None
         self.machine: Dict[str, Any] = {}
         self.orders: Dict[str, Message] = {}
         self.heard = 0.0
+        self.losses = 0
+        """How often it was lost so far."""
 
     @property
     def joined(self) -> bool:
@@ -42,9 +46,51 @@ class Member:
         return bool(self.machine)
 
     @property
+    def here(self) -> bool:
+        """Whether it can be reached."""
+        return self.channel is not None
+
+    @property
     def hostname(self) -> str:
         """What the node calls itself, and Ray calls it; Slurm's name may be another one."""
         return str(self.machine.get("hostname") or self.name)
+
+    @property
+    def title(self) -> str:
+        """The node in words."""
+        return named(self.name, self.component)
+
+    @property
+    def identity(self) -> Identity:
+        """What it is known by in Ray's table of nodes."""
+        return Identity(self.hostname, self.component)
+
+    def facts(self) -> Dict[str, Any]:
+        """What it grants as far as that is known, and whether it can be reached."""
+        return {
+            "name": self.name,
+            "cpus": self.machine.get("num_cpus"),
+            "gpus": self.machine.get("num_gpus"),
+            "here": self.here,
+            "component": self.component,
+        }
+
+
+class Others(Protocol):
+    """The other nodes, wherever they are; `Team` says what each of these does."""
+
+    @property
+    def members(self) -> Mapping[int, Member]: ...
+    @property
+    def pids(self) -> List[int]: ...
+    def order(self, places: Iterable[int], **order: Any) -> None: ...
+    def missing(self) -> List[Member]: ...
+    def facts(self) -> List[Dict[str, Any]]: ...
+    def log_tail(self, member: Member) -> str: ...
+    def measure(self, nonce: str) -> None: ...
+    def collect(self, nonce: str, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None: ...
+    def dismiss(self) -> None: ...
+    def wait_gone(self, patience: float) -> None: ...
 
 
 class Team:
@@ -57,6 +103,7 @@ class Team:
         nodes: names of all nodes; the first is this one.
         log_path: where a node's own log is, by its place.
         on_message: called with a member and its message; "joined" and "lost" come from here, too.
+        component_of: the component that the node in a place belongs to.
     """
 
     def __init__(
@@ -67,15 +114,22 @@ class Team:
         nodes: List[str],
         log_path: Callable[[int], str],
         on_message: Callable[[Member, Message], None],
+        component_of: Callable[[int], Optional[str]] = lambda _: None,
     ) -> None:
-        self.members = {place: Member(place, name) for place, name in enumerate(nodes) if place}
+        self.members = {place: Member(place, name, component_of(place)) for place, name in enumerate(nodes) if place}
         self._loop = loop
         self._log_path = log_path
         self._on_message = on_message
         self._collecting: Dict[str, _Collection] = {}
         self._timer: Optional[Timer] = None
+        self._dismissed = False
         self._door = Door(loop, key, ports, self._introduced)
         self._ping()
+
+    @property
+    def pids(self) -> List[int]:
+        """Processes on this machine that are theirs: none."""
+        return []
 
     def order(self, places: Iterable[int], **order: Any) -> None:
         """Tell some nodes something, those too that join later; a later order about the same thing replaces it.
@@ -101,15 +155,7 @@ class Team:
 
     def facts(self) -> List[Dict[str, Any]]:
         """The nodes, what each of them grants as far as that is known, and whether they can be reached."""
-        return [
-            {
-                "name": member.name,
-                "cpus": member.machine.get("num_cpus"),
-                "gpus": member.machine.get("num_gpus"),
-                "here": member.channel is not None,
-            }
-            for member in self.members.values()
-        ]
+        return [member.facts() for member in self.members.values()]
 
     def log_tail(self, member: Member) -> str:
         """The end of what a node's runtime had to say, from the file system that all nodes share."""
@@ -132,20 +178,31 @@ class Team:
         self._loop.call_later(_USAGE_TIMEOUT if asked else 0.0, collection.finish)
 
     def dismiss(self) -> None:
-        """Send everybody home."""
+        """Send everybody home; those who have not come yet, as they come."""
+        self._dismissed = True
         for member in self.members.values():
             if member.channel is not None:
                 member.channel.send(op="stop")
-        self._door.close()
         if self._timer is not None:
             self._timer.cancel()
 
-    def wait_gone(self) -> None:
-        """Wait until the others have tidied up: the end of this runtime may well be the end of theirs."""
+    def wait_gone(self, patience: float) -> None:
+        """Wait until the others have tidied up: the end of this runtime may well be the end of theirs.
+
+        Args:
+            patience: seconds for those who have never come; nobody else would tell them that there is nothing to do.
+        """
+        if patience > 0 and not self._complete:
+            self._loop.resume(patience)
+        self._door.close()
         deadline = self._loop.now() + _FAREWELL
         for member in self.members.values():
             if member.channel is not None:
                 member.channel.wait_end(deadline)
+
+    @property
+    def _complete(self) -> bool:
+        return all(member.joined for member in self.members.values())
 
     def _introduced(self, channel: Channel, message: Message) -> None:
         """The first message after the proof says which node it is; later ones are that node's."""
@@ -165,6 +222,9 @@ class Team:
         member.heard = self._loop.now()
         channel.on_message(functools.partial(self._take, member))
         channel.on_gone(functools.partial(self._lost, member, channel, "its connection ended"))
+        if self._dismissed:
+            channel.send(op="stop")
+            return self._loop.stop() if self._complete else None
         for order in member.orders.values():
             channel.send(**order)
         if not again:
@@ -189,6 +249,7 @@ class Team:
         if member.channel is channel:
             channel.close()
             member.channel = None
+            member.losses += 1
             self._on_message(member, {"event": "lost", "message": why})
 
     def _ping(self) -> None:
@@ -216,7 +277,8 @@ class _Collection:
             self._waiting.remove(member.node_id)
             # Several nodes of a test bed may be one host, which has one hostname.
             taken = member.hostname in self._figures or member.hostname == socket.gethostname()
-            self._figures[member.name if taken else member.hostname] = usage
+            other_name = member.name if member.component is None else named(*member.identity)
+            self._figures[other_name if taken else member.hostname] = usage
         if not self._waiting:
             self.finish()
 

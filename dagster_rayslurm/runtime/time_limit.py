@@ -26,8 +26,12 @@ _UNLIMITED = 600.0
 
 
 def parse_time_left(text: str) -> Optional[float]:
-    """Seconds of `squeue --format=%L` ("1-02:03:04", "03:04"); None for UNLIMITED and other words (squeue(1), Slurm 22.05)."""
-    return parse_duration(text.strip())
+    """Seconds of `squeue --format=%L` ("1-02:03:04", "03:04"); None for UNLIMITED and other words (squeue(1), Slurm 22.05).
+
+    A heterogeneous job has a line for each component, in no order that is documented; the first that ends is what counts.
+    """
+    known = [seconds for seconds in map(parse_duration, text.split()) if seconds is not None]
+    return min(known) if known else None
 
 
 def signal_number(name: str) -> Optional[int]:
@@ -115,7 +119,7 @@ class TimeLimit:
 
     def _answered(self, text: str) -> None:
         left = parse_time_left(text)
-        if left is None and text != "UNLIMITED":
+        if left is None and set(text.split()) != {"UNLIMITED"}:
             return self._ask_later()  # slurmctld does not answer just now.
         self._end = None if left is None else self._loop.now() + left
         if left is None:

@@ -94,19 +94,27 @@ class Sampler:
         loop: where the timers run.
         spill_dir: Ray's temporary directory, whose spilled objects are counted; None without Ray.
         others: the processes that, with all below them, are other payloads' own.
+        roots: the processes that count with all below them; None for this one, which also asks for the figures of its GPUs.
     """
 
-    def __init__(self, loop: Loop, spill_dir: Optional[str] = None, others: Callable[[], Iterable[int]] = lambda: ()) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        spill_dir: Optional[str] = None,
+        others: Callable[[], Iterable[int]] = lambda: (),
+        roots: Optional[Callable[[], Iterable[int]]] = None,
+    ) -> None:
         self._loop = loop
         self._spill_dir = spill_dir
         self._others = others
+        self._roots: Callable[[], Iterable[int]] = roots or (lambda: [os.getpid()])
         # Those that do not count yet may do so later, but not for what they did before.
         before = {process.pid: process for process in processes.descendants(os.getpid())}
         self.meter = Meter(before, time.monotonic())
         self._stopped = False
         self._pause = _FIRST
         self._timer = loop.call_later(self._pause, self._sample)
-        self._gpu_timer: Optional[Timer] = loop.call_later(0.0, self._ask_gpus)
+        self._gpu_timer: Optional[Timer] = loop.call_later(0.0, self._ask_gpus) if roots is None else None
 
     def stop(self, pid: Optional[int] = None, rusage: Any = None) -> Dict[str, Any]:
         """Take the last sample, and the ended payload's own figures on the node where it ran."""
@@ -140,7 +148,8 @@ class Sampler:
         skipped = set(self._others())
         for root in list(skipped):
             skipped.update(process.pid for process in processes.descendants(root, everything))
-        return [process for process in processes.descendants(os.getpid(), everything) if process.pid not in skipped]
+        seen = [process for root in self._roots() for process in processes.descendants(root, everything)]
+        return [process for process in seen if process.pid not in skipped]
 
     def _count_spilled(self) -> None:
         if self._spill_dir:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ..runtime.duration import parse_duration
 from ..runtime.nodelist import expand_nodelist
 from .snapshot import parse_count, parse_time
 from .states import TERMINAL
+
+N = TypeVar("N", int, float)
 
 SACCT_FIELDS = (
     "JobID",
@@ -47,6 +50,8 @@ _ENDS = {
     "TimeLimit": "TIMEOUT",
 }
 """States of jobs by the reason that slurmctld gives along with them (job_reason_string in slurm_protocol_defs.c)."""
+_WORST = ("COMPLETED", "FAILED", "", "CANCELLED", "DEADLINE", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "NODE_FAIL")
+"""Final states by how much they explain, the least first; "" for one that is not known yet."""
 _JOB_ID = re.compile(r"(?P<number>[0-9]+)(?:\+(?P<component>[0-9]+))?(?:\.(?P<step>.+))?")
 _MEMORY_KILL = re.compile(r"exceeded memory limit|oom[-_]kill event|Out Of Memory", re.IGNORECASE)
 
@@ -97,6 +102,9 @@ class JobFacts:
         max_rss: largest memory of one task; None if it was not sampled.
         total_cpu: CPU time of user and system.
         steps: of the last attempt; empty without accounting.
+        components: of a heterogeneous job, in its order; empty for any other job. State, reason, exit code and signal of such
+            a job are those of `telling`.
+        component_id: what its user calls it, if it is such a component; Slurm has no names for them.
     """
 
     job_id: int
@@ -119,6 +127,31 @@ class JobFacts:
     max_rss: int | None = None
     total_cpu: float | None = None
     steps: tuple[StepFacts, ...] = ()
+    components: tuple[JobFacts, ...] = ()
+    component_id: str | None = None
+
+    @property
+    def telling(self) -> int:
+        """The component whose end explains that of all, counted from 0; 0 for a job without.
+
+        One that is cancelled or killed takes the others along, and those, where the batch script may run, then just fail.
+        """
+        return max(range(len(self.components)), key=lambda index: self.components[index]._tells, default=0)
+
+    def naming(self, component_ids: Sequence[str | None]) -> JobFacts:
+        """The job with the names of its components."""
+        if len(self.components) != len(component_ids):
+            return self
+        pairs = zip(self.components, component_ids, strict=True)
+        return dataclasses.replace(self, components=tuple(dataclasses.replace(each, component_id=name) for each, name in pairs))
+
+    @property
+    def _tells(self) -> int:
+        """How much it explains."""
+        if self.out_of_memory:
+            return len(_WORST)
+        final = self.final_state
+        return _WORST.index(final) if final in _WORST else _WORST.index("")
 
     @property
     def final_state(self) -> str | None:
@@ -136,6 +169,8 @@ class JobFacts:
 
         Without accounting only a cgroup's kill shows; `memory_kill` finds the others in the job's output.
         """
+        if self.components:
+            return any(each.out_of_memory for each in self.components)
         words = (self.state, *(step.state for step in self.steps))
         if any(word.startswith("OUT_OF_ME") for word in words) or self.reason == "OutOfMemory":
             return True
@@ -158,29 +193,32 @@ def memory_kill(output: str) -> str | None:
 
 def parse_scontrol(text: str) -> JobFacts | None:
     """The job of `scontrol show job ID`, not in one line, with `SLURM_TIME_FORMAT=%s`; None if there is none in it."""
-    components = [_scontrol_fields(block) for block in re.split(r"(?m)^(?=JobId=)", text) if block.startswith("JobId=")]
-    if not components or "JobState" not in components[0]:
-        return None
-    first = components[0]
-    state, _ = state_word(first["JobState"])
-    exit_code, signal = _exit(state, first.get("ExitCode", ""))
+    found = [_scontrol_fields(block) for block in re.split(r"(?m)^(?=JobId=)", text) if block.startswith("JobId=")]
+    components = [_of_controller(fields) for fields in found if "JobState" in fields]
+    return _whole(components) if components else None
+
+
+def _of_controller(fields: Mapping[str, str]) -> JobFacts:
+    """A job, or one component of it."""
+    state, _ = state_word(fields["JobState"])
+    exit_code, signal = _exit(state, fields.get("ExitCode", ""))
     return JobFacts(
-        job_id=int(first["JobId"]),
+        job_id=int(fields["JobId"]),
         state=state,
         from_controller=True,
-        reason=_reason(first.get("Reason", "")),
+        reason=_reason(fields.get("Reason", "")),
         exit_code=exit_code,
         signal=signal,
-        submit=parse_time(first.get("SubmitTime", "")),
-        start=parse_time(first.get("StartTime", "")),
-        end=parse_time(first.get("EndTime", "")),
-        elapsed=parse_duration(first.get("RunTime", "")),
-        time_limit=parse_duration(first.get("TimeLimit", "")),
-        nodes=tuple(node for fields in components for node in _nodes(fields.get("NodeList", ""))),
-        num_nodes=sum(parse_count(fields.get("NumNodes", "")) for fields in components),
-        cpus=sum(parse_count(fields.get("NumCPUs", "")) for fields in components),
-        memory=_sum(parse_size(_tres(fields).get("mem", "")) for fields in components),
-        restarts=parse_count(first.get("Restarts", "")),
+        submit=parse_time(fields.get("SubmitTime", "")),
+        start=parse_time(fields.get("StartTime", "")),
+        end=parse_time(fields.get("EndTime", "")),
+        elapsed=parse_duration(fields.get("RunTime", "")),
+        time_limit=parse_duration(fields.get("TimeLimit", "")),
+        nodes=tuple(_nodes(fields.get("NodeList", ""))),
+        num_nodes=parse_count(fields.get("NumNodes", "")),
+        cpus=parse_count(fields.get("NumCPUs", "")),
+        memory=parse_size(_tres(fields).get("mem", "")),
+        restarts=parse_count(fields.get("Restarts", "")),
     )
 
 
@@ -231,32 +269,60 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
             of_component[-1].append(fields)
     if 0 not in attempts:
         return None
-    jobs = {component: found[-1][0] for component, found in attempts.items()}
-    steps = tuple(_step(number, row) for number, found in sorted(attempts.items()) for row in found[-1][1:])
-    first = jobs[0]
-    state, cancelled_by = state_word(first["State"])
-    exit_code, signal = _exit(state, first["ExitCode"])
+    return _whole([_of_accounting(job_id, number, found) for number, found in sorted(attempts.items())])
+
+
+def _of_accounting(job_id: int, component: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
+    """A job, or one component of it, whose ids go on from that of the first."""
+    job, *rows = attempts[-1]
+    steps = tuple(_step(component, row) for row in rows)
+    state, cancelled_by = state_word(job["State"])
+    exit_code, signal = _exit(state, job["ExitCode"])
     return JobFacts(
-        job_id=job_id,
+        job_id=job_id + component,
         state=state,
         from_controller=False,
         cancelled_by=cancelled_by,
-        reason=_reason(first["Reason"]),
+        reason=_reason(job["Reason"]),
         exit_code=exit_code,
         signal=signal,
-        submit=parse_time(first["Submit"]),
-        start=parse_time(first["Start"]),
-        end=parse_time(first["End"]),
-        elapsed=float(parse_count(first["ElapsedRaw"])),
-        time_limit=60.0 * parse_count(first["TimelimitRaw"]) or None,
-        nodes=tuple(node for _, job in sorted(jobs.items()) for node in _nodes(job["NodeList"])),
-        num_nodes=sum(parse_count(job["NNodes"]) for job in jobs.values()),
-        cpus=sum(parse_count(job["AllocCPUS"]) for job in jobs.values()),
-        memory=_sum(parse_size(job["ReqMem"]) for job in jobs.values()),
-        restarts=len(attempts[0]) - 1,
+        submit=parse_time(job["Submit"]),
+        start=parse_time(job["Start"]),
+        end=parse_time(job["End"]),
+        elapsed=float(parse_count(job["ElapsedRaw"])),
+        time_limit=60.0 * parse_count(job["TimelimitRaw"]) or None,
+        nodes=tuple(_nodes(job["NodeList"])),
+        num_nodes=parse_count(job["NNodes"]),
+        cpus=parse_count(job["AllocCPUS"]),
+        memory=parse_size(job["ReqMem"]),
+        restarts=len(attempts) - 1,
         max_rss=max((step.max_rss for step in steps if step.max_rss is not None), default=None),
-        total_cpu=sum(parse_duration(job["TotalCPU"]) or 0.0 for job in jobs.values()),
+        total_cpu=parse_duration(job["TotalCPU"]) or 0.0,
         steps=steps,
+    )
+
+
+def _whole(components: Sequence[JobFacts]) -> JobFacts:
+    """A job of its components: what they have in sum, and the state of the one that explains the others'."""
+    first = components[0]
+    if len(components) == 1:
+        return first
+    job = dataclasses.replace(first, components=tuple(components))
+    told = components[job.telling]
+    return dataclasses.replace(
+        job,
+        state=told.state,
+        cancelled_by=told.cancelled_by,
+        reason=told.reason,
+        exit_code=told.exit_code,
+        signal=told.signal,
+        nodes=tuple(node for each in components for node in each.nodes),
+        num_nodes=sum(each.num_nodes for each in components),
+        cpus=sum(each.cpus for each in components),
+        memory=_sum(each.memory for each in components),
+        max_rss=max((each.max_rss for each in components if each.max_rss is not None), default=None),
+        total_cpu=_sum(each.total_cpu for each in components),
+        steps=tuple(step for each in components for step in each.steps),
     )
 
 
@@ -273,6 +339,13 @@ def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> Job
     """
     if controller is None or accounting is None:
         return controller or accounting
+    if controller.components and len(controller.components) == len(accounting.components):
+        pairs = zip(controller.components, accounting.components, strict=True)
+        return _whole([_merged(*pair) for pair in pairs])
+    return _merged(controller, accounting)
+
+
+def _merged(controller: JobFacts, accounting: JobFacts) -> JobFacts:
     same = accounting.restarts == controller.restarts
     ended = same and controller.state == "COMPLETING" and accounting.state in TERMINAL
     return dataclasses.replace(
@@ -318,6 +391,6 @@ def _nodes(text: str) -> list[str]:
         return [text]
 
 
-def _sum(sizes: Iterable[int | None]) -> int | None:
-    known = [size for size in sizes if size is not None]
-    return sum(known) if known else None
+def _sum(amounts: Iterable[N | None]) -> N | None:
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known[1:], start=known[0]) if known else None

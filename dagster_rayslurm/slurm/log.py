@@ -6,6 +6,7 @@ The wording is that of srun and slurmstepd of Slurm 22.05 and 24.11.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ..runtime.nodelist import expand_nodelist
 
@@ -29,6 +30,20 @@ def failed_tasks(log: str) -> list[tuple[str, int, str]]:
     Those that srun ended itself, once one had failed, come after that one as "Terminated" or "Killed".
     """
     return [each for match in map(_TASKS.fullmatch, map(str.strip, log.splitlines())) if match for each in _tasks(match)]
+
+
+def node_number(node: str, task: int, nodes: Sequence[str] | None) -> int | None:
+    """The number of the node on which a task failed, by which its log is called; None if that is not known.
+
+    Args:
+        node: its name.
+        task: its number, as srun has it.
+        nodes: all nodes of a job of several components, by number, as srun counts the tasks of each component from 0; none
+            if they are not known. None for any other job.
+    """
+    if nodes is None:
+        return task
+    return nodes.index(node) if node in nodes else None
 
 
 def _tasks(match: re.Match[str]) -> list[tuple[str, int, str]]:

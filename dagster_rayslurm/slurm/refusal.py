@@ -232,7 +232,13 @@ def _choose(partitions: Sequence[str]) -> str:
 
 
 def with_values(sentence: str, request: JobRequest) -> str:
-    """A sentence with what was asked for in the fields that it names, once for each of them."""
+    """A sentence with what was asked for in the fields that it names, once for each of them, and each component."""
+    asked = [(_values(sentence, part), f" of {part.component_id!r}" if request.others else "") for part in request.parts]
+    said = "; ".join(values + whose for values, whose in asked if values)
+    return f"{sentence} (asked for: {said})" if said else sentence
+
+
+def _values(sentence: str, request: JobRequest) -> str:
     named = [field for field in dict.fromkeys(FIELDS.values()) if re.search(rf"\b{field}\b", sentence)]
-    values = [f"{field}={value!r}" for field in named if (value := getattr(request, field, None)) not in (None, False)]
-    return f"{sentence} (asked for: {', '.join(values)})" if values else sentence
+    values = [(field, getattr(request, field, None)) for field in named]
+    return ", ".join(f"{field}={value!r}" for field, value in values if value not in (None, False))

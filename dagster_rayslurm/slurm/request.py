@@ -6,7 +6,7 @@ Options mean what sbatch(1) of Slurm 22.05 says.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from ..config import check_text, time_limit_seconds
@@ -16,7 +16,7 @@ from .config import SlurmQueueConfig, split_signal
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _INVISIBLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LONG_OPTION = re.compile(r"--([A-Za-z][A-Za-z0-9-]*)(=.*)?")
-_ASKS_FOR_GPUS = re.compile(r"--(gpus(-per-(socket|task))?=|(gres|tres-per-task)=(.*[,/])?gpu([:=,]|$))")
+_GPUS = re.compile(r"--(gpus(-per-(socket|task))?=|(gres|tres-per-task)=(.*[,/])?gpu([:=,]|$))")
 
 _MAX_STEP = 40
 _MAX_COMMENT = 500
@@ -122,6 +122,22 @@ class JobRequest:
         """What each component is asked for, in the job's order; the request itself if it has none."""
         return (self, *self.others)
 
+    @property
+    def alone(self) -> JobRequest:
+        """What its first component is asked for, without those that follow."""
+        return replace(self, others=())
+
+    @property
+    def where(self) -> str:
+        """Where it is asked for, in words: each partition once."""
+        named = (f"partition {part.partition}" if part.partition else "the default partition" for part in self.parts)
+        return " and ".join(dict.fromkeys(named))
+
+
+def asks_for_gpus(option: str) -> bool:
+    """Whether an option of sbatch asks for GPUs in words of Slurm's own."""
+    return _GPUS.match(option) is not None
+
 
 def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str, comment: str) -> JobRequest:
     """What to ask Slurm for.
@@ -150,7 +166,7 @@ def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str
     check_extra_sbatch(queue)
     cpus = _amount(queue.cpus_per_node, "cpus_per_node", "CPUs", footprint)
     gpus = queue.gpus_per_node
-    if not any(_ASKS_FOR_GPUS.match(option) for option in queue.extra_sbatch):
+    if not any(map(asks_for_gpus, queue.extra_sbatch)):
         gpus = _amount(gpus, "gpus_per_node", "GPUs", footprint)
     if queue.gpu_type is not None and not gpus:
         raise ValueError(f"SlurmQueueConfig.gpu_type={queue.gpu_type!r} is given, but no GPU is asked for; set gpus_per_node")
@@ -216,7 +232,7 @@ def check_extra_sbatch(queue: SlurmQueueConfig) -> None:
                 f"SlurmQueueConfig.extra_sbatch: sbatch would take --{name} for --{longer[0]}; write options in full, and what "
                 "has a field of its own there"
             )
-        if queue.gpus_per_node is not None and _ASKS_FOR_GPUS.match(option):
+        if queue.gpus_per_node is not None and asks_for_gpus(option):
             raise ValueError(
                 f"SlurmQueueConfig.extra_sbatch: {option!r} asks for GPUs, and so does gpus_per_node={queue.gpus_per_node}; "
                 "use one of the two"

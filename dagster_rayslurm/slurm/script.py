@@ -1,4 +1,4 @@
-"""The batch script of a job: what sbatch is asked for, and one srun of the runtime on all nodes. Pure.
+"""The batch script of a job: what sbatch is asked for, and one srun of the runtime on all nodes of all components. Pure.
 
 How sbatch and srun read what stands in the script was tried on Slurm 22.05 and 24.11.
 """
@@ -19,6 +19,11 @@ LOG = "slurm.log"
 _EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+
+_TASK = 'exec "$@" >>"node-$SLURM_NODEID.log" 2>&1'
+_OF_THE_BATCH_SCRIPT = """\
+CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK \\
+    SLURM_NNODES SLURM_NPROCS SLURM_NTASKS SLURM_TASKS_PER_NODE"""
 
 _END = """\
 # scancel sends SIGTERM to this shell too, which must live to write the exit code; srun gets it as ever.
@@ -69,11 +74,19 @@ def render_script(request: JobRequest, command: Sequence[str], run_dir: str, sit
         ValueError: a value contains a control character, or a variable cannot be set.
     """
     lines = ["#!/bin/sh", f"# rayslurm: {check_text(request.comment)}"]
-    lines += [f"#SBATCH {option}" for option in _options(request, run_dir)]
+    lines += [f"#SBATCH {option}" for option in (*_job_options(request, run_dir), *_options(request))]
+    excluding = request.exclude is not None
+    for component in request.others:
+        lines.append("#SBATCH hetjob")
+        if excluding and component.exclude is None:
+            lines.append("#SBATCH --exclude=")  # Else it would be handed on.
+        lines += [f"#SBATCH {option}" for option in _options(component)]
+        excluding = component.exclude is not None
     lines += ["", f"cd {shlex.quote(check_text(run_dir))} || exit"]
     for name, value in check_environment(site, "SlurmResource.site").items():
         lines.append(f"export {name}={shlex.quote(check_text(value))}")
-    lines.append(_END.format(srun=_srun(request.num_nodes, command), exit=EXIT))
+    srun = _srun_across(len(request.parts), command) if request.others else _srun(request.num_nodes, command)
+    lines.append(_END.format(srun=srun, exit=EXIT))
     return "\n".join(lines)
 
 
@@ -93,39 +106,51 @@ def parse_exit(data: bytes, job_id: int) -> int | None:
     return next((code for restart, code in reversed(ends) if restart == last), None)
 
 
-def _options(request: JobRequest, run_dir: str) -> Iterator[str]:
+def _job_options(request: JobRequest, run_dir: str) -> Iterator[str]:
+    """What is the whole job's: sbatch hands it on from one component to the next."""
+    yield from _assignments(
+        {
+            "job-name": request.job_name,
+            "comment": request.comment,
+            "output": escape_pattern(f"{run_dir}/{LOG}"),
+            "open-mode": "append",
+            "chdir": run_dir,
+        }
+    )
+
+
+def _options(request: JobRequest) -> Iterator[str]:
+    """What is asked for a job, or one of its components. Each has all of it: sbatch forgets most of it from one to the next."""
     gpus = request.gpus_per_node
-    values = {
-        "job-name": request.job_name,
-        "comment": request.comment,
-        "output": escape_pattern(f"{run_dir}/{LOG}"),
-        "open-mode": "append",
-        "chdir": run_dir,
-        "partition": request.partition,
-        "account": request.account,
-        "qos": request.qos,
-        "reservation": request.reservation,
-        "constraint": request.constraint,
-        "nodes": request.num_nodes,
-        "ntasks-per-node": 1,
-        "cpus-per-task": request.cpus_per_node,
-        "gpus-per-node": f"{request.gpu_type}:{gpus}" if request.gpu_type else gpus,
-        "mem": request.mem,
-        "mem-per-cpu": request.mem_per_cpu,
-        "time": request.time_limit,
-        "nodelist": request.nodelist,
-        "exclude": request.exclude,
-        "switches": request.switches,
-    }
-    for name, value in values.items():
-        if value is not None:
-            yield f"--{name}={sbatch_quote(str(value))}"
+    yield from _assignments(
+        {
+            "partition": request.partition,
+            "account": request.account,
+            "qos": request.qos,
+            "reservation": request.reservation,
+            "constraint": request.constraint,
+            "nodes": request.num_nodes,
+            "ntasks-per-node": 1,
+            "cpus-per-task": request.cpus_per_node,
+            "gpus-per-node": f"{request.gpu_type}:{gpus}" if request.gpu_type else gpus,
+            "mem": request.mem,
+            "mem-per-cpu": request.mem_per_cpu,
+            "time": request.time_limit,
+            "nodelist": request.nodelist,
+            "exclude": request.exclude,
+            "switches": request.switches,
+        }
+    )
     if request.exclusive:
         yield "--exclusive"
     yield "--requeue" if request.requeue else "--no-requeue"
     for option in request.extra_sbatch:
         name, equals, value = option.partition("=")
         yield name + equals + (sbatch_quote(value) if equals else "")
+
+
+def _assignments(values: Mapping[str, object]) -> Iterator[str]:
+    return (f"--{name}={sbatch_quote(str(value))}" for name, value in values.items() if value is not None)
 
 
 def _srun(num_nodes: int, command: Sequence[str]) -> str:
@@ -137,3 +162,19 @@ def _srun(num_nodes: int, command: Sequence[str]) -> str:
         shlex.join(check_text(word) for word in command),
     )
     return " \\\n    ".join(("srun", *options))
+
+
+def _srun_across(components: int, command: Sequence[str]) -> str:
+    """One step of all components, whose tasks are numbered from the first component's first node on.
+
+    `--output` counts tasks anew in each component on 22.05, so the shell finds the log by what Slurm tells each task. What
+    the batch script's own environment says of devices and tasks is the first component's: srun sets it anew where it holds,
+    and would hand it on elsewhere, or reckon with it (24.11).
+    """
+    options = (
+        f"--het-group=0-{components - 1} --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1",
+        "--mpi=none --input=none --chdir=. --export=ALL",
+        f"sh -c {shlex.quote(_TASK)} rayslurm",
+        shlex.join(check_text(word) for word in command),
+    )
+    return f"unset {_OF_THE_BATCH_SCRIPT}\n" + " \\\n    ".join(("srun", *options))

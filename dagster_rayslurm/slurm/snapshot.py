@@ -46,6 +46,17 @@ class QueueRow:
     partition: str
     name: str
 
+    @property
+    def leads(self) -> bool:
+        """Whether it is a job of its own, or the first component of one, by whose id the whole job is known and ended."""
+        component = self.label.partition("+")[2]
+        return not component or component == "0"
+
+    @property
+    def leader(self) -> str:
+        """What the label of every component of its job begins with."""
+        return self.label.partition("+")[0]
+
 
 @dataclass(frozen=True)
 class QueueSnapshot:
@@ -69,6 +80,18 @@ class QueueSnapshot:
     def job(self, job_id: int) -> QueueRow | None:
         """The row of a job; None if it is not in the queue."""
         return self._by_id.get(job_id)
+
+    def parts(self, job_id: int) -> tuple[QueueRow, ...]:
+        """The rows of a job's components, in the job's order; its own row alone if it has none.
+
+        Slurm forgets each component at a time of its own, the first one too, whose number all of them carry.
+        """
+        row = self.job(job_id)
+        if row is not None and "+" not in row.label:
+            return (row,)
+        leader = str(job_id) if row is None else row.leader
+        own = [each for each in self.rows if "+" in each.label and each.leader == leader]
+        return tuple(sorted(own, key=lambda each: each.job_id))
 
     def named(self, word: str) -> tuple[QueueRow, ...]:
         """The rows of jobs whose names contain a word."""

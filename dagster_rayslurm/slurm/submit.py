@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..connections.base import Completed, Connection, ConnectionFailed, ConnectionLost
+from . import culprit
 from .clock import ClusterClock
-from .refusal import explain, is_temporary
+from .refusal import explain, is_temporary, with_values
 from .request import JobRequest
 from .surroundings import CLEAN, cleaned
 
@@ -73,11 +74,14 @@ written does no harm: it only spares looking for the job by its name."""
 _FIND = f"""
 kept_variables=
 {CLEAN}
-squeue --me --all --noheader --states=all --name="$1" --format='%A|%T|%r' || exit
-sacct --noheader --parsable2 --allocations --name="$1" --starttime=now-1day --format=JobIDRaw,State,Reason 2>/dev/null || true
+squeue --me --all --noheader --states=all --name="$1" --format='%i|%T|%r' || exit
+sacct --noheader --parsable2 --allocations --name="$1" --starttime=now-1day --format=JobID,State,Reason 2>/dev/null || true
 """
-_REFUSED = "|FAILED|BadConstraints"
-"""How Slurm shows a job that it refused to take (tried on 22.05 and 24.11); it was none."""
+_FOUND = re.compile(r"(?P<job>[0-9]+)(?:\+(?P<component>[0-9]+))?\|(?P<said>.*)")
+_REFUSED = "FAILED|BadConstraints"
+_GIVEN_UP = "CANCELLED|None"
+"""How Slurm shows a job that it refused to take (tried on 22.05 and 24.11); it was none. Of a heterogeneous one it shows the
+component that it refused like this, under a number of its own, and those before it as given up."""
 _SPOKEN = re.compile(r"^sbatch: (error|fatal|unrecognized option|option|invalid option|ambiguous option)", re.MULTILINE)
 _ANSWER = re.compile(rb"([0-9]+\.[0-9]+)\n(?:.*\n)*([0-9]+)(?:;[^\n]*)?\n*")
 _TAKEN = 78
@@ -92,12 +96,18 @@ class SubmissionRefused(Exception):
     Attributes:
         kind: "submission", or "configuration" for a base directory that cannot serve.
         retry: whether the same request may succeed later.
+        about: the component that is refused; None if it may be any, or there is none.
     """
 
-    def __init__(self, kind: str, sentence: str, retry: bool = False) -> None:
+    def __init__(self, kind: str, sentence: str, retry: bool = False, about: JobRequest | None = None) -> None:
         super().__init__(sentence)
         self.kind = kind
         self.retry = retry
+        self.about = about
+
+    def with_values(self, request: JobRequest) -> str:
+        """The sentence with what was asked for in the fields that it names."""
+        return with_values(str(self), self.about or request)
 
 
 class ClaimTaken(Exception):
@@ -167,7 +177,7 @@ def submit(
                 return submitted
             if claim and done.returncode == _TAKEN:
                 raise ClaimTaken
-            lost: Exception = _refusal(commands, done, run_dir)
+            lost: Exception = _refusal(commands, done, run_dir, request)
             if _certain(done):
                 raise lost
             again = is_temporary(done.stderr.decode("utf-8", "replace"))
@@ -189,7 +199,8 @@ def submit(
 def kept_variables(request: JobRequest) -> list[str]:
     """Variables of sbatch that stand for what the request leaves open, as a user's shell may set them for good."""
     fields = ("account", "constraint", "partition", "qos", "reservation")
-    return [f"SBATCH_{field.upper()}" for field in fields if getattr(request, field) is None]
+    left = [field for field in fields if all(getattr(part, field) is None for part in request.parts)]
+    return [f"SBATCH_{field.upper()}" for field in left]
 
 
 def _certain(done: Completed) -> bool:
@@ -206,7 +217,7 @@ def _submitted(done: Completed) -> Submitted | None:
     return Submitted(match[2].decode(), float(match[1])) if match else None
 
 
-def _refusal(commands: Connection, done: Completed, run_dir: str) -> SubmissionRefused:
+def _refusal(commands: Connection, done: Completed, run_dir: str, request: JobRequest) -> SubmissionRefused:
     said = done.stderr.decode("utf-8", "replace").strip()
     base = re.split("/(?:runs|sessions)/", run_dir)[0]
     if done.returncode in (70, 71):
@@ -230,9 +241,12 @@ def _refusal(commands: Connection, done: Completed, run_dir: str) -> SubmissionR
         return SubmissionRefused(
             "submission", f"sbatch was ended by signal {done.returncode - 128} on {commands.place}", retry=True
         )
-    partitions = commands.run(cleaned(["sinfo", "--noheader", "--format=%R"]), timeout=60)
-    names = partitions.stdout.decode("utf-8", "replace").split() if partitions.returncode == 0 else []
-    return SubmissionRefused("submission", explain(said, names), retry=is_temporary(said))
+    passing = is_temporary(said)
+    found = culprit.ask(commands, request, kept_variables(request), run_dir, alone=bool(request.others) and not passing)
+    if found.about is not None:
+        sentence = f"component {found.about.component_id!r}: {explain(found.said, found.partitions)}"
+        return SubmissionRefused("submission", sentence, about=found.about)
+    return SubmissionRefused("submission", explain(said, found.partitions), retry=passing)
 
 
 def _find(commands: Connection, job_name: str) -> str | None:
@@ -247,8 +261,18 @@ def _find(commands: Connection, job_name: str) -> str | None:
                 f"{done.stderr.decode('utf-8', 'replace').strip()[-300:]}; look for it before you run the asset again",
                 temporary=True,
             )
-        lines = done.stdout.decode("utf-8", "replace").splitlines()
-        found = [line.partition("|")[0] for line in lines if line[:1].isdigit() and _REFUSED not in line]
+        found = jobs_found(done.stdout.decode("utf-8", "replace"))
         if found:
             return found[0]
     return None
+
+
+def jobs_found(text: str) -> list[str]:
+    """Ids of jobs, of the first component each, in lines of id, state and reason; without those that Slurm refused to take."""
+    rows = [match for match in map(_FOUND.fullmatch, text.splitlines()) if match]
+    refused = {int(row["job"]) for row in rows if row["said"].startswith(_REFUSED)}
+    sizes: dict[str, int] = {}
+    for row in rows:
+        sizes[row["job"]] = max(sizes.get(row["job"], 0), int(row["component"] or 0) + 1)
+    given_up = {row["job"] for row in rows if row["said"] == _GIVEN_UP and int(row["job"]) + sizes[row["job"]] in refused}
+    return [job for job in sizes if int(job) not in refused and job not in given_up]

@@ -17,10 +17,12 @@ _LOST_NODES = {
 }
 
 _NOT_STARTED = re.compile(
-    r"^(?:slurmstepd\S*: error: execve\(\)|rayslurm: line \d+): (/.*): (No such file .*|Permission denied|Exec format error)$",
+    r"^(?:slurmstepd\S*: error: execve\(\)|rayslurm: line \d+(?:: exec)?|rayslurm: \d+: exec): (/.*?)(?:: cannot execute)?"
+    r": (No such file .*|not found|Permission denied|Exec format error)$",
     re.MULTILINE,
 )
-"""What slurmstepd (Slurm 22.05 and 24.11) prints where the environment's Python cannot be started, and bash for its script."""
+"""What slurmstepd (Slurm 22.05 and 24.11) prints where the environment's Python cannot be started, and dash and bash."""
+_STEP = re.compile(r"StepId=([0-9]+)")
 
 
 def job_sentence(job: JobFacts, log: str, terminated: bool, silent: bool) -> Found | None:
@@ -35,12 +37,13 @@ def job_sentence(job: JobFacts, log: str, terminated: bool, silent: bool) -> Fou
     Returns:
         None if Slurm has nothing to add.
     """
-    which = f"Slurm job {job.job_id}"
-    where = f" on {', '.join(job.nodes[:8])}" if job.nodes else ""
     killed = memory_kill(log)
+    told = _told(job, killed)
+    which = f"Slurm job {job.job_id}" if told is job else f"{_component(told)} of Slurm job {job.job_id}"
+    where = f" on {', '.join(told.nodes[:8])}" if told.nodes else ""
     if job.out_of_memory or killed:
-        said = f" ({killed})" if killed else _measured(job)
-        sentence = f"OUT_OF_MEMORY: {which}{where} used more memory than it was granted{_granted(job)}{said}"
+        said = f" ({killed})" if killed else _measured(told)
+        sentence = f"OUT_OF_MEMORY: {which}{where} used more memory than it was granted{_granted(told)}{said}"
         return "allocation", f"{sentence}; ask for more with SlurmQueueConfig.mem or mem_per_cpu", False
     state = job.final_state
     if state in ("TIMEOUT", "DEADLINE"):
@@ -75,6 +78,21 @@ def job_sentence(job: JobFacts, log: str, terminated: bool, silent: bool) -> Fou
             False,
         )
     return None
+
+
+def _told(job: JobFacts, killed: str | None) -> JobFacts:
+    """The component that Slurm's word is about; the job itself if it is about all of it."""
+    if not job.components:
+        return job
+    step = _STEP.search(killed or "")
+    if step:
+        return next((each for each in job.components if each.job_id == int(step[1])), job)
+    ends = {(each.final_state, each.out_of_memory) for each in job.components}
+    return job if len(ends) == 1 else job.components[job.telling]
+
+
+def _component(facts: JobFacts) -> str:
+    return f"component {facts.component_id!r}" if facts.component_id else f"component {facts.job_id}"
 
 
 def _reason(job: JobFacts) -> str:

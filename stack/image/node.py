@@ -63,6 +63,7 @@ NodeName=c[1-2] CPUs=4 RealMemory=4096
 NodeName=g[1-2] CPUs=4 RealMemory=4096 Gres=gpu:fake:{gpus}
 PartitionName=compute Nodes=c[1-2] Default=YES DefaultTime=01:00:00 MaxTime=7-00:00:00
 PartitionName=gpu Nodes=g[1-2] DefaultTime=01:00:00 MaxTime=7-00:00:00
+PartitionName=all Nodes=c[1-2],g[1-2] DefaultTime=01:00:00 MaxTime=7-00:00:00
 """
 
 GRES_CONF = """\

@@ -12,6 +12,8 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from dagster_rayslurm import ComputeResource
+
 from ..stack.conftest import Stack, stack  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +27,7 @@ FILES = {match.group(1): block for block in PYTHON if (match := re.match(r"# (\w
 def test_the_asset_of_the_readme_runs(tmp_path: Path, base: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    assert set(FILES) == {"train.py", "definitions.py"}
+    assert set(FILES) == {"train.py", "definitions.py", "study.py"}
     program = """
         from definitions import defs
         result = defs.resolve_implicit_global_asset_job_def().execute_in_process()
@@ -41,6 +43,73 @@ def test_the_asset_of_the_readme_runs(tmp_path: Path, base: Path) -> None:
 def test_other_snippets_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_EDGE_NODE_HOST", "edge")
     exec(compile(block, "README.md", "exec"), {"__name__": "snippet"})
+
+
+def materialize_study(compute: ComputeResource) -> Any:
+    """The materialization of an asset whose payload is the README's `study.py`."""
+
+    @dg.asset
+    def study(context: dg.AssetExecutionContext, compute: ComputeResource) -> dg.MaterializeResult:
+        return compute.run(context=context, payload_path="study.py").get_materialize_result()
+
+    result = dg.materialize([study], resources={"compute": compute})
+    return result.asset_materializations_for_node("study")[0].metadata
+
+
+@pytest.mark.ray
+def test_the_components_of_the_readme_are_simulated_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its snippet in local mode, with the payload that says where its tasks run."""
+    (text,) = (block for block in PYTHON if 'mode="slurm-hetjob"' in block)
+    (tmp_path / "study.py").write_text(FILES["study.py"])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SLURM_EDGE_NODE_HOST", "edge")
+    monkeypatch.chdir(tmp_path)
+    here: dict[str, Any] = {"__name__": "definitions"}
+    text = text.replace('"slurm-hetjob"', '"local"').replace("/shared/envs/study", sys.prefix)
+    exec(compile(text, "README.md", "exec"), here)
+    found = materialize_study(here["compute"])
+    assert found["score"].value == 3.0
+    assert sorted(record.data["component"] for record in found["Nodes"].records) == ["cpu", "gpu"]
+
+
+@pytest.mark.ray
+def test_the_separate_components_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = (block for block in PYTHON if 'topology="separate"' in block)
+    tell = """
+        import json, os
+        from dagster_pipes import open_dagster_pipes
+
+        with open_dagster_pipes() as pipes:
+            own = os.environ["RAYSLURM_COMPONENT"]
+            told = json.loads(os.environ["RAYSLURM_COMPONENTS"])
+            assert set(told) == {"learner", "simulator"} and set(told[own]) >= {"host", "address", "nodes", "ray_address"}
+            assert bool(told[own]["ray_address"]) == ("RAY_ADDRESS" in os.environ) == (own == "learner")
+            pipes.report_asset_materialization(metadata={own: "was here"})
+    """
+    for name in ("learn.py", "simulate.py"):
+        (tmp_path / name).write_text(textwrap.dedent(tell))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    here: dict[str, Any] = {"__name__": "definitions"}
+    exec(compile(text, "README.md", "exec"), here)
+    result = dg.materialize([here["policy"]], resources={"compute": here["compute"]})
+    (materialization,) = result.asset_materializations_for_node("policy")
+    assert materialization.metadata["learner"].value == materialization.metadata["simulator"].value == "was here"
+
+
+def test_the_components_of_the_readme_run_on_slurm(tmp_path: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Its snippet with the stack's environment, in one heterogeneous job."""
+    (text,) = (block for block in PYTHON if 'mode="slurm-hetjob"' in block)
+    (tmp_path / "study.py").write_text(FILES["study.py"])
+    for name, value in {**stack.env, "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    here: dict[str, Any] = {"__name__": "definitions"}
+    exec(compile(text.replace("/shared/envs/study", stack.env["RAYSLURM_ENV_PATH"]), "README.md", "exec"), here)
+    found = materialize_study(here["compute"])
+    assert found["score"].value == 3.0
+    components = [(record.data["component"], record.data["nodes"]) for record in found["Components"].records]
+    assert components == [("cpu", "c1, c2"), ("gpu", "g1")]
 
 
 def test_the_session_of_the_readme_is_found_warm(tmp_path: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -118,7 +118,7 @@ def test_slurm_modes_refuse_with_a_sentence(mode: str, base: Path) -> None:
     if mode != "slurm-hetjob":
         assert failure.kind == "submission" and "sbatch is not found on this machine" in (failure.description or "")
     else:
-        assert failure.kind == "configuration" and "is not available in this version" in (failure.description or "")
+        assert failure.kind == "configuration" and "list at least one HetComponent" in (failure.description or "")
 
 
 def test_an_environment_that_is_not_there(base: Path, tmp_path: Path) -> None:
@@ -155,13 +155,13 @@ def test_a_pre_deployed_environment_is_used(base: Path, tmp_path: Path, capfd: A
 
 
 def test_a_disk_that_fills_up_loses_output_but_not_the_truth(tmp_path: Path, script: Any) -> None:
-    with small_disk(tmp_path / "small", "1m") as small:
+    with small_disk(tmp_path / "small", "2m") as small:
         _fill_it(ComputeResource(local_base=str(small), default_launcher=BashLauncher()), script)
 
 
 def _fill_it(compute: ComputeResource, script: Any) -> None:
     chatty = script(
-        pipes_script("for n in range(20000): print('line', n, 'x' * 50)\npipes.report_asset_materialization()"), "a.py"
+        pipes_script("for n in range(40000): print('line', n, 'x' * 50)\npipes.report_asset_materialization()"), "a.py"
     )
     ran = run_asset(compute, chatty)
     assert ran.metadata["Output not recorded (characters)"] > 500_000

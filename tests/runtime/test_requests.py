@@ -400,6 +400,15 @@ def test_what_a_step_leaves_open(tmp_path: Path, done: Completed, error: type[Ex
         ask_from_afar(LocalConnection(), Srun(lambda: done), announced, {"op": "run"}, "srun", str(tmp_path), ["true"])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("heterogeneous", [False, True])
+def test_a_step_is_told_which_component(tmp_path: Path, heterogeneous: bool) -> None:
+    """srun starts nothing in a heterogeneous job otherwise, and nothing in any other job if it is told so."""
+    announced = Announcement("slurm-1", "12", ("c1",), 1, KEY, 1, None, "c1", heterogeneous)
+    srun = Srun(lambda: Completed(0, ANSWER.encode() + b"{}", b""))
+    assert ask_from_afar(LocalConnection(), srun, announced, {"op": "run"}, "srun", str(tmp_path), ["true"]) == {}  # type: ignore[arg-type]
+    assert ("--het-group=0" in srun.commands[0]) == heterogeneous
+
+
 def test_announcements_of_other_kinds_are_none() -> None:
     for data in (b"", b"[]", b'{"cluster_id": 1}', b"\xff"):
         assert parse_announcement(data) is None

@@ -128,7 +128,10 @@ def test_claims_are_summed_and_the_large_one_is_not_passed(runtime: Runtime) -> 
         ("a", "running"),
         ("b", "running"),
     ]
-    assert facts["nodes"] == [{"name": "n1", "cpus": 4, "gpus": 0, "here": True}] and 0 <= facts["payloads"][0]["age"] < 5
+    assert (
+        facts["nodes"] == [{"name": "n1", "cpus": 4, "gpus": 0, "here": True, "component": None}]
+        and 0 <= facts["payloads"][0]["age"] < 5
+    )
 
 
 def test_a_misfit_and_a_closing_runtime_say_why_and_leave_no_record(runtime: Runtime) -> None:

@@ -85,6 +85,73 @@ def test_a_warning_to_one_that_runs(tmp_path: Path, squeue: str) -> None:
     assert told(records)[1:] == ["30 s are left; the payload gets SIGUSR1"] and records[-1]["signal"] == signal.SIGUSR1
 
 
+def test_a_warning_in_a_job_of_several_components(tmp_path: Path, squeue: str) -> None:
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\necho 0:30\necho 0:30\n")
+    records, _ = supervised(tmp_path, WARN % ("USR1", 0.0), ["sleep", "20"], PATH=squeue)
+    assert "30 s are left" in told(records)[0] + told(records)[1] and records[-1]["signal"] == signal.SIGUSR1
+
+
+@pytest.mark.parametrize(("answer", "again"), [("echo UNLIMITED; echo UNLIMITED", False), ("echo UNLIMITED; echo INVALID", True)])
+def test_components_without_a_limit(tmp_path: Path, answer: str, again: bool) -> None:
+    """That is an answer, unless one of them has none yet."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "squeue").write_text(f'#!/bin/sh\necho x >>"$0.asked"\n{answer}\n')
+    (tmp_path / "bin" / "squeue").chmod(0o755)
+    program = """
+        time_limit._UNKNOWN = 0.1
+        runner.submit(run_dir)
+        limit = time_limit.TimeLimit(loop, "12")
+        limit.start()
+        runner.run()
+    """
+    supervised(tmp_path, program, ["sleep", "2"], PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert (len((tmp_path / "bin" / "squeue.asked").read_text().split()) > 1) == again
+
+
+OTHERS = """
+from dataclasses import replace
+from dagster_rayslurm.runtime.spec import RaySpec
+from dagster_rayslurm.runtime.team import Member
+class Others:
+    pids = []
+    members = {place: Member(place, "n%d" % place) for place in (1, 2)}
+    def measure(self, nonce): print("measured", nonce, file=sys.stderr)
+    def collect(self, nonce, done):
+        print("collected", nonce, file=sys.stderr)
+        loop.call_later(0, lambda: done({}))
+    def order(self, *_, **__): pass
+    def dismiss(self): pass
+    def wait_gone(self): pass
+runner._team = Others()
+"""
+
+
+@pytest.mark.parametrize("where", ["_take_exit", "_conclude", "_take_output", "_spawn", ""])
+def test_other_nodes_measure_no_longer_after_a_defect(tmp_path: Path, where: str) -> None:
+    program = OTHERS + (
+        f"""
+from dagster_rayslurm.runtime.payload import Payload
+def broken(*args, **kwargs):
+    raise KeyError("broken")
+if {where!r}:
+    Payload.{where or "x"} = broken
+"""
+        + WARN.partition("limit =")[0]
+        + "runner.clusters.warm.ready = True; runner._pump(); runner.run()"
+    )
+    records, said = supervised(tmp_path, program, ["sh", "-c", "echo x"])
+    assert (records[-1]["type"], records[-1]["reason"]) == ("end", "runtime" if where else "exit")
+    assert said.count("measured n") == said.count("collected n") == 1
+
+
+@pytest.mark.parametrize(("workers", "says"), [("None", "3 nodes: "), ("1", "2 nodes: "), ("0", "on ")])
+def test_nodes_that_are_not_in_the_cluster_are_not_counted(tmp_path: Path, workers: str, says: str) -> None:
+    program = OTHERS + f"runner.spec = replace(runner.spec, ray=RaySpec(max_workers={workers}))" + WARN % ("USR1", 0.1)
+    records, _ = supervised(tmp_path, program, ["true"], PATH=f"{tmp_path}:{os.environ['PATH']}")
+    [said] = [record["message"] for record in records if "starting the Ray cluster" in str(record.get("message"))]
+    assert says in said and ("n2" in said, "n1" in said) == (workers == "None", workers != "0")
+
+
 @pytest.mark.parametrize("name", ["99", "NOSUCH"])
 def test_an_unknown_signal_is_no_end(tmp_path: Path, squeue: str, name: str) -> None:
     records, _ = supervised(tmp_path, WARN % (name, 0.2), ["true"], PATH=squeue)

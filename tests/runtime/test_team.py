@@ -18,14 +18,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime import allocation, machine, scratch
+from dagster_rayslurm.runtime import allocation, cluster, machine, scratch
 from dagster_rayslurm.runtime.channel import Channel, derive
 from dagster_rayslurm.runtime.cluster import RayCluster, head_address, nodes_expected
 from dagster_rayslurm.runtime.door import DoorError, listen
 from dagster_rayslurm.runtime.footprint import footprint_error, runtime_footprint
 from dagster_rayslurm.runtime.loop import Loop
 from dagster_rayslurm.runtime.ports import choose, control_ports
-from dagster_rayslurm.runtime.ray_arguments import join_host_port, route_address, start_arguments, symmetric_arguments
+from dagster_rayslurm.runtime.ray_arguments import (
+    ClusterError,
+    join_host_port,
+    route_address,
+    start_arguments,
+    symmetric_arguments,
+)
 from dagster_rayslurm.runtime.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.team import Member, Team
 from dagster_rayslurm.runtime.time_limit import parse_time_left
@@ -122,7 +128,18 @@ def test_the_time_left_as_squeue_prints_it(days: int, hours: int, minutes: int, 
     assert parse_time_left(text + "\n") == ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("1:05", 65), ("UNLIMITED", None), ("INVALID", None), ("", None)])
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1:05", 65),
+        ("UNLIMITED", None),
+        ("INVALID", None),
+        ("", None),
+        ("3:00\n3:00\n", 180),  # A line for each component.
+        ("UNLIMITED\n3:00\n2:59", 179),
+        ("UNLIMITED\nUNLIMITED", None),
+    ],
+)
 def test_the_time_left_in_other_words(text: str, seconds: float | None) -> None:
     assert parse_time_left(text) == seconds
 
@@ -162,11 +179,13 @@ class Head:
     def __init__(self, loop: Loop, ports: list[int]) -> None:
         self.loop = loop
         self.heard: list[tuple[str, str]] = []
+        self.passed_on: Callable[[Member, dict[str, Any]], None] = lambda *_: None
         self.team = Team(loop, KEY, ports, ["n1", "n2", "n3"], lambda place: f"/nowhere/{place}", self._hear)
         self.port = ports[0]
 
     def _hear(self, member: Member, message: dict[str, Any]) -> None:
         self.heard.append((member.name, message["event"]))
+        self.passed_on(member, message)
 
     def until(self, condition: Callable[[], Any], timeout: float = 5.0) -> None:
         deadline = time.monotonic() + timeout
@@ -350,6 +369,33 @@ def test_figures_of_nodes_that_are_one_host(head: Head) -> None:
     two.close()
 
 
+def test_a_worker_that_comes_back_each_time_is_not_missed(head: Head, scratch_base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loss has the whole of the time in which one that lives is back."""
+    monkeypatch.setattr(cluster, "COMES_BACK", 0.6)
+    private = scratch.Scratch()
+    failed: list[ClusterError] = []
+    node = machine.Machine("host0", 1, 0, 2**30, None)
+    spec = RaySpec(min_nodes=3)
+    one = RayCluster(head.loop, spec, lambda _: (), node, private, "t", lambda: None, failed.append, lambda *_: None)
+    one.start(head.team, "127.0.0.1")
+    assert one._ray is not None
+    one._ray.end()
+    head.passed_on = one.take
+    until = head.loop.now() + 2.0
+    while head.loop.now() < until:
+        channel, told, _ = head.worker()
+        head.until(lambda told=told: told)  # type: ignore[misc]
+        channel.close()
+        head.until(lambda: head.team.members[1].channel is None)
+        lull = head.loop.now() + 0.25
+        head.until(lambda lull=lull: head.loop.now() > lull)  # type: ignore[misc]
+    assert failed == []
+    head.until(lambda: failed)
+    assert str(failed[0]) == "node n2 was lost while the cluster started"
+    one.stop()
+    private.remove()
+
+
 def test_a_worker_is_told_when_its_ray_counts(head: Head, scratch_base: Any) -> None:
     """From then on its end is a loss; who comes late is told late."""
     private = scratch.Scratch()
@@ -358,7 +404,7 @@ def test_a_worker_is_told_when_its_ray_counts(head: Head, scratch_base: Any) -> 
     cluster = RayCluster(
         head.loop,
         RaySpec(min_nodes=2),
-        runtime_footprint(RuntimeSpec("c", None)),
+        lambda _: (),
         node,
         private,
         "t",
@@ -406,8 +452,8 @@ def test_a_worker_takes_the_end_of_its_ray_for_a_loss_once_it_counted(tmp_path: 
     (tmp_path / "runtime.json").write_text(json.dumps(spec))
     program = textwrap.dedent("""
         import os, sys
-        from dagster_rayslurm.runtime import worker
-        class Stub(worker.RayStart):
+        from dagster_rayslurm.runtime import follower
+        class Stub(follower.RayStart):
             def start(self, address, gcs=None):
                 with open(self._log_path, "w") as log:
                     log.write("address already in use")
@@ -420,7 +466,7 @@ def test_a_worker_takes_the_end_of_its_ray_for_a_loss_once_it_counted(tmp_path: 
             def _start_ray(self):
                 print("anew", flush=True)
                 self._start_stub()
-        worker.RayStart = Stub
+        follower.RayStart = Stub
         from dagster_rayslurm.runtime.__main__ import main
         sys.exit(main(["node", sys.argv[1]]))
     """)

@@ -216,7 +216,7 @@ def back_to_idle(site: Site) -> Iterator[None]:
     yield
 
     def idle() -> bool:
-        return site.sh("sinfo --noheader --Node --nodes=c1,c2 --format=%t").split() == ["idle", "idle"]
+        return site.sh("sinfo --noheader --Node --partition=compute --format=%t").split() == ["idle", "idle"]
 
     assert wait_until(idle, 90), site.sh("sinfo --Node")
 

@@ -303,7 +303,7 @@ def test_what_cannot_be_granted_is_explained_with_the_fields_name(stack: Stack) 
         assert field in re.findall(r"\w+", sentence), (fields, said, reason)
         assert "what your site demands" not in sentence, (fields, said, reason)
         if field == "partition":
-            assert sentence.endswith("to one of compute, gpu")
+            assert sentence.endswith("to one of compute, gpu, all")
 
 
 def test_every_option_of_this_sbatch_is_either_owned_or_passed_on(stack: Stack) -> None:

@@ -4,6 +4,7 @@ import os
 import shlex
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,6 +186,17 @@ def test_what_never_became_a_job_is_refused(sender: Sender, site: Site) -> None:
     with pytest.raises(SubmissionRefused, match="ended by signal 9") as caught:
         sender.submit(Login(site.connection, {}, sender.fake("kill -9 $$")))
     assert caught.value.retry and sender.jobs() == []
+
+
+def test_the_component_that_is_refused_is_found_by_a_logins_own_variables(sender: Sender, site: Site) -> None:
+    """In the default partition there are no GPUs at all."""
+    request = JobRequest(sender.name, "", gpus_per_node=1, component_id="a")
+    request = replace(request, others=(replace(request, gpus_per_node=64, component_id="b"),))
+    login = Login(site.connection, {"SBATCH_PARTITION": "gpu"})
+    job = render_script(request, ["true"], sender.run_dir, {}).encode()
+    with pytest.raises(SubmissionRefused, match=r"^component 'b': Slurm refused") as caught:
+        submit(login, sender.run_dir, {"job.sh": job}, request, ClusterClock(login), sender.warnings.append)
+    assert "gpus_per_node=64" in caught.value.with_values(request) and not sender.warnings
 
 
 def test_a_job_that_comes_late_is_cancelled(sender: Sender, site: Site) -> None:

@@ -44,6 +44,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "mode": "local",
         "slurm": None,
         "components": [],
+        "topology": "spanning",
         "enable_cluster_reuse": False,
         "pre_deployed_env_path": None,
         "auto_detect_platform": True,

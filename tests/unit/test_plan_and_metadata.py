@@ -15,6 +15,7 @@ from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.metadata import failure_metadata, run_metadata, usage_chart
 from dagster_rayslurm.plan import existing_files, fingerprint, parse_payload, run_dir_name
 from dagster_rayslurm.runtime.spec import RaySpec
+from dagster_rayslurm.slurm.facts import JobFacts
 
 END: dict[str, Any] = {
     "context": {
@@ -109,3 +110,45 @@ def test_the_fingerprint_is_of_the_cluster_alone() -> None:
     one = fingerprint(RaySpec(startup_timeout=1), ["/p"])
     assert one == fingerprint(RaySpec(startup_timeout=2), ["/p"])
     assert len({one, fingerprint(RaySpec(num_cpus=1), ["/p"]), fingerprint(RaySpec(), ["/q"])}) == 3
+
+
+def test_metadata_of_components() -> None:
+    gpu = {"hostname": "g1", "address": "10.0.0.2", "head": False, "component": "gpu", "resources": {"CPU": 2.0, "GPU": 2.0}}
+    nodes = [{**END["context"]["nodes"][0], "component": "cpu"}, gpu, {**gpu, "hostname": "g2"}]
+    granted = [
+        {"component": "cpu", "job_id": "17+0", "partition": "compute", "nodes": ["n1"]},
+        {"component": "gpu", "job_id": "17+1", "partition": "gpu", "nodes": ["g1", "g2"]},
+    ]
+    usage = {**END["usage"], "nodes": {name: {"cpu_seconds": 2.0, "peak_memory": 2**20} for name in ("n1", "g1", "g2")}}
+    end = {**END, "usage": usage, "context": {**END["context"], "nodes": nodes, "allocation": {"components": granted}}}
+    metadata = run_metadata(end, "slurm-hetjob", "c1")
+    assert [row.data["component"] for row in metadata["Nodes"].records] == ["cpu", "gpu", "gpu"]
+    rows = [row.data for row in metadata["Components"].records]
+    assert [(row["Slurm job ID"], row["partition"], row["nodes"]) for row in rows] == [
+        ("17+0", "compute", "n1"),
+        ("17+1", "gpu", "g1, g2"),
+    ]
+    assert [(row["CPUs"], row["GPUs"], row["CPU time (s)"], row["peak memory (MiB)"]) for row in rows] == [
+        (4.0, 1.0, 2.0, 1.0),
+        (4.0, 4.0, 4.0, 1.0),
+    ]
+    # Local mode has no allocation, and two components on one host.
+    here = [{**node, "hostname": "pc"} for node in nodes[:2]]
+    figures = {"pc": {"cpu_seconds": 1.0, "peak_memory": 0}, "pc (component gpu)": {"cpu_seconds": 3.0, "peak_memory": 0}}
+    local = {**end, "usage": {**usage, "nodes": figures}, "context": {**END["context"], "nodes": here}}
+    rows = [row.data for row in run_metadata(local, "local", "c1")["Components"].records]
+    assert [(row["component"], row["nodes"], row["CPU time (s)"]) for row in rows] == [("cpu", "pc", 1.0), ("gpu", "pc", 3.0)]
+    assert "Slurm job ID" not in rows[0] and "Components" not in run_metadata(END, "local", "c1")
+
+
+def test_metadata_of_a_heterogeneous_job_that_failed() -> None:
+    parts = tuple(
+        JobFacts(17 + number, state, True, component_id=name)
+        for number, (name, state) in enumerate([("cpu", "FAILED"), ("gpu", "CANCELLED")])
+    )
+    facts = JobFacts(17, "CANCELLED", True, components=parts)
+    rows = [row.data for row in failure_metadata(Evidence(job=facts), None)["Slurm components"].records]
+    assert [(row["component"], row["Slurm job ID"], row["state"]) for row in rows] == [
+        ("cpu", "17+0", "FAILED"),
+        ("gpu", "17+1", "CANCELLED"),
+    ]

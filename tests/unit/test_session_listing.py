@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from dagster_rayslurm import RayLauncher, SlurmQueueConfig
 from dagster_rayslurm.backends import session_listing
 from dagster_rayslurm.backends.session_listing import end_sessions, job_of, list_generations, parse_listing, state_of
+from dagster_rayslurm.backends.session_registry import Charter, charter_to_json
+from dagster_rayslurm.components import Component, request_for
 from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.fit import make_offer
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
 
 ANNOUNCED = {
@@ -75,6 +79,47 @@ def test_states(base: Path) -> None:
     assert [state_of(each, job_of(each, everything)) for each in found] == ["ended", "starting", "up", "draining", "pending"]
     over = queue((12, "FAILED", ""), (13, "COMPLETING", ""), (15, "CANCELLED", "rayslurm-five"))
     assert [state_of(each, job_of(each, over)) for each in found] == ["ended", "ended", "up", "ended", "ended"]
+
+
+def test_a_job_of_components_is_known_by_its_first() -> None:
+    """Slurm gives each component a number of its own and the same name, and lists them in any order."""
+    rows = [
+        (18, "17+1", "gpu"),
+        (17, "17+0", "cpu"),
+        (19, "17+2", "cpu"),
+        (5, "5", "cpu"),
+        (20, "20_[1-5]", "x"),
+        (7, "7+0", "y"),
+    ]
+    found = QueueSnapshot(
+        0.0,
+        tuple(
+            QueueRow(job, label, "PENDING", "None", None, None, 1, "", place, "rayslurm-a" if "17" in label else "")
+            for job, label, place in rows
+        ),
+    )
+    assert [row.job_id for row in found.rows if row.leads] == [17, 5, 20, 7]
+    assert [row.partition for row in found.parts(17)] == ["cpu", "gpu", "cpu"] == [row.partition for row in found.parts(18)]
+    assert [row.job_id for row in found.parts(5)] == [5] and found.parts(6) == ()
+    generation = parse_generation(creator="rayslurm-a")
+    assert (row := job_of(generation, found)) is not None and row.job_id == 17
+
+
+def test_what_its_directory_tells_of_components(base: Path) -> None:
+    queue = SlurmQueueConfig(partition="gpu")
+    parts = [Component(name, queue, RayLauncher()) for name in ("gpu", "cpu")]
+    request = request_for(parts, job_name="x", comment="")
+    offer = json.dumps(json.loads(charter_to_json(Charter(1, make_offer(None, False, queue, request, parts), ("python", "ask")))))
+    write(base, 1, job_id="12\n", offer_json=offer, session_json=json.dumps({**ANNOUNCED, "heterogeneous": True}))
+    write(base, 2, job_id="13\n", session_json=json.dumps(ANNOUNCED))
+    one, other = list_generations(LocalConnection(), str(base))
+    assert one.components == ("gpu", "cpu") and one.start == ("python", "ask") and other.components == ()
+    assert one.announcement is not None and one.announcement.heterogeneous
+    assert other.announcement is not None and not other.announcement.heterogeneous
+
+
+def parse_generation(creator: str) -> session_listing.Generation:
+    return session_listing.Generation("key", 1, "/base/sessions/key/1", None, creator, None, None, ())
 
 
 class Slurm:

@@ -152,6 +152,25 @@ class TestRecorded:
         assert [step.name for step in facts.steps] == ["batch", "0", "+1.0"]
         assert accounting(version, "het").nodes == facts.nodes and facts.memory == accounting(version, "het").memory == 2048 * MIB
 
+    def test_a_component_that_is_cancelled_explains_the_others(self, version: str) -> None:
+        facts = both(version, "hcc")
+        assert [each.state for each in facts.components] == ["FAILED", "CANCELLED"] and facts.telling == 1
+        assert (facts.state, facts.cancelled_by, facts.final_state) == ("CANCELLED", 1001, "CANCELLED")
+        assert [each.job_id for each in facts.components] == [facts.job_id, facts.job_id + 1]
+        assert facts.naming(["a", "b"]).components[1].component_id == "b" and facts.naming(["a"]) == facts
+
+    def test_a_component_out_of_memory(self, version: str) -> None:
+        facts = both(version, "hoo")
+        assert facts.out_of_memory and facts.telling == 1 and facts.memory == 400 * MIB
+        assert [each.out_of_memory for each in facts.components] == [False, True]
+        assert facts.max_rss == facts.components[1].max_rss > 200 * MIB
+        assert not controller(version, "hoo").out_of_memory
+
+    def test_a_heterogeneous_job_that_is_cancelled(self, version: str) -> None:
+        facts = both(version, "hca")
+        assert facts.state == "CANCELLED" and facts.telling == 0 and facts.nodes == ("c1", "g1")
+        assert {each.cancelled_by for each in facts.components} == {1001}
+
     def test_a_job_that_nobody_knows(self, version: str) -> None:
         assert parse_scontrol(said(version, "none", "scontrol")[1]) is None
         assert parse_sacct(said(version, "none", "sacct")[1], 9999999) is None

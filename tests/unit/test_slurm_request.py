@@ -66,6 +66,8 @@ def test_a_request_has_every_field_of_the_queue() -> None:
     assert {field.name for field in fields(JobRequest)} == set(SlurmQueueConfig.model_fields) - {"signal_before_timeout"} | {
         "job_name",
         "comment",
+        "component_id",
+        "others",
     }
 
 

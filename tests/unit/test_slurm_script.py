@@ -110,6 +110,75 @@ echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $code" >>exit
 exit "$code"
 """
 
+HETJOB = JobRequest(
+    job_name="job",
+    comment="why",
+    partition="compute",
+    exclude="c2",
+    mem="1G",
+    component_id="head",
+    others=(
+        JobRequest("job", "why", partition="gpu", num_nodes=2, gpus_per_node=2, mem="2G", exclusive=True, component_id="gpu"),
+        JobRequest("job", "why", mem="3G", exclude="c1", extra_sbatch=("--licenses=it's",), component_id="third"),
+        JobRequest("job", "why", mem="4G", component_id="last"),
+    ),
+)
+
+HETJOB_SCRIPT = r"""#!/bin/sh
+# rayslurm: why
+#SBATCH --job-name=job
+#SBATCH --comment=why
+#SBATCH --output=/scratch/runs/1/slurm.log
+#SBATCH --open-mode=append
+#SBATCH --chdir=/scratch/runs/1
+#SBATCH --partition=compute
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --mem=1G
+#SBATCH --time=01:00:00
+#SBATCH --exclude=c2
+#SBATCH --no-requeue
+#SBATCH hetjob
+#SBATCH --exclude=
+#SBATCH --partition=gpu
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=2
+#SBATCH --mem=2G
+#SBATCH --time=01:00:00
+#SBATCH --exclusive
+#SBATCH --no-requeue
+#SBATCH hetjob
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --mem=3G
+#SBATCH --time=01:00:00
+#SBATCH --exclude=c1
+#SBATCH --no-requeue
+#SBATCH --licenses='it'\''s'
+#SBATCH hetjob
+#SBATCH --exclude=
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --mem=4G
+#SBATCH --time=01:00:00
+#SBATCH --no-requeue
+
+cd /scratch/runs/1 || exit
+# scancel sends SIGTERM to this shell too, which must live to write the exit code; srun gets it as ever.
+trap : TERM
+unset CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK \
+    SLURM_NNODES SLURM_NPROCS SLURM_NTASKS SLURM_TASKS_PER_NODE
+srun \
+    --het-group=0-3 --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1 \
+    --mpi=none --input=none --chdir=. --export=ALL \
+    sh -c 'exec "$@" >>"node-$SLURM_NODEID.log" 2>&1' rayslurm \
+    /opt/ray/bin/python -I /scratch/rt/x.pyz node /scratch/runs/1
+code=$?
+echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $code" >>exit
+exit "$code"
+"""
+
 harmless = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=[chr(c) for c in (*range(32), 127)]))
 SRUN = 'while [ "${1#--}" != "$1" ]; do shift; done\n'
 """Passes over srun's own options."""
@@ -125,6 +194,30 @@ def test_a_script_with_every_field() -> None:
     command = ["/opt/ray/bin/python", "-I", "/scratch/a b/x.pyz", "node", run_dir]
     site = {"HTTPS_PROXY": "http://proxy:3128", "NCCL_NOTE": "it's $HOME"}
     assert render_script(EVERY_FIELD, command, run_dir, site) == EVERY_FIELD_SCRIPT
+
+
+def test_a_script_of_several_components() -> None:
+    assert render_script(HETJOB, COMMAND, "/scratch/runs/1", {}) == HETJOB_SCRIPT
+    alone = render_script(HETJOB.alone, COMMAND, "/scratch/runs/1", {})
+    assert "hetjob" not in alone and "--het-group" not in alone and " --nodes=1 --ntasks=1 " in alone
+
+
+@given(arguments=st.lists(harmless, min_size=1, max_size=3), value=harmless)
+@example(arguments=["-n", "*", "a'b\\", "$x"], value="\\' # \"")
+@settings(max_examples=25, deadline=None)
+def test_each_task_of_several_components_gets_every_value_as_it_is(
+    tmp_path_factory: pytest.TempPathFactory, arguments: list[str], value: str
+) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    other = JobRequest("n", "c", constraint=value or None, component_id="b")
+    code = "import os, sys; print(sys.argv[1:], [name in os.environ for name in ('CUDA_VISIBLE_DEVICES', 'SLURM_NNODES')])"
+    command = [sys.executable, "-X", "utf8", "-c", code, *arguments]
+    script = render_script(JobRequest("n", "c", component_id="a", others=(other,)), command, str(run_dir), {})
+    assert parse_as_sbatch(script.split("#SBATCH hetjob\n")[1].split("\n")[0])[0] in (f"--constraint={value}", "--nodes=1")
+    srun = f'export CUDA_VISIBLE_DEVICES=0 SLURM_NNODES=1\nsrun() {{ {SRUN}SLURM_NODEID=3 "$@"; }}'
+    for shell in SHELLS:
+        assert run_script(run_dir, script, shell, srun).returncode == 0
+    assert (run_dir / node_log(3)).read_text(encoding="utf-8") == f"{arguments} [False, False]\n" * len(SHELLS)
 
 
 def test_files_have_the_names_that_their_readers_use() -> None:

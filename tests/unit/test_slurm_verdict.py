@@ -1,5 +1,6 @@
 """Slurm's word for the end of a job becomes a verdict; what the record says stays true."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -112,3 +113,69 @@ def test_success_is_final(state: str) -> None:
 def test_no_state_of_slurm_is_success(state: str) -> None:
     for evidence in (Evidence(job=job(state)), Evidence(job=job(state), started_at=1.0, runtime_exit="x")):
         assert judge(evidence, True, True).kind in KINDS
+
+
+def het(*components: JobFacts) -> JobFacts:
+    """A job of components as their facts are put together."""
+    whole = dataclasses.replace(components[0], components=components, nodes=("n1", "n2"), num_nodes=2)
+    told = components[whole.telling]
+    return dataclasses.replace(whole, state=told.state, cancelled_by=told.cancelled_by, reason=told.reason)
+
+
+def part(number: int, name: str, state: str, **fields: Any) -> JobFacts:
+    nodes = (f"n{number + 1}",)
+    return JobFacts(12 + number, state, True, nodes=nodes, num_nodes=1, memory=2**30, component_id=name, **fields)
+
+
+CANCELLED = het(part(0, "cpu", "FAILED", exit_code=143), part(1, "gpu", "CANCELLED", cancelled_by=0))
+EATEN = het(part(0, "cpu", "FAILED"), part(1, "gpu", "OUT_OF_MEMORY"))
+LOST = het(part(0, "cpu", "NODE_FAIL"), part(1, "gpu", "NODE_FAIL"))
+LATE = het(part(0, "cpu", "TIMEOUT"), part(1, "gpu", "TIMEOUT"))
+KILLED_THERE = "slurmstepd: error: Detected 1 oom_kill event in StepId=13.0. Some of the step tasks have been OOM Killed."
+
+
+@pytest.mark.parametrize(
+    ("facts", "log", "kind", "says"),
+    [
+        (CANCELLED, "", "cancelled", "component 'gpu' of Slurm job 12 was cancelled by user id 0"),
+        (EATEN, "", "allocation", "OUT_OF_MEMORY: component 'gpu' of Slurm job 12 on n2 used more memory"),
+        (
+            het(part(0, "cpu", "FAILED"), part(1, "gpu", "FAILED")),
+            KILLED_THERE,
+            "allocation",
+            "component 'gpu' of Slurm job 12 on n2",
+        ),
+        (LOST, "", "allocation", "NODE_FAIL: Slurm job 12 on n1, n2 is lost"),
+        (LATE, "", "allocation", "TIMEOUT: Slurm job 12 was ended at its time limit"),
+        (het(part(0, "cpu", "RUNNING"), part(1, "gpu", "CANCELLED")), "", "cancelled", "component 'gpu' of Slurm job 12"),
+    ],
+)
+@pytest.mark.parametrize("end", [None, TERMINATED], ids=["no end", "terminated"])
+def test_the_component_that_explains_the_end_is_named(end: Any, facts: JobFacts, log: str, kind: str, says: str) -> None:
+    evidence = Evidence(end=end, job=facts, runtime_log=log, runtime_exit="Slurm calls the job so", started_at=1.0)
+    verdict = judge(evidence, True, True)
+    assert verdict.kind == kind and says in verdict.sentence, verdict.sentence
+
+
+def test_a_cluster_that_lost_a_component_may_have_lost_it_to_slurm() -> None:
+    end = {**END, "reason": "cluster-lost", "exit_code": None, "message": "n2 is gone"}
+    two = {"allocation": {"components": [{"component": "cpu"}, {"component": "gpu"}]}}
+    assert not asks_slurm(Evidence(end=end)) and asks_slurm(Evidence(end={**end, "context": two}))
+    lost = judge(Evidence(end={**end, "context": two}, job=CANCELLED, started_at=1.0), True, True)
+    assert lost.kind == "cancelled" and "'gpu'" in lost.sentence
+    plain = judge(Evidence(end={**end, "context": two}, job=job("FAILED"), started_at=1.0), True, True)
+    assert plain.kind == "cluster-lost" and "n2 is gone" in plain.sentence
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "rayslurm: 1: exec: /tmp/an env/bin/python: not found",
+        "rayslurm: 1: exec: /tmp/an env/bin/python: Permission denied",
+        "rayslurm: line 1: /tmp/an env/bin/python: No such file or directory",
+        "rayslurm: line 1: exec: /tmp/an env/bin/python: cannot execute: Permission denied",
+    ],
+)
+def test_a_shell_that_cannot_start_the_environment(line: str) -> None:
+    verdict = judge(Evidence(job=job("FAILED", exit_code=127), runtime_log=line, runtime_exit="x"), True, True)
+    assert verdict.kind == "environment" and "cannot start /tmp/an env/bin/python: " in verdict.sentence

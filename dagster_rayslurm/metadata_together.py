@@ -1,0 +1,110 @@
+"""What users see of payloads that ran together: a table of the components, and the rest under each one's name. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import dagster as dg
+
+from .backends.base import Attempt
+from .follow import Evidence
+from .metadata import MIB, Metadata, failure_metadata, run_metadata
+from .outcome_together import Judged, by_themselves
+from .runtime.record import Record
+
+_IN_TABLE = (
+    "CPU efficiency (%)",
+    "CPU time (s)",
+    "Elapsed (s)",
+    "Node",
+    "Peak memory (MiB)",
+    "Ray bring-up (s)",
+    "Ray cluster was warm",
+    "Slurm nodes",
+    "Slurm partition",
+)
+"""Metadata of a payload that are columns of the table."""
+
+
+def together_metadata(runs: Mapping[str, tuple[Attempt, Evidence]], mode: str) -> Metadata:
+    """Metadata that is attached to every result of a run.
+
+    Args:
+        runs: each component's runtime, and what is known of its payload, in the order of the job.
+        mode: execution mode.
+    """
+    own: dict[str, Metadata] = {}
+    for component, (attempt, evidence) in runs.items():
+        found = {**run_metadata(evidence.end, mode, attempt.cluster_id), **attempt.metadata(evidence)}
+        own[component] = {key: value for key, value in found.items() if key not in _IN_TABLE}
+    metadata = {"Execution mode": mode, **told_apart(own)}
+    rows = [
+        _row(component, _job_id(attempt.job_id, place, len(runs)), evidence.end)
+        for place, (component, (attempt, evidence)) in enumerate(runs.items())
+    ]
+    metadata["Components"] = dg.MetadataValue.table([dg.TableRecord(row) for row in rows])
+    elapsed = [row["elapsed (s)"] for row in rows if row["elapsed (s)"]]
+    if elapsed:
+        metadata["Elapsed (s)"] = max(elapsed)
+    return metadata
+
+
+def failures_metadata(judged: Mapping[str, Judged], run_dir: str | None) -> Metadata:
+    """Metadata of a failure: of each component that failed by itself, its last output and what the logs say.
+
+    Args:
+        judged: what became of each component's payload.
+        run_dir: where the run's directory is, in words; None if it is gone.
+    """
+    metadata = told_apart(
+        {component: failure_metadata(each.evidence, None) for component, each in by_themselves(judged).items()}, always=True
+    )
+    if run_dir is not None:
+        metadata["Run directory"] = dg.MetadataValue.path(run_dir)
+    return metadata
+
+
+def told_apart(own: Mapping[str, Metadata], always: bool = False) -> Metadata:
+    """The metadata of all components: once what is the same for all of them, the rest with the component's name.
+
+    Args:
+        own: of each component.
+        always: whether even what all of them have in common gets the names, unless it is Slurm's.
+    """
+    metadata: Metadata = {}
+    for key in dict.fromkeys(key for each in own.values() for key in each):
+        values = {component: each[key] for component, each in own.items() if key in each}
+        first, *others = values.values()
+        shared = len(values) == len(own) and all(value == first for value in others)
+        if shared and (not always or key.startswith("Slurm")):
+            metadata[key] = first
+        else:
+            metadata.update({f"{key} ({component})": value for component, value in values.items()})
+    return metadata
+
+
+def _job_id(job_id: str | None, place: int, components: int) -> str | None:
+    """A component's job, as squeue shows it: of a job with one component Slurm makes no heterogeneous one."""
+    return job_id if job_id is None or components == 1 else f"{job_id}+{place}"
+
+
+def _row(component: str, job_id: str | None, end: Record | None) -> dict[str, Any]:
+    """The line of a component in the table; what is not known is left empty."""
+    context: Mapping[str, Any] = (end or {}).get("context") or {}
+    usage: Mapping[str, Any] = (end or {}).get("usage") or {}
+    allocation: Mapping[str, Any] = context.get("allocation") or {}
+    nodes = context.get("nodes") or []
+    cpus = sum(node["resources"].get("CPU", 0.0) for node in nodes) or float(context.get("num_cpus") or 0)
+    slurm = {} if job_id is None else {"Slurm job ID": job_id, "partition": str(allocation.get("partition") or "")}
+    return {
+        "component": component,
+        **slurm,
+        "nodes": ", ".join(allocation.get("nodes") or [node["hostname"] for node in nodes] or [context.get("hostname") or ""]),
+        "CPUs": cpus,
+        "GPUs": float(sum(node["resources"].get("GPU", 0.0) for node in nodes)),
+        "bring-up (s)": round(context.get("bring_up") or 0.0, 2),
+        "elapsed (s)": round(usage.get("elapsed") or 0.0, 2),
+        "CPU time (s)": round(usage.get("cpu_seconds") or 0.0, 2),
+        "peak memory (MiB)": round((usage.get("peak_memory") or 0) / MIB, 1),
+    }

@@ -1,0 +1,173 @@
+"""A node's Ray as the head of its cluster has it: started when told, measured, ended; wherever the orders come from."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional
+
+from .clusters import clear_away, token_of, worker_env_of
+from .components import node_spec
+from .loop import Loop
+from .machine import Machine
+from .ray_arguments import ClusterError, node_address
+from .ray_start import RayStart
+from .scratch import Scratch
+from .spec import RaySpec, RuntimeSpec, from_fields
+from .usage import Sampler
+
+Order = Dict[str, Any]
+
+
+class _Joined(NamedTuple):
+    """A cluster that this node belongs to."""
+
+    attempt: int
+    ray: RayStart
+    place: Scratch
+
+
+class Follower:
+    """One node of one cluster or several.
+
+    Args:
+        loop: where everything happens.
+        spec: the start record, the same as the head's.
+        machine: what this node grants.
+        place: makes the directory of a cluster, by its key.
+        send: tells the head something.
+        say: writes to this node's log.
+        environ: variables for Ray's daemons on this node; None for one that they must not have.
+        alone: whether this node is all that its runtime has; else it is measured by the processes of its own Ray.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        spec: RuntimeSpec,
+        machine: Machine,
+        place: Callable[[str], Scratch],
+        send: Callable[..., None],
+        say: Callable[[str], None],
+        environ: Optional[Mapping[str, Optional[str]]] = None,
+        alone: bool = True,
+    ) -> None:
+        self._loop = loop
+        self._spec = spec
+        self._machine = machine
+        self._place = place
+        self._send = send
+        self._say = say
+        self._environ = environ or {}
+        self._alone = alone
+        self._clusters: Dict[str, _Joined] = {}
+        self._samplers: Dict[str, Sampler] = {}
+
+    @property
+    def pids(self) -> List[int]:
+        """The processes below which all of Ray on this node is."""
+        return [joined.ray.pid for joined in self._clusters.values() if joined.ray.pid is not None]
+
+    def obey(self, order: Order) -> None:
+        """Do what the head says; an order that is not for Ray is not for here."""
+        try:
+            self._obey(order)
+        except Exception as error:
+            if order.get("op") != "ray":
+                raise
+            traceback.print_exc()
+            said = "node %s: %s: %s" % (self._machine.name, type(error).__name__, error)
+            self._tell_failed(order, ClusterError("cluster-start", said), {})
+
+    def end(self) -> None:
+        """End all of Ray on this node at once."""
+        for joined in self._clusters.values():
+            joined.ray.end()
+
+    def _obey(self, order: Order) -> None:
+        op = order.get("op")
+        if op == "ray":
+            self._start_ray(order)
+        elif op == "ready":
+            joined = self._clusters.get(order.get("cluster", ""))
+            if joined is not None and order["attempt"] == joined.attempt:
+                joined.ray.ready = True
+        elif op == "end-ray":
+            self._end_ray(order["cluster"])
+            self._send(event="ended", cluster=order["cluster"])
+        elif op == "measure" and order["id"] not in self._samplers:
+            self._measure(order["id"])
+        elif op == "report":
+            sampler = self._samplers.pop(order["id"], None)
+            self._send(event="usage", id=order["id"], usage=None if sampler is None else sampler.stop())
+
+    def _measure(self, nonce: str) -> None:
+        """Measure what all of Ray on this node uses, but for clusters that are another payload's own."""
+        own = self._clusters.get(nonce) or self._clusters.get("")
+
+        def not_mine() -> List[int]:
+            others = [joined.ray.pid for key, joined in self._clusters.items() if key and key != nonce]
+            return [pid for pid in others if pid is not None]
+
+        def mine() -> List[int]:
+            return [own.ray.pid] if own is not None and own.ray.pid is not None else []
+
+        where = None if own is None else own.place.ray_temp_dir
+        self._samplers[nonce] = Sampler(self._loop, where, not_mine, None if self._alone else mine)
+
+    def _start_ray(self, order: Order) -> None:
+        """Start Ray, or start it anew for a head that had to take another port; after a reconnection it runs already."""
+        key, attempt = str(order.get("cluster", "")), int(order["attempt"])
+        before = self._clusters.get(key)
+        if before is not None and before.attempt == attempt:
+            return
+        whole = from_fields(RaySpec, order["ray"]) if key else self._spec.ray
+        assert whole is not None
+        spec = node_spec(whole, self._machine.component)
+
+        def failed(error: ClusterError) -> None:
+            self._say(str(error))
+            self._tell_failed(order, error, ray.log_tails())
+
+        if before is not None:
+            before.ray.end()
+            os.unlink(before.ray.token_path)
+            place = before.place
+        else:
+            try:
+                place = self._place(key)
+            except OSError as error:
+                why = ClusterError("cluster-start", "node %s: %s" % (self._machine.name, error))
+                self._say(str(why))
+                return self._tell_failed(order, why, {})
+        secret = self._spec.token_key or self._spec.control_key
+        ray = RayStart(
+            self._loop,
+            spec,
+            self._machine,
+            place,
+            token_of(secret, key),
+            int(order["nodes"]),
+            lambda *_: None,
+            lambda *_: None,
+            failed,
+            lambda *said: self._say(said[1]),
+            {**worker_env_of(self._spec, key), **self._environ},
+        )
+        self._clusters[key] = _Joined(attempt, ray, place)
+        try:
+            ray.start(node_address(spec, order["gcs"]), order["gcs"])
+        except ClusterError as error:
+            failed(error)
+
+    def _tell_failed(self, order: Order, error: ClusterError, tails: Mapping[str, str]) -> None:
+        named = {"cluster": order["cluster"]} if order.get("cluster") else {}
+        self._send(
+            event="failed", attempt=order.get("attempt"), reason=error.reason, message=str(error), tails=dict(tails), **named
+        )
+
+    def _end_ray(self, key: str) -> None:
+        joined = self._clusters.pop(key, None)
+        if joined is not None:
+            joined.ray.end()
+            clear_away(self._loop, joined.place, key)

@@ -1,0 +1,233 @@
+"""Components simulated on one machine: a Ray node for each, all below one runtime, which is the head's and theirs.
+
+To the head's runtime they are what the nodes of an allocation are to it (`team`): they are told the same, and say the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from dataclasses import replace
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from .channel import Message
+from .corner import Corners
+from .follower import Follower
+from .loop import Loop
+from .machine import GPU_VARIABLES, Machine, shown_gpus, visible_gpus
+from .scratch import Scratch
+from .spec import ComponentSpec, NodeSpec, RuntimeSpec
+from .team import Member
+
+ADDRESS = "127.0.0.1"
+"""Where the nodes of one machine find each other."""
+
+Variables = Dict[str, Optional[str]]
+
+
+class Role(NamedTuple):
+    """What the Ray node of one component is given of this machine.
+
+    Attributes:
+        machine: what it grants, GPUs that are none included.
+        environ: variables for Ray there; None for one that must not be set.
+        remark: what is not as it seems, for the user; or "".
+    """
+
+    machine: Machine
+    environ: Variables
+    remark: str
+
+
+def cast(spec: RuntimeSpec, here: Machine, visible: Tuple[str, Sequence[str]]) -> List[Role]:
+    """What the nodes of a runtime's components are given of this machine; pure.
+
+    Each may use all CPUs, if it does not ask for fewer, as what is simulated is seldom busy all at once. GPUs are shared out in
+    the order of the components; where too few are left, Ray is told a number all the same.
+
+    Args:
+        spec: the runtime.
+        here: what this machine grants.
+        visible: the variable by which GPUs are shown to a process, and what those are called that there are.
+    """
+    variable, devices = visible
+    left = list(devices)
+    nodes = {each.component_id: each for each in spec.ray.components} if spec.ray is not None else {}
+    # What is not limited, Ray would take for each node anew.
+    memory = (here.memory if here.memory_limit is None else here.memory_limit) // max(1, len(spec.components))
+    roles = []
+    for component in spec.components:
+        name = component.component_id
+        cpus, gpus = _wanted(component, nodes.get(name, NodeSpec(name)), here)
+        environ: Variables = {}
+        remark = ""
+        if gpus > len(left):
+            environ = dict.fromkeys(GPU_VARIABLES)  # Ray refuses a number that they contradict.
+            there = "%d left" % len(left) if devices else "none"
+            remark = "component %s: %s simulated, this machine has %s" % (
+                name,
+                "1 GPU is" if gpus == 1 else "%d GPUs are" % gpus,
+                there,
+            )
+        elif devices:
+            mine, left = left[:gpus], left[gpus:]
+            environ = shown_gpus(variable, mine)
+        machine = replace(here, num_cpus=cpus, num_gpus=gpus, memory_limit=memory, component=name)
+        roles.append(Role(machine, environ, remark))
+    return roles
+
+
+def _wanted(component: ComponentSpec, node: NodeSpec, here: Machine) -> Tuple[int, int]:
+    cpus = min(component.asked_cpus or here.num_cpus, here.num_cpus) if node.num_cpus is None else node.num_cpus
+    return cpus, (component.asked_gpus or 0) if node.num_gpus is None else node.num_gpus
+
+
+def settled(spec: RuntimeSpec) -> RuntimeSpec:
+    """The start record once its components have their roles: nothing was asked of Slurm, and nodes share a secret."""
+    plain = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
+    return replace(spec, components=plain, control_key=os.urandom(32).hex())
+
+
+class Stage(NamedTuple):
+    """A runtime whose components are simulated.
+
+    Attributes:
+        spec: the start record as it is then.
+        roles: what each component is given, the head's first.
+        team: the nodes of the others.
+    """
+
+    spec: RuntimeSpec
+    roles: List[Role]
+    team: Siblings
+
+    def remarks(self, uses_ray: bool) -> List[str]:
+        """What a payload is to be told; one without Ray runs in the first component alone."""
+        return [role.remark for role in (self.roles if uses_ray else self.roles[:1]) if role.remark]
+
+    def head_environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
+        """The environment of what runs beside the head, such as payloads: with the GPUs of the head's component alone."""
+        own = {**environ, **self.roles[0].environ}
+        return {name: value for name, value in own.items() if value is not None}
+
+
+def stage(loop: Loop, spec: RuntimeSpec, here: Machine, private: Scratch, on_message: Callable[[Member, Message], None]) -> Stage:
+    """Set the components of a runtime up on this machine; nothing starts before it is told to.
+
+    Args:
+        loop: where everything happens.
+        spec: the start record.
+        here: what this machine grants.
+        private: scratch directory of the runtime.
+        on_message: called with a member and its message.
+    """
+    roles = cast(spec, here, visible_gpus(os.environ, here.num_gpus))
+    plain = settled(spec)
+    return Stage(plain, roles, Siblings(loop, plain, roles, Corners(private), on_message))
+
+
+class Sibling(Member):
+    """The Ray node of one component besides the head's."""
+
+    def __init__(self, place: int, machine: Machine) -> None:
+        super().__init__(place, machine.hostname, machine.component)
+        self.machine = machine.facts()
+
+    @property
+    def here(self) -> bool:
+        """It is where the head's runtime is."""
+        return True
+
+
+class Siblings:
+    """The nodes of the other components, in the way of a `Team`.
+
+    Args:
+        loop: where everything happens.
+        spec: the start record.
+        roles: what each component is given, the head's first.
+        corners: where their directories are made.
+        on_message: called with a member and its message.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        spec: RuntimeSpec,
+        roles: Sequence[Role],
+        corners: Corners,
+        on_message: Callable[[Member, Message], None],
+    ) -> None:
+        self._loop = loop
+        self._on_message = on_message
+        self._figures: Dict[str, Dict[str, Dict[str, Any]]] = {}
+        self.members: Dict[int, Member] = {}
+        self._followers: Dict[int, Follower] = {}
+        for place, role in enumerate(roles):
+            if place:
+                self.members[place] = member = Sibling(place, role.machine)
+                self._followers[place] = Follower(
+                    loop,
+                    spec,
+                    role.machine,
+                    lambda _: corners.take(),
+                    functools.partial(self._say, member),
+                    functools.partial(_log, role.machine.name),
+                    role.environ,
+                    alone=False,
+                )
+
+    @property
+    def pids(self) -> List[int]:
+        """The processes below which all of Ray is that is theirs."""
+        return [pid for follower in self._followers.values() for pid in follower.pids]
+
+    def order(self, places: Iterable[int], **order: Any) -> None:
+        """Tell some nodes something."""
+        for place in places:
+            self._followers[place].obey(order)
+
+    def missing(self) -> List[Member]:
+        """None: all are here."""
+        return []
+
+    def facts(self) -> List[Dict[str, Any]]:
+        """The nodes, and what each is given."""
+        return [member.facts() for member in self.members.values()]
+
+    def log_tail(self, member: Member) -> str:  # noqa: ARG002
+        """They have no logs but the runtime's."""
+        return ""
+
+    def measure(self, nonce: str) -> None:
+        """Begin to measure what each node uses, for one payload."""
+        self._figures[nonce] = {}
+        self.order(self.members, op="measure", id=nonce)
+
+    def collect(self, nonce: str, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
+        """End the measuring for a payload and hand over the figures."""
+        self.order(self.members, op="report", id=nonce)
+        figures = self._figures.pop(nonce)
+        self._loop.call_later(0.0, lambda: done(figures))
+
+    def dismiss(self) -> None:
+        """End all of them at once."""
+        for follower in self._followers.values():
+            follower.end()
+
+    def wait_gone(self, patience: float) -> None:
+        """They were below this runtime, which has ended what is."""
+
+    def _say(self, member: Member, **message: Any) -> None:
+        if message["event"] == "usage":
+            if message["usage"] is not None and message["id"] in self._figures:
+                self._figures[message["id"]][member.title] = message["usage"]
+        elif message["event"] == "failed":
+            # Not from within what the head is just doing.
+            self._loop.call_later(0.0, lambda: self._on_message(member, message))
+
+
+def _log(name: str, text: str) -> None:
+    sys.stderr.write("rayslurm on %s: %s\n" % (name, text))
+    sys.stderr.flush()

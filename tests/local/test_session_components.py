@@ -1,0 +1,71 @@
+"""Warm clusters of several components on this machine: simulated, shared by all payloads that they are enough for."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm import ComputeResource, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig
+from dagster_rayslurm.backends import local_session
+from dagster_rayslurm.backends.rundir import Layout
+
+from ..conftest import Ran, pipes_script, run_asset, small_ray
+
+pytestmark = pytest.mark.ray
+
+WHERE = pipes_script("""
+import ray
+ray.init()
+labels = {node["NodeID"]: node["Labels"]["component"] for node in ray.nodes()}
+pipes.report_asset_materialization(metadata={"driver": labels[ray.get_runtime_context().get_node_id()], "nodes": len(labels)})
+""")
+
+
+def component(name: str, launcher: RayLauncher | None = None, **queue: Any) -> HetComponent:
+    asked = SlurmQueueConfig(**{"partition": name, "cpus_per_node": 1, **queue})
+    return HetComponent(component_id=name, queue=asked, launcher=launcher or RayLauncher())
+
+
+BOTH = [component("cpu"), component("gpu", gpus_per_node=2)]
+
+
+@pytest.fixture
+def warm(base: Path) -> Iterator[Callable[..., ComputeResource]]:
+    """Makes resources with a warm cluster of two components."""
+
+    def make(**fields: Any) -> ComputeResource:
+        session = SessionConfig(**{"idle_timeout": 300, **fields.pop("session", {})})
+        defaults: dict[str, Any] = {"components": BOTH, "default_launcher": small_ray(), "enable_cluster_reuse": True}
+        return ComputeResource(local_base=str(base), session=session, **{**defaults, **fields})
+
+    yield make
+    for directory, _ in local_session.living(Layout(base)):
+        local_session.end_directory(directory)
+
+
+def cluster_of(ran: Ran) -> str:
+    assert not ran.failures, ran.failures[0].description
+    return ran.completed[0].cluster_id
+
+
+def test_a_payload_that_wants_something_else(warm: Callable[..., ComputeResource], script: Any, base: Path) -> None:
+    """Less of it is there; more, and a head that is elsewhere, is another cluster, or none."""
+    compute = warm()
+    payload = script("import ray; ray.init()")
+    first = cluster_of(run_asset(compute, payload, uses_pipes=False))
+    ((directory, announced),) = local_session.living(Layout(base))
+    nodes = local_session.describe(directory, announced)["nodes"]
+    assert [(node["component"], node["cpus"], node["gpus"]) for node in nodes] == [("cpu", 1, 0), ("gpu", 1, 2)]
+    less = [component("gpu", gpus_per_node=1)]
+    assert cluster_of(run_asset(compute, payload, uses_pipes=False, components=less)) == first
+    strict = warm(session={"on_misfit": "error"})
+    more = [component("cpu"), component("gpu", gpus_per_node=3)]
+    for wanted, says in (
+        ({"components": more}, "component 'gpu': RayLauncher.num_gpus_per_node=3"),
+        ({"launcher": small_ray(component_id="gpu")}, "component_id='gpu'"),
+    ):
+        failure = run_asset(strict, payload, uses_pipes=False, **wanted).failure
+        assert failure.kind == "configuration" and says in (failure.description or ""), failure.description
+    moved = run_asset(compute, script(WHERE), launcher=small_ray(component_id="gpu"))
+    assert cluster_of(moved) != first and (moved.metadata["driver"], moved.metadata["nodes"]) == ("gpu", 2)

@@ -1,0 +1,537 @@
+"""Runtimes of components that run a payload each, as processes on this machine: they start and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm.archive import install_runtime
+from dagster_rayslurm.runtime import meeting
+from dagster_rayslurm.runtime.allocation import from_environ, settle
+from dagster_rayslurm.runtime.dialler import Dialler
+from dagster_rayslurm.runtime.loop import Loop
+from dagster_rayslurm.runtime.meeting import Guest, Host
+from dagster_rayslurm.runtime.ports import control_ports
+from dagster_rayslurm.runtime.processes import descendants
+from dagster_rayslurm.runtime.record import CANCEL, JOURNAL, PAYLOAD, RUNTIME, SECRETS, STATUS, LineReader, component_dir
+from dagster_rayslurm.runtime.spec import ComponentSpec, MeetingSpec, PayloadSpec, RaySpec, RuntimeSpec, to_json
+
+from ..conftest import wait_until
+from .test_channel import turn
+
+KEY = "ab" * 32
+SAY = "import os; print(os.environ['RAYSLURM_COMPONENT'], os.environ['RAYSLURM_COMPONENTS'])"
+SLEEP = "import time; time.sleep(600)"
+
+
+class Job:
+    """A heterogeneous job of which this machine is all the nodes."""
+
+    def __init__(self, path: Path, **payloads: str) -> None:
+        self.path = path
+        self.nodes = dict.fromkeys(payloads, 1)
+        self.tasks: dict[int, subprocess.Popen[bytes]] = {}
+        self.payloads = payloads
+        self.ray: dict[str, RaySpec] = {}
+        self.patience = 60.0
+        self.grace = 1.0
+
+    def lay_out(self) -> None:
+        ports = control_ports(None)
+        parts = [ComponentSpec(name, count) for name, count in self.nodes.items()]
+        (self.path / RUNTIME).write_text(to_json(RuntimeSpec("c1", components=parts)))
+        for name, code in self.payloads.items():
+            directory = self.directory(name)
+            directory.mkdir(parents=True)
+            spec = RuntimeSpec(
+                "c1",
+                self.ray.get(name),
+                control_key=name.encode().hex().ljust(64, "0"),
+                control_ports=control_ports(None),
+                token_key=KEY,
+                meeting=MeetingSpec(name, list(self.payloads), KEY, ports, ["localhost"], self.patience),
+            )
+            (directory / RUNTIME).write_text(to_json(spec))
+            payload = PayloadSpec(argv=["python", "-c", code], nonce="n", grace_period=self.grace, uses_ray=name in self.ray)
+            (directory / PAYLOAD).write_text(to_json(payload))
+            (directory / CANCEL).write_text("")
+
+    def directory(self, name: str) -> Path:
+        return Path(component_dir(str(self.path), name))
+
+    def start(self, *places: int) -> None:
+        """Start the tasks in these places; all if none is named."""
+        groups = {f"SLURM_JOB_NODELIST_HET_GROUP_{k}": ",".join(["localhost"] * n) for k, n in enumerate(self.nodes.values())}
+        numbers = {f"SLURM_JOB_ID_HET_GROUP_{k}": str(17 + k) for k in range(len(self.nodes))}
+        command = [sys.executable, "-I", str(install_runtime(self.path)), "part", str(self.path)]
+        for place in places or range(sum(self.nodes.values())):
+            task = {"SLURM_JOB_ID": "17", "SLURM_NODEID": str(place), "SLURM_STEP_NODELIST": "localhost"}
+            if len(self.nodes) > 1:
+                task.update({"SLURM_HET_SIZE": str(len(self.nodes)), **groups, **numbers})
+            env = {**os.environ, **task, "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
+            with open(self.path / f"node-{place}.log", "wb") as log:
+                self.tasks[place] = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def records(self, name: str, kind: str) -> list[dict[str, Any]]:
+        journal = self.directory(name) / JOURNAL
+        return (
+            [record for record in LineReader().feed(journal.read_bytes()) if record["type"] == kind] if journal.exists() else []
+        )
+
+    def end(self, name: str) -> dict[str, Any]:
+        found = wait_until(lambda: self.records(name, "end"), 40)
+        assert len(found) == 1, [(self.path / f"node-{place}.log").read_text() for place in self.tasks]
+        return dict(found[0])
+
+    def runs(self, name: str) -> bool:
+        return any(record["phase"] == "running" for record in self.records(name, "phase"))
+
+    def codes(self) -> list[int]:
+        return [task.wait(20) for task in self.tasks.values()]
+
+    def output(self, name: str) -> str:
+        return "".join(record["d"] for record in LineReader().feed((self.directory(name) / "stdio.jsonl").read_bytes()))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Any]:
+    made: list[Job] = []
+
+    def make(**payloads: str) -> Job:
+        made.append(Job(tmp_path, **payloads))
+        return made[0]
+
+    yield make
+    for each in made:
+        for task in each.tasks.values():
+            if task.poll() is None:
+                task.terminate()
+                task.wait(20)
+
+
+def test_payloads_start_together_and_know_each_other(job: Any) -> None:
+    """Nobody starts alone; a node that leads nothing helps its own component."""
+    three = job(cpu=SAY, gpu=SAY, io=SAY)
+    three.nodes["gpu"] = 2
+    three.lay_out()
+    three.start(0, 1, 2)
+    wait_until(lambda: three.records("cpu", "phase"), 20)
+    assert not three.runs("cpu") and not three.runs("gpu")
+    three.start(3)
+    assert [three.end(name)["exit_code"] for name in ("cpu", "gpu", "io")] == [0, 0, 0]
+    assert three.codes() == [0, 0, 0, 0]
+    name, _, places = three.output("gpu").partition(" ")
+    assert name == "gpu" and list(json.loads(places)) == ["cpu", "gpu", "io"]
+    assert json.loads(places)["gpu"]["nodes"] == ["localhost", "localhost"]
+    assert json.loads(places)["cpu"]["host"] == socket.gethostname() and json.loads(places)["io"]["ray_address"] is None
+    start = three.records("gpu", "start")[0]
+    assert start["allocation"]["job_id"] == "18" and start["allocation"]["nodes"] == ["localhost", "localhost"]
+
+
+@pytest.mark.parametrize(("failing", "codes"), [("cpu", [3, 0]), ("gpu", [3, 0])])
+def test_the_first_failure_ends_all_and_is_the_jobs(job: Any, failing: str, codes: list[int]) -> None:
+    """An exit code other than 0 has srun end the step, so it is the host's, which is the last to go."""
+    other = "gpu" if failing == "cpu" else "cpu"
+    two = job(**{name: "import sys; sys.exit(3)" if name == failing else SLEEP for name in ("cpu", "gpu")})
+    two.lay_out()
+    two.start()
+    assert two.end(failing)["exit_code"] == 3
+    end = two.end(other)
+    assert end["reason"] == "other-component"
+    assert end["message"] == f"component {failing!r}: its payload ended with exit code 3"
+    assert two.codes() == codes
+
+
+def test_a_component_that_has_ended_waits_for_the_others(job: Any) -> None:
+    """Its cluster serves them until then, and the host's end would be theirs."""
+    two = job(cpu="pass", gpu="import os, time\nwhile not os.path.exists('../go'): time.sleep(0.05)")
+    two.lay_out()
+    two.start()
+    assert two.end("cpu")["exit_code"] == 0
+    wait_until(lambda: two.runs("gpu"), 20)
+    assert two.tasks[0].poll() is None
+    (two.directory("gpu") / "go").write_text("")
+    assert two.end("gpu")["exit_code"] == 0 and two.codes() == [0, 0]
+
+
+def test_a_component_that_does_not_come_is_named(job: Any) -> None:
+    two = job(cpu=SLEEP, gpu=SLEEP, io=SLEEP)
+    two.patience = 3.0
+    two.lay_out()
+    two.start(0, 1)
+    end = two.end("cpu")
+    assert end["reason"] == "cluster-start" and "within 3 s, missing: 'io' (no word from its runtime)" in end["message"]
+    end = two.end("gpu")
+    assert end["reason"] == "other-component" and "component 'cpu'" in end["message"] and "'io'" in end["message"]
+    assert two.codes() == [1, 0]
+
+
+@pytest.mark.parametrize("victim", ["cpu", "gpu"])
+def test_a_runtime_that_is_killed_is_missed(job: Any, victim: str) -> None:
+    """srun would end the others at once; without it they find out by themselves, after the time in which it could be back."""
+    other = "gpu" if victim == "cpu" else "cpu"
+    two = job(cpu=SLEEP, gpu=SLEEP)
+    two.lay_out()
+    two.start()
+    assert wait_until(lambda: two.runs("cpu") and two.runs("gpu"), 20)
+    os.kill(json.loads((two.directory(victim) / STATUS).read_text())["runtime_pid"], signal.SIGKILL)
+    end = two.end(other)
+    assert end["reason"] == "other-component" and f"component {victim!r}: its runtime" in end["message"]
+    assert two.records(victim, "end") == [] and sorted(two.codes())[-1] == 137
+
+
+def test_a_cancelled_component_ends_the_others(job: Any) -> None:
+    two = job(cpu=SLEEP, gpu=SLEEP)
+    two.lay_out()
+    two.start()
+    assert wait_until(lambda: two.runs("cpu") and two.runs("gpu"), 20)
+    (two.directory("gpu") / CANCEL).write_text('{"op": "cancel"}')
+    assert two.end("gpu")["reason"] == "cancel" and two.end("cpu")["reason"] == "other-component"
+    assert two.codes() == [1, 0]
+
+
+def test_a_cluster_that_does_not_start_ends_the_others(job: Any) -> None:
+    two = job(cpu=SLEEP, gpu=SLEEP)
+    two.ray["gpu"] = RaySpec(num_cpus=1, dashboard=False, health_check="echo unwell; false")
+    two.lay_out()
+    two.start()
+    assert two.end("gpu")["reason"] == "cluster-start" and two.end("cpu")["reason"] == "other-component"
+    assert not two.runs("cpu") and two.codes()[0] == 1
+
+
+def test_who_does_not_know_the_key_is_not_heard(job: Any) -> None:
+    """Neither one that calls itself a component, nor another service on the host's first port."""
+    two = job(cpu=SAY, gpu=SAY)
+    two.lay_out()
+    meeting = MeetingSpec(
+        "gpu", ["cpu", "gpu"], "cd" * 32, json.loads((two.directory("gpu") / RUNTIME).read_text())["meeting"]["ports"]
+    )
+    right = (two.directory("gpu") / RUNTIME).read_text()
+    spec = json.loads(right)
+    spec["meeting"] = dataclasses.asdict(dataclasses.replace(meeting, hosts=["localhost"], patience=60.0))
+    with socket.socket() as squatter:
+        squatter.bind(("0.0.0.0", meeting.ports[0]))
+        squatter.listen()
+        (two.directory("gpu") / RUNTIME).write_text(json.dumps(spec))
+        two.start()
+        wait_until(lambda: two.records("gpu", "phase"), 20)
+        assert not two.runs("cpu") and not two.runs("gpu")
+        two.tasks[1].terminate()
+        two.tasks[1].wait(20)
+        for path in (two.directory("gpu") / JOURNAL, two.directory("gpu") / "stdio.jsonl"):
+            path.unlink()
+        (two.directory("gpu") / RUNTIME).write_text(right)
+        two.start(1)
+        assert two.end("gpu")["exit_code"] == 0 and two.end("cpu")["exit_code"] == 0
+
+
+def test_a_component_that_is_given_up_ends_properly(job: Any) -> None:
+    """It hears of its own loss when it is back, and no payload is left without an end."""
+    told = "import os, signal, sys, time\nsignal.signal(15, lambda *_: (print('told', flush=True), {}))\ntime.sleep(600)"
+    slow = told.format("[time.sleep(0.05) for _ in iter(lambda: os.path.exists('../go'), True)], sys.exit(0)")
+    two = job(cpu=slow, gpu=told.format("sys.exit(0)"))
+    two.grace = 60.0
+    two.lay_out()
+    two.start()
+    assert wait_until(lambda: two.runs("cpu") and two.runs("gpu"), 20)
+    runtime = json.loads((two.directory("gpu") / STATUS).read_text())["runtime_pid"]
+    os.kill(runtime, signal.SIGSTOP)
+    assert wait_until(lambda: two.output("cpu"), 60) == "told\n"
+    os.kill(runtime, signal.SIGCONT)
+    end = two.end("gpu")
+    (two.directory("cpu") / "go").write_text("")
+    assert end["reason"] == "runtime" and "given this one up: its runtime is lost" in end["message"]
+    assert two.end("cpu")["reason"] == "other-component" and two.codes() == [1, 0]
+    assert two.output("gpu") == "told\n"
+
+
+def test_a_host_that_is_signalled_at_rest_ends_the_others(job: Any) -> None:
+    """Its own payload has ended well; the job is ended all the same, and does not look like a success."""
+    two = job(cpu="pass", gpu=SLEEP)
+    two.lay_out()
+    two.start()
+    assert two.end("cpu")["exit_code"] == 0 and wait_until(lambda: two.runs("gpu"), 20)
+    two.tasks[0].terminate()
+    end = two.end("gpu")
+    assert end["reason"] == "other-component" and end["message"] == "component 'cpu': the runtime received SIGTERM"
+    assert two.codes() == [143, 0]
+
+
+def test_a_guest_that_is_signalled_at_rest_is_no_failure(job: Any) -> None:
+    """The others are told, as its cluster goes with it; they may do without."""
+    two = job(cpu="import os, time\nwhile not os.path.exists('../go'): time.sleep(0.05)", gpu="pass")
+    two.lay_out()
+    two.start()
+    assert two.end("gpu")["exit_code"] == 0 and wait_until(lambda: two.runs("cpu"), 20)
+    two.tasks[1].terminate()
+    said = wait_until(lambda: [each["message"] for each in two.records("cpu", "phase") if each["phase"] == "component"], 20)
+    assert said == ["component 'gpu': its runtime and its cluster end, as the runtime received SIGTERM"]
+    (two.directory("cpu") / "go").write_text("")
+    assert two.end("cpu")["exit_code"] == 0 and two.codes() == [0, 0]
+
+
+def test_a_host_whose_guest_never_comes_and_that_is_signalled_ends(job: Any) -> None:
+    two = job(cpu=SLEEP, gpu=SLEEP)
+    two.lay_out()
+    two.start(0)
+    wait_until(lambda: two.records("cpu", "phase"), 20)
+    two.tasks[0].terminate()
+    assert two.end("cpu")["reason"] == "terminated" and two.codes() == [1]
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_secrets_go_when_no_other_attempt_will_need_them(job: Any, well: bool) -> None:
+    two = job(cpu="pass", gpu="pass" if well else SLEEP)
+    two.lay_out()
+    for name in two.payloads:
+        spec = json.loads((two.directory(name) / RUNTIME).read_text())
+        (two.directory(name) / RUNTIME).write_text(json.dumps({**spec, "requeue": True}))
+        (two.directory(name) / SECRETS).write_text('{"PASSWORD": "hunter2"}')
+    two.start()
+    assert two.end("cpu")["exit_code"] == 0
+    if not well:
+        assert wait_until(lambda: two.runs("gpu"), 20)
+        two.tasks[1].terminate()
+        assert two.end("gpu")["reason"] == "terminated"
+    two.codes()
+    assert [(two.directory(name) / SECRETS).exists() for name in two.payloads] == [not well] * 2
+
+
+def test_a_cluster_that_is_lost_at_rest_is_told_to_the_others(job: Any) -> None:
+    """They may use it, although its own payload needs it no more."""
+    two = job(cpu="import os, time\nwhile not os.path.exists('../go'): time.sleep(0.05)", gpu="pass")
+    two.ray["gpu"] = RaySpec(num_cpus=1, num_gpus=0, object_store_memory=80 * 2**20, dashboard=False)
+    two.lay_out()
+    two.start()
+    assert wait_until(lambda: two.runs("cpu"), 60) and two.end("gpu")["exit_code"] == 0
+    runtime = json.loads((two.directory("gpu") / STATUS).read_text())["runtime_pid"]
+    ray = next(each for each in descendants(runtime) if b"ray-node" in Path(f"/proc/{each.pid}/cmdline").read_bytes())
+    os.kill(ray.pid, signal.SIGKILL)
+    said = wait_until(lambda: [each["message"] for each in two.records("cpu", "phase") if each["phase"] == "component"], 20)
+    assert said and said[0].startswith("component 'gpu': its cluster is lost: ")
+    (two.directory("cpu") / "go").write_text("")
+    assert two.end("cpu")["exit_code"] == 0 and two.codes() == [0, 0]
+
+
+def test_a_single_component_is_a_cluster_of_its_own(job: Any) -> None:
+    """Slurm makes no heterogeneous job of it; nothing within it bears the component's name, nor waits for others."""
+    step = {"SLURM_JOB_ID": "17", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_PARTITION": "p"}
+    whole = settle(dict(step), from_environ(step) or pytest.fail("this is a step"), ["only"])
+    assert whole.component_of(1) == "only" and whole.of_own_group().component_of(1) is None
+    assert whole.of_own_group().nodes == ["n1", "n2"]
+    one = job(only=SAY)
+    one.lay_out()
+    one.start()
+    assert one.end("only")["exit_code"] == 0 and one.codes() == [0]
+    assert not [each for each in one.records("only", "phase") if each["phase"] in ("ready", "start")]
+
+
+class Party:
+    """A host and a guest on one loop, and a go-between whose connections can be cut."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.told: dict[str, list[Any]] = {"cpu": [], "gpu": []}
+        self.ports = control_ports(None, 2)
+        self.pairs: list[socket.socket] = []
+        self.open = True
+        self.listener = socket.create_server(("127.0.0.1", self.ports[1]))
+        self.listener.setblocking(False)
+        loop.on_readable(self.listener.fileno(), self._accept)
+        self.host = Host(loop, self.spec("cpu", self.ports[0]), self.told["cpu"].append, loopback=True)
+        self.guest: Guest | None = None
+
+    def spec(self, component: str, *ports: int) -> MeetingSpec:
+        return MeetingSpec(component, ["cpu", "gpu"], KEY, list(ports), [], 60.0)
+
+    def join(self) -> Guest:
+        self.guest = Guest(self.loop, self.spec("gpu", self.ports[1]), ["127.0.0.1"], self.told["gpu"].append)
+        return self.guest
+
+    def ops(self, component: str) -> list[str]:
+        return [order["op"] for order in self.told[component]]
+
+    def _accept(self) -> None:
+        near, _ = self.listener.accept()
+        if not self.open:
+            return near.close()
+        far = socket.create_connection(("127.0.0.1", self.ports[0]))
+        self.pairs += [near, far]
+        for source, target in ((near, far), (far, near)):
+            self.loop.on_readable(source.fileno(), functools.partial(self._pass_on, source, target))
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            data = source.recv(65536)
+            if data:
+                return target.sendall(data)
+        self.cut()
+
+    def cut(self) -> None:
+        for each in self.pairs:
+            self.loop.forget(each.fileno())
+            each.close()
+        self.pairs.clear()
+
+    def close(self) -> None:
+        self.cut()
+        self.loop.forget(self.listener.fileno())
+        self.listener.close()
+        self.host.close()
+        if self.guest is not None:
+            self.guest.close()
+
+
+@pytest.fixture
+def party(monkeypatch: pytest.MonkeyPatch) -> Iterator[Party]:
+    monkeypatch.setattr(meeting, "_COMES_BACK", 0.6)
+    monkeypatch.setattr(meeting, "_LATE", 0.2)
+    before = signal.getsignal(signal.SIGCHLD)
+    made = Party(Loop())
+    yield made
+    made.close()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, before)
+
+
+PLACE = meeting.Place("h", "127.0.0.1", None, ["h"])
+
+
+def begin(party: Party) -> Guest:
+    guest = party.join()
+    party.host.ready(PLACE)
+    guest.ready(PLACE)
+    assert turn(party.loop, lambda: party.ops("cpu") == party.ops("gpu") == ["start"])
+    return guest
+
+
+def test_one_that_comes_back_each_time_is_not_lost(party: Party) -> None:
+    """Each loss has the whole of the time in which one that lives is back."""
+    begin(party)
+    until = party.loop.now() + 2.0
+    while party.loop.now() < until:
+        party.cut()
+        turn(party.loop, lambda: False, 0.15)
+    assert party.ops("cpu") == party.ops("gpu") == ["start"]
+
+
+def test_all_are_told_that_it_is_over(party: Party) -> None:
+    """The host stays for one that is between two connections, which nobody else would tell."""
+    guest = begin(party)
+    guest.ended(None, 0)
+    assert turn(party.loop, lambda: party.host.alone)
+    party.open = False
+    party.cut()
+    turn(party.loop, lambda: False, 0.1)
+    party.host.ended(None, 0)
+    turn(party.loop, lambda: False, 0.1)
+    assert party.ops("cpu") == ["start"]
+    party.open = True
+    assert turn(party.loop, lambda: party.ops("cpu") == party.ops("gpu") == ["start", "over"])
+    assert party.told["gpu"][-1]["final"] and party.host.exit_code == guest.exit_code == 0
+
+
+def test_the_host_does_not_stay_for_ever(party: Party) -> None:
+    guest = begin(party)
+    guest.ended(None, 0)
+    assert turn(party.loop, lambda: party.host.alone)
+    party.open = False
+    party.cut()
+    party.host.ended(None, 0)
+    assert turn(party.loop, lambda: party.ops("cpu") == ["start", "over"])
+    # Its own payload was a success, and its end shall not end the step.
+    assert turn(party.loop, lambda: party.ops("gpu") == ["start", "end", "over"]) and guest.exit_code == 0
+
+
+def test_one_that_was_given_up_and_is_back_is_waited_for(party: Party) -> None:
+    guest = begin(party)
+    party.open = False
+    party.cut()
+    guest._host.close()  # It stands still.
+    assert turn(party.loop, lambda: party.ops("cpu") == ["start", "end"])
+    party.open = True
+    again = party.join()
+    assert turn(party.loop, lambda: party.ops("gpu")[1:] == ["start", "end"])
+    assert party.told["gpu"][-1]["component"] == "gpu"
+    party.host.ended("another one has failed", 1)
+    turn(party.loop, lambda: False, 0.2)
+    assert "over" not in party.ops("cpu")
+    again.ended("it was given up", 1)
+    assert turn(party.loop, lambda: party.ops("cpu")[-1] == party.ops("gpu")[-1] == "over")
+
+
+def test_after_a_failure_nobody_waits_long_for_one_that_never_came(party: Party) -> None:
+    party.host.ended("it was cancelled", 1)
+    assert turn(party.loop, lambda: party.ops("cpu") == ["end", "over"])
+
+
+@pytest.mark.parametrize("said", [{"event": "ready", "place": 3}, {"event": "ended"}, {"event": "no such"}, {"event": [1]}])
+def test_what_cannot_be_understood_is_a_failure(party: Party, said: dict[str, Any]) -> None:
+    guest = begin(party)
+    guest._host.send(**said)
+    assert turn(party.loop, lambda: party.ops("gpu") == ["start", "end"])
+    assert "cannot be understood" in party.told["cpu"][-1]["why"]
+
+
+def test_dialling_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that answers nothing at all: its queue of connections is full."""
+    before = signal.getsignal(signal.SIGCHLD)
+    loop, turns = Loop(), []
+    with socket.socket() as mute, contextlib.ExitStack() as queued:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen(0)
+        for _ in range(4):
+            waiting = queued.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(mute.getsockname())
+        problems: list[str] = []
+        dialled = Dialler(
+            loop, KEY, [mute.getsockname()], lambda: None, lambda _: None, lambda: None, lambda _, why: problems.append(why)
+        )
+
+        def tick() -> None:
+            turns.append(not problems)
+            loop.call_later(0.01, tick)
+
+        tick()
+        dialled.dial()
+        assert turn(loop, lambda: bool(problems)) and problems == ["timed out"]
+        assert sum(turns) > 10  # While the first try went on.
+        dialled.close()
+        problems.clear()
+        assert not turn(loop, lambda: bool(problems), 0.3)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, before)
+
+
+def test_the_place_that_was_good_is_tried_first(party: Party) -> None:
+    tried: list[Any] = []
+    joined: list[bool] = []
+    good = ("127.0.0.1", party.ports[0])
+    nowhere = [("127.0.0.1", port) for port in control_ports(None)[:3]]
+    dialled = Dialler(
+        party.loop,
+        KEY,
+        [*nowhere, good],
+        lambda: joined.append(True),
+        lambda _: None,
+        lambda: None,
+        lambda at, _: tried.append(at),
+    )
+    dialled.dial()
+    assert turn(party.loop, lambda: bool(joined)) and tried == nowhere
+    dialled.redial()
+    assert turn(party.loop, lambda: len(joined) == 2) and tried == nowhere
+    dialled.close()

@@ -1,0 +1,115 @@
+"""What the queue tells of a heterogeneous job that waits, and which jobs of a name there are."""
+
+from dataclasses import replace
+
+import pytest
+
+from dagster_rayslurm.slurm.refusal import with_values
+from dagster_rayslurm.slurm.request import JobRequest
+from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
+from dagster_rayslurm.slurm.submit import jobs_found, kept_variables
+from dagster_rayslurm.slurm.waiting import crowded, most_telling, never_starts, part_of, why
+
+GPU = JobRequest("job", "why", partition="gpu", num_nodes=2, time_limit="9-0", component_id="gpu")
+REQUEST = JobRequest("job", "why", partition="compute", time_limit="9-0", component_id="cpu", others=(GPU,))
+
+
+def row(number: int, reason: str = "None", start: float | None = None, **fields: object) -> QueueRow:
+    partition = "gpu" if number else "compute"
+    plain = QueueRow(7 + number, f"7+{number}", "PENDING", reason, start, 1.0, number + 1, "", partition, "job")
+    return replace(plain, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tells"),
+    [
+        ([row(0), row(1)], None),
+        ([row(0, "Resources", 5.0), row(1, "Resources", 5.0)], None),
+        ([row(0, "Resources"), row(1, "Resources", 5.0)], 1),
+        ([row(0, "Resources", 9.0), row(1, "Priority", 5.0)], 0),
+        ([row(0, "ReqNodeNotAvail", 1.0), row(1, "Resources", 5.0)], 0),
+        ([row(0, "ReqNodeNotAvail"), row(1, "PartitionTimeLimit")], 1),
+        ([], None),
+    ],
+)
+def test_the_component_that_tells_most(rows: list[QueueRow], tells: int | None) -> None:
+    assert most_telling(rows) == (None if tells is None else rows[tells])
+
+
+def test_why_a_job_waits() -> None:
+    assert why("Priority", (), REQUEST) == "Priority"
+    assert why("Resources", [row(0, "Resources", 5.0), row(1, "Resources", 5.0)], REQUEST) == "Resources"
+    held = [row(0, "Resources"), row(1, "ReqNodeNotAvail")]
+    assert why("Resources", held, REQUEST) == "ReqNodeNotAvail (component gpu)"
+
+
+def test_what_can_never_start_names_the_component_and_what_it_asked_for() -> None:
+    said = never_starts([row(0, "Resources"), row(1, "PartitionTimeLimit")], REQUEST)
+    assert said is not None and said.startswith("component 'gpu': ") and said.endswith("time_limit='9-0')")
+    assert never_starts([row(0, "Resources"), row(1, "ReqNodeNotAvail")], REQUEST) is None
+    # In one of several partitions it may start yet.
+    either = replace(REQUEST, others=(replace(GPU, partition="gpu,fat"),))
+    assert never_starts([row(0), row(1, "PartitionTimeLimit", partition="gpu,fat")], either) is None
+
+
+def test_a_job_whose_components_are_not_known_by_name() -> None:
+    part = part_of(row(1), JobRequest("job", ""))
+    assert (part.component_id, part.partition) == ("7+1", "gpu")
+    alone = replace(row(0), label="7")
+    assert part_of(alone, REQUEST) is REQUEST
+
+
+def test_components_share_no_nodes() -> None:
+    both = [row(0), row(1, partition="compute")]
+    said = crowded(both, REQUEST, {"compute": 2})
+    assert said is not None and "'cpu' and 'gpu' ask for 3 nodes of partition compute in all, and it has 2" in said
+    assert crowded(both, REQUEST, {"compute": 3}) is None and crowded(both, REQUEST, {}) is None
+    assert crowded([row(0), row(1)], REQUEST, {"compute": 1, "gpu": 2}) is None
+
+
+def test_values_of_each_component() -> None:
+    said = with_values("lower time_limit or num_nodes", REQUEST)
+    assert said.endswith(" (asked for: num_nodes=1, time_limit='9-0' of 'cpu'; num_nodes=2, time_limit='9-0' of 'gpu')")
+    assert with_values("lower num_nodes", GPU) == "lower num_nodes (asked for: num_nodes=2)"
+
+
+def test_variables_of_sbatch_stand_for_no_component_that_says_otherwise() -> None:
+    assert "SBATCH_PARTITION" not in kept_variables(replace(REQUEST, partition=None))
+    assert "SBATCH_QOS" in kept_variables(REQUEST)
+
+
+def test_components_of_a_job_in_the_queue() -> None:
+    other = QueueRow(70, "70", "PENDING", "None", None, 1.0, 1, "", "gpu", "other")
+    snapshot = QueueSnapshot(1.0, (row(1), other, row(0)))
+    assert [each.job_id for each in snapshot.parts(7)] == [7, 8] and snapshot.parts(70) == (other,)
+    assert snapshot.parts(9) == () and [each.leads for each in snapshot.rows] == [False, True, True]
+
+
+def test_components_that_outlive_the_first_one_in_the_queue() -> None:
+    other = QueueRow(70, "70", "PENDING", "None", None, 1.0, 1, "", "gpu", "other")
+    left = QueueSnapshot(1.0, (row(1, state="RUNNING"), other))
+    assert [each.job_id for each in left.parts(7)] == [8] == [each.job_id for each in left.parts(8)]
+    array = replace(other, job_id=71, label="7_1")
+    assert QueueSnapshot(1.0, (array,)).parts(7) == ()
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["12|PENDING|None"], ["12"]),
+        (["13+1|PENDING|None", "13+0|PENDING|None"], ["13"]),
+        (["13+0|RUNNING|None", "13+1|RUNNING|None", "13+0|RUNNING|None"], ["13"]),
+        (["12|FAILED|BadConstraints"], []),
+        # As slurmctld and accounting show a job whose third component was refused.
+        (["42+0|CANCELLED|None", "42+1|CANCELLED|None", "44|FAILED|BadConstraints"], []),
+        (
+            ["44|FAILED|BadConstraints", "42+0|CANCELLED|None", "42+1|CANCELLED|None", "42|CANCELLED|None", "43|CANCELLED|None"],
+            [],
+        ),
+        (["41+0|CANCELLED|None", "41+1|CANCELLED|None"], ["41"]),
+        (["41|RUNNING|None", "42|FAILED|BadConstraints"], ["41"]),
+        (["slurm_load_jobs error", "", "x|y"], []),
+    ],
+)
+def test_jobs_of_a_name(lines: list[str], found: list[str]) -> None:
+    assert jobs_found("\n".join(lines)) == found

@@ -1,0 +1,614 @@
+"""Payloads that run together: when they start and end, what becomes of what they print and report, and the one verdict."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SlurmQueueConfig
+from dagster_rayslurm.backends.rundir import Layout
+from dagster_rayslurm.backends.together import LocalTogether, local_specs, meetings
+from dagster_rayslurm.backends.together_batch import PartJob, _Shared, job_specs
+from dagster_rayslurm.components import Component, arrange, component_specs, request_for
+from dagster_rayslurm.environments import Interpreter
+from dagster_rayslurm.errors import RETRYABLE, RunFailure
+from dagster_rayslurm.execution import Followed, Policy, follow_to_the_end
+from dagster_rayslurm.follow import Cadence, Evidence, Follower, follow_all
+from dagster_rayslurm.metadata_together import failures_metadata, together_metadata, told_apart
+from dagster_rayslurm.modes import for_one, one_for_each
+from dagster_rayslurm.outcome import SUCCESS, Verdict, judge
+from dagster_rayslurm.outcome_together import Judged, judge_together
+from dagster_rayslurm.pipes import RecordReader
+from dagster_rayslurm.plan import Plan, make_plan
+from dagster_rayslurm.prefixed import Prefixed
+from dagster_rayslurm.reports import Reports, merge, merge_checks
+from dagster_rayslurm.runtime.allocation import from_environ, settle
+from dagster_rayslurm.runtime.gathering import Gathering, who_is_missing
+from dagster_rayslurm.runtime.record import JOURNAL, STDIO, encode
+from dagster_rayslurm.runtime.spec import RuntimeSpec, from_json, to_json
+from dagster_rayslurm.slurm.facts import JobFacts
+
+# ---- When all start, and what ends them
+
+
+def place(name: str) -> dict[str, Any]:
+    return {"host": name}
+
+
+def test_payloads_start_when_all_are_ready() -> None:
+    three = Gathering(["a", "b", "c"])
+    assert three.ready("b", place("2")) == three.ready("a", place("1")) == []
+    assert three.missing() == ["c"] and not three.started
+    (order,) = three.ready("c", place("3"))
+    assert order["op"] == "start" and list(order["components"]) == ["a", "b", "c"] and order["components"]["b"] == place("2")
+    assert three.ready("c", place("3")) == []  # Said once more after a reconnection.
+
+
+def test_only_the_first_failure_ends_the_others() -> None:
+    three = Gathering(["a", "b", "c"])
+    for name in "abc":
+        three.ready(name, place(name))
+    assert three.ended("c", None, 0) == [] and not three.over
+    assert three.ended("b", "exit code 3", 3) == [{"op": "end", "component": "b", "why": "exit code 3"}]
+    assert three.ended("a", "component 'b': exit code 3", 1) == [{"op": "over", "final": True}]
+    assert (three.failed, three.exit_code, three.over) == ("b", 3, True)
+    assert three.ended("a", None, 0) == []
+
+
+def test_a_failure_before_the_start_leaves_nobody_to_start() -> None:
+    two = Gathering(["a", "b"])
+    two.ready("a", place("a"))
+    assert two.ended("b", "no cluster", 0)[0]["op"] == "end" and two.exit_code == 1
+    assert two.ready("b", place("b")) == [] and not two.started
+
+
+def test_success_of_all() -> None:
+    one = Gathering(["a"])
+    assert one.ready("a", place("a"))[0]["op"] == "start"
+    assert one.ended("a", None, 0) == [{"op": "over", "final": True}] and one.exit_code == 0
+
+
+def test_who_is_missing() -> None:
+    three = Gathering(["a", "b", "c"])
+    three.ready("a", place("a"))
+    said = who_is_missing(three, ["a", "b"], 310)
+    assert "within 310 s" in said and "'b' (its cluster is not up)" in said and "'c' (no word from its runtime)" in said
+
+
+# ---- Where a component is in its job
+
+TASK = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID_HET_GROUP_0": "17",
+    "SLURM_JOB_ID_HET_GROUP_1": "18",
+    "SLURM_JOB_NODELIST": "c1,g[1-2]",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "c1",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "g[1-2]",
+    "SLURM_JOB_PARTITION_HET_GROUP_0": "compute",
+    "SLURM_JOB_PARTITION_HET_GROUP_1": "gpu",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+
+
+@pytest.mark.parametrize(("node", "own"), [(0, 0), (1, 0), (2, 1)])
+def test_a_component_is_an_allocation_of_its_own(node: int, own: int) -> None:
+    task = {**TASK, "SLURM_NODEID": str(node)}
+    here = from_environ(task)
+    assert here is not None
+    part = settle(task, here, ["cpu", "gpu"]).of_own_group()
+    first = node == 0
+    assert (part.node_id, part.nodes, part.first) == (own, ["c1"] if first else ["g1", "g2"], 0 if first else 1)
+    assert (part.job_id, part.partition) == (("17", "compute") if first else ("18", "gpu"))
+    assert part.head_addresses == (["10.0.0.1", "c1"] if first else ["g1"])
+    assert part.component_of(0) is None and part.of_own_group() == part
+
+
+# ---- Start records
+
+
+def plans_of(components: tuple[Component, ...], **fields: Any) -> dict[str, Plan]:
+    given = {
+        "nonce": "n",
+        "env": {},
+        "data_dir": None,
+        "secret_env": {},
+        "extra_files": None,
+        "outputs": None,
+        "max_output_bytes": 1,
+        "max_stdio_bytes": 1,
+        "uses_pipes": True,
+        **fields,
+    }
+    return {each.component_id: make_plan(payload_path="true", launcher=each.launcher, **given) for each in components}
+
+
+def parts(**launchers: Any) -> tuple[Component, ...]:
+    queue = {"mem": "1G", "cpus_per_node": 2}
+    return arrange(
+        [HetComponent(component_id=name, queue=SlurmQueueConfig(**queue), launcher=each) for name, each in launchers.items()]
+    )
+
+
+def test_runtimes_of_a_job_share_a_token_and_no_channel() -> None:
+    components = parts(a=RayLauncher(startup_timeout=20), b=BashLauncher(), c=RayLauncher(startup_timeout=40))
+    request = request_for(components, job_name="rayslurm", comment="")
+    specs = job_specs("slurm-n", plans_of(components), request, components)
+    assert list(specs) == ["a", "b", "c"] and [each.component_id for each in component_specs(request)] == ["a", "b", "c"]
+    assert len({spec.control_key for spec in specs.values()}) == 3 and len({spec.token_key for spec in specs.values()}) == 1
+    for name, spec in specs.items():
+        assert spec.meeting is not None and spec.meeting.component_id == name and spec.meeting.components == ["a", "b", "c"]
+        assert spec.components == [] and spec.asked_cpus == 2 and spec.meeting.patience == 70
+        assert spec.meeting.key not in (spec.control_key, spec.token_key)
+        assert from_json(RuntimeSpec, to_json(spec)) == spec
+    assert specs["b"].ray is None and specs["a"].ray is not None
+
+
+def test_runtimes_of_this_machine_know_what_all_ask_for() -> None:
+    components = parts(a=RayLauncher(num_cpus_per_node=1, num_gpus_per_node=3), b=BashLauncher())
+    specs = local_specs("local-n", plans_of(components), components)
+    assert specs["a"].components == specs["b"].components and specs["a"].control_key is None
+    wanted = [(each.component_id, each.asked_cpus, each.asked_gpus) for each in specs["b"].components]
+    assert wanted == [("a", 1, 3), ("b", 2, None)] and specs["a"].token_key == specs["b"].token_key
+    assert from_json(RuntimeSpec, to_json(specs["a"])) == specs["a"]
+
+
+def test_the_host_may_have_an_address_of_its_own() -> None:
+    components = parts(a=RayLauncher(head_node_address="10.1.1.1", port_range="20000-20299"), b=RayLauncher())
+    meeting = meetings(plans_of(components), "aa")["b"]
+    assert meeting.hosts == ["10.1.1.1"] and all(20000 <= port <= 20299 for port in meeting.ports)
+
+
+def test_an_argument_for_each_component() -> None:
+    components = parts(a=BashLauncher(), b=BashLauncher())
+    assert one_for_each("x", components, "payload_path") == {"a": "x", "b": "x"}
+    assert one_for_each({"b": 2, "a": 1}, components, "payload_path") == {"a": 1, "b": 2}
+    assert one_for_each({"b": False}, components, "uses_pipes", default=True) == {"a": True, "b": False}
+    for value, words in (({"a": 1}, "none for component 'b'"), ({"a": 1, "b": 2, "c": 3}, "no component 'c'")):
+        with pytest.raises(ValueError, match=words):
+            one_for_each(value, components, "payload_path")
+
+
+@pytest.mark.parametrize("value", ["no", None, {"a": "garbage"}, {"b": 1}])
+def test_an_argument_that_is_no_boolean(value: Any) -> None:
+    components = parts(a=BashLauncher(), b=BashLauncher())
+    with pytest.raises(ValueError, match=r"uses_pipes: .* neither True nor False"):
+        one_for_each(value, components, "uses_pipes", default=True)
+    with pytest.raises(ValueError, match="uses_pipes"):
+        for_one(value, "uses_pipes")
+
+
+# ---- What no job can have, on this machine neither
+
+
+@pytest.mark.parametrize(
+    ("queue", "launcher", "words"),
+    [
+        ({"extra_sbatch": ["--job-name=x"]}, BashLauncher(), "--job-name"),
+        ({"gpu_type": "a100"}, BashLauncher(), "gpu_type"),
+        ({"time_limit": "00:01:00", "signal_before_timeout": "TERM@600"}, BashLauncher(), "signal_before_timeout"),
+        ({"cpus_per_node": 1}, RayLauncher(num_cpus_per_node=2), "num_cpus_per_node=2"),
+        ({"num_nodes": 2}, RayLauncher(min_nodes=3), "min_nodes=3"),
+        ({"num_nodes": 4}, RayLauncher(min_nodes=3, max_workers=1), "min_nodes=3"),
+    ],
+)
+def test_a_mistake_shows_on_this_machine_as_on_the_cluster(tmp_path: Path, queue: Any, launcher: Any, words: str) -> None:
+    bad = HetComponent(component_id="bad", queue=SlurmQueueConfig(**queue), launcher=launcher)
+    components = arrange([HetComponent(component_id="good", queue=SlurmQueueConfig()), bad])
+    backend = LocalTogether(Layout(tmp_path), Interpreter("python"), components)
+    with pytest.raises(ValueError, match=f"component '(bad|good)': .*{words}"):  # The limit and the signal are the whole job's.
+        backend.check(plans_of(components))
+    fine = parts(a=RayLauncher(), b=BashLauncher())
+    LocalTogether(Layout(tmp_path), Interpreter("python"), fine).check(plans_of(fine))
+
+
+# ---- Output
+
+
+@given(st.lists(st.text(alphabet="ab \r\n", max_size=12), max_size=12))
+def test_prefixed_output_is_the_output_in_whole_lines(chunks: list[str]) -> None:
+    shown = Prefixed("> ")
+    text = "".join(shown.lines("stdout", chunk) for chunk in chunks) + "".join(rest for _, rest in shown.rest())
+    written = "".join(chunks)
+    assert text.replace("> ", "").rstrip() == written.rstrip()
+    assert all(line.startswith("> ") for line in text.splitlines())
+    assert not text or text[-1] in "\r\n"
+
+
+def test_streams_do_not_mix_and_progress_bars_show() -> None:
+    shown = Prefixed("[gpu] ")
+    assert shown.lines("stdout", "be") == "" and shown.lines("stderr", "x\n") == "[gpu] x\n"
+    assert shown.lines("stdout", "gin\nnext") == "[gpu] begin\n"
+    assert shown.lines("stderr", "10%\r20%\r") == "[gpu] 10%\r"
+    assert shown.lines("stderr", "\n") == "[gpu] 20%\r\n"
+    assert list(shown.rest()) == [("stdout", "[gpu] next\n")] and list(shown.rest()) == []
+    assert len(shown.lines("stdout", "y" * 100_000)) > 100_000
+
+
+class Stuck:
+    """An attempt of which nothing is known but that it cannot start."""
+
+    requeue, waiting, job_id, place, cluster_id = False, False, "7", "", "c"
+
+    def __init__(self, never: bool = False) -> None:
+        self.never = never
+        self.killed = False
+
+    def ended(self, evidence: Evidence) -> str | None:
+        if self.never:
+            raise RunFailure("submission", "Slurm job 7 can never start")
+        return None
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def metadata(self, evidence: Evidence) -> dict[str, Any]:
+        return {}
+
+
+def test_the_last_line_is_shown_though_another_component_never_starts(tmp_path: Path, capsys: Any) -> None:
+    class Files:
+        def read(self, path: str, offset: int, limit: int) -> bytes:
+            mine = path.startswith("/a/") and path.endswith(STDIO)
+            return encode({"s": "stdout", "d": "one\nunfinished"})[offset : offset + limit] if mine else b""
+
+    components = parts(a=BashLauncher(), b=BashLauncher())
+    plans, fast = plans_of(components), Cadence(busy=0.0, idle=0.0, waiting=0.0)
+    followed = [
+        Followed(
+            plans[name],
+            Stuck(never=name == "b"),  # type: ignore[arg-type]
+            Follower(Files(), f"/{name}", "n", None, logging.getLogger("test"), fast, component=name),
+            name,
+        )
+        for name in plans
+    ]
+    policy = Policy("local", True, "none", 1, 60, 60, Layout(tmp_path))
+    with pytest.raises(RunFailure, match="can never start"):
+        follow_to_the_end(followed, policy, None)  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "[a] one\n[a] unfinished\n"
+    assert all(each.attempt.killed for each in followed)  # type: ignore[attr-defined]
+
+
+# ---- Several records at once
+
+
+def test_records_are_followed_at_once_and_a_requeued_job_begins_all_of_them_anew(capsys: Any) -> None:
+    """One that had ended runs again with the other; what its first attempt reported does not count."""
+
+    def start(attempt: int) -> bytes:
+        return encode({"type": "start", "attempt": attempt, "at": 1.0 + attempt})
+
+    def said(text: str) -> bytes:
+        line = json.dumps({"method": "report_custom_message", "params": {"payload": text}})
+        return encode({"type": "pipes", "at": 0, "line": line})
+
+    def end(reason: str) -> bytes:
+        return encode({"type": "end", "nonce": "n", "reason": reason, "exit_code": 0, "signal": None, "stdio_bytes": 0})
+
+    first, again = end("exit"), start(1) + said("second") + end("exit")
+    files = {
+        "/a": [start(0) + said("first") + first, again],
+        "/b": [start(0), end("terminated"), again],
+    }
+
+    class Files:
+        """Each journal grows by a part whenever all of it has been read, the first one's last part after the other's."""
+
+        def __init__(self) -> None:
+            self.shown = {name: parts[0] for name, parts in files.items()}
+            self.left = {name: parts[1:] for name, parts in files.items()}
+
+        def read(self, path: str, offset: int, limit: int) -> bytes:
+            name, _, what = path.rpartition("/")
+            if what != JOURNAL:
+                return b""
+            if offset == len(self.shown[name]) and self.left[name] and (name == "/b" or not self.left["/b"]):
+                self.shown[name] += self.left[name].pop(0)
+            return self.shown[name][offset : offset + limit]
+
+    handler, connection = Handler(), Files()
+    fast = Cadence(busy=0.0, idle=0.0, waiting=0.0)
+    followers = [
+        Follower(connection, name, "n", handler, logging.getLogger("test"), fast, requeue=True, component=name) for name in files
+    ]
+    follow_all([(follower, lambda _: None) for follower in followers])
+    assert [message["params"]["payload"] for message in handler.messages] == ["second", "second"]
+    assert all(follower.evidence.started_at == 2.0 and follower.evidence.end is not None for follower in followers)
+
+
+# ---- Reports
+
+
+def report(version: str | None = None, **metadata: Any) -> dict[str, Any]:
+    return {"asset_key": "a", "metadata": metadata, "data_version": version}
+
+
+def test_what_several_say_of_an_asset_becomes_one() -> None:
+    (one,) = merge([("cpu", report(rows=1, both="x")), ("gpu", report("v", rows=2, both="x", loss=0.5))])
+    assert one["metadata"] == {"rows (cpu)": 1, "rows (gpu)": 2, "both": "x", "loss": 0.5} and one["data_version"] == "v"
+    assert merge([("cpu", report("v")), ("gpu", report("v"))])[0]["data_version"] == "v"
+
+
+def test_what_one_alone_says_stays_as_it_is() -> None:
+    alone = [("cpu", report(rows=1)), ("cpu", report(rows=2))]
+    assert [each["metadata"] for each in merge(alone)] == [{"rows": 1}, {"rows": 2}]
+
+
+def test_different_data_versions_are_refused() -> None:
+    with pytest.raises(ValueError, match="'1' in component 'cpu' and '2' in component 'gpu'"):
+        merge([("cpu", report("1")), ("gpu", report("2"))])
+
+
+def test_one_of_several_that_says_two_things_is_refused() -> None:
+    reports = collected({"cpu": [report(), report("v")], "gpu": [report(rows=sent(3))]})
+    ((component, error),) = reports.hand_over()
+    assert component == "cpu" and "component 'cpu' reports asset 'a' twice" in str(error)
+    twice = [("gpu", check()), ("cpu", check()), ("gpu", check())]
+    with pytest.raises(ValueError, match="component 'gpu' reports asset check 'good' of 'a' twice"):
+        merge_checks(twice)
+
+
+def test_told_apart_keys_take_no_other_keys_place() -> None:
+    (one,) = merge([("a", report(**{"n": 1, "n (b)": "mine"})), ("b", report(n=2)), ("c", report(**{"n (b) 2": 0}))])
+    assert one["metadata"] == {"n (a)": 1, "n (b)": "mine", "n (b) 3": 2, "n (b) 2": 0}
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["n", "n (a)", "n (b)", "n (b) 2"]), st.integers(0, 2)), min_size=2, max_size=3))
+def test_no_value_is_lost(said: list[dict[str, int]]) -> None:
+    (one,) = merge([(component, report(**metadata)) for component, metadata in zip("abc", said, strict=False)])
+    keys = {key for metadata in said for key in metadata}
+    expected = [
+        value
+        for key in keys
+        for values in [[metadata[key] for metadata in said if key in metadata]]
+        for value in (values[:1] if len(set(values)) == 1 else values)
+    ]
+    assert sorted(one["metadata"].values()) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(1, True), (1, 1.0), (0, False), ({"raw_value": 1, "type": "x"}, {"raw_value": True, "type": "x"})]
+)
+def test_values_of_different_types_are_different(one: Any, other: Any) -> None:
+    (both,) = merge([("a", report(n=one)), ("b", report(n=other))])
+    assert list(both["metadata"]) == ["n (a)", "n (b)"]
+    nan = float("nan")
+    assert list(merge([("a", report(n=nan)), ("b", report(n=nan))])[0]["metadata"]) == ["n"]
+
+
+def check(passed: bool = True, severity: str = "ERROR", **metadata: Any) -> dict[str, Any]:
+    return {
+        "asset_key": "a",
+        "check_name": "good",
+        "passed": passed,
+        "severity": severity,
+        "metadata": metadata or None,
+    }
+
+
+def test_what_several_say_of_a_check_becomes_one() -> None:
+    (one,) = merge_checks([("cpu", check(rows=1, both=0)), ("gpu", check(passed=False, severity="WARN", rows=2, both=0))])
+    assert one == check(passed=False, severity="WARN", **{"rows (cpu)": 1, "rows (gpu)": 2, "both": 0})
+    (worst,) = merge_checks([(each, check(passed=False, severity=how)) for each, how in (("a", "ERROR"), ("b", "WARN"))])
+    assert worst["severity"] == "ERROR" and not worst["passed"]
+    assert merge_checks([("cpu", check()), ("gpu", check(severity="WARN"))])[0]["passed"] is True
+    assert merge_checks([("cpu", check(rows=1))]) == [check(rows=1)]
+
+
+class Handler:
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def handle_message(self, message: Any) -> None:
+        if message["method"] == "closed" and (message["params"] or {}).get("exception") == "no exception":
+            raise KeyError("exception")
+        self.messages.append(message)
+
+
+def sent(value: Any) -> dict[str, Any]:
+    """A value of metadata as payloads send it."""
+    return {"raw_value": value, "type": "__infer__"}
+
+
+def dagsters(message: Any) -> None:
+    """Dagster's own handler, which takes one message."""
+    dg.PipesMessageHandler(None, RecordReader()).handle_message(message)  # type: ignore[arg-type]
+
+
+def collected(said: dict[str, list[dict[str, Any]]]) -> Reports:
+    reports = Reports(Handler(), said, dagsters)
+    for component, materializations in said.items():
+        for params in materializations:
+            reports.of(component).handle_message({"method": "report_asset_materialization", "params": params})
+    return reports
+
+
+def test_results_wait_for_all_and_ends_of_writers_come_last() -> None:
+    handler = Handler()
+    reports = Reports(handler, ["cpu", "gpu"], dagsters)
+    cpu, gpu = reports.of("cpu"), reports.of("gpu")
+    gpu.handle_message({"method": "report_asset_materialization", "params": report(x=sent(1))})
+    gpu.handle_message({"method": "closed", "params": None})
+    cpu.handle_message({"method": "log", "params": {"message": "m"}})
+    cpu.handle_message({"method": "report_asset_materialization", "params": report(y=sent(2))})
+    assert [each["method"] for each in handler.messages] == ["log"]
+    assert reports.hand_over() == [] and reports.hand_over() == []
+    assert [each["method"] for each in handler.messages] == ["log", "report_asset_materialization", "closed"]
+    assert handler.messages[1]["params"]["metadata"] == {"y": sent(2), "x": sent(1)}
+
+
+def test_checks_wait_for_all_too() -> None:
+    handler = Handler()
+    reports = Reports(handler, ["cpu", "gpu"], dagsters)
+    for component, passed in (("gpu", False), ("cpu", True)):
+        reports.of(component).handle_message({"method": "report_asset_check", "params": check(passed=passed)})
+    assert handler.messages == [] and reports.hand_over() == []
+    ((one),) = handler.messages
+    assert (one["method"], one["params"]["passed"]) == ("report_asset_check", False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({**report(), "asset_key": ["a", "b"]}, "asset_key"),
+        ({**report(), "asset_key": {"a": 1}}, "asset_key"),
+        ({**report(), "data_version": 7}, "data_version"),
+        ({**report(), "metadata": [1]}, "metadata"),
+        ({**report(), "metadata": {"n": {"raw_value": 1, "type": "no such type"}}}, "no such type"),
+        ({**report(), "partition": "p"}, "partition"),
+        ({"asset_key": "a"}, "missing"),
+        ({**check(), "passed": "yes"}, "passed"),
+        ({**check(), "severity": "FATAL"}, "severity"),
+        ({**check(), "check_name": None}, "check_name"),
+    ],
+)
+def test_what_dagster_refuses_is_refused_at_once_and_nobody_elses_fault(wrong: dict[str, Any], words: str) -> None:
+    method = "report_asset_check" if "passed" in wrong else "report_asset_materialization"
+    reports = Reports(Handler(), ["cpu", "gpu"], dagsters)
+    reports.of("gpu").handle_message({"method": "report_asset_materialization", "params": report(n=sent(1))})
+    with pytest.raises(Exception, match=words):
+        reports.of("cpu").handle_message({"method": method, "params": wrong})
+    assert reports.hand_over() == []
+
+
+def test_an_end_that_dagster_refuses_is_told_of() -> None:
+    reports = Reports(Handler(), ["cpu", "gpu"], dagsters)
+    reports.of("cpu").handle_message({"method": "closed", "params": {"exception": "no exception"}})
+    reports.of("gpu").handle_message({"method": "closed", "params": None})
+    ((component, error),) = reports.hand_over()
+    assert component == "cpu" and isinstance(error, KeyError)
+
+
+# ---- The verdict
+
+
+def judged(reason: str = "exit", exit_code: int | None = 0, at: float = 1.0, message: str | None = None, **fields: Any) -> Judged:
+    end = {"reason": reason, "exit_code": exit_code, "signal": None, "message": message, "ended_at": at}
+    evidence = Evidence(end=end, started_at=0.0, **fields)  # type: ignore[arg-type]
+    return Judged(judge(evidence, uses_pipes=False, require_messages=False), evidence)
+
+
+BY_OTHERS = judged("other-component", None, 2.0, "component 'x': its payload ended with exit code 3")
+
+
+def test_success_is_that_of_all() -> None:
+    assert judge_together({"a": judged(), "b": judged()}) == SUCCESS
+
+
+def test_the_failure_and_what_it_ended_are_named() -> None:
+    verdict = judge_together({"cpu": BY_OTHERS, "gpu": judged(exit_code=3), "io": judged()})
+    assert verdict.kind == "payload"
+    assert verdict.sentence == ("component 'gpu': the payload ended with exit code 3; component 'cpu' was ended because of that")
+
+
+def test_the_kind_is_that_of_the_first_and_retry_that_of_all() -> None:
+    start = judged("cluster-start", None, 1.0, "no node")
+    wrong = judged("environment", None, 2.0, "no ray")
+    verdict = judge_together({"a": wrong, "b": start, "c": BY_OTHERS, "d": BY_OTHERS})
+    assert verdict.kind == "cluster-start" and verdict.retry is False and "cluster-start" in RETRYABLE
+    assert "component 'a': the environment" in verdict.sentence and "component 'b': the Ray cluster" in verdict.sentence
+    assert verdict.sentence.endswith("components 'c' and 'd' were ended because of that")
+    assert judge_together({"b": start, "c": BY_OTHERS}).retry is True
+
+
+def test_a_signal_to_all_runtimes_is_no_reason_where_one_of_them_died() -> None:
+    """srun ends the others when one runtime is killed."""
+    killed = Evidence(started_at=0.0, runtime_exit="exit code 137", culprit="the runtime on node g1 ended (Killed)")
+    dead = Judged(judge(killed, uses_pipes=False, require_messages=False), killed)
+    verdict = judge_together({"cpu": judged("terminated", None, 5.0, "the runtime received SIGTERM"), "gpu": dead})
+    assert verdict.kind == "runtime" and verdict.sentence.startswith("component 'gpu': the runtime on node g1 ended")
+    assert verdict.sentence.endswith("component 'cpu' was ended because of that")
+
+
+def gone(**fields: Any) -> Judged:
+    """A runtime that ended without a word."""
+    evidence = Evidence(started_at=0.0, runtime_exit="exit code 1", **fields)
+    return Judged(judge(evidence, uses_pipes=False, require_messages=False), evidence)
+
+
+def test_a_runtime_that_ended_without_a_word_is_no_reason_before_a_failure_of_a_payload() -> None:
+    both = {"b": gone(), "a": judged(exit_code=1, at=9.0), "c": BY_OTHERS}
+    verdict = judge_together(both)
+    assert verdict.kind == "payload" and verdict.sentence.startswith(
+        "component 'a': the payload ended with exit code 1; component"
+    )
+    assert "component 'b': the runtime ended" in verdict.sentence
+    assert verdict.sentence.endswith("component 'c' was ended because of that")
+    assert list(failures_metadata(both, None)) and not any("(c)" in key for key in failures_metadata(both, None))
+    assert judge_together({"a": judged(), "b": gone()}).kind == "runtime"
+    slurms = JobFacts(7, "OUT_OF_MEMORY", from_controller=True)
+    assert judge_together({"a": judged(exit_code=1), "b": gone(job=slurms)}).kind == "allocation"
+
+
+def test_components_that_did_not_get_what_they_asked_for_are_named() -> None:
+    short = judged("allocation", None, 1.0, "2 CPUs, not 4")
+    assert judge_together({"a": short, "b": short}).sentence.startswith("components 'a' and 'b': ")
+
+
+def test_what_befell_all_of_them_is_said_once() -> None:
+    cancelled = judged("cancel", None, 1.0, "cancelled from Dagster")
+    verdict = judge_together({"a": cancelled, "b": cancelled})
+    assert verdict == cancelled.verdict and "component" not in verdict.sentence
+    both = judge_together({"a": judged(exit_code=3), "b": judged(exit_code=3)})
+    assert both.sentence == "components 'a' and 'b': the payload ended with exit code 3"
+    partly = judge_together({"a": cancelled, "b": cancelled, "c": judged()})
+    assert partly.sentence.startswith("components 'a' and 'b': the run was cancelled")
+    assert judge_together({"a": BY_OTHERS}).kind == "cancelled"
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["ok", "exit", "other", "terminated"]), min_size=1))
+def test_every_failure_is_named(outcomes: dict[str, str]) -> None:
+    kinds = {
+        "ok": judged(),
+        "exit": judged(exit_code=3),
+        "other": BY_OTHERS,
+        "terminated": judged("terminated", None, 3.0, "SIGTERM"),
+    }
+    verdict = judge_together({name: kinds[outcome] for name, outcome in outcomes.items()})
+    failed = {name for name, outcome in outcomes.items() if outcome != "ok"}
+    assert (verdict.kind is None) == (not failed)
+    alike = len(set(outcomes.values())) == 1 and verdict.kind == "cancelled"
+    assert alike or all(repr(name) in verdict.sentence for name in failed)
+    assert isinstance(verdict, Verdict)
+
+
+def test_logs_of_the_job_are_everybodys_and_those_of_a_record_its_own() -> None:
+    class Job:
+        job_id, directory = "7", "/run"
+        asked = 0
+
+        def explain(self, evidence: Evidence) -> None:
+            self.asked += 1
+            evidence.runtime_log, evidence.tails["runtime on c1"] = "srun: error: c1: task 0: Killed", "a log"
+
+    job, shared = Job(), _Shared()
+    parts = [PartJob(job, None, "c", f"/run/{name}", shared) for name in "ab"]  # type: ignore[arg-type]
+    own, other = Evidence(tails={"ray of a": "mine"}), Evidence()
+    for part, evidence in zip(parts, (own, other), strict=True):
+        part.explain(evidence)
+    assert own.tails == {"ray of a": "mine", "runtime on c1": "a log"} and other.tails == {"runtime on c1": "a log"}
+    assert own.culprit == other.culprit == "the runtime on node c1 ended (Killed)" and job.asked == 1
+
+
+@pytest.mark.parametrize(("names", "ids"), [("a", ["7"]), ("ab", ["7+0", "7+1"])])
+def test_job_ids_are_those_that_slurm_shows(names: str, ids: list[str]) -> None:
+    found = together_metadata({name: (Stuck(), Evidence()) for name in names}, "slurm-hetjob")  # type: ignore[misc]
+    assert [record.data["Slurm job ID"] for record in found["Components"].records] == ids
+
+
+def test_metadata_of_all_are_told_apart() -> None:
+    found = told_apart({"a": {"Ray version": "2", "Usage": 1, "Mine": 0}, "b": {"Ray version": "2", "Usage": 2}})
+    assert found == {"Ray version": "2", "Usage (a)": 1, "Usage (b)": 2, "Mine (a)": 0}
+    assert told_apart({"a": {"Exit code": 1, "Slurm state": "FAILED"}}, always=True) == {
+        "Exit code (a)": 1,
+        "Slurm state": "FAILED",
+    }
+    assert json.loads(json.dumps(found)) == found
