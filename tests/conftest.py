@@ -23,7 +23,7 @@ MARK = "PYTEST_OF_RAYSLURM"
 """A variable that every process started by a test inherits, however far it is detached."""
 
 
-_ON_THE_STACK = ("docs", "slurm", "stack")
+_ON_THE_STACK = ("connections", "docs", "slurm", "stack")
 """Directories whose tests have the stack to themselves, also those that ask no fixture for it."""
 
 
