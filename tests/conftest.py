@@ -27,6 +27,7 @@ _ON_THE_STACK = ("connections", "docs", "slurm", "stack")
 """Directories whose tests have the stack to themselves, also those that ask no fixture for it."""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks as soon as it is called itself.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let one process run all tests of the stack, where several processes run the tests."""
     for item in items:
