@@ -123,9 +123,9 @@ def judge_job(evidence: Evidence) -> Verdict | None:
         return None
     silent = not evidence.started and not evidence.runtime_log.strip()
     end = evidence.end
-    found = job_sentence(
-        evidence.job, evidence.runtime_log, terminated=end is not None and end["reason"] == "terminated", silent=silent
-    )
+    # The first node's log tells nothing if srun ended it before it got that far, as another one had failed.
+    log = "\n".join([evidence.runtime_log, *evidence.tails.values()])
+    found = job_sentence(evidence.job, log, terminated=end is not None and end["reason"] == "terminated", silent=silent)
     if found is None or (end is not None and end["reason"] == "exit" and not evidence.job.out_of_memory):
         return None  # A payload that somebody killed, in a job that goes on or came to its end.
     if found[0] == "runtime" and evidence.culprit is not None:

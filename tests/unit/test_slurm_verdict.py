@@ -179,3 +179,8 @@ def test_a_cluster_that_lost_a_component_may_have_lost_it_to_slurm() -> None:
 def test_a_shell_that_cannot_start_the_environment(line: str) -> None:
     verdict = judge(Evidence(job=job("FAILED", exit_code=127), runtime_log=line, runtime_exit="x"), True, True)
     assert verdict.kind == "environment" and "cannot start /tmp/an env/bin/python: " in verdict.sentence
+    # The first node was ended before it came to that.
+    srun = "srun: error: g2: task 0: Exited with exit code 127"
+    elsewhere = Evidence(job=job("FAILED", exit_code=127), runtime_log=srun, tails={"runtime on g2": line}, runtime_exit="x")
+    elsewhere.culprit = "the runtime on node g2 ended"
+    assert judge(elsewhere, True, True).kind == "environment"
