@@ -99,9 +99,7 @@ def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limi
         limit: most payloads that run at once.
     """
     others: List[Claims] = list(running)
-    if not others:
-        return True
-    return len(others) < limit and all(
+    return all(
         fits(claim, [each.get(name, Claim()) for each in others], capacities[name], limit) for name, claim in claims.items()
     )
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,55 @@ from dagster_rayslurm.connections.base import Connection
 from dagster_rayslurm.connections.openssh_options import control_path
 from dagster_rayslurm.connections.shared import connection_to
 
-from ..conftest import Ran, run_asset, wait_until
+from ..conftest import Ran, pipes_script, run_asset, wait_until
 from ..connections.conftest import end_master
 from ..stack.conftest import Stack, stack  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("c1", "c2", "g1", "g2")
+
+HEARS_USR1 = pipes_script("""
+import signal, time
+heard = []
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(time.time()))
+began = time.time()
+while not heard and time.time() - began < 50:
+    time.sleep(0.1)
+pipes.report_asset_materialization(metadata={"after": heard[0] - began})
+""")
+"""A payload that reports after how many seconds it has heard SIGUSR1."""
+
+_DEFINITIONS = """
+import dagster as dg
+from dagster_rayslurm import *
+
+@dg.asset
+def slow(context: dg.AssetExecutionContext, compute: ComputeResource):
+    return compute.run(context=context, payload_path={payload!r}, uses_pipes=False).get_materialize_result()
+
+compute = ComputeResource(**{compute})
+job = dg.define_asset_job("job", "slow", executor_def=dg.{executor})
+defs = dg.Definitions([slow], jobs=[job], resources={{"compute": compute}})
+"""
+
+
+@contextmanager
+def dagster_run(
+    directory: Path, compute: str, payload: Path, executor: str = "in_process_executor"
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A Dagster run in a process of its own, which writes to `log`; `compute` is Python for the resource's fields."""
+    definitions = directory / "definitions.py"
+    definitions.write_text(_DEFINITIONS.format(payload=str(payload), compute=compute, executor=executor))
+    env = {**os.environ, "DAGSTER_HOME": str(directory), "DAGSTER_DISABLE_TELEMETRY": "yes"}
+    command = [sys.executable, "-m", "dagster", "job", "execute", "-f", str(definitions), "-j", "job"]
+    with open(directory / "log", "wb") as log:
+        process = subprocess.Popen(command, env=env, cwd=directory, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @dataclass

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from dagster_rayslurm.slurm.submit import submit
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 from ..connections.sshd import Sshd
-from .conftest import Running, Site
+from .conftest import Running, Site, dagster_run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -96,20 +95,6 @@ def test_one_of_two_on_a_node_is_cancelled(slurm_compute: Make, start: Start, sc
 
 # ---- Cancelled from Dagster
 
-DEFINITIONS = """
-import dagster as dg
-from dagster_rayslurm import *
-
-@dg.asset
-def slow(context: dg.AssetExecutionContext, compute: ComputeResource):
-    return compute.run(context=context, payload_path={payload!r}, uses_pipes=False).get_materialize_result()
-
-compute = ComputeResource(**{compute})
-defs = dg.Definitions([slow], resources={{"compute": compute}})
-job = dg.define_asset_job("job", "slow", executor_def=dg.{executor})
-defs = dg.Definitions([slow], jobs=[job], resources={{"compute": compute}})
-"""
-
 
 @pytest.mark.parametrize(("phase", "executor"), [("pending", "in_process_executor"), ("running", "multiprocess_executor")])
 def test_an_interrupted_run_ends_its_job(phase: str, executor: str, site: Site, script: Any, tmp_path: Path) -> None:
@@ -127,23 +112,13 @@ def test_an_interrupted_run_ends_its_job(phase: str, executor: str, site: Site, 
         f"remote_base={site.base!r}, queue=SlurmQueueConfig(**{queue!r})), pre_deployed_env_path={site.env_path!r}, "
         f"local_base={str(tmp_path / 'base')!r}, default_launcher=BashLauncher(grace_period=3))"
     )
-    definitions = tmp_path / "definitions.py"
-    definitions.write_text(DEFINITIONS.format(payload=str(script(polite)), compute=compute, executor=executor))
-    env = {**os.environ, "DAGSTER_HOME": str(tmp_path), "DAGSTER_DISABLE_TELEMETRY": "yes"}
-    command = [sys.executable, "-m", "dagster", "job", "execute", "-f", str(definitions), "-j", "job"]
-    with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
-    try:
+    with dagster_run(tmp_path, compute, script(polite), executor) as process:
         if phase == "pending":
             assert wait_until(lambda: site.sh("squeue --me --noheader --states=PENDING --format=%A"), 60)
         else:
             assert wait_until(lambda: site.connection.read(f"{site.base}/data/up", 0, 1), 60)
         process.send_signal(signal.SIGINT)
         process.wait(60)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
     assert not site.jobs(), site.sh("squeue --me")
     assert phase == "pending" or site.connection.read(f"{site.base}/data/stopped", 0, 1) == b"x"
     assert "CANCELED" in (tmp_path / "log").read_text() or "Interrupted" in (tmp_path / "log").read_text()

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from dagster_rayslurm import BashLauncher, ComputeResource, HetComponent, RayLauncher, SlurmQueueConfig
 
 from ..conftest import Ran, pipes_script, run_asset, small_ray, wait_until
-from .conftest import Running, Site
+from .conftest import HEARS_USR1, Running, Site, dagster_run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -250,19 +249,6 @@ def test_components_that_want_more_nodes_than_there_are(
 # ---- Cancelled
 
 
-DEFINITIONS = """
-import dagster as dg
-from dagster_rayslurm import *
-
-@dg.asset
-def slow(context: dg.AssetExecutionContext, compute: ComputeResource):
-    return compute.run(context=context, payload_path={payload!r}, uses_pipes=False).get_materialize_result()
-
-compute = ComputeResource(**{compute})
-defs = dg.Definitions([slow], resources={{"compute": compute}})
-"""
-
-
 @pytest.mark.parametrize("phase", ["pending", "running"])
 def test_an_interrupted_run_ends_all_components(phase: str, site: Site, script: Any, tmp_path: Path) -> None:
     later = ["--begin=now+1hour"] if phase == "pending" else []
@@ -273,22 +259,13 @@ def test_an_interrupted_run_ends_all_components(phase: str, site: Site, script: 
         f"components=[HetComponent(component_id=name, queue=SlurmQueueConfig(**{queue!r})) for name in ('a', 'b')], "
         f"local_base={str(tmp_path / 'base')!r}, default_launcher=BashLauncher(grace_period=3))"
     )
-    definitions = tmp_path / "definitions.py"
-    definitions.write_text(DEFINITIONS.format(payload=str(script(SLEEPS)), compute=compute))
-    env = {**os.environ, "DAGSTER_HOME": str(tmp_path), "DAGSTER_DISABLE_TELEMETRY": "yes"}
-    command = [sys.executable, "-m", "dagster", "asset", "materialize", "-f", str(definitions), "--select", "slow"]
-    with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
-    try:
+    with dagster_run(tmp_path, compute, script(SLEEPS)) as process:
         if phase == "pending":
             assert wait_until(lambda: len(site.sh("squeue --me --noheader --states=PENDING --format=%A").split()) == 2, 60)
         else:
             assert wait_until(lambda: site.connection.read(f"{site.base}/data/up", 0, 1), 90)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) != 0, (tmp_path / "log").read_text()
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
     assert wait_until(lambda: not site.jobs(), 5), site.sh("squeue --me")
 
 
@@ -425,17 +402,7 @@ def test_a_requeued_job_runs_again_on_all_components(het_compute: Make, start: S
 
 
 def test_a_signal_comes_ahead_of_the_time_limit(het_compute: Make, script: Any) -> None:
-    payload = script(
-        pipes_script("""
-        import signal, time
-        heard = []
-        signal.signal(signal.SIGUSR1, lambda *_: heard.append(time.time()))
-        began = time.time()
-        while not heard and time.time() - began < 50:
-            time.sleep(0.1)
-        pipes.report_asset_materialization(metadata={"after": heard[0] - began})
-        """)
-    )
+    payload = script(HEARS_USR1)
     components = [
         component("cpu", "compute", time_limit="1", signal_before_timeout="USR1@52", mem="500M"),
         component("gpu", "gpu", time_limit="1", mem="500M"),

@@ -15,7 +15,7 @@ import pytest
 from dagster_rayslurm import BashLauncher, ComputeResource, SlurmQueueConfig, SSHConnectionResource
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
-from .conftest import Site
+from .conftest import HEARS_USR1, Site
 
 RAY_MEMORY = {"mem": "2500M", "cpus_per_node": 2}
 
@@ -239,17 +239,7 @@ def test_two_clusters_share_a_node(slurm_compute: Callable[..., ComputeResource]
 
 
 def test_a_signal_comes_ahead_of_the_time_limit(slurm_compute: Callable[..., ComputeResource], script: Any) -> None:
-    payload = script(
-        pipes_script("""
-        import signal, time
-        heard = []
-        signal.signal(signal.SIGUSR1, lambda *_: heard.append(time.time()))
-        began = time.time()
-        while not heard and time.time() - began < 50:
-            time.sleep(0.1)
-        pipes.report_asset_materialization(metadata={"after": heard[0] - began})
-        """)
-    )
+    payload = script(HEARS_USR1)
     compute = slurm_compute(queue={"time_limit": "00:01:00", "signal_before_timeout": "USR1@52"})
     assert run_asset(compute, payload).metadata["after"] < 20
 
