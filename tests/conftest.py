@@ -16,24 +16,31 @@ from typing import Any
 import dagster as dg
 import psutil
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from dagster_rayslurm import BashLauncher, CompletedRun, ComputeResource, Launcher, RayLauncher, RunFailure
+
+from .stack.access import Stack, stack_of_ones_own
 
 MARK = "PYTEST_OF_RAYSLURM"
 """A variable that every process started by a test inherits, however far it is detached."""
 
 
-_ON_THE_STACK = ("connections", "docs", "slurm", "stack")
+_ON_THE_STACK = ("connections", "docs", "example", "slurm", "stack")
 """Directories whose tests have the stack to themselves, also those that ask no fixture for it."""
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks as soon as it is called itself.
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one process run all tests of the stack, where several processes run the tests."""
-    for item in items:
-        directory = item.path.relative_to(Path(__file__).parent).parts[0]
-        if directory in _ON_THE_STACK or "stack" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("stack"))
+class _Scheduling(LoadScopeScheduling):
+    """One process runs all tests of the stack, in their order; the others are handed out one by one beside it."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "stack" if nodeid.split("/")[1] in _ON_THE_STACK else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
+    """How pytest-xdist hands out tests, where several processes run them."""
+    return _Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,6 +56,12 @@ def scratch_base() -> Iterator[Path]:
     if before is not None:
         os.environ["TMPDIR"] = before
     tempfile.tempdir = None
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[Stack]:
+    with stack_of_ones_own() as stack:
+        yield stack
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,6 @@ from dagster_rayslurm.connections.shared import new_connection
 from dagster_rayslurm.connections.ssh import SSHConnection
 
 from ..conftest import MARK
-from ..stack.conftest import stack  # noqa: F401
 from .sshd import Sshd
 
 CLIENTS = ("paramiko", "openssh")
@@ -44,7 +43,7 @@ class Place:
 
 
 @pytest.fixture(scope="session")
-def accounts(stack: Any) -> None:  # noqa: F811
+def accounts(stack: Any) -> None:
     """Users with all kinds of login shells, on the edge; each takes the stack's key."""
     script = ["set -e"]
     for name, (shell, file, text) in ACCOUNTS.items():
@@ -68,7 +67,7 @@ def openssh_there() -> None:
 
 
 @pytest.fixture
-def sshd(stack: Any, accounts: None) -> Iterator[Callable[..., Sshd]]:  # noqa: F811
+def sshd(stack: Any, accounts: None) -> Iterator[Callable[..., Sshd]]:
     """Starts SSH servers with the options of sshd_config(5) that are given."""
     servers: list[Sshd] = []
 
@@ -108,7 +107,7 @@ def unmarked() -> Iterator[None]:
 class Connect:
     """Makes connections, and ends them with all that they left on this machine."""
 
-    def __init__(self, stack: Any, known_hosts: Path) -> None:  # noqa: F811
+    def __init__(self, stack: Any, known_hosts: Path) -> None:
         self._stack = stack
         self._known_hosts = known_hosts
         self._made: list[SSHConnection] = []
@@ -145,14 +144,14 @@ def end_master(path: str) -> None:
 
 
 @pytest.fixture
-def connect(stack: Any, tmp_path: Path) -> Iterator[Connect]:  # noqa: F811
+def connect(stack: Any, tmp_path: Path) -> Iterator[Connect]:
     made = Connect(stack, tmp_path / "known_hosts")
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def shared_connect(stack: Any, accounts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:  # noqa: F811
+def shared_connect(stack: Any, accounts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
     """One connection of each kind to one server, for all tests of a module."""
     server = Sshd(stack, "edge")
     connect = Connect(stack, tmp_path_factory.mktemp("ssh") / "known_hosts")

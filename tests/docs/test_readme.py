@@ -14,7 +14,7 @@ import pytest
 
 from dagster_rayslurm import ComputeResource
 
-from ..stack.conftest import Stack, stack  # noqa: F401
+from ..stack.access import Stack
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -97,7 +97,7 @@ def test_the_separate_components_of_the_readme_run(tmp_path: Path, monkeypatch: 
     assert materialization.metadata["learner"].value == materialization.metadata["simulator"].value == "was here"
 
 
-def test_the_components_of_the_readme_run_on_slurm(tmp_path: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_the_components_of_the_readme_run_on_slurm(tmp_path: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its snippet with the stack's environment, in one heterogeneous job."""
     (text,) = (block for block in PYTHON if 'mode="slurm-hetjob"' in block)
     (tmp_path / "study.py").write_text(FILES["study.py"])
@@ -112,7 +112,7 @@ def test_the_components_of_the_readme_run_on_slurm(tmp_path: Path, stack: Stack,
     assert components == [("cpu", "c1, c2"), ("gpu", "g1")]
 
 
-def test_the_session_of_the_readme_is_found_warm(tmp_path: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_the_session_of_the_readme_is_found_warm(tmp_path: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its snippet with the stack's environment, and the asset above in two runs."""
     (text,) = (block for block in PYTHON if 'mode="slurm-session"' in block)
     (tmp_path / "train.py").write_text(FILES["train.py"])

@@ -11,7 +11,7 @@ import dagster as dg
 import pytest
 
 from ..conftest import marked_processes, wait_until
-from ..stack.conftest import Stack, stack  # noqa: F401
+from ..stack.access import Stack
 
 ROOT = Path(__file__).parents[2]
 PAYLOADS = sorted((ROOT / "example_project" / "payloads").glob("*.py"))
@@ -65,7 +65,7 @@ def test_the_demo_says_what_failed(mode: str, tmp_path: Path) -> None:
     assert "nowhere.invalid" in said.stdout
 
 
-def test_the_demo_on_slurm(tmp_path: Path, stack: Stack) -> None:  # noqa: F811
+def test_the_demo_on_slurm(tmp_path: Path, stack: Stack) -> None:
     """The same assets, each in a job of its own."""
     env = {**os.environ, **stack.env, "DAGSTER_HOME": str(tmp_path / "home"), "RAYSLURM_BASE": str(tmp_path / "base")}
     env.update(RAYSLURM_MODE="slurm", COLUMNS="160")
@@ -89,7 +89,7 @@ def test_the_demo_on_slurm(tmp_path: Path, stack: Stack) -> None:  # noqa: F811
         assert "| cpu: c1 |" in str(network["images made"].value)
 
 
-def test_the_demo_in_a_session(tmp_path: Path, stack: Stack) -> None:  # noqa: F811
+def test_the_demo_in_a_session(tmp_path: Path, stack: Stack) -> None:
     """The same assets in one warm allocation, which the demo ends."""
     env = {**os.environ, **stack.env, "DAGSTER_HOME": str(tmp_path / "home"), "RAYSLURM_BASE": str(tmp_path / "base")}
     env.update(RAYSLURM_MODE="slurm-session", COLUMNS="160")

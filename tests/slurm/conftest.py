@@ -29,7 +29,7 @@ from dagster_rayslurm.connections.shared import connection_to
 
 from ..conftest import Ran, pipes_script, run_asset, wait_until
 from ..connections.conftest import end_master
-from ..stack.conftest import Stack, stack  # noqa: F401
+from ..stack.access import Stack
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("c1", "c2", "g1", "g2")
@@ -127,7 +127,7 @@ class Site:
 
 
 @pytest.fixture(scope="session")
-def site_ssh(stack: Stack) -> SSHConnectionResource:  # noqa: F811
+def site_ssh(stack: Stack) -> SSHConnectionResource:
     values = {name: value for name, value in stack.env.items() if name.startswith("SLURM_EDGE_NODE_")}
     return SSHConnectionResource(
         host=values["SLURM_EDGE_NODE_HOST"],
@@ -139,7 +139,7 @@ def site_ssh(stack: Stack) -> SSHConnectionResource:  # noqa: F811
 
 
 @pytest.fixture
-def site(stack: Stack, site_ssh: SSHConnectionResource) -> Iterator[Site]:  # noqa: F811
+def site(stack: Stack, site_ssh: SSHConnectionResource) -> Iterator[Site]:
     """The stack; afterwards it must be as quiet as it was."""
     base = f"/home/dev/t-{uuid.uuid4().hex[:8]}"
     place = Site(stack, site_ssh, base, stack.env["RAYSLURM_ENV_PATH"])

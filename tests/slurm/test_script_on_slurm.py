@@ -15,7 +15,7 @@ from dagster_rayslurm.slurm.refusal import explain, impossible
 from dagster_rayslurm.slurm.request import FIELDS, JobRequest, make_request
 from dagster_rayslurm.slurm.script import LOG, render_script
 
-from ..stack.conftest import Stack
+from ..stack.access import Stack
 
 USER = "other"
 """Not the one of the other tests, whose clean-up cancels all jobs of theirs."""

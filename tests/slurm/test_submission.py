@@ -20,7 +20,7 @@ from dagster_rayslurm.slurm.submit import SubmissionRefused, Submitted, submit
 from dagster_rayslurm.slurm.surroundings import cleaned
 
 from ..conftest import wait_until
-from ..stack.conftest import Stack
+from ..stack.access import Stack
 from .conftest import Site
 
 pytestmark = pytest.mark.timeout(180)

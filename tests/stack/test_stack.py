@@ -18,7 +18,7 @@ from stack.image import node
 from stack.settings import COMPUTE_NODES, DEBIANS, ROOT, Settings
 from tests.conftest import wait_until
 
-from .conftest import Stack
+from .access import Stack
 
 EATER = "import time; eaten = b'x' * 400_000_000; time.sleep(60)"
 """A program that takes 400 MB."""

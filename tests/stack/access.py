@@ -1,7 +1,9 @@
 """The Slurm stack, as tests see it."""
 
+import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 
@@ -35,8 +37,12 @@ class Stack:
         return self._cluster.container(service).address
 
 
-@pytest.fixture(scope="session")
-def stack() -> Stack:
+@contextmanager
+def stack_of_ones_own() -> Iterator[Stack]:
+    """The stack, which no other process tests meanwhile: many tests break it, and all look at what is left on it.
+
+    In CI its absence fails the test, elsewhere it skips it.
+    """
     settings = Settings.from_environment()
     env = read_environment(settings)
     try:
@@ -48,4 +54,9 @@ def stack() -> Stack:
         if os.environ.get("CI"):
             pytest.fail(error.message)
         pytest.skip(error.message)
-    return Stack(cluster, env)
+    with open(settings.directory / "tested", "w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pytest.fail("Another process runs tests on this stack.")
+        yield Stack(cluster, env)
