@@ -22,11 +22,13 @@ from dagster_rayslurm import BashLauncher, CompletedRun, ComputeResource, Launch
 
 from .stack.access import Stack, stack_of_ones_own
 
+pytest_plugins = ["tests.connections.fixtures", "tests.slurm.fixtures"]
+
 MARK = "PYTEST_OF_RAYSLURM"
 """A variable that every process started by a test inherits, however far it is detached."""
 
 
-_ON_THE_STACK = ("connections", "docs", "example", "slurm", "stack")
+_ON_THE_STACK = ("connections", "docs", "example", "faults", "slurm", "stack")
 """Directories whose tests have the stack to themselves, also those that ask no fixture for it."""
 
 

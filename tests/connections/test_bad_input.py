@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.connections.base import ConnectionFailed
 
-from .conftest import PASSWORD, Connect
+from .fixtures import PASSWORD, Connect
 from .sshd import Sshd
 from .test_logins import PASSPHRASE, Key
 

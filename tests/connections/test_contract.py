@@ -17,7 +17,7 @@ from dagster_rayslurm.connections.base import Connection, Stat
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.connections.ssh import SSHConnection
 
-from .conftest import Place
+from .fixtures import Place
 
 # One connection for all examples of a property is what makes them quick.
 many = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

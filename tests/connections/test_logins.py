@@ -19,7 +19,7 @@ from dagster_rayslurm.connections.base import ConnectionFailed
 from dagster_rayslurm.connections.openssh_options import control_path, master_command
 from dagster_rayslurm.connections.shared import close_connections, connection_to
 
-from .conftest import PASSWORD, Connect, end_master
+from .fixtures import PASSWORD, Connect, end_master
 from .sshd import Sshd
 
 PASSPHRASE = "correct 'horse' $battery \"staple\" é"

@@ -20,7 +20,7 @@ from dagster_rayslurm.connections.openssh_options import control_path
 from stack.link import Link
 
 from ..conftest import wait_until
-from .conftest import CLIENTS, Connect
+from .fixtures import CLIENTS, Connect
 from .sshd import Sshd
 
 CUT = 60.0

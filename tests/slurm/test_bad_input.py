@@ -11,7 +11,7 @@ import pytest
 from dagster_rayslurm import BashLauncher, ComputeResource, RayLauncher, RunFailure, SSHConnectionResource
 
 from ..conftest import pipes_script, run_asset, small_ray
-from .conftest import Site
+from .fixtures import Site
 
 
 def refused(compute: ComputeResource, payload: Any, **arguments: Any) -> RunFailure:

@@ -14,7 +14,7 @@ import pytest
 from dagster_rayslurm import BashLauncher, ComputeResource, HetComponent, RayLauncher, SlurmQueueConfig
 
 from ..conftest import Ran, pipes_script, run_asset, small_ray, wait_until
-from .conftest import HEARS_USR1, Running, Site, dagster_run
+from .fixtures import HEARS_USR1, Running, Site, dagster_run
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,7 +11,7 @@ from dagster_rayslurm import BashLauncher, ComputeResource, HetComponent, RayLau
 from dagster_rayslurm.follow import Follower
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
-from .conftest import Running, Site
+from .fixtures import Running, Site
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -15,7 +15,7 @@ import pytest
 from dagster_rayslurm import BashLauncher, ComputeResource, SlurmQueueConfig, SSHConnectionResource
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
-from .conftest import HEARS_USR1, Site
+from .fixtures import HEARS_USR1, Site
 
 RAY_MEMORY = {"mem": "2500M", "cpus_per_node": 2}
 

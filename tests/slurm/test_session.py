@@ -17,7 +17,7 @@ from dagster_rayslurm.backends.session_wait import SessionSearch
 from dagster_rayslurm.backends.slurm_job import SlurmJob
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
-from .conftest import Running, Site
+from .fixtures import Running, Site
 
 RAY_QUEUE = {"mem": "2500M", "cpus_per_node": 2}
 

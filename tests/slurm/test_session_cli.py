@@ -15,7 +15,7 @@ from dagster_rayslurm.backends.remote_sweep import sweep_remote
 from dagster_rayslurm.slurm.commands import slurm_commands
 
 from ..conftest import run_asset, small_ray, wait_until
-from .conftest import Running, Site
+from .fixtures import Running, Site
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -10,7 +10,7 @@ from dagster_rayslurm.connections.shared import close_connections
 from dagster_rayslurm.connections.ssh import SSHConnection
 
 from ..conftest import pipes_script, run_asset
-from .conftest import Site
+from .fixtures import Site
 
 SECRET = pipes_script("""
 import os

@@ -16,7 +16,7 @@ from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig
 from dagster_rayslurm.backends import run_end
 
 from ..conftest import marked_processes, wait_until
-from .conftest import Site
+from .fixtures import Site
 
 pytestmark = pytest.mark.timeout(280)
 

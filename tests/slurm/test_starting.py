@@ -12,7 +12,7 @@ from dagster_rayslurm.backends import batch
 from dagster_rayslurm.slurm.queue import ask_queue
 
 from ..conftest import pipes_script, run_asset, small_ray
-from .conftest import Running, Site
+from .fixtures import Running, Site
 
 Make = Callable[..., ComputeResource]
 

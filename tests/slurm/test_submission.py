@@ -21,7 +21,7 @@ from dagster_rayslurm.slurm.surroundings import cleaned
 
 from ..conftest import wait_until
 from ..stack.access import Stack
-from .conftest import Site
+from .fixtures import Site
 
 pytestmark = pytest.mark.timeout(180)
 

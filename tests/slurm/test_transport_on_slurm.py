@@ -22,8 +22,6 @@ from dagster_rayslurm.environments import InheritedEnvironment, Interpreter, Pre
 from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.errors import StartError
 
-from ..connections.conftest import accounts, connect, server, sshd  # noqa: F401
-
 
 @pytest.fixture(scope="module")
 def edge(stack: Any) -> Iterator[Connection]:
@@ -150,8 +148,8 @@ def test_what_is_there_costs_one_small_command(edge: Connection, base: str, sour
 
 
 def test_a_connection_that_breaks_while_it_is_sent(
-    connect: Callable[..., Any],  # noqa: F811
-    server: Any,  # noqa: F811
+    connect: Callable[..., Any],
+    server: Any,
     base: str,
     edge: Connection,
     source: Path,

@@ -13,7 +13,7 @@ import pytest
 import dagster_rayslurm
 
 from ..conftest import pipes_script
-from .conftest import Site
+from .fixtures import Site
 
 pytestmark = pytest.mark.timeout(300)
 

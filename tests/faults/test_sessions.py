@@ -13,7 +13,7 @@ import pytest
 from dagster_rayslurm import ComputeResource, SlurmQueueConfig, SSHConnectionResource
 
 from ..conftest import Ran, pipes_script, run_asset, small_ray, wait_until
-from .conftest import Elsewhere, Running, Site
+from ..slurm.fixtures import Elsewhere, Running, Site
 
 pytestmark = pytest.mark.timeout(240)
 

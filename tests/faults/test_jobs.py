@@ -22,7 +22,7 @@ from dagster_rayslurm.slurm.submit import submit
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 from ..connections.sshd import Sshd
-from .conftest import Running, Site, dagster_run
+from ..slurm.fixtures import Running, Site, dagster_run
 
 pytestmark = pytest.mark.timeout(300)
 

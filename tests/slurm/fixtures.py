@@ -28,7 +28,7 @@ from dagster_rayslurm.connections.openssh_options import control_path
 from dagster_rayslurm.connections.shared import connection_to
 
 from ..conftest import Ran, pipes_script, run_asset, wait_until
-from ..connections.conftest import end_master
+from ..connections.fixtures import end_master
 from ..stack.access import Stack
 
 ROOT = Path(__file__).resolve().parents[2]
