@@ -32,6 +32,8 @@ components that run a payload each have run directories of their own."""
 
 _CRC_KEY = b',"crc":"'
 _RESERVE_BYTES = 64 * 1024
+_HOLE_LOOKS = 600
+"""Looks at a place where zeros stand, a minute or more, after which nothing is expected to fill it any more."""
 
 Record = Dict[str, Any]
 
@@ -68,6 +70,7 @@ class LineReader:
         self._partial: List[bytes] = []
         self._partial_bytes = 0
         self._reread = -1
+        self._holes = 0
 
     @property
     def next_read(self) -> int:
@@ -76,6 +79,7 @@ class LineReader:
 
     def feed(self, data: bytes) -> List[Record]:
         """The records that `data`, read at `next_read`, completes."""
+        data = self._before_hole(data)
         if not data:
             return []
         if b"\n" not in data:  # Not joined yet: a line of many chunks would be copied once for each of them.
@@ -93,6 +97,13 @@ class LineReader:
         records = [record for record in map(decode, lines) if record is not None]
         self.damaged += len(lines) - len(records)
         return records
+
+    def _before_hole(self, data: bytes) -> bytes:
+        """What stands before zeros, which no line has: a network file system may show a page before what is to fill it."""
+        place = data.find(b"\0")
+        self._holes = 0 if place else self._holes + 1
+        # Those that stay are damage, and must not keep the rest from being read.
+        return data if place < 0 or self._holes > _HOLE_LOOKS else data[:place]
 
 
 class Appender:

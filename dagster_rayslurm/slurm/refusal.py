@@ -25,12 +25,13 @@ from .request import FIELDS, JobRequest
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 _PREFIX = re.compile(r"^sbatch: (error: |fatal: )?(Batch job submission failed: )?")
-_NOISE = re.compile(r"^(sbatch: (warning:|Slurm .*retrying)|Try \"sbatch --help)", re.IGNORECASE)
+_NOISE = re.compile(r"^(sbatch: (warning:|Slurm .*retrying|error: get_addr_info: )|Try \"sbatch --help)", re.IGNORECASE)
 _OPTION = re.compile(r"(?:option '--|for --|Invalid --)([a-z][a-z-]*)")
 _MAX_WORDS = 400
 
 _TEMPORARY = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|Communication (connection|shutdown) failure"
+    r"|Unable to (resolve \"|establish control(ler)? machine address)|getaddrinfo\(\) failed"
     r"|Message (send|receive) failure|Munge encode failed|Protocol authentication error|standby mode|Rate limit exceeded"
     r"|MaxJobCount limit|job queue full|MaxSubmitJob|GrpSubmitJob"
 )

@@ -256,9 +256,10 @@ def _find(commands: Connection, job_name: str) -> str | None:
             time.sleep(_PAUSE)
         done = commands.run(["sh", "-c", _FIND, "sh", job_name], timeout=120)
         if done.returncode:
+            said = "; ".join(done.stderr.decode("utf-8", "replace").split("\n")[-3:]).strip("; ")[-300:]
             raise ConnectionFailed(
                 f"squeue does not say on {commands.place} whether the job {job_name} was submitted: "
-                f"{done.stderr.decode('utf-8', 'replace').strip()[-300:]}; look for it before you run the asset again",
+                f"{said}; look for it before you run the asset again",
                 temporary=True,
             )
         found = jobs_found(done.stdout.decode("utf-8", "replace"))

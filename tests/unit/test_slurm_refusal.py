@@ -77,6 +77,9 @@ REFUSALS = [
 
 # Nothing in them is about the request.
 TEMPORARY = [
+    "sbatch: error: get_addr_info: getaddrinfo() failed: Name or service not known: No error, attempt number 1\n"
+    'sbatch: error: slurm_set_addr: Unable to resolve "slurmctld"\n'
+    f"sbatch: error: Unable to establish control machine address\n{FAILED}No error",
     f"{FAILED}Unable to contact slurm controller (connect failure)",
     f"{FAILED}Socket timed out on send/recv operation",
     f"{FAILED}Zero Bytes were transmitted or received",

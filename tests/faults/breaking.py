@@ -1,0 +1,91 @@
+"""What breaks on a cluster, for a while: each thing is as it was afterwards, also where the test fails."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from ..conftest import wait_until
+from ..slurm.fixtures import Site
+from ..stack.access import Stack
+
+
+def docker(*arguments: str) -> None:
+    subprocess.run(["docker", *arguments], check=True, capture_output=True)
+
+
+@contextmanager
+def stopped(stack: Stack, *services: str) -> Iterator[Callable[[], None]]:
+    """Containers of daemons are stopped, in this order, and come back in the opposite one; at once if what is given is called."""
+    containers = [stack.container(service) for service in services]
+    back = False
+
+    def start() -> None:
+        nonlocal back
+        if not back:
+            back = True
+            for container in reversed(containers):
+                docker("start", container)
+            assert wait_until(lambda: answers(stack), 90), f"{services} did not come back"
+
+    try:
+        for container in containers:
+            docker("stop", "--time=5", container)
+        yield start
+    finally:
+        start()
+
+
+@contextmanager
+def paused(stack: Stack, service: str) -> Iterator[None]:
+    """All processes of a container are frozen."""
+    container = stack.container(service)
+    docker("pause", container)
+    try:
+        yield
+    finally:
+        docker("unpause", container)
+
+
+@contextmanager
+def lost(site: Site, node: str) -> Iterator[None]:
+    """A compute node is frozen for good: what is on it when it comes back has been ended, as by a reset."""
+    site.killed = True
+    container = site.stack.container(node)
+    # Frozen, not killed: without its name in the network's DNS, slurmctld itself would not answer for a while.
+    docker("pause", container)
+    try:
+        yield
+    finally:
+        docker("unpause", container)
+        docker("restart", "--time=0", container)
+
+
+@contextmanager
+def without_munge(stack: Stack, service: str) -> Iterator[None]:
+    """The munged of a container has ended."""
+    stack.exec(service, ["sh", "-c", "kill $(cat /run/munge/munged.pid)"])
+    assert wait_until(lambda: not munge_works(stack, service), 20)
+    try:
+        yield
+    finally:
+        stack.exec(service, ["runuser", "-u", "munge", "--", "munged", "--force"])
+        assert wait_until(lambda: munge_works(stack, service), 20)
+
+
+def munge_works(stack: Stack, service: str) -> bool:
+    return stack.exec(service, ["sh", "-c", "munge --no-input >/dev/null 2>&1 && echo yes"], check=False).strip() == "yes"
+
+
+def answers(stack: Stack) -> bool:
+    """Whether slurmctld answers, and slurmdbd where there is one."""
+    asked = "scontrol ping | grep -q UP && squeue >/dev/null" + (
+        " && sacctmgr -n show cluster >/dev/null" if stack.accounting else ""
+    )
+    return stack.exec("edge", ["sh", "-c", f"timeout 8 sh -c '{asked}' 2>/dev/null && echo yes"], check=False).strip() == "yes"
+
+
+def nodes_are_idle(stack: Stack, nodes: Sequence[str]) -> bool:
+    said = stack.exec("edge", ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%t"], check=False)
+    return set(said.split()) == {"idle"}
