@@ -71,7 +71,7 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     from dataclasses import replace
 
     from . import attendance, control, record, supervisor
-    from .cluster import head_address
+    from .allocation import head_address
 
     whole = _allocation(supervisor.load_spec(run_dir))
     directory = record.component_dir(run_dir, whole.component_of(whole.node_id) or "")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field, replace
 from typing import Any, Dict, List, Mapping, MutableMapping, Optional, Sequence
 
+from .addresses import is_loopback, route_address
 from .machine import GPU_VARIABLES
 from .nodelist import expand_nodelist
+
+_ELSEWHERE = "192.0.2.1"
+"""An address on no network (RFC 5737): the route there is the default one."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,6 @@ class Allocation:
         ]
 
 
-def is_loopback(address: str) -> bool:
-    """Whether an address means another machine to each machine; False for a name."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
 def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
     """The allocation of this task, or None outside of a Slurm step."""
     if "SLURM_JOB_ID" not in environ or "SLURM_NODEID" not in environ:
@@ -127,6 +122,22 @@ def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
         job_ids=_of_groups(environ, "SLURM_JOB_ID"),
         partitions=partitions,
     )
+
+
+def head_address(allocation: Allocation) -> str:
+    """The address by which the head is known to the other nodes of its allocation; alone, any of its own will do.
+
+    Without one that Slurm tells, it is the address at which the route to another node begins.
+    """
+    known, *_ = allocation.head_addresses
+    name, *others = allocation.nodes
+    if not others or known != name:
+        return known
+    for host in (others[0], _ELSEWHERE):
+        address = route_address(host)
+        if address is not None and not is_loopback(address):
+            return address
+    return name  # The others know it, or nobody does.
 
 
 def own_variables(environ: Mapping[str, str], group: int) -> Dict[str, Optional[str]]:

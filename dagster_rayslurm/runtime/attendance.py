@@ -14,7 +14,9 @@ from .allocation import Allocation, change
 from .gathering import Order
 from .intake import take_secrets
 from .machine import Machine, detect, visible_gpus
-from .meeting import Guest, Host, Place
+from .meeting import Place
+from .meeting_guest import Guest
+from .meeting_host import Host
 from .payload import End, Payload
 from .processes import signal_name
 from .siblings import cast

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set
+from typing import Any, Callable, Dict, Mapping, Optional, Set
 
 from . import nodes as node_table
-from .allocation import Allocation, is_loopback
+from .addresses import interface_address, join_host_port
 from .audit import Auditor, Tables
+from .cluster_error import ClusterError
 from .components import node_spec
 from .footprint import Footprint, footprint_error
+from .joining import Joining
 from .loop import Loop, Timer
 from .machine import Machine, from_facts
+from .nodes import nodes_expected
 from .prestart import logs_of, waiting
-from .ray_arguments import ClusterError, interface_address, join_host_port, ray_environment, route_address
+from .ray_arguments import ray_environment
 from .ray_start import Event, RayStart
 from .scratch import Scratch
 from .spec import RaySpec
 from .team import Member, Others
 
-COMES_BACK = 10.0
-"""Seconds in which a runtime that lives is back after its connection was lost; it tries ten times a second."""
-
-_ELSEWHERE = "192.0.2.1"
-"""An address on no network (RFC 5737): the route there is the default one."""
-
-
-def nodes_expected(spec: RaySpec, available: int) -> int:
-    """Nodes that the cluster shall have when it is complete."""
-    return available if spec.max_workers is None else min(available, 1 + spec.max_workers)
+__all__ = ["RayCluster", "nodes_expected"]
 
 
 class RayCluster:
@@ -88,20 +83,13 @@ class RayCluster:
         self._worker_env = worker_env
         self._prestart = prestart
         self._auditor = Auditor(self._question, loop.call_later)
-        self._team: Optional[Others] = None
         self._own = node_spec(spec, machine.component)
         self._components = [each.component_id for each in spec.components]
         self._address: Optional[str] = None
-        self._joining: Dict[int, str] = {}
-        """Names of the workers that shall join, by place."""
-        self._given_up: Dict[int, str] = {}
-        """Why a worker does not join, by place."""
-        self._worker_tails: Dict[str, str] = {}
+        self._joining = Joining(spec, None)
         self._entrypoint = spec.launch_style == "builtin"
         self._deadline: Optional[Timer] = None
         self._told = 0
-        self._counted_in: Set[int] = set()
-        """Places of the workers that know that their Ray is up."""
         self._attempt = 0
         self._started = time.monotonic()
         self._failed = False
@@ -157,11 +145,8 @@ class RayCluster:
             team: the other nodes; None if there are none.
             address: the address by which this node is known to them; None for the one that Ray finds.
         """
-        self._team, self._address = team, address
-        if team is not None:
-            wanted = nodes_expected(self.spec, 1 + len(team.members)) - 1
-            self._joining = {place: member.title for place, member in sorted(team.members.items())[:wanted]}
-            self._loop.call_later(0.0, self._see_who_is_here)
+        self._joining, self._address = Joining(self.spec, team), address
+        self._loop.call_later(0.0, self._see_who_is_here)
         problem = footprint_error(self._footprint(self._machine.component), self._machine)
         if problem:
             return self._fail(ClusterError("cluster-start", problem))
@@ -179,7 +164,7 @@ class RayCluster:
             self._machine,
             self._scratch,
             self._token,
-            1 + len(self._joining),
+            self._joining.expected,
             self._gcs_chosen,
             self._take,
             self._fail,
@@ -191,8 +176,8 @@ class RayCluster:
 
     def stop(self) -> None:
         """End every process of the cluster at once, on the other nodes as soon as they hear of it."""
-        if self.key and self._team is not None and self._attempt:
-            self._team.order(self._joining, op="end-ray", cluster=self.key)
+        if self.key and self._attempt:
+            self._joining.order(op="end-ray", cluster=self.key)
         self.end()
 
     def end(self) -> None:
@@ -206,7 +191,7 @@ class RayCluster:
     def log_tails(self) -> Dict[str, str]:
         """The last lines of the logs that tell why a cluster failed."""
         own = self._ray.log_tails() if self._ray is not None else {}
-        return {**own, **self._worker_tails}
+        return {**own, **self._joining.tails}
 
     def take(self, member: Member, message: Event) -> None:
         """Take what the runtime of another node says."""
@@ -218,49 +203,42 @@ class RayCluster:
             if problem:
                 self._give_up(member, ClusterError("cluster-start", problem))
         elif event == "failed" and (message.get("cluster", ""), message.get("attempt")) == (self.key, self._attempt):
-            for name, text in message.get("tails", {}).items():
-                self._worker_tails["%s on %s" % (name, member.title)] = text
+            if not self._joining.is_news(member, self._attempt):
+                return
+            self._joining.keep_tails(member, message.get("tails", {}))
             self._give_up(member, ClusterError(message["reason"], message["message"]))
         elif event == "lost":
             if self.ready:
                 self._on_phase("node-lost", "node %s is lost: %s" % (member.title, message["message"]))
             else:
                 self._on_phase("cluster-start", "node %s is out of reach: %s" % (member.title, message["message"]))
-                self._await_back(member)
+                member.await_back(self._loop, lambda: self._missed(member))
 
     def _see_who_is_here(self) -> None:
         """Judge the nodes that came, or were lost, before this cluster was thought of."""
-        assert self._team is not None
-        for place in self._joining:
-            member = self._team.members[place]
+        for member in self._joining.members:
             if self._failed or not member.joined:
                 continue
             self.take(member, {"event": "joined"})
             if not member.here:
-                self._await_back(member)
+                member.await_back(self._loop, functools.partial(self._missed, member))
 
     def _question(self, question: int) -> bool:
         return self._ray is not None and self._ray.audit(question)
 
-    def _await_back(self, member: Member) -> None:
-        """Give a worker that was lost its time, the whole of it each time that it is lost."""
-        losses = member.losses
-        self._loop.call_later(COMES_BACK, lambda: self._missed(member) if member.losses == losses else None)
-
     def _missed(self, member: Member) -> None:
         """A worker that was lost while the cluster started had time enough to come back."""
-        if not member.here and not self.ready and not self._failed and self._team is not None:
-            self._keep_log(member)
+        if not self.ready and not self._failed:
+            self._joining.keep_log(member)
             self._give_up(member, ClusterError("cluster-start", "node %s was lost while the cluster started" % member.title))
 
     def _gcs_chosen(self, gcs: str) -> None:
         """Have the workers join; they start while the head does."""
         self._attempt += 1
-        if self._team is not None:
-            order = {"gcs": gcs, "attempt": self._attempt, "nodes": 1 + len(self._joining)}
-            if self.key:
-                order.update(cluster=self.key, ray=asdict(self.spec))
-            self._team.order(self._joining, op="ray", **order)
+        whole = {"ray": asdict(self.spec)} if self.key else {}
+        self._joining.order(
+            op="ray", gcs=gcs, attempt=self._attempt, nodes=self._joining.expected, **self._name_in_orders, **whole
+        )
 
     def _take(self, event: Event) -> None:
         kind = event["event"]
@@ -285,24 +263,16 @@ class RayCluster:
                 self._on_phase("node-lost", "Ray on node %s is dead, the others go on" % node_table.title(gone))
                 self._on_node_lost(node_table.title(gone))
             return self._count_in()
-        alive = self._alive()
-        wanted = 1 + len(self._joining)
-        if wanted > 1 and len(alive) != self._told:
+        alive = node_table.alive(self.nodes)
+        if self._joining.places and len(alive) != self._told:
             self._told = len(alive)
-            self._on_phase("cluster-start", "%d/%d nodes joined" % (len(alive), wanted))
+            self._on_phase("cluster-start", "%d/%d nodes joined" % (len(alive), self._joining.expected))
         self._ready_if_complete()
 
-    def _alive(self) -> List[Dict[str, Any]]:
-        return node_table.alive(self.nodes)
-
-    def _needed(self) -> int:
-        wanted = 1 + len(self._joining)
-        return wanted if self.spec.min_nodes is None else min(self.spec.min_nodes, wanted)
-
     def _ready_if_complete(self) -> None:
-        alive = self._alive()
+        alive = node_table.alive(self.nodes)
         head = next((node for node in alive if node["head"]), None)
-        if self.ready or self._failed or head is None or len(alive) < self._needed() or not self._entrypoint:
+        if self.ready or self._failed or head is None or len(alive) < self._joining.needed or not self._entrypoint:
             return
         assert self._ray is not None and self._ray.ports is not None
         self.address = join_host_port(head["address"], self._ray.ports.gcs)
@@ -322,24 +292,21 @@ class RayCluster:
 
     def _count_in(self) -> None:
         """Tell the workers whose Ray is up, those too that come late: from here on its end there is a loss."""
-        if self._team is None:
-            return
-        here = node_table.present(self.nodes)
-        for place in sorted(set(self._joining) - self._counted_in):
-            if self._team.members[place].joined and self._team.members[place].identity in here:
-                self._counted_in.add(place)
-                named = {"cluster": self.key} if self.key else {}
-                self._team.order([place], op="ready", attempt=self._attempt, **named)
+        self._joining.tell_those_in(self.nodes, op="ready", attempt=self._attempt, **self._name_in_orders)
+
+    @property
+    def _name_in_orders(self) -> Dict[str, str]:
+        """What tells this cluster from others, where there are several."""
+        return {"cluster": self.key} if self.key else {}
 
     def _give_up(self, member: Member, error: ClusterError) -> None:
         """A worker will not join: the end of the cluster, unless enough others do."""
         if self.ready:
             self._on_node_lost(member.title)
             return self._on_phase("node-lost", "node %s: %s" % (member.title, error))
-        if member.node_id not in self._joining:
+        if member.node_id not in self._joining.places:
             return
-        self._given_up[member.node_id] = str(error)
-        if 1 + len(self._joining) - len(self._given_up) < self._needed():
+        if not self._joining.give_up(member):
             self._fail(error)
         else:
             self._on_phase("cluster-start", "the cluster starts without node %s: %s" % (member.title, error))
@@ -351,33 +318,12 @@ class RayCluster:
             return self._fail(
                 ClusterError("cluster-start", "the health check did not end on node %s %s" % (self._machine.name, limit))
             )
-        if not self._alive():
+        alive = node_table.alive(self.nodes)
+        if not alive:
             return self._fail(ClusterError("cluster-start", "Ray was not up on node %s %s" % (self._machine.name, limit)))
-        if len(self._alive()) >= self._needed():
+        if len(alive) >= self._joining.needed:
             return self._fail(ClusterError("cluster-start", "`ray symmetric-run` did not start its command " + limit))
-        self._fail(ClusterError("cluster-start", self._who_is_missing() + " " + limit))
-
-    def _keep_log(self, member: Member) -> None:
-        """Keep what a worker's runtime had to say."""
-        assert self._team is not None
-        tail = self._team.log_tail(member)
-        if tail.strip():
-            self._worker_tails["runtime on %s" % member.title] = tail
-
-    def _who_is_missing(self) -> str:
-        """Names the nodes that did not join, and keeps what their logs say."""
-        here = node_table.present(self.nodes)
-        assert self._team is not None
-        wanted = [self._team.members[place] for place in self._joining]
-        missing = [member for member in wanted if not member.joined or member.identity not in here]
-        unheard = [member.title for member in self._team.missing() if member in missing]
-        for member in missing:
-            self._keep_log(member)
-        joined = "%d of %d nodes joined" % (len(self._alive()), 1 + len(self._joining))
-        what = "%s, missing: %s" % (joined, ", ".join(member.title for member in missing))
-        if unheard:
-            what += " (no word from the runtime on %s)" % ", ".join(unheard)
-        return what
+        self._fail(ClusterError("cluster-start", self._joining.who_is_missing(self.nodes) + " " + limit))
 
     def _fail(self, error: ClusterError) -> None:
         if self._failed:
@@ -388,19 +334,3 @@ class RayCluster:
         if self._ray is not None:
             self._ray.end()
         self._on_failed(error)
-
-
-def head_address(allocation: Allocation) -> str:
-    """The address by which the head is known to the other nodes of its allocation; alone, any of its own will do.
-
-    Without one that Slurm tells, it is the address at which the route to another node begins.
-    """
-    known, *_ = allocation.head_addresses
-    name, *others = allocation.nodes
-    if not others or known != name:
-        return known
-    for host in (others[0], _ELSEWHERE):
-        address = route_address(host)
-        if address is not None and not is_loopback(address):
-            return address
-    return name  # The others know it, or nobody does.

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from types import MappingProxyType
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
-from . import processes
-from .channel import derive
 from .cluster import RayCluster
+from .cluster_error import ClusterError
+from .cluster_key import clear_away, token_of, worker_env_of
 from .components import node_spec
 from .corner import Corner, Corners
 from .footprint import ray_footprint, runtime_footprint
 from .loop import Loop
 from .machine import Machine
 from .payload import End, Payload
-from .ray_arguments import ClusterError
 from .scratch import Scratch
 from .spec import PayloadSpec, RuntimeSpec
 from .team import Member, Others
@@ -23,51 +21,8 @@ from .team import Member, Others
 LOST_GRACE = 1.0
 """Seconds a payload gets after its cluster is lost: `ray.init` would hang for 40 s and more (Ray 2.60)."""
 
-_CLUSTER_MARK = "RAYSLURM_CLUSTER"
-"""Variable that all processes of a fresh cluster inherit: some of them may leave the tree that is below `ray start`."""
-
 _KEEPS_READY = "ray"
 """Module that, imported ahead of payloads, has Ray's workers kept ready for them, too."""
-
-_DYING = 0.5
-"""Seconds that killed processes get to be gone before their directories are."""
-_SELDOM = 60.0
-"""Most seconds between two attempts to remove what cannot be removed."""
-
-
-def asks_for_gpus(spec: RuntimeSpec) -> bool:
-    """Whether payloads of this runtime may want GPUs: it takes its time to look for them."""
-    asked = any([spec.asked_gpus, *(component.asked_gpus for component in spec.components)])
-    return spec.ray is not None or asked or (spec.idle_timeout is not None and spec.control_key is not None)
-
-
-def token_of(control_key: Optional[str], key: str) -> str:
-    """The secret of a cluster: made from that of the allocation, so that its nodes need not tell each other."""
-    if control_key is None:
-        return os.urandom(32).hex()
-    return derive(control_key, "ray-token:" + key if key else "ray-token")
-
-
-def worker_env_of(spec: RuntimeSpec, key: str) -> Mapping[str, str]:
-    """The variables that Ray's daemons of a cluster get."""
-    return {**spec.worker_env, _CLUSTER_MARK: key} if key else spec.worker_env
-
-
-def clear_away(loop: Loop, place: Scratch, key: str) -> None:
-    """Remove what a fresh cluster leaves on this node, once its processes have died; those included that got away.
-
-    What still dies may write once more, so it is tried until nothing is left: there are few names for such places.
-    """
-
-    def clear(pause: float) -> None:
-        mark = "%s=%s" % (_CLUSTER_MARK, key)
-        below = [process.pid for process in processes.descendants(os.getpid())]
-        processes.kill_all(pid for pid in below if processes.has_environment(pid, mark))
-        place.remove()
-        if os.path.lexists(place.path) or os.path.lexists(place.ray_temp_dir):
-            loop.call_later(pause, lambda: clear(min(2 * pause, _SELDOM)))
-
-    loop.call_later(_DYING, lambda: clear(_DYING))
 
 
 class Clusters:
@@ -118,7 +73,7 @@ class Clusters:
                 lambda component: runtime_footprint(spec, component),
                 machine,
                 private,
-                token_of(spec.token_key or spec.control_key, ""),
+                token_of(spec, ""),
                 on_ready,
                 on_failed,
                 on_phase,
@@ -163,7 +118,7 @@ class Clusters:
             lambda component: ray_footprint(node_spec(ray, component)),
             self._machine,
             corner,
-            token_of(self._spec.token_key or self._spec.control_key, key),
+            token_of(self._spec, key),
             lambda: None if payload.ended else start(cluster),
             failed,
             payload.phase,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import traceback
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
-from .clusters import clear_away, token_of, worker_env_of
+from .addresses import node_address
+from .cluster_error import ClusterError
+from .cluster_key import clear_away, token_of, worker_env_of
 from .components import node_spec
 from .loop import Loop
 from .machine import Machine
-from .ray_arguments import ClusterError, node_address
 from .ray_start import RayStart
 from .scratch import Scratch
 from .spec import RaySpec, RuntimeSpec, from_fields
@@ -19,12 +20,15 @@ from .usage import Sampler
 Order = Dict[str, Any]
 
 
-class _Joined(NamedTuple):
+class _Joined:
     """A cluster that this node belongs to."""
 
-    attempt: int
-    ray: RayStart
-    place: Scratch
+    def __init__(self, attempt: int, ray: RayStart, place: Scratch) -> None:
+        self.attempt = attempt
+        self.ray = ray
+        self.place = place
+        self.failure: Optional[ClusterError] = None
+        """Why its Ray did not start, or has ended, here."""
 
 
 class Follower:
@@ -120,15 +124,9 @@ class Follower:
         key, attempt = str(order.get("cluster", "")), int(order["attempt"])
         before = self._clusters.get(key)
         if before is not None and before.attempt == attempt:
+            if before.failure is not None:  # Told while nobody was there to hear it, perhaps.
+                self._tell_failed(order, before.failure, before.ray.log_tails())
             return
-        whole = from_fields(RaySpec, order["ray"]) if key else self._spec.ray
-        assert whole is not None
-        spec = node_spec(whole, self._machine.component)
-
-        def failed(error: ClusterError) -> None:
-            self._say(str(error))
-            self._tell_failed(order, error, ray.log_tails())
-
         if before is not None:
             before.ray.end()
             os.unlink(before.ray.token_path)
@@ -140,13 +138,24 @@ class Follower:
                 why = ClusterError("cluster-start", "node %s: %s" % (self._machine.name, error))
                 self._say(str(why))
                 return self._tell_failed(order, why, {})
-        secret = self._spec.token_key or self._spec.control_key
+        self._start_anew(order, key, attempt, place)
+
+    def _start_anew(self, order: Order, key: str, attempt: int, place: Scratch) -> None:
+        whole = from_fields(RaySpec, order["ray"]) if key else self._spec.ray
+        assert whole is not None
+        spec = node_spec(whole, self._machine.component)
+
+        def failed(error: ClusterError) -> None:
+            joined.failure = error
+            self._say(str(error))
+            self._tell_failed(order, error, ray.log_tails())
+
         ray = RayStart(
             self._loop,
             spec,
             self._machine,
             place,
-            token_of(secret, key),
+            token_of(self._spec, key),
             int(order["nodes"]),
             lambda *_: None,
             lambda *_: None,
@@ -154,7 +163,7 @@ class Follower:
             lambda *said: self._say(said[1]),
             {**worker_env_of(self._spec, key), **self._environ},
         )
-        self._clusters[key] = _Joined(attempt, ray, place)
+        self._clusters[key] = joined = _Joined(attempt, ray, place)
         try:
             ray.start(node_address(spec, order["gcs"]), order["gcs"])
         except ClusterError as error:

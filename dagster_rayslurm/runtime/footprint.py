@@ -64,3 +64,9 @@ def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> 
         Want("SlurmQueueConfig.gpus_per_node", spec.asked_gpus if own is None else own.asked_gpus, "GPUs"),
     )
     return asked + (ray_footprint(node_spec(spec.ray, component_id)) if spec.ray is not None else ())
+
+
+def asks_for_gpus(spec: RuntimeSpec) -> bool:
+    """Whether payloads of this runtime may want GPUs: it takes its time to look for them."""
+    asked = any([spec.asked_gpus, *(component.asked_gpus for component in spec.components)])
+    return spec.ray is not None or asked or (spec.idle_timeout is not None and spec.control_key is not None)

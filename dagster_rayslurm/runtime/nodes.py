@@ -38,6 +38,11 @@ def within(spec: RaySpec, nodes: Nodes) -> Nodes:
     return {node_id: {**node, "component": None} for node_id, node in nodes.items()}
 
 
+def nodes_expected(spec: RaySpec, available: int) -> int:
+    """Nodes that a cluster shall have when it is complete."""
+    return available if spec.max_workers is None else min(available, 1 + spec.max_workers)
+
+
 def alive(nodes: Nodes) -> List[Node]:
     """Those that live."""
     return [node for node in nodes.values() if node["alive"]]

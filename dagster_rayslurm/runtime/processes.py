@@ -104,6 +104,11 @@ def has_environment(pid: int, entry: str) -> bool:
         return False
 
 
+def with_environment(entry: str) -> List[int]:
+    """The processes below this one that were started with `NAME=value` in their environment."""
+    return [process.pid for process in descendants(os.getpid()) if has_environment(process.pid, entry)]
+
+
 def signal_group(pid: int, signum: int) -> bool:
     """Signal a process group; False if nothing of it is left."""
     try:

@@ -16,10 +16,12 @@ from types import MappingProxyType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from . import ports, processes
+from .addresses import join_host_port
+from .cluster_error import ClusterError
 from .loop import Loop
 from .machine import Machine
 from .prestart import logs_of
-from .ray_arguments import ClusterError, join_host_port, ray_environment, start_arguments, symmetric_arguments
+from .ray_arguments import ray_environment, start_arguments, symmetric_arguments
 from .record import split_lines, tail_file
 from .scratch import Scratch
 from .spec import RAY_COORDINATES, RaySpec

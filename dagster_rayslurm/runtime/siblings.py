@@ -188,10 +188,6 @@ class Siblings:
         for place in places:
             self._followers[place].obey(order)
 
-    def missing(self) -> List[Member]:
-        """None: all are here."""
-        return []
-
     def facts(self) -> List[Dict[str, Any]]:
         """The nodes, and what each is given."""
         return [member.facts() for member in self.members.values()]

@@ -17,18 +17,18 @@ from typing import Any, Callable, Dict, List, Optional
 
 from . import PROTOCOL_VERSION, machine, processes, scratch, siblings
 from .admission import Closing, Misfit, capacities_of, claims_of, misfit
-from .allocation import Allocation
-from .cluster import COMES_BACK, RayCluster, head_address, nodes_expected
-from .clusters import LOST_GRACE, Clusters, asks_for_gpus
-from .footprint import footprint_error, runtime_footprint
+from .allocation import Allocation, head_address
+from .cluster import RayCluster
+from .cluster_error import ClusterError
+from .clusters import LOST_GRACE, Clusters
+from .footprint import asks_for_gpus, footprint_error, runtime_footprint
 from .installed import Mark, ray_mark
 from .intake import load_spec, read_text, take_secrets
 from .leftovers import Leftovers
 from .loop import Loop, Timer
-from .nodes import named
+from .nodes import named, nodes_expected
 from .payload import End, Payload, Setting, defect
 from .queueing import Claims
-from .ray_arguments import ClusterError
 from .record import PAYLOAD, RunRecord, node_log, tail_lines
 from .roster import Roster
 from .spec import PayloadSpec, RaySpec, RuntimeSpec, SpecError, from_json
@@ -484,13 +484,7 @@ class Supervisor:
     def _hear(self, member: Member, message: Dict[str, Any]) -> None:
         self.clusters.take(member, message)
         if message.get("event") == "lost":
-            losses = member.losses
-
-            def missed() -> None:
-                if not member.here and member.losses == losses:  # One that was back meanwhile has all its time again.
-                    self._node_lost(member.title)
-
-            self.loop.call_later(COMES_BACK, missed)
+            member.await_back(self.loop, lambda: self._node_lost(member.title))
 
     def _node_lost(self, name: str) -> None:
         """Payloads go on without it; a session that is whole takes those that come."""

@@ -9,15 +9,13 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Proto
 
 from .channel import Channel, Message
 from .door import Door
-from .loop import Loop, Timer
+from .loop import Loop
 from .machine import Machine
 from .nodes import Identity, named
+from .presence import COMES_BACK, Peer, Pulse
 from .record import tail_file
 from .spec import SpecError, from_fields
 
-PING_INTERVAL = 5.0
-SILENCE = 30.0
-"""Seconds without a word after which the other end of a channel counts as lost."""
 _FAREWELL = 2.0
 """Seconds that the head's runtime outstays the work for the others; a node takes some milliseconds to tidy up."""
 _USAGE_TIMEOUT = 0.25
@@ -26,17 +24,16 @@ _ABOUT = {"report": "measure", "end-ray": "ray"}
 """The orders that end something, and the orders that began it."""
 
 
-class Member:
+class Member(Peer):
     """One other node."""
 
     def __init__(self, node_id: int, name: str, component: Optional[str] = None) -> None:
+        super().__init__()
         self.node_id = node_id
         self.name = name
         self.component = component
-        self.channel: Optional[Channel] = None
         self.machine: Dict[str, Any] = {}
         self.orders: Dict[str, Message] = {}
-        self.heard = 0.0
         self.losses = 0
         """How often it was lost so far."""
 
@@ -44,11 +41,6 @@ class Member:
     def joined(self) -> bool:
         """Whether it has been here, even if it is lost by now."""
         return bool(self.machine)
-
-    @property
-    def here(self) -> bool:
-        """Whether it can be reached."""
-        return self.channel is not None
 
     @property
     def hostname(self) -> str:
@@ -64,6 +56,11 @@ class Member:
     def identity(self) -> Identity:
         """What it is known by in Ray's table of nodes."""
         return Identity(self.hostname, self.component)
+
+    def await_back(self, loop: Loop, missed: Callable[[], None]) -> None:
+        """Call `missed` if it does not come back in time; one that does has the whole of its time again."""
+        losses = self.losses
+        loop.call_later(COMES_BACK, lambda: missed() if not self.here and self.losses == losses else None)
 
     def facts(self) -> Dict[str, Any]:
         """What it grants as far as that is known, and whether it can be reached."""
@@ -84,7 +81,6 @@ class Others(Protocol):
     @property
     def pids(self) -> List[int]: ...
     def order(self, places: Iterable[int], **order: Any) -> None: ...
-    def missing(self) -> List[Member]: ...
     def facts(self) -> List[Dict[str, Any]]: ...
     def log_tail(self, member: Member) -> str: ...
     def measure(self, nonce: str) -> None: ...
@@ -121,10 +117,9 @@ class Team:
         self._log_path = log_path
         self._on_message = on_message
         self._collecting: Dict[str, _Collection] = {}
-        self._timer: Optional[Timer] = None
         self._dismissed = False
         self._door = Door(loop, key, ports, self._introduced)
-        self._ping()
+        self._pulse = Pulse(loop, self.members.values, self._lost)
 
     @property
     def pids(self) -> List[int]:
@@ -146,12 +141,7 @@ class Team:
                 member.orders.pop(slot, None)  # It never heard of what ends.
                 continue
             member.orders[slot] = order
-            if member.channel is not None:
-                member.channel.send(**order)
-
-    def missing(self) -> List[Member]:
-        """The nodes that never joined or are lost."""
-        return [member for member in self.members.values() if member.channel is None]
+            member.send(**order)
 
     def facts(self) -> List[Dict[str, Any]]:
         """The nodes, what each of them grants as far as that is known, and whether they can be reached."""
@@ -167,7 +157,7 @@ class Team:
 
     def collect(self, nonce: str, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
         """End the measuring for a payload and hand over the figures by hostname; of those that answer soon."""
-        asked = {member.node_id for member in self.members.values() if member.channel is not None}
+        asked = {member.node_id for member in self.members.values() if member.here}
 
         def collected(figures: Dict[str, Dict[str, Any]]) -> None:
             del self._collecting[nonce]
@@ -181,10 +171,8 @@ class Team:
         """Send everybody home; those who have not come yet, as they come."""
         self._dismissed = True
         for member in self.members.values():
-            if member.channel is not None:
-                member.channel.send(op="stop")
-        if self._timer is not None:
-            self._timer.cancel()
+            member.send(op="stop")
+        self._pulse.stop()
 
     def wait_gone(self, patience: float) -> None:
         """Wait until the others have tidied up: the end of this runtime may well be the end of theirs.
@@ -215,11 +203,9 @@ class Team:
             member = None
         if member is None or facts is None:
             return channel.close()
-        again = member.channel is not None or member.joined
-        if member.channel is not None:
-            member.channel.close()  # It came back before its loss was noticed here.
-        member.channel, member.machine = channel, facts
-        member.heard = self._loop.now()
+        again = member.joined
+        member.came(channel, self._loop.now())
+        member.machine = facts
         channel.on_message(functools.partial(self._take, member))
         channel.on_gone(functools.partial(self._lost, member, channel, "its connection ended"))
         if self._dismissed:
@@ -246,22 +232,9 @@ class Team:
         self._on_message(member, message)
 
     def _lost(self, member: Member, channel: Channel, why: str) -> None:
-        if member.channel is channel:
-            channel.close()
-            member.channel = None
+        if member.went(channel):
             member.losses += 1
             self._on_message(member, {"event": "lost", "message": why})
-
-    def _ping(self) -> None:
-        now = self._loop.now()
-        for member in self.members.values():
-            if member.channel is None:
-                continue
-            if now - member.heard > SILENCE:
-                self._lost(member, member.channel, "it has been silent for %g s" % SILENCE)
-            else:
-                member.channel.send(op="ping")
-        self._timer = self._loop.call_later(PING_INTERVAL, self._ping)
 
 
 class _Collection:

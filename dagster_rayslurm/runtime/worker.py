@@ -11,14 +11,14 @@ from typing import Any, Callable
 from . import machine, processes
 from .allocation import Allocation
 from .channel import Message
-from .clusters import asks_for_gpus
 from .corner import Corners
 from .dialler import Dialler, Place, places
 from .follower import Follower
+from .footprint import asks_for_gpus
 from .loop import Loop
+from .presence import PING_INTERVAL, SILENCE
 from .scratch import Scratch
 from .spec import RuntimeSpec
-from .team import PING_INTERVAL, SILENCE
 
 _FORSAKEN = 20.0
 """Seconds after a signal in which a head that has got it, too, has said that it ends; SIGKILL comes after 30 (KillWait)."""

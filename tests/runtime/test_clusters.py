@@ -85,7 +85,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 SESSION = """
 import dataclasses
-from dagster_rayslurm.runtime import allocation
+from dagster_rayslurm.runtime import allocation, team
 machine.detect = lambda *_, **__: machine.Machine("here", 4, 0, 2**33, None)
 spec = supervisor.load_spec(base)
 runner = supervisor.Supervisor(loop, spec, scratch.Scratch(), allocation.from_environ(os.environ), base)
@@ -191,7 +191,7 @@ def test_a_node_that_a_payloads_own_cluster_loses_is_no_loss(runtime: Runtime) -
 
 
 def test_what_dies_slowly_is_cleared_away_all_the_same(tmp_path: Path) -> None:
-    from dagster_rayslurm.runtime import clusters, corner
+    from dagster_rayslurm.runtime import cluster_key, corner
 
     due: list[tuple[float, Any]] = []
 
@@ -206,7 +206,7 @@ def test_what_dies_slowly_is_cleared_away_all_the_same(tmp_path: Path) -> None:
         remove = place.remove
         left = ["a process that still writes"]
         place.remove = lambda: left.pop() if left else remove()  # type: ignore[assignment, func-returns-value]
-        clusters.clear_away(Timers(), place, "nobody")  # type: ignore[arg-type]
+        cluster_key.clear_away(Timers(), place, "nobody")  # type: ignore[arg-type]
         due.pop()[1]()
         assert os.path.exists(place.path) and due[0][0] == 0.5
         due.pop()[1]()
@@ -223,10 +223,10 @@ def test_a_node_that_does_not_come_back_drains_a_session_without_a_cluster(nodes
     said = pair.run(
         SESSION
         + f"""
-supervisor.COMES_BACK = 1.0
+team.COMES_BACK = 1.0
 submit("one")
 def look():
-    if runner._team.missing():
+    if not all(m.here for m in runner._team.members.values()):
         return loop.call_later(0.1, look)
     for p in [p for p in processes.descendants({pair.worker.pid})] + [processes.Process({pair.worker.pid}, 0, 0)]:
         os.kill(p.pid, 9)

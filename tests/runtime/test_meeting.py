@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.archive import install_runtime
-from dagster_rayslurm.runtime import meeting
+from dagster_rayslurm.runtime import meeting_guest, meeting_host
 from dagster_rayslurm.runtime.allocation import from_environ, settle
 from dagster_rayslurm.runtime.dialler import Dialler
 from dagster_rayslurm.runtime.loop import Loop
-from dagster_rayslurm.runtime.meeting import Guest, Host
+from dagster_rayslurm.runtime.meeting import Place
+from dagster_rayslurm.runtime.meeting_guest import Guest
+from dagster_rayslurm.runtime.meeting_host import Host
 from dagster_rayslurm.runtime.ports import control_ports
 from dagster_rayslurm.runtime.processes import descendants
 from dagster_rayslurm.runtime.record import CANCEL, JOURNAL, PAYLOAD, RUNTIME, SECRETS, STATUS, LineReader, component_dir
@@ -396,8 +398,9 @@ class Party:
 
 @pytest.fixture
 def party(monkeypatch: pytest.MonkeyPatch) -> Iterator[Party]:
-    monkeypatch.setattr(meeting, "_COMES_BACK", 0.6)
-    monkeypatch.setattr(meeting, "_LATE", 0.2)
+    for side in (meeting_guest, meeting_host):
+        monkeypatch.setattr(side, "COMES_BACK", 0.6)
+    monkeypatch.setattr(meeting_host, "_LATE", 0.2)
     before = signal.getsignal(signal.SIGCHLD)
     made = Party(Loop())
     yield made
@@ -406,7 +409,7 @@ def party(monkeypatch: pytest.MonkeyPatch) -> Iterator[Party]:
     signal.signal(signal.SIGCHLD, before)
 
 
-PLACE = meeting.Place("h", "127.0.0.1", None, ["h"])
+PLACE = Place("h", "127.0.0.1", None, ["h"])
 
 
 def begin(party: Party) -> Guest:

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from dagster_rayslurm.runtime import machine, ports, scratch
+from dagster_rayslurm.runtime.addresses import interface_address
+from dagster_rayslurm.runtime.cluster_error import ClusterError
 from dagster_rayslurm.runtime.footprint import footprint_error, ray_footprint
-from dagster_rayslurm.runtime.ray_arguments import ClusterError, interface_address, start_arguments
+from dagster_rayslurm.runtime.ray_arguments import start_arguments
 from dagster_rayslurm.runtime.ray_node import refuse_version, version_tuple
 from dagster_rayslurm.runtime.spec import RaySpec
 

@@ -18,20 +18,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime import allocation, cluster, machine, scratch
+from dagster_rayslurm.runtime import allocation, machine, scratch, team
+from dagster_rayslurm.runtime.addresses import is_loopback, join_host_port, route_address
+from dagster_rayslurm.runtime.allocation import head_address
 from dagster_rayslurm.runtime.channel import Channel, derive
-from dagster_rayslurm.runtime.cluster import RayCluster, head_address, nodes_expected
+from dagster_rayslurm.runtime.cluster import RayCluster
+from dagster_rayslurm.runtime.cluster_error import ClusterError
 from dagster_rayslurm.runtime.door import DoorError, listen
+from dagster_rayslurm.runtime.follower import Follower
 from dagster_rayslurm.runtime.footprint import footprint_error, runtime_footprint
 from dagster_rayslurm.runtime.loop import Loop
+from dagster_rayslurm.runtime.nodes import nodes_expected
 from dagster_rayslurm.runtime.ports import choose, control_ports
-from dagster_rayslurm.runtime.ray_arguments import (
-    ClusterError,
-    join_host_port,
-    route_address,
-    start_arguments,
-    symmetric_arguments,
-)
+from dagster_rayslurm.runtime.ray_arguments import start_arguments, symmetric_arguments
 from dagster_rayslurm.runtime.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.team import Member, Team
 from dagster_rayslurm.runtime.time_limit import parse_time_left
@@ -65,11 +64,11 @@ def test_a_loopback_address_is_not_announced_to_other_nodes(loopback: str) -> No
     assert here is not None and here.head_addresses == ["n1"]
     # The names here mean nothing, so it is the address on the default route, or the name if there is none.
     default = route_address("192.0.2.1")
-    assert head_address(here) == ("n1" if default is None else default) and not allocation.is_loopback(head_address(here))
+    assert head_address(here) == ("n1" if default is None else default) and not is_loopback(head_address(here))
     neighbour = allocation.from_environ({**task, "SLURM_STEP_NODELIST": f"n1,{default or 'n2'}"})
     assert neighbour is not None and head_address(neighbour) == (default or "n1")
     mapped = allocation.from_environ({**task, "SLURM_STEP_NODELIST": "n1,localhost"})
-    assert mapped is not None and not allocation.is_loopback(head_address(mapped))
+    assert mapped is not None and not is_loopback(head_address(mapped))
     alone = allocation.from_environ({**task, "SLURM_STEP_NODELIST": "n1"})
     assert alone is not None and head_address(alone) == loopback
     told = allocation.from_environ(TASK)
@@ -231,7 +230,7 @@ def test_a_worker_joins_is_told_and_is_missed(head: Head) -> None:
     channel, taken, _ = head.worker()
     head.until(lambda: taken)
     assert taken == [{"op": "ray", "attempt": 1}] and head.heard == [("n2", "joined")]
-    assert [member.name for member in head.team.missing()] == ["n3"]
+    assert [member.name for member in head.team.members.values() if not member.here] == ["n3"]
     channel.close()
     head.until(lambda: ("n2", "lost") in head.heard)
     # Back again, it is told the same, and no second time greeted as new.
@@ -371,7 +370,7 @@ def test_figures_of_nodes_that_are_one_host(head: Head) -> None:
 
 def test_a_worker_that_comes_back_each_time_is_not_missed(head: Head, scratch_base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each loss has the whole of the time in which one that lives is back."""
-    monkeypatch.setattr(cluster, "COMES_BACK", 0.6)
+    monkeypatch.setattr(team, "COMES_BACK", 0.6)
     private = scratch.Scratch()
     failed: list[ClusterError] = []
     node = machine.Machine("host0", 1, 0, 2**30, None)
@@ -443,6 +442,32 @@ def test_a_worker_is_told_when_its_ray_counts(head: Head, scratch_base: Any) -> 
     private.remove()
     one.close()
     again.close()
+
+
+def test_a_failure_that_nobody_heard_is_told_once_more(head: Head, scratch_base: Any) -> None:
+    """The connection was lost just then; the head, which tells its order anew to one that is back, takes it for one failure."""
+    private, own = scratch.Scratch(), scratch.Scratch()
+    node = machine.Machine("host1", 1, 0, 2**30, None)
+    told: list[dict[str, Any]] = []
+    spec = RuntimeSpec("c", RaySpec(health_check="echo unwell; false", min_nodes=1), control_key=KEY)
+    worker = Follower(head.loop, spec, node, lambda _: own, lambda **said: told.append(said), lambda _: None)
+    order = {"op": "ray", "gcs": "127.0.0.1:1", "attempt": 1, "nodes": 2}
+    worker.obey(order)
+    head.until(lambda: told)
+    worker.obey(order)
+    assert [said["event"] for said in told] == ["failed"] * 2 and told[0] == told[1] and "unwell" in told[0]["message"]
+    phases: list[str] = []
+    ignore = (lambda: None, lambda _: None, lambda _, message: phases.append(message))
+    cluster = RayCluster(head.loop, RaySpec(min_nodes=1), lambda _: (), node, private, "t", *ignore)
+    cluster.start(head.team, "127.0.0.1")
+    head.team.members[1].machine = node.facts()
+    for said in told:
+        cluster.take(head.team.members[1], said)
+    assert len([phase for phase in phases if "without node n2" in phase]) == 1
+    cluster.stop()
+    worker.end()
+    private.remove()
+    own.remove()
 
 
 def test_a_worker_takes_the_end_of_its_ray_for_a_loss_once_it_counted(tmp_path: Any) -> None:
