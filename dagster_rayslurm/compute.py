@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Optional, Union
 
 import dagster as dg
@@ -16,23 +15,21 @@ from dagster_pipes import PipesExtras
 from pydantic import ConfigDict, Field
 
 from . import modes
-from .backends import local_session
 from .backends.batch import cancel_cluster
 from .backends.choice import Call, Setting, backend_for, together_for
-from .backends.run_end import run_ended
 from .backends.rundir import Layout
-from .backends.session import end_session
-from .components import Component
+from .backends.sessions import local as local_session
+from .backends.sessions.backend import end_session
+from .backends.sessions.run_end import run_ended
 from .config import SessionConfig, at_least, check_environment, choice, plain_text, resolve_variables
 from .connections.shared import connect_early
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment
 from .errors import RunFailure
-from .execution import CompletedRun, Policy, execute, start_errors
+from .execution import CompletedRun, Policy, execute, execute_together, start_errors
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .plan import Plan, make_plan
 from .slurm.config import SlurmQueueConfig, SlurmResource
 from .slurm.hetjob import HetComponent
-from .together import execute_together
 
 Payload = Union[str, "os.PathLike[str]", Sequence[str]]
 Payloads = Union[Payload, Mapping[str, Payload]]
@@ -57,7 +54,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         ```
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     mode: Annotated[str, choice(*modes.MODES)] = Field(
         default="local", description='How payloads run: "local", "slurm", "slurm-session" or "slurm-hetjob".'
@@ -89,7 +86,9 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         default=None, description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh."
     )
     auto_detect_platform: bool = Field(
-        default=True, description="Ask the cluster for its CPU architecture instead of assuming this one's."
+        default=True,
+        description="Whether an environment that is packed for the cluster is packed for its architecture. None is packed yet: "
+        "payloads run in one that is there already, so this has no effect.",
     )
     data_dir: Annotated[Optional[str], plain_text] = Field(
         default=None,
@@ -174,21 +173,14 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         with _configuration_errors():
             call = self._call(payload_path, launcher, queue, components)
             make = partial(
-                self._plan,
+                self._make_plan,
                 nonce=secrets.token_hex(6),
                 env=check_environment(extra_env, "extra_env"),
                 secret_env=check_environment(secret_env, "secret_env"),
                 extra_files=extra_files,
                 outputs=outputs,
             )
-            if self.topology == modes.SEPARATE:
-                plans = self._plans(make, payload_path, call.parts, uses_pipes)
-                together = together_for(self._setting, call)
-                together.check(plans)
-            else:
-                plan = make(payload_path, call.launcher, call.parts, uses_pipes=modes.for_one(uses_pipes, "uses_pipes"))
-                backend = backend_for(self._setting, call)
-                backend.check(plan)
+            start, _ = self._prepared(make, call, payload_path, uses_pipes)
         policy = Policy(
             self.mode,
             self.require_messages,
@@ -200,9 +192,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         )
         # Asset and check contexts wrap the one that open_pipes_session takes for all of them.
         op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
-        if self.topology == modes.SEPARATE:
-            return execute_together(op_context, plans, together, policy, extras)
-        return execute(op_context, plan, backend, policy, extras)
+        return start(op_context, policy=policy, extras=extras)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:
         """End a warm Ray cluster, on Slurm the job or the session of a cluster, and everything that runs on it.
@@ -248,25 +238,34 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         """
         with _configuration_errors():
             # It may well be called outside of a run, where Dagster has resolved no variables.
-            return resolve_variables(self, type(self).__name__)._job_script(payload_path, launcher, queue, components)
+            resolved = resolve_variables(self, type(self).__name__)
+            call = resolved._call(payload_path, launcher, queue, components)
+            _, example = resolved._prepared(partial(resolved._make_plan, nonce="NONCE"), call, payload_path)
+            return example()
 
-    def _job_script(
-        self,
-        payload_path: Payloads,
-        launcher: Launcher | None,
-        queue: SlurmQueueConfig | None,
-        components: Sequence[HetComponent] | None,
-    ) -> str:
-        call = self._call(payload_path, launcher, queue, components)
+    def _prepared(
+        self, make: Callable[..., Plan], call: Call, payload_path: Any, uses_pipes: Any = True
+    ) -> tuple[Callable[..., CompletedRun], Callable[[], str]]:
+        """What runs a call, and what shows it, once it is known that it can be run.
+
+        Raises:
+            ValueError: it cannot; the sentence names the field.
+        """
         if self.topology == modes.SEPARATE:
-            plans = self._plans(partial(self._plan, nonce="NONCE"), payload_path, call.parts)
+            payloads = modes.one_for_each(payload_path, call.parts, "payload_path")
+            pipes = modes.one_for_each(uses_pipes, call.parts, "uses_pipes", default=True)
+            launchers = {each.component_id: each.launcher for each in call.parts}
+            plans = {
+                name: make(payload_path=payloads[name], launcher=own, uses_pipes=pipes[name]) for name, own in launchers.items()
+            }
             together = together_for(self._setting, call)
             together.check(plans)
-            return together.example(plans)
-        plan = self._plan(payload_path, call.launcher, call.parts, nonce="NONCE")
+            return partial(execute_together, plans=plans, backend=together), partial(together.example, plans)
+        one = modes.for_one(uses_pipes, "uses_pipes")
+        plan = make(payload_path=payload_path, launcher=call.launcher, components=call.parts, uses_pipes=one)
         backend = backend_for(self._setting, call)
         backend.check(plan)
-        return backend.example(plan)
+        return partial(execute, plan=plan, backend=backend), partial(backend.example, plan)
 
     @property
     def _setting(self) -> Setting:
@@ -338,42 +337,15 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         parts = modes.settled_components(self.topology, settled, chosen)
         return Call(settled, queue, parts, None if components is None else chosen)
 
-    def _plan(
-        self,
-        payload_path: Any,
-        launcher: Launcher,
-        components: Sequence[Component],
-        *,
-        nonce: str,
-        env: Mapping[str, str] = MappingProxyType({}),
-        secret_env: Mapping[str, str] = MappingProxyType({}),
-        extra_files: Sequence[str | os.PathLike[str]] | None = None,
-        outputs: Sequence[str] | None = None,
-        uses_pipes: bool = True,
-    ) -> Plan:
-        return make_plan(
-            payload_path=payload_path,
-            launcher=launcher,
-            nonce=nonce,
-            env=env,
+    @property
+    def _make_plan(self) -> Callable[..., Plan]:
+        """As `make_plan`, with what the resource says of all plans."""
+        return partial(
+            make_plan,
             data_dir=self._data_dir,
-            secret_env=secret_env,
-            extra_files=extra_files,
-            outputs=outputs,
             max_output_bytes=self.max_outputs_mb * 2**20,
             max_stdio_bytes=self.max_stdio_mb * 2**20,
-            uses_pipes=uses_pipes,
-            components=components,
         )
-
-    def _plans(
-        self, make: Callable[..., Plan], payload_path: Payloads, parts: Sequence[Component], uses_pipes: Any = True
-    ) -> dict[str, Plan]:
-        """A plan for each component."""
-        payloads = modes.one_for_each(payload_path, parts, "payload_path")
-        pipes = modes.one_for_each(uses_pipes, parts, "uses_pipes", default=True)
-        launchers = {each.component_id: each.launcher for each in parts}
-        return {name: make(payloads[name], own, (), uses_pipes=pipes[name]) for name, own in launchers.items()}
 
 
 @contextmanager

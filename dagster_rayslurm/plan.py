@@ -9,12 +9,13 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 
 from .components import Component, component_specs, ray_across, request_for
 from .launchers import Launcher, RayLauncher
 from .runtime import PROTOCOL_VERSION
 from .runtime.footprint import Footprint
-from .runtime.spec import ComponentSpec, PayloadSpec, RaySpec
+from .runtime.spec import ComponentSpec, PayloadSpec, RaySpec, is_passable
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
@@ -58,8 +59,10 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[
     else:
         argv = list(payload_path)
     for word in argv:
-        if not isinstance(word, str) or "\0" in word:
-            raise ValueError(f"payload_path: {word!r} is not a word of a command; use strings without NUL characters")
+        if not isinstance(word, str) or not is_passable(word):
+            raise ValueError(
+                f"payload_path: {word!r} is not a word of a command; use strings without NUL characters and lone surrogates"
+            )
     if not argv or not argv[0]:
         raise ValueError("payload_path: it is empty; name a script or a command")
     return argv
@@ -131,7 +134,7 @@ def check_outputs(patterns: Sequence[str] | None) -> list[str]:
     if isinstance(patterns, str):
         raise ValueError(f"outputs: write a list, such as [{patterns!r}]")
     for pattern in patterns or []:
-        if not isinstance(pattern, str) or not pattern or "\0" in pattern:
+        if not isinstance(pattern, str) or not pattern or not is_passable(pattern):
             raise ValueError(f"outputs: {pattern!r} is not a pattern")
         if os.path.isabs(pattern) or ".." in pattern.split("/"):
             raise ValueError(f"outputs: {pattern!r} leaves the payload's directory; write a pattern relative to it")
@@ -143,14 +146,14 @@ def make_plan(
     payload_path: str | os.PathLike[str] | Sequence[str],
     launcher: Launcher,
     nonce: str,
-    env: Mapping[str, str],
-    data_dir: str | None,
-    secret_env: Mapping[str, str],
-    extra_files: Sequence[str | os.PathLike[str]] | None,
-    outputs: Sequence[str] | None,
     max_output_bytes: int,
     max_stdio_bytes: int,
-    uses_pipes: bool,
+    env: Mapping[str, str] = MappingProxyType({}),
+    secret_env: Mapping[str, str] = MappingProxyType({}),
+    data_dir: str | None = None,
+    extra_files: Sequence[str | os.PathLike[str]] | None = None,
+    outputs: Sequence[str] | None = None,
+    uses_pipes: bool = True,
     components: Sequence[Component] = (),
 ) -> Plan:
     """Put a plan together.

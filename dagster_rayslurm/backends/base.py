@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from dagster_pipes import PipesContextData
 
@@ -12,6 +12,9 @@ from ..connections.base import Connection
 from ..follow import Cadence, Evidence
 from ..plan import Plan
 from .rundir import Layout
+
+P = TypeVar("P", contravariant=True)
+A = TypeVar("A", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ class Attempt(Protocol):
         ...
 
 
+Hold = Callable[[Attempt], None]
+"""Takes note of an attempt, which is let go of whatever comes."""
+
+
 class Place(Protocol):
     """Where runtimes work.
 
@@ -106,62 +113,26 @@ class Place(Protocol):
         ...
 
 
-class Backend(Place, Protocol):
-    """A way to get a runtime started."""
+class Backend(Place, Protocol[P, A]):
+    """A way to get runtimes started: for one plan, or for a plan of each component, all at once.
 
-    def check(self, plan: Plan) -> None:
+    `P` is a plan, or plans by component in the job's order; `A` what is at work on it then.
+    """
+
+    def check(self, plan: P, /) -> None:
         """Refuse what this backend cannot give, before anything starts.
 
         Raises:
-            ValueError: naming the field.
+            ValueError: naming the field, and the component if there are some.
         """
         ...
 
-    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> Attempt:
-        """Make the run directory of a payload and get a runtime to work on it.
+    def start(self, plan: P, run_dir: str, context: PipesContextData, step: Step, hold: Hold, /) -> A:
+        """Make a run directory, with one for each component in it if there are some, and get runtimes to work there.
 
         Args:
             plan: what to run.
             run_dir: its run directory, not there yet.
-            context: the Pipes context.
-            step: who asks.
-            hold: told of the attempt before this returns: an interrupt in between must not lose it.
-
-        Raises:
-            StartError: no runtime can be had.
-            OSError: a file cannot be written.
-        """
-        ...
-
-    def example(self, plan: Plan) -> str:
-        """What would be started, for a person to read, with words in capitals for what is known only then."""
-        ...
-
-
-class TogetherBackend(Place, Protocol):
-    """A way to get a runtime for each component of an allocation started, all at once."""
-
-    def check(self, plans: Mapping[str, Plan]) -> None:
-        """Refuse what this backend cannot give, before anything starts.
-
-        Raises:
-            ValueError: naming the component and the field.
-        """
-        ...
-
-    def start(
-        self,
-        plans: Mapping[str, Plan],
-        run_dir: str,
-        context: PipesContextData,
-        step: Step,
-        hold: Callable[[Attempt], None],
-    ) -> Mapping[str, Attempt]:
-        """Make the run directories of payloads and get a runtime to work on each.
-
-        Args:
-            plans: what to run in each component, in the job's order.
-            run_dir: the run's directory, not there yet, in which each component gets one of its own.
             context: the Pipes context.
             step: who asks.
             hold: told of each attempt before this returns: an interrupt in between must not lose it.
@@ -172,6 +143,11 @@ class TogetherBackend(Place, Protocol):
         """
         ...
 
-    def example(self, plans: Mapping[str, Plan]) -> str:
+    def example(self, plan: P, /) -> str:
         """What would be started, for a person to read, with words in capitals for what is known only then."""
         ...
+
+
+Plans = Mapping[str, Plan]
+Attempts = Mapping[str, Attempt]
+"""By component, in the job's order."""

@@ -25,7 +25,7 @@ from ..errors import StartError
 from ..follow import Cadence
 from ..interrupts import deferred_interrupts
 from ..plan import Plan
-from ..runtime.cluster import nodes_expected
+from ..runtime.nodes import nodes_expected
 from ..runtime.ports import control_ports
 from ..runtime.record import CANCEL, EXIT, RUNTIME
 from ..runtime.spec import RuntimeSpec, to_json
@@ -37,7 +37,7 @@ from ..slurm.request import JobRequest, job_comment, job_name, make_request
 from ..slurm.script import render_script
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, submit
-from .base import Attempt, Step
+from .base import Hold, Step
 from .batch_job import BatchJob
 from .cargo import base_errors, deliver, pack
 from .remote_sweep import sweep_remote
@@ -92,7 +92,7 @@ class BatchBackend:
     def sweep(self, retention_days: float) -> None:
         sweep_in_background(self.connection, str(self.layout.base), retention_days)
 
-    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> BatchJob:
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> BatchJob:
         commands = slurm_commands(self.connection)
         base = str(self.layout.base)
         cargo = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
@@ -185,7 +185,7 @@ class BatchBackend:
             raise StartError("configuration", str(error)) from None
 
 
-def _held(attempt: BatchJob, hold: Callable[[Attempt], None]) -> BatchJob:
+def _held(attempt: BatchJob, hold: Hold) -> BatchJob:
     hold(attempt)
     return attempt
 

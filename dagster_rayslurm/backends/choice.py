@@ -8,17 +8,18 @@ from .. import modes
 from ..components import Component, component_specs, ray_across, request_for
 from ..config import SessionConfig
 from ..environments import Environment, resolve_environment
-from ..fit import head_wanted
 from ..launchers import Launcher
+from ..plan import Plan
 from ..runtime.spec import ComponentSpec, RaySpec
 from ..slurm.config import SlurmQueueConfig, SlurmResource
 from ..slurm.hetjob import HetComponent
-from .base import Backend, TogetherBackend
+from .base import Attempt, Attempts, Backend, Plans
 from .batch import BatchBackend
 from .local import LocalBackend
 from .rundir import Layout
-from .session import SessionBackend
-from .session_setup import SessionSetup
+from .sessions.backend import SessionBackend
+from .sessions.fit import head_wanted
+from .sessions.setup import SessionSetup
 from .together import LocalTogether
 from .together_batch import BatchTogether
 
@@ -71,7 +72,7 @@ class Call:
     components: tuple[HetComponent, ...] | None
 
 
-def backend_for(setting: Setting, call: Call) -> Backend:
+def backend_for(setting: Setting, call: Call) -> Backend[Plan, Attempt]:
     """What runs the one payload of a call.
 
     Raises:
@@ -104,7 +105,7 @@ def backend_for(setting: Setting, call: Call) -> Backend:
     return _batch(setting, setting.slurm, call)
 
 
-def together_for(setting: Setting, call: Call) -> TogetherBackend:
+def together_for(setting: Setting, call: Call) -> Backend[Plans, Attempts]:
     """What runs the payloads of a call, one for each component.
 
     Raises:

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from ..config import SessionConfig
 from ..connections.local import LocalConnection
 from ..environments import Interpreter
 from ..errors import StartError
-from ..fit import Offer, Wish, misfit, refused, wants
 from ..follow import Cadence, Evidence
 from ..outcome import exit_in_words
 from ..plan import Plan
@@ -28,11 +27,13 @@ from ..runtime.footprint import Footprint, footprint_error, node_footprint
 from ..runtime.record import RUNTIME_LOG, STATUS, tail_file
 from ..runtime.spec import ComponentSpec, RaySpec, RuntimeSpec
 from ..runtime.workspace import shared_variables
-from . import local_session
-from .base import Attempt, Step
-from .local_session import LocalAttempt
+from .base import Attempt, Hold, Step
 from .process import example_command, reap_later, runtime_command, start_process
 from .rundir import Layout, run_files, write_run_dir, write_runtime_spec
+from .sessions import local as local_session
+from .sessions.fit import Offer, Wish, misfit, refused, wants
+from .sessions.local import LocalAttempt
+from .sessions.run_end import end_with_run, local_session_of
 
 LOCAL_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
 """Reading a file of this machine costs next to nothing."""
@@ -85,7 +86,7 @@ class LocalBackend:
     def sweep(self, retention_days: float) -> None:  # noqa: ARG002
         return  # This machine is swept in every mode.
 
-    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> Attempt:
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> Attempt:
         attempt: Attempt
         if plan.ray is not None:
             plan = replace(plan, ray=_simulated(plan.ray, plan.components))
@@ -96,7 +97,13 @@ class LocalBackend:
             plan = replace(plan, payload=payload)
         write_run_dir(self.connection, run_dir, run_files(plan, context))
         if plan.ray is not None and self.session is not None:
-            attempt = local_session.submit(self.layout, self.interpreter, plan, ray, self.session, step.run_id, run_dir, step.log)
+
+            def ends_with_run(key: str) -> None:
+                end_with_run(self.layout, step.run_id, local_session_of(self.layout, key), step.log)
+
+            attempt = local_session.submit(
+                self.layout, self.interpreter, plan, ray, self.session, step.run_id, run_dir, ends_with_run
+            )
         else:
             cluster_id = f"local-{plan.payload.nonce}"
             components, worker_env = list(plan.components), shared_variables(plan.payload)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dagster_pipes import PipesContextData
@@ -14,12 +14,12 @@ from ..connections.local import LocalConnection
 from ..environments import Interpreter
 from ..follow import Cadence, Evidence
 from ..plan import Plan
-from ..runtime.cluster import nodes_expected
+from ..runtime.nodes import nodes_expected
 from ..runtime.ports import control_ports
 from ..runtime.record import component_dir
 from ..runtime.spec import ComponentSpec, MeetingSpec, RuntimeSpec, to_json
 from ..runtime.workspace import shared_variables
-from .base import Attempt, Step
+from .base import Attempt, Attempts, Hold, Plans, Step
 from .local import LOCAL_CADENCE, OwnRuntime
 from .process import runtime_command
 from .rundir import Layout, run_files, write_run_dir, write_runtime_spec
@@ -30,7 +30,7 @@ _WITHOUT_RAY = 300.0
 """Seconds in which runtimes without Ray shall meet."""
 
 
-def check_components(components: Sequence[Component], plans: Mapping[str, Plan]) -> None:
+def check_components(components: Sequence[Component], plans: Plans) -> None:
     """Refuse components that no job can have.
 
     Args:
@@ -51,7 +51,7 @@ def check_components(components: Sequence[Component], plans: Mapping[str, Plan])
             )
 
 
-def meetings(plans: Mapping[str, Plan], secret: str) -> dict[str, MeetingSpec]:
+def meetings(plans: Plans, secret: str) -> dict[str, MeetingSpec]:
     """How the runtimes of components meet.
 
     Args:
@@ -76,7 +76,7 @@ def meetings(plans: Mapping[str, Plan], secret: str) -> dict[str, MeetingSpec]:
     }
 
 
-def local_specs(cluster_id: str, plans: Mapping[str, Plan], components: Sequence[Component]) -> dict[str, RuntimeSpec]:
+def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
     """The start records of runtimes on this machine, each with what all of them ask of it."""
     meeting = meetings(plans, secrets.token_hex(32))
     token = secrets.token_hex(32)
@@ -148,21 +148,14 @@ class LocalTogether:
     connection: LocalConnection = field(default_factory=LocalConnection)
     cadence: Cadence = LOCAL_CADENCE
 
-    def check(self, plans: Mapping[str, Plan]) -> None:
+    def check(self, plans: Plans) -> None:
         # What this machine does not have is simulated; a mistake shows all the same, before it comes to a cluster.
         check_components(self.components, plans)
 
     def sweep(self, retention_days: float) -> None:  # noqa: ARG002
         return  # This machine is swept in every mode.
 
-    def start(
-        self,
-        plans: Mapping[str, Plan],
-        run_dir: str,
-        context: PipesContextData,
-        step: Step,  # noqa: ARG002
-        hold: Callable[[Attempt], None],
-    ) -> Mapping[str, Attempt]:
+    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> Attempts:  # noqa: ARG002
         nonce = next(iter(plans.values())).payload.nonce
         specs = local_specs(f"local-{nonce}", plans, self.components)
         for component, plan in plans.items():
@@ -179,7 +172,7 @@ class LocalTogether:
             hold(part)
         return attempts
 
-    def example(self, plans: Mapping[str, Plan]) -> str:
+    def example(self, plans: Plans) -> str:
         run_dir = str(self.layout.runs / "RUN_DIR")
         shown = []
         for component, plan in plans.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from dagster_pipes import PipesContextData
@@ -12,7 +12,6 @@ from ..components import Component, component_specs, request_for
 from ..connections.base import Connection
 from ..environments import Interpreter
 from ..follow import Cadence, Evidence
-from ..plan import Plan
 from ..runtime.channel import derive
 from ..runtime.record import CANCEL, COMPONENTS, EXIT, RUNTIME, component_dir
 from ..runtime.spec import RuntimeSpec, to_json
@@ -20,7 +19,7 @@ from ..slurm.commands import slurm_commands
 from ..slurm.log import failed_tasks
 from ..slurm.request import JobRequest, job_comment, job_name
 from ..slurm.submit import JOB_SCRIPT
-from .base import Attempt, Step
+from .base import Attempts, Hold, Plans, Step
 from .batch import CLUSTER, BatchBackend, check_paths, data_dir_of, job_script, runtime_spec
 from .batch_job import BatchJob
 from .cargo import base_errors, deliver, pack
@@ -55,7 +54,7 @@ class BatchTogether:
     def cadence(self) -> Cadence:
         return self.batch.cadence
 
-    def check(self, plans: Mapping[str, Plan]) -> None:
+    def check(self, plans: Plans) -> None:
         check_components(self.components, plans)
         for each in self.components:
             check_paths(self.batch.slurm, self.batch.environment, plans[each.component_id])
@@ -63,14 +62,7 @@ class BatchTogether:
     def sweep(self, retention_days: float) -> None:
         self.batch.sweep(retention_days)
 
-    def start(
-        self,
-        plans: Mapping[str, Plan],
-        run_dir: str,
-        context: PipesContextData,
-        step: Step,
-        hold: Callable[[Attempt], None],
-    ) -> Mapping[str, Attempt]:
+    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> Attempts:
         base, connection = str(self.layout.base), self.connection
         cargos = {component: pack(plan, base, data_dir_of(connection, self.layout, plan)) for component, plan in plans.items()}
         with base_errors(base):
@@ -96,7 +88,7 @@ class BatchTogether:
             own = {**run_files(plan, context), RUNTIME: to_json(specs[component]).encode("utf-8"), CANCEL: b""}
             files.update({f"{COMPONENTS}/{component}/{name}": content for name, content in own.items()})
 
-        def attempts_at(job: SlurmJob) -> Mapping[str, Attempt]:
+        def attempts_at(job: SlurmJob) -> Attempts:
             commands, shared = slurm_commands(connection), _Shared()
             views = {each: PartJob(job, commands, cluster_id, component_dir(run_dir, each), shared) for each in plans}
             for view in views.values():
@@ -105,7 +97,7 @@ class BatchTogether:
 
         return self.batch.submit_job(run_dir, files, request, step, attempts_at)
 
-    def example(self, plans: Mapping[str, Plan]) -> str:
+    def example(self, plans: Plans) -> str:
         nonce = next(iter(plans.values())).payload.nonce
         request = request_for(self.components, job_name=job_name("STEP", nonce), comment=job_comment("RUN", "STEP", None))
         base = self.batch.slurm.remote_base
@@ -113,9 +105,7 @@ class BatchTogether:
         return job_script(request, python, runtime, f"{base}/runs/RUN_DIR", self.batch.slurm, _ROLE)
 
 
-def job_specs(
-    cluster_id: str, plans: Mapping[str, Plan], request: JobRequest, components: Sequence[Component]
-) -> dict[str, RuntimeSpec]:
+def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
     """The start records of a job's runtimes, as each of them takes its component for a job of its own.
 
     Their clusters share a token, so that a payload may reach another component's; the runtimes of one component take no

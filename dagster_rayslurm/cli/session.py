@@ -17,10 +17,10 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
-from ..backends import local_session
 from ..backends.rundir import Layout
-from ..backends.session_client import AnswerLost, Unreachable
-from ..backends.session_listing import Generation, ask_session, end_generations, job_of, list_generations, state_of
+from ..backends.sessions import local as local_session
+from ..backends.sessions.client import AnswerLost, Unreachable
+from ..backends.sessions.listing import Generation, ask_session, end_generations, job_of, list_generations, state_of
 from ..config import resolve_variables
 from ..connections.base import Connection
 from ..connections.config import SSHConnectionResource

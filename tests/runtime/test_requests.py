@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends import session_client
 from dagster_rayslurm.backends.process import runtime_command
 from dagster_rayslurm.backends.rundir import Layout, write_runtime_spec
-from dagster_rayslurm.backends.session_client import Announcement, Unreachable, parse_announcement
-from dagster_rayslurm.backends.session_client import ask as ask_from_afar
+from dagster_rayslurm.backends.sessions import client as session_client
+from dagster_rayslurm.backends.sessions.client import Announcement, Unreachable, parse_announcement
+from dagster_rayslurm.backends.sessions.client import ask as ask_from_afar
 from dagster_rayslurm.connections.base import Completed
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.environments import InheritedEnvironment, resolve_environment

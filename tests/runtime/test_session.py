@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends.local_session import SessionClient
 from dagster_rayslurm.backends.process import runtime_command, start_process
 from dagster_rayslurm.backends.rundir import Layout, write_runtime_spec
+from dagster_rayslurm.backends.sessions.local import SessionClient
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.environments import InheritedEnvironment, resolve_environment
 from dagster_rayslurm.runtime.record import JOURNAL, PAYLOAD, SECRETS, SESSION, LineReader

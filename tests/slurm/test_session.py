@@ -13,7 +13,7 @@ import dagster as dg
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure, SlurmQueueConfig, SlurmResource
-from dagster_rayslurm.backends.session_wait import SessionSearch
+from dagster_rayslurm.backends.sessions.search import SessionSearch
 from dagster_rayslurm.backends.slurm_job import SlurmJob
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until

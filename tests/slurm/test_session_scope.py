@@ -13,7 +13,7 @@ import dagster as dg
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig
-from dagster_rayslurm.backends import run_end
+from dagster_rayslurm.backends.sessions import ending, run_end
 
 from ..conftest import marked_processes, wait_until
 from .fixtures import Site
@@ -170,5 +170,5 @@ def test_whoever_waits_for_the_end_of_a_run_reaches_the_cluster_later(
         waited.append(pause)
         session["ssh"]["port"] = site.ssh.port if len(waited) == 2 else 1
 
-    run_end.end_session(session, sleep=back)
+    ending.end_session(session, sleep=back)
     assert len(waited) == 2 and not site.jobs()

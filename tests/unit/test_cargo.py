@@ -19,14 +19,8 @@ def test_a_file_here_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mon
         payload_path=script,
         launcher=BashLauncher(),
         nonce="n",
-        env={},
-        data_dir=None,
-        secret_env={},
-        extra_files=None,
-        outputs=None,
         max_output_bytes=1,
         max_stdio_bytes=1,
-        uses_pipes=False,
     )
 
     def unreadable(*_: Any, **__: Any) -> Any:

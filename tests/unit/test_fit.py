@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SlurmQueueConfig
-from dagster_rayslurm.components import Component, arrange, ray_across, request_for, settle
-from dagster_rayslurm.fit import (
+from dagster_rayslurm.backends.sessions.fit import (
     Offer,
     Wish,
     across_rooms,
@@ -21,6 +20,7 @@ from dagster_rayslurm.fit import (
     payload_time_limit,
     wants,
 )
+from dagster_rayslurm.components import Component, arrange, ray_across, request_for, settle
 from dagster_rayslurm.launchers import Launcher
 from dagster_rayslurm.runtime.spec import RaySpec
 from dagster_rayslurm.slurm.request import make_request

@@ -16,9 +16,10 @@ import dagster as dg
 import psutil
 import pytest
 
-from dagster_rayslurm.backends import run_end, run_end_watcher
-from dagster_rayslurm.backends.run_end import RunProcess, end_session, end_with_run, run_ended, run_process
 from dagster_rayslurm.backends.rundir import Layout
+from dagster_rayslurm.backends.sessions import ending, run_end, run_end_watcher
+from dagster_rayslurm.backends.sessions.ending import end_session
+from dagster_rayslurm.backends.sessions.run_end import RunProcess, end_with_run, run_ended, run_process
 from dagster_rayslurm.connections.base import ConnectionFailed
 from dagster_rayslurm.connections.config import SSHConnectionResource
 
@@ -27,7 +28,7 @@ from ..conftest import marked_processes, wait_until
 PROBE = """
 import os, sys
 import dagster as dg
-from dagster_rayslurm.backends.run_end import run_process
+from dagster_rayslurm.backends.sessions.run_end import run_process
 
 @dg.op
 def asks():
@@ -101,11 +102,11 @@ def test_nothing_is_watched_without_a_run(home: Layout, caplog: pytest.LogCaptur
 def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replaces the end of the session in the watcher: what it would end is written to this file."""
     path = tmp_path / "ended"
-    package = tmp_path / "fake" / "dagster_rayslurm" / "backends"
+    package = tmp_path / "fake" / "dagster_rayslurm" / "backends" / "sessions"
     package.mkdir(parents=True)
-    for directory in (package, package.parent):
+    for directory in (package, package.parent, package.parent.parent):
         (directory / "__init__.py").write_text("")
-    (package / "run_end.py").write_text(
+    (package / "ending.py").write_text(
         f"import json\ndef end_session(session): open({str(path)!r}, 'w').write(json.dumps(session))\n"
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path / "fake"), *sys.path])
@@ -179,7 +180,7 @@ def test_without_pidfd(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_goes_wrong_is_in_a_log(home: Layout, run: Any, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(run.pid, None))
-    (Path(sys.path[0]) / "dagster_rayslurm/backends/run_end.py").write_text(
+    (Path(sys.path[0]) / "dagster_rayslurm/backends/sessions/ending.py").write_text(
         "def end_session(session): raise OSError('out of reach')"
     )
     end_with_run(home, "run", session(home), None)
@@ -202,7 +203,7 @@ def test_a_cluster_out_of_reach_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
         if len(tries) < 3:
             raise ConnectionFailed("the edge node is away", temporary=True)
 
-    monkeypatch.setattr(run_end, "_end", end)
+    monkeypatch.setattr(ending, "_end", end)
     end_session({}, sleep=tries.append)
     assert tries == [1.0, 2.0, 5.0]
     tries.clear()
@@ -215,7 +216,7 @@ def test_a_login_that_is_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPa
     def end(_: Any) -> None:
         raise ConnectionFailed("the key is refused", temporary=False)
 
-    monkeypatch.setattr(run_end, "_end", end)
+    monkeypatch.setattr(ending, "_end", end)
     with pytest.raises(ConnectionFailed):
         end_session({}, sleep=lambda _: pytest.fail("it was tried again"))
 

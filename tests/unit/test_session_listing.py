@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import RayLauncher, SlurmQueueConfig
-from dagster_rayslurm.backends import session_listing
-from dagster_rayslurm.backends.session_listing import end_sessions, job_of, list_generations, parse_listing, state_of
-from dagster_rayslurm.backends.session_registry import Charter, charter_to_json
+from dagster_rayslurm.backends.sessions import listing as session_listing
+from dagster_rayslurm.backends.sessions.fit import make_offer
+from dagster_rayslurm.backends.sessions.listing import end_sessions, job_of, list_generations, parse_listing, state_of
+from dagster_rayslurm.backends.sessions.registry import Charter, charter_to_json
 from dagster_rayslurm.components import Component, request_for
 from dagster_rayslurm.connections.local import LocalConnection
-from dagster_rayslurm.fit import make_offer
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
 
 ANNOUNCED = {

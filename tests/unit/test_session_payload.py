@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends import session_payload
-from dagster_rayslurm.backends.session_payload import SessionPayload
+from dagster_rayslurm.backends.sessions import payload as session_payload
+from dagster_rayslurm.backends.sessions.payload import SessionPayload
 from dagster_rayslurm.connections.base import ConnectionLost
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.follow import Evidence

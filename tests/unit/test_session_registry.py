@@ -18,9 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm import BashLauncher, RunFailure, SlurmQueueConfig
-from dagster_rayslurm.backends import session_wait, slurm_job
-from dagster_rayslurm.backends.session_listing import list_generations
-from dagster_rayslurm.backends.session_registry import (
+from dagster_rayslurm.backends import slurm_job
+from dagster_rayslurm.backends.sessions import search
+from dagster_rayslurm.backends.sessions.fit import make_offer
+from dagster_rayslurm.backends.sessions.listing import list_generations
+from dagster_rayslurm.backends.sessions.registry import (
     Charter,
     Newest,
     SessionRegistry,
@@ -28,12 +30,11 @@ from dagster_rayslurm.backends.session_registry import (
     parse_charter,
     parse_newest,
 )
-from dagster_rayslurm.backends.session_wait import Arrival, SessionSearch
+from dagster_rayslurm.backends.sessions.search import Arrival, SessionSearch
 from dagster_rayslurm.backends.slurm_job import SlurmJob
 from dagster_rayslurm.connections.base import Completed, ConnectionFailed
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.errors import StartError
-from dagster_rayslurm.fit import make_offer
 from dagster_rayslurm.runtime import PROTOCOL_VERSION
 from dagster_rayslurm.slurm.answers import SlurmUnanswered
 from dagster_rayslurm.slurm.clock import ClusterClock
@@ -315,7 +316,7 @@ def test_a_job_that_was_not_written_down(cluster: Cluster) -> None:
 
 
 def test_a_young_claim_is_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_wait, "CLAIM_GRACE", 2.0)
+    monkeypatch.setattr(search, "CLAIM_GRACE", 2.0)
     (cluster.directory / "1").mkdir(parents=True)
     began = time.monotonic()
     assert cluster.seek().found.charter.generation == 2
@@ -483,7 +484,7 @@ GONE = ConnectionFailed("dev@edge:22 does not answer", temporary=True)
 
 @pytest.mark.parametrize("error", [GONE, OSError("Stale file handle")], ids=["connection", "file system"])
 def test_one_is_waited_for_out_of_reach(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
-    monkeypatch.setattr(session_wait, "_OUT_OF_REACH", 0.1)
+    monkeypatch.setattr(search, "_OUT_OF_REACH", 0.1)
     cluster.set("state", "PENDING")
     connection, log = Flaky(), Log()
     with ThreadPoolExecutor(1) as pool:
@@ -500,7 +501,7 @@ def test_one_is_waited_for_out_of_reach(cluster: Cluster, monkeypatch: pytest.Mo
 
 
 def test_out_of_reach_for_too_long(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_wait, "_OUT_OF_REACH", 0.1)
+    monkeypatch.setattr(search, "_OUT_OF_REACH", 0.1)
     cluster.set("state", "PENDING")
     cluster.patience = 1.5
     connection, log = Flaky(), Log()
@@ -531,7 +532,7 @@ def test_slurm_that_does_not_answer_ends_no_wait(cluster: Cluster, monkeypatch: 
 
 
 def test_slurm_that_does_not_answer_leaves_a_claim_alone(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_wait, "_OUT_OF_REACH", 0.1)
+    monkeypatch.setattr(search, "_OUT_OF_REACH", 0.1)
     place = cluster.directory / "1"
     place.mkdir(parents=True)
     for name, content in files(1).items():
@@ -548,7 +549,7 @@ def test_slurm_that_does_not_answer_leaves_a_claim_alone(cluster: Cluster, monke
         place.joinpath("session.json").write_text(json.dumps({**ANNOUNCED, "cluster_id": "slurm-7", "job_id": "7"}))
         return ask_queue(connection)
 
-    monkeypatch.setattr(session_wait, "ask_queue", silent)
+    monkeypatch.setattr(search, "ask_queue", silent)
     assert cluster.seek().found.announcement.job_id == "7"
     assert not place.joinpath("abandoned").exists() and cluster.jobs() == ["7"]
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import BashLauncher, SlurmQueueConfig
-from dagster_rayslurm.backends import session_request
-from dagster_rayslurm.backends.session_client import Announcement, AnswerLost, Unreachable
-from dagster_rayslurm.backends.session_registry import Charter, Found
-from dagster_rayslurm.backends.session_request import Request
+from dagster_rayslurm.backends.sessions import request as session_request
+from dagster_rayslurm.backends.sessions.client import Announcement, AnswerLost, Unreachable
+from dagster_rayslurm.backends.sessions.fit import make_offer
+from dagster_rayslurm.backends.sessions.registry import Charter, Found
+from dagster_rayslurm.backends.sessions.request import Request
 from dagster_rayslurm.connections.base import ConnectionLost
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.errors import StartError
-from dagster_rayslurm.fit import make_offer
 from dagster_rayslurm.runtime.record import encode
 from dagster_rayslurm.slurm.request import make_request
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
-from dagster_rayslurm.backends.session_setup import Kind, SessionSetup, example_session_script
+from dagster_rayslurm.backends.sessions.fit import misfit, offer_from_json, offer_to_json
+from dagster_rayslurm.backends.sessions.setup import Kind, SessionSetup, example_session_script
 from dagster_rayslurm.components import arrange, settle
 from dagster_rayslurm.environments import PreDeployedEnvironment
-from dagster_rayslurm.fit import misfit, offer_from_json, offer_to_json
 from dagster_rayslurm.launchers import Launcher
 from dagster_rayslurm.plan import Plan, make_plan
 from dagster_rayslurm.runtime.spec import RuntimeSpec, from_json, to_json
@@ -50,14 +50,8 @@ def plan(one: SessionSetup) -> Plan:
         payload_path=["true"],
         launcher=launcher,
         nonce="n",
-        env={},
-        data_dir=None,
-        secret_env={},
-        extra_files=None,
-        outputs=None,
         max_output_bytes=1,
         max_stdio_bytes=1,
-        uses_pipes=False,
         components=settle(launcher, arrange(chosen, own)) if chosen else (),
     )
 

@@ -21,14 +21,14 @@ from dagster_rayslurm.environments import Interpreter
 from dagster_rayslurm.errors import RETRYABLE, RunFailure
 from dagster_rayslurm.execution import Followed, Policy, follow_to_the_end
 from dagster_rayslurm.follow import Cadence, Evidence, Follower, follow_all
-from dagster_rayslurm.metadata_together import failures_metadata, together_metadata, told_apart
+from dagster_rayslurm.follow.pipes import RecordReader
+from dagster_rayslurm.follow.prefixed import Prefixed
+from dagster_rayslurm.follow.reports import Reports, merge, merge_checks
 from dagster_rayslurm.modes import for_one, one_for_each
 from dagster_rayslurm.outcome import SUCCESS, Verdict, judge
-from dagster_rayslurm.outcome_together import Judged, judge_together
-from dagster_rayslurm.pipes import RecordReader
+from dagster_rayslurm.outcome.metadata_together import failures_metadata, together_metadata, told_apart
+from dagster_rayslurm.outcome.together import Judged, judge_together
 from dagster_rayslurm.plan import Plan, make_plan
-from dagster_rayslurm.prefixed import Prefixed
-from dagster_rayslurm.reports import Reports, merge, merge_checks
 from dagster_rayslurm.runtime.allocation import from_environ, settle
 from dagster_rayslurm.runtime.gathering import Gathering, who_is_missing
 from dagster_rayslurm.runtime.record import JOURNAL, STDIO, encode
@@ -117,14 +117,8 @@ def test_a_component_is_an_allocation_of_its_own(node: int, own: int) -> None:
 def plans_of(components: tuple[Component, ...], **fields: Any) -> dict[str, Plan]:
     given = {
         "nonce": "n",
-        "env": {},
-        "data_dir": None,
-        "secret_env": {},
-        "extra_files": None,
-        "outputs": None,
         "max_output_bytes": 1,
         "max_stdio_bytes": 1,
-        "uses_pipes": True,
         **fields,
     }
     return {each.component_id: make_plan(payload_path="true", launcher=each.launcher, **given) for each in components}
@@ -264,6 +258,7 @@ def test_the_last_line_is_shown_though_another_component_never_starts(tmp_path: 
     followed = [
         Followed(
             plans[name],
+            f"/{name}",
             Stuck(never=name == "b"),  # type: ignore[arg-type]
             Follower(Files(), f"/{name}", "n", None, logging.getLogger("test"), fast, component=name),
             name,
@@ -600,7 +595,8 @@ def test_logs_of_the_job_are_everybodys_and_those_of_a_record_its_own() -> None:
 
 @pytest.mark.parametrize(("names", "ids"), [("a", ["7"]), ("ab", ["7+0", "7+1"])])
 def test_job_ids_are_those_that_slurm_shows(names: str, ids: list[str]) -> None:
-    found = together_metadata({name: (Stuck(), Evidence()) for name in names}, "slurm-hetjob")  # type: ignore[misc]
+    both = {name: Judged(SUCCESS, Evidence()) for name in names}
+    found = together_metadata({name: {} for name in names}, both, "slurm-hetjob", "7")
     assert [record.data["Slurm job ID"] for record in found["Components"].records] == ids
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from .follow import Evidence
-from .runtime import processes
-from .runtime.record import Record
-from .slurm.log import telling_lines
-from .slurm.verdict import job_sentence
+from ..follow import Evidence
+from ..runtime import processes
+from ..runtime.record import Record
+from ..slurm.log import telling_lines
+from ..slurm.verdict import job_sentence
 
 _REASONS = {
     "allocation": "allocation",

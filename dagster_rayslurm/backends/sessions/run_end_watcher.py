@@ -93,7 +93,7 @@ def main() -> None:
 
     site.main()  # As at a usual start, without `-S`.
     sys.path[:] = [*order["path"], *(path for path in sys.path if path not in order["path"])]
-    from dagster_rayslurm.backends.run_end import end_session
+    from dagster_rayslurm.backends.sessions.ending import end_session
 
     end_session(order["session"])
     os.unlink(order["lock"])

@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..connections.base import Connection, ConnectionFailed
-from ..errors import RunFailure
-from ..follow import Cadence, Evidence
-from ..interrupts import deferred_interrupts
-from ..metadata import failure_metadata
-from ..outcome import judge, judge_job
-from ..slurm.answers import SlurmUnanswered
-from ..slurm.log import telling_lines
-from ..slurm.queue import SharedQueue, ask_queue
-from ..slurm.states import TERMINAL
-from .session_client import Announcement
-from .session_registry import TOUCH_INTERVAL, Found, Newest, SessionRegistry
-from .slurm_job import SlurmJob
+from ...connections.base import Connection, ConnectionFailed
+from ...errors import RunFailure
+from ...follow import Cadence, Evidence
+from ...interrupts import deferred_interrupts
+from ...outcome import judge, judge_job
+from ...outcome.metadata import failure_metadata
+from ...slurm.answers import SlurmUnanswered
+from ...slurm.log import telling_lines
+from ...slurm.queue import SharedQueue, ask_queue
+from ...slurm.states import TERMINAL
+from ..slurm_job import SlurmJob
+from .client import Announcement
+from .registry import TOUCH_INTERVAL, Found, Newest, SessionRegistry
 
 CLAIM_GRACE = 60.0
 """Seconds in which whoever claimed a generation has submitted its job, and written that down."""

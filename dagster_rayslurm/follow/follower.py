@@ -6,18 +6,17 @@ the record was out of reach for too long.
 
 from __future__ import annotations
 
-import collections
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..runtime.record import JOURNAL, STDIO, LineReader, Record
+from .evidence import Evidence
 from .prefixed import Prefixed
-from .runtime.record import JOURNAL, STDIO, LineReader, Record, tail_lines
-from .slurm.facts import JobFacts
 
 CHUNK = 1024 * 1024
 
@@ -54,44 +53,6 @@ class Cadence:
     def pause(self, silence: float, started: bool) -> float:
         """Seconds until the next read after so many seconds of silence."""
         return min(max(self.busy, self.share * silence), self.idle if started else self.waiting)
-
-
-@dataclass
-class Evidence:
-    """What is known about a run; `outcome.judge` turns it into a verdict."""
-
-    end: Record | None = None
-    started_at: float | None = None
-    """When the runtime took the payload over, by the clock of its node."""
-    opened: int = 0
-    """Writers that opened Pipes; a process that the payload starts may be one more."""
-    closed: int = 0
-    exception: dict[str, Any] | None = None
-    message_error: str | None = None
-    runtime_exit: str | None = None
-    """How the runtime ended, in words, if it did so before its `end` was seen."""
-    runtime_log: str = ""
-    culprit: str | None = None
-    """What ended first, where the runtime of one node took the others with it."""
-    job: JobFacts | None = None
-    """What Slurm says of the job; asked for only where the record does not tell all."""
-    unrecorded: str | None = None
-    """How it is known that the payload has ended, although its runtime lives and has recorded no `end`."""
-    interrupted: bool = False
-    damaged_lines: int = 0
-    unreachable: str | None = None
-    """Why the record could not be read for `connection_loss_timeout`."""
-    heard_at: float = field(default_factory=time.monotonic)
-    """When the record last grew, by this machine's monotonic clock."""
-    tails: dict[str, str] = field(default_factory=dict)
-    last_output: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=64))
-
-    @property
-    def started(self) -> bool:
-        return self.started_at is not None
-
-    def output_tail(self) -> str:
-        return tail_lines("".join(self.last_output))
 
 
 def follow_all(followed: Sequence[tuple[Follower, Callable[[Evidence], str | None]]], deadline: float | None = None) -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import dagster as dg
 
-from .backends.base import Attempt
-from .follow import Evidence
-from .metadata import MIB, Metadata, failure_metadata, run_metadata
-from .outcome_together import Judged, by_themselves
-from .runtime.record import Record
+from ..runtime.record import Record
+from .metadata import MIB, Metadata, cpus_of, failure_metadata
+from .together import Judged, by_themselves
 
 _IN_TABLE = (
     "CPU efficiency (%)",
@@ -27,21 +25,19 @@ _IN_TABLE = (
 """Metadata of a payload that are columns of the table."""
 
 
-def together_metadata(runs: Mapping[str, tuple[Attempt, Evidence]], mode: str) -> Metadata:
+def together_metadata(own: Mapping[str, Metadata], judged: Mapping[str, Judged], mode: str, job_id: str | None) -> Metadata:
     """Metadata that is attached to every result of a run.
 
     Args:
-        runs: each component's runtime, and what is known of its payload, in the order of the job.
+        own: that of each component's payload, in the order of the job.
+        judged: what became of each.
         mode: execution mode.
+        job_id: Slurm's id of the job that they share; None where there is no Slurm.
     """
-    own: dict[str, Metadata] = {}
-    for component, (attempt, evidence) in runs.items():
-        found = {**run_metadata(evidence.end, mode, attempt.cluster_id), **attempt.metadata(evidence)}
-        own[component] = {key: value for key, value in found.items() if key not in _IN_TABLE}
-    metadata = {"Execution mode": mode, **told_apart(own)}
+    apart = {component: {key: value for key, value in found.items() if key not in _IN_TABLE} for component, found in own.items()}
+    metadata = {"Execution mode": mode, **told_apart(apart)}
     rows = [
-        _row(component, _job_id(attempt.job_id, place, len(runs)), evidence.end)
-        for place, (component, (attempt, evidence)) in enumerate(runs.items())
+        _row(component, _job_id(job_id, place, len(own)), judged[component].evidence.end) for place, component in enumerate(own)
     ]
     metadata["Components"] = dg.MetadataValue.table([dg.TableRecord(row) for row in rows])
     elapsed = [row["elapsed (s)"] for row in rows if row["elapsed (s)"]]
@@ -95,13 +91,12 @@ def _row(component: str, job_id: str | None, end: Record | None) -> dict[str, An
     usage: Mapping[str, Any] = (end or {}).get("usage") or {}
     allocation: Mapping[str, Any] = context.get("allocation") or {}
     nodes = context.get("nodes") or []
-    cpus = sum(node["resources"].get("CPU", 0.0) for node in nodes) or float(context.get("num_cpus") or 0)
     slurm = {} if job_id is None else {"Slurm job ID": job_id, "partition": str(allocation.get("partition") or "")}
     return {
         "component": component,
         **slurm,
         "nodes": ", ".join(allocation.get("nodes") or [node["hostname"] for node in nodes] or [context.get("hostname") or ""]),
-        "CPUs": cpus,
+        "CPUs": cpus_of(context),
         "GPUs": float(sum(node["resources"].get("GPU", 0.0) for node in nodes)),
         "bring-up (s)": round(context.get("bring_up") or 0.0, 2),
         "elapsed (s)": round(usage.get("elapsed") or 0.0, 2),

@@ -14,34 +14,34 @@ from pathlib import Path
 
 from dagster_pipes import PipesContextData
 
-from ..connections.base import Connection
-from ..connections.shared import connection_to
-from ..environments import Interpreter
-from ..environments.check import check_environment_on
-from ..errors import StartError
-from ..fit import Offer, across_rooms, alike, misfit, payload_time_limit, refused, wants
-from ..follow import Cadence
-from ..interrupts import deferred_interrupts
-from ..plan import Plan
-from ..runtime.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION
-from ..runtime.spec import to_json
-from ..slurm.commands import slurm_commands
-from ..slurm.config import SlurmResource
-from ..slurm.queue import SharedQueue, shared_queue
-from ..slurm.request import JobRequest, job_comment, job_name
-from ..slurm.submit import JOB_SCRIPT, OFFER, ClaimTaken, SubmissionRefused, Submitted, submit
-from .base import Attempt, Step
-from .batch import CLUSTER, absolute, check_paths, data_dir_of, sweep_in_background
-from .cargo import base_errors, deliver, pack
+from ...connections.base import Connection
+from ...connections.shared import connection_to
+from ...environments import Interpreter
+from ...environments.check import check_environment_on
+from ...errors import StartError
+from ...follow import Cadence
+from ...interrupts import deferred_interrupts
+from ...plan import Plan
+from ...runtime.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION
+from ...runtime.spec import to_json
+from ...slurm.commands import slurm_commands
+from ...slurm.config import SlurmResource
+from ...slurm.queue import SharedQueue, shared_queue
+from ...slurm.request import JobRequest, job_comment, job_name
+from ...slurm.submit import JOB_SCRIPT, OFFER, ClaimTaken, SubmissionRefused, Submitted, submit
+from ..base import Attempt, Hold, Step
+from ..batch import CLUSTER, absolute, check_paths, data_dir_of, sweep_in_background
+from ..cargo import base_errors, deliver, pack
+from ..rundir import Layout, run_files
+from ..slurm_job import SlurmJob, cancel_named
+from .fit import Offer, across_rooms, alike, misfit, payload_time_limit, refused, wants
+from .listing import end_generations, list_generations
+from .payload import SessionPayload
+from .registry import Charter, Found, SessionRegistry, charter_to_json
+from .request import GONE, Request
 from .run_end import end_with_run, slurm_session_of
-from .rundir import Layout, run_files
-from .session_listing import end_generations, list_generations
-from .session_payload import SessionPayload
-from .session_registry import Charter, Found, SessionRegistry, charter_to_json
-from .session_request import GONE, Request
-from .session_setup import Kind, SessionSetup, example_session_script, session_script
-from .session_wait import Arrival, SessionSearch
-from .slurm_job import SlurmJob, cancel_named
+from .search import Arrival, SessionSearch
+from .setup import Kind, SessionSetup, example_session_script, session_script
 
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
 """A payload's record begins before it is followed, and a warm step may be over in no time."""
@@ -90,7 +90,7 @@ class SessionBackend:
     def sweep(self, retention_days: float) -> None:
         sweep_in_background(self.connection, str(self.layout.base), retention_days)
 
-    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Callable[[Attempt], None]) -> Attempt:
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> Attempt:
         return _Start(self, plan, run_dir, context, step, hold).run()
 
     def example(self, plan: Plan) -> str:
@@ -133,7 +133,7 @@ class _Start:
         run_dir: str,
         context: PipesContextData,
         step: Step,
-        hold: Callable[[Attempt], None],
+        hold: Hold,
     ) -> None:
         self._began = time.monotonic()
         self._backend, self._setup = backend, backend.setup

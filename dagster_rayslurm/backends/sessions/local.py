@@ -10,23 +10,22 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..archive import runtime_name
-from ..config import SessionConfig
-from ..connections.local import LocalConnection
-from ..environments import Interpreter
-from ..errors import StartError
-from ..follow import Evidence
-from ..plan import Plan, fingerprint
-from ..runtime.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
-from ..runtime.spec import ComponentSpec, RaySpec, RuntimeSpec
-from ..runtime.workspace import shared_variables
-from . import run_end
-from .process import reap_later, runtime_command, start_process
-from .rundir import Layout, write_runtime_spec
+from ...archive import runtime_name
+from ...config import SessionConfig
+from ...connections.local import LocalConnection
+from ...environments import Interpreter
+from ...errors import StartError
+from ...follow import Evidence
+from ...plan import Plan, fingerprint
+from ...runtime.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
+from ...runtime.spec import ComponentSpec, RaySpec, RuntimeSpec
+from ...runtime.workspace import shared_variables
+from ..process import reap_later, runtime_command, start_process
+from ..rundir import Layout, write_runtime_spec
 
 _ANSWER_TIMEOUT = 30.0
 _START_TIMEOUT = 60.0
@@ -138,9 +137,19 @@ def submit(
     config: SessionConfig,
     run_id: str,
     run_dir: str,
-    log: Any,
+    ends_with_run: Callable[[str], None],
 ) -> SharedRuntime:
     """Hand a payload to the session that fits, starting it if there is none.
+
+    Args:
+        layout: where sessions are.
+        interpreter: the Python that runs them.
+        plan: what to run.
+        ray: the session's cluster.
+        config: how sessions are shared.
+        run_id: the Dagster run.
+        run_dir: the payload's run directory.
+        ends_with_run: sees to it that the session of a directory's name ends with the run; for `scope="run"`.
 
     Raises:
         StartError: no session can be had, or `on_misfit="error"` and one of this name has another cluster.
@@ -151,7 +160,7 @@ def submit(
     if config.on_misfit == "error":
         _refuse_misfit(layout, name, directory)
     if config.scope == "run":
-        run_end.end_with_run(layout, run_id, run_end.local_session_of(layout, directory.name), log)
+        ends_with_run(directory.name)
     # An activated environment is the session's own; otherwise a warm payload sees what a cold one would.
     request = {
         "op": "run",

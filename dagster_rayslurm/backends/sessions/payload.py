@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..connections.base import Connection
-from ..follow import Evidence
-from ..interrupts import deferred_interrupts
-from ..runtime.record import CANCEL, JOURNAL, LineReader
-from .slurm_job import STATE_DEADLINE, SlurmJob
+from ...connections.base import Connection
+from ...follow import Evidence
+from ...interrupts import deferred_interrupts
+from ...runtime.record import CANCEL, JOURNAL, LineReader
+from ..slurm_job import STATE_DEADLINE, SlurmJob
 
 _QUIET = 2.0
 """Seconds of silence after which it is looked whether the session's script has ended; one small read a second."""

@@ -10,18 +10,18 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..connections.base import Connection
-from ..errors import StartError
-from ..runtime.record import EXIT, SESSION
-from ..slurm.commands import slurm_commands
-from ..slurm.queue import ask_queue
-from ..slurm.script import parse_exit
-from ..slurm.snapshot import QueueRow, QueueSnapshot
-from ..slurm.states import TERMINAL, WAITING
-from ..slurm.submit import ABANDONED, CREATOR, JOB_ID, OFFER
-from .session_client import Announcement, AnswerLost, Unreachable, ask, parse_announcement
-from .session_registry import FOREIGN, parse_charter
-from .slurm_job import cancel_named, wait_until_gone
+from ...connections.base import Connection
+from ...errors import StartError
+from ...runtime.record import EXIT, SESSION
+from ...slurm.commands import slurm_commands
+from ...slurm.queue import ask_queue
+from ...slurm.script import parse_exit
+from ...slurm.snapshot import QueueRow, QueueSnapshot
+from ...slurm.states import TERMINAL, WAITING
+from ...slurm.submit import ABANDONED, CREATOR, JOB_ID, OFFER
+from ..slurm_job import cancel_named, wait_until_gone
+from .client import Announcement, AnswerLost, Unreachable, ask, parse_announcement
+from .registry import FOREIGN, parse_charter
 
 _TIMEOUT = 120.0
 _PATIENCE = 45.0

@@ -14,27 +14,20 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..connections.base import ConnectionFailed
-from ..errors import StartError
+from ..process import reap_later
+from ..rundir import WATCH_LOG, Layout
 from . import run_end_watcher
-from .process import reap_later
 from .run_end_watcher import start_time
-from .rundir import WATCH_LOG, Layout
 
 _RUN_IS_HERE = ("dagster._core.execution.api", "job_execution_iterator")
 _STEP_IS_HERE = ("dagster._core.executor.child_process_executor", "_execute_command_in_child_process")
 """Functions of Dagster that a process is in while it drives a run, and while it runs a step for the process that does."""
-
-_PATIENCE = 600.0
-"""Seconds for which it is tried to reach a cluster that cannot be reached; then the session's idle_timeout is left."""
-_PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 @dataclass(frozen=True)
@@ -199,45 +192,6 @@ def slurm_session_of(ssh: Any, base: str, key: str) -> dict[str, Any]:
         key: the session's directory below it.
     """
     return {"kind": "slurm", "key": key, "base": base, "ssh": None if ssh is None else ssh.model_dump(mode="json")}
-
-
-def end_session(session: Mapping[str, Any], patience: float = _PATIENCE, sleep: Callable[[float], None] = time.sleep) -> None:
-    """End all that there is of a session, and try again for a while if the cluster cannot be reached.
-
-    Args:
-        session: as `end_with_run` got it.
-        patience: seconds after which it is given up.
-        sleep: waits.
-
-    Raises:
-        OSError: the cluster cannot be reached.
-        StartError: the session does not end.
-    """
-    deadline = time.monotonic() + patience
-    pauses = iter(_PAUSES)
-    while True:
-        try:
-            return _end(session)
-        except ConnectionFailed as error:
-            if not error.temporary or time.monotonic() > deadline:
-                raise
-        except (OSError, StartError):
-            if time.monotonic() > deadline:
-                raise
-        sleep(next(pauses, _PAUSES[-1]))
-
-
-def _end(session: Mapping[str, Any]) -> None:
-    if session["kind"] == "local":
-        from .local_session import end_directory
-
-        return end_directory(Path(session["base"]) / "sessions" / session["key"])
-    from ..connections.config import SSHConnectionResource
-    from ..connections.shared import connection_to
-    from .session_listing import end_sessions
-
-    ssh = None if session["ssh"] is None else SSHConnectionResource(**session["ssh"])
-    end_sessions(connection_to(ssh), session["base"], session["key"])
 
 
 # A forked child is not the run.

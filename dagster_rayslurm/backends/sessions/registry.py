@@ -14,14 +14,14 @@ import secrets
 import weakref
 from dataclasses import dataclass
 
-from ..connections.base import Connection
-from ..errors import StartError
-from ..fit import Offer, offer_from_json, offer_to_json
-from ..runtime import PROTOCOL_VERSION
-from ..runtime.record import EXIT, SESSION
-from ..slurm.submit import ABANDONED, CREATOR, CURRENT, JOB_ID, OFFER
-from .cargo import base_errors
-from .session_client import Announcement, parse_announcement
+from ...connections.base import Connection
+from ...errors import StartError
+from ...runtime import PROTOCOL_VERSION
+from ...runtime.record import EXIT, SESSION
+from ...slurm.submit import ABANDONED, CREATOR, CURRENT, JOB_ID, OFFER
+from ..cargo import base_errors
+from .client import Announcement, parse_announcement
+from .fit import Offer, offer_from_json, offer_to_json
 
 WAITING = "waiting"
 """Directory of files of those who wait for a session to come up, touched by them."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .errors import may_retry
-from .follow import Evidence
-from .outcome import SUCCESS, Verdict, judge_job
+from ..errors import may_retry
+from ..follow import Evidence
+from . import SUCCESS, Verdict, judge_job
 
 _UNEXPLAINED = 1
 """Rank of a runtime that ended without a word: of itself, or as srun ended it after another one."""

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from .components import Component
-from .config import time_limit_seconds
-from .launchers import Launcher, RayLauncher
-from .runtime.cluster import nodes_expected
-from .runtime.footprint import Footprint
-from .runtime.spec import NodeSpec, RaySpec, SpecError, from_json
-from .slurm.config import SlurmQueueConfig
-from .slurm.hetjob import HetComponent
-from .slurm.request import JobRequest, asks_for_gpus
+from ...components import Component
+from ...config import time_limit_seconds
+from ...launchers import Launcher, RayLauncher
+from ...runtime.footprint import Footprint
+from ...runtime.nodes import nodes_expected
+from ...runtime.spec import NodeSpec, RaySpec, SpecError, from_json
+from ...slurm.config import SlurmQueueConfig
+from ...slurm.hetjob import HetComponent
+from ...slurm.request import JobRequest, asks_for_gpus
 
 _LAUNCHER_FIELDS = {
     "num_cpus": "num_cpus_per_node",

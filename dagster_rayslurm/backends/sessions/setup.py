@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..archive import runtime_name
-from ..components import Component, arrange, component_specs, ray_across, request_for, settle
-from ..config import SessionConfig, time_limit_seconds
-from ..environments import Environment, Interpreter
-from ..environments.resolve import path_on_cluster
-from ..fit import Offer, Wish, head_wanted, make_offer, misfit
-from ..launchers import Launcher, RayLauncher
-from ..plan import Plan
-from ..runtime import PROTOCOL_VERSION
-from ..runtime.footprint import Footprint
-from ..runtime.ports import control_ports
-from ..runtime.spec import RaySpec, RuntimeSpec
-from ..runtime.workspace import shared_variables
-from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
-from ..slurm.hetjob import HetComponent
-from ..slurm.request import JobRequest, job_comment, job_name, make_request
-from ..slurm.script import render_script
+from ...archive import runtime_name
+from ...components import Component, arrange, component_specs, ray_across, request_for, settle
+from ...config import SessionConfig, time_limit_seconds
+from ...environments import Environment, Interpreter
+from ...environments.resolve import path_on_cluster
+from ...launchers import Launcher, RayLauncher
+from ...plan import Plan
+from ...runtime import PROTOCOL_VERSION
+from ...runtime.footprint import Footprint
+from ...runtime.ports import control_ports
+from ...runtime.spec import RaySpec, RuntimeSpec
+from ...runtime.workspace import shared_variables
+from ...slurm.config import SlurmQueueConfig, SlurmResource, split_signal
+from ...slurm.hetjob import HetComponent
+from ...slurm.request import JobRequest, job_comment, job_name, make_request
+from ...slurm.script import render_script
+from .fit import Offer, Wish, head_wanted, make_offer, misfit
 
 
 @dataclass(frozen=True)

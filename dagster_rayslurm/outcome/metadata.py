@@ -8,10 +8,10 @@ from typing import Any
 
 import dagster as dg
 
-from .follow import Evidence
-from .runtime.nodes import title
-from .runtime.record import Record
-from .slurm.facts import JobFacts
+from ..follow import Evidence
+from ..runtime.nodes import title
+from ..runtime.record import Record
+from ..slurm.facts import JobFacts
 
 MIB = 2**20
 
@@ -43,7 +43,7 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
     components = _components_table(context, (end.get("usage") or {}).get("nodes") or {})
     if components is not None:
         metadata["Components"] = components
-    metadata.update(_usage_metadata(end.get("usage") or {}, _cpus(context)))
+    metadata.update(_usage_metadata(end.get("usage") or {}, cpus_of(context)))
     if end.get("stdio_dropped"):
         metadata["Output not recorded (characters)"] = end["stdio_dropped"]
     if end.get("outputs_left_out"):
@@ -103,7 +103,8 @@ def _usage_metadata(usage: Mapping[str, Any], cpus: float) -> Metadata:
     return metadata
 
 
-def _cpus(context: Mapping[str, Any]) -> float:
+def cpus_of(context: Mapping[str, Any]) -> float:
+    """The CPUs of all nodes that a run had."""
     nodes = context.get("nodes") or []
     return sum(node["resources"].get("CPU", 0.0) for node in nodes) or float(context.get("num_cpus") or 0)
 

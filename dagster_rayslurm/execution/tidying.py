@@ -1,0 +1,72 @@
+"""What a run leaves: outputs that are brought back, and what goes at once, or when it has grown old."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ..backends.base import Place
+from ..backends.rundir import sweep_old
+from ..connections.base import Connection, ConnectionFailed
+from ..follow import Evidence
+from .policy import Policy
+
+_RETRY = 5.0
+"""Seconds between two tries to bring outputs back over a connection that is lost."""
+_SWEEP_INTERVAL = 3600.0
+_last_sweep: dict[tuple[str, Path], float] = {}
+
+
+def fetch_outputs(evidence: Evidence, connection: Connection, run_dir: str, outputs: Path, patience: float) -> OSError | None:
+    """Copy the outputs of a payload to this machine; what keeps them from it, or None.
+
+    Args:
+        evidence: names them.
+        connection: how to reach them.
+        run_dir: the payload's run directory.
+        outputs: where they go.
+        patience: seconds for which the connection may be lost.
+    """
+    try:
+        for entry in evidence.end["outputs"] if evidence.end is not None else ():
+            name = entry["name"]
+            if os.path.isabs(name) or ".." in name.split("/"):
+                # The record is as good as the account over there; this machine is not that account's to write to.
+                raise OSError(f"the record names {name!r}, which leaves the directory of outputs")
+            _bring_back(connection, os.path.join(run_dir, "outputs", name), str(outputs / name), patience)
+    except OSError as error:
+        return error
+    return None
+
+
+def _bring_back(connection: Connection, source: str, target: str, patience: float) -> None:
+    """Copy a file to this machine, again and again while the connection is lost.
+
+    Raises:
+        OSError: it cannot be had, or not within `patience` seconds.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return connection.download(source, target)
+        except ConnectionFailed as error:
+            if not error.temporary or time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY)
+
+
+def discard(connection: Connection, path: str) -> None:
+    """Remove something that is of no more use; what stays is swept later, and no run fails because of it."""
+    with suppress(OSError):
+        connection.remove(path)
+
+
+def sweep(place: Place, policy: Policy) -> None:
+    """Remove what is older than `retention_days`, here and where payloads run, once an hour and process."""
+    now, where = time.monotonic(), (place.connection.place, place.layout.base)
+    if now - _last_sweep.get(where, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
+        _last_sweep[where] = now
+        sweep_old(policy.home, policy.retention_days)
+        place.sweep(policy.retention_days)

@@ -1,0 +1,58 @@
+"""Payloads of several components from start to verdict: started together, followed in one thread, judged and reported as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import dagster as dg
+from dagster_pipes import PipesExtras
+
+from ..backends.base import Attempt, Backend
+from ..errors import RunFailure
+from ..follow.pipes import RecordContextInjector, RecordReader
+from ..follow.reports import Reports
+from ..outcome.metadata_together import failures_metadata, together_metadata
+from ..outcome.together import judge_together
+from ..plan import Plan
+from .policy import Policy
+from .underway import CompletedRun, Underway
+
+
+def execute_together(
+    context: dg.OpExecutionContext,
+    plans: Mapping[str, Plan],
+    backend: Backend[Mapping[str, Plan], Mapping[str, Attempt]],
+    policy: Policy,
+    extras: PipesExtras | None,
+) -> CompletedRun:
+    """Run the plans of components at once and wait for all of them.
+
+    Args:
+        context: of the step.
+        plans: by component, in the order of the job.
+        backend: gets them started.
+        policy: what the user decided.
+        extras: Pipes extras, for each payload.
+
+    Raises:
+        RunFailure: one of them did not succeed.
+    """
+    run = Underway(context, plans, backend, policy)
+    reader = RecordReader(max(1, sum(plan.uses_pipes for plan in plans.values())))
+    injector = RecordContextInjector(context)
+    with dg.open_pipes_session(context, injector, reader, extras) as session:
+        # A handler of its own for each: what is tried out there goes nowhere.
+        reports = Reports(reader.handler, plans, lambda each: dg.PipesMessageHandler(context, reader).handle_message(each))
+        run.follow(lambda *how: backend.start(plans, *how), injector, reports.of)
+        parts = dict(zip(plans, run.parts, strict=True))
+        for component, error in reports.hand_over():
+            parts[component].follower.refuse(error)
+        judged = run.judge()
+        verdict = judge_together(judged)
+        own = {component: part.metadata(policy.mode) for component, part in parts.items()}
+        metadata = together_metadata(own, judged, policy.mode, run.parts[0].attempt.job_id)
+        kept = run.tidy_up(verdict)
+        if verdict.kind is not None:
+            metadata.update(failures_metadata(judged, kept))
+            raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry)
+    return run.completed(session, metadata)

@@ -1,0 +1,173 @@
+"""A run on its way, of one payload or of several that start together: what is the same for both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from dagster_pipes import PipesContextData
+
+from ..backends.base import Attempt, Hold, Place, Step
+from ..connections.base import ConnectionFailed
+from ..errors import RunFailure, StartError
+from ..follow import Evidence, Follower
+from ..follow.pipes import RecordContextInjector
+from ..outcome import Verdict, asks_slurm, judge
+from ..outcome.metadata import Metadata
+from ..outcome.together import Judged
+from ..plan import Plan, run_dir_name
+from ..runtime.record import SECRETS, component_dir
+from .policy import Policy
+from .tidying import discard, fetch_outputs, sweep
+from .to_the_end import Followed, follow_to_the_end
+
+Start = Callable[[str, PipesContextData, Step, Hold], Mapping[Any, Attempt]]
+"""As `Backend.start`, but for the plans: the runtimes by component."""
+
+
+class CompletedRun(dg.PipesClientCompletedInvocation):
+    """A payload that succeeded.
+
+    `get_results()`, `get_materialize_result()`, `get_asset_check_result()` and `get_custom_messages()` give what it
+    reported, each with the run's `metadata`.
+
+    Attributes:
+        cluster_id: name of the Ray cluster, for `ComputeResource.cleanup_cluster`.
+        job_id: Slurm's job id; None in local mode.
+        outputs: local paths of the files that `outputs=` asked for.
+    """
+
+    def __init__(self, session: Any, metadata: Mapping[str, Any], attempt: Attempt, outputs: list[Path]) -> None:
+        super().__init__(session, metadata=metadata)
+        self.cluster_id = attempt.cluster_id
+        self.job_id = attempt.job_id
+        self.outputs = outputs
+
+
+class Underway:
+    """A run between its start and its verdict.
+
+    Args:
+        context: of the step.
+        plans: by component, in the order of the job; that of the only payload under None.
+        place: where its runtimes work.
+        policy: what the user decided.
+
+    Attributes:
+        parts: its payloads, once all of them are at work.
+    """
+
+    def __init__(self, context: dg.OpExecutionContext, plans: Mapping[Any, Plan], place: Place, policy: Policy) -> None:
+        step_key = context.get_step_execution_context().step.key
+        partition_key = context.partition_key if context.has_partition_key else None
+        name = run_dir_name(context.run.run_id, step_key, next(iter(plans.values())).payload.nonce)
+        self.parts: list[Followed] = []
+        self._context, self._plans, self._place, self._policy = context, plans, place, policy
+        self._step = Step(context.run.run_id, step_key, partition_key, context.log)
+        self._name = name
+        self._outputs = policy.home.outputs / name
+        self._run_dir = ""
+        self._stranded = False
+        """Whether outputs are still where the payload ran."""
+
+    def follow(self, start: Start, injector: RecordContextInjector, handler_of: Callable[[Any], Any]) -> None:
+        """Start the payloads, follow them to their ends, and let go of them whatever comes.
+
+        Args:
+            start: gets them started.
+            injector: has the Pipes context.
+            handler_of: takes the Pipes messages of a component's payload.
+
+        Raises:
+            RunFailure: they cannot be started.
+        """
+        held: list[Attempt] = []
+        try:
+            with start_errors():
+                sweep(self._place, self._policy)
+                self._run_dir = str(self._place.layout.runs / self._name)
+                assert injector.context_data is not None
+                attempts = start(self._run_dir, injector.context_data, self._step, held.append)
+            self.parts = [self._followed(component, attempts[component], handler_of(component)) for component in self._plans]
+            follow_to_the_end(self.parts, self._policy, self._context)
+        except BaseException:
+            if self._run_dir and not self._policy.keeps(failed=True):
+                discard(self._place.connection, self._run_dir)
+            raise
+        finally:
+            self._let_go(held)
+
+    def _followed(self, component: str | None, attempt: Attempt, handler: Any) -> Followed:
+        plan, run_dir, place = self._plans[component], self._dir_of(component), self._place
+        follower = Follower(
+            place.connection,
+            run_dir,
+            plan.payload.nonce,
+            handler,
+            self._context.log,
+            place.cadence,
+            self._policy.connection_loss_timeout,
+            attempt.requeue,
+            component,
+        )
+        return Followed(plan, run_dir, attempt, follower, component)
+
+    def _dir_of(self, component: str | None) -> str:
+        return self._run_dir if component is None else component_dir(self._run_dir, component)
+
+    def _let_go(self, held: list[Attempt]) -> None:
+        """Let go of runtimes, each of them whatever becomes of the others; of secrets first."""
+        evidence = {id(part.attempt): part.evidence for part in self.parts}
+        with ExitStack() as stack:
+            for attempt in reversed(held):
+                stack.callback(attempt.release, evidence.get(id(attempt)) or Evidence())
+            for component, plan in self._plans.items():
+                if plan.secret_env and self._run_dir:
+                    # The runtime takes them first thing; one that never came to it must not leave them.
+                    discard(self._place.connection, os.path.join(self._dir_of(component), SECRETS))
+
+    def judge(self) -> dict[Any, Judged]:
+        """What became of the payloads, by component; their outputs are brought back."""
+        return {part.component: Judged(self._judge(part), part.evidence) for part in self.parts}
+
+    def _judge(self, part: Followed) -> Verdict:
+        if asks_slurm(part.evidence):
+            part.attempt.explain(part.evidence)
+        verdict = judge(part.evidence, part.plan.uses_pipes, self._policy.require_messages)
+        outputs = self._outputs if part.component is None else self._outputs / part.component
+        patience = self._policy.connection_loss_timeout
+        error = fetch_outputs(part.evidence, self._place.connection, part.run_dir, outputs, patience)
+        self._stranded = self._stranded or error is not None
+        if error is not None and verdict.kind is None:
+            return Verdict("record", f"the payload succeeded, but its outputs cannot be brought back: {error}")
+        return verdict
+
+    def tidy_up(self, verdict: Verdict) -> str | None:
+        """Remove the run directory unless it stays; where it is then, in words."""
+        if not self._stranded and not self._policy.keeps(verdict.kind is not None):
+            discard(self._place.connection, self._run_dir)
+            return None
+        place = self.parts[0].attempt.place
+        return f"{place}:{self._run_dir}" if place else self._run_dir
+
+    def completed(self, session: Any, metadata: Metadata) -> CompletedRun:
+        """The run as the user gets it."""
+        outputs = sorted(path for path in self._outputs.rglob("*") if path.is_file())
+        return CompletedRun(session, metadata, self.parts[0].attempt, outputs)
+
+
+@contextmanager
+def start_errors() -> Iterator[None]:
+    """Turn what keeps a runtime from starting into one failure."""
+    try:
+        yield
+    except StartError as error:
+        raise RunFailure(error.kind, str(error), retry=error.retry) from None
+    except ConnectionFailed as error:
+        raise RunFailure("connection", f"the run cannot be started: {error}", retry=error.temporary) from error
+    except OSError as error:
+        raise RunFailure("record", f"the run cannot be started: {error}") from error

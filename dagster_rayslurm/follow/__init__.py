@@ -1,0 +1,6 @@
+"""From the record of a run to Dagster, while it grows; what is left in the end is the evidence for a verdict."""
+
+from .evidence import Evidence
+from .follower import Cadence, Follower, follow_all
+
+__all__ = ["Cadence", "Evidence", "Follower", "follow_all"]

@@ -1,0 +1,49 @@
+"""What is known about a run, as far as its record, its runtime and Slurm tell."""
+
+from __future__ import annotations
+
+import collections
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..runtime.record import Record, tail_lines
+from ..slurm.facts import JobFacts
+
+
+@dataclass
+class Evidence:
+    """What is known about a run; `outcome.judge` turns it into a verdict."""
+
+    end: Record | None = None
+    started_at: float | None = None
+    """When the runtime took the payload over, by the clock of its node."""
+    opened: int = 0
+    """Writers that opened Pipes; a process that the payload starts may be one more."""
+    closed: int = 0
+    exception: dict[str, Any] | None = None
+    message_error: str | None = None
+    runtime_exit: str | None = None
+    """How the runtime ended, in words, if it did so before its `end` was seen."""
+    runtime_log: str = ""
+    culprit: str | None = None
+    """What ended first, where the runtime of one node took the others with it."""
+    job: JobFacts | None = None
+    """What Slurm says of the job; asked for only where the record does not tell all."""
+    unrecorded: str | None = None
+    """How it is known that the payload has ended, although its runtime lives and has recorded no `end`."""
+    interrupted: bool = False
+    damaged_lines: int = 0
+    unreachable: str | None = None
+    """Why the record could not be read for `connection_loss_timeout`."""
+    heard_at: float = field(default_factory=time.monotonic)
+    """When the record last grew, by this machine's monotonic clock."""
+    tails: dict[str, str] = field(default_factory=dict)
+    last_output: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=64))
+
+    @property
+    def started(self) -> bool:
+        return self.started_at is not None
+
+    def output_tail(self) -> str:
+        return tail_lines("".join(self.last_output))
