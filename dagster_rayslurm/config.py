@@ -16,10 +16,10 @@ from typing import Annotated, Any, Optional, TypeVar
 import dagster as dg
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from .runtime.spec import RAY_COORDINATES
+from .runtime.spec import RAY_COORDINATES, is_passable
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME_LIMIT = re.compile(r"^(UNLIMITED|INFINITE|\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2})$", re.IGNORECASE)
 _MEMORY = re.compile(r"^\d+[KMGT]?$", re.IGNORECASE)
 _SIGNAL = re.compile(r"^(?:(?P<name>[A-Z0-9]+)@)?(?P<seconds>[0-9]+)$")
@@ -48,7 +48,7 @@ class ExecutionMode(str, Enum):
 class StrictConfig(dg.Config):
     """`dg.Config` that refuses unknown keys, which Dagster would accept silently."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
 
 def is_env_var(value: Any) -> bool:
@@ -85,9 +85,13 @@ def at_least(low: float, unit: str = "") -> BeforeValidator:
 
 
 def check_text(value: object) -> str:
-    """A string that may stand in a script, a job name or a command: no control characters."""
+    """A string that may stand in a script, a job name or a command: UTF-8 without control characters."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{value!r} contains a lone surrogate, for which UTF-8 has no bytes; remove it") from None
     found = _CONTROL.search(value)
     if found:
         raise ValueError(f"{value!r} contains the control character {found.group()!r}; remove it")
@@ -202,19 +206,20 @@ def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[st
     """Environment variables as the payload gets them.
 
     Raises:
-        ValueError: a name is invalid or reserved, a value is no string or has a NUL, or an `EnvVar` is not set.
+        ValueError: a name is invalid or reserved, a value is no string that a process can have, or an `EnvVar` is not set.
     """
     checked_variables = {}
     for name, value in (variables or {}).items():
-        if not isinstance(name, str) or not _VARIABLE.match(name):
+        if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
             raise ValueError(f"{what}: {name!r} is not a name of an environment variable")
         if name.startswith(_RESERVED) or name in RAY_COORDINATES:
             raise ValueError(f"{what}: {name} is reserved, it is set for every payload; choose another name")
         resolved = _resolve(value, f"{what}[{name!r}]")
         if not isinstance(resolved, str):
             raise ValueError(f"{what}[{name!r}]: {type(resolved).__name__} is not a string; write str(…)")
-        if "\0" in resolved:
-            raise ValueError(f"{what}[{name!r}]: the value contains a NUL character; remove it")
+        if not is_passable(resolved):
+            wrong = "a NUL character" if "\0" in resolved else "a lone surrogate, which no system takes"
+            raise ValueError(f"{what}[{name!r}]: the value contains {wrong}; remove it")
         checked_variables[name] = resolved
     return checked_variables
 

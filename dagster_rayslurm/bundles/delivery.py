@@ -31,12 +31,14 @@ _TRIES = 3
 _LOCK_POLL = 0.1
 
 _FOREIGN = 77
+_OPEN = 78
 _LOOK = """\
 cd -- "$1" 2>/dev/null || exit 0
 shift
-for directory in . bundles runtime; do
+for directory in . bundles runtime runs sessions; do
     if [ -e "$directory" ] && ! [ -O "$directory" ]; then stat -L -c '%U' -- "$directory"; exit 77; fi
 done
+find -H . bundles runtime runs sessions -maxdepth 0 -perm -0002 2>/dev/null | { ! grep .; } || exit 78
 for place; do
     touch -c -- "$place" 2>/dev/null
     if [ -e "$place" ] && [ -O "$place" ]; then printf '%s\\n' "$place"; fi
@@ -44,8 +46,9 @@ done
 """
 """Prints which places below the base directory are taken, and marks them as in use; in this order, see `remote_sweep`.
 
-Only what this user owns counts, in directories of this user: names can be foreseen, so that on a file system where
-everybody may write others could put a runtime of theirs there. Of those directories it prints the owner.
+Only what this user owns counts, in directories of this user that not everybody may write to: names can be foreseen, so that
+on a file system where everybody may write others could put a runtime of theirs there. Of another user's directory it prints
+the owner, and the name of one that is open to all.
 """
 
 # A rename makes it count. Onto a directory with something in it there is none: then somebody else was faster.
@@ -180,6 +183,11 @@ def _look(connection: Connection, base: str, places: Sequence[str]) -> list[str]
         said = done.stdout.decode("utf-8", "replace").split("\n")
         if done.returncode == _FOREIGN:
             raise PermissionError(f"{connection.place}: {base} belongs to {said[0]}, who could change what runs there")
+        if done.returncode == _OPEN:
+            place = posixpath.normpath(posixpath.join(base, said[0]))
+            raise PermissionError(
+                f"{connection.place}: everybody may write to {place}, and so change what runs there; run: chmod o-w {place}"
+            )
         return said
     raise AssertionError("there is a last try")
 

@@ -58,7 +58,7 @@ def check_host_key(value: object) -> str:
 class SSHConnectionResource(dg.ConfigurableResource):
     """An SSH server and how to log in: key, agent, certificate, password, through other hosts if need be."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     host: Annotated[str, checked(check_name)] = Field(description="Name or address of the edge (login) node.")
     port: Annotated[int, checked(check_port)] = Field(default=22, description="Port of its SSH server.")

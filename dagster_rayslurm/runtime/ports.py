@@ -8,6 +8,7 @@ ports, and less often for a random choice of the block.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -41,6 +42,10 @@ class PortError(OSError):
 
 HEAD_VARIABLES = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
 """Ports of the head that Ray 2.60 takes from the environment only; fixed ones otherwise, which it can do without."""
+
+
+_LOCK_BASES = ("/tmp", "/var/tmp", "/dev/shm")
+"""Directories of this node that everybody may write to; not TMPDIR, which jobs have to themselves."""
 
 
 @dataclass(frozen=True)
@@ -167,13 +172,23 @@ def _claim_block(port_range: str) -> Tuple[List[int], int]:
 
 
 def _lock_directory() -> str:
-    """This user's directory of locks; not below TMPDIR, which jobs have to themselves."""
-    path = os.path.join("/tmp", "rayslurm-ports-%d" % os.geteuid())
-    os.makedirs(path, mode=0o700, exist_ok=True)
-    info = os.lstat(path)
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
-        raise PortError("%s must be a directory that only this user can write to" % path)
-    return path
+    """This user's directory of locks.
+
+    Its name can be foreseen, so another user may have put something there. Then the next base serves, for all runtimes of
+    this user alike.
+
+    Raises:
+        PortError: there is no base left.
+    """
+    for base in _LOCK_BASES:
+        path = os.path.join(base, "rayslurm-ports-%d" % os.geteuid())
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+            info = os.lstat(path)
+            if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022:
+                return path
+    raise PortError("%s must be a directory that only this user can write to" % path)
 
 
 def _from_block(free: List[int], lock: int, head: bool) -> Ports:

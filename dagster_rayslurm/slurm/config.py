@@ -79,7 +79,7 @@ class SlurmQueueConfig(StrictConfig):
 class SlurmResource(dg.ConfigurableResource):
     """A Slurm cluster: how to reach it, the default footprint, and where files go."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     ssh: Optional[SSHConnectionResource] = Field(
         default=None, description="SSH connection to the edge (login) node; None when Dagster itself runs where `sbatch` is."
