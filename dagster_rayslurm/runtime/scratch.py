@@ -8,7 +8,7 @@ are ever removed.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -21,6 +21,8 @@ MAX_RAY_TEMP_DIR_BYTES = 39
 _PREFIX = "rs-"
 _NAME = re.compile(r"^rs-[0-9a-f]{8}$")
 _MARKER = ".rayslurm-scratch"
+_ROOM = 256 * 1024
+"""Bytes that must fit into a place, at the least, for it to serve."""
 
 
 class ScratchError(OSError):
@@ -77,12 +79,15 @@ def _claim(path: str) -> int:
         lock = _lock(path)
         if lock is None:
             raise OSError("somebody else locked %s" % path)
-        with open(os.path.join(path, _MARKER), "x"):
-            pass  # From here on a sweeper may remove it, once the lock is free.
+        with open(os.path.join(path, _MARKER), "xb", buffering=0) as marker:
+            # From here on a sweeper may remove it, once the lock is free. A full disk takes empty files yet, and no more.
+            marker.write(os.urandom(_ROOM))
+            if marker.tell() < _ROOM:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            marker.truncate(0)
         return lock
     except OSError:
-        with contextlib.suppress(OSError):
-            os.rmdir(path)
+        shutil.rmtree(path, ignore_errors=True)
         if lock is not None:
             os.close(lock)
         raise

@@ -74,6 +74,20 @@ def without_munge(stack: Stack, service: str) -> Iterator[None]:
         assert wait_until(lambda: munge_works(stack, service), 20)
 
 
+@contextmanager
+def preemption(stack: Stack) -> Iterator[str]:
+    """Jobs of one partition, which is told, take the nodes of all others' jobs."""
+    conf = "/etc/slurm/slurm.conf"
+    lines = "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\nPartitionName=urgent Nodes=c[1-2] PriorityTier=10\n"
+    stack.exec("slurmctld", ["sh", "-c", f'cp {conf} {conf}.before && printf %s "$1" >>{conf}', "sh", lines])
+    try:
+        stack.exec("slurmctld", ["scontrol", "reconfigure"])
+        yield "urgent"
+    finally:
+        stack.exec("slurmctld", ["sh", "-c", f"mv {conf}.before {conf} && scontrol reconfigure"])
+        assert wait_until(lambda: answers(stack), 60)
+
+
 def munge_works(stack: Stack, service: str) -> bool:
     return stack.exec(service, ["sh", "-c", "munge --no-input >/dev/null 2>&1 && echo yes"], check=False).strip() == "yes"
 

@@ -11,10 +11,11 @@ import json
 import os
 import re
 import secrets
+import time
 import weakref
 from dataclasses import dataclass
 
-from ...connections.base import Connection
+from ...connections.base import Connection, ConnectionFailed
 from ...errors import StartError
 from ...runtime import PROTOCOL_VERSION
 from ...runtime.record import EXIT, SESSION
@@ -30,6 +31,8 @@ TOUCH_INTERVAL = 60.0
 
 _MOST_BYTES = 1024 * 1024
 _MOST_GENERATIONS = 999_999_999
+_LOST_SIGHT = 0.2
+"""Seconds before a file is read once more that could not be read."""
 
 FOREIGN = 77
 """Exit code of a look at a directory of another user."""
@@ -335,7 +338,16 @@ class SessionRegistry:
 
     def _read(self, *names: str) -> bytes:
         """What is in a file of the session's directory; nothing at all is believed unless that is this user's."""
-        return self._commands.read(os.path.join(self.directory, *names), 0, _MOST_BYTES) if self._is_ours() else b""
+        if not self._is_ours():
+            return b""
+        path = os.path.join(self.directory, *names)
+        try:
+            return self._commands.read(path, 0, _MOST_BYTES)
+        except (ConnectionFailed, PermissionError):
+            raise
+        except OSError:  # A network file system that has lost sight of a file finds it when it is asked again.
+            time.sleep(_LOST_SIGHT)
+            return self._commands.read(path, 0, _MOST_BYTES)
 
     def _run(self, script: str, directory: str | None = None, *words: str) -> str:
         place = directory or self.directory
