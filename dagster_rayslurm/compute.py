@@ -24,7 +24,7 @@ from .backends.sessions.run_end import run_ended
 from .config import SessionConfig, at_least, check_environment, choice, plain_text, resolve_variables
 from .connections.shared import connect_early
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment
-from .errors import RunFailure
+from .errors import RunFailure, one_sentence
 from .execution import CompletedRun, Policy, execute, execute_together, start_errors
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .plan import Plan, make_plan
@@ -354,4 +354,4 @@ def _configuration_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise RunFailure("configuration", str(error)) from None
+        raise RunFailure("configuration", one_sentence(error)) from None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import dagster as dg
+from pydantic import ValidationError
 
 KINDS = (
     "configuration",
@@ -33,6 +34,14 @@ _PAYLOAD_KINDS = frozenset({"payload", "pipes"})
 def may_retry(kind: str, retry: bool | None = None) -> bool:
     """Whether another attempt may succeed: what is known of this failure, else what its kind says."""
     return kind in RETRYABLE or kind in _PAYLOAD_KINDS if retry is None else retry
+
+
+def one_sentence(error: ValueError) -> str:
+    """What is wrong with a value, in one line: of what pydantic says in many, the fields and what is wrong with each."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    problems = [(".".join([error.title, *map(str, each["loc"])]), each["msg"]) for each in error.errors(include_input=False)]
+    return "; ".join(f"{where}: {what.removeprefix('Value error, ')}" for where, what in problems)
 
 
 class RunFailure(dg.Failure):

@@ -30,6 +30,7 @@ from ..runtime.ports import control_ports
 from ..runtime.record import CANCEL, EXIT, RUNTIME
 from ..runtime.spec import RuntimeSpec, to_json
 from ..runtime.workspace import shared_variables
+from ..slurm.cancellation import cancel_named, wait_until_gone
 from ..slurm.commands import slurm_commands
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.queue import ask_queue, shared_queue
@@ -42,7 +43,7 @@ from .batch_job import BatchJob
 from .cargo import base_errors, deliver, pack
 from .remote_sweep import sweep_remote
 from .rundir import Layout, run_files
-from .slurm_job import SlurmJob, cancel_named, wait_until_gone
+from .slurm_job import SlurmJob
 
 T = TypeVar("T")
 

@@ -156,6 +156,8 @@ class OwnRuntime(LocalAttempt):
             return  # It is gone already; `ended` tells.
 
     def kill(self) -> None:
+        if self._process.poll() is not None:
+            return  # A keeper outlives its runtime, whose number may be another process's by now.
         # The runtime first: its keeper then ends all that is below. A keeper that cannot do so goes next.
         runtime = LocalConnection().read(str(self._run_dir / STATUS), 0, 65536)
         with contextlib.suppress(ValueError, KeyError, ProcessLookupError):

@@ -117,8 +117,8 @@ def sweep_old(layout: Layout, retention_days: float) -> list[Path]:
             else:
                 continue
             removed.append(entry)
-        except FileNotFoundError:
-            continue  # Another process sweeps as well.
+        except OSError:
+            continue  # Another process sweeps as well, or it is not ours; what cannot be removed keeps nobody from running.
     return removed
 
 

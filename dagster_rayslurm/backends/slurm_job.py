@@ -15,6 +15,7 @@ from ..follow import Evidence
 from ..interrupts import deferred_interrupts
 from ..runtime.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import ask_job
+from ..slurm.cancellation import ASK_INTERVAL, wait_until_gone
 from ..slurm.facts import JobFacts
 from ..slurm.log import failed_tasks, node_number, telling_lines
 from ..slurm.queue import SharedQueue, ask_queue
@@ -31,14 +32,8 @@ _EXIT_INTERVAL = 1.0
 """Seconds between two looks at the exit code that the batch script leaves."""
 _SETTLE = 3.0
 """Seconds that the record is read on after the job is known to be over: files may arrive later than that word."""
-ASK_INTERVAL = 1.0
-"""Seconds between two questions of a run that is being cancelled."""
-_GONE_DEADLINE = 60.0
-"""Seconds in which Slurm must confirm that a cancelled job is over; KillWait, after which it sends SIGKILL, is 30."""
 STATE_DEADLINE = 15.0
 """Seconds in which a job that is on its way down comes to its final state."""
-_LATE = 2.0
-"""Seconds in which a submission that was broken off may still come through."""
 _LOG_BYTES = 65536
 _SIGNALLED = ("Terminated", "Killed")
 """How srun says that a signal ended a task."""
@@ -335,58 +330,3 @@ class SlurmJob:
                 f"[rayslurm] Slurm job {self.job_id} may still be there: it was cancelled, and Slurm has not confirmed its end; "
                 f"run `scancel {self.job_id}` on {self._commands.place}"
             )
-
-
-def wait_until_gone(commands: Connection, job_id: int, patience: float = 0.0) -> bool:
-    """Cancel a job until Slurm says that it is over, or no longer knows it.
-
-    Args:
-        commands: runs Slurm's programs.
-        job_id: the job.
-        patience: seconds in which it may end by itself.
-
-    Returns:
-        Whether Slurm said so in time.
-    """
-    began = time.monotonic()
-    pause = 0.1
-    while True:
-        with contextlib.suppress(OSError):
-            rows = [row for row in ask_queue(commands).parts(job_id) if row.state not in TERMINAL]
-            if not rows:
-                return True
-            if time.monotonic() - began >= patience and any(row.state != "COMPLETING" for row in rows):
-                # The leader of a heterogeneous job stands for all of it, unless it is the first to be over.
-                lives = [str(row.job_id) for row in rows]
-                commands.run(cleaned(["scancel", *(lives if str(job_id) not in lives else [str(job_id)])]), timeout=60)
-        if time.monotonic() - began > _GONE_DEADLINE:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, 3.0)
-
-
-def _jobs_named(commands: Connection, name: str) -> list[int]:
-    """The jobs of a name; sbatch may have been at it just now, so one that is not there is looked for a while."""
-    until = time.monotonic() + _LATE
-    while True:
-        jobs = [row.job_id for row in ask_queue(commands).named(name) if row.leads]
-        if jobs or time.monotonic() > until:
-            return jobs
-        time.sleep(ASK_INTERVAL)
-
-
-def cancel_named(commands: Connection, name: str, log: Any) -> None:
-    """Cancel whatever job has a name: its submission was broken off, so its id is not known."""
-    try:
-        commands.run(cleaned(["scancel", "--quiet", "--me", f"--name={name}"]), timeout=60)
-        jobs = _jobs_named(commands, name)
-        gone = all(wait_until_gone(commands, job_id) for job_id in jobs)
-    except OSError as error:
-        gone, why = False, str(error)
-    else:
-        why = "Slurm has not confirmed its end"
-    if not gone:
-        log.error(
-            f"[rayslurm] a Slurm job named {name} may have been submitted ({why}); run `scancel --name={name}` on "
-            f"{commands.place}"
-        )

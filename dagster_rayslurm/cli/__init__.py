@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +44,19 @@ main.add_command(session)
 @click.pass_obj
 def runs(layout: Layout, as_json: bool) -> None:
     """List the run directories that were kept or are in use."""
-    rows = [_summary(path) for path in sorted(layout.runs.glob("*/"), key=lambda path: path.stat().st_mtime)]
+    rows = [_summary(path) for path in _by_age(layout)]
     if as_json:
         for row in rows:
             click.echo(json.dumps(row))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("run", "state", "since", "says")
     for row in rows:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["at"])) if row["at"] else ""
-        table.add_row(row["run"], row["state"], since, row["says"])
+        table.add_row(*map(escape, (row["run"], row["state"], since, row["says"])))
     Console().print(table)
 
 
@@ -77,23 +80,31 @@ def logs(layout: Layout, run: str) -> None:
 
 def _find(layout: Layout, run: str) -> Path:
     """The one run directory whose name begins with `run`."""
-    found = [path for path in layout.runs.glob("*/") if path.name.startswith(run)]
+    found = [path for path in _by_age(layout) if path.name.startswith(run)]
     if len(found) != 1:
         what = "no run" if not found else f"{len(found)} runs"
         raise click.ClickException(f"{what} in {layout.runs} begins with {run!r}; `rayslurm runs` lists them")
     return found[0]
 
 
-def _records(path: Path) -> list[Record]:
+def _by_age(layout: Layout) -> list[Path]:
+    """The run directories, the oldest first; those of runs that go on may vanish meanwhile."""
+    found = []
+    for path in layout.runs.glob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_dir():
+                found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found)]
+
+
+def _records(path: Path) -> Iterator[Record]:
     reader = LineReader()
-    records: list[Record] = []
     try:
         with path.open("rb") as file:
             while data := file.read(_CHUNK):
-                records += reader.feed(data)
+                yield from reader.feed(data)
     except OSError as error:
         raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
-    return records
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import time
 
 import click
-from pydantic import ValidationError
 
-from ..config import resolve_variables
 from ..connections.base import Connection
-from ..connections.config import SSHConnectionResource
 from ..connections.shared import connection_to
+from .edge import edge_node, prefix_option, sentences
 
 
 @click.command()
-@click.option("--prefix", default="SLURM_EDGE_NODE_", show_default=True, help="What the environment variables begin with.")
+@prefix_option
 def check(prefix: str) -> None:
     """Log in to the edge node that the environment names, and ask for its Slurm."""
-    try:
-        ssh = resolve_variables(SSHConnectionResource.from_env(prefix), "SSHConnectionResource")
+    with sentences():
+        ssh = edge_node(prefix)
         connection = connection_to(ssh)
         seconds = _seconds(connection)
         click.echo(f"{connection.place}: logged in with {ssh.client} in {seconds:.2f} s")
@@ -26,11 +24,6 @@ def check(prefix: str) -> None:
         click.echo(f"home directory: {connection.home()}")
         click.echo(f"Slurm: {_ask(connection, 'sinfo', '--version')}")
         click.echo(f"partitions: {', '.join(_ask(connection, 'sinfo', '--noheader', '--format=%P (%D nodes)').splitlines())}")
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors())
-        raise click.ClickException("; ".join(problems)) from None
-    except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
 
 
 def _seconds(connection: Connection) -> float:

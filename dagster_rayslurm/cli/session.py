@@ -7,23 +7,20 @@ import os
 import posixpath
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import click
-from pydantic import ValidationError
 
 from ..backends.rundir import Layout
 from ..backends.sessions import local as local_session
-from ..backends.sessions.client import AnswerLost, Unreachable
+from ..backends.sessions.client import Unreachable
 from ..backends.sessions.listing import Generation, ask_session, end_generations, job_of, list_generations, state_of
-from ..config import resolve_variables
 from ..connections.base import Connection
-from ..connections.config import SSHConnectionResource
 from ..connections.remote_path import expand_home, is_rooted
 from ..connections.shared import connection_to
 from ..errors import StartError
@@ -31,6 +28,7 @@ from ..slurm.commands import slurm_commands
 from ..slurm.queue import ask_queue
 from ..slurm.snapshot import QueueRow
 from ..slurm.waiting import most_telling
+from .edge import edge_node, prefix_option, sentences
 
 _AT_ONCE = 8
 """Sessions that are asked at the same time."""
@@ -68,7 +66,7 @@ class Session:
 
 
 @click.group()
-@click.option("--prefix", default="SLURM_EDGE_NODE_", show_default=True, help="What the variables of the edge node begin with.")
+@prefix_option
 @click.option(
     "--remote-base",
     default="~/.dagster_rayslurm",
@@ -88,7 +86,7 @@ def session(context: click.Context, prefix: str, remote_base: str) -> None:
 @click.pass_obj
 def list_sessions(where: tuple[Layout, str, str], everything: bool, as_json: bool) -> None:
     """List the sessions: what they do, and how long they will last."""
-    with _sentences():
+    with sentences():
         found = [each for each in _sessions(*where) if everything or each.row["state"] not in _OVER]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             rows = [each.row for each in pool.map(Session.asked, found)]
@@ -113,7 +111,7 @@ def list_sessions(where: tuple[Layout, str, str], everything: bool, as_json: boo
 @click.pass_obj
 def show(where: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
     """Show one session: ID is its cluster id, its job id, or how its name begins."""
-    with _sentences():
+    with sentences():
         one = _find(ident, _sessions(*where)).asked()
         said: dict[str, Any] = {}
         if one.row["state"] not in (*_OVER, "pending", "silent"):
@@ -139,7 +137,7 @@ def show(where: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
 @click.pass_obj
 def stop(where: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
     """End one session with all that it runs, and see that confirmed: ID as for `show`."""
-    with _sentences():
+    with sentences():
         one = _find(ident, _sessions(*where), alive=True)
         name = f"{one.row['key']} on {one.row['place']}"
         if not one.end():
@@ -147,18 +145,6 @@ def stop(where: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
     if as_json:
         return click.echo(json.dumps({**one.row, "state": "ended"}))
     click.echo(f"ended the session {name}" + (f", Slurm job {one.row['job_id']}" if one.row["job_id"] else ""))
-
-
-@contextmanager
-def _sentences() -> Iterator[None]:
-    """Whatever is wrong with the environment, the edge node or a session is one sentence."""
-    try:
-        yield
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors())
-        raise click.ClickException("; ".join(problems)) from None
-    except (OSError, ValueError, StartError, Unreachable, AnswerLost) as error:
-        raise click.ClickException(str(error)) from None
 
 
 def _sessions(layout: Layout, prefix: str, remote_base: str) -> list[Session]:
@@ -185,7 +171,7 @@ def _local(directory: Any, announced: dict[str, Any]) -> Session:
 
 
 def _remote(prefix: str, remote_base: str) -> Iterable[Session]:
-    ssh = resolve_variables(SSHConnectionResource.from_env(prefix), "SSHConnectionResource")
+    ssh = edge_node(prefix)
     if not is_rooted(remote_base):
         raise ValueError(f'--remote-base: {remote_base!r} is relative; write an absolute path, or one that begins with "~/"')
     connection = connection_to(ssh)

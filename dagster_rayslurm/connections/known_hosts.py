@@ -84,13 +84,17 @@ def add_key(path: str, host: str, port: int, key_type: str, key: str) -> Trust:
         os.makedirs(directory, mode=0o700, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "r+", errors="replace") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        text = file.read()
-        trust = judge(known_keys(text, host, port), key_type, key)
-        if trust is not Trust.NEW:
-            return trust
-        newline = "" if not text or text.endswith("\n") else "\n"
-        file.write(f"{newline}{host_name(host, port)} {key_type} {key}\n")
-        return Trust.KNOWN
+        try:
+            text = file.read()
+            trust = judge(known_keys(text, host, port), key_type, key)
+            if trust is not Trust.NEW:
+                return trust
+            newline = "" if not text or text.endswith("\n") else "\n"
+            file.write(f"{newline}{host_name(host, port)} {key_type} {key}\n")
+            file.flush()
+            return Trust.KNOWN
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # A child that was forked meanwhile holds the file open as well.
 
 
 def read_text(path: str) -> str:

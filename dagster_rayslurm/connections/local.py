@@ -109,10 +109,12 @@ class LocalConnection:
         _copy(path, local_path, progress, None)
 
     def remove(self, path: str) -> None:
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path, ignore_errors=True)
-        elif os.path.lexists(path):
-            os.unlink(path)
+        with contextlib.suppress(FileNotFoundError):
+            if not os.path.isdir(path) or os.path.islink(path):
+                return os.unlink(path)
+            shutil.rmtree(path, ignore_errors=True)  # As much as goes, whatever of it another one removes as well.
+            if os.path.lexists(path):
+                shutil.rmtree(path)  # Says why.
 
     def forward(self, host: str, port: int) -> LocalForward:
         return LocalForward(host, port)

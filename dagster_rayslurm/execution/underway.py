@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -121,14 +121,13 @@ class Underway:
 
     def _let_go(self, held: list[Attempt]) -> None:
         """Let go of runtimes, each of them whatever becomes of the others; of secrets first."""
-        evidence = {id(part.attempt): part.evidence for part in self.parts}
-        with ExitStack() as stack:
-            for attempt in reversed(held):
-                stack.callback(attempt.release, evidence.get(id(attempt)) or Evidence())
+        try:
             for component, plan in self._plans.items():
                 if plan.secret_env and self._run_dir:
                     # The runtime takes them first thing; one that never came to it must not leave them.
                     discard(self._place.connection, os.path.join(self._dir_of(component), SECRETS))
+        finally:
+            release_all(held, {part.attempt: part.evidence for part in self.parts})
 
     def judge(self) -> dict[Any, Judged]:
         """What became of the payloads, by component; their outputs are brought back."""
@@ -158,6 +157,18 @@ class Underway:
         """The run as the user gets it."""
         outputs = sorted(path for path in self._outputs.rglob("*") if path.is_file())
         return CompletedRun(session, metadata, self.parts[0].attempt, outputs)
+
+
+def release_all(held: Sequence[Attempt], evidence: Mapping[Attempt, Evidence]) -> None:
+    """Let go of attempts, of each whatever becomes of the others.
+
+    Args:
+        held: the attempts.
+        evidence: what is known of those that were followed.
+    """
+    with ExitStack() as stack:
+        for attempt in reversed(held):
+            stack.callback(attempt.release, evidence.get(attempt) or Evidence())
 
 
 @contextmanager

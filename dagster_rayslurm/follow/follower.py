@@ -278,6 +278,8 @@ class Follower:
         try:
             message = json.loads(line)
             method, params = message["method"], message.get("params") or {}
+            if not isinstance(method, str):
+                raise TypeError(f"its method is {method!r}")
             evidence.opened += method == "opened"
             evidence.closed += method == "closed"
             exception = params.get("exception") if method == "closed" else None

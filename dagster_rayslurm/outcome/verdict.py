@@ -195,5 +195,5 @@ def _exit_hint(code: int) -> str:
     return ""
 
 
-def _first_line(text: str | None) -> str:
-    return text.strip().splitlines()[0] if text and text.strip() else ""
+def _first_line(text: object) -> str:
+    return next(iter(str(text or "").strip().splitlines()), "")

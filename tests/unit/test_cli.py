@@ -51,3 +51,23 @@ def test_a_run_without_a_record_is_explained(base: Path) -> None:
 def test_the_command_is_installed() -> None:
     said = subprocess.run([Path(sys.executable).parent / "rayslurm", "--version"], capture_output=True, text=True, check=True)
     assert said.stdout.startswith("rayslurm, version ")
+
+
+def test_what_a_run_says_is_no_markup(base: Path) -> None:
+    run = base / "runs" / "abc-step-0123"
+    run.mkdir(parents=True)
+    (base / "runs" / "no run").write_text("")
+    (run / "status.json").write_text(json.dumps({"state": "ended", "at": 1.0, "message": "it wants [/this] and [red]"}))
+    listed = invoke(base, "runs")
+    assert listed.exit_code == 0, listed.exception
+    assert "[/this]" in listed.output and "[red]" in listed.output and "no run" not in listed.output
+
+
+def test_a_wrong_variable_is_one_sentence(monkeypatch: pytest.MonkeyPatch, base: Path) -> None:
+    for name, value in (("HOST", "-bad"), ("USER", "two words")):
+        monkeypatch.setenv(f"SLURM_EDGE_NODE_{name}", value)
+    for command in (["check"], ["session", "list"]):
+        done = invoke(base, *command)
+        (line,) = done.stderr.splitlines()
+        assert done.exit_code == 1 and line.startswith("Error: SSHConnectionResource.host: ") and "pydantic" not in line
+        assert "; SSHConnectionResource.user: " in line

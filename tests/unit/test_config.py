@@ -18,6 +18,7 @@ from dagster_rayslurm import (
     Launcher,
     PreDeployedEnvironment,
     RayLauncher,
+    RunFailure,
     SessionConfig,
     SlurmQueueConfig,
     SlurmResource,
@@ -396,3 +397,14 @@ def test_the_library_is_registered_and_the_exports_are_there() -> None:
 
     assert DagsterLibraryRegistry.get()["dagster-rayslurm"] == dagster_rayslurm.__version__
     assert all(hasattr(dagster_rayslurm, name) for name in dagster_rayslurm.__all__)
+
+
+def test_a_variable_with_a_wrong_value_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RS_LOTS", "lots")
+    compute = ComputeResource(
+        mode="slurm", slurm=SlurmResource(ssh=SSHConnectionResource(host="edge")), pre_deployed_env_path="/env"
+    )
+    with pytest.raises(RunFailure) as caught:
+        compute.job_script(payload_path=["true"], queue=SlurmQueueConfig(mem=dg.EnvVar("RS_LOTS")))
+    assert str(caught.value.description).startswith("SlurmQueueConfig.mem: 'lots' is not a Slurm memory size; write ")
+    assert "\n" not in str(caught.value.description)

@@ -90,6 +90,13 @@ def test_a_message_that_cannot_be_used_is_evidence(line: str, capsys: Any) -> No
     assert evidence.message_error and line in evidence.message_error
 
 
+def test_a_message_of_a_method_that_is_none_is_evidence_in_a_job_that_may_be_requeued_too(capsys: Any) -> None:
+    end = {"type": "end", "nonce": "n", "reason": "exit", "exit_code": 0, "signal": None, "stdio_bytes": 0}
+    files = {STDIO: b"", JOURNAL: encode({"type": "pipes", "at": 0, "line": '{"method": 5}'}) + encode(end)}
+    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST, requeue=True).follow(lambda _: None)
+    assert evidence.end is not None and "its method is 5" in str(evidence.message_error)
+
+
 def test_the_last_output_is_bounded(capsys: Any) -> None:
     files = record_of(["y" * 100_000 + "\n"] * 200, 0)
     evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)

@@ -40,6 +40,7 @@ def test_the_whole_of_it_is_success() -> None:
         {"opened": 2},
         {"end": None, "unreachable": "Stale file handle"},
         {"exception": {"name": "ValueError", "message": "ValueError: x\n", "stack": []}},
+        {"exception": {"name": "RError", "message": 5}},  # Not every Pipes client is Python's.
         {"message_error": "no such check"},
         {"damaged_lines": 1},
     ],

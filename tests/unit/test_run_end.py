@@ -243,6 +243,27 @@ def test_the_run_is_none_of_a_forked_child(home: Layout, ended: Path, monkeypatc
     assert wait_until(lambda: not watchers(), 5)
 
 
+def test_a_child_that_is_forked_while_another_thread_tells_does_not_hang(home: Layout) -> None:
+    with run_end._lock:
+        child = os.fork()
+        if child == 0:
+            run_ended("run")
+            os._exit(0)
+    try:
+        assert wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, 10)
+    except AssertionError:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+
+
+def test_the_base_directory_is_made_for_this_user_alone(home: Layout, run: Any, ended: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(run.pid, None))
+    end_with_run(home, "run", session(home), None)
+    assert [path.stat().st_mode & 0o777 for path in (home.base, home.sessions)] == [0o700, 0o700]
+    assert wait_until(lambda: not watchers(), 5)
+
+
 def test_a_direct_call_has_no_run(compute: Any) -> None:
     """The resource ends with no run at all."""
     compute.teardown_after_execution(dg.build_init_resource_context())

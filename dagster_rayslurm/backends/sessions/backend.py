@@ -22,18 +22,20 @@ from ...errors import StartError
 from ...follow import Cadence
 from ...interrupts import deferred_interrupts
 from ...plan import Plan
-from ...runtime.record import CANCEL, EXIT, RUNTIME, SECRETS, SESSION
+from ...runtime.record import CANCEL, EXIT, PAYLOAD, RUNTIME, SECRETS, SESSION, Record
 from ...runtime.spec import to_json
+from ...slurm.cancellation import cancel_named
 from ...slurm.commands import slurm_commands
 from ...slurm.config import SlurmResource
 from ...slurm.queue import SharedQueue, shared_queue
 from ...slurm.request import JobRequest, job_comment, job_name
 from ...slurm.submit import JOB_SCRIPT, OFFER, ClaimTaken, SubmissionRefused, Submitted, submit
+from .. import under_way
 from ..base import Attempt, Hold, Step
 from ..batch import CLUSTER, absolute, check_paths, data_dir_of, sweep_in_background
 from ..cargo import base_errors, deliver, pack
 from ..rundir import Layout, run_files
-from ..slurm_job import SlurmJob, cancel_named
+from ..slurm_job import SlurmJob
 from .fit import Offer, across_rooms, alike, misfit, payload_time_limit, refused, wants
 from .listing import end_generations, list_generations
 from .payload import SessionPayload
@@ -92,6 +94,25 @@ class SessionBackend:
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> Attempt:
         return _Start(self, plan, run_dir, context, step, hold).run()
+
+    def goes_on(self, plan: Plan, run_dir: str, step: Step) -> bool:
+        base = str(self.layout.base)
+        payload = pack(plan, base, data_dir_of(self.connection, self.layout, plan)).plan.payload
+        asked = {PAYLOAD: to_json(dataclasses.replace(payload, step=step.step_key)).encode("utf-8")}
+
+        def job_of(start: Record | None) -> str | None:
+            if start is None:
+                return None
+            there = list_generations(self.connection, base)
+            for each in there:
+                said = each.announcement
+                if said is not None and said.cluster_id == start.get("cluster_id") and each.exit_code is None:
+                    # Only the newest of them is asked whether it has the payload.
+                    newest = max(other.number for other in there if other.key == each.key)
+                    return said.job_id if each.number == newest else None
+            return None
+
+        return under_way.goes_on(self.connection, run_dir, payload.nonce, asked, job_of, step.log)
 
     def example(self, plan: Plan) -> str:
         setup = self.setup

@@ -19,7 +19,6 @@ from ...slurm.surroundings import cleaned
 
 __all__ = ["Announcement", "AnswerLost", "Unreachable", "ask", "parse_announcement"]
 
-CARRIERS = ("auto", "direct", "srun")
 NO_DIRECT = "no-direct"
 """File in a session's directory: TCP does not get through from the edge node, so hardly anybody needs to try again."""
 

@@ -63,7 +63,8 @@ class SessionClient:
             line = self._socket.makefile("rb").readline()
         except (BrokenPipeError, ConnectionResetError):
             line = b""
-        return json.loads(line) if line else {"ok": False, "error": "gone"}
+        # One that ends in the middle of its answer has not given any.
+        return json.loads(line) if line.endswith(b"\n") else {"ok": False, "error": "gone"}
 
     def send(self, **request: Any) -> None:
         self._socket.sendall(json.dumps(request).encode() + b"\n")
@@ -316,7 +317,10 @@ def _locked(directory: Path) -> Iterator[None]:
     LocalConnection().make_dir(str(directory))
     with open(directory / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # A child that was forked meanwhile holds the file open as well.
 
 
 def _start(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...connections.local import LocalConnection
 from ..process import reap_later
 from ..rundir import WATCH_LOG, Layout
 from . import run_end_watcher
@@ -120,7 +121,7 @@ def _start(home: Layout, run_id: str, process: RunProcess, session: Mapping[str,
         OSError: it cannot be started.
     """
     text = json.dumps(session, sort_keys=True)
-    home.sessions.mkdir(parents=True, exist_ok=True, mode=0o700)
+    LocalConnection().make_dir(str(home.sessions))
     lock = home.sessions / f"{session['key']}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.watch"
     fd = _take(lock)
     if fd is None:
@@ -145,8 +146,12 @@ def _start(home: Layout, run_id: str, process: RunProcess, session: Mapping[str,
     finally:
         os.close(fd)
     assert watcher.stdin is not None
-    watcher.stdin.write(json.dumps(order).encode() + b"\n")
-    watcher.stdin.flush()
+    try:
+        watcher.stdin.write(json.dumps(order).encode() + b"\n")
+        watcher.stdin.flush()
+    except OSError:
+        reap_later(watcher)
+        raise
     if process.own:
         with _lock:
             _told.setdefault(run_id, []).append(watcher)
@@ -194,5 +199,11 @@ def slurm_session_of(ssh: Any, base: str, key: str) -> dict[str, Any]:
     return {"kind": "slurm", "key": key, "base": base, "ssh": None if ssh is None else ssh.model_dump(mode="json")}
 
 
-# A forked child is not the run.
-os.register_at_fork(after_in_child=_told.clear)
+def _start_anew() -> None:
+    """In a forked child, which is not the run, and has none of its parent's threads."""
+    global _lock
+    _lock = threading.Lock()
+    _told.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)

@@ -1,0 +1,94 @@
+"""Runtimes of this machine: what is left alone when they are ended, and what a session that dies halfway leaves."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from dagster_rayslurm.backends.local import OwnRuntime
+from dagster_rayslurm.backends.rundir import Layout
+from dagster_rayslurm.backends.sessions import local
+from dagster_rayslurm.connections.known_hosts import add_key
+from dagster_rayslurm.environments import Interpreter
+from dagster_rayslurm.runtime.record import STATUS
+
+from ..conftest import wait_until
+
+
+def test_a_runtime_that_has_ended_is_not_ended_again(tmp_path: Path) -> None:
+    """The number of its process may be another one's by then."""
+    innocent = subprocess.Popen(["sleep", "60"])
+    try:
+        run_dir = tmp_path / "run"
+        run_dir.mkdir()
+        runtime = OwnRuntime(Layout(tmp_path), Interpreter(sys.executable), str(run_dir), "local-n")  # Finds nothing to run.
+        assert wait_until(lambda: runtime.ended(None) is not None, 60)  # type: ignore[arg-type]
+        (run_dir / STATUS).write_text(json.dumps({"runtime_pid": innocent.pid}))
+        runtime.kill()
+        runtime.release(None)  # type: ignore[arg-type]
+        with pytest.raises(subprocess.TimeoutExpired):
+            innocent.wait(0.5)
+    finally:
+        innocent.kill()
+        innocent.wait()
+
+
+@pytest.mark.parametrize("said", [b"", b'{"ok": tr', b'{"ok": true}'])
+def test_half_an_answer_is_none(tmp_path: Path, said: bytes) -> None:
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def dies() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(1024)
+                peer.sendall(said)
+
+        thread = threading.Thread(target=dies)
+        thread.start()
+        client = local.SessionClient(path)
+        assert client.ask(op="run") == {"ok": False, "error": "gone"}
+        client.close()
+        thread.join()
+
+
+@pytest.mark.parametrize("of", ["a session", "known hosts"])
+def test_a_forked_child_keeps_no_lock(tmp_path: Path, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that Dagster forks while one of its threads holds a lock has the file open as well."""
+    reads, writes = os.pipe()
+    children = []
+
+    def fork() -> None:
+        if (child := os.fork()) == 0:
+            os.close(writes)
+            os.read(reads, 1)
+            os._exit(0)
+        children.append(child)
+
+    if of == "a session":
+        file = tmp_path / "lock"
+        with local._locked(tmp_path):
+            fork()
+    else:
+        file = tmp_path / "known_hosts"
+        from dagster_rayslurm.connections import known_hosts
+
+        judge = known_hosts.judge
+        monkeypatch.setattr(known_hosts, "judge", lambda *given: (fork(), judge(*given))[1])
+        add_key(str(file), "h", 22, "ssh-ed25519", "A")
+        assert file.read_text() == "h ssh-ed25519 A\n"
+    try:
+        free = subprocess.run(["flock", "--nonblock", str(file), "true"], timeout=10)
+        assert free.returncode == 0
+    finally:
+        os.close(writes)
+        for child in children:
+            os.waitpid(child, 0)
+        os.close(reads)
