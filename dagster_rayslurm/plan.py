@@ -199,3 +199,8 @@ def run_dir_name(run_id: str, step_key: str, nonce: str) -> str:
     """The name of a run directory: readable, unique and harmless in a path."""
     step = _UNSAFE.sub("_", step_key)[:40]
     return f"{run_id[:8]}-{step}-{nonce}"
+
+
+def nonce_of(name: str) -> str:
+    """The nonce of a payload whose run directory has a name."""
+    return name.rpartition("-")[2]

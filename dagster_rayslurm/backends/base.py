@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from dagster_pipes import PipesContextData
 
@@ -145,6 +145,20 @@ class Backend(Place, Protocol[P, A]):
 
     def example(self, plan: P, /) -> str:
         """What would be started, for a person to read, with words in capitals for what is known only then."""
+        ...
+
+
+@runtime_checkable
+class GoesOn(Protocol):
+    """A backend whose payloads outlive the Dagster process that started them, for another one to go on with."""
+
+    def goes_on(self, plan: Plan, run_dir: str, step: Step) -> bool:
+        """Whether what an attempt before started in a run directory is this plan, and still of use; then `start` goes on with it.
+
+        Raises:
+            StartError: no runtime can be had.
+            OSError: that cannot be found out.
+        """
         ...
 
 

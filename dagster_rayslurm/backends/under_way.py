@@ -1,0 +1,90 @@
+"""Whether a payload that another Dagster process left behind is what is asked for now, and worth to go on with."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..connections.base import Connection
+from ..runtime.record import JOURNAL, PAYLOAD, RUNTIME, LineReader, Record
+from ..slurm.submit import JOB_SCRIPT
+
+JUDGED = "judged"
+"""File of a run directory whose payload's end has been told to Dagster."""
+
+_MOST_BYTES = 4 * 1024 * 1024
+_WHO_ASKS = (b"# rayslurm: ", b"#SBATCH --comment=")
+_OF_THE_SESSION = ("run_id", "ray", "want_cpus", "want_gpus", "time_limit")
+"""Members of a payload's start record that say who asks, and what a session made of the request."""
+
+
+def goes_on(
+    connection: Connection,
+    run_dir: str,
+    nonce: str,
+    asked: Mapping[str, bytes],
+    job_of: Callable[[Record | None], str | None],
+    log: Any,
+) -> bool:
+    """Whether a payload is under way, or has succeeded unheard, that was started with the same request.
+
+    Args:
+        connection: reaches the files.
+        run_dir: its run directory.
+        nonce: its name.
+        asked: the files that say what is asked for now.
+        job_of: finds the job that has it, by the record's `start` if it has one; None if there is no such job any more.
+        log: told of a job that is under way for another request.
+
+    Raises:
+        OSError: that cannot be found out.
+    """
+    if connection.stat(os.path.join(run_dir, JOURNAL)) is None:
+        return False
+    there = {name: connection.read(os.path.join(run_dir, name), 0, _MOST_BYTES) for name in asked}
+    start, end = _start_and_end(connection, run_dir, nonce)
+    if end is not None:
+        succeeded = end["reason"] == "exit" and end["exit_code"] == 0
+        judged = connection.stat(os.path.join(run_dir, JUDGED)) is not None
+        return succeeded and not judged and same_request(there, asked)
+    job_id = job_of(start)
+    if job_id is not None and not same_request(there, asked):
+        log.warning(
+            f"[rayslurm] Slurm job {job_id} goes on with what the attempt before asked for, which is not what is asked for now; "
+            f"see {run_dir} on {connection.place}, where `scancel {job_id}` ends the job"
+        )
+        return False
+    return job_id is not None
+
+
+def same_request(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> bool:
+    """Whether two sets of files ask for the same, but for who asks and for keys. Pure."""
+    return _request(one) == _request(other)
+
+
+def _request(files: Mapping[str, bytes]) -> list[Any] | None:
+    request: list[Any] = []
+    try:
+        payload = json.loads(files[PAYLOAD])
+        request.append({key: value for key, value in payload.items() if key not in _OF_THE_SESSION})
+        if RUNTIME in files:
+            request.append({**json.loads(files[RUNTIME]), "control_key": None})
+    except ValueError:
+        return None
+    request += [line for line in files.get(JOB_SCRIPT, b"").splitlines() if not line.startswith(_WHO_ASKS)]
+    return request
+
+
+def _start_and_end(connection: Connection, run_dir: str, nonce: str) -> tuple[Record | None, Record | None]:
+    """The last `start` of a payload's record, and its `end`."""
+    reader = LineReader()
+    start, end = None, None
+    while data := connection.read(os.path.join(run_dir, JOURNAL), reader.next_read, _MOST_BYTES):
+        for record in reader.feed(data):
+            if record.get("type") == "start":
+                start = record
+            elif record.get("type") == "end" and record.get("nonce") == nonce:
+                end = record
+    return start, end
