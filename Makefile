@@ -44,8 +44,9 @@ stack-down: install  ## remove it, with all that it holds
 stack-logs: install  ## print what its services say
 	@$(BIN)/python -m stack logs
 
-bench: install  ## measure the figures, each beside doing it by hand
-	@$(BIN)/python -m benchmarks
+bench: install  ## measure on the stack, beside doing it by hand and beside others, and render docs/benchmarks.md (40 minutes)
+	@$(BIN)/python -m stack up
+	@$(BIN)/python -m benchmarks run --into "benchmarks/results/$$(date -u +%F).json" --report
 
 clean:  ## remove .venv and what the example left in this directory
 	rm -rf $(VENV) .dagster_home .pytest_cache .mypy_cache .ruff_cache

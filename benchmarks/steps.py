@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import dagster as dg
 
-from dagster_rayslurm import ComputeResource
+from dagster_rayslurm import CompletedRun, ComputeResource
 from dagster_rayslurm.runtime import processes
 
 # No annotations from the future here: Dagster wants the type of `context` itself, not its name.
@@ -44,6 +44,13 @@ def timed(call: Callable[[], T]) -> tuple[float, T]:
     started = time.perf_counter()
     result = call()
     return time.perf_counter() - started, result
+
+
+def process_seconds(run: CompletedRun) -> float:
+    """Seconds that the payload's process took; metadata rounds them to a hundredth."""
+    value = run.metadata["Elapsed (s)"].value
+    assert isinstance(value, float)
+    return value
 
 
 def alternate(rounds: int, *measures: Callable[[], object]) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
-from .figures import Figure, Options, Sample
-from .steps import PAYLOADS, alternate, base_dir, timed
+from ..figures import Figure, Options, Sample
+from ..steps import PAYLOADS, alternate, base_dir, timed
 
 LINES = PAYLOADS / "lines.py"
 _BAR_RATE = 20_000

@@ -10,8 +10,8 @@ import dagster as dg
 
 from dagster_rayslurm import ComputeResource, RayLauncher
 
-from .figures import Figure, Options, Sample
-from .steps import PAYLOADS, alternate, base_dir, below, in_step, instance, settle, timed
+from ..figures import Figure, Options, Sample
+from ..steps import PAYLOADS, alternate, base_dir, below, in_step, instance, settle, timed
 
 _BAR = 0.9
 _DRIVER = PAYLOADS / "ray_parts.py"

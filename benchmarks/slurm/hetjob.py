@@ -7,10 +7,10 @@ import dagster as dg
 
 from dagster_rayslurm import ComputeResource, HetComponent, SlurmQueueConfig
 
-from .edge import Edge
-from .figures import Figure, Options, Sample
-from .slurm_runs import CPUS, MARKS, Ours, Run, Shape, clocked, measured, quiet
-from .steps import alternate, in_step, instance
+from ..figures import Figure, Options, Sample
+from ..parties.edge import Edge
+from ..parties.runs import CPUS, MARKS, Ours, Run, Shape, clocked, measured, quiet
+from ..steps import alternate, in_step, instance
 
 # No annotations from the future here: Dagster wants the type of `context` itself, not its name.
 
@@ -71,7 +71,7 @@ def bring_up(options: Options) -> list[Figure]:
     """One `srun` over two components must cost about what one over as many nodes of one kind does."""
     edge = Edge()
     with edge.directory() as directory:
-        first = SlurmQueueConfig(partition=options.partition, num_nodes=1, cpus_per_node=CPUS, mem=_SHAPE.memory)
+        first = SlurmQueueConfig(partition="compute", num_nodes=1, cpus_per_node=CPUS, mem=_SHAPE.memory)
         second = SlurmQueueConfig(partition="gpu", num_nodes=2, cpus_per_node=CPUS, mem=_SHAPE.memory, gpus_per_node=1)
         components = [HetComponent(component_id="cpu", queue=first), HetComponent(component_id="gpu", queue=second)]
         one_kind = _Party(edge, directory)

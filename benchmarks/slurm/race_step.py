@@ -9,10 +9,10 @@ import dagster as dg
 
 from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig, SlurmQueueConfig, SlurmResource
 
-from .edge import Edge
-from .session_runs import HELLO
-from .slurm_runs import MEMORY
-from .steps import in_step, instance
+from ..parties.edge import Edge
+from ..parties.runs import MEMORY
+from ..parties.sessions import HELLO
+from ..steps import in_step, instance
 
 # No annotations from the future here: Dagster wants the type of `context` itself, not its name.
 

@@ -9,8 +9,8 @@ import dagster as dg
 
 from dagster_rayslurm import BashLauncher, ComputeResource
 
-from .figures import Figure, Options, Sample
-from .steps import PAYLOADS, alternate, base_dir, in_step, instance, timed
+from ..figures import Figure, Options, Sample
+from ..steps import PAYLOADS, alternate, base_dir, in_step, instance, timed
 
 _BAR = 0.8
 _PAYLOAD = PAYLOADS / "messages.py"

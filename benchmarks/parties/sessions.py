@@ -20,10 +20,9 @@ from dagster_rayslurm import (
     SlurmResource,
 )
 
+from ..steps import PAYLOADS, process_seconds
 from .edge import Edge
-from .local import process_seconds
-from .slurm_runs import CPUS, MARKS, STORE_GB, Run, Shape, clocked
-from .steps import PAYLOADS
+from .runs import CPUS, MARKS, STORE_GB, Run, Shape, clocked
 
 # No annotations from the future here: Dagster wants the type of `context` itself, not its name.
 
@@ -84,9 +83,11 @@ class Session:
     def marked(self, context: dg.AssetExecutionContext) -> tuple[Run, float]:
         """One payload with marks, and the seconds that its process took."""
         runs: list[CompletedRun] = []
+        before = self._edge.controller_calls()
         start, returned = clocked(lambda: runs.append(self.run(context)))
         marks = self._edge.read_json(f"{self._base}/data/marks.json")
-        return Run(start, returned, marks, returned), process_seconds(runs[0])
+        calls = max(0, self._edge.controller_calls() - before)
+        return Run(start, returned, marks, returned, calls), process_seconds(runs[0])
 
     def several(self, context: dg.AssetExecutionContext, payload: Path, count: int, at_once: int) -> float:
         """Payloads per second of many, some at once."""

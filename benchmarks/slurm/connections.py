@@ -16,9 +16,9 @@ from dagster_rayslurm.connections.base import Connection
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.connections.shared import new_connection
 
-from .edge import ByHand, Edge
-from .figures import Figure, Options, Sample
-from .steps import alternate, base_dir
+from ..figures import Figure, Options, Sample
+from ..parties.edge import ByHand, Edge
+from ..steps import alternate, base_dir
 
 _ROUND_TRIPS = (0.0, 0.08)
 _THREADS = 16

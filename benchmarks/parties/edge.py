@@ -10,9 +10,11 @@ import secrets
 import shlex
 import shutil
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from stack.link import Link
 from stack.settings import COMPUTE_NODES, Settings
 
 _COUNTED = ("squeue", "scontrol", "sacct")
+_IDLE_DEADLINE = 90.0
 _BATCH = 4
 """Transfers of one `sftp` by hand."""
 
@@ -66,7 +69,7 @@ class ByHand:
         return max(0.0, full - empty) / _BATCH
 
     def _batch(self, command: str, count: int) -> float:
-        from .steps import timed
+        from ..steps import timed
 
         batch = f"{command}\n" * count
         argv = ["sftp", "-q", *self.options, "-b", "-", self.target]
@@ -194,6 +197,15 @@ class Edge:
         lines = (done.stdout + done.stderr).splitlines()
         return sum("Accepted publickey for" in line and fingerprint in line for line in lines)
 
+    def login_times(self, fingerprint: str) -> list[float]:
+        """When sshd has let a key in, in seconds since the epoch, by Docker's clock, which is this machine's."""
+        command = ["docker", "logs", "--timestamps", self._container]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        lines = (done.stdout + done.stderr).splitlines()
+        accepted = [line.split()[0] for line in lines if "Accepted publickey for" in line and fingerprint in line]
+        # Nine digits of a second are more than `fromisoformat` takes.
+        return [datetime.fromisoformat(f"{stamp[:26]}+00:00").timestamp() for stamp in accepted]
+
     def cpu_seconds(self) -> float:
         """CPU time that the SSH and SFTP servers on the edge have had."""
         script = (
@@ -216,6 +228,23 @@ class Edge:
         told = self._cluster.exec("edge", ["sdiag"]).stdout
         counts = re.findall(rf"^\s+{re.escape(self.user)}\s+\(\s*\d+\)\s+count:(\d+)", told, re.MULTILINE)
         return int(counts[0]) if counts else 0
+
+    def slurm_version(self) -> str:
+        """The version of Slurm there."""
+        return self.shell("sinfo --version").split()[-1]
+
+    def wait_until_idle(self) -> None:
+        """Wait until this user has no job left: one that still ends would disturb the next."""
+        deadline = time.monotonic() + _IDLE_DEADLINE
+        while left := self.shell("squeue --me --noheader --format='%A %T %j'").splitlines():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"jobs of {self.user} do not end: {'; '.join(left)}")
+            time.sleep(0.1)
+
+    def processes(self, node: str, program: Path) -> list[tuple[float, str]]:
+        """What `payloads/processes.py` tells of a compute node."""
+        told = self._cluster.exec(node, ["python3", "-"], self.user, stdin=program.read_text()).stdout
+        return [(began, command) for began, command in json.loads(told)]
 
     def jobs_below(self, directory: str) -> list[str]:
         """Ids of the jobs, over or not, that work in a directory or below it."""

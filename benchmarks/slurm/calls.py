@@ -9,11 +9,11 @@ import dagster as dg
 
 from dagster_rayslurm import ComputeResource
 
-from .edge import Edge, Key
-from .figures import Figure, Options, Sample
-from .slurm_peer import peer
-from .slurm_runs import Ours, Shape, quiet
-from .steps import PAYLOADS, base_dir, in_step, instance
+from ..figures import Figure, Options, Sample
+from ..parties.edge import Edge, Key
+from ..parties.peer import peer
+from ..parties.runs import Ours, Shape, quiet
+from ..steps import PAYLOADS, base_dir, in_step, instance
 
 # No annotations from the future here: Dagster wants the type of `context` itself, not its name.
 
@@ -23,6 +23,7 @@ _SMALL = Shape(ray=False)
 
 _ASSETS = 100
 _WAIT = PAYLOADS / "wait.py"
+_QUICK_ASSETS, _QUICK_WINDOW = 5, 30.0
 _WINDOW = 120.0
 """Seconds to count in: some whole multiple of `poll_interval`, 30 s."""
 _PEER_WINDOW = 30.0
@@ -44,7 +45,7 @@ def logins(options: Options) -> Figure:
         with instance() as dagster, quiet():
             in_step(ours.resource(_SMALL, key=key.path), dagster, body)
         count = edge.logins(key.fingerprint)
-        also = peer_logins(edge, directory, options, scratch) if options.peer else ()
+        others = peer_logins(edge, directory, options, scratch) if options.peer else ()
     assets = _ONE_AFTER_THE_OTHER + _AT_ONCE
     return Figure(
         name="slurm.logins",
@@ -52,7 +53,7 @@ def logins(options: Options) -> Figure:
         ours=Sample.of(f"{assets} assets in one process", [count], "logins"),
         result=Sample.of("logins by sshd's log", [count], "logins"),
         bar=1,
-        also=also,
+        others=others,
     )
 
 
@@ -71,20 +72,24 @@ def peer_logins(edge: Edge, directory: str, options: Options, scratch: str) -> t
 def squeue(options: Options) -> Figure:
     """Queries of the queue per minute while many assets wait, counted where the commands are called."""
     edge = Edge()
+    assets, window = (_QUICK_ASSETS, _QUICK_WINDOW) if options.quick else (_ASSETS, _WINDOW)
     with base_dir() as scratch, edge.directory() as directory, edge.key(scratch, "ours", directory) as key:
         ours = Ours(edge, directory, options.partition)
         stop = f"{directory}/stop"
         rates: list[Counter[str]] = []
+        busy: list[float] = []
 
         def body(context: dg.AssetExecutionContext, compute: ComputeResource) -> None:
             def wait(_: int) -> None:
                 compute.run(context=context, payload_path=_WAIT, extra_env={"BENCH_STOP": stop}, uses_pipes=False)
 
-            with ThreadPoolExecutor(_ASSETS) as pool:
-                runs = [pool.submit(wait, number) for number in range(_ASSETS)]
+            with ThreadPoolExecutor(assets) as pool:
+                runs = [pool.submit(wait, number) for number in range(assets)]
                 try:
                     _until_submitted(edge, options.partition, runs)
-                    rates.append(_calls_within(edge, key, _WINDOW))
+                    cpu = time.process_time()
+                    rates.append(_calls_within(edge, key, window))
+                    busy.append(100 * (time.process_time() - cpu) / window)
                 finally:
                     edge.shell(f"touch {stop}")
                 for run in runs:
@@ -93,16 +98,18 @@ def squeue(options: Options) -> Figure:
         with instance() as dagster, quiet():
             in_step(ours.resource(_SMALL, key=key.path, mem="100M", cpus=1), dagster, body)
         in_all = edge.calls(key)
-        also = peer_squeue(edge, directory, options, scratch) if options.peer else ()
-    per_minute = Sample.of(f"{_ASSETS} assets at once", [rates[0]["squeue"] * 60 / _WINDOW], "calls/min")
-    others = ", ".join(f"{command} {count}" for command, count in in_all.items())
+        others = peer_squeue(edge, directory, options, scratch) if options.peer else ()
+    per_minute = Sample.of(f"{assets} assets at once", [rates[0]["squeue"] * 60 / window], "calls/min")
+    cpu = (Sample.of("CPU of the Dagster process meanwhile", busy, "% of a core"),)
+    commands = ", ".join(f"{command} {count}" for command, count in in_all.items())
     return Figure(
         name="slurm.squeue",
         by_hand=Sample.of("one every 30 s", [2], "calls/min"),
         ours=per_minute,
         result=per_minute,
         bar=2,
-        also=(Sample.of(f"from the first submission to the last end: {others}; in all", [in_all.total()], "calls"), *also),
+        also=(Sample.of(f"from the first submission to the last end: {commands}; in all", [in_all.total()], "calls"), *cpu),
+        others=others,
         problem=None if in_all["squeue"] else "no call was counted",
     )
 

@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 
-from .figures import Figure, Options, Sample
-from .steps import alternate
+from ..figures import Figure, Options, Sample
+from ..steps import alternate
 
 _BAR = 0.05
 _PROGRAM = """

@@ -11,12 +11,12 @@ import dagster as dg
 from dagster_rayslurm import ComputeResource
 from stack.settings import ROOT
 
-from .edge import Edge
-from .figures import Figure, Options, Sample
-from .session_runs import DRIVER, HELLO, session
-from .slurm_limit import Limit
-from .slurm_runs import Shape, quiet
-from .steps import base_dir, in_step, instance
+from ..figures import Figure, Options, Sample
+from ..parties.edge import Edge
+from ..parties.runs import Shape, quiet
+from ..parties.scripts import ByScript
+from ..parties.sessions import DRIVER, HELLO, session
+from ..steps import base_dir, in_step, instance
 
 # No annotations from the future here: Dagster wants the type of `context` itself, not its name.
 
@@ -34,7 +34,7 @@ def throughput(options: Options) -> list[Figure]:
     edge = Edge()
     figures = []
     with base_dir() as scratch, edge.directory() as directory, edge.by_hand(scratch) as by_hand:
-        limit = Limit(edge, by_hand, directory, options.partition)
+        limit = ByScript(edge, by_hand, directory, options.partition)
         for shape, payload, count in ((_RAY, DRIVER, _COUNT), (_SMALL, HELLO, _SMALL_COUNT)):
             theirs = [_raw(limit, shape, payload, count) for _ in range(options.repeat(2))]
             rates: list[float] = []
@@ -57,7 +57,7 @@ def throughput(options: Options) -> list[Figure]:
     return figures
 
 
-def _raw(limit: Limit, shape: Shape, payload: Path, count: int) -> float:
+def _raw(limit: ByScript, shape: Shape, payload: Path, count: int) -> float:
     variables = {"BENCH_DRIVER": payload.name, "BENCH_COUNT": str(count), "BENCH_AT_ONCE": str(_AT_ONCE)}
     return count / float(limit.run(shape, BENCH_PAYLOAD="raw_drivers.py", **variables).marks["total"])
 
@@ -90,7 +90,7 @@ def race(options: Options) -> list[Figure]:
 
 def _call(callers: int, site: dict[str, str]) -> Sequence[dict[str, float]]:
     """What processes tell that all begin at the same moment, once each of them stands before its `run()`."""
-    command = [sys.executable, "-m", f"{__package__}.session_race_step", json.dumps(site)]
+    command = [sys.executable, "-m", f"{__package__}.race_step", json.dumps(site)]
     with base_dir() as scratch:
         log = Path(scratch) / "log"
         with log.open("w") as output:

@@ -21,8 +21,8 @@ from dagster_rayslurm.runtime.ray_arguments import start_arguments
 from dagster_rayslurm.runtime.record import JOURNAL, LineReader
 from dagster_rayslurm.runtime.scratch import Scratch
 
-from .figures import Figure, Options, Sample
-from .steps import PAYLOADS, alternate, base_dir, below, in_step, instance, settle
+from ..figures import Figure, Options, Sample
+from ..steps import PAYLOADS, alternate, base_dir, below, in_step, instance, settle
 
 _BAR = 1.15
 _HELLO = PAYLOADS / "hello.py"

@@ -8,23 +8,16 @@ from contextlib import redirect_stderr
 
 import dagster as dg
 
-from dagster_rayslurm import BashLauncher, CompletedRun, ComputeResource, RayLauncher
+from dagster_rayslurm import BashLauncher, ComputeResource, RayLauncher
 
-from .figures import Figure, Options, Sample
-from .steps import PAYLOADS, alternate, base_dir, below, in_step, instance, run_bare, settle, timed
+from ..figures import Figure, Options, Sample
+from ..steps import PAYLOADS, alternate, base_dir, below, in_step, instance, process_seconds, run_bare, settle, timed
 
 _BAR = 0.3
 _HELLO = PAYLOADS / "hello.py"
 _DRIVER = PAYLOADS / "ray_driver.py"
 _ENVIRONMENT = PAYLOADS / "environment.py"
 _STORE_GB = 0.25
-
-
-def process_seconds(run: CompletedRun) -> float:
-    """Seconds that the payload's process took; metadata rounds them to a hundredth."""
-    value = run.metadata["Elapsed (s)"].value
-    assert isinstance(value, float)
-    return value
 
 
 def local_bash(options: Options) -> Figure:

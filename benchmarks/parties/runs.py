@@ -12,8 +12,8 @@ import dagster as dg
 
 from dagster_rayslurm import BashLauncher, ComputeResource, RayLauncher, SlurmQueueConfig, SlurmResource
 
+from ..steps import PAYLOADS
 from .edge import Edge
-from .steps import PAYLOADS
 
 # No annotations from the future here: Dagster wants the type of `context` itself, not its name.
 
@@ -50,12 +50,14 @@ class Run:
         returned: after it.
         marks: what `payloads/marks.py` wrote down.
         gone: when `squeue` did not show the job any more.
+        calls: calls of slurmctld that this user's programs have made meanwhile, on whichever node.
     """
 
     start: float
     returned: float
     marks: dict[str, Any]
     gone: float
+    calls: int = 0
 
     @property
     def to_first_line(self) -> float:
@@ -132,9 +134,11 @@ def measured(edge: Edge, marks: str, call: Callable[[], tuple[float, float]]) ->
         call: makes the run, and returns the times before and after.
     """
     with edge.queue_watch() as watch:
+        before = edge.controller_calls()
         start, returned = call()
         found = edge.read_json(marks)
-        return Run(start, returned, found, watch.gone(str(found["job"])))
+        gone = watch.gone(str(found["job"]))
+        return Run(start, returned, found, gone, max(0, edge.controller_calls() - before))
 
 
 def clocked(call: Callable[[], object]) -> tuple[float, float]:

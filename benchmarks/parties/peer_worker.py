@@ -1,4 +1,4 @@
-"""Runs payloads with dagster-slurm, in the environment that `slurm_peer` makes for it: orders come in, times go out.
+"""Runs payloads with dagster-slurm, in the environment that `peer` makes for it: orders come in, times go out.
 
 The one argument is a JSON object that says how to reach the cluster; each line of the standard input orders a run, and
 each line of the standard output tells of one.
@@ -18,6 +18,7 @@ from dagster_slurm import (  # type: ignore[import-not-found]
     RayLauncher,
     SlurmQueueConfig,
     SlurmResource,
+    SlurmRunAllocationConfig,
     SSHConnectionResource,
 )
 
@@ -52,12 +53,14 @@ def launcher(ray: bool) -> Any:
     return RayLauncher(object_store_memory_gb=1, ray_start_args=["--include-dashboard=false"], redis_password="bench")
 
 
-def run_several(compute: Any, instance: dg.DagsterInstance, order: dict[str, Any]) -> dict[str, Any]:
+def run_several(site: dict[str, Any], instance: dg.DagsterInstance, order: dict[str, Any]) -> dict[str, Any]:
     """Payloads one after the other in one step, on the Ray cluster that their Dagster run has for its own."""
+    allocation = SlurmRunAllocationConfig(num_nodes=order["nodes"], mem=order["mem"])
+    shared = resource(site, allocation_scope="run", run_allocation=allocation)
     times: list[dict[str, float]] = []
 
     @dg.asset
-    def measured(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+    def measured(context: dg.AssetExecutionContext, compute: ComputeResource) -> dg.MaterializeResult:
         for env in order["several"]:
             start = time.time()
             compute.run(context=context, payload_path=order["payload"], launcher=launcher(True), extra_env=env)
@@ -65,7 +68,8 @@ def run_several(compute: Any, instance: dg.DagsterInstance, order: dict[str, Any
         return dg.MaterializeResult()
 
     start = time.time()
-    dg.materialize([measured], instance=instance, run_config=_NO_CONSOLE)
+    # As a resource of the run, so that Dagster has it release its allocation in the end.
+    dg.materialize([measured], resources={"compute": shared}, instance=instance, run_config=_NO_CONSOLE)
     return {"start": start, "returned": time.time(), "times": times}
 
 
@@ -74,7 +78,8 @@ def run(compute: Any, instance: dg.DagsterInstance, order: dict[str, Any]) -> di
     times: dict[str, Any] = {}
 
     @dg.asset
-    def measured(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+    def measured(context: dg.AssetExecutionContext, compute: ComputeResource) -> dg.MaterializeResult:
+        times["run_id"] = context.run.run_id
         times["start"] = time.time()
         compute.run(
             context=context,
@@ -86,7 +91,9 @@ def run(compute: Any, instance: dg.DagsterInstance, order: dict[str, Any]) -> di
         times["returned"] = time.time()
         return dg.MaterializeResult()
 
-    dg.materialize([measured], instance=instance, run_config=_NO_CONSOLE)
+    dg.materialize([measured], resources={"compute": compute}, instance=instance, run_config=_NO_CONSOLE)
+    entries = [entry for entry in instance.all_logs(times.pop("run_id")) if entry.user_message.startswith("paced ")]
+    times["late"] = [entry.timestamp - float(entry.user_message.split()[1]) for entry in entries]
     return times
 
 
@@ -94,13 +101,13 @@ def main() -> None:
     site = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # Payloads' output goes where the errors go.
-    compute, shared = resource(site), resource(site, allocation_scope="run")
+    compute = resource(site)
     with dg.DagsterInstance.local_temp(site["scratch"], overrides={"telemetry": {"enabled": False}}) as instance:
         answers.write(json.dumps({"version": version("dagster-slurm")}) + "\n")
         for line in sys.stdin:
             try:
                 order = json.loads(line)
-                answer = run_several(shared, instance, order) if "several" in order else run(compute, instance, order)
+                answer = run_several(site, instance, order) if "several" in order else run(compute, instance, order)
             except Exception as error:  # noqa: BLE001 - the other side is told.
                 answer = {"error": f"{type(error).__name__}: {error}"}
             answers.write(json.dumps(answer) + "\n")

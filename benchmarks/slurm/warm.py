@@ -7,14 +7,14 @@ import dagster as dg
 
 from dagster_rayslurm import ComputeResource
 
-from .edge import Edge
-from .figures import Figure, Options, Sample
-from .preload import PAUSE
-from .session_runs import HELLO, Session, session
-from .slurm_limit import Limit
-from .slurm_peer import peer
-from .slurm_runs import Run, Shape, quiet
-from .steps import base_dir, in_step, instance, timed
+from ..figures import Figure, Options, Sample
+from ..here.preload import PAUSE
+from ..parties.edge import Edge
+from ..parties.peer import peer
+from ..parties.runs import Run, Shape, quiet
+from ..parties.scripts import ByScript
+from ..parties.sessions import HELLO, Session, session
+from ..steps import base_dir, in_step, instance, timed
 
 # No annotations from the future here: Dagster wants the type of `context` itself, not its name.
 
@@ -52,22 +52,24 @@ def warm(options: Options) -> list[Figure]:
     from_last = Sample.of("run()", [run.from_last_line for run, _ in runs])
     problem = None if len(warm.jobs) == 1 else f"the session had {len(warm.jobs)} jobs"
 
-    def theirs(value: Callable[[Run], float], what: str = "") -> tuple[Sample, ...]:
-        return (Sample.of(f"{label}, allocation_scope='run'{what}", [value(run) for _, run in peers]),) if peers else ()
+    def theirs(value: Callable[[Run], float]) -> tuple[Sample, ...]:
+        return (Sample.of(f'{label}, allocation_scope="run"', [value(run) for _, run in peers]),) if peers else ()
 
-    # The peer's payloads end late, so that their processes are no measure of what it adds; their work is.
-    works = Sample.of("run() - payload's work", [run.added for run, _ in runs]), *theirs(lambda run: run.added, " - work")
+    works = Sample.of("slurm-session", [run.added for run, _ in runs])
     per_step = [(after - before) / steps for before, after in zip(*counts, strict=True)]
     return [
-        Figure("session.warm: median", by_hand, ours, added, _WARM_BAR, problem=problem, also=works),
+        Figure("session.warm: median", by_hand, ours, added, _WARM_BAR, problem=problem),
         Figure("session.warm: p95", by_hand, ours, Sample.of("p95", [added.p95]), _WARM_P95_BAR, problem=problem),
+        # The peer's payloads end late, so that their processes are no measure of what it adds; their work is.
+        Figure("session.warm: total - payload's work", None, works, works, None, others=theirs(lambda run: run.added)),
         Figure(
             "session.warm: payload's last line to the return",
-            by_hand,
+            None,
             from_last,
             from_last,
             _LAST_LINE_BAR,
-            also=(Sample.of("p95", [from_last.p95]), *theirs(lambda run: run.from_last_line)),
+            others=theirs(lambda run: run.from_last_line),
+            also=(Sample.of("p95", [from_last.p95]),),
         ),
         _count("session.warm: commands on the edge", per_step[0], _COMMANDS_BAR, steps),
         _count("session.warm: calls of slurmctld", per_step[1], _CONTROLLER_BAR, steps),
@@ -83,7 +85,7 @@ def _count(name: str, value: float, bar: float, steps: int) -> Figure:
 def _by_hand(edge: Edge, scratch: str, directory: str, options: Options, driver: str, shape: Shape) -> Sample:
     """The same driver, started on the head of such a cluster by a loop of a person's own."""
     with edge.by_hand(scratch) as by_hand:
-        limit = Limit(edge, by_hand, directory, options.partition)
+        limit = ByScript(edge, by_hand, directory, options.partition)
         try:
             found = limit.run(shape, BENCH_PAYLOAD="raw_drivers.py", BENCH_DRIVER=driver, BENCH_COUNT="8", BENCH_AT_ONCE="1")
         finally:

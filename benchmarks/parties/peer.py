@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,18 @@ import click
 from stack.settings import ROOT
 
 from .edge import Edge
-from .slurm_runs import MARKS, Run, Shape, measured
+from .runs import MARKS, Run, Shape, measured
 
 _ENVIRONMENT = ROOT / ".bench" / "peer"
-_REQUIREMENT = "dagster-slurm>=1.22"
-_WORKER = Path(__file__).with_name("slurm_peer_worker.py")
+_PACKAGE = "dagster-slurm"
+_REQUIREMENT = f"{_PACKAGE}>=1.22"
+_WORKER = Path(__file__).with_name("peer_worker.py")
+
+
+def installed_version() -> str:
+    """The version of the package there."""
+    program = f"from importlib.metadata import version; print(version({_PACKAGE!r}))"
+    return subprocess.run([python(), "-c", program], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def python() -> str:
@@ -89,6 +97,11 @@ class Peer:
         edge.shell(f"mkdir -p {directory}/peer-env && cd {directory}/peer-env && ln -s {prefix} env && {activate}")
         self.label = f"dagster-slurm {self._answer()['version']}"
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
     def run(self, shape: Shape) -> Run:
         """One payload with marks; what leaks is ended, so that the next run is as good as the first."""
         try:
@@ -102,10 +115,22 @@ class Peer:
         self._runs.append(measured(self._edge, marks, lambda: self._order(shape, MARKS, shape.environment(marks))))
         return self._runs[-1]
 
+    def run_shared(self, shape: Shape) -> Run:
+        """One payload with marks, on a Ray cluster that its Dagster run has for its own."""
+        before = self._edge.controller_calls()
+        (run,) = self.run_several(shape, 1)
+        self._edge.wait_until_idle()
+        return replace(run, calls=max(0, self._edge.controller_calls() - before))
+
     def run_several(self, shape: Shape, count: int) -> list[Run]:
         """Payloads with marks, one after the other on one Ray cluster; when its nodes are free again is not looked at."""
         paths = [f"{self._directory}/peer-shared-{number}.json" for number in range(count)]
-        order = {"payload": str(MARKS), "several": [shape.environment(path) for path in paths]}
+        order = {
+            "payload": str(MARKS),
+            "several": [shape.environment(path) for path in paths],
+            "nodes": shape.nodes,
+            "mem": shape.memory,
+        }
         try:
             times = self._ask(order)["times"]
         finally:
@@ -116,9 +141,10 @@ class Peer:
         self._runs += runs
         return runs
 
-    def run_unmarked(self, shape: Shape, payload: Path, **env: str) -> None:
-        """Another payload."""
-        self._order(shape, payload, env)
+    def run_unmarked(self, shape: Shape, payload: Path, **env: str) -> tuple[float, list[float]]:
+        """Another payload: seconds that its `run()` took, and how late the messages were that have a time in them."""
+        answer = self._ask({"payload": str(payload), "nodes": shape.nodes, "ray": shape.ray, "mem": shape.memory, "env": env})
+        return answer["returned"] - answer["start"], answer["late"]
 
     def end_leaked(self) -> None:
         """End what has been left running on the edge."""

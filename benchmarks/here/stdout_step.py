@@ -1,6 +1,6 @@
-"""One step whose payload prints, a process of its own: `python -m benchmarks.stdout_step LINES BASE_DIR REPORT [SITE]`.
+"""One step whose payload prints, a process of its own: `python -m benchmarks.here.stdout_step LINES BASE_DIR REPORT [SITE]`.
 
-SITE is a JSON object: the payload then runs on the Slurm stack.
+SITE is a JSON object: the payload, which may be another one, then runs on the Slurm stack.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import dagster as dg
 
 from dagster_rayslurm import BashLauncher, ComputeResource
 
+from ..steps import in_step, timed
 from .stdout import LINES
-from .steps import in_step, timed
 
 
 def reset_peak() -> None:
@@ -37,21 +37,23 @@ def peak_memory() -> int:
 
 def on_slurm(base: str, directory: str, partition: str, port: int | None) -> ComputeResource:
     """The stack, straight or over a link."""
-    from .edge import Edge
-    from .slurm_runs import Ours, Shape
+    from ..parties.edge import Edge
+    from ..parties.runs import Ours, Shape
 
     return Ours(Edge(), directory, partition).resource(Shape(ray=False), port, local_base=base)
 
 
 def main() -> None:
     lines, base, report, *site = sys.argv[1:]
-    compute = on_slurm(base, **json.loads(site[0])) if site else ComputeResource(local_base=base, default_launcher=BashLauncher())
+    where = json.loads(site[0]) if site else {}
+    script = Path(where.pop("payload", LINES))
+    compute = on_slurm(base, **where) if where else ComputeResource(local_base=base, default_launcher=BashLauncher())
 
     def body(context: dg.AssetExecutionContext, compute: ComputeResource) -> dict[str, float]:
         reset_peak()
         before = peak_memory()
-        payload = ["python", LINES.name, lines]
-        seconds, _ = timed(lambda: compute.run(context=context, payload_path=payload, extra_files=[LINES], uses_pipes=False))
+        payload = ["python", script.name, lines]
+        seconds, _ = timed(lambda: compute.run(context=context, payload_path=payload, extra_files=[script], uses_pipes=False))
         return {"seconds": seconds, "growth": peak_memory() - before}
 
     # An ephemeral instance keeps no compute logs, so what the step writes goes to this process's own output.

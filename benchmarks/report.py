@@ -1,0 +1,211 @@
+"""`docs/benchmarks.md` and its charts, rendered from a file of results and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .catalogue import BENCHMARKS, SECTIONS
+from .charts import Group, bars
+from .figures import Figure, Sample, number
+from .results import Measured, Results
+from .words import PARTIES, REASONS
+
+CHARTS = "charts"
+_FACTS = {
+    "processor": "processor",
+    "cpus": "CPUs that may be used",
+    "memory_gib": "memory (GiB)",
+    "load": "load average when it began",
+    "system": "system",
+    "slurm": "Slurm",
+    "ray": "Ray",
+    "dagster": "Dagster",
+    "dagster-slurm": "dagster-slurm",
+    "dagster-rayslurm": "dagster-rayslurm",
+    "python": "Python",
+    "revision": "revision",
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of some figures.
+
+    Attributes:
+        file: its name.
+        title: above it.
+        figures: names of the figures, each of which is a group.
+        notes: whether a figure's notes are the bars, instead of the parties.
+    """
+
+    file: str
+    title: str
+    figures: tuple[str, ...]
+    notes: bool = False
+
+
+def _each(name: str, variants: Sequence[str]) -> tuple[str, ...]:
+    return tuple(map(name.format, variants))
+
+
+_NODES, _STEPS = ("1 node", "2 nodes", "4 nodes"), ("1 step", "10 steps", "50 steps")
+DRAWN = {
+    "cold": (
+        Chart("cold.svg", "Ray from nothing: run() to the payload's first line", _each("cold, {}: to the first line", _NODES)),
+        Chart("end.svg", "The payload's exit to the return of run()", _each("cold, {}: payload's exit to the return", _NODES)),
+        Chart("calls.svg", "Calls of slurmctld for one run", _each("cold, {}: calls of slurmctld", _NODES)),
+    ),
+    "phases": (Chart("phases.svg", "A cold run on two nodes, phase by phase", ("phases: run() to the first line",), notes=True),),
+    "session.warm": (Chart("warm.svg", "A warm Ray step: all but its work", ("session.warm: total - payload's work",)),),
+    "slurm.bash": (Chart("bash.svg", "A job without Ray: all but its work", ("slurm.bash: total - payload's work",)),),
+    "slurm.stdout": (Chart("stdout.svg", "Lines from a compute node into the step's output", ("slurm.stdout",)),),
+    "slurm.messages": (
+        Chart("messages.svg", "Pipes messages into the event log", ("slurm.messages",)),
+        Chart("latency.svg", "A message to the event log, at 40/s", ("slurm.messages: to the event log, at 40/s",)),
+    ),
+    "load": (
+        Chart("cpu.svg", "CPU time of the Dagster process", _each("load, {}: CPU", _STEPS)),
+        Chart("memory.svg", "Memory of the Dagster process", _each("load, {}: memory", _STEPS)),
+    ),
+}
+"""Charts by benchmark."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A page, and its charts by file name."""
+
+    page: str
+    charts: dict[str, str]
+
+    def write(self, directory: Path) -> None:
+        """Put it into a directory; charts of an older report that this one lacks are removed."""
+        charts = directory / CHARTS
+        charts.mkdir(parents=True, exist_ok=True)
+        for old in charts.glob("*.svg"):
+            old.unlink()
+        for name, chart in self.charts.items():
+            (charts / name).write_text(chart, encoding="utf-8")
+        (directory / "benchmarks.md").write_text(self.page, encoding="utf-8")
+
+
+def render(results: Results, source: str) -> Report:
+    """The report of some results.
+
+    Args:
+        results: what was measured.
+        source: the file that holds them, as the page names it.
+    """
+    by_name = {each.benchmark: each for each in results.measured}
+    charts: dict[str, str] = {}
+    page = [_opening(results, source), _missed(results)]
+    for section in SECTIONS:
+        here = [by_name[name] for name, benchmark in BENCHMARKS.items() if benchmark.section == section and name in by_name]
+        if here:
+            page.append(f"## {section}\n")
+        for measured in here:
+            drawn = _drawn(measured)
+            charts.update({chart.file: picture for chart, picture in drawn})
+            page.append(f"**`{measured.benchmark}`**: {BENCHMARKS[measured.benchmark].about}\n")
+            page += [f"![{chart.title}]({CHARTS}/{chart.file})\n" for chart, _ in drawn]
+            page.append(_table(measured.figures))
+    page.append(_machine(results))
+    return Report("\n".join(page), charts)
+
+
+def _opening(results: Results, source: str) -> str:
+    figures = results.figures
+    promised = [figure for figure in figures if figure.bar is not None]
+    met = sum(figure.met for figure in promised)
+    took = sum(each.seconds for each in results.measured) / 60
+    parties = "\n".join(f"- **{name}**: {what}" for name, what in PARTIES.items())
+    return f"""# Benchmarks
+
+Rendered by `python -m benchmarks report {source}` from that file, which holds every sample. `make bench` measures and renders
+anew; `python -m benchmarks check OLD NEW` tells whether ratios got worse.
+
+All parties run by turns on one machine: a Slurm cluster of four nodes in containers that share its CPUs, so that seconds are
+those of a small machine under load and the **ratios** are what holds elsewhere. Each cell is a median, with the smallest and the
+largest value in parentheses. {met} of {len(promised)} promises were met in this run of {took:.0f} minutes.
+
+Who takes part:
+
+{parties}
+"""
+
+
+def _missed(results: Results) -> str:
+    missed = [figure for figure in results.figures if not figure.met]
+    if not missed:
+        return ""
+    return "## What was not met\n\n" + "\n".join(f"- {_why(figure)}" for figure in missed) + "\n"
+
+
+def _why(figure: Figure) -> str:
+    found = f"**{figure.name}**: {figure.problem or f'{figure.result}, promised {_bar(figure)}'}"
+    reason = next((why for name, why in REASONS.items() if figure.name.startswith(name)), "")
+    return f"{found}. {reason or 'The reason is not known yet.'}"
+
+
+def _bar(figure: Figure) -> str:
+    if figure.bar is None:
+        return ""
+    return f"{'≥' if figure.at_least else '≤'} {number(figure.bar)} {figure.result.unit}".rstrip()
+
+
+def _table(figures: Sequence[Figure]) -> str:
+    lines = [
+        "| Figure | This project | By hand | Others | Ratio | Promised | Met |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for figure in figures:
+        ours = _cell(figure.ours)
+        if figure.result != figure.ours and figure.result.unit != "x":
+            ours += f"<br>**{figure.result}** {figure.result.label}"
+        met = "" if figure.bar is None and figure.met else "yes" if figure.met else "**no**"
+        cells = [
+            figure.name,
+            "<br>".join([ours, *map(_cell, figure.also)]),
+            _cell(figure.by_hand) if figure.by_hand else "",
+            "<br>".join(map(_cell, figure.others)),
+            number(figure.ratio) if figure.ratio is not None else "",
+            _bar(figure),
+            met,
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(sample: Sample) -> str:
+    return f"{sample} {sample.label}"
+
+
+def _drawn(measured: Measured) -> list[tuple[Chart, str]]:
+    by_name = {figure.name: figure for figure in measured.figures}
+    drawn = []
+    for chart in DRAWN.get(measured.benchmark, ()):
+        figures = [by_name[name] for name in chart.figures if name in by_name]
+        groups = [_group(figure, chart, len(figures) > 1) for figure in figures]
+        if groups:
+            drawn.append((chart, bars(chart.title, groups)))
+    return drawn
+
+
+def _group(figure: Figure, chart: Chart, named: bool) -> Group:
+    samples = figure.also if chart.notes else (figure.ours, *((figure.by_hand,) if figure.by_hand else ()), *figure.others)
+    heading = figure.name.partition(":")[0].rpartition(", ")[2] if named else ""
+    return Group(heading, samples)
+
+
+def _machine(results: Results) -> str:
+    lines = ["## The machine and the versions\n", "| | " + " | ".join(part.begun for part in results.parts) + " |"]
+    lines.append("| --- |" + " --- |" * len(results.parts))
+    for fact, name in _FACTS.items():
+        told = [str(part.machine.get(fact) or "") for part in results.parts]
+        if any(told):
+            lines.append(f"| {name} | " + " | ".join(told) + " |")
+    measured = [", ".join(f"{each.benchmark} ({each.seconds:.0f} s)" for each in part.measured) for part in results.parts]
+    lines.append("| measured | " + " | ".join(measured) + " |")
+    return "\n".join(lines) + "\n"
