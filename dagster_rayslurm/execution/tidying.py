@@ -11,6 +11,7 @@ from ..backends.base import Place
 from ..backends.rundir import sweep_old
 from ..connections.base import Connection, ConnectionFailed
 from ..follow import Evidence
+from ..runtime.spec import is_passable
 from .policy import Policy
 
 _RETRY = 5.0
@@ -32,7 +33,7 @@ def fetch_outputs(evidence: Evidence, connection: Connection, run_dir: str, outp
     try:
         for entry in evidence.end["outputs"] if evidence.end is not None else ():
             name = entry["name"]
-            if os.path.isabs(name) or ".." in name.split("/"):
+            if os.path.isabs(name) or ".." in name.split("/") or not is_passable(name):
                 # The record is as good as the account over there; this machine is not that account's to write to.
                 raise OSError(f"the record names {name!r}, which leaves the directory of outputs")
             _bring_back(connection, os.path.join(run_dir, "outputs", name), str(outputs / name), patience)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Optional
 
 from pydantic import Field
 
-from ..config import at_least, check_text, checked, choice, identifier, plain_text
+from ..config import at_least, check_text, checked, choice, identifier, is_env_var, plain_text
 from ..runtime.footprint import Footprint, ray_footprint
 from ..runtime.ports import parse_range
 from ..runtime.spec import RaySpec
@@ -27,6 +27,14 @@ def _check_ray_args(value: object) -> list[str]:
         if name in _OWN_OPTIONS:
             raise ValueError(f"{name} is set by the launcher itself; {_OWN_OPTIONS[name]}")
     return list(value)
+
+
+def _check_labels(value: object) -> object:
+    """Names and values that stay what they are in Ray's "NAME=VALUE,NAME=VALUE"; what they may be beyond that is Ray's to say."""
+    for part in (part for item in value.items() for part in item) if isinstance(value, dict) else ():
+        if not is_env_var(part) and set(check_text(part)) & set(",="):
+            raise ValueError(f"{part!r} contains a comma or an equals sign, which a label of Ray cannot have")
+    return value
 
 
 def _check_modules(value: object) -> list[str]:
@@ -95,7 +103,9 @@ class RayLauncher(Launcher):
         default=None, description="Object store of each node in GiB; None for Ray's choice (30 % of the memory)."
     )
     resources: dict[str, float] = Field(default={}, description="Custom resources of each node.")
-    labels: dict[str, str] = Field(default={}, description="Labels of each node, for label selectors.")
+    labels: Annotated[dict[str, str], checked(_check_labels)] = Field(
+        default={}, description="Labels of each node, for label selectors."
+    )
     dashboard: bool = Field(default=True, description="Start the dashboard; without it the cluster is up about a second sooner.")
     auth: Annotated[str, choice("token", "disabled")] = Field(
         default="token",

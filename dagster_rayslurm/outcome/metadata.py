@@ -47,7 +47,7 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
     if end.get("stdio_dropped"):
         metadata["Output not recorded (characters)"] = end["stdio_dropped"]
     if end.get("outputs_left_out"):
-        metadata["Outputs left out"] = dg.MetadataValue.md("\n".join(f"- {line}" for line in end["outputs_left_out"]))
+        metadata["Outputs left out"] = _code("\n".join(end["outputs_left_out"]))
     return metadata
 
 

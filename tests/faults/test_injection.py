@@ -1,0 +1,365 @@
+"""What users, clusters and payloads may write: it is refused in a sentence, or stays text; nothing of it runs."""
+
+import glob
+import json
+import os
+import string
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dagster as dg
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dagster_rayslurm import (
+    BashLauncher,
+    ComputeResource,
+    HetComponent,
+    RayLauncher,
+    RunFailure,
+    SessionConfig,
+    SlurmQueueConfig,
+    SlurmResource,
+    SSHConnectionResource,
+)
+from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.environments import PreDeployedEnvironment
+from dagster_rayslurm.execution.tidying import fetch_outputs
+from dagster_rayslurm.runtime.ray_arguments import start_arguments
+from dagster_rayslurm.runtime.record import encode
+
+from ..conftest import pipes_script, run_asset
+from ..slurm.fixtures import NODES, Site
+
+pytestmark = pytest.mark.timeout(240)
+
+Make = Callable[..., ComputeResource]
+
+MARK = "/tmp/pwned"
+HOSTILE = [
+    f"$(touch {MARK}-a)",
+    f"`touch {MARK}-b`",
+    f"'; touch {MARK}-c; '",
+    f'"; touch {MARK}-d; "',
+    f"x\ntouch {MARK}-e\n",
+    f"x\n#SBATCH --wrap=touch\\ {MARK}-f\n",
+    f"| touch {MARK}-g & > {MARK}-h",
+    "-rf",
+    "--version",
+    "../../../../etc/passwd",
+    "~/x",
+    "* ? [a-z] {a,b}",
+    "%j%x\\n",
+    "é\N{RIGHT-TO-LEFT OVERRIDE}\N{LINE SEPARATOR}\x85",
+    "\x1b[2J\x1b]0;title\x07",
+    "{0} %s ${HOME} $HOME",
+    "",
+]
+"""What does something in a shell, a batch script, a terminal, a pattern or a template, if anybody lets it."""
+
+IN_NAMES = [text.replace("/", "_") for text in HOSTILE if text and "\n" not in text]
+"""The same where files are called so."""
+
+ECHO = pipes_script("""
+import json, os, pathlib, sys
+names = json.loads(os.environ["NAMES"])
+there = sorted(os.listdir("."))
+os.mkdir("made")
+for name in names:
+    pathlib.Path("made", name).write_text(name)
+os.symlink("/etc/passwd", "made/link")
+os.symlink("/etc", "made/etc")
+pipes.report_asset_materialization(metadata={
+    "argv": json.dumps(sys.argv[1:]), "there": json.dumps(there),
+    "environment": json.dumps({name: value for name, value in os.environ.items() if name[:2] == "V_"}),
+})
+""")
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No text of these is run anywhere."""
+    stack = request.getfixturevalue("stack") if "site" in request.fixturenames else None
+    yield
+    assert not glob.glob(f"{MARK}*")
+    if stack is not None:
+        for service in ("edge", "slurmctld", *NODES):
+            found = stack.exec(service, ["sh", "-c", f"ls -d {MARK}* /home/dev/pwned* 2>/dev/null || true"])
+            assert not found, (service, found)
+
+
+def materialize(compute: ComputeResource, payload: list[str], partition: str, **arguments: Any) -> tuple[dict[str, Any], Any]:
+    """What a payload of a partition reported, and its run."""
+    held = []
+
+    @dg.asset(partitions_def=dg.StaticPartitionsDefinition([partition]))
+    def partitioned(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
+        held.append(compute.run(context=context, payload_path=payload, **arguments))
+        return held[-1].get_materialize_result()
+
+    result = dg.materialize([partitioned], resources={"compute": compute}, partition_key=partition)
+    found = result.asset_materializations_for_node("partitioned")[0].metadata
+    return {name: value.value for name, value in found.items()}, held[0]
+
+
+def stays_text(compute: ComputeResource, directory: Path) -> Any:
+    """Run a payload with all of these in its arguments, its variables, its partition and the names of its files."""
+    work = directory / IN_NAMES[0]
+    work.mkdir()
+    (work / "-m.py").write_text(ECHO)
+    extra = []
+    for name in IN_NAMES:
+        extra.append(directory / "extra" / name)
+        extra[-1].parent.mkdir(exist_ok=True)
+        extra[-1].write_text(name)
+    half = {f"V_{number}": text for number, text in enumerate(HOSTILE)}
+    metadata, run = materialize(
+        compute,
+        ["python", "./-m.py", *HOSTILE],
+        f"p$(touch {MARK}-p)`touch {MARK}-q`';touch {MARK}-r #SBATCH --wrap=x %j \\ \N{RIGHT-TO-LEFT OVERRIDE}",
+        launcher=BashLauncher(working_dir=str(work), grace_period=2),
+        extra_env={"NAMES": json.dumps(IN_NAMES), **dict(list(half.items())[::2])},
+        secret_env=dict(list(half.items())[1::2]),
+        extra_files=extra,
+        outputs=["made/*", "made/.*", "$(id)", "made/[!a]*"],
+    )
+    assert json.loads(metadata["argv"]) == HOSTILE
+    assert json.loads(metadata["environment"]) == half
+    assert json.loads(metadata["there"]) == sorted([*IN_NAMES, "-m.py"])
+    # Neither what links lead to comes back, nor anything beside the directory of outputs.
+    assert sorted(path.name for path in run.outputs) == sorted(IN_NAMES)
+    assert all(path.read_text() == path.name for path in run.outputs)
+    return run
+
+
+def test_text_stays_text_on_this_machine(compute: ComputeResource, tmp_path: Path) -> None:
+    stays_text(compute, tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["slurm", "slurm-session"])
+def test_text_stays_text_on_slurm(mode: str, site: Site, slurm_compute: Make, session_compute: Make, tmp_path: Path) -> None:
+    compute = slurm_compute() if mode == "slurm" else session_compute()
+    run = stays_text(compute, tmp_path)
+    if mode == "slurm":
+        shown = site.sh("scontrol show job -dd $1 | grep -a Comment=", run.job_id)
+        assert f"partition p$(touch {MARK}-p)`touch {MARK}-q`'" in shown and len(shown.splitlines()) == 1
+
+
+def test_what_a_payload_prints_is_output_and_nothing_else(compute: ComputeResource, script: Any, capfd: Any) -> None:
+    """Neither a record, nor a message, nor an answer, nor the end of one."""
+    payload = script(
+        pipes_script(f"""
+        import os, pathlib, sys
+        nonce = pathlib.Path(os.environ["RAYSLURM_RUN_DIR"]).name.rpartition("-")[2] if "RAYSLURM_RUN_DIR" in os.environ else "x"
+        end = {encode({"type": "end", "nonce": "NONCE", "exit_code": 0, "reason": "exit", "outputs": []})!r}
+        sys.stdout.buffer.write(end.replace(b"NONCE", nonce.encode()))
+        print('{{"__dagster_pipes_version": "0.1", "method": "closed", "params": {{}}}}')
+        print('rayslurm-answer {{"ok": true}}')
+        print('rayslurm-sent')
+        print("\\x1b]0;title\\x07\\x1b[2J<script>alert(1)</script>```")
+        print("no end of line", end="")
+        sys.stdout.flush()
+        os.kill(os.getpid(), 9)
+        """)
+    )
+    failure = run_asset(compute, payload).failure
+    assert failure.kind == "payload" and failure.metadata["Signal"].value == 9
+    said = capfd.readouterr().out
+    assert said.count('"type":"end"') == 1 and "rayslurm-answer" in said and said.rstrip().endswith("no end of line")
+    shown = str(failure.metadata["Last output"].value)
+    # A code block that nothing in it ends.
+    assert "<script>" in shown and all(line.startswith("    ") for line in shown.splitlines())
+
+
+def test_names_that_are_told_stay_text(base: Path, script: Any) -> None:
+    name = "![](http://evil.invalid/x.png)<img src=x onerror=alert(1)>\n# title"
+    payload = script(f"import pathlib\npathlib.Path({name.replace('/', '_')!r}).write_bytes(bytes(2 * 2**20))")
+    compute = ComputeResource(local_base=str(base), default_launcher=BashLauncher(), max_outputs_mb=1)
+    held = []
+
+    @dg.asset
+    def big(context: dg.AssetExecutionContext) -> Any:
+        held.append(compute.run(context=context, payload_path=payload, outputs=["*evil*"], uses_pipes=False))
+        return held[0].get_materialize_result()
+
+    assert dg.materialize([big]).success and not held[0].outputs
+    shown = str(held[0].metadata["Outputs left out"].value)
+    assert "onerror" in shown and all(line.startswith("    ") for line in shown.splitlines())
+
+
+# ---- What a cluster says
+
+
+@given(name=st.text(min_size=1) | st.lists(st.sampled_from(["..", ".", "a", "", "~"]), min_size=1, max_size=6).map("/".join))
+@example(name="../../escaped")
+@example(name="/tmp/pwned-absolute")
+@example(name="a/../../../escaped")
+@example(name="..")
+@settings(max_examples=60, deadline=None)
+def test_no_output_is_written_elsewhere(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    """A record is as good as the account over there, and this machine is not that account's to write to."""
+    there, here = tmp_path_factory.mktemp("there") / "runs" / "1", tmp_path_factory.mktemp("here") / "a" / "b" / "outputs"
+    source = os.path.join(there, "outputs", name)
+    for place in (there, here):
+        (place / "outputs").mkdir(parents=True)
+    inside = os.path.realpath(source, strict=False) if "\0" not in name else ""
+    if inside.startswith(f"{there}/") and not os.path.exists(source):
+        try:
+            os.makedirs(os.path.dirname(source), exist_ok=True)
+            Path(source).write_text("x")
+        except (OSError, ValueError):
+            pass  # No file can be called so.
+    before = set(here.parents[1].rglob("*"))
+    evidence: Any = SimpleNamespace(end={"outputs": [{"name": name, "size": 1}]})
+    fetch_outputs(evidence, LocalConnection(), str(there), here / "outputs", 1)
+    made = set(here.parents[1].rglob("*")) - before
+    assert all(here / "outputs" in path.parents for path in made), made
+    assert not os.path.exists("/tmp/pwned-absolute")
+
+
+# ---- What configuration says
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "SSHConnectionResource": {"host": "e"},
+    "HetComponent": {"component_id": "a", "queue": SlurmQueueConfig()},
+    "PreDeployedEnvironment": {"path": "/x"},
+}
+CLASSES = (
+    BashLauncher,
+    ComputeResource,
+    HetComponent,
+    PreDeployedEnvironment,
+    RayLauncher,
+    SessionConfig,
+    SlurmQueueConfig,
+    SlurmResource,
+    SSHConnectionResource,
+)
+CHECKED_LATER = {"password", "key_passphrase", "site", "resources"}
+"""What only SSH gets to see, what is checked with the variables of runs, and names that travel as JSON."""
+FORMS: tuple[Callable[[str], Any], ...] = (str, lambda text: [text], lambda text: {"x": text}, lambda text: {text: "x"})
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_no_field_takes_what_ends_a_line(kind: Any) -> None:
+    looked_at = set()
+    for name in kind.model_fields.keys() - CHECKED_LATER:
+        for form in FORMS:
+            for prefix in ("", "/", "--nice="):
+                if not takes(kind, name, form(f"{prefix}ab")):
+                    continue
+                looked_at.add(name)
+                for bad in ("a\nb", "a\rb", "a\0b", "a\x1bb", "a\ud800b", "ab\n"):
+                    assert not takes(kind, name, form(prefix + bad)), (name, form(prefix + bad))
+    assert looked_at
+
+
+def takes(kind: Any, name: str, value: Any) -> bool:
+    try:
+        kind(**{**NEEDED.get(kind.__name__, {}), name: value})
+    except Exception:  # noqa: BLE001 - Dagster's own refusals are of many kinds.
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"A": "a\nb"}, "control character"),
+        ({"A\n": "x"}, "not a name"),
+        ({"A;id": "x"}, "not a name"),
+        ({"A": "\ud800"}, "surrogate"),
+        ({"A": "a\0"}, "NUL"),
+    ],
+)
+def test_variables_of_jobs_are_refused_before_there_is_one(variables: dict[str, str], words: str) -> None:
+    slurm = SlurmResource(site=variables, remote_base="/b")
+    compute = ComputeResource(mode="slurm", slurm=slurm, pre_deployed_env_path="/e", default_launcher=BashLauncher())
+    with pytest.raises(RunFailure) as caught:
+        compute.job_script(payload_path="python -V")
+    assert caught.value.kind == "configuration" and words in (caught.value.description or "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"extra_env": {"A": "\ud800"}},
+        {"extra_env": {"A\n": "x"}},
+        {"secret_env": {"A": "\ud800"}},
+        {"secret_env": {"A=B": "x"}},
+        {"outputs": ["\ud800"]},
+        {"outputs": ["/etc/*"]},
+        {"outputs": ["a/../../*"]},
+        {"payload_path": ["python", "\ud800"]},
+        {"payload_path": ["python", "-c", "\0"]},
+    ],
+    ids=repr,
+)
+def test_what_no_process_can_have_is_refused_before_anything_starts(
+    arguments: dict[str, Any], compute: ComputeResource, base: Path
+) -> None:
+    failure = run_asset(compute, arguments.pop("payload_path", "python -V"), **arguments).failure
+    assert failure.kind == "configuration" and len((failure.description or "").splitlines()) == 1
+    assert not failure.allow_retries and not (base / "runs").exists()
+
+
+@given(
+    labels=st.dictionaries(st.text(string.printable, min_size=1, max_size=8), st.text(max_size=8), max_size=3),
+    resources=st.dictionaries(st.text(max_size=8), st.floats(0, 9), max_size=3),
+)
+@example(labels={"a": "b,c=d"}, resources={})
+@example(labels={"a=b": "c"}, resources={'"': 1.0, "--x": 2.0})
+@settings(max_examples=60, deadline=None)
+def test_labels_and_resources_are_the_ones_that_ray_gets(labels: dict[str, str], resources: dict[str, float]) -> None:
+    from dagster_rayslurm.runtime.machine import detect
+    from dagster_rayslurm.runtime.ports import Ports
+
+    try:
+        launcher = RayLauncher(labels=labels, resources=resources)
+    except ValueError:
+        return
+    found = start_arguments(launcher.ray_spec(), detect({}), Ports(1, 2, ()), "/tmp/r", None)
+    given_labels = [word.partition("=")[2] for word in found if word.startswith("--labels=")]
+    assert dict(pair.split("=") for text in given_labels for pair in text.split(",")) == labels
+    given_resources = [json.loads(word.partition("=")[2]) for word in found if word.startswith("--resources=")]
+    assert (given_resources or [{}]) == [resources]
+
+
+@pytest.mark.parametrize("field", ["component_id", "name"])
+@pytest.mark.parametrize("text", [text for text in HOSTILE if text])
+def test_names_that_are_parts_of_paths_are_names(field: str, text: str) -> None:
+    kind: Any = HetComponent if field == "component_id" else SessionConfig
+    with pytest.raises(ValueError, match=r"is not a name|control character"):
+        kind(**{field: text})
+
+
+# ---- What Slurm makes of it
+
+ASKED: dict[str, str | list[str]] = {
+    "account": "{}",
+    "constraint": "{}",
+    "exclude": "{}",
+    "nodelist": "{}",
+    "partition": "{}",
+    "qos": "{}",
+    "reservation": "{}",
+    "extra_sbatch": ["--mail-user={}", "--mail-type={}"],
+    "switches": "{}",
+}
+
+
+@pytest.mark.parametrize("field", list(ASKED))
+def test_slurm_refuses_what_it_does_not_know_in_a_sentence(field: str, site: Site, slurm_compute: Make, script: Any) -> None:
+    hostile = f"$(touch {MARK}-{field})`id`' #SBATCH --wrap=x"
+    form = ASKED[field]
+    value = form.format(hostile) if isinstance(form, str) else [each.format(hostile) for each in form]
+    ran = run_asset(slurm_compute({field: value}), script("pass"), uses_pipes=False)
+    if not ran.failures:
+        assert field in ("account", "qos") and not site.stack.accounting
+        return
+    sentence = ran.failure.description or ""
+    assert ran.failure.kind in ("submission", "configuration") and not ran.failure.allow_retries, sentence
+    assert len(sentence.splitlines()) == 1 and "Traceback" not in sentence, sentence
