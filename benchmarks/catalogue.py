@@ -89,6 +89,7 @@ BENCHMARKS = {
             "slurm.warm:preload",
             WARM,
             "The same with Ray imported beforehand.",
+            usual=False,
         ),
         Benchmark(
             "session.bash",

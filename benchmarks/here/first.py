@@ -51,7 +51,7 @@ def local_first(options: Options, dashboard: bool) -> Figure:
             bring_up.append(ray_seconds)
             settle(around)
 
-        alternate(options.repeat(9) + 1, start_by_hand, start_ours)
+        alternate(options.repeat(5) + 1, start_by_hand, start_ours)
 
     with base_dir() as base, instance() as dagster:
         in_step(ComputeResource(local_base=base, default_launcher=launcher, keep_run_dirs="all"), dagster, body)

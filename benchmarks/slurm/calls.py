@@ -18,13 +18,13 @@ from ..steps import PAYLOADS, base_dir, in_step, instance
 # No annotations from the future here: Dagster wants the type of `context` itself, not its name.
 
 _ONE_AFTER_THE_OTHER, _AT_ONCE = 4, 4
-_PEER_ASSETS = 6
+_PEER_ASSETS = 4
 _SMALL = Shape(ray=False)
 
 _ASSETS = 100
 _WAIT = PAYLOADS / "wait.py"
 _QUICK_ASSETS, _QUICK_WINDOW = 5, 30.0
-_WINDOW = 120.0
+_WINDOW = 60.0
 """Seconds to count in: some whole multiple of `poll_interval`, 30 s."""
 _PEER_WINDOW = 30.0
 _PATIENCE = 300.0

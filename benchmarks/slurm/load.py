@@ -24,7 +24,7 @@ from ..steps import base_dir
 from .load_step import WAIT
 
 _STEPS, _QUICK_STEPS = (1, 10, 50), (1, 3)
-_ROUNDS = 2
+_ROUNDS = 1
 _SETTLE, _WINDOW, _QUICK_WINDOW = 3.0, 20.0, 3.0
 _PATIENCE = 300.0
 _MIB = 2**20

@@ -61,7 +61,7 @@ def stdout(options: Options) -> list[Figure]:
             problems.extend(line_differences(output, lines))
             return lines / float(json.loads(report.read_text())["seconds"])
 
-        alternate(options.repeat(3), run_by_hand, lambda: ours.append(run_ours()))
+        alternate(options.repeat(2), run_by_hand, lambda: ours.append(run_ours()))
         problem = next(iter(problems), None)
         problems.clear()
         with edge.link() as link, _Cutting(link, output, lines):
@@ -180,7 +180,7 @@ def messages(options: Options) -> list[Figure]:
 
             return once
 
-        alternate(options.repeat(2), many("client", by_hand), many("compute", ours))
+        alternate(options.repeat(1), many("client", by_hand), many("compute", ours))
         count = options.repeat(_PACED_SECONDS) * _PACED_RATE
         for run, lateness in (("client", late_by_hand), ("compute", late)):
             run_id, _ = step(_PACED, [str(count), str(_PACED_RATE)], run)

@@ -19,6 +19,7 @@ from benchmarks.check import compare
 from benchmarks.figures import Figure, Options, Sample
 from benchmarks.report import DRAWN, render
 from benchmarks.results import Measured, Part, Results, ResultsError, from_json
+from benchmarks.slurm.phases import PHASES, figures, from_journal, from_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -197,3 +198,33 @@ def test_bars_are_drawn_to_one_scale_and_text_is_no_markup() -> None:
     texts = [text.text for text in root.iter(f"{spaces}text")]
     assert {"A & B", "1 node", "<them> & co", "2 s", "8 s"} <= set(texts)
     assert len(list(root.iter(f"{spaces}path"))) == 1  # A whisker where values differ.
+
+
+def test_phases_are_the_differences_of_stamps_and_those_of_the_second_node_are_since_the_call() -> None:
+    names = [name for name, _ in PHASES]
+    stamps = {name: float(at) for at, name in enumerate(names, start=1)}
+    stamps.update({"submitted": 2.5, "worker's task": 4.5, "worker's ray": 7.5, "worker's raylet": 9.5, "job": 2.4})
+    # A job may start before `sbatch` has ended: nothing lasts less than no time.
+    first, second = figures([stamps, {**stamps, "first": 20.0}])
+    assert [sample.values[0] for sample in first.also] == [1.0, 1.0, 0.5, 0.0, 2.6, *[1.0] * 8]
+    assert first.also[-1].values == (1.0, 8.0)
+    assert first.ours.values == (13.0, 20.0)
+    assert [sample.values[0] for sample in second.also] == [4.5, 7.5, 9.5, stamps["joined"]]
+
+
+def test_stamps_come_from_the_record_and_from_the_processes_of_both_nodes() -> None:
+    def phase(name: str, message: str, at: float) -> dict[str, Any]:
+        return {"type": "phase", "phase": name, "message": message, "at": at}
+
+    journal = [
+        {"type": "start", "at": 1.0},
+        phase("cluster-start", "starting the Ray cluster x on 2 nodes: c1, c2", 1.1),
+        phase("cluster-start", "1/2 nodes joined", 4.0),
+        phase("cluster-start", "2/2 nodes joined", 5.0),
+        phase("running", "payload started (pid 7)", 5.5),
+    ]
+    assert from_journal(journal) == {"runtime": 1.0, "head": 4.0, "joined": 5.0, "started": 5.5}
+    ray = [(2.0, "python x.pyz ray-node {}"), (2.1, "python x.pyz ray-node {}"), (3.5, "/ray/core/src/ray/raylet/raylet --a")]
+    head = [*ray, (3.0, "/ray/core/src/ray/gcs/gcs_server --b")]
+    found = from_processes({"c1": head, "c2": [(at + 10, command) for at, command in ray], "g1": []}, ["c1", "c2"])
+    assert found == {"ray": 2.0, "gcs": 3.0, "raylet": 3.5, "worker's ray": 12.0, "worker's raylet": 13.5}
