@@ -1,0 +1,276 @@
+"""Another user of the same cluster: gets hold of nothing, connects to nothing, and is in nobody's way."""
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm import ComputeResource, HetComponent, SlurmQueueConfig
+
+from ..conftest import pipes_script, run_asset, small_ray, wait_until
+from ..slurm.fixtures import Running, Site
+
+pytestmark = pytest.mark.timeout(300)
+
+Make = Callable[..., ComputeResource]
+
+PYTHON = "/opt/ray/bin/python"
+STRANGER = (Path(__file__).parent / "stranger.py").read_text()
+SECRET = "s3cret-of-dev"
+MANY = 200
+"""Silent connections that the stranger keeps open, which are more than a session's port and its queue like to have."""
+
+BUSY = pipes_script("""
+import os, pathlib, time, ray
+ray.init()
+
+@ray.remote
+class Worker:
+    def environment(self):
+        return dict(os.environ)
+
+worker = Worker.remote()
+environment = ray.get(worker.environment.remote())
+data = pathlib.Path(os.environ["RAYSLURM_DATA_DIR"])
+(data / "token").write_text(pathlib.Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text())
+(data / "address").write_text(os.environ["RAY_ADDRESS"])
+(data / "up").write_text("x")
+while not (data / "go").exists():
+    time.sleep(0.05)
+alive = ray.get(worker.environment.remote()) == environment
+pipes.report_asset_materialization(metadata={"alive": alive, "secret there": "SECRET" in environment})
+""")
+"""Is at work until it may go."""
+
+QUICK = pipes_script('pipes.report_asset_materialization(metadata={"done": True})')
+MEETS = """
+import sys, ray
+ray.init(address=sys.argv[1])
+print("IN", len(ray.nodes()))
+"""
+
+
+@pytest.fixture
+def commons(site: Site) -> Iterator[Site]:
+    """The stack, with a base directory where everybody may write, so that nothing but its own mode protects it."""
+    site.base = site.base.replace("/home/dev/", "/scratch/")
+    yield site
+    site.stack.exec("edge", ["rm", "-rf", site.base, open_to_all(site)])
+
+
+def open_to_all(site: Site) -> str:
+    """A file that the stranger can read, as a proof that it would find others."""
+    return f"{site.base}.open"
+
+
+@pytest.fixture
+def traps(site: Site) -> Iterator[str]:
+    """Names that can be foreseen, taken beforehand by the stranger; all lead to a directory where nothing of the user may be."""
+    trap, uid = "/tmp/trap", site.stack.exec("edge", ["id", "-u", "dev"]).strip()
+    script = (
+        'umask 0; mkdir -p "$1"; cd /tmp; '
+        'for each in ray "rayslurm-$2" rs-00000000 "rayslurm-ports-$2"; do ln -sfn "$1" "$each"; done'
+    )
+    places = ("edge", "c1", "c2", "g1", "g2")
+    for service in places:
+        site.stack.exec(service, ["sh", "-c", script, "sh", trap, uid], user="other")
+    yield trap
+    for service in places:
+        found = site.stack.exec(service, ["find", trap, "-mindepth", "1", "-user", "dev"])
+        site.stack.exec(
+            service, ["sh", "-c", 'cd /tmp; rm -rf "$1" ray "rayslurm-$2" rs-00000000 "rayslurm-ports-$2"', "sh", trap, uid]
+        )
+        assert not found, (service, found)
+
+
+def listening(site: Site, service: str) -> list[tuple[str, int]]:
+    """Where the user's processes listen in a container; the user alone sees which ports are whose there."""
+    ports = []
+    for line in site.stack.exec(service, ["ss", "-ltnpH"], user="dev").splitlines():
+        if "pid=" in line:
+            host, _, port = line.split()[3].rpartition(":")
+            anywhere = host in ("*", "0.0.0.0", "[::]")
+            ports.append((site.stack.ip(service) if anywhere else host, int(port)))
+    return ports
+
+
+def paths(site: Site, service: str) -> list[str]:
+    """All that the user has in a container, but for what Ray's dashboard brings."""
+    script = 'find "$1" "$1.open" /tmp/rs-* /dev/shm -user dev 2>/dev/null || true'
+    return site.stack.exec(service, ["sh", "-c", script, "sh", site.base], user="dev").splitlines()
+
+
+def got(site: Site, service: str) -> dict[str, Any]:
+    """What the stranger gets hold of on a machine; on a node in a job of its own."""
+    given = [json.dumps(listening(site, service)), json.dumps(paths(site, service))]
+    command = [PYTHON, "-c", STRANGER, "try", "dev", *given]
+    if service != "edge":
+        command = ["srun", "--quiet", "--partition=all", f"--nodelist={service}", "--mem=300M", "--chdir=/tmp", *command]
+    said = site.stack.exec("edge", command, user="other")
+    return dict(json.loads(said.splitlines()[-1]))
+
+
+def check(site: Site, service: str, secrets: dict[str, str]) -> int:
+    """See to it that the stranger gets nothing on a machine; the number of ports that it found there."""
+    found = got(site, service)
+    assert found["files"] == found["opened"] == [open_to_all(site)] and not found["processes"], (service, found)
+    for address, answers in found["answers"].items():
+        for where, text in answers.items():
+            assert is_harmless(where, str(text)), (service, address, where, text)
+    for name, secret in secrets.items():
+        assert secret not in json.dumps(found), (service, name)
+    return len(found["answers"])
+
+
+def is_harmless(where: str, text: str) -> bool:
+    """Whether Ray 2.60 answers so to anybody: that it lives, that it wants a token, its empty front page, its metrics."""
+    path = where.removesuffix(" with a wrong token")
+    known = {"GET /": "<!doctype html>", "GET /api/authentication_mode": '{"authentication_mode": "token"}'}
+    lives = path in ("GET /api/gcs_healthz", "GET /api/local_raylet_healthz") and text == "success"
+    return lives or text.startswith("# HELP ") or text.startswith(known.get(path, "\0"))
+
+
+def keys(site: Site) -> dict[str, str]:
+    """What nobody else may know: of the run, of its cluster, of its session."""
+    found = {"secret": SECRET, "token": site.lines("token")[0]}
+    specs = site.sh('find "$1" -name "runtime*.json" -o -name session.json | xargs cat', site.base)
+    decoder, rest = json.JSONDecoder(), specs.lstrip()
+    while rest:
+        spec, end = decoder.raw_decode(rest)
+        found.update({name: spec[name] for name in ("control_key", "key", "token") if spec.get(name)})
+        rest = rest[end:].lstrip()
+    assert "control_key" in found or "key" in found, specs
+    return found
+
+
+@contextlib.contextmanager
+def held_open(site: Site, host: str, port: int) -> Iterator[None]:
+    """Connections of the stranger that say nothing, more than anybody likes."""
+    command = ["docker", "exec", "-i", "-u", "other", site.stack.container("edge"), PYTHON, "-c", STRANGER, "hold", host]
+    holder = subprocess.Popen([*command, str(port), str(MANY)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert int(holder.stdout.readline()) > MANY / 2
+        yield
+    finally:
+        holder.communicate("\n", timeout=20)
+
+
+def try_ray(site: Site, node: str, address: str) -> None:
+    """Ray's own ways in, without a token and with a wrong one."""
+    for token in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+        setting = [f"{name}={value}" for name, value in {"HOME": "/nonexistent", **token}.items()]
+        said = site.stack.exec(node, ["env", *setting, "timeout", "25", PYTHON, "-c", MEETS, address], user="other", check=False)
+        assert "IN " not in said and ("token" in said.lower() or "auth" in said.lower()), said[-2000:]
+
+
+def start_one(mode: str, make: Make, session: Make, ray: Any) -> ComputeResource:
+    queue = {"num_nodes": 2, "mem": "2500M", "cpus_per_node": 2}
+    if mode == "slurm":
+        return make(queue, default_launcher=ray)
+    if mode == "slurm-session":
+        return session(queue, {"max_concurrent_payloads": 2}, default_launcher=ray, enable_cluster_reuse=True)
+    parts = [
+        HetComponent(
+            component_id=name,
+            queue=SlurmQueueConfig(partition=partition, time_limit="00:05:00", mem="2500M", cpus_per_node=2),
+        )
+        for name, partition in (("cpu", "compute"), ("gpu", "gpu"))
+    ]
+    return make(mode="slurm-hetjob", default_launcher=ray, components=parts)
+
+
+@pytest.mark.parametrize("mode", ["slurm", "slurm-session", "slurm-hetjob"])
+def test_a_stranger_gets_hold_of_nothing(
+    mode: str,
+    commons: Site,
+    traps: str,
+    slurm_compute: Make,
+    session_compute: Make,
+    start: Callable[..., Running],
+    script: Any,
+) -> None:
+    site = commons
+    # With a range, ports are divided by locks below a name that can be foreseen.
+    ray = small_ray(dashboard=mode == "slurm", port_range="21000-21999" if mode == "slurm" else None)
+    compute = start_one(mode, slurm_compute, session_compute, ray)
+    running = start(compute, script(BUSY), secret_env={"SECRET": SECRET})
+    running.up()
+    secrets = keys(site)
+    site.sh('umask 022; echo x >"$1"', open_to_all(site))
+    nodes = [node for node in ("c1", "c2", "g1", "g2") if site.processes(node)]
+    assert len(nodes) == 2, nodes
+    found = {service: check(site, service, secrets) for service in ("edge", *nodes)}
+    assert sum(found.values()) >= 8, found
+    head = nodes[0]
+    if mode == "slurm":
+        try_ray(site, head, site.lines("address")[0])
+    if mode == "slurm-session":
+        announced = json.loads(site.sh('find "$1" -path "*/sessions/*" -name session.json -exec cat {} +', site.base))
+        quick = script(QUICK, "quick.py")
+        with held_open(site, site.stack.ip(announced["hostname"]), announced["port"]):
+            second = run_asset(compute, quick)
+        assert second.metadata["done"] and second.completed[0].job_id == running.job()
+    site.sh('touch "$1/data/go"', site.base)
+    ran = running.result()
+    assert not ran.failures, ran.failures[0].description
+    assert ran.metadata["alive"] and not ran.metadata["secret there"]
+
+
+@pytest.mark.parametrize("taken", ["", "bundles", "runtime", "runs", "sessions"])
+def test_a_base_directory_that_a_stranger_made_is_refused(
+    taken: str, commons: Site, slurm_compute: Make, session_compute: Make, script: Any
+) -> None:
+    """Else a runtime, a bundle or a run directory of the stranger's would be what runs as the user."""
+    site = commons
+    user = "dev" if taken else "other"
+    site.stack.exec("edge", ["sh", "-c", 'umask 0; mkdir "$1"', "sh", site.base], user=user)
+    if taken:
+        site.stack.exec("edge", ["mkdir", "-m", "777", f"{site.base}/{taken}"], user="other")
+        site.stack.exec("edge", ["chmod", "700", site.base], user="dev")
+    make = session_compute if taken == "sessions" else slurm_compute
+    failure = run_asset(make(), script(QUICK)).failure
+    assert failure.kind == "configuration" and not failure.allow_retries
+    assert "belongs to other, who could change what runs there" in (failure.description or "")
+    assert not site.jobs() and not site.stack.exec("edge", ["find", site.base, "-type", "f"])
+
+
+def test_a_base_directory_that_is_open_to_all_is_refused(commons: Site, slurm_compute: Make, script: Any) -> None:
+    site = commons
+    site.stack.exec("edge", ["mkdir", "-m", "777", site.base], user="dev")
+    failure = run_asset(slurm_compute(), script(QUICK)).failure
+    assert failure.kind == "configuration" and f"chmod o-w {site.base}" in (failure.description or "")
+    site.stack.exec("edge", ["chmod", "755", site.base], user="dev")
+    assert run_asset(slurm_compute(), script(QUICK)).metadata["done"]
+    modes = site.sh('cd "$1" && find . -mindepth 1 -maxdepth 1 ! -perm 700', site.base)
+    assert not modes, modes
+
+
+def test_jobs_are_not_the_strangers_to_change(
+    commons: Site, slurm_compute: Make, start: Callable[..., Running], script: Any
+) -> None:
+    """Nor to be read more of than Slurm shows to everybody."""
+    site = commons
+    wait = 'import os, pathlib, time\npathlib.Path(os.environ["RAYSLURM_DATA_DIR"], "up").write_text("x")\n' + (
+        'while not pathlib.Path(os.environ["RAYSLURM_DATA_DIR"], "go").exists(): time.sleep(0.05)'
+    )
+    running = start(slurm_compute(), script(wait), uses_pipes=False, secret_env={"SECRET": SECRET})
+    job_id = running.up()
+    for command in (
+        ["scancel", job_id],
+        ["scancel", "--signal=USR1", job_id],
+        ["scontrol", "update", f"jobid={job_id}", "timelimit=1"],
+        ["scontrol", "write", "batch_script", job_id, "-"],
+        ["srun", "--overlap", f"--jobid={job_id}", "true"],
+        ["sattach", f"{job_id}.0"],
+    ):
+        said = site.stack.exec("edge", ["timeout", "20", *command], user="other", check=False)
+        assert any(word in said.lower() for word in ("denied", "invalid", "not permitted", "error")), (command, said)
+    shown = site.stack.exec("edge", ["scontrol", "show", "job", "-dd", job_id], user="other")
+    assert SECRET not in shown and f"JobId={job_id}" in shown
+    site.sh('touch "$1/data/go"', site.base)
+    assert wait_until(lambda: not running.result().failures, 1)
