@@ -21,12 +21,18 @@ class Group:
     bars: tuple[Sample, ...]
 
 
-def bars(title: str, groups: Sequence[Group]) -> str:
-    """A chart with one scale for all of its groups; bars with the same label have the same colour in each."""
+def bars(title: str, groups: Sequence[Group], parties: bool = True) -> str:
+    """A chart with one scale for all of its groups.
+
+    Args:
+        title: above it.
+        groups: what is drawn.
+        parties: whether bars with the same label have a colour of their own, instead of one for all.
+    """
     samples = [sample for group in groups for sample in group.bars]
     top = max(max(sample.values) for sample in samples) or 1.0
     scale = (_WIDTH - _LABELS - _RIGHT) / top
-    colours = _colours(groups)
+    colours = _colours(groups) if parties else dict.fromkeys((sample.label for sample in samples), _OURS)
     parts, y = [f'<text x="8" y="20" font-size="14" font-weight="bold">{escape(title)}</text>'], _TOP
     for group in groups:
         if group.heading:

@@ -189,7 +189,7 @@ def _drawn(measured: Measured) -> list[tuple[Chart, str]]:
         figures = [by_name[name] for name in chart.figures if name in by_name]
         groups = [_group(figure, chart, len(figures) > 1) for figure in figures]
         if groups:
-            drawn.append((chart, bars(chart.title, groups)))
+            drawn.append((chart, bars(chart.title, groups, parties=not chart.notes)))
     return drawn
 
 

@@ -87,7 +87,10 @@ def _ours(edge: Edge, directory: str, partition: str, count: int, window: float)
             assert process.stdin is not None
             process.stdin.write("\n")
 
-        cost = _watch(edge, process.pid, stop, count, window, begin=go_on, end=lambda: _read(process))
+        try:
+            cost = _watch(edge, process.pid, stop, count, window, begin=go_on, end=lambda: _read(process))
+        except (TimeoutError, OSError) as error:
+            raise RuntimeError(f"{error}; the process said:\n{(Path(scratch) / 'log').read_text()[-4000:]}") from error
         go_on()
         process.wait(_PATIENCE)
         return cost

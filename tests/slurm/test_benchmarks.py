@@ -23,7 +23,7 @@ def test_a_hurried_run_measures_a_job_and_the_phases_of_a_cold_one(stack: Stack,
     phases, bash = found.measured  # In the order of the report.
     whole = phases.figures[0]
     assert [sample.label for sample in whole.also] == [label for _, label in PHASES]
-    assert sum(sample.median for sample in whole.also) == pytest.approx(whole.ours.median, abs=0.3)
+    assert sum(sample.median for sample in whole.also) == pytest.approx(whole.ours.median, abs=1.0)
     assert all(sample.median > 0 for sample in phases.figures[1].also)
     (only,) = bash.figures
     assert only.by_hand is not None and only.ratio is not None and only.ratio > 0.5
