@@ -79,7 +79,7 @@ def _claim(path: str) -> int:
         lock = _lock(path)
         if lock is None:
             raise OSError("somebody else locked %s" % path)
-        with open(os.path.join(path, _MARKER), "xb", buffering=0) as marker:
+        with open(os.path.join(path, _MARKER), "xb", 0) as marker:
             # From here on a sweeper may remove it, once the lock is free. A full disk takes empty files yet, and no more.
             marker.write(os.urandom(_ROOM))
             if marker.tell() < _ROOM:
