@@ -130,7 +130,7 @@ All parties run by turns on one machine: a Slurm cluster of four nodes in contai
 those of a small machine under load and the **ratios** are what holds elsewhere. Each cell is a median, with the smallest and the
 largest value in parentheses. {met} of {len(promised)} promises were met in this run of {took:.0f} minutes.
 
-Who takes part:
+Who takes part, nobody with a dashboard, and all with 2 CPUs and 2,500 MB of each node for Ray:
 
 {parties}
 """

@@ -12,9 +12,9 @@ PARTIES = {
     "`ray symmetric-run`": "Ray's own command, started on every node by one `srun` under `sbatch` "
     "(`benchmarks/payloads/symmetric.sh`).",
     "dagster-slurm": "from PyPI, in an environment of its own; a job for each asset, and a Ray cluster for each Dagster run "
-    '(`allocation_scope="run"`).',
+    '(`allocation_scope="run"`). Its object store has 1 GB, the least that its option takes.',
 }
-"""Nobody has a dashboard, and all have the same CPUs, memory and object store."""
+"""Those who are compared."""
 
 REASONS: dict[str, str] = {}
 """By what the names of figures begin with."""
