@@ -20,10 +20,10 @@ if sys.version_info < (3, 8):
 
 def run(run_dir):  # type: (str) -> int
     """Run the one payload of a run directory for the parent process."""
-    from . import control, loop, scratch, supervisor
+    from . import control, intake, loop, scratch, supervisor
 
     scratch.sweep()
-    spec = supervisor.load_spec(run_dir)
+    spec = intake.load_spec(run_dir)
     if spec.meeting is not None:
         return _run_with_others(run_dir, spec)
     runner = supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch())
@@ -70,10 +70,10 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     """Be one node of a Slurm step whose components run a payload each: the first one of each leads its component."""
     from dataclasses import replace
 
-    from . import attendance, control, record, supervisor
+    from . import attendance, control, intake, record
     from .allocation import head_address
 
-    whole = _allocation(supervisor.load_spec(run_dir))
+    whole = _allocation(intake.load_spec(run_dir))
     directory = record.component_dir(run_dir, whole.component_of(whole.node_id) or "")
 
     def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
@@ -89,7 +89,7 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     if here.node_id == 0:
         others = [node for node in whole.nodes if node not in here.nodes]
         here = replace(here, head_addresses=[head_address(replace(here, nodes=[*here.nodes, *others]))])
-    return _take_part(supervisor.load_spec(directory), here, run_dir, dispensable, lead)
+    return _take_part(intake.load_spec(directory), here, run_dir, dispensable, lead)
 
 
 def _warn_before_limit(runner, here, payload):  # type: (supervisor.Supervisor, allocation.Allocation, Payload) -> None
@@ -109,7 +109,7 @@ def _warn_before_limit(runner, here, payload):  # type: (supervisor.Supervisor, 
 def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
     """Be one node of a session's Slurm step: the first takes requests until the session is idle or its time is over."""
     from . import channel, requests, time_limit
-    from .payload import End
+    from .end import End
 
     def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
         spec = runner.spec
@@ -121,7 +121,7 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
             limit.when(margin, lambda left: runner.drain("its time limit comes in %d s" % round(left)))
 
         limit = time_limit.TimeLimit(runner.loop, here.job_id, known=known)
-        runner.time_left = limit.left
+        runner.lifetime.time_left = limit.left
         if spec.warn_before_limit is not None:
             time_limit.warn_payloads(limit, spec.warn_before_limit, spec.warn_signal, lambda: runner.payloads)
         end = End("timeout", "the session's allocation came to its time limit")
@@ -135,7 +135,7 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
             runner.run()
         finally:
             server.close()
-        return 1 if runner.failed else 0
+        return 1 if runner.lifetime.failed else 0
 
     return _be_node(session_dir, dispensable, lead)
 
@@ -147,9 +147,9 @@ _LAST_CALL = 20.0
 def _be_node(directory, dispensable, lead):
     # type: (str, mmap.mmap, Lead) -> int
     """Be one node of a Slurm step; `lead` is what its first node does."""
-    from . import supervisor
+    from . import intake
 
-    spec = supervisor.load_spec(directory)
+    spec = intake.load_spec(directory)
     return _take_part(spec, _allocation(spec), directory, dispensable, lead)
 
 
@@ -183,11 +183,11 @@ def _take_part(spec, here, log_dir, dispensable, lead):
 
 def serve(session_dir):  # type: (str) -> int
     """Run payloads for whoever connects, until idle."""
-    from . import control, loop, scratch, supervisor
+    from . import control, intake, loop, scratch, supervisor
 
     scratch.sweep()
     private = scratch.Scratch()
-    runner = supervisor.Supervisor(loop.Loop(), supervisor.load_spec(session_dir), private)
+    runner = supervisor.Supervisor(loop.Loop(), intake.load_spec(session_dir), private)
     server = control.SessionServer(runner, session_dir, private.join("control.sock"))
     try:
         runner.run()

@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import List, Optional, Sequence, Tuple, Union
 
 from .allocation import Allocation, change
+from .end import End
 from .gathering import Order
 from .intake import take_secrets
 from .machine import Machine, detect, visible_gpus
 from .meeting import Place
 from .meeting_guest import Guest
 from .meeting_host import Host
-from .payload import End, Payload
+from .payload import Payload
 from .processes import signal_name
 from .siblings import cast
 from .spec import MeetingSpec, RuntimeSpec, SpecError
@@ -69,7 +70,7 @@ class Attendance:
         else:
             self._side = Guest(runner.loop, spec, [*(hosts or [_HERE]), *spec.hosts], self._take)
         runner.gate = self._may_start
-        runner.leave = lambda: None  # It stays until all is over.
+        runner.lifetime.leave = lambda: None  # It stays until all is over.
         runner.on_signal_at_rest = self._interrupted
         runner.on_lost_at_rest = lambda why: self._side.tell("its cluster is lost: " + why)
         self._keep_fresh()
@@ -84,11 +85,11 @@ class Attendance:
         self._payload = payload
 
         def ended() -> None:
-            alone = payload.terminated and self._side.alone
-            self._side.ended(failure_of(payload), payload.exit_code, payload.terminated)
+            alone = payload.ending.terminated and self._side.alone
+            self._side.ended(failure_of(payload), payload.ending.exit_code, payload.ending.terminated)
             if alone or self._over:
                 self._runner.loop.stop()  # Slurm gives this process little time.
-            how = payload.how_it_ended
+            how = payload.ending.how
             if how is not None and how.reason == "other-component" and not self._ending:
                 self._side.forget_absent()  # Whoever asked for the run knows better who is gone.
 
@@ -178,9 +179,9 @@ def share_of(spec: RuntimeSpec) -> Tuple[Machine, str]:
 
 def failure_of(payload: Payload) -> Optional[str]:
     """What went wrong with a payload that has ended, as the others are told; None for success."""
-    if payload.exit_code == 0:
+    if payload.ending.exit_code == 0:
         return None
-    end = payload.how_it_ended
+    end = payload.ending.how
     if end is None:
         return "its payload did not run"
     if end.reason != "exit":
@@ -202,5 +203,5 @@ def attend(
         hosts: where the first component's runtime may be reached; None on this machine.
     """
     assert runner.spec.meeting is not None
-    nodes = [runner.machine.hostname] if here is None else here.nodes
+    nodes = [runner.nodes.machine.hostname] if here is None else here.nodes
     return Attendance(runner, runner.spec.meeting, run_dir, nodes, _HERE if here is None else here.head_addresses[0], hosts)

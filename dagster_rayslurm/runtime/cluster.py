@@ -17,15 +17,12 @@ from .footprint import Footprint, footprint_error
 from .joining import Joining
 from .loop import Loop, Timer
 from .machine import Machine, from_facts
-from .nodes import nodes_expected
 from .prestart import logs_of, waiting
 from .ray_arguments import ray_environment
 from .ray_start import Event, RayStart
 from .scratch import Scratch
 from .spec import RaySpec
 from .team import Member, Others
-
-__all__ = ["RayCluster", "nodes_expected"]
 
 
 class RayCluster:

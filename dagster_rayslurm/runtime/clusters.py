@@ -10,10 +10,11 @@ from .cluster_error import ClusterError
 from .cluster_key import clear_away, token_of, worker_env_of
 from .components import node_spec
 from .corner import Corner, Corners
+from .end import End
 from .footprint import ray_footprint, runtime_footprint
 from .loop import Loop
 from .machine import Machine
-from .payload import End, Payload
+from .payload import Payload
 from .scratch import Scratch
 from .spec import PayloadSpec, RuntimeSpec
 from .team import Member, Others
@@ -109,7 +110,7 @@ class Clusters:
 
         def failed(error: ClusterError) -> None:
             for name, text in cluster.log_tails().items():
-                payload.keep_tail(name, text)
+                payload.tail(name, text)
             payload.end_early(End(error.reason, str(error)), LOST_GRACE)
 
         cluster = RayCluster(

@@ -10,13 +10,17 @@ import contextlib
 import json
 import os
 import socket
+import traceback
 from typing import Any, Callable, Dict, Optional, Set, Tuple
 
+from .admission import Closing
+from .end import End
+from .listener import Listener
 from .loop import Loop
-from .payload import End, Payload
+from .payload import Payload
 from .record import CANCEL, SESSION, split_lines, write_atomically
 from .spec import SpecError
-from .supervisor import Closing, Supervisor
+from .supervisor import Supervisor
 
 _MAX_REQUEST = 2**21
 """Bytes of a request; the longest carries an environment (execve(2) allows 2 MiB for it)."""
@@ -104,11 +108,10 @@ class SessionServer:
         self._supervisor = supervisor
         self._announcement = os.path.join(session_dir, SESSION)
         self._seen: Set[str] = set()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(socket_path)
-        self._listener.listen(64)
-        self._listener.setblocking(False)
-        supervisor.loop.on_readable(self._listener.fileno(), self._accept)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(socket_path)
+        sock.listen(64)
+        self._listener = Listener(supervisor.loop, sock, self._accepted)
         announcement = dict(supervisor.describe(), socket=socket_path)
         write_atomically(self._announcement, json.dumps(announcement).encode("utf-8"))
 
@@ -123,11 +126,7 @@ class SessionServer:
         except (OSError, ValueError):
             return  # Gone or replaced: nothing of ours is left.
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return  # The client went away before it was accepted.
+    def _accepted(self, connection: socket.socket) -> None:
         _Client(self, self._supervisor, connection)
 
     def admit(self, request: Dict[str, Any]) -> Tuple[Dict[str, Any], Optional[Payload]]:
@@ -157,10 +156,24 @@ class _Client:
         _Lines(supervisor.loop, connection.fileno(), self._take, self._gone)
 
     def _take(self, request: Dict[str, Any]) -> None:
+        try:
+            answer = self._answer(request)
+        except Exception as error:  # Who asks must not end what others have here.
+            traceback.print_exc()
+            answer = {"ok": False, "error": "refused", "message": "%s: %s" % (type(error).__name__, error)}
+        if answer is None:
+            return
+        try:
+            self._connection.sendall(json.dumps(answer).encode("utf-8") + b"\n")
+        except OSError:
+            self._hang_up()  # Gone, or it does not read what it asks for.
+
+    def _answer(self, request: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+        """What a request is answered, if it is."""
         op = request.get("op")
         if op == "run" and self._payload is None:
             if self._hung_up():
-                return  # It gave up while this session was stopped; what it asked for may run elsewhere by now.
+                return None  # It gave up while this session was stopped; what it asked for may run elsewhere by now.
             answer, self._payload = self._server.admit(request)
             if self._payload is not None:
                 # The end of the connection tells a client that waits for an `end` that it has been written, or never will.
@@ -168,19 +181,16 @@ class _Client:
                     self._supervisor.loop.call_later(0.0, self._hang_up)
                 else:
                     self._payload.on_ended.append(self._hang_up)
-        elif op == "cancel" and self._payload is not None:
-            return _cancel(self._payload, request)
-        elif op == "stop":
-            answer = {"ok": True}
+            return answer
+        if op == "cancel" and self._payload is not None:
+            _cancel(self._payload, request)
+            return None
+        if op == "stop":
             self._supervisor.close(End("cancel", "the Ray cluster was ended by cleanup_cluster"))
-        elif op == "describe":
-            answer = dict(self._supervisor.describe(), ok=True)
-        else:
-            answer = {"ok": False, "error": "unknown request"}
-        try:
-            self._connection.sendall(json.dumps(answer).encode("utf-8") + b"\n")
-        except OSError:
-            self._hang_up()  # Gone, or it does not read what it asks for.
+            return {"ok": True}
+        if op == "describe":
+            return dict(self._supervisor.describe(), ok=True)
+        return {"ok": False, "error": "unknown request"}
 
     def _hung_up(self) -> bool:
         try:

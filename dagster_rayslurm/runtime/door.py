@@ -6,11 +6,11 @@ that nobody who reaches the port can keep the others out.
 
 from __future__ import annotations
 
-import errno
 import socket
 from typing import Callable, Dict, List
 
 from .channel import Channel, Message
+from .listener import Listener
 from .loop import Loop
 
 _STRANGER_TIMEOUT = 10.0
@@ -19,9 +19,6 @@ _MAX_STRANGERS = 64
 """Connections that have not proved it yet; while there are more, they wait in the kernel's queue."""
 _PATIENCE = 1.0
 """Seconds after which a stranger gives way to others, where there are too many; a proof takes milliseconds."""
-_NO_FILES = 1.0
-"""Seconds until this process, out of file descriptors, accepts connections again."""
-
 
 _EVERYWHERE = ((socket.AF_INET6, "::"), (socket.AF_INET, ""))
 _LOOPBACK = ((socket.AF_INET, "127.0.0.1"),)
@@ -85,35 +82,30 @@ class Door:
         self._key = key
         self._welcome = welcome
         self._strangers: Dict[Channel, float] = {}
-        self._listener = listen(ports, loopback)
-        loop.on_readable(self._listener.fileno(), self._accept)
-
-    @property
-    def port(self) -> int:
-        return int(self._listener.getsockname()[1])
+        sock = listen(ports, loopback)
+        self.port = int(sock.getsockname()[1])
+        """Where it listens."""
+        self._listener = Listener(loop, sock, self._accepted, self._crowded)
 
     def close(self) -> None:
         """Accept nobody any more, and send the strangers away."""
         for channel in self._strangers:
             channel.close()
         self._strangers.clear()
-        self._loop.forget(self._listener.fileno())
         self._listener.close()
 
-    def _accept(self) -> None:
-        if len(self._strangers) >= _MAX_STRANGERS:
-            oldest, since = next(iter(self._strangers.items()))
-            left = since + _PATIENCE - self._loop.now()
-            if left > 0:
-                return self._rest(left)
+    def _crowded(self) -> float:
+        """Seconds for which there is no room for one more stranger; who has been one for long gives way."""
+        if len(self._strangers) < _MAX_STRANGERS:
+            return 0.0
+        oldest, since = next(iter(self._strangers.items()))
+        left = since + _PATIENCE - self._loop.now()
+        if left <= 0:
             self._strangers.pop(oldest)
             oldest.close()
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self._rest(_NO_FILES)
-            return  # Or else it went away before it was accepted.
+        return left
+
+    def _accepted(self, sock: socket.socket) -> None:
         held: List[Channel] = []
 
         def take(message: Message) -> None:
@@ -132,13 +124,3 @@ class Door:
                 channel.close()
 
         self._loop.call_later(_STRANGER_TIMEOUT, too_slow)
-
-    def _rest(self, seconds: float) -> None:
-        """Accept nobody for a while: a listener that is not asked stays readable, and the loop would spin."""
-        self._loop.forget(self._listener.fileno())
-
-        def resume() -> None:
-            if self._listener.fileno() >= 0:  # Else everybody has been sent home.
-                self._loop.on_readable(self._listener.fileno(), self._accept)
-
-        self._loop.call_later(seconds, resume)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -51,3 +52,19 @@ def _status(path: str) -> Optional[os.stat_result]:
         return os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+class InstalledRay:
+    """Tells whether the environment's Ray is still the one that was there at first."""
+
+    def __init__(self) -> None:
+        self._mark: Optional[Mark] = None
+        with contextlib.suppress(OSError):
+            self._mark = ray_mark()
+
+    def has_changed(self) -> bool:
+        """Whether it is another one by now, or gone; never, if there was none."""
+        try:
+            return self._mark is not None and ray_mark(self._mark) != self._mark
+        except OSError:
+            return False  # Its file system is away for a moment; a payload that cannot do without it will tell.

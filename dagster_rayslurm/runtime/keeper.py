@@ -7,6 +7,7 @@ killed instead, the kernel sends the runtime SIGTERM, which then tears down as u
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -37,7 +38,7 @@ def guard(main: Callable[[], int], excused: Callable[[], bool] = lambda: False) 
         processes.become_subreaper()
         _exit_with(main)
     for signum in _FORWARDED:
-        signal.signal(signum, lambda received, _: os.kill(child, received))
+        signal.signal(signum, lambda received, _: _forward(child, received))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     # The runtime alone holds the control channel: its other end must see EOF when the runtime ends.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -50,6 +51,12 @@ def guard(main: Callable[[], int], excused: Callable[[], bool] = lambda: False) 
         print("rayslurm: this node's runtime ended with exit code %d; the other nodes go on without it" % code, file=sys.stderr)
         return 0
     return code
+
+
+def _forward(child: int, signum: int) -> None:
+    """Pass a signal on; the child may just have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signum)
 
 
 def _exit_with(main: Callable[[], int]) -> None:

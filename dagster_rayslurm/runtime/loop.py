@@ -103,7 +103,8 @@ class Loop:
             for key, _ in self._selector.select(timeout):
                 if self._selector.get_map().get(key.fd) is key:  # An earlier callback of this round may have closed it.
                     key.data()
-            while self._timers and self._timers[0][0] <= time.monotonic():
+            now = time.monotonic()  # What a timer sets for at once has its turn after all else that is due.
+            while self._timers and self._timers[0][0] <= now:
                 timer = heapq.heappop(self._timers)[2]
                 if timer.call is not None:
                     timer.call()

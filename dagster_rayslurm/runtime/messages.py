@@ -37,3 +37,9 @@ class MessageFile:
         if records:
             keep(*records)
         return True
+
+    def copy_rest(self, keep: Callable[..., None]) -> None:
+        """Move all on that is there by now: its payload has ended, and whoever still writes is none of it."""
+        end = os.fstat(self._file.fileno()).st_size
+        while self._file.tell() < end and self.copy(keep):
+            continue

@@ -189,14 +189,19 @@ class RayStart:
             )
 
     def _start_ray(self) -> None:
+        try:
+            self._prepare_and_spawn()
+        except ports.PortError as error:
+            self._fail(ClusterError("cluster-start", "node %s: %s" % (self._machine.name, error)))
+        except OSError as error:
+            self._fail(ClusterError("cluster-start", "node %s: Ray cannot be started: %s" % (self._machine.name, error)))
+
+    def _prepare_and_spawn(self) -> None:
         self.started = True
         self._attempt += 1
         if self.ports is not None and self.ports.lock is not None:
             os.close(self.ports.lock)
-        try:
-            self.ports = ports.choose(self._spec.port_range, head=self._gcs is None)
-        except ports.PortError as error:
-            return self._fail(ClusterError("cluster-start", "node %s: %s" % (self._machine.name, error)))
+        self.ports = ports.choose(self._spec.port_range, head=self._gcs is None)
         shutil.rmtree(self._scratch.ray_temp_dir, ignore_errors=True)
         os.mkdir(self._scratch.ray_temp_dir, 0o700)
         head = self._gcs is None

@@ -15,14 +15,15 @@ import traceback
 from typing import Any, Dict, List, Mapping, Optional, Set
 
 from . import PROTOCOL_VERSION
+from .admission import Closing, Misfit
 from .allocation import Allocation
 from .channel import Channel, Message
 from .control import serve_run_dir
 from .door import Door
-from .payload import End
+from .end import End
 from .record import JOURNAL, SECRETS, SESSION, write_atomically
 from .spec import SpecError, is_passable
-from .supervisor import Closing, Misfit, Supervisor
+from .supervisor import Supervisor
 
 _LOOK_INTERVAL = 1.0
 """Seconds between two looks at whether the session takes payloads, and its announcement stands."""
@@ -55,7 +56,7 @@ class RequestServer:
             "port": self._door.port,
             "key": key,
             "pid": os.getpid(),
-            "hostname": supervisor.machine.hostname,
+            "hostname": supervisor.nodes.machine.hostname,
             "heterogeneous": bool(allocation.groups),
             "closing": None,
             "served": 0,

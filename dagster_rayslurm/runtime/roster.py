@@ -75,7 +75,7 @@ class Roster:
         if payload in self.running:
             self.running.remove(payload)
             step = payload.spec.step
-            if payload.ended_by_itself:  # What was cut off, or hung, tells nothing of the next one.
+            if payload.ending.by_itself:  # What was cut off, or hung, tells nothing of the next one.
                 self.durations[step] = max(self._now() - since, self.durations.get(step, 0.0))
         else:
             self._queue.remove(payload)

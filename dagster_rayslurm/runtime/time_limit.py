@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
 from typing import Callable, List, Optional, Tuple
 
 from . import processes
 from .duration import parse_duration
 from .loop import Loop, Timer
 from .payload import Payload
+from .program import ask_program
 
 _AHEAD = 10.0
 """Seconds before something is due in which squeue is asked whether the limit has moved."""
@@ -84,40 +83,17 @@ class TimeLimit:
         """
         if self._asking:
             return
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)  # Whatever holds the other end.
         try:
-            pid = self._loop.spawn(
-                ["squeue", "--noheader", "--jobs=" + self._job_id, "--format=%L"],
-                lambda code, _: answered(code),
-                stdin=subprocess.DEVNULL,
-                stdout=writer,
-                stderr=subprocess.DEVNULL,
-                preexec_fn=processes.die_with_parent(),
-            )
+            ask_program(self._loop, ["squeue", "--noheader", "--jobs=" + self._job_id, "--format=%L"], _PATIENCE, self._answered)
         except OSError as error:
-            os.close(reader)
             if self._end is None:
                 return self._tell("squeue cannot be run (%s)" % error.strerror)
             return self._ask_later()
-        finally:
-            os.close(writer)
         self._asking = True
 
-        def answered(code: int) -> None:
-            hung.cancel()
-            self._asking = False
-            with os.fdopen(reader, "rb") as file:
-                text = (file.read() or b"").decode("utf-8", "replace").strip()
-            self._answered(text if code == 0 else "")
-
-        def hangs() -> None:
-            # It may wait for a file system in a way that no signal ends: nothing here waits for it.
-            processes.signal_group(pid, signal.SIGKILL)
-
-        hung = self._loop.call_later(_PATIENCE, hangs)
-
-    def _answered(self, text: str) -> None:
+    def _answered(self, said: Optional[str]) -> None:
+        self._asking = False
+        text = said or ""
         left = parse_time_left(text)
         if left is None and set(text.split()) != {"UNLIMITED"}:
             return self._ask_later()  # slurmctld does not answer just now.

@@ -6,8 +6,8 @@ largest shared mapping once, because all of Ray's processes map the same object 
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
@@ -15,11 +15,14 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
 from . import processes
 from .loop import Loop, Timer
 from .processes import Process
+from .program import ask_program
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.3
 """Seconds until the first sample and between the late ones: short payloads are seen, long ones cost nothing."""
 _GPU_INTERVAL = 5.0
+_GPU_PATIENCE = 20.0
+"""Seconds in which `nvidia-smi` must answer."""
 _GPU_QUERY = ("nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
 _MAX_POINTS = 240
 
@@ -136,9 +139,10 @@ class Sampler:
             self._gpu_timer.cancel()
 
     def _sample(self) -> None:
-        below = self._seen()
-        self.meter.add(time.monotonic(), below, memory_of(below))
-        self._count_spilled()
+        with contextlib.suppress(OSError):  # Out of file descriptors, say: what lacks is one sample.
+            below = self._seen()
+            self.meter.add(time.monotonic(), below, memory_of(below))
+            self._count_spilled()
         self._pause = min(self._pause * _GROWTH, _LONGEST)
         self._timer = self._loop.call_later(self._pause, self._sample)
 
@@ -158,28 +162,14 @@ class Sampler:
 
     def _ask_gpus(self) -> None:
         self._gpu_timer = None
-        reader, writer = os.pipe()
 
-        def answered(code: int, _: Any) -> None:
-            with os.fdopen(reader, "rb") as file:
-                text = file.read().decode("utf-8", "replace")
-            if code == 0 and not self._stopped:
+        def answered(text: Optional[str]) -> None:
+            if text is not None and not self._stopped:
                 self.meter.add_gpus(parse_gpus(text))
                 self._gpu_timer = self._loop.call_later(_GPU_INTERVAL, self._ask_gpus)
 
-        try:
-            self._loop.spawn(
-                _GPU_QUERY,
-                answered,
-                stdin=subprocess.DEVNULL,
-                stdout=writer,
-                stderr=subprocess.DEVNULL,
-                preexec_fn=processes.die_with_parent(),
-            )
-        except OSError:
-            os.close(reader)  # No driver on this node.
-        finally:
-            os.close(writer)
+        with contextlib.suppress(OSError):  # No driver on this node.
+            ask_program(self._loop, _GPU_QUERY, _GPU_PATIENCE, answered)
 
 
 def merge(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:

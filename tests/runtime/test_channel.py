@@ -288,13 +288,14 @@ def test_without_file_descriptors_the_head_waits_instead_of_spinning() -> None:
                 hogs.append(os.dup(0))
         except OSError:
             pass
-        calls, accept = [], head._door._accept
+        listener = head._door._listener
+        calls, accept = [], listener._accept
         def counted():
             calls.append(1)
             accept()
-        head._door._accept = counted
-        loop.forget(head._door._listener.fileno())
-        loop.on_readable(head._door._listener.fileno(), counted)
+        listener._accept = counted
+        loop.forget(listener._socket.fileno())
+        loop.on_readable(listener._socket.fileno(), counted)
         loop.call_later(0.5, loop.stop)
         loop.run()
         print(len(calls), len(head._door._strangers))

@@ -85,9 +85,9 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 SESSION = """
 import dataclasses
-from dagster_rayslurm.runtime import allocation, team
+from dagster_rayslurm.runtime import allocation, intake, team
 machine.detect = lambda *_, **__: machine.Machine("here", 4, 0, 2**33, None)
-spec = supervisor.load_spec(base)
+spec = intake.load_spec(base)
 runner = supervisor.Supervisor(loop, spec, scratch.Scratch(), allocation.from_environ(os.environ), base)
 """
 
@@ -119,7 +119,7 @@ def go():
     said["after"] = count()
     said["corners"] = [name for name in os.listdir(runner._scratch.path)]
     said["here"] = len([p for p in processes.descendants(os.getpid())])
-    said["orders"] = [list(m.orders) for m in runner._team.members.values()]
+    said["orders"] = [list(m.orders) for m in runner.nodes.others.members.values()]
     said["draining"] = runner.closing
     loop.stop()
 when_done(lambda: loop.call_later(2.0, go))
@@ -226,7 +226,7 @@ def test_a_node_that_does_not_come_back_drains_a_session_without_a_cluster(nodes
 team.COMES_BACK = 1.0
 submit("one")
 def look():
-    if not all(m.here for m in runner._team.members.values()):
+    if not all(m.here for m in runner.nodes.others.members.values()):
         return loop.call_later(0.1, look)
     for p in [p for p in processes.descendants({pair.worker.pid})] + [processes.Process({pair.worker.pid}, 0, 0)]:
         os.kill(p.pid, 9)

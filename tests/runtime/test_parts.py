@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -244,3 +245,39 @@ def test_bytes_of_any_kind_cut_anywhere_decode_alike(data: bytes, cuts: list[int
         rest = rest[size:]
     text += stream.decoder.decode(rest) + stream.decoder.decode(b"", final=True)
     assert text == data.decode("utf-8", "replace")
+
+
+def test_a_signal_just_after_the_runtimes_end_is_no_error() -> None:
+    """There is nobody left to pass it on to, and what the runtime left behind is still to be ended."""
+    program = textwrap.dedent("""
+        import os, signal, subprocess, sys
+        from dagster_rayslurm.runtime import keeper, processes
+        wait = keeper._wait
+        def waited(child):
+            code = wait(child)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return code
+        keeper._wait = waited
+        def main():
+            subprocess.Popen(["sleep", "60"])
+            return 3
+        print(keeper.guard(main), [each.pid for each in processes.descendants(os.getpid())])
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert (done.stdout.strip(), done.stderr) == ("3 []", "")
+
+
+def test_what_a_timer_sets_for_at_once_holds_nothing_else_up() -> None:
+    program = textwrap.dedent("""
+        import os
+        from dagster_rayslurm.runtime.loop import Loop
+        loop = Loop()
+        reader, writer = os.pipe()
+        loop.on_readable(reader, loop.stop)
+        def again():
+            loop.call_later(0.0, again)
+        again()
+        os.write(writer, b"x")
+        loop.run()
+    """)
+    assert subprocess.run([sys.executable, "-c", program], timeout=20).returncode == 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dagster_rayslurm.backends.process import runtime_command, start_process
@@ -241,3 +243,32 @@ def test_a_session_that_is_stopped_says_so_to_its_payloads(session: Callable[...
     assert wait_until(lambda: len(records(run_dir)) == 2, 10)
     assert one.client().ask(op="stop")["ok"]
     assert "cleanup_cluster" in end_of(run_dir)["message"] and one.process.wait(10) == 0
+
+
+def test_a_session_out_of_descriptors_goes_on(session: Callable[..., Session]) -> None:
+    """Who comes then waits until there are some again."""
+    one = session()
+    run_dir = one.run_dir("one", "import time; time.sleep(3)")
+    one.ask(run_dir)
+    pid = one.announced["pid"]
+    assert wait_until(lambda: psutil.Process(pid).children(), 10)
+    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1, hard))
+    taken = set(os.listdir(f"/proc/{pid}/fd"))
+    crowd = [socket.socket(socket.AF_UNIX) for _ in range(40)]  # There may be gaps in the numbers.
+    for each in crowd:
+        each.connect(one.announced["socket"])
+    assert not wait_until(lambda: one.process.poll() is not None, 1.5)
+    assert len(os.listdir(f"/proc/{pid}/fd")) < len(taken) + len(crowd)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
+    for each in crowd:
+        each.close()
+    assert one.client().ask(op="describe")["ok"]
+    assert wait_until(lambda: end_of(run_dir)["exit_code"] == 0, 20)
+
+
+def test_a_question_that_cannot_be_dealt_with_is_refused(session: Callable[..., Session]) -> None:
+    one = session()
+    answer = one.client().ask(op="run", run_dir="/no\0where", request_id="1")
+    assert answer["error"] == "refused" and "null" in answer["message"]
+    assert one.client().ask(op="describe")["ok"]

@@ -23,9 +23,9 @@ BEGIN = """
 import json, os, sys, time
 from dagster_rayslurm.runtime import installed, machine, processes, scratch, supervisor
 from dagster_rayslurm.runtime.loop import Loop
-from dagster_rayslurm.runtime.payload import End
+from dagster_rayslurm.runtime.end import End
 from dagster_rayslurm.runtime.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.supervisor import Closing, Misfit
+from dagster_rayslurm.runtime.admission import Closing, Misfit
 machine.detect = lambda *_, **__: machine.Machine("n1", 4, 0, 2**33, None)
 processes.become_subreaper()
 loop, base, said = Loop(), sys.argv[1], {}
@@ -187,7 +187,7 @@ def test_what_cannot_end_in_time_is_not_taken(runtime: Runtime) -> None:
     runtime.add("after", NAP % 0.1, time_limit=20.0)
     said = runtime.run("""
         session(drain_margin=60.0)
-        runner.time_left = lambda: 100.0
+        runner.lifetime.time_left = lambda: 100.0
         submit("first")  # Nobody else would have more time for it.
         def go():
             submit("fits"); submit("behind"); submit("after")
@@ -208,7 +208,7 @@ def test_a_queue_of_short_ones_is_not_too_long(runtime: Runtime) -> None:
         runtime.add(name, NAP % 0.1, step="short" if int(name) % 2 else name)
     said = runtime.run(f"""
         session(drain_margin=60.0)
-        runner.time_left = lambda: 100.0
+        runner.lifetime.time_left = lambda: 100.0
         for name in {names}:
             submit(name)
         when_done(end)
@@ -235,7 +235,7 @@ def test_steps_take_as_long_as_they_did_before(runtime: Runtime) -> None:
     runtime.add("b", "pass", step="slow")
     said = runtime.run("""
         session(drain_margin=0.5)
-        runner.time_left = lambda: 1.0
+        runner.lifetime.time_left = lambda: 1.0
         submit("a")
         def go():
             said["durations"] = runner.durations
@@ -252,7 +252,7 @@ def test_whose_turn_comes_too_late_is_given_back(runtime: Runtime) -> None:
     runtime.run("""
         session(drain_margin=5.0)
         left = [100.0]
-        runner.time_left = lambda: left[0]
+        runner.lifetime.time_left = lambda: left[0]
         submit("a"); submit("b"); submit("c")
         loop.call_later(0.3, lambda: left.__setitem__(0, 4.0))
         when_done(end)
@@ -303,7 +303,7 @@ def test_one_without_ray_does_not_wait_for_the_cluster(runtime: Runtime) -> None
             submit(name)
         def up():
             runner.clusters.warm.ready = True
-            runner._pump()
+            runner.look_again()
             when_done(end)
         loop.call_later(1.5, up)
     """)
@@ -357,10 +357,10 @@ def test_a_file_system_that_is_away_ends_no_session(runtime: Runtime) -> None:
     runtime.add("a", "pass", uses_ray=True)
     said = runtime.run("""
         session()
-        runner._ray_mark = ("there", ())
+        runner._dispatch._ray._mark = ("there", ())
         def away(*_):
             raise OSError("stale")
-        supervisor.ray_mark = away
+        installed.ray_mark = away
         submit("a")
         when_done(lambda: (said.update(closing=runner.closing), end()))
     """)
@@ -374,7 +374,7 @@ def test_a_changed_ray_ends_the_session_and_gives_back_what_waits(runtime: Runti
     said = runtime.run("""
         session()
         submit("a"); submit("b")
-        supervisor.ray_mark = lambda *_: ("elsewhere", ())
+        installed.ray_mark = lambda *_: ("elsewhere", ())
         loop.call_later(0.3, lambda: submit("c"))
     """)
     assert said["c"] == "Closing: the environment's Ray has changed"

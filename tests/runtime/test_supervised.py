@@ -20,6 +20,7 @@ from dagster_rayslurm.runtime.time_limit import signal_number
 BEGIN = """
 import sys
 from dagster_rayslurm.runtime import processes, scratch, supervisor, time_limit
+from dagster_rayslurm.runtime.end import End
 from dagster_rayslurm.runtime.loop import Loop
 from dagster_rayslurm.runtime.spec import RuntimeSpec
 processes.become_subreaper()
@@ -62,7 +63,7 @@ time_limit.warn_payloads(limit, 60, %r, lambda: [payload])
 limit.start()
 def up():
     runner.clusters.warm.ready = True
-    runner._pump()
+    runner.look_again()
 loop.call_later(%g, up)
 runner.run()
 """
@@ -122,11 +123,11 @@ class Others:
     def order(self, *_, **__): pass
     def dismiss(self): pass
     def wait_gone(self): pass
-runner._team = Others()
+runner.nodes.others = Others()
 """
 
 
-@pytest.mark.parametrize("where", ["_take_exit", "_conclude", "_take_output", "_spawn", ""])
+@pytest.mark.parametrize("where", ["_take_exit", "_conclude", "_take_output", "_start_process", ""])
 def test_other_nodes_measure_no_longer_after_a_defect(tmp_path: Path, where: str) -> None:
     program = OTHERS + (
         f"""
@@ -137,7 +138,7 @@ if {where!r}:
     Payload.{where or "x"} = broken
 """
         + WARN.partition("limit =")[0]
-        + "runner.clusters.warm.ready = True; runner._pump(); runner.run()"
+        + "runner.clusters.warm.ready = True; runner.look_again(); runner.run()"
     )
     records, said = supervised(tmp_path, program, ["sh", "-c", "echo x"])
     assert (records[-1]["type"], records[-1]["reason"]) == ("end", "runtime" if where else "exit")
@@ -208,11 +209,11 @@ def test_an_end_is_written_once_the_file_system_is_back(tmp_path: Path, outlives
     """In a session that lives on, and at the runtime's own end."""
     program = UNWRITABLE + (
         """
-runner._settle = lambda: None
+runner.lifetime.settle = lambda: None
 loop.call_later(3.5, come_back)
 loop.call_later(6.0, loop.stop)
 runner.submit(run_dir)
-runner._settle = lambda: None
+runner.lifetime.settle = lambda: None
 runner._write_ends = lambda: None
 runner.run()
 """
@@ -229,7 +230,7 @@ runner.run()
     assert not (tmp_path / "journal.reserve").exists()
 
 
-@pytest.mark.parametrize("where", ["_take_exit", "_conclude", "_take_output", "_spawn"])
+@pytest.mark.parametrize("where", ["_take_exit", "_conclude", "_take_output", "_start_process"])
 def test_a_defect_in_what_concerns_one_payload_ends_that_one(tmp_path: Path, where: str) -> None:
     program = f"""
         import os, shutil
@@ -246,12 +247,30 @@ def test_a_defect_in_what_concerns_one_payload_ends_that_one(tmp_path: Path, whe
         open(other + "/payload.json", "w").write(text)
         runner.submit(other)
         runner.submit(run_dir)
+        def left():
+            print("left:", [name for name in os.listdir(runner._scratch.path) if "messages" in name], file=sys.stderr)
+            loop.stop()
+        runner.lifetime.leave = left
         runner.run()
     """
     records, said = supervised(tmp_path, program, ["sh", "-c", "echo x; sleep 1"])
     assert (records[-1]["type"], records[-1]["reason"]) == ("end", "runtime") and "broken" in records[-1]["message"]
     other = LineReader().feed((tmp_path / "other" / JOURNAL).read_bytes())[-1]
-    assert (other["type"], other["exit_code"]) == ("end", 0) and "KeyError" in said
+    assert (other["type"], other["exit_code"]) == ("end", 0) and "KeyError" in said and "left: []" in said
+
+
+def test_messages_without_end_hold_nothing_up(tmp_path: Path) -> None:
+    """Whoever writes them faster than they are copied: the payload's time limit counts all the same."""
+    program = """
+        from dagster_rayslurm.runtime.messages import MessageFile
+        copy = MessageFile.copy
+        MessageFile.copy = lambda self, keep: copy(self, keep) or True
+        payload = runner.submit(run_dir)
+        loop.call_later(0.5, lambda: payload.end_early(End("timeout", "enough"), 0))
+        runner.run()
+    """
+    records, _ = supervised(tmp_path, program, ["sleep", "20"])
+    assert (records[-1]["type"], records[-1]["message"]) == ("end", "enough")
 
 
 @pytest.mark.parametrize("answer", ["exit 1", "sleep 100", "true"])
@@ -266,7 +285,7 @@ def test_what_is_due_goes_by_the_limit_as_it_was_known(tmp_path: Path, answer: s
         limit = time_limit.TimeLimit(loop, "12", known=told.append)
         def due(left):
             print("due", round(left), told, file=sys.stderr)
-            payload.end_early(supervisor.End("timeout"), 0)
+            payload.end_early(End("timeout"), 0)
         limit.when(10.0, due)
         limit.start()
         runner.run()
@@ -283,9 +302,46 @@ def test_an_unanswered_question_is_asked_again(tmp_path: Path) -> None:
     program = """
         time_limit._UNKNOWN = 0.5
         payload = runner.submit(run_dir)
-        limit = time_limit.TimeLimit(loop, "12", known=lambda left: payload.end_early(supervisor.End("timeout", str(left)), 0))
+        limit = time_limit.TimeLimit(loop, "12", known=lambda left: payload.end_early(End("timeout", str(left)), 0))
         limit.start()
         runner.run()
     """
     records, _ = supervised(tmp_path, program, ["sleep", "20"], PATH=f"{directory}:{os.environ['PATH']}")
     assert records[-1]["message"] == "22.0"
+
+
+def test_what_nvidia_smi_leaves_behind_holds_nothing_up(tmp_path: Path) -> None:
+    """A helper of the driver's that keeps the pipe open."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nsleep 20 &\necho 0, 50, 100\n")
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    program = "runner.submit(run_dir); runner.run()"
+    records, _ = supervised(tmp_path, program, ["sleep", "1"], PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    end = records[-1]
+    assert end["usage"]["gpu_utilization_mean"] == 50.0 and end["ended_at"] - end["started_at"] < 10
+
+
+def test_a_defect_in_the_end_of_one_payload_leaves_the_others_theirs(tmp_path: Path) -> None:
+    program = """
+        import os, shutil
+        from dagster_rayslurm.runtime.payload import Payload
+        abandon, other = Payload.abandon, run_dir + "/other"
+        def broken(self, end):
+            if self.run_dir == run_dir:
+                raise KeyError("broken")
+            abandon(self, end)
+        Payload.abandon = broken
+        os.mkdir(other)
+        text = open(run_dir + "/payload.json").read().replace('"n"', '"m"')
+        open(other + "/payload.json", "w").write(text)
+        def defect():
+            raise RuntimeError("no such thing")
+        runner.submit(run_dir)
+        runner.submit(other)
+        loop.call_later(0.3, defect)
+        runner.run()
+    """
+    records, _ = supervised(tmp_path, program, ["sleep", "20"])
+    other = LineReader().feed((tmp_path / "other" / JOURNAL).read_bytes())[-1]
+    assert (records[-1]["type"], records[-1]["message"]) == ("end", "KeyError: 'broken'")
+    assert (other["type"], other["message"]) == ("end", "RuntimeError: no such thing")

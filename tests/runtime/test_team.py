@@ -444,6 +444,19 @@ def test_a_worker_is_told_when_its_ray_counts(head: Head, scratch_base: Any) -> 
     again.close()
 
 
+def test_ray_that_cannot_be_laid_out_is_a_failure_in_one_sentence(head: Head, scratch_base: Any) -> None:
+    private = scratch.Scratch()
+    with open(private.ray_temp_dir, "w"):
+        pass  # Where a directory is to be.
+    failed: list[ClusterError] = []
+    node = machine.Machine("host0", 1, 0, 2**30, None)
+    cluster = RayCluster(head.loop, RaySpec(), lambda _: (), node, private, "t", lambda: None, failed.append, lambda *_: None)
+    cluster.start(head.team, "127.0.0.1")
+    assert [error.reason for error in failed] == ["cluster-start"]
+    assert str(failed[0]).startswith("node host0: Ray cannot be started: [Errno 17] File exists")
+    private.remove()
+
+
 def test_a_failure_that_nobody_heard_is_told_once_more(head: Head, scratch_base: Any) -> None:
     """The connection was lost just then; the head, which tells its order anew to one that is back, takes it for one failure."""
     private, own = scratch.Scratch(), scratch.Scratch()
