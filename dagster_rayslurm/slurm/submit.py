@@ -254,9 +254,9 @@ def _find(commands: Connection, job_name: str) -> str | None:
     for look in range(2):
         if look:
             time.sleep(_PAUSE)
-        done = commands.run(["sh", "-c", _FIND, "sh", job_name], timeout=120)
+        done = _ask(commands, ["sh", "-c", _FIND, "sh", job_name])
         if done.returncode:
-            said = "; ".join(done.stderr.decode("utf-8", "replace").split("\n")[-3:]).strip("; ")[-300:]
+            said = "; ".join(done.stderr.decode("utf-8", "replace").strip().split("\n")[-4:])[-500:]
             raise ConnectionFailed(
                 f"squeue does not say on {commands.place} whether the job {job_name} was submitted: "
                 f"{said}; look for it before you run the asset again",
@@ -266,6 +266,21 @@ def _find(commands: Connection, job_name: str) -> str | None:
         if found:
             return found[0]
     return None
+
+
+def _ask(commands: Connection, question: list[str]) -> Completed:
+    """Run a command that changes nothing, and so may run again if the connection breaks.
+
+    Raises:
+        ConnectionLost: it breaks each time.
+    """
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            return commands.run(question, timeout=120)
+        except ConnectionLost:
+            if not left:
+                raise
+    raise AssertionError
 
 
 def jobs_found(text: str) -> list[str]:
