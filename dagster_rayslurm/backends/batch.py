@@ -27,7 +27,7 @@ from ..interrupts import deferred_interrupts
 from ..plan import Plan
 from ..runtime.nodes import nodes_expected
 from ..runtime.ports import control_ports
-from ..runtime.record import CANCEL, EXIT, RUNTIME
+from ..runtime.record import CANCEL, EXIT, PAYLOAD, RUNTIME
 from ..runtime.spec import RuntimeSpec, to_json
 from ..runtime.workspace import shared_variables
 from ..slurm.cancellation import cancel_named, wait_until_gone
@@ -37,7 +37,8 @@ from ..slurm.queue import ask_queue, shared_queue
 from ..slurm.request import JobRequest, job_comment, job_name, make_request
 from ..slurm.script import render_script
 from ..slurm.states import TERMINAL
-from ..slurm.submit import JOB_SCRIPT, SubmissionRefused, submit
+from ..slurm.submit import JOB_ID, JOB_SCRIPT, SubmissionRefused, submit
+from . import under_way
 from .base import Hold, Step
 from .batch_job import BatchJob
 from .cargo import base_errors, deliver, pack
@@ -94,7 +95,32 @@ class BatchBackend:
         sweep_in_background(self.connection, str(self.layout.base), retention_days)
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> BatchJob:
+        plan, request, asked = self._asked(plan, run_dir, step)
+        files = {**run_files(plan, context), **asked, CANCEL: b"", EXIT: b""}
+        commands, cluster_id = slurm_commands(self.connection), f"{CLUSTER}{plan.payload.nonce}"
+        return self.submit_job(run_dir, files, request, step, lambda job: _held(BatchJob(job, commands, cluster_id), hold))
+
+    def goes_on(self, plan: Plan, run_dir: str, step: Step) -> bool:
+        plan, request, asked = self._asked(plan, run_dir, step)
         commands = slurm_commands(self.connection)
+
+        def job_of(_: object) -> str | None:
+            rows = ask_queue(commands).named(request.job_name)
+            job_id = next((str(row.job_id) for row in rows if row.leads and row.state not in TERMINAL), None)
+            if job_id is not None:
+                # Whoever submitted it may have been killed before that was written; with it nothing is submitted again.
+                commands.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
+            return job_id
+
+        return under_way.goes_on(self.connection, run_dir, plan.payload.nonce, asked, job_of, step.log)
+
+    def _asked(self, plan: Plan, run_dir: str, step: Step) -> tuple[Plan, JobRequest, dict[str, bytes]]:
+        """What is submitted for a plan: the plan as it is there, the request, and the files that say what is asked for.
+
+        Raises:
+            StartError: it cannot be had.
+            OSError: the cluster cannot be reached.
+        """
         base = str(self.layout.base)
         cargo = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
         with base_errors(base):
@@ -104,15 +130,16 @@ class BatchBackend:
         name = job_name(step.step_key, plan.payload.nonce)
         comment = job_comment(step.run_id, step.step_key, step.partition_key)
         request = self._request(plan, job_name=name, comment=comment)
-        cluster_id = f"{CLUSTER}{plan.payload.nonce}"
-        files = {
-            **run_files(plan, context),
-            RUNTIME: to_json(runtime_spec(cluster_id, plan, request, self._leading_queue)).encode("utf-8"),
-            JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm).encode("utf-8", "surrogateescape"),
-            CANCEL: b"",
-            EXIT: b"",
-        }
-        return self.submit_job(run_dir, files, request, step, lambda job: _held(BatchJob(job, commands, cluster_id), hold))
+        spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, request, self._leading_queue)
+        return (
+            plan,
+            request,
+            {
+                PAYLOAD: to_json(plan.payload).encode("utf-8"),
+                RUNTIME: to_json(spec).encode("utf-8"),
+                JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm).encode("utf-8", "surrogateescape"),
+            },
+        )
 
     def example(self, plan: Plan) -> str:
         request = self._request(plan, job_name=job_name("STEP", plan.payload.nonce), comment=job_comment("RUN", "STEP", None))

@@ -16,6 +16,8 @@ JUDGED = "judged"
 
 _MOST_BYTES = 4 * 1024 * 1024
 _WHO_ASKS = (b"# rayslurm: ", b"#SBATCH --comment=")
+_BY_CHANCE = {"control_key": None, "control_ports": []}
+"""Members of a runtime's start record that are made up for each."""
 _OF_THE_SESSION = ("run_id", "ray", "want_cpus", "want_gpus", "time_limit")
 """Members of a payload's start record that say who asks, and what a session made of the request."""
 
@@ -70,7 +72,7 @@ def _request(files: Mapping[str, bytes]) -> list[Any] | None:
         payload = json.loads(files[PAYLOAD])
         request.append({key: value for key, value in payload.items() if key not in _OF_THE_SESSION})
         if RUNTIME in files:
-            request.append({**json.loads(files[RUNTIME]), "control_key": None})
+            request.append({**json.loads(files[RUNTIME]), **_BY_CHANCE})
     except ValueError:
         return None
     request += [line for line in files.get(JOB_SCRIPT, b"").splitlines() if not line.startswith(_WHO_ASKS)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 from dagster_pipes import PipesExtras
 
-from ..backends.base import Attempt, Backend
+from ..backends.base import Attempt, Backend, GoesOn
 from ..errors import RunFailure
 from ..follow.pipes import RecordContextInjector, RecordReader
 from ..outcome.metadata import failure_metadata
@@ -30,9 +30,11 @@ def execute(
         RunFailure: it did not succeed.
     """
     run = Underway(context, {None: plan}, backend, policy)
+    if isinstance(backend, GoesOn):
+        run.may_go_on(backend.goes_on)
     reader, injector = RecordReader(), RecordContextInjector(context)
     with dg.open_pipes_session(context, injector, reader, extras) as session:
-        run.follow(lambda *how: {None: backend.start(plan, *how)}, injector, lambda _: reader.handler)
+        run.follow(lambda plans, *how: {None: backend.start(plans[None], *how)}, injector, lambda _: reader.handler)
         judged = run.judge()[None]
         verdict, metadata = judged.verdict, run.parts[0].metadata(policy.mode)
         kept = run.tidy_up(verdict)

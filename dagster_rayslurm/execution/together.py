@@ -43,7 +43,7 @@ def execute_together(
     with dg.open_pipes_session(context, injector, reader, extras) as session:
         # A handler of its own for each: what is tried out there goes nowhere.
         reports = Reports(reader.handler, plans, lambda each: dg.PipesMessageHandler(context, reader).handle_message(each))
-        run.follow(lambda *how: backend.start(plans, *how), injector, reports.of)
+        run.follow(lambda plans, *how: backend.start(plans, *how), injector, reports.of)
         parts = dict(zip(plans, run.parts, strict=True))
         for component, error in reports.hand_over():
             parts[component].follower.refuse(error)

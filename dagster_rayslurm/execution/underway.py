@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import dagster as dg
 from dagster_pipes import PipesContextData
 
 from ..backends.base import Attempt, Hold, Place, Step
+from ..backends.under_way import JUDGED
 from ..connections.base import ConnectionFailed
 from ..errors import RunFailure, StartError
 from ..follow import Evidence, Follower
@@ -19,14 +21,15 @@ from ..follow.pipes import RecordContextInjector
 from ..outcome import Verdict, asks_slurm, judge
 from ..outcome.metadata import Metadata
 from ..outcome.together import Judged
-from ..plan import Plan, run_dir_name
+from ..plan import Plan, nonce_of, run_dir_name
 from ..runtime.record import SECRETS, component_dir
+from .earlier import Notes
 from .policy import Policy
 from .tidying import discard, fetch_outputs, sweep
 from .to_the_end import Followed, follow_to_the_end
 
-Start = Callable[[str, PipesContextData, Step, Hold], Mapping[Any, Attempt]]
-"""As `Backend.start`, but for the plans: the runtimes by component."""
+Start = Callable[[Mapping[Any, Plan], str, PipesContextData, Step, Hold], Mapping[Any, Attempt]]
+"""As `Backend.start`, for plans by component: the runtimes by component."""
 
 
 class CompletedRun(dg.PipesClientCompletedInvocation):
@@ -69,10 +72,29 @@ class Underway:
         self._context, self._plans, self._place, self._policy = context, plans, place, policy
         self._step = Step(context.run.run_id, step_key, partition_key, context.log)
         self._name = name
-        self._outputs = policy.home.outputs / name
+        self._goes_on: Callable[[Plan, str, Step], bool] | None = None
         self._run_dir = ""
         self._stranded = False
         """Whether outputs are still where the payload ran."""
+
+    def may_go_on(self, goes_on: Callable[[Plan, str, Step], bool]) -> None:
+        """Let a payload that an attempt before started, and left behind, be this one: see `GoesOn`."""
+        self._goes_on = goes_on
+
+    def _take_up(self, goes_on: Callable[[Plan, str, Step], bool]) -> None:
+        """Go on with what an attempt before left behind, and take note of this one for those after it."""
+        notes = Notes(self._context, self._step.step_key)
+        name = notes.before()
+        if name is not None:
+            (plan,) = self._plans.values()
+            same = replace(plan, payload=replace(plan.payload, nonce=nonce_of(name)))
+            if goes_on(same, str(self._place.layout.runs / name), self._step):
+                self._plans, self._name = {None: same}, name
+                self._context.log.warning(
+                    f"[rayslurm] an attempt before left its payload behind, and nobody heard how it ended: going on with {name}, "
+                    "whose output and messages are repeated from the beginning"
+                )
+        notes.note(self._name)
 
     def follow(self, start: Start, injector: RecordContextInjector, handler_of: Callable[[Any], Any]) -> None:
         """Start the payloads, follow them to their ends, and let go of them whatever comes.
@@ -89,9 +111,11 @@ class Underway:
         try:
             with start_errors():
                 sweep(self._place, self._policy)
+                if self._goes_on is not None:
+                    self._take_up(self._goes_on)
                 self._run_dir = str(self._place.layout.runs / self._name)
                 assert injector.context_data is not None
-                attempts = start(self._run_dir, injector.context_data, self._step, held.append)
+                attempts = start(self._plans, self._run_dir, injector.context_data, self._step, held.append)
             self.parts = [self._followed(component, attempts[component], handler_of(component)) for component in self._plans]
             follow_to_the_end(self.parts, self._policy, self._context)
         except BaseException:
@@ -129,12 +153,16 @@ class Underway:
         finally:
             release_all(held, {part.attempt: part.evidence for part in self.parts})
 
+    @property
+    def _outputs(self) -> Path:
+        return self._policy.home.outputs / self._name
+
     def judge(self) -> dict[Any, Judged]:
         """What became of the payloads, by component; their outputs are brought back."""
         return {part.component: Judged(self._judge(part), part.evidence) for part in self.parts}
 
     def _judge(self, part: Followed) -> Verdict:
-        if asks_slurm(part.evidence):
+        if asks_slurm(part.evidence) and not part.evidence.cut_off:
             part.attempt.explain(part.evidence)
         verdict = judge(part.evidence, part.plan.uses_pipes, self._policy.require_messages)
         outputs = self._outputs if part.component is None else self._outputs / part.component
@@ -150,6 +178,9 @@ class Underway:
         if not self._stranded and not self._policy.keeps(verdict.kind is not None):
             discard(self._place.connection, self._run_dir)
             return None
+        if not any(part.evidence.cut_off for part in self.parts):
+            with suppress(OSError):  # Whoever retries this step is not to go on with what has been told.
+                self._place.connection.write(os.path.join(self._run_dir, JUDGED), b"")
         place = self.parts[0].attempt.place
         return f"{place}:{self._run_dir}" if place else self._run_dir
 

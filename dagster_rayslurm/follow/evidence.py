@@ -36,6 +36,8 @@ class Evidence:
     damaged_lines: int = 0
     unreachable: str | None = None
     """Why the record could not be read for `connection_loss_timeout`."""
+    cut_off: bool = False
+    """Whether that was because nothing there can be reached, so that there is no use in asking anybody."""
     heard_at: float = field(default_factory=time.monotonic)
     """When the record last grew, by this machine's monotonic clock."""
     tails: dict[str, str] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..connections.base import ConnectionFailed
 from ..runtime.record import JOURNAL, STDIO, LineReader, Record
 from .evidence import Evidence
 from .prefixed import Prefixed
@@ -228,6 +229,7 @@ class Follower:
             self._log.warning(f"[rayslurm] {self._whose}the record cannot be read, the run goes on: {error}")
         elif now - self._unreachable_since > self._loss_timeout:
             self.evidence.unreachable = str(error)
+            self.evidence.cut_off = isinstance(error, ConnectionFailed)
 
     def _complete(self) -> bool:
         """Whether the `end` and all the output before it are in."""

@@ -14,7 +14,7 @@ SCRIPT = "#!/bin/sh\n# rayslurm: run {run}\n#SBATCH --comment='run {run}'\n#SBAT
 def files(run: str = "a", time: str = "5", key: str = "k", cpus: int = 1, argv: str = "python") -> dict[str, bytes]:
     return {
         PAYLOAD: json.dumps({"argv": [argv], "run_id": run, "want_cpus": cpus}).encode(),
-        RUNTIME: json.dumps({"cluster_id": "c", "control_key": key}).encode(),
+        RUNTIME: json.dumps({"cluster_id": "c", "control_key": key, "control_ports": [len(key)]}).encode(),
         JOB_SCRIPT: SCRIPT.format(run=run, time=time).encode(),
     }
 
