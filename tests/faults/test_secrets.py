@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,20 +31,21 @@ SERVICES = ("edge", "slurmctld", *NODES)
 
 SAMPLER = """
 import os, sys, time
-seen, until = set(), time.time() + 240
+looks, seen, until = {}, set(), time.time() + 240
 while time.time() < until and not os.path.exists(sys.argv[1]):
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            for kind in ("cmdline", "comm"):
-                try:
-                    with open("/proc/%s/%s" % (name, kind), "rb") as file:
-                        seen.add(file.read())
-                except OSError:
-                    pass
+    names = set(filter(str.isdecimal, os.listdir("/proc")))
+    looks = {name: looks.get(name, -1) + 1 for name in names}
+    for name in names:
+        if looks[name] < 8 or looks[name] % 64 == 0:
+            try:
+                with open("/proc/%s/cmdline" % name, "rb") as file:
+                    seen.add(file.read())
+            except OSError:
+                pass
     time.sleep(0.01)
 sys.stdout.buffer.write(b"\\n".join(seen).replace(b"\\0", b" "))
 """
-"""Collects the arguments of all processes of a machine until a file is there."""
+"""Collects the arguments of all processes of a machine until a file is there: of new ones often, as they call exec."""
 
 PAYLOAD = pipes_script("""
 import json, os, pathlib, ray, subprocess, sys
@@ -56,16 +56,18 @@ ray.init()
 def environment():
     return dict(os.environ)
 
-job = os.environ["SLURM_JOB_ID"]
+job = os.environ.get("SLURM_JOB_ID", "")
 commands = [["scontrol", "show", "job", "-dd", job], ["squeue", "--format=%all"], ["scontrol", "write", "batch_script", job, "-"]]
 commands += [["squeue", "--steps", "--format=%all"], ["scontrol", "show", "step", job], ["scontrol", "listpids"]]
-told = [subprocess.run(command, capture_output=True, text=True).stdout for command in commands]
+told = [subprocess.run(command, capture_output=True, text=True).stdout for command in commands if job]
 token = pathlib.Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text()
 data = pathlib.Path(os.environ["RAYSLURM_DATA_DIR"])
 # Backwards, as this file is looked through as well.
 (data / "token").write_text(token[::-1])
-own = {name: value for name, value in os.environ.items() if name not in ("PLAIN", "FROM_ENV")}
-(data / "told").write_text(json.dumps([told, own, ray.get(environment.remote())]))
+# What Dagster's own process has in its environment is handed on in local mode.
+not_dagsters = lambda environ: {name: value for name, value in environ.items() if not name.startswith("RS_TEST_")}
+own = {name: value for name, value in not_dagsters(os.environ).items() if name not in ("PLAIN", "FROM_ENV")}
+(data / "told").write_text(json.dumps([told, own, not_dagsters(ray.get(environment.remote()))]))
 for pid in filter(str.isdecimal, os.listdir("/proc")):
     try:
         arguments = pathlib.Path("/proc", pid, "cmdline").read_bytes()
@@ -105,31 +107,33 @@ def encrypted(site: Site, tmp_path: Path) -> str:
     return str(path)
 
 
+class Here:
+    """This machine, as `Site` is a cluster."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = str(base)
+
+    def sh(self, script: str, *arguments: str) -> str:
+        """What a shell script prints."""
+        return subprocess.run(["sh", "-c", script, "sh", *arguments], check=True, capture_output=True, text=True).stdout
+
+    def lines(self, name: str) -> list[str]:
+        """Lines of a file in the data directory."""
+        return Path(self.base, "data", name).read_text().splitlines()
+
+
 @contextmanager
-def sampled(site: Site) -> Iterator[dict[str, str]]:
-    """The arguments of all processes on all machines meanwhile, by machine; filled in at the end."""
-    seen: dict[str, str] = {}
-    stop = f"/tmp/stop-{os.path.basename(site.base)}"
-    here = subprocess.Popen([sys.executable, "-c", SAMPLER, stop], stdout=subprocess.PIPE)
-
-    def there(service: str) -> None:
-        seen[service] = site.stack.exec(service, ["python3", "-c", SAMPLER, stop])
-
-    threads = [threading.Thread(target=there, args=(service,)) for service in SERVICES]
-    for thread in threads:
-        thread.start()
+def sampled() -> Iterator[list[str]]:
+    """The arguments of all processes meanwhile, filled in at the end; those of the stack's containers are seen from here."""
+    seen: list[str] = []
+    stop = f"/tmp/stop-{os.getpid()}"
+    sampler = subprocess.Popen([sys.executable, "-c", SAMPLER, stop], stdout=subprocess.PIPE)
     try:
         yield seen
     finally:
-        for service in SERVICES:
-            site.stack.exec(service, ["touch", stop])
         Path(stop).touch()
-        seen["here"] = here.communicate(timeout=30)[0].decode("utf-8", "replace")
-        for thread in threads:
-            thread.join(30)
+        seen += sampler.communicate(timeout=30)[0].decode("utf-8", "replace").splitlines()
         Path(stop).unlink()
-        for service in SERVICES:
-            site.stack.exec(service, ["rm", "-f", stop])
 
 
 def computes(mode: str, site: Site, make: Make, session: Make, key: str) -> ComputeResource:
@@ -159,100 +163,109 @@ def text_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)) + repr(error) + repr(getattr(error, "metadata", ""))
 
 
-@pytest.mark.parametrize("mode", ["slurm", "slurm-session", "slurm-hetjob"])
-def test_secrets_are_nowhere_else(
-    mode: str,
-    site: Site,
-    slurm_compute: Make,
-    session_compute: Make,
-    encrypted: str,
-    script: Any,
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+Words = dict[str, str]
+"""Texts by where they are."""
+Look = Callable[[ComputeResource, Site | Here], tuple[Words, Words]]
+
+
+@pytest.fixture
+def look(
+    script: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Look:
+    """Runs a payload that ends well, and one that does not; all that can be read of them, and the secrets that there were."""
     monkeypatch.setenv("RS_TEST_PASSPHRASE", PASSPHRASE)
     monkeypatch.setenv("RS_TEST_SECRET", FROM_ENV)
-    compute = computes(mode, site, slurm_compute, session_compute, encrypted)
     payload = script(PAYLOAD)
-    raised: list[RunFailure] = []
 
-    @dg.asset
-    def with_secrets(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
-        fails = context.run.tags.get("fails", "")
-        secret_env = {"PLAIN": PLAIN, "FROM_ENV": dg.EnvVar("RS_TEST_SECRET")}
-        extra_env = {"FAILS": fails, "BASE": site.base}
-        try:
-            run = compute.run(context=context, payload_path=payload, secret_env=secret_env, extra_env=extra_env)
-        except RunFailure as failure:
-            raised.append(failure)
-            raise
-        return run.get_materialize_result()
+    def both(compute: ComputeResource, place: Site | Here) -> tuple[Words, Words]:
+        raised: list[RunFailure] = []
 
-    instance = dg.DagsterInstance.ephemeral()
-    said: dict[str, str] = {}
-    keys: dict[str, str] = {}
-    jobs = set()
-    with warnings.catch_warnings(record=True) as warned, sampled(site) as seen:
-        warnings.simplefilter("always")
-        for fails in ("", "yes"):
-            result = dg.materialize(
-                [with_secrets],
-                resources={"compute": compute},
-                instance=instance,
-                raise_on_error=False,
-                tags={"fails": fails},
-            )
-            assert result.success == (not fails), raised
-            said[f"told {fails}"] = "".join(site.lines("told"))
-            if mode != "slurm-session":
-                said[f"job's environment {fails}"] = "".join(site.lines("job_environment"))
-            keys.update({f"token {fails}": site.lines("token")[0][::-1]})
-            found = json.loads(site.lines("keys")[0])
-            keys.update({f"{name} {fails}": value[::-1] for name, value in found.items()})
-            jobs.update(site.submitted() if mode == "slurm-session" else [])
-            said[f"events {fails}"] = "".join(map(serialize_value, instance.all_logs(result.run_id)))
-            run = instance.get_run_by_id(result.run_id)
-            assert run is not None
-            said[f"run {fails}"] = serialize_value(run)
-    assert any("control_key" in name for name in keys) and all(len(value) >= 32 for value in keys.values()), keys.keys()
-    said.update({f"arguments on {name}": text for name, text in seen.items()})
-    assert "slurm_script" in said["arguments on c1"] + said["arguments on c2"] and "sbatch" in said["arguments on edge"]
-    said["warnings"] = "".join(map(str, warned))
-    said["failure"] = "".join(map(text_of, raised))
-    said["logs"] = caplog.text
-    said["output"] = "".join(capfd.readouterr())
-    said["repr"] = repr(compute) + str(compute)
-    definitions = dg.Definitions([with_secrets], resources={"compute": compute})
-    said["definitions"] = serialize_value(RepositorySnap.from_def(definitions.get_repository_def()))
+        @dg.asset
+        def with_secrets(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
+            secret_env = {"PLAIN": PLAIN, "FROM_ENV": dg.EnvVar("RS_TEST_SECRET")}
+            extra_env = {"FAILS": context.run.tags.get("fails", ""), "BASE": place.base}
+            try:
+                run = compute.run(context=context, payload_path=payload, secret_env=secret_env, extra_env=extra_env)
+            except RunFailure as failure:
+                raised.append(failure)
+                raise
+            return run.get_materialize_result()
+
+        said: Words = {}
+        secrets = {"passphrase": PASSPHRASE, "password": PASSWORD, "plain": PLAIN, "from a variable": FROM_ENV}
+        definitions = dg.Definitions([with_secrets], resources={"compute": compute})
+        said["definitions"] = serialize_value(RepositorySnap.from_def(definitions.get_repository_def()))
+        said["resource"] = repr(compute) + str(compute)
+        instance = dg.DagsterInstance.ephemeral()
+        with warnings.catch_warnings(record=True) as warned, sampled() as seen:
+            warnings.simplefilter("always")
+            for fails in ("", "yes"):
+                resources, tags = {"compute": compute}, {"fails": fails}
+                ran = dg.materialize([with_secrets], instance=instance, resources=resources, tags=tags, raise_on_error=False)
+                assert ran.success == (not fails), raised
+                said[f"what the payload saw {fails}"] = "".join(place.lines("told"))
+                said[f"events {fails}"] = "".join(map(serialize_value, instance.all_logs(ran.run_id)))
+                said[f"run {fails}"] = serialize_value(instance.get_run_by_id(ran.run_id))
+                secrets[f"token {fails}"] = place.lines("token")[0][::-1]
+                found = json.loads(place.lines("keys")[0])
+                secrets.update({f"{name} {fails}": value[::-1] for name, value in found.items()})
+        assert raised[0].kind == "payload" and "as it was asked to" in text_of(raised[0])
+        said["arguments"] = "\n".join(seen)
+        said["warnings"] = "".join(map(str, warned))
+        said["failure"] = text_of(raised[0])
+        said["logs"] = caplog.text
+        said["output"] = "".join(capfd.readouterr())
+        return said, secrets
+
+    return both
+
+
+def check(said: Words, secrets: Words, place: Site | Here) -> None:
+    """See to it that no secret is in what can be read, and keys of clusters are in files of the user alone."""
+    assert all(len(secret) >= 15 for secret in secrets.values()), secrets
+    leaks = [(where, name) for where, text in said.items() for name, secret in secrets.items() if secret in text]
+    assert not leaks
+    for name, secret in secrets.items():
+        holders = place.sh('grep -rlF -e "$2" "$1" 2>/dev/null || true', place.base, secret).splitlines()
+        assert not holders or name not in ("passphrase", "password", "plain", "from a variable"), (name, holders)
+        modes = {path: place.sh('stat -c %a -- "$1"', path).strip() for path in holders}
+        assert set(modes.values()) <= {"400", "600"}, (name, modes)
+    # What payloads put into the data directory is for whomever the user's umask lets read it.
+    opened = place.sh('cd "$1" && find . -maxdepth 2 -path ./data -prune -o -perm /077 -print', place.base).splitlines()
+    assert not opened, opened
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["each its own cluster", "a warm cluster"])
+def test_secrets_are_nowhere_else_on_this_machine(reuse: bool, base: Path, look: Look) -> None:
+    compute = ComputeResource(local_base=str(base), default_launcher=small_ray(), enable_cluster_reuse=reuse)
+    place = Here(base)
+    try:
+        said, secrets = look(compute, place)
+    finally:
+        for path in base.glob("sessions/*/session.json"):
+            compute.cleanup_cluster(json.loads(path.read_text())["cluster_id"])
+    assert "ray-node" in said["arguments"] and "RAYSLURM_" in said["what the payload saw "]
+    check(said, secrets, place)
+
+
+@pytest.mark.parametrize("mode", ["slurm", "slurm-session", "slurm-hetjob"])
+def test_secrets_are_nowhere_else(
+    mode: str, site: Site, slurm_compute: Make, session_compute: Make, encrypted: str, look: Look
+) -> None:
+    compute = computes(mode, site, slurm_compute, session_compute, encrypted)
+    said, secrets = look(compute, site)
+    said["job's environment"] = "".join(site.lines("job_environment"))
     said["sacct"] = site.sh(
-        "sacct --user=dev --format=ALL --parsable2 2>&1; for a in --batch-script --env-vars; do "
-        "sacct --user=dev $a 2>&1; done; true"
+        'for each in "--format=ALL" --batch-script --env-vars; do sacct --user=dev --parsable2 $each 2>&1; done; true'
     )
     for service in SERVICES:
         logs = subprocess.run(["docker", "logs", "--since=10m", site.stack.container(service)], capture_output=True, text=True)
-        said[f"log of {service}"] = logs.stdout + logs.stderr
-        said[f"logs on {service}"] = site.stack.exec(
-            service, ["sh", "-c", "cat /var/log/slurm*/* /var/log/*log 2>/dev/null; true"]
-        )
-    cli = subprocess.run(
-        [sys.executable, "-m", "dagster_rayslurm.cli", "session", "list", "--help"], capture_output=True, text=True
-    )
-    said["command line"] = cli.stdout + cli.stderr
-
-    secrets = {"passphrase": PASSPHRASE, "password": PASSWORD, "plain": PLAIN, "from a variable": FROM_ENV, **keys}
-    leaks = [(where, name) for where, text in said.items() for name, secret in secrets.items() if secret in text]
-    assert not leaks
-    # Of files on the cluster, those of the user alone hold keys of clusters, and none a value of `secret_env`.
-    holders = {
-        name: site.sh('grep -rlF -e "$2" "$1" 2>/dev/null || true', site.base, secret).splitlines()
-        for name, secret in secrets.items()
-    }
-    assert not any(holders[name] for name in ("passphrase", "password", "plain", "from a variable")), holders
-    for path in {path for paths in holders.values() for path in paths}:
-        assert site.sh('stat -c %a -- "$1"', path).strip() in ("600", "400"), path
-    opened = site.sh('cd "$1" && find . -maxdepth 2 -type d -perm /077', site.base).splitlines()
-    assert not opened, opened
+        files = "cat /var/log/slurm*/* /var/log/*log 2>/dev/null; true"
+        said[f"log of {service}"] = logs.stdout + logs.stderr + site.stack.exec(service, ["sh", "-c", files])
+    assert all(word in said["arguments"] for word in ("sbatch", "slurm_script", "ray-node")), said["arguments"]
+    assert "SLURM_JOB_ID" in said["job's environment"] and "JobName=rayslurm" in said["what the payload saw "]
+    assert any("control_key" in name for name in secrets), secrets.keys()
+    check(said, secrets, site)
 
 
 # ---- Mistakes
