@@ -16,7 +16,7 @@ JUDGED = "judged"
 
 _MOST_BYTES = 4 * 1024 * 1024
 _WHO_ASKS = (b"# rayslurm: ", b"#SBATCH --comment=")
-_BY_CHANCE = {"control_key": None, "control_ports": []}
+_BY_CHANCE: dict[str, Any] = {"control_key": None, "control_ports": []}
 """Members of a runtime's start record that are made up for each."""
 _OF_THE_SESSION = ("run_id", "ray", "want_cpus", "want_gpus", "time_limit")
 """Members of a payload's start record that say who asks, and what a session made of the request."""
