@@ -1,8 +1,8 @@
 """What a stranger tries on a machine where a victim's work runs: sent there as text, and run there as the stranger.
 
-Called as `python -c TEXT try VICTIM PORTS PATHS`, with JSON for the victim's listening ports and for paths of which the stranger
-has heard; prints what it got hold of, as JSON. Called as `python -c TEXT hold HOST PORT COUNT` it keeps connections open that
-say nothing, until its input ends.
+Called as `python -c TEXT try VICTIM PORTS PATHS ROOTS`, with JSON for the victim's listening ports, for paths of which the
+stranger has heard, and for where it looks for others; prints what it got hold of, as JSON. Called as
+`python -c TEXT hold HOST PORT COUNT` it keeps connections open that say nothing, until its input ends.
 """
 
 import ctypes
@@ -11,7 +11,6 @@ import os
 import pwd
 import re
 import select
-import signal
 import socket
 import stat
 import sys
@@ -20,7 +19,6 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-ROOTS = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch", "/home", "/var/lib/slurm", "/var/log", "/var/spool", "/opt/ray")
 PATHS = (
     "/",
     "/metrics",
@@ -63,10 +61,10 @@ REFUSED = ("UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE")
 SECONDS = 5.0
 
 
-def files(uid: int) -> list[str]:
+def files(uid: int, roots: list[str]) -> list[str]:
     """What of the victim's can be read, written, listed or connected to."""
     found = []
-    for root in ROOTS:
+    for root in roots:
         for directory, names, others in os.walk(root):
             for name in [*names, *others]:
                 path = os.path.join(directory, name)
@@ -115,16 +113,19 @@ def processes(uid: int) -> tuple[list[str], list[str]]:
         try:
             if path.stat().st_uid != uid:
                 continue
-            arguments.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
+            words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
         except OSError:
             continue
+        if not words:
+            continue  # A thread of the kernel, which has nothing.
+        arguments.append(words)
         attempts: dict[str, Any] = {
             "environ": lambda path=path: (path / "environ").read_bytes(),
             "mem": lambda path=path: open(path / "mem", "rb").close(),
             "maps": lambda path=path: (path / "maps").read_bytes(),
             "fd": lambda path=path: os.listdir(path / "fd"),
             "cwd": lambda path=path: os.readlink(path / "cwd"),
-            "signal": lambda pid=pid: os.kill(pid, signal.SIGCONT),
+            "signal": lambda pid=pid: os.kill(pid, 0),
             "ptrace": lambda pid=pid: trace(libc, pid),
         }
         for what, attempt in attempts.items():
@@ -184,7 +185,7 @@ def methods() -> list[str]:
 
 def grpc_calls(host: str, port: int, names: list[str]) -> dict[str, list[str]]:
     """Methods that do not refuse an empty request without a token, or with a wrong one, by what they answer."""
-    import grpc  # type: ignore[import-untyped]
+    import grpc
 
     answers: dict[str, list[str]] = {}
     with grpc.insecure_channel("%s:%d" % (host, port), options=[("grpc.enable_http_proxy", 0)]) as channel:
@@ -251,7 +252,7 @@ def gone(sock: socket.socket) -> bool:
 def main() -> None:
     if sys.argv[1] == "hold":
         return hold(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
-    victim, ports, known = sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4])
+    victim, (ports, known, roots) = sys.argv[2], map(json.loads, sys.argv[3:])
     uid = pwd.getpwnam(victim).pw_uid
     done, arguments = processes(uid)
     names = methods() if ports else []
@@ -260,7 +261,7 @@ def main() -> None:
         spoken = http(host, port)
         answers["%s:%d" % (host, port)] = grpc_calls(host, port, names) if spoken is None else spoken
         noise(host, port)
-    got = {"files": files(uid), "opened": opened(known), "processes": done, "arguments": arguments, "answers": answers}
+    got = {"files": files(uid, roots), "opened": opened(known), "processes": done, "arguments": arguments, "answers": answers}
     print(json.dumps(got))
 
 

@@ -2,11 +2,17 @@
 
 import contextlib
 import json
+import os
+import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dagster_rayslurm import ComputeResource, HetComponent, SlurmQueueConfig
@@ -21,6 +27,8 @@ Make = Callable[..., ComputeResource]
 PYTHON = "/opt/ray/bin/python"
 STRANGER = (Path(__file__).parent / "stranger.py").read_text()
 SECRET = "s3cret-of-dev"
+ROOTS = ["/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch", "/home", "/var/lib/slurm", "/var/log", "/var/spool", "/opt/ray"]
+NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 MANY = 200
 """Silent connections that the stranger keeps open, which are more than a session's port and its queue like to have."""
 
@@ -93,9 +101,13 @@ def listening(site: Site, service: str) -> list[tuple[str, int]]:
     for line in site.stack.exec(service, ["ss", "-ltnpH"], user="dev").splitlines():
         if "pid=" in line:
             host, _, port = line.split()[3].rpartition(":")
-            anywhere = host in ("*", "0.0.0.0", "[::]")
-            ports.append((site.stack.ip(service) if anywhere else host, int(port)))
+            ports.append((reached_at(host.strip("[]"), site.stack.ip(service)), int(port)))
     return ports
+
+
+def reached_at(host: str, own: str) -> str:
+    """The address at which a listener is reached, given one of the machine's own."""
+    return own if host in ("*", "0.0.0.0", "::") else host.removeprefix("::ffff:")
 
 
 def paths(site: Site, service: str) -> list[str]:
@@ -106,7 +118,7 @@ def paths(site: Site, service: str) -> list[str]:
 
 def got(site: Site, service: str) -> dict[str, Any]:
     """What the stranger gets hold of on a machine; on a node in a job of its own."""
-    given = [json.dumps(listening(site, service)), json.dumps(paths(site, service))]
+    given = [json.dumps(each) for each in (listening(site, service), paths(site, service), ROOTS)]
     command = [PYTHON, "-c", STRANGER, "try", "dev", *given]
     if service != "edge":
         command = ["srun", "--quiet", "--partition=all", f"--nodelist={service}", "--mem=300M", "--chdir=/tmp", *command]
@@ -116,13 +128,17 @@ def got(site: Site, service: str) -> dict[str, Any]:
 
 def check(site: Site, service: str, secrets: dict[str, str]) -> int:
     """See to it that the stranger gets nothing on a machine; the number of ports that it found there."""
-    found = got(site, service)
-    assert found["files"] == found["opened"] == [open_to_all(site)] and not found["processes"], (service, found)
+    return check_found(got(site, service), open_to_all(site), secrets)
+
+
+def check_found(found: dict[str, Any], to_be_found: str, secrets: dict[str, str]) -> int:
+    """See to it that a stranger has found one file and no more; the number of ports that it tried."""
+    assert found["files"] == found["opened"] == [to_be_found] and not found["processes"], found
     for address, answers in found["answers"].items():
         for where, text in answers.items():
-            assert is_harmless(where, str(text)), (service, address, where, text)
+            assert is_harmless(where, str(text)), (address, where, text)
     for name, secret in secrets.items():
-        assert secret not in json.dumps(found), (service, name)
+        assert secret not in json.dumps(found), name
     return len(found["answers"])
 
 
@@ -219,6 +235,50 @@ def test_a_stranger_gets_hold_of_nothing(
     ran = running.result()
     assert not ran.failures, ran.failures[0].description
     assert ran.metadata["alive"] and not ran.metadata["secret there"]
+
+
+@pytest.fixture
+def open_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of this machine that everybody may look into, where bases and scratch directories are made."""
+    if os.geteuid() != 0 or subprocess.run([*NOBODY, sys.executable, "-c", "import grpc"], capture_output=True).returncode:
+        pytest.skip("only root can be somebody else, whom this Python must be open to")
+    path = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    path.chmod(0o755)
+    monkeypatch.setenv("TMPDIR", str(path))
+    yield path
+    try:
+        assert wait_until(lambda: not list(path.glob("rs-*")), 10), list(path.glob("rs-*"))
+    finally:
+        shutil.rmtree(path)
+
+
+def test_a_stranger_gets_hold_of_nothing_on_this_machine(open_place: Path, script: Any) -> None:
+    base = open_place / "base"
+    compute = ComputeResource(local_base=str(base), default_launcher=small_ray(dashboard=True, num_cpus_per_node=2))
+    control = open_place / "open"
+    control.write_text("x")
+    control.chmod(0o644)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run_asset, compute, script(BUSY), secret_env={"SECRET": SECRET})
+        try:
+            up = base / "data" / "up"
+            assert wait_until(lambda: running.done() or up.exists(), 90) and not running.done()
+            ports = {
+                (reached_at(each.laddr.ip, "127.0.0.1"), each.laddr.port)
+                for process in psutil.Process().children(recursive=True)
+                for each in process.net_connections("tcp")
+                if each.status == psutil.CONN_LISTEN
+            }
+            known = [str(path) for path in (control, *open_place.glob("rs-*/**/*"), *base.rglob("*"))]
+            given = [json.dumps(each) for each in (sorted(ports), known, [str(open_place)])]
+            command = [*NOBODY, sys.executable, "-c", STRANGER, "try", "root", *given]
+            said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            secrets = {"secret": SECRET, "token": (base / "data" / "token").read_text()}
+            assert check_found(json.loads(said), str(control), secrets) >= 8
+        finally:
+            (base / "data" / "go").write_text("x")
+        ran = running.result(60)
+    assert not ran.failures and ran.metadata["alive"] and not ran.metadata["secret there"]
 
 
 @pytest.mark.parametrize("taken", ["", "bundles", "runtime", "runs", "sessions"])
