@@ -371,9 +371,11 @@ class Wire:
 PHASES = ("connecting", "uploading", "submitting", "unrecorded", "pending", "cluster-start", "running", "ending")
 
 CASES = [
-    (mode, phase) for mode in MODES for phase in PHASES if not (mode == "slurm-hetjob" and phase in ("connecting", "uploading"))
+    *(("slurm", phase) for phase in PHASES),
+    *(("slurm-session", phase) for phase in PHASES[2:]),
+    *(("slurm-hetjob", phase) for phase in ("unrecorded", "cluster-start", "running", "ending")),
 ]
-"""Modes and phases; until sbatch is called a heterogeneous job is as any other."""
+"""Modes and phases. Until sbatch is called all modes do the same; what waits in the queue is the same to a heterogeneous job."""
 
 
 class Held:

@@ -74,8 +74,7 @@ def test_a_run_is_interrupted(mode: str, phase: str, dagster: Dagster, site: Sit
     assert len(submitted(site)) <= 1
 
 
-@pytest.mark.parametrize("phase", ["unrecorded", "running"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "phase"), [("slurm", "unrecorded"), *((mode, "running") for mode in MODES)])
 def test_a_run_is_interrupted_again_and_again(mode: str, phase: str, dagster: Dagster, site: Site, script: Any) -> None:
     """A second and a third interrupt, while the first one is seen to, make it end sooner, and nothing is left all the same."""
     dagster.payload = script(STUBBORN, "stubborn_payload.py")
