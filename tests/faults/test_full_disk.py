@@ -48,8 +48,8 @@ def small_base(site: Site, tmp_path: Path) -> Iterator[str]:
 
 def test_the_shared_file_system_is_full(mode: str, make: Make, script: Any, small_base: str, site: Site) -> None:
     """Space for the end is set aside, a lost message is a failure that says so, and so is a run that cannot begin."""
-    del mode
-    compute = make(slurm={"remote_base": small_base})
+    idle = {"session": {"idle_timeout": 5}} if mode == "slurm-session" else {}
+    compute = make(slurm={"remote_base": small_base}, **idle)
     filled = f"{small_base}/data/filled"
     fills = FILLS + f"fill({filled!r})\n"
 

@@ -47,6 +47,8 @@ from .setup import Kind, SessionSetup, example_session_script, session_script
 
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
 """A payload's record begins before it is followed, and a warm step may be over in no time."""
+_IN_SIGHT = 90.0
+"""Seconds in which a node sees what was delivered: a name that it looked for in vain stays missing on NFS for up to a minute."""
 _DELIVERIES = 3
 """Times that bundles are sent which are there no longer a moment later."""
 
@@ -235,16 +237,24 @@ class _Start:
         """Ask one session; what keeps the payload from fitting in, if that is so."""
         files = self._files(found.charter.offer)
         needs = self._cargo.places(self._base)
-        for delivery in range(_DELIVERIES + 1):
+        deliveries, until, pause = 0, time.monotonic() + _IN_SIGHT, 0.1
+        while True:
             answer = self._request.put(found, files, needs)
             error = answer.get("error")
             said = str(answer.get("message") or error)
             if self._attempt is not None:
                 return None
-            if error == "missing" and delivery < _DELIVERIES:
-                with base_errors(self._base):
-                    deliver(self._connection, self._base, self._cargo, self._step.log, afresh=delivery > 0)
+            if error == "missing" and time.monotonic() < until:
+                if deliveries < _DELIVERIES:
+                    with base_errors(self._base):
+                        deliver(self._connection, self._base, self._cargo, self._step.log, afresh=deliveries > 0)
+                deliveries += 1
+                if deliveries > 1:  # It is there, and its node has looked for it too early.
+                    time.sleep(pause)
+                    pause = min(2 * pause, 3.0)
                 continue
+            if error == "missing":
+                said = f"its node does not see {', '.join(map(str, answer.get('missing') or ()))}"
             if error == "misfit":
                 return said
             if error in ("closing", GONE):
