@@ -148,7 +148,7 @@ def test_impossible_resources_are_refused_before_anything_starts(ray_compute: Co
 
 
 def warm(base: Path, **session: Any) -> ComputeResource:
-    config = SessionConfig(**{"idle_timeout": 60, **session})
+    config = SessionConfig(**{"idle_timeout": 300, **session})
     return ComputeResource(local_base=str(base), default_launcher=small_ray(), enable_cluster_reuse=True, session=config)
 
 
@@ -191,7 +191,7 @@ def test_a_warm_cluster_is_shared_between_processes_and_ends_itself_when_idle(ba
             return compute.run(context=context, payload_path={str(payload)!r}).get_materialize_result()
 
         compute = ComputeResource(
-            local_base={str(base)!r}, enable_cluster_reuse=True, session=SessionConfig(idle_timeout=3),
+            local_base={str(base)!r}, enable_cluster_reuse=True, session=SessionConfig(idle_timeout=6),
             default_launcher=RayLauncher(object_store_memory_gb=0.1, dashboard=False))
         result = dg.materialize([one], resources={{"compute": compute}})
         metadata = result.asset_materializations_for_node("one")[0].metadata
