@@ -39,6 +39,8 @@ class BatchJob:
         self._directory = job.directory if directory is None else directory
         self._started = False
         """Whether the runtime is at work: its record has started, and the job was not requeued since."""
+        self._heard: tuple[float, float] | None = None
+        """When the record started, by its node's clock, and when that was heard of, by the one that the submission goes by."""
         self._fresh_at = time.monotonic()
         self._ending = False
 
@@ -60,6 +62,8 @@ class BatchJob:
             return None
         self._started = started_at is not None and job.view.kind != "pending"
         with contextlib.suppress(OSError):
+            if started_at is not None and (self._heard is None or self._heard[0] != started_at):
+                self._heard = started_at, job.now()
             self._keep_fresh()
             if not self._started and not job.view.over and not job.cancelled:
                 job.tell()
@@ -85,7 +89,9 @@ class BatchJob:
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         metadata = self._job.metadata(evidence)
         if evidence.started_at is not None:
-            metadata["Queue wait (s)"] = round(max(0.0, evidence.started_at - self._job.submitted_at), 2)
+            # The clocks of a node and of the edge may differ: nothing has started after it was heard of.
+            started_at = min(evidence.started_at, self._heard[1] if self._heard else self._job.now())
+            metadata["Queue wait (s)"] = round(max(0.0, started_at - self._job.submitted_at), 2)
         return metadata
 
     def release(self, evidence: Evidence) -> None:

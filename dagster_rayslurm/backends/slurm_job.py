@@ -98,6 +98,14 @@ class SlurmJob:
         """When it was submitted, by the cluster's clock, in seconds of the epoch."""
         return self._submitted.at
 
+    def now(self) -> float:
+        """The cluster's clock, by which it was submitted, in seconds of the epoch.
+
+        Raises:
+            OSError: it cannot be asked.
+        """
+        return self._queue.clock.now()
+
     @property
     def view(self) -> JobView:
         """What the job is, as far as was seen."""
