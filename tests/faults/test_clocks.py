@@ -10,7 +10,7 @@ import pytest
 from dagster_rayslurm import ComputeResource, SSHConnectionResource
 from dagster_rayslurm.connections.shared import connection_to
 
-from ..conftest import pipes_script, run_asset
+from ..conftest import pipes_script, run_asset, wait_until
 from ..connections.sshd import Sshd
 from ..slurm.fixtures import Site
 from ..stack.access import Stack
@@ -63,7 +63,9 @@ def test_a_clock_is_off(place: str, minutes: int, make: Make, script: Any, site:
     if place == "edge":
         with edge_off_by(site, minutes) as ssh:
             # sbatch hands the variables on; the nodes' clocks are right.
-            _run(make(queue_timeout=45, slurm={"ssh": ssh, "site": {"LD_PRELOAD": ""}}), script)
+            idle = {"session": {"idle_timeout": 5}} if mode == "slurm-session" else {}
+            _run(make(queue_timeout=45, slurm={"ssh": ssh, "site": {"LD_PRELOAD": ""}}, **idle), script)
+            assert wait_until(lambda: not site.jobs(), 40), "a session goes by itself, before the way to it does"
         return
     true_time = time.time
     if place == "host":
