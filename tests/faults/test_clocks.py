@@ -58,7 +58,9 @@ def edge_off_by(site: Site, minutes: int) -> Iterator[SSHConnectionResource]:
 
 @pytest.mark.parametrize("minutes", [-10, 10])
 @pytest.mark.parametrize(("mode", "place"), PLACES, indirect=["mode"])
-def test_a_clock_is_off(place: str, minutes: int, make: Make, script: Any, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_is_off(
+    mode: str, place: str, minutes: int, make: Make, script: Any, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clock that is ten minutes fast or slow delays nothing, gives up nothing, and makes no figure wrong by that much."""
     if place == "edge":
         with edge_off_by(site, minutes) as ssh:
