@@ -84,8 +84,6 @@ def process(site: Site, node: str, which: str) -> str:
     if which in ("keeper", "runtime"):
         keeper = next(pid for pid, parent in ours.items() if parent not in ours)
         return keeper if which == "keeper" else next(pid for pid, parent in ours.items() if parent == keeper)
-    if which == "slurmstepd":
-        return next(pid for pid, words in args.items() if words.startswith("slurmstepd:") and words.endswith(".0]"))
     return next(pid for pid, words in args.items() if words.split()[0].endswith(f"/{which}"))
 
 
@@ -217,14 +215,11 @@ NODE_LOST = ("cluster-lost", COMES_BACK + SOON)
 
 KILLED = [
     ("slurm", "head", "gcs_server", HEAD_LOST),
-    ("slurm", "head", "slurmstepd", RUNTIME_GONE),
     ("slurm", "worker", "raylet", HEAD_LOST),
     ("slurm", "worker", "runtime", NODE_LOST),
     ("slurm", "worker", "keeper", NODE_LOST),
-    ("slurm", "worker", "slurmstepd", NODE_LOST),
     ("slurm-session", "head", "gcs_server", HEAD_LOST),
     ("slurm-session", "head", "runtime", RUNTIME_GONE),
-    ("slurm-session", "head", "slurmstepd", RUNTIME_GONE),
     ("slurm-session", "worker", "raylet", HEAD_LOST),
     ("slurm-session", "worker", "runtime", NODE_LOST),
     ("slurm-hetjob", "head", "gcs_server", HEAD_LOST),
@@ -234,7 +229,9 @@ KILLED = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "where", "which", "verdict"), KILLED, indirect=["mode"], ids=lambda each: str(each)[:16])
+@pytest.mark.parametrize(
+    ("mode", "where", "which", "verdict"), KILLED, indirect=["mode"], ids=["-".join(each[:3]) for each in KILLED]
+)
 def test_a_process_is_killed_while_the_payload_runs(
     mode: str, where: str, which: str, verdict: tuple[str, float], make: Make, start: Start, script: Any, site: Site
 ) -> None:
