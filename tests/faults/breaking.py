@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..conftest import wait_until
-from ..slurm.fixtures import Site
 from ..stack.access import Stack
 
 
@@ -46,20 +45,6 @@ def paused(stack: Stack, service: str) -> Iterator[None]:
         yield
     finally:
         docker("unpause", container)
-
-
-@contextmanager
-def lost(site: Site, node: str) -> Iterator[None]:
-    """A compute node is frozen for good: what is on it when it comes back has been ended, as by a reset."""
-    site.killed = True
-    container = site.stack.container(node)
-    # Frozen, not killed: without its name in the network's DNS, slurmctld itself would not answer for a while.
-    docker("pause", container)
-    try:
-        yield
-    finally:
-        docker("unpause", container)
-        docker("restart", "--time=0", container)
 
 
 @contextmanager
