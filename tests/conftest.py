@@ -29,14 +29,14 @@ MARK = "PYTEST_OF_RAYSLURM"
 
 
 _ON_THE_STACK = ("connections", "docs", "example", "faults", "slurm", "stack")
-"""Directories whose tests have the stack to themselves, also those that ask no fixture for it."""
+"""Directories with tests of the stack."""
 
 
 class _Scheduling(LoadScopeScheduling):
-    """One process runs all tests of the stack, in their order; the others are handed out one by one beside it."""
+    """Tests of the stack are handed out by files, whose tests share what is dear to make; all others one by one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "stack" if nodeid.split("/")[1] in _ON_THE_STACK else nodeid
+        return nodeid.partition("::")[0] if nodeid.split("/")[1] in _ON_THE_STACK else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)

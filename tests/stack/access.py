@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,7 +12,10 @@ import pytest
 from stack.access import read_environment
 from stack.cluster import Cluster
 from stack.errors import StackError
-from stack.settings import Settings
+from stack.settings import ROOT, Settings
+
+_FIRST = "gw0"
+"""What pytest-xdist calls the first process that runs tests."""
 
 
 class Stack:
@@ -41,9 +46,30 @@ class Stack:
 def stack_of_ones_own() -> Iterator[Stack]:
     """The stack, which no other process tests meanwhile: many tests break it, and all look at what is left on it.
 
-    In CI its absence fails the test, elsewhere it skips it.
+    In CI its absence fails the test, elsewhere it skips it. Where several processes run the tests, the first has the stack
+    that is up, and each of the others starts one beside it for the time of its tests.
     """
-    settings = Settings.from_environment()
+    first = Settings.from_environment()
+    worker = os.environ.get("PYTEST_XDIST_WORKER", _FIRST)
+    if worker == _FIRST or not read_environment(first):
+        with _running(first) as stack:
+            yield stack
+        return
+    os.environ["RAYSLURM_STACK_PROJECT"] = f"{first.project}-{worker}"
+    os.environ["RAYSLURM_STACK_DIR"] = f"{first.directory}-{worker}"
+    os.environ["RAYSLURM_STACK_SSH_PORT"] = str(first.ssh_port + 100 * int(worker.removeprefix("gw")))
+    command = [sys.executable, "-m", "stack"]
+    up = subprocess.run([*command, "up"], cwd=ROOT, capture_output=True, text=True)
+    assert up.returncode == 0, up.stdout + up.stderr
+    try:
+        with _running(Settings.from_environment()) as stack:
+            yield stack
+    finally:
+        subprocess.run([*command, "down"], cwd=ROOT, capture_output=True)
+
+
+@contextmanager
+def _running(settings: Settings) -> Iterator[Stack]:
     env = read_environment(settings)
     try:
         if not env:
