@@ -196,6 +196,10 @@ def serve(session_dir):  # type: (str) -> int
     return 0
 
 
+_IN_A_STEP = ("node", "part", "session")
+"""Roles of a process that srun starts."""
+
+
 def main(argv):  # type: (list[str]) -> int
     """Take the role that the command line names."""
     role = argv[0] if argv else ""
@@ -223,7 +227,7 @@ def main(argv):  # type: (list[str]) -> int
         from . import keeper, processes
 
         processes.raise_file_limit()
-        return keeper.guard(lambda: roles[role](argv[1]), lambda: dispensable[0] == 1)
+        return keeper.guard(lambda: roles[role](argv[1]), lambda: dispensable[0] == 1, role in _IN_A_STEP)
     sys.exit(__doc__)
 
 

@@ -82,6 +82,8 @@ def process(site: Site, node: str, which: str) -> str:
     if which in ("keeper", "runtime"):
         keeper = next(pid for pid, parent in ours.items() if parent not in ours)
         return keeper if which == "keeper" else next(pid for pid, parent in ours.items() if parent == keeper)
+    if which == "slurmstepd":
+        return next(pid for pid, words in args.items() if words.startswith("slurmstepd: [") and words.endswith(".0]"))
     return next(pid for pid, words in args.items() if words.split()[0].endswith(f"/{which}"))
 
 
@@ -158,6 +160,7 @@ def test_a_job_is_preempted(mode: str, make: Make, start: Start, script: Any, si
 
 HEADS = [
     ("slurm", "gcs_server", "cluster-lost", SOON),
+    ("slurm", "slurmstepd", "runtime", 40.0),
     ("slurm-session", "gcs_server", "cluster-lost", SOON),
     ("slurm-session", "runtime", "runtime", 15.0),
     ("slurm-hetjob", "gcs_server", "cluster-lost", SOON),
