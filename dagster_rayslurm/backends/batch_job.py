@@ -15,9 +15,11 @@ from ..runtime.record import CANCEL
 from .slurm_job import SlurmJob
 
 _PATIENCE = 5.0
-"""Seconds in which a job whose runtime has written the `end` of a cancelled run is over by itself."""
-_NODES_MISSING = ("cluster-lost", "cluster-start")
-"""Reasons of an `end` after which `srun` may wait for ever: it hears nothing of tasks on a node that was reset (22.05)."""
+"""Seconds in which a job whose runtime has written its `end` is over by itself."""
+_TERMINATED = "terminated"
+_SRUN_MAY_WAIT = ("cluster-lost", "cluster-start", _TERMINATED)
+"""Reasons of an `end` after which `srun` may wait for ever: it hears nothing of tasks on a node that was reset, nor of those
+whose slurmstepd was killed (22.05)."""
 _KEEP_FRESH = 3600.0
 
 
@@ -84,7 +86,8 @@ class BatchJob:
         self._job.confirm_gone()
 
     def explain(self, evidence: Evidence) -> None:
-        self._job.explain(evidence)
+        if evidence.job is None:
+            self._job.explain(evidence)
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         metadata = self._job.metadata(evidence)
@@ -96,9 +99,12 @@ class BatchJob:
 
     def release(self, evidence: Evidence) -> None:
         """See to it that a job which was to be ended is over; one that ended by itself needs nobody."""
+        reason = (evidence.end or {}).get("reason")
         if self._job.cancelled or (not evidence.started and not self._job.view.over):
             self._job.confirm_gone()
-        elif self._ending or (evidence.end or {}).get("reason") in _NODES_MISSING:
+        elif self._ending or evidence.nodes_lost or reason in _SRUN_MAY_WAIT:
+            if reason == _TERMINATED and not self._ending:
+                self.explain(evidence)  # Slurm's reason, while it is not the cancellation to come.
             self._job.confirm_gone(_PATIENCE)
 
     def _started_at(self, evidence: Evidence) -> float | None:

@@ -33,6 +33,8 @@ class Evidence:
     unrecorded: str | None = None
     """How it is known that the payload has ended, although its runtime lives and has recorded no `end`."""
     interrupted: bool = False
+    nodes_lost: int = 0
+    """How often the runtime told that a node is lost while the payload ran."""
     damaged_lines: int = 0
     unreachable: str | None = None
     """Why the record could not be read for `connection_loss_timeout`."""

@@ -268,6 +268,7 @@ class Follower:
         elif kind == "pipes":
             self._take_message(record["line"])
         elif kind == "phase":
+            self.evidence.nodes_lost += record["phase"] == "node-lost"
             self._log.info(f"[rayslurm] {self._whose}{record['phase']}: {record['message']}")
         elif kind == "tail":
             self.evidence.tails[record["name"]] = record["text"]
