@@ -38,7 +38,7 @@ from ..slurm.request import JobRequest, job_comment, job_name, make_request
 from ..slurm.script import render_script
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_ID, JOB_SCRIPT, SubmissionRefused, submit
-from . import under_way
+from . import left_behind
 from .base import Hold, Step
 from .batch_job import BatchJob
 from .cargo import base_errors, deliver, pack
@@ -112,7 +112,7 @@ class BatchBackend:
                 commands.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
             return job_id
 
-        return under_way.goes_on(self.connection, run_dir, plan.payload.nonce, asked, job_of, step.log)
+        return left_behind.goes_on(self.connection, run_dir, plan.payload.nonce, asked, job_of, step.log)
 
     def _asked(self, plan: Plan, run_dir: str, step: Step) -> tuple[Plan, JobRequest, dict[str, bytes]]:
         """What is submitted for a plan: the plan as it is there, the request, and the files that say what is asked for.

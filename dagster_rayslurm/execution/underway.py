@@ -13,7 +13,7 @@ import dagster as dg
 from dagster_pipes import PipesContextData
 
 from ..backends.base import Attempt, Hold, Place, Step
-from ..backends.under_way import JUDGED
+from ..backends.left_behind import JUDGED
 from ..connections.base import ConnectionFailed
 from ..errors import RunFailure, StartError
 from ..follow import Evidence, Follower

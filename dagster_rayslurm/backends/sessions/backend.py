@@ -30,7 +30,7 @@ from ...slurm.config import SlurmResource
 from ...slurm.queue import SharedQueue, shared_queue
 from ...slurm.request import JobRequest, job_comment, job_name
 from ...slurm.submit import JOB_SCRIPT, OFFER, ClaimTaken, SubmissionRefused, Submitted, submit
-from .. import under_way
+from .. import left_behind
 from ..base import Attempt, Hold, Step
 from ..batch import CLUSTER, absolute, check_paths, data_dir_of, sweep_in_background
 from ..cargo import base_errors, deliver, pack
@@ -114,7 +114,7 @@ class SessionBackend:
                     return said.job_id if each.number == newest else None
             return None
 
-        return under_way.goes_on(self.connection, run_dir, payload.nonce, asked, job_of, step.log)
+        return left_behind.goes_on(self.connection, run_dir, payload.nonce, asked, job_of, step.log)
 
     def example(self, plan: Plan) -> str:
         setup = self.setup

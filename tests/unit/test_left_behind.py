@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dagster_rayslurm.backends.under_way import same_request
+from dagster_rayslurm.backends.left_behind import same_request
 from dagster_rayslurm.runtime.record import PAYLOAD, RUNTIME
 from dagster_rayslurm.slurm.submit import JOB_SCRIPT
 
