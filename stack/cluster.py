@@ -41,6 +41,8 @@ class Cluster:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._compose = find_compose()
+        self._ids: dict[str, str] = {}
+        """Of containers that were asked something already; only Compose makes others of them."""
 
     def build(self) -> None:
         """Build the image, a second or less if nothing has changed.
@@ -71,6 +73,7 @@ class Cluster:
 
     def compose(self, *arguments: str, keys: str = "", capture: bool = True) -> subprocess.CompletedProcess[str]:
         """Run Compose on this stack."""
+        self._ids.clear()
         settings = self.settings
         variables = {
             "RAYSLURM_STACK_DEBIAN": settings.debian,
@@ -111,7 +114,9 @@ class Cluster:
             StackError: The command failed, if `check`.
         """
         who = ["--user", user, "--workdir", f"/home/{user}"] if user else []
-        done = _run(["docker", "exec", "--interactive", *who, self.container(service).id, *argv], stdin=stdin)
+        if service not in self._ids:
+            self._ids[service] = self.container(service).id
+        done = _run(["docker", "exec", "--interactive", *who, self._ids[service], *argv], stdin=stdin)
         if check and done.returncode != 0:
             raise StackError(f"{' '.join(argv)} on {service} ended with {done.returncode}:\n{_tail(done)}")
         return done

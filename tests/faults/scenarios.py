@@ -372,10 +372,10 @@ PHASES = ("connecting", "uploading", "submitting", "unrecorded", "pending", "clu
 
 CASES = [
     *(("slurm", phase) for phase in PHASES),
-    *(("slurm-session", phase) for phase in PHASES[2:]),
-    *(("slurm-hetjob", phase) for phase in ("unrecorded", "cluster-start", "running", "ending")),
+    *(("slurm-session", phase) for phase in PHASES[3:]),
+    *(("slurm-hetjob", phase) for phase in ("cluster-start", "running")),
 ]
-"""Modes and phases. Until sbatch is called all modes do the same; what waits in the queue is the same to a heterogeneous job."""
+"""Modes and phases. Until sbatch has been called all modes do the same; a heterogeneous job differs in how its nodes start."""
 
 
 class Held:

@@ -19,11 +19,9 @@ pytestmark = pytest.mark.timeout(120)
 
 Make = Callable[..., ComputeResource]
 PLACES = [
-    (mode, place)
-    for mode in ("slurm", "slurm-session", "slurm-hetjob")
-    for place in ("nodes", "edge", "host")
-    # Of sessions with the others' clocks off, see test_sessions.py.
-    if mode != "slurm-session" or place == "edge"
+    *(("slurm", place, minutes) for place in ("nodes", "edge", "host") for minutes in (-10, 10)),
+    ("slurm-session", "edge", -10),  # With the others' clocks off, see test_sessions.py.
+    *(("slurm-hetjob", place, 10) for place in ("nodes", "edge", "host")),
 ]
 TELLS = pipes_script("""
 import time
@@ -56,8 +54,7 @@ def edge_off_by(site: Site, minutes: int) -> Iterator[SSHConnectionResource]:
         server.close()
 
 
-@pytest.mark.parametrize("minutes", [-10, 10])
-@pytest.mark.parametrize(("mode", "place"), PLACES, indirect=["mode"])
+@pytest.mark.parametrize(("mode", "place", "minutes"), PLACES, indirect=["mode"])
 def test_a_clock_is_off(
     mode: str, place: str, minutes: int, make: Make, script: Any, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

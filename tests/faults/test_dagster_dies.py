@@ -13,7 +13,6 @@ from ..slurm.fixtures import Site
 from .scenarios import (
     AFTER,
     CASES,
-    MODES,
     Dagster,
     dagster_on_slurm,  # noqa: F401 - a fixture
     has_ended,
@@ -108,7 +107,7 @@ def test_something_else_is_asked_for_after_that(mode: str, dagster: Dagster, sit
     assert wait_until(lambda: run_dirs(site) == [], 20), run_dirs(site)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["slurm", "slurm-session"])
 def test_the_process_of_a_step_is_killed(mode: str, dagster: Dagster, site: Site) -> None:
     """Dagster retries the step of a process that crashed, which goes on with its payload: one result, and one job."""
     with held_in("running", dagster, mode, executor="multiprocess", retries=1) as held:
@@ -124,7 +123,7 @@ def test_the_process_of_a_step_is_killed(mode: str, dagster: Dagster, site: Site
     assert wait_until(lambda: quiet(site), 20), site.sh("squeue --me")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["slurm", "slurm-session"])
 def test_the_process_of_a_run_is_killed(mode: str, dagster: Dagster, site: Site) -> None:
     """A step whose run's process is gone takes its payload to the end, reports it once, and ends, too."""
     with held_in("running", dagster, mode, executor="multiprocess") as held:

@@ -114,8 +114,8 @@ class Site:
 
     def processes(self, service: str) -> list[str]:
         """Command lines of the user's processes in a container, but for what a login needs."""
-        listed = self.stack.exec(service, ["ps", "-u", "dev", "-o", "args", "--no-headers"], check=False).splitlines()
-        return [line for line in listed if line.strip() and not line.startswith(("sshd: ", "/usr/lib/openssh/sftp-server"))]
+        listed = self.stack.processes(service)
+        return [line for line in listed if not line.startswith(("sshd: ", "/usr/lib/openssh/sftp-server"))]
 
     def left(self, service: str) -> list[str]:
         """Scratch directories of the runtime on a node."""
