@@ -33,7 +33,7 @@ lint: install  ## formatting, lint, types, and the runtime's Python 3.8 floor
 
 test: install lint  ## every test; those of the Slurm stack where Docker is
 	@if $(BIN)/python -m stack available; then $(BIN)/python -m stack up; else test -z "$$CI"; fi
-	@$(BIN)/python -m pytest --numprocesses=3
+	@$(BIN)/python -m pytest --numprocesses=3 --tb=native
 
 stack-up: install  ## start a small Slurm cluster in containers, or bring it up to date
 	@$(BIN)/python -m stack up
