@@ -306,7 +306,7 @@ def test_a_base_directory_that_is_open_to_all_is_refused(commons: Site, slurm_co
     assert failure.kind == "configuration" and f"chmod o-w {site.base}" in (failure.description or "")
     site.stack.exec("edge", ["chmod", "755", site.base], user="dev")
     assert run_asset(slurm_compute(), script(QUICK)).metadata["done"]
-    modes = site.sh('cd "$1" && find . -mindepth 1 -maxdepth 1 ! -name data ! -perm 700', site.base)
+    modes = site.sh('cd "$1" && find . -mindepth 1 -maxdepth 1 -type d ! -name data ! -perm 700', site.base)
     assert not modes, modes
 
 
@@ -320,17 +320,22 @@ def test_jobs_are_not_the_strangers_to_change(
     )
     running = start(slurm_compute(), script(wait), uses_pipes=False, secret_env={"SECRET": SECRET})
     job_id = running.up()
-    for command in (
-        ["scancel", job_id],
-        ["scancel", "--signal=USR1", job_id],
-        ["scontrol", "update", f"jobid={job_id}", "timelimit=1"],
-        ["scontrol", "write", "batch_script", job_id, "-"],
-        ["srun", "--overlap", f"--jobid={job_id}", "true"],
-        ["sattach", f"{job_id}.0"],
-    ):
-        said = site.stack.exec("edge", ["timeout", "20", *command], user="other", check=False)
-        assert any(word in said.lower() for word in ("denied", "invalid", "not permitted", "error")), (command, said)
-    shown = site.stack.exec("edge", ["scontrol", "show", "job", "-dd", job_id], user="other")
-    assert SECRET not in shown and f"JobId={job_id}" in shown
-    site.sh('touch "$1/data/go"', site.base)
-    assert wait_until(lambda: not running.result().failures, 1)
+    try:
+        for command in (
+            ["scancel", job_id],
+            ["scancel", "--signal=USR1", job_id],
+            ["scontrol", "update", f"jobid={job_id}", "timelimit=1"],
+            ["scontrol", "write", "batch_script", job_id, "-"],
+            ["srun", "--overlap", f"--jobid={job_id}", "true"],
+            ["sattach", f"{job_id}.0"],
+        ):
+            said = site.stack.exec("edge", ["timeout", "20", *command], user="other", check=False)
+            assert any(word in said.lower() for word in ("denied", "invalid", "not permitted", "error", "no tasks")), (
+                command,
+                said,
+            )
+        shown = site.stack.exec("edge", ["scontrol", "show", "job", "-dd", job_id], user="other")
+        assert SECRET not in shown and f"JobId={job_id}" in shown
+    finally:
+        site.sh('touch "$1/data/go"', site.base)
+    assert not running.result().failures
