@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SELECTED = not thorough
 export RAYSLURM_MODE ?= local
 export DAGSTER_HOME ?= $(CURDIR)/.dagster_home
 
-.PHONY: help install demo dev test lint bench stack-up stack-down stack-logs clean
+.PHONY: help install demo dev test test-all lint bench stack-up stack-down stack-logs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,9 +32,12 @@ lint: install  ## formatting, lint, types, and the runtime's Python 3.8 floor
 	@$(BIN)/mypy
 	@$(BIN)/vermin --quiet --no-tips --eval-annotations --target=3.8- --violations dagster_rayslurm/runtime
 
-test: install lint  ## every test; those of the Slurm stack where Docker is
+test: install lint  ## lint, types, and the tests; those of the Slurm stack where Docker is
 	@if $(BIN)/python -m stack available; then $(BIN)/python -m stack up; else test -z "$$CI"; fi
-	@$(BIN)/python -m pytest --numprocesses=3 --tb=native
+	@$(BIN)/python -m pytest --numprocesses=3 --tb=native -m "$(SELECTED)"
+
+test-all:  ## the same, and faults in modes in which they hit what was tested in others
+	@$(MAKE) test SELECTED=
 
 stack-up: install  ## start a small Slurm cluster in containers, or bring it up to date
 	@$(BIN)/python -m stack up

@@ -9,7 +9,10 @@ import pytest
 
 from dagster_rayslurm import ComputeResource, HetComponent, SlurmQueueConfig
 
-MODES = ("slurm", "slurm-session", "slurm-hetjob")
+HETJOB = pytest.param("slurm-hetjob", marks=pytest.mark.thorough)
+"""For a fault that hits a heterogeneous job as it does any other; what is its own is tested in any case."""
+
+MODES = ("slurm", "slurm-session", HETJOB)
 
 
 @pytest.fixture(params=MODES)

@@ -21,7 +21,7 @@ Make = Callable[..., ComputeResource]
 PLACES = [
     *(("slurm", place, minutes) for place in ("nodes", "edge", "host") for minutes in (-10, 10)),
     ("slurm-session", "edge", -10),  # With the others' clocks off, see test_sessions.py.
-    *(("slurm-hetjob", place, 10) for place in ("nodes", "edge", "host")),
+    *(pytest.param("slurm-hetjob", place, 10, marks=pytest.mark.thorough) for place in ("nodes", "edge", "host")),
 ]
 TELLS = pipes_script("""
 import time

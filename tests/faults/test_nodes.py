@@ -164,12 +164,12 @@ HEADS = [
     ("slurm", "slurmstepd", "runtime", 90.0),
     ("slurm-session", "gcs_server", "cluster-lost", SOON),
     ("slurm-session", "runtime", "runtime", 15.0),
-    ("slurm-hetjob", "gcs_server", "cluster-lost", SOON),
-    ("slurm-hetjob", "runtime", "runtime", 15.0),
+    pytest.param("slurm-hetjob", "gcs_server", "cluster-lost", SOON, marks=pytest.mark.thorough),
+    pytest.param("slurm-hetjob", "runtime", "runtime", 15.0, marks=pytest.mark.thorough),
 ]
 
 
-@pytest.mark.parametrize(("mode", "which", "kind", "limit"), HEADS, indirect=["mode"], ids=["-".join(each[:2]) for each in HEADS])
+@pytest.mark.parametrize(("mode", "which", "kind", "limit"), HEADS, indirect=["mode"])
 def test_a_process_of_the_head_is_killed(
     mode: str, which: str, kind: str, limit: float, make: Make, start: Start, script: Any, site: Site
 ) -> None:

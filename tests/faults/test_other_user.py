@@ -19,6 +19,7 @@ from dagster_rayslurm import ComputeResource, HetComponent, SlurmQueueConfig
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 from ..slurm.fixtures import Running, Site
+from .conftest import MODES
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -200,7 +201,7 @@ def start_one(mode: str, make: Make, session: Make, ray: Any) -> ComputeResource
     return make(mode="slurm-hetjob", default_launcher=ray, components=parts)
 
 
-@pytest.mark.parametrize("mode", ["slurm", "slurm-session", "slurm-hetjob"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_stranger_gets_hold_of_nothing(
     mode: str,
     commons: Site,

@@ -18,9 +18,13 @@ from dagster._core.remote_representation.external_data import RepositorySnap
 from dagster_shared.serdes import serialize_value
 
 from dagster_rayslurm import ComputeResource, HetComponent, RunFailure, SlurmQueueConfig, SlurmResource, SSHConnectionResource
+from dagster_rayslurm.connections.openssh_options import control_path
+from dagster_rayslurm.connections.shared import connection_to
 
-from ..conftest import pipes_script, small_ray
+from ..conftest import pipes_script, small_ray, wait_until
+from ..connections.fixtures import end_master
 from ..slurm.fixtures import NODES, Site
+from .conftest import MODES
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -136,16 +140,14 @@ def sampled() -> Iterator[list[str]]:
         Path(stop).unlink()
 
 
+def ssh_to(site: Site, mode: str, key: str, passphrase: Any) -> SSHConnectionResource:
+    login = {"key_path": key, "key_passphrase": passphrase, "password": PASSWORD}
+    client = "openssh" if mode == "slurm-session" else "paramiko"
+    return SSHConnectionResource(**{**site.ssh.model_dump(), **login, "client": client})
+
+
 def computes(mode: str, site: Site, make: Make, session: Make, key: str) -> ComputeResource:
-    ssh = SSHConnectionResource(
-        **{
-            **site.ssh.model_dump(),
-            "key_path": key,
-            "key_passphrase": dg.EnvVar("RS_TEST_PASSPHRASE"),
-            "password": PASSWORD,
-            "client": "openssh" if mode == "slurm-session" else "paramiko",
-        }
-    )
+    ssh = ssh_to(site, mode, key, dg.EnvVar("RS_TEST_PASSPHRASE"))
     queue: dict[str, Any] = {"mem": "2500M", "cpus_per_node": 2}
     fields: dict[str, Any] = {"slurm": {"ssh": ssh}, "default_launcher": small_ray()}
     if mode == "slurm":
@@ -248,24 +250,33 @@ def test_secrets_are_nowhere_else_on_this_machine(reuse: bool, base: Path, look:
     check(said, secrets, place)
 
 
-@pytest.mark.parametrize("mode", ["slurm", "slurm-session", "slurm-hetjob"])
+@pytest.mark.parametrize("mode", MODES)
 def test_secrets_are_nowhere_else(
     mode: str, site: Site, slurm_compute: Make, session_compute: Make, encrypted: str, look: Look
 ) -> None:
     compute = computes(mode, site, slurm_compute, session_compute, encrypted)
-    said, secrets = look(compute, site)
-    said["job's environment"] = "".join(site.lines("job_environment"))
-    said["sacct"] = site.sh(
-        'for each in "--format=ALL" --batch-script --env-vars; do sacct --user=dev --parsable2 $each 2>&1; done; true'
-    )
-    for service in SERVICES:
-        logs = subprocess.run(["docker", "logs", "--since=10m", site.stack.container(service)], capture_output=True, text=True)
-        files = "cat /var/log/slurm*/* /var/log/*log 2>/dev/null; true"
-        said[f"log of {service}"] = logs.stdout + logs.stderr + site.stack.exec(service, ["sh", "-c", files])
-    assert all(word in said["arguments"] for word in ("sbatch", "slurm_script", "ray-node")), said["arguments"]
-    assert "SLURM_JOB_ID" in said["job's environment"] and "JobName=rayslurm" in said["what the payload saw "]
-    assert any("control_key" in name for name in secrets), secrets.keys()
-    check(said, secrets, site)
+    try:
+        said, secrets = look(compute, site)
+        said["job's environment"] = "".join(site.lines("job_environment"))
+        said["sacct"] = site.sh(
+            'for each in "--format=ALL" --batch-script --env-vars; do sacct --user=dev --parsable2 $each 2>&1; done; true'
+        )
+        for service in SERVICES:
+            since = ["docker", "logs", "--since=10m", site.stack.container(service)]
+            logs = subprocess.run(since, capture_output=True, text=True)
+            files = "cat /var/log/slurm*/* /var/log/*log 2>/dev/null; true"
+            said[f"log of {service}"] = logs.stdout + logs.stderr + site.stack.exec(service, ["sh", "-c", files])
+        assert all(word in said["arguments"] for word in ("sbatch", "slurm_script", "ray-node")), said["arguments"]
+        assert "SLURM_JOB_ID" in said["job's environment"] and "JobName=rayslurm" in said["what the payload saw "]
+        assert any("control_key" in name for name in secrets), secrets.keys()
+        check(said, secrets, site)
+    finally:
+        if mode == "slurm-session":  # While the variable of its passphrase is set.
+            site.sh("scancel --me")
+            assert wait_until(lambda: not site.jobs(), 45)
+            ssh = ssh_to(site, mode, encrypted, PASSPHRASE)
+            connection_to(ssh).close()
+            end_master(control_path(ssh, 0))
 
 
 # ---- Mistakes

@@ -13,6 +13,7 @@ from dagster_rayslurm.slurm import cancellation
 from ..conftest import pipes_script, run_asset, wait_until
 from ..slurm.fixtures import Running, Site
 from .breaking import paused, stopped, without_munge
+from .conftest import HETJOB
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -65,6 +66,7 @@ def test_slurmctld_is_away_while_a_job_waits_runs_and_ends(
     assert set(names(site)) <= {ran.metadata["job"]}
 
 
+@pytest.mark.parametrize("mode", ["slurm", pytest.param("slurm-session", marks=pytest.mark.thorough), HETJOB], indirect=True)
 def test_slurmctld_is_away_when_a_job_is_to_be_submitted(
     mode: str, make: Make, script: Any, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
