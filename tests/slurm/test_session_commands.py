@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm import ComputeResource, execution
+from dagster_rayslurm import ComputeResource
 from dagster_rayslurm.connections.shared import close_connections
 from dagster_rayslurm.connections.ssh import SSHConnection
+from dagster_rayslurm.execution import tidying
 
 from ..conftest import pipes_script, run_asset
 from .fixtures import Site
@@ -44,7 +45,7 @@ def test_a_warm_step_runs_one_command_at_most(
     assert ran == []
     site.connection.write(f"{site.base}/.swept", b"")  # When it was swept first, there was nothing yet.
     close_connections()
-    execution._last_sweep.clear()
+    tidying._last_sweep.clear()
     step("third")
     assert len(ran) == 1 and "id -u" in ran[0][2], ran
     assert site.sh('ls -A "$1/runs"', site.base) == ""
