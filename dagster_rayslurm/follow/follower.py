@@ -21,6 +21,10 @@ from .prefixed import Prefixed
 
 CHUNK = 1024 * 1024
 
+_OUT_OF_SIGHT = 60.0
+"""Seconds without news for which output is waited for that was recorded before the `end`: a network file system may show one
+file later than the other (nfs(5): acregmax is 60 seconds)."""
+
 _LATE_LOOKS = 10
 """Looks at records whose end is that of an attempt before the last one, once all are at an end."""
 
@@ -167,6 +171,9 @@ class Follower:
         if not progress and exited is not None and self._unreachable_since is None:
             self.evidence.runtime_exit = exited
             if self.evidence.end is not None:
+                silence = time.monotonic() - self.evidence.heard_at
+                if silence < _OUT_OF_SIGHT and (deadline is None or time.monotonic() < deadline):
+                    return self.cadence.pause(silence, started=True)
                 missing = self.evidence.end.get("stdio_bytes", 0) - self._readers[STDIO].offset
                 self._log.warning(f"[rayslurm] {self._whose}{missing} bytes of the recorded output never came into sight")
             return None

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dagster_rayslurm.follow import Cadence, Follower
+from dagster_rayslurm.follow import follower as follower_module
 from dagster_rayslurm.runtime.record import JOURNAL, STDIO, encode
 
 LOG = logging.getLogger("test")
@@ -95,6 +96,26 @@ def test_a_message_of_a_method_that_is_none_is_evidence_in_a_job_that_may_be_req
     files = {STDIO: b"", JOURNAL: encode({"type": "pipes", "at": 0, "line": '{"method": 5}'}) + encode(end)}
     evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST, requeue=True).follow(lambda _: None)
     assert evidence.end is not None and "its method is 5" in str(evidence.message_error)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_output_that_is_shown_later_than_the_end_is_waited_for(
+    comes: bool, capsys: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The runtime is gone, and its `end` in sight; one that never comes is not waited for without limit."""
+    monkeypatch.setattr(follower_module, "_OUT_OF_SIGHT", 30.0 if comes else 0.05)
+
+    class Later(Growing):
+        looks = 0
+
+        def read(self, path: str, offset: int, limit: int) -> bytes:
+            self.looks += 1
+            late = path.endswith(STDIO) and (self.looks < 40 or not comes)
+            return b"" if late else self.files[path.rpartition("/")[2]][offset : offset + limit]
+
+    evidence = Follower(Later(record_of(["a", "b"], 1), 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: "exit code 0")
+    assert evidence.end is not None and capsys.readouterr().out == ("ab" if comes else "")
+    assert ("never came into sight" in caplog.text) == (not comes)
 
 
 def test_the_last_output_is_bounded(capsys: Any) -> None:
