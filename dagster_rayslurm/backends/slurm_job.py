@@ -32,6 +32,9 @@ _EXIT_INTERVAL = 1.0
 """Seconds between two looks at the exit code that the batch script leaves."""
 _SETTLE = 3.0
 """Seconds that the record is read on after the job is known to be over: files may arrive later than that word."""
+_SETTLE_AFTER_SUCCESS = 60.0
+"""The same after an exit code of 0, which says that the `end` was written: a network file system shows it in the end (nfs(5):
+acregmax is 60 seconds)."""
 STATE_DEADLINE = 15.0
 """Seconds in which a job that is on its way down comes to its final state."""
 _LOG_BYTES = 65536
@@ -243,7 +246,8 @@ class SlurmJob:
             return None
         if self._over_since is None:
             self._over_since = time.monotonic()
-        if (started or view.exit_code is not None) and time.monotonic() - self._over_since < _SETTLE:
+        settle = _SETTLE_AFTER_SUCCESS if started and view.exit_code == 0 else _SETTLE
+        if (started or view.exit_code is not None) and time.monotonic() - self._over_since < settle:
             return None
         if view.exit_code is not None and view.state not in TERMINAL:
             return f"srun ended with exit code {view.exit_code}"
