@@ -32,9 +32,13 @@ _EXIT_INTERVAL = 1.0
 """Seconds between two looks at the exit code that the batch script leaves."""
 _SETTLE = 3.0
 """Seconds that the record is read on after the job is known to be over: files may arrive later than that word."""
-_SETTLE_AFTER_SUCCESS = 60.0
-"""The same after an exit code of 0, which says that the `end` was written: a network file system shows it in the end (nfs(5):
-acregmax is 60 seconds)."""
+_SETTLE_AFTER_EXIT = 60.0
+"""The same where the job's exit code says that the runtime came to its own end, and so wrote one: a network file system shows
+it in time (nfs(5): acregmax is 60 seconds)."""
+_KILLED = 128
+"""Exit codes from here on are those of a runtime that a signal ended; smaller ones are its payload's, or its own."""
+_EXITED = frozenset({"COMPLETED", "FAILED"})
+"""Slurm's states of a job that ended by itself."""
 STATE_DEADLINE = 15.0
 """Seconds in which a job that is on its way down comes to its final state."""
 _LOG_BYTES = 65536
@@ -246,12 +250,18 @@ class SlurmJob:
             return None
         if self._over_since is None:
             self._over_since = time.monotonic()
-        settle = _SETTLE_AFTER_SUCCESS if started and view.exit_code == 0 else _SETTLE
+        settle = _SETTLE_AFTER_EXIT if started and self._exited() else _SETTLE
         if (started or view.exit_code is not None) and time.monotonic() - self._over_since < settle:
             return None
         if view.exit_code is not None and view.state not in TERMINAL:
             return f"srun ended with exit code {view.exit_code}"
         return f"Slurm calls the job {view.state}" if view.kind == "ended" else "Slurm no longer knows the job"
+
+    def _exited(self) -> bool:
+        """Whether the job's runtime came to its own end, as far as Slurm has not said otherwise by now."""
+        view = self.view
+        by_itself = view.state not in TERMINAL or view.state in _EXITED
+        return view.exit_code is not None and view.exit_code < _KILLED and by_itself
 
     def explain(self, evidence: Evidence, patience: float = STATE_DEADLINE) -> None:
         """Add what logs and Slurm tell.
