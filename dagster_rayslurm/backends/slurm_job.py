@@ -260,8 +260,9 @@ class SlurmJob:
     def _exited(self) -> bool:
         """Whether the job's runtime came to its own end, as far as Slurm has not said otherwise by now."""
         view = self.view
-        by_itself = view.state not in TERMINAL or view.state in _EXITED
-        return view.exit_code is not None and view.exit_code < _KILLED and by_itself
+        if view.exit_code is None:
+            return view.state in _EXITED
+        return view.exit_code < _KILLED and (view.state not in TERMINAL or view.state in _EXITED)
 
     def explain(self, evidence: Evidence, patience: float = STATE_DEADLINE) -> None:
         """Add what logs and Slurm tell.

@@ -170,11 +170,11 @@ class Follower:
                 return 0.0
         if not progress and exited is not None and self._unreachable_since is None:
             self.evidence.runtime_exit = exited
-            if self.evidence.end is not None:
+            missing = self._bytes_missing()
+            if missing:
                 silence = time.monotonic() - self.evidence.heard_at
                 if silence < _OUT_OF_SIGHT and (deadline is None or time.monotonic() < deadline):
                     return self.cadence.pause(silence, started=True)
-                missing = self.evidence.end.get("stdio_bytes", 0) - self._readers[STDIO].offset
                 self._log.warning(f"[rayslurm] {self._whose}{missing} bytes of the recorded output never came into sight")
             return None
         if deadline is not None and time.monotonic() > deadline:
@@ -243,7 +243,12 @@ class Follower:
         end = self.evidence.end
         if end is None or (self._requeue and end["reason"] == "terminated"):
             return False
-        return bool(self._readers[STDIO].offset >= end.get("stdio_bytes", 0))
+        return not self._bytes_missing()
+
+    def _bytes_missing(self) -> int:
+        """How much of the output that was recorded before the `end` has not come yet."""
+        end = self.evidence.end
+        return 0 if end is None else max(0, int(end.get("stdio_bytes", 0)) - self._readers[STDIO].offset)
 
     def _take_output(self, record: Record) -> None:
         text = record["d"] if self._shown is None else self._shown.lines(record["s"], record["d"])
