@@ -105,6 +105,16 @@ class Cluster:
             raise StackError(f"The stack has no container of {service}: start it with `make stack-up`.")
         return containers[service]
 
+    def container_id(self, service: str) -> str:
+        """The id of a service's container, which is asked for once.
+
+        Raises:
+            StackError: There is none.
+        """
+        if service not in self._ids:
+            self._ids[service] = self.container(service).id
+        return self._ids[service]
+
     def exec(
         self, service: str, argv: Sequence[str], user: str | None = None, check: bool = True, stdin: str = ""
     ) -> subprocess.CompletedProcess[str]:
@@ -114,9 +124,7 @@ class Cluster:
             StackError: The command failed, if `check`.
         """
         who = ["--user", user, "--workdir", f"/home/{user}"] if user else []
-        if service not in self._ids:
-            self._ids[service] = self.container(service).id
-        done = _run(["docker", "exec", "--interactive", *who, self._ids[service], *argv], stdin=stdin)
+        done = _run(["docker", "exec", "--interactive", *who, self.container_id(service), *argv], stdin=stdin)
         if check and done.returncode != 0:
             raise StackError(f"{' '.join(argv)} on {service} ended with {done.returncode}:\n{_tail(done)}")
         return done

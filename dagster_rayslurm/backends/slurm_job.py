@@ -12,6 +12,7 @@ import dagster as dg
 from ..connections.base import Connection
 from ..errors import RunFailure
 from ..follow import Evidence
+from ..follow.follower import OUT_OF_SIGHT
 from ..interrupts import deferred_interrupts
 from ..runtime.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import ask_job
@@ -32,9 +33,6 @@ _EXIT_INTERVAL = 1.0
 """Seconds between two looks at the exit code that the batch script leaves."""
 _SETTLE = 3.0
 """Seconds that the record is read on after the job is known to be over: files may arrive later than that word."""
-_SETTLE_AFTER_EXIT = 60.0
-"""The same where the job's exit code says that the runtime came to its own end, and so wrote one: a network file system shows
-it in time (nfs(5): acregmax is 60 seconds)."""
 _KILLED = 128
 """Exit codes from here on are those of a runtime that a signal ended; smaller ones are its payload's, or its own."""
 _EXITED = frozenset({"COMPLETED", "FAILED"})
@@ -250,7 +248,7 @@ class SlurmJob:
             return None
         if self._over_since is None:
             self._over_since = time.monotonic()
-        settle = _SETTLE_AFTER_EXIT if started and self._exited() else _SETTLE
+        settle = OUT_OF_SIGHT if started and self._exited() else _SETTLE
         if (started or view.exit_code is not None) and time.monotonic() - self._over_since < settle:
             return None
         if view.exit_code is not None and view.state not in TERMINAL:
@@ -258,7 +256,7 @@ class SlurmJob:
         return f"Slurm calls the job {view.state}" if view.kind == "ended" else "Slurm no longer knows the job"
 
     def _exited(self) -> bool:
-        """Whether the job's runtime came to its own end, as far as Slurm has not said otherwise by now."""
+        """Whether the job's runtime came to its own end, and so wrote one, as far as Slurm has not said otherwise by now."""
         view = self.view
         if view.exit_code is None:
             return view.state in _EXITED

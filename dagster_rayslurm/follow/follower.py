@@ -21,9 +21,9 @@ from .prefixed import Prefixed
 
 CHUNK = 1024 * 1024
 
-_OUT_OF_SIGHT = 60.0
-"""Seconds without news for which output is waited for that was recorded before the `end`: a network file system may show one
-file later than the other (nfs(5): acregmax is 60 seconds)."""
+OUT_OF_SIGHT = 60.0
+"""Seconds without news for which what must have been written is waited for: a network file system may show one file, or one
+part of it, later than another (nfs(5): acregmax is 60 seconds)."""
 
 _LATE_LOOKS = 10
 """Looks at records whose end is that of an attempt before the last one, once all are at an end."""
@@ -173,7 +173,7 @@ class Follower:
             missing = self._bytes_missing()
             if missing:
                 silence = time.monotonic() - self.evidence.heard_at
-                if silence < _OUT_OF_SIGHT and (deadline is None or time.monotonic() < deadline):
+                if silence < OUT_OF_SIGHT and (deadline is None or time.monotonic() < deadline):
                     return self.cadence.pause(silence, started=True)
                 self._log.warning(f"[rayslurm] {self._whose}{missing} bytes of the recorded output never came into sight")
             return None

@@ -25,7 +25,6 @@ class Stack:
     def __init__(self, cluster: Cluster, env: dict[str, str]) -> None:
         containers = cluster.containers()
         self._cluster = cluster
-        self._ids = {service: container.id for service, container in containers.items()}
         self.env = env
         self.debian = containers["edge"].image.rpartition(":")[2]
         self.accounting = "slurmdbd" in containers
@@ -48,7 +47,7 @@ class Stack:
 
     def container(self, service: str) -> str:
         """The id of a service's container."""
-        return self._ids[service]
+        return self._cluster.container_id(service)
 
     def ip(self, service: str) -> str:
         """The address of a service on the stack's network."""

@@ -103,7 +103,7 @@ def test_output_that_is_shown_later_than_the_end_is_waited_for(
     comes: bool, capsys: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The runtime is gone, and its `end` in sight; one that never comes is not waited for without limit."""
-    monkeypatch.setattr(follower_module, "_OUT_OF_SIGHT", 30.0 if comes else 0.05)
+    monkeypatch.setattr(follower_module, "OUT_OF_SIGHT", 30.0 if comes else 0.05)
 
     class Later(Growing):
         looks = 0
