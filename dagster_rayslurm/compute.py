@@ -76,8 +76,8 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
     )
     enable_cluster_reuse: bool = Field(
         default=False,
-        description="Keep the Ray cluster warm between payloads; it ends itself after session.idle_timeout. In mode slurm each "
-        "payload has a job of its own all the same.",
+        description="Keep the Ray cluster warm between payloads; it ends itself after session.idle_timeout. In the modes slurm "
+        "and slurm-hetjob each payload has a job of its own all the same.",
     )
     environment: Union[InheritedEnvironment, PreDeployedEnvironment] = Field(
         default=InheritedEnvironment(), discriminator="kind", description="The Python environment of payloads."
@@ -86,23 +86,23 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         default=None, description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh."
     )
     auto_detect_platform: bool = Field(
-        default=True,
-        description="Whether an environment that is packed for the cluster is packed for its architecture. None is packed yet: "
-        "payloads run in one that is there already, so this has no effect.",
+        default=True, description="Without effect: payloads run in an environment that is there already, none is packed for them."
     )
     data_dir: Annotated[Optional[str], plain_text] = Field(
         default=None,
-        description="Directory that every payload finds in RAYSLURM_DATA_DIR; None for `data` below the base directory.",
+        description="Directory, where payloads run, that each of them finds in RAYSLURM_DATA_DIR; None for `data` below the base "
+        "directory there.",
     )
     local_base: Annotated[str, plain_text] = Field(
         default="~/.dagster_rayslurm", description="Base directory on this machine: run directories of the local mode, outputs."
     )
     require_messages: bool = Field(default=True, description="Fail a Pipes payload that never opened or never closed Pipes.")
     keep_run_dirs: Annotated[str, choice("all", "failed", "none")] = Field(
-        default="failed", description='Which run directories stay for a look: "all", "failed" or "none".'
+        default="failed", description='Which run directories stay for a look: "all", those of "failed" runs, or "none".'
     )
     retention_days: Annotated[int, at_least(1, "days")] = Field(
-        default=14, description="Days after which kept run directories and outputs go."
+        default=14,
+        description="Days after which kept run directories and outputs go, and what nobody has used of sessions and sent files.",
     )
     connection_loss_timeout: Annotated[int, at_least(0, "seconds")] = Field(
         default=86400, description="Seconds that a run may be out of reach before it has failed."
@@ -112,13 +112,14 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         description="Seconds until a runtime that was started (in Slurm: whose job runs) has failed if it wrote nothing.",
     )
     queue_timeout: Annotated[Optional[int], at_least(1, "seconds")] = Field(
-        default=None, description="Seconds in Slurm's queue after which a run has failed; None waits for ever."
+        default=None,
+        description="Seconds in Slurm's queue after which a run has failed and its job is cancelled; None for no limit.",
     )
     max_stdio_mb: Annotated[int, at_least(1, "MiB")] = Field(
         default=1024, description="MiB of payload output that are recorded; the rest is counted and dropped."
     )
     max_outputs_mb: Annotated[int, at_least(0, "MiB")] = Field(
-        default=100, description="MiB of files that `outputs=` brings back."
+        default=100, description="MiB of files that `outputs=` brings back; the largest ones are left out, and named."
     )
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002

@@ -231,7 +231,9 @@ class SessionConfig(StrictConfig):
     """
 
     name: Annotated[Optional[str], identifier] = Field(
-        default=None, description="Name under which the session is found; None derives it from the launcher and the queue."
+        default=None,
+        description="Name under which the session is found; without one, what its launcher, queue and settings are tells it from "
+        "others.",
     )
     num_nodes: Annotated[Optional[int], at_least(1)] = Field(
         default=None, description="Nodes of the allocation; None for the queue's."
@@ -255,5 +257,6 @@ class SessionConfig(StrictConfig):
     )
     on_misfit: Annotated[str, choice("new-session", "error")] = Field(
         default="new-session",
-        description="What to do when a session of this name has another footprint than the launcher asks for.",
+        description='What becomes of a payload that asks for more than the session has: "new-session" makes another one beside '
+        'it, "error" refuses it.',
     )

@@ -21,8 +21,9 @@ class Launcher(StrictConfig):
 
     working_dir: Annotated[Optional[str], plain_text] = Field(
         default=None,
-        description="Directory whose entries the payload finds in its own working directory, as links: new files stay "
-        "apart, but writing to an existing one changes the original. None for an empty directory.",
+        description="Directory of this machine whose entries the payload finds in its own working directory, as links: new files "
+        "stay apart, but here writing to an existing one changes the original; a cluster has a read-only copy. None for an empty "
+        "directory.",
     )
     grace_period: Annotated[int, at_least(0, "seconds")] = Field(
         default=10, description="Seconds between SIGTERM and SIGKILL when the payload is cancelled."

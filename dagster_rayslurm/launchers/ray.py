@@ -89,7 +89,9 @@ class RayLauncher(Launcher):
     ray_version: Annotated[Optional[str], plain_text] = Field(
         default=None, description="Exact Ray version that the environment must have."
     )
-    ray_args: Annotated[list[str], checked(_check_ray_args)] = Field(default=[], description="More arguments of `ray start`.")
+    ray_args: Annotated[list[str], checked(_check_ray_args)] = Field(
+        default=[], description="More arguments of `ray start`, on every node."
+    )
     head_node_address: Annotated[Optional[str], plain_text] = Field(
         default=None, description="Address that the head binds and is reached at; None for the one Ray finds."
     )
