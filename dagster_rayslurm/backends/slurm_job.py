@@ -33,6 +33,9 @@ _EXIT_INTERVAL = 1.0
 """Seconds between two looks at the exit code that the batch script leaves."""
 _SETTLE = 3.0
 """Seconds that the record is read on after the job is known to be over: files may arrive later than that word."""
+_UNSEEN = 15.0
+"""As many of them for a record of which nothing was seen, though its job came to an end of its own: either it has none, as the
+runtime could not start, or a network file system has not shown any of it yet."""
 _KILLED = 128
 """Exit codes from here on are those of a runtime that a signal ended; smaller ones are its payload's, or its own."""
 _EXITED = frozenset({"COMPLETED", "FAILED"})
@@ -237,30 +240,23 @@ class SlurmJob:
         never = impossible(self.view.reason, self._request.partition)
         return with_values(never, self._request) if never else None
 
-    def how_it_ended(self, started: bool) -> str | None:
+    def how_it_ended(self, started: bool, recorded: bool = True) -> str | None:
         """How the job ended, in words; None while it lives, and for a moment after: what it wrote may arrive later.
 
         Args:
-            started: whether anything is to be expected from its runtime.
+            started: whether its record was seen to start.
+            recorded: whether somebody reads a record of it.
         """
         view = self.view
         if not view.over:
             return None
         if self._over_since is None:
             self._over_since = time.monotonic()
-        settle = OUT_OF_SIGHT if started and self._exited() else _SETTLE
-        if (started or view.exit_code is not None) and time.monotonic() - self._over_since < settle:
+        if time.monotonic() - self._over_since < settling(view, started, recorded and not self.cancelled):
             return None
         if view.exit_code is not None and view.state not in TERMINAL:
             return f"srun ended with exit code {view.exit_code}"
         return f"Slurm calls the job {view.state}" if view.kind == "ended" else "Slurm no longer knows the job"
-
-    def _exited(self) -> bool:
-        """Whether the job's runtime came to its own end, and so wrote one, as far as Slurm has not said otherwise by now."""
-        view = self.view
-        if view.exit_code is None:
-            return view.state in _EXITED
-        return view.exit_code < _KILLED and (view.state not in TERMINAL or view.state in _EXITED)
 
     def explain(self, evidence: Evidence, patience: float = STATE_DEADLINE) -> None:
         """Add what logs and Slurm tell.
@@ -351,3 +347,23 @@ class SlurmJob:
                 f"[rayslurm] Slurm job {self.job_id} may still be there: it was cancelled, and Slurm has not confirmed its end; "
                 f"run `scancel {self.job_id}` on {self._commands.place}"
             )
+
+
+def settling(view: JobView, started: bool, recorded: bool) -> float:
+    """Seconds for which what a job wrote may arrive after it is known to be over. Pure.
+
+    Args:
+        view: the job, which is over.
+        started: whether its record was seen to start.
+        recorded: whether somebody reads a record of it.
+    """
+    if _exited(view) and (started or recorded):
+        return OUT_OF_SIGHT if started else _UNSEEN
+    return _SETTLE if started or view.exit_code is not None else 0.0
+
+
+def _exited(view: JobView) -> bool:
+    """Whether the job's runtime came to its own end, and so wrote one, as far as Slurm has not said otherwise by now."""
+    if view.exit_code is None:
+        return view.state in _EXITED
+    return view.exit_code < _KILLED and (view.state not in TERMINAL or view.state in _EXITED)

@@ -236,7 +236,7 @@ class SessionSearch:
             if job.observe():
                 view = job.view
                 alive = alive or view.kind in ("pending", "running") or view.exit_code is not None
-                how = job.how_it_ended(started=False)
+                how = job.how_it_ended(started=False, recorded=False)
                 if how is not None:
                     if not alive or self._patiently(lambda: self._registry.is_abandoned(number)):
                         return None
