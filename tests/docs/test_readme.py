@@ -1,4 +1,4 @@
-"""What the README shows is run, and what it names is there."""
+"""What the README and the pages behind it show is run, and what they name is there."""
 
 import ast
 import os
@@ -17,7 +17,8 @@ from dagster_rayslurm import ComputeResource
 from ..stack.access import Stack
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = ("README.md", "docs/sessions.md", "docs/components.md", "docs/edge_node.md")
+README = "".join((ROOT / page).read_text() for page in PAGES)
 STACK = (ROOT / "stack" / "README.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 FILES = {match.group(1): block for block in PYTHON if (match := re.match(r"# (\w+\.py)\n", block))}
@@ -162,6 +163,18 @@ def test_the_commands_and_rooms_that_are_named_exist() -> None:
     assert rooms is not None
     for room in re.findall(r"`([a-z_]+(?:\.py|/))`", rooms.group(1)):
         assert (ROOT / "dagster_rayslurm" / room).exists(), room
+
+
+@pytest.mark.parametrize("page", [*PAGES, "docs/faults.md", "stack/README.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    headings = {
+        re.sub(r"[^a-z0-9 -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+    for path, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        # That page is rendered by `make bench`.
+        assert not path or path == "docs/benchmarks.md" or ((ROOT / page).parent / path).exists(), path
+        assert path or heading in headings, heading
 
 
 def test_pixi_has_the_tasks_of_the_makefile() -> None:
