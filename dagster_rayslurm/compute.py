@@ -21,6 +21,7 @@ from .backends.rundir import Layout
 from .backends.sessions import local as local_session
 from .backends.sessions.backend import end_session
 from .backends.sessions.run_end import run_ended
+from .components import arrange
 from .config import SessionConfig, at_least, check_environment, choice, plain_text, resolve_variables
 from .connections.shared import connect_early
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment
@@ -335,7 +336,8 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
                 payload=payload_path,
             )
         )
-        parts = modes.settled_components(self.topology, settled, chosen)
+        separate = self.topology == modes.SEPARATE
+        parts = arrange(chosen) if separate else modes.spanning_components(settled, chosen)
         return Call(settled, queue, parts, None if components is None else chosen)
 
     @property

@@ -112,15 +112,6 @@ def _check_separate(wanted: Wanted) -> None:
             )
 
 
-def settled_components(topology: str, launcher: Launcher, components: Sequence[HetComponent]) -> tuple[Component, ...]:
-    """The components in the job's order; empty if there are none.
-
-    Raises:
-        ValueError: they contradict each other, or, where one cluster spans them, the payload's launcher.
-    """
-    return arrange(components) if topology == SEPARATE else spanning_components(launcher, components)
-
-
 def for_one(value: bool | Mapping[str, bool], what: str) -> bool:
     """An argument of the only payload.
 
