@@ -158,6 +158,9 @@ class JobWatch:
     def after(self, observation: Observation) -> JobWatch:
         """The watch with one more observation. Snapshots that are not newer than the newest one change nothing."""
         if self.final:
+            # Slurm's word may come before what the batch script has written; it stands, and this tells more of it.
+            if isinstance(observation, Exited) and self.final.exit_code is None:
+                return self._with_exit_code(self.final, observation.exit_code)
             return self
         if isinstance(observation, Seen):
             return self._after_snapshot(observation)
@@ -183,6 +186,9 @@ class JobWatch:
             return watch
         known = self.known if self.known.state in TERMINAL else JobView("ended", nodes=self.known.nodes)
         return dataclasses.replace(watch, final=dataclasses.replace(known, kind="ended", exit_code=exited.exit_code))
+
+    def _with_exit_code(self, final: JobView, exit_code: int) -> JobWatch:
+        return dataclasses.replace(self, exit_code=exit_code, final=dataclasses.replace(final, exit_code=exit_code))
 
     def _told(self, at: float, view: JobView) -> JobWatch:
         """With what Slurm says of the job itself."""

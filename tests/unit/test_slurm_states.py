@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dagster_rayslurm.backends.slurm_job import settling
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot, parse_squeue
 from dagster_rayslurm.slurm.states import (
     ACTIVE,
@@ -147,6 +149,14 @@ def test_the_batch_script_s_exit_ends_a_job() -> None:
     assert view(absent(1), absent(61), Exited(1062, 0)).kind == "lost", "what came first is final"
 
 
+def test_an_exit_that_comes_after_slurm_s_word_tells_more_of_it() -> None:
+    """A runtime that a signal ended has no more to write, though Slurm calls its job no more than failed."""
+    seen_first = [present(1, "RUNNING", nodes="c1"), present(9, "FAILED", reason="NonZeroExitCode", nodes="c1")]
+    ended = view(*seen_first, Exited(1010, 137))
+    assert ended == replace(view(*seen_first), exit_code=137) == view(*seen_first, Exited(1010, 137), Exited(1011, 0))
+    assert settling(view(*seen_first), started=True, recorded=True) > 30 > 5 > settling(ended, started=True, recorded=True)
+
+
 def test_an_exit_may_be_that_of_a_job_about_to_be_requeued() -> None:
     steps: list[Observation] = [present(1, "RUNNING"), Exited(1010, 143)]
     assert view(*steps, requeue=True).kind == "running"
@@ -195,7 +205,8 @@ def test_what_is_over_stays_as_it_is(submission: Submission, given_observations:
     for observation in in_order(given_observations):
         watch = watch.after(observation)
         if final is not None:
-            assert watch.view == final
+            exit_code = watch.view.exit_code if final.exit_code is None else final.exit_code
+            assert watch.view == replace(final, exit_code=exit_code)
         final = watch.view if watch.view.over else None
 
 
