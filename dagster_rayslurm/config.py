@@ -160,6 +160,18 @@ def check_sbatch_options(value: object) -> list[str]:
     return list(value)
 
 
+def check_line(value: str, what: str) -> str:
+    """A string that may stand in a line of a script; the message says whose it is, and does not quote what may be a secret.
+
+    Raises:
+        ValueError: it contains a control character.
+    """
+    found = _CONTROL.search(value)
+    if found:
+        raise ValueError(f"{what}: the value contains the control character {found.group()!r}; remove it")
+    return value
+
+
 plain_text = checked(check_text)
 slurm_time = checked(check_time_limit)
 slurm_memory = checked(check_memory)

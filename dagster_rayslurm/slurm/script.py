@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..config import check_environment, check_text
+from ..config import check_environment, check_line, check_text
 from ..runtime.record import EXIT
 from .request import JobRequest
 
@@ -84,7 +84,7 @@ def render_script(request: JobRequest, command: Sequence[str], run_dir: str, sit
         excluding = component.exclude is not None
     lines += ["", f"cd {shlex.quote(check_text(run_dir))} || exit"]
     for name, value in check_environment(site, "SlurmResource.site").items():
-        lines.append(f"export {name}={shlex.quote(check_text(value))}")
+        lines.append(f"export {name}={shlex.quote(check_line(value, f'SlurmResource.site[{name!r}]'))}")
     srun = _srun_across(len(request.parts), command) if request.others else _srun(request.num_nodes, command)
     lines.append(_END.format(srun=srun, exit=EXIT))
     return "\n".join(lines)

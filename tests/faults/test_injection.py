@@ -87,7 +87,7 @@ def nothing_runs(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not glob.glob(f"{MARK}*")
     if stack is not None:
         for service in ("edge", "slurmctld", *NODES):
-            found = stack.exec(service, ["sh", "-c", f"ls -d {MARK}* /home/dev/pwned* 2>/dev/null || true"])
+            found = stack.look(service, f"ls -d {MARK}* /home/dev/pwned*")
             assert not found, (service, found)
 
 
@@ -268,7 +268,7 @@ def takes(kind: Any, name: str, value: Any) -> bool:
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"A": "a\nb"}, "control character"),
+        ({"A": "a\nb"}, r"SlurmResource.site['A']: the value contains the control character '\n'; remove it"),
         ({"A\n": "x"}, "not a name"),
         ({"A;id": "x"}, "not a name"),
         ({"A": "\ud800"}, "surrogate"),
