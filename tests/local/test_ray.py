@@ -65,11 +65,11 @@ def test_the_token_is_needed(ray_compute: ComputeResource, script: Any) -> None:
     """Another process of this user without the token is refused by the cluster."""
     payload = script(
         pipes_script("""
-        import os, subprocess, sys
+        import os, psutil, subprocess, sys
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
         code = "import ray; ray.init(); print('IN')"
         intruder = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-        listing = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
+        listing = " ".join(word for each in psutil.process_iter(["cmdline"]) for word in each.info["cmdline"] or ())
         token = open(os.environ["RAY_AUTH_TOKEN_PATH"]).read()
         pipes.report_asset_materialization(metadata={
             "in": "IN" in intruder.stdout, "said": intruder.stderr[-2000:], "in_argv": token in listing})

@@ -5,13 +5,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dagster_rayslurm.backends.process import runtime_command
@@ -421,8 +421,7 @@ def test_nobody_is_left(session: Callable[..., Session]) -> None:
     one.process.terminate()
     one.process.wait(20)
     time.sleep(0.1)
-    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert "time.sleep(97.25)" not in found and sys.executable
+    assert not [each for each in psutil.process_iter(["cmdline"]) if "time.sleep(97.25)" in " ".join(each.info["cmdline"] or ())]
 
 
 # ---- What goes wrong
