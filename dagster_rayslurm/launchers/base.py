@@ -30,7 +30,11 @@ class Launcher(StrictConfig):
     )
 
     def command(self, argv: list[str]) -> list[str]:
-        """The command that is run for a payload's own command; the same one unless a launcher wraps it."""
+        """The command that is run for a payload's own; the same one unless a launcher wraps it.
+
+        Args:
+            argv: the payload's command. `python` as the first word of it, or of what is returned, is the environment's.
+        """
         return argv
 
     def ray_spec(self) -> RaySpec | None:
