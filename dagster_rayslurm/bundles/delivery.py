@@ -28,6 +28,10 @@ _ENTRY = 1024
 _KNOWN_FOR = 300.0
 """Seconds for which this process does not ask again for what is there."""
 _TRIES = 3
+_LOOK_TIMEOUT = 300.0
+_UNPACK_TIMEOUT = 600.0
+_UNPACKED_PER_SECOND = 1024 * 1024
+"""Seconds, and bytes of an archive for each more of them, within which a file system there answers, however busy it is."""
 _LOCK_POLL = 0.1
 
 _FOREIGN = 77
@@ -175,11 +179,13 @@ def _missing(connection: Connection, base: str, parts: Sequence[_Part]) -> list[
 def _look(connection: Connection, base: str, places: Sequence[str]) -> list[str]:
     for left in reversed(range(_TRIES)):
         try:
-            done = connection.run(["sh", "-c", _LOOK, "sh", base, *places])
+            done = connection.run(["sh", "-c", _LOOK, "sh", base, *places], timeout=_LOOK_TIMEOUT)
         except ConnectionLost:
             if not left:
                 raise
             continue
+        except TimeoutError:
+            raise _hangs(connection, base, f"looking at {base}", _LOOK_TIMEOUT) from None
         said = done.stdout.decode("utf-8", "replace").split("\n")
         if done.returncode == _FOREIGN:
             raise PermissionError(f"{connection.place}: {base} belongs to {said[0]}, who could change what runs there")
@@ -220,20 +226,30 @@ def _send_large(connection: Connection, base: str, part: _Part, progress: Progre
 
 
 def _unpack(connection: Connection, base: str, part: _Part, source: str, stdin: bytes) -> None:
+    timeout = _UNPACK_TIMEOUT + part.size / _UNPACKED_PER_SECOND
     for left in reversed(range(_TRIES)):
         command = ["sh", "-c", _UNPACK, "sh", base, part.directory, part.name, part.kind, source, secrets.token_hex(8)]
         try:
-            done = connection.run(command, stdin)
+            done = connection.run(command, stdin, timeout)
         except ConnectionLost:
             if not left:
                 raise
             if not _missing(connection, base, [part]):
                 return
             continue
+        except TimeoutError:
+            raise _hangs(connection, base, f"making {posixpath.join(base, part.place)}", timeout) from None
         if done.returncode == 0:
             return
         said = done.stderr.decode("utf-8", "replace")[-500:].strip() or f"exit code {done.returncode}"
         raise OSError(f"{connection.place}: {posixpath.join(base, part.place)} cannot be made: {said}")
+
+
+def _hangs(connection: Connection, base: str, doing: str, timeout: float) -> TimeoutError:
+    return TimeoutError(
+        f"{connection.place}: {doing} took over {timeout:.0f} s and was ended; the file system of {base} does not answer: try "
+        "again later, or choose another remote_base"
+    )
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ from .openssh_options import control_path, jump_options, login_options, master_c
 _PERSIST = 60
 """Seconds that a master stays after its last session, so that the next process finds it."""
 _CHECK = 10.0
+_CONFIGURATION = 30.0
+"""Seconds in which ssh reads its configuration; a `Match exec` in there runs commands of the user's."""
 _FIRST_SLICE = 5.0
 """Seconds after which a TCP connection is tried anew: the kernel waits ever longer between its own tries."""
 
@@ -35,19 +37,16 @@ def existing_master(ssh: SSHConnectionResource) -> str:
     Raises:
         ConnectionFailed: there is none.
     """
-    asked = subprocess.run(
-        [
-            "ssh",
-            "-G",
-            *(["-l", ssh.user] if ssh.user else []),
-            *(["-p", str(ssh.port)] if ssh.port != 22 else []),
-            "--",
-            ssh.host,
-        ],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+    login = [*(["-l", ssh.user] if ssh.user else []), *(["-p", str(ssh.port)] if ssh.port != 22 else [])]
+    words = ["ssh", "-G", *login, "--", ssh.host]
+    try:
+        asked = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_CONFIGURATION)
+    except subprocess.TimeoutExpired:
+        raise failures.other(
+            ssh,
+            f"`{shlex.join(words)}` took over {_CONFIGURATION:.0f} s; see what its configuration runs (`Match exec`)",
+            temporary=True,
+        ) from None
     own = re.search(r"^controlpath (?!none$)(.+)$", asked.stdout, re.MULTILINE)
     for path in [control_path(ssh), *([own[1]] if own else [])]:
         if _master_runs(path):

@@ -12,6 +12,9 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from .nodes import named
 
+_NVIDIA_SMI = 20.0
+"""Seconds in which `nvidia-smi` answers; without its persistence daemon a node of many GPUs takes some."""
+
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
 """Variables that say which GPUs a process sees, by their makers; Slurm sets the last one beside the first (gres.conf(5))."""
 
@@ -145,10 +148,18 @@ def list_gpus() -> List[str]:
     """The names of the GPUs that `nvidia-smi` lists; empty where it does not answer."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
+        asked = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError:
         return []
-    return found.stdout.decode("utf-8", "replace").splitlines()
+    try:
+        found, _ = asked.communicate(timeout=_NVIDIA_SMI)
+    except subprocess.TimeoutExpired:
+        # Its end is not waited for: where a driver hangs, no signal ends what has called it.
+        asked.kill()
+        if asked.stdout is not None:
+            asked.stdout.close()
+        return []
+    return found.decode("utf-8", "replace").splitlines() if asked.returncode == 0 else []
 
 
 def _slurm_memory(environ: Mapping[str, str]) -> Optional[int]:

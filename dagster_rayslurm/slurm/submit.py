@@ -85,6 +85,8 @@ component that it refused like this, under a number of its own, and those before
 _SPOKEN = re.compile(r"^sbatch: (error|fatal|unrecognized option|option|invalid option|ambiguous option)", re.MULTILINE)
 _ANSWER = re.compile(rb"([0-9]+\.[0-9]+)\n(?:.*\n)*([0-9]+)(?:;[^\n]*)?\n*")
 _TAKEN = 78
+_TIMEOUT = 600.0
+"""Seconds in which the directory is made and sbatch answers: it asks slurmctld anew for minutes where that is slow."""
 _ATTEMPTS = 5
 _PAUSE = 3.0
 """Seconds between two looks for a job whose submission was cut off: slurmctld may still be at it."""
@@ -170,7 +172,7 @@ def submit(
         asked = clock.local()
         again = True
         try:
-            done = commands.run(command, archive)
+            done = commands.run(command, archive, _TIMEOUT)
             submitted = _submitted(done)
             if submitted is not None:
                 clock.heard(submitted.at, asked, clock.local())
@@ -183,6 +185,8 @@ def submit(
             again = is_temporary(done.stderr.decode("utf-8", "replace"))
         except ConnectionLost as error:
             lost = error
+        except TimeoutError:
+            lost, again = _silent(commands, run_dir), False
         warn(f"[rayslurm] {lost}; the job is looked for before {'it is submitted again' if again and left else 'it is given up'}")
         found = _find(commands, request.job_name)
         if found is not None:
@@ -194,6 +198,11 @@ def submit(
     with contextlib.suppress(OSError):  # slurmctld may take it yet.
         commands.run(cleaned(["scancel", "--quiet", "--me", f"--name={request.job_name}"]), timeout=60)
     raise lost
+
+
+def _silent(commands: Connection, run_dir: str) -> SubmissionRefused:
+    sentence = f"submitting from {run_dir} on {commands.place} took over {_TIMEOUT:g} s and was ended"
+    return SubmissionRefused("submission", f"{sentence}: sbatch, or the file system there, does not answer", retry=True)
 
 
 def kept_variables(request: JobRequest) -> list[str]:

@@ -3,6 +3,7 @@
 import datetime
 import os
 import re
+import shutil
 import socket
 import subprocess
 import time
@@ -15,6 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from dagster_rayslurm import SSHConnectionResource
+from dagster_rayslurm.connections import openssh_login
 from dagster_rayslurm.connections.base import ConnectionFailed
 from dagster_rayslurm.connections.openssh_options import control_path, master_command
 from dagster_rayslurm.connections.shared import close_connections, connection_to
@@ -311,6 +313,21 @@ def test_login_shells_that_run_nothing(user: str, says: str, connect: Connect, s
 
 
 # -- a master that a person opened -------------------------------------------------------------------------------------
+
+
+def test_a_configuration_that_runs_something_which_hangs(
+    connect: Connect, server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text('Match exec "sleep 6"\n')
+    (tmp_path / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {tmp_path}/config "$@"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(openssh_login, "_CONFIGURATION", 1.0)
+    ssh = connect.fields(server, client="openssh", require_existing_master=True, user="dev", connect_timeout=1)
+    began = time.monotonic()
+    with pytest.raises(ConnectionFailed, match=r"`ssh -G -l dev .*` took over 1 s; see what its configuration runs"):
+        connect.to(ssh).run(["true"])
+    assert time.monotonic() - began < 5
 
 
 def test_a_master_opened_by_hand(connect: Connect, server: Sshd, openssh_there: None, tmp_path: Path) -> None:

@@ -63,6 +63,16 @@ def test_gpus_of_the_driver_where_nothing_restricts(tmp_path: Path, monkeypatch:
     assert machine.detect().num_gpus == 0
 
 
+def test_a_driver_that_does_not_answer_grants_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho NVIDIA H200\nexec sleep 30\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(machine, "_NVIDIA_SMI", 0.5)
+    began = time.monotonic()
+    assert machine.list_gpus() == [] and time.monotonic() - began < 10
+
+
 def test_cpus_are_those_of_the_affinity() -> None:
     one = sorted(os.sched_getaffinity(0))[:1]
     code = "from dagster_rayslurm.runtime import machine; print(machine.detect().num_cpus)"

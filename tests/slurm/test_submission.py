@@ -11,6 +11,7 @@ import pytest
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.connections.base import Completed
+from dagster_rayslurm.slurm import submit as submit_module
 from dagster_rayslurm.slurm.accounting import ask_job
 from dagster_rayslurm.slurm.clock import ClusterClock
 from dagster_rayslurm.slurm.queue import ask_queue
@@ -186,6 +187,16 @@ def test_what_never_became_a_job_is_refused(sender: Sender, site: Site) -> None:
     with pytest.raises(SubmissionRefused, match="ended by signal 9") as caught:
         sender.submit(Login(site.connection, {}, sender.fake("kill -9 $$")))
     assert caught.value.retry and sender.jobs() == []
+
+
+def test_an_sbatch_that_does_not_come_back(sender: Sender, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has submitted is found; what it has not is refused in one sentence."""
+    monkeypatch.setattr(submit_module, "_TIMEOUT", 3.0)
+    with pytest.raises(SubmissionRefused, match=r"^submitting from .* took over 3 s and was ended") as caught:
+        sender.submit(Login(site.connection, {}, sender.fake("exec sleep 60")))
+    assert caught.value.retry and "given up" in sender.warnings[0] and sender.jobs() == []
+    sent = sender.submit(Login(site.connection, {}, sender.fake('"$real" "$@"; exec sleep 60')))
+    assert sender.jobs() == [sent.job_id] and "took over 3 s" in sender.warnings[1]
 
 
 def test_the_component_that_is_refused_is_found_by_a_logins_own_variables(sender: Sender, site: Site) -> None:

@@ -26,6 +26,7 @@ from dagster_rayslurm.bundles import (
     bundle,
     bundle_directory,
     bundle_files,
+    delivery,
     install,
     make_bundle,
     scan,
@@ -748,6 +749,18 @@ def test_a_connection_that_breaks(tree: Callable[..., Path], there: Path, events
 def test_a_connection_that_stays_broken(there: Path) -> None:
     with pytest.raises(ConnectionLost):
         install(Losing(*["before"] * 9), str(there), [])
+
+
+@pytest.mark.parametrize(
+    ("script", "limit", "doing"), [("_LOOK", "_LOOK_TIMEOUT", "looking at"), ("_UNPACK", "_UNPACK_TIMEOUT", "making")]
+)
+def test_a_file_system_that_does_not_answer(
+    script: str, limit: str, doing: str, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, script, "sleep 60")
+    monkeypatch.setattr(delivery, limit, 1.0)
+    with pytest.raises(TimeoutError, match=rf"this machine: {doing} {there}.* took over 1 s and was ended; the file system of"):
+        install(LocalConnection(), str(there), [])
 
 
 def test_a_full_disk_there(tree: Callable[..., Path], tmp_path: Path) -> None:
