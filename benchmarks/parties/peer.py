@@ -119,7 +119,6 @@ class Peer:
         """One payload with marks, on a Ray cluster that its Dagster run has for its own."""
         before = self._edge.controller_calls()
         (run,) = self.run_several(shape, 1)
-        self._edge.wait_until_idle()
         return replace(run, calls=max(0, self._edge.controller_calls() - before))
 
     def run_several(self, shape: Shape, count: int) -> list[Run]:
@@ -133,6 +132,8 @@ class Peer:
         }
         try:
             times = self._ask(order)["times"]
+            # A process that it has left on the edge cancels the job, and is not to be ended before that.
+            self._edge.wait_until_idle()
         finally:
             self.end_leaked()
         runs = []
