@@ -97,6 +97,7 @@ def test_tasks_find_the_component_that_they_ask_for(base: Path, script: Any) -> 
     assert set(usage) == {hostname, f"{hostname} (component gpu)"} and all(each["peak_memory"] > 2**20 for each in usage.values())
 
 
+@pytest.mark.thorough
 def test_the_head_is_where_it_is_wanted(het: ComputeResource, script: Any) -> None:
     """By the payload's launcher; what a component's launcher says of GPUs goes before its queue."""
     components = cpu_and_gpu(num_gpus_per_node=1)

@@ -84,17 +84,6 @@ def test_payloads_begin_with_their_modules_imported(warm: ComputeResource, scrip
     assert again[1].metadata["preloaded"] is True
 
 
-def test_two_at_once_and_one_that_fails(warm: ComputeResource, script: Any) -> None:
-    good = script(DRIVER)
-    bad = good.with_name("bad.py")
-    bad.write_text(good.read_text() + "\nraise ValueError('of its own')\n")
-    run_asset(warm, good)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        runs = list(pool.map(lambda payload: run_asset(warm, payload), [good, bad]))
-    assert runs[0].metadata["preloaded"] is True and runs[0].metadata["total"] == 5
-    assert isinstance(runs[1].failure, RunFailure) and "exit code 1" in str(runs[1].failure)
-
-
 PRINTS = pipes_script("""
     import ray
     ray.init()
@@ -105,10 +94,20 @@ PRINTS = pipes_script("""
 """)
 
 
-def test_the_last_lines_of_workers_are_not_lost(warm: ComputeResource, script: Any, capfd: Any) -> None:
-    """Ray's own exit handler waits for them, half a second; it is only left out where there are none."""
-    payload = script(PRINTS)
+def test_two_at_once_and_one_that_fails_and_last_lines(warm: ComputeResource, script: Any, capfd: Any) -> None:
+    good = script(DRIVER)
+    bad = good.with_name("bad.py")
+    bad.write_text(good.read_text() + "\nraise ValueError('of its own')\n")
+    run_asset(warm, good)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(lambda payload: run_asset(warm, payload), [good, bad]))
+    assert runs[0].metadata["preloaded"] is True and runs[0].metadata["total"] == 5
+    assert isinstance(runs[1].failure, RunFailure) and "exit code 1" in str(runs[1].failure)
+
+    # Ray's own exit handler waits for the last lines of workers, half a second; it is only left out where there are none.
+    payload = script(PRINTS, "prints.py")
     for _ in range(3):
+        capfd.readouterr()
         run_asset(warm, payload)
         said = capfd.readouterr()
         assert {n for n in range(20) if f"worker line {n}\n" in said.out + said.err} == set(range(20))

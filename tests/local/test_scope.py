@@ -83,7 +83,11 @@ def nothing_runs() -> bool:
     return not marked_processes(os.environ["PYTEST_OF_RAYSLURM"])
 
 
-@pytest.mark.parametrize("executor", ["in_process", "multiprocess"])
+EXECUTORS = [pytest.param("in_process", marks=pytest.mark.thorough), "multiprocess"]
+"""The simpler one is what sessions on Slurm are tested with."""
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_cluster_lives_as_long_as_the_run(job: Any, tmp_path: Path, base: Path, executor: str) -> None:
     process = job(executor)
     assert process.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
@@ -95,7 +99,7 @@ def test_the_cluster_lives_as_long_as_the_run(job: Any, tmp_path: Path, base: Pa
     assert [path.name for path in (base / "sessions").iterdir() if path.is_file()] == []
 
 
-@pytest.mark.parametrize("executor", ["in_process", "multiprocess"])
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_run_that_is_killed_takes_its_cluster_along(job: Any, tmp_path: Path, executor: str) -> None:
     (tmp_path / "wait").touch()
     process = job(executor)
