@@ -224,10 +224,12 @@ def main(argv):  # type: (list[str]) -> int
         "serve": serve,
     }
     if role in roles:
-        from . import keeper, processes
+        from . import keeper, own_job, processes
 
         processes.raise_file_limit()
-        return keeper.guard(lambda: roles[role](argv[1]), lambda: dispensable[0] == 1, role in _IN_A_STEP)
+        # Of a job with one payload whoever runs that sees to the end; a session may have nobody.
+        orphaned = (lambda: own_job.cancel(os.environ)) if role == "session" else (lambda: None)
+        return keeper.guard(lambda: roles[role](argv[1]), lambda: dispensable[0] == 1, role in _IN_A_STEP, orphaned)
     sys.exit(__doc__)
 
 

@@ -4,7 +4,7 @@ The runtime tears down what it started. The keeper is for the case that the runt
 runtime's parent and a subreaper, so everything below becomes its child, and it ends all of it. When the keeper is
 killed instead, the kernel sends the runtime SIGTERM, which then tears down as usual. The keeper itself asks every now and
 then whether its parent still lives: it sends the runtime SIGTERM when Slurm's slurmstepd has been killed, as nobody else
-would ever end what runs on the node.
+would ever end what runs on the node, nor perhaps the job.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ thread that forked, which is no reason."""
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def guard(main: Callable[[], int], excused: Callable[[], bool] = lambda: False, in_a_step: bool = False) -> int:
+def guard(
+    main: Callable[[], int],
+    excused: Callable[[], bool] = lambda: False,
+    in_a_step: bool = False,
+    orphaned: Callable[[], None] = lambda: None,
+) -> int:
     """Run `main` in a forked child and outlive it.
 
     Args:
         main: what to run.
         excused: asked in this process when `main` has ended: whether its end, however it came, is no failure.
         in_a_step: whether the parent is the slurmstepd of a job step, without which `main` must not go on.
+        orphaned: called in this process when `main` has ended and that slurmstepd is gone.
 
     Returns:
         The exit code of `main`, or 128 + the signal that ended it; 0 if it is excused. The child never returns from here.
@@ -59,6 +65,8 @@ def guard(main: Callable[[], int], excused: Callable[[], bool] = lambda: False, 
         signal.signal(signum, signal.SIG_IGN)  # Nobody is left to forward to, and the tidying up must not be broken off.
     processes.kill_descendants(os.getpid(), collect=_collect)
     scratch.sweep()
+    if in_a_step and os.getppid() != parent:
+        orphaned()
     if code != 0 and excused():
         print("rayslurm: this node's runtime ended with exit code %d; the other nodes go on without it" % code, file=sys.stderr)
         return 0

@@ -144,6 +144,23 @@ def test_a_worker_node_dies(
     assert site.lines("ran") == ["a", "b"]
 
 
+@pytest.mark.thorough
+def test_the_slurmstepd_of_a_session_is_killed(session_compute: Make, begin: Begin, once: Callable[..., Ran], site: Site) -> None:
+    """Its keeper has the job cancelled, whose srun waits for ever; Slurm takes its time with that."""
+    compute = session_compute()
+    running = begin(compute, "a", 120)
+    job_id = running.up("up-a")
+    node = node_of(site, job_id)
+    pid = site.stack.exec(node, ["pgrep", "-f", rf"^slurmstepd: \[{job_id}\.0\]"]).strip()
+    site.killed = True
+    site.stack.exec(node, ["kill", "-9", pid])
+    failure = running.result(60).failure
+    assert failure.kind == "runtime" and failure.allow_retries, (failure.kind, failure.description)
+    assert job_of(once(compute, "b")) != job_id
+    assert wait_until(lambda: job_id not in site.sh("squeue --me --noheader --states=RUNNING --format=%A").split(), 60)
+    assert site.lines("ran") == ["a", "b"]
+
+
 def test_somebody_cancels_the_session(session_compute: Make, begin: Begin, once: Callable[..., Ran], site: Site) -> None:
     compute = session_compute()
     running = begin(compute, "a", 120)

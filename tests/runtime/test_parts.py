@@ -267,6 +267,36 @@ def test_a_signal_just_after_the_runtimes_end_is_no_error() -> None:
     assert (done.stdout.strip(), done.stderr) == ("3 []", "")
 
 
+@pytest.mark.parametrize("node_id", ["0", "1"])
+def test_a_session_without_its_slurmstepd_has_its_job_cancelled(node_id: str, tmp_path: Path) -> None:
+    """By the first of its tasks, and again if slurmctld does not answer."""
+    asked, over = tmp_path / "asked", tmp_path / "over"
+    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" >>{asked}\n[ "$(wc -l <{asked})" = 2 ]\n')
+    (tmp_path / "scancel").chmod(0o755)
+    program = textwrap.dedent("""
+        import os, signal, sys, time
+        from dagster_rayslurm.runtime import keeper, own_job
+        waits = []
+        def main():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            time.sleep(60)
+        def orphaned():
+            own_job.cancel(os.environ, waits.append)
+            open(sys.argv[1], "w").write(repr(waits))
+        keeper.guard(main, in_a_step=True, orphaned=orphaned)
+    """)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NODEID": node_id, "SLURM_JOB_ID": "7"}
+    words = [sys.executable, "-c", program, str(over)]
+    stepd = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({words!r})"], env=env)
+    assert wait_until(lambda: len(processes.descendants(stepd.pid)) == 2, 20)
+    stepd.kill()
+    stepd.wait()
+    assert wait_until(lambda: over.exists() and over.read_text(), 20)
+    lead = node_id == "0"
+    assert over.read_text() == ("[25.0, 30.0]" if lead else "[]")
+    assert asked.exists() == lead and (not lead or asked.read_text() == "--quiet 7\n" * 2)
+
+
 def test_what_a_timer_sets_for_at_once_holds_nothing_else_up() -> None:
     program = textwrap.dedent("""
         import os
