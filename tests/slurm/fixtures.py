@@ -123,7 +123,7 @@ class Site:
             code = "import sys; sys.path.insert(0, sys.argv[1]); from rayslurm_runtime import scratch; scratch.sweep()"
             runtime = self.sh('ls "$1"/runtime/*.pyz', self.base).strip()
             self.stack.exec(service, ["/opt/ray/bin/python", "-c", code, runtime], user="dev")
-        return self.stack.exec(service, ["sh", "-c", "ls -d /tmp/rs-* /var/tmp/rs-* 2>/dev/null || true"]).split()
+        return self.stack.look(service, "ls -d /tmp/rs-* /var/tmp/rs-*").split()
 
 
 @pytest.fixture(scope="session")
