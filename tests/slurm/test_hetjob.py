@@ -118,7 +118,7 @@ def test_one_cluster_spans_the_components(het_compute: Make, script: Any, site: 
     assert site.sh('ls "$1/runs"', site.base).split() == []
 
 
-@pytest.mark.parametrize("how", ["head", "component_id"])
+@pytest.mark.parametrize("how", ["head", pytest.param("component_id", marks=pytest.mark.thorough)])
 def test_the_head_is_in_the_component_that_says_so(how: str, het_compute: Make, script: Any) -> None:
     components = [component("cpu", "compute"), component("gpu", "gpu", gpus_per_node=1, head=how == "head")]
     launcher = small_ray(component_id="gpu" if how == "component_id" else None)
@@ -194,12 +194,26 @@ def test_odd_characters_everywhere(het_compute: Make, tmp_path: Path, site: Site
 
 
 def test_two_runs_at_once(het_compute: Make, start: Start, script: Any) -> None:
-    small = [component("cpu", "compute", mem="1800M"), component("gpu", "gpu", gpus_per_node=1, mem="1800M")]
-    payload, compute = script(LOOK), het_compute(small)
+    """On the same nodes: each goes on until both are there."""
+    payload = script(
+        pipes_script("""
+        import os, pathlib, time
+        data = pathlib.Path(os.environ["RAYSLURM_DATA_DIR"])
+        (data / ("job-" + os.environ["SLURM_JOB_ID"])).touch()
+        began = time.monotonic()
+        while len(list(data.glob("job-*"))) < 2 and time.monotonic() - began < 60:
+            time.sleep(0.1)
+        here = sorted(path.name for path in data.glob("job-*"))
+        pipes.report_asset_materialization(metadata={"job": os.environ["SLURM_JOB_ID"], "here": " ".join(here)})
+        """)
+    )
+    parts = [component("cpu", "compute", nodelist="c1", mem="500M"), component("gpu", "gpu", nodelist="g1", mem="500M")]
+    compute = het_compute(parts, default_launcher=BashLauncher(grace_period=2))
     first, second = start(compute, payload), start(compute, payload)
     results = [running.result().metadata for running in (first, second)]
-    assert results[0]["Slurm job ID"] != results[1]["Slurm job ID"]
-    assert all(json.loads(metadata["by label"])["gpu"][1] == "gpu" for metadata in results)
+    jobs = {each["Slurm job ID"] for each in results}
+    assert len(jobs) == 2 and {each["job"] for each in results} == jobs
+    assert {each["here"] for each in results} == {" ".join(sorted(f"job-{job}" for job in jobs))}
 
 
 # ---- What Slurm does not grant
@@ -269,8 +283,15 @@ def test_an_interrupted_run_ends_all_components(phase: str, site: Site, script: 
     assert wait_until(lambda: not site.jobs(), 5), site.sh("squeue --me")
 
 
-@pytest.mark.parametrize("ray", [True, False], ids=["ray", "plain"])
-@pytest.mark.parametrize("which", [0, 1], ids=["leader", "other"])
+@pytest.mark.parametrize(
+    ("which", "ray"),
+    [
+        pytest.param(0, False, id="leader-plain"),
+        pytest.param(1, True, id="other-ray"),
+        pytest.param(0, True, id="leader-ray", marks=pytest.mark.thorough),
+        pytest.param(1, False, id="other-plain", marks=pytest.mark.thorough),
+    ],
+)
 def test_an_admin_cancels_a_component(which: int, ray: bool, het_compute: Make, start: Start, script: Any, site: Site) -> None:
     components = [component("cpu", "compute"), component("gpu", "gpu")]
     launcher = small_ray() if ray else BashLauncher(grace_period=2)

@@ -65,7 +65,7 @@ def test_sacct_tells_the_same(slurm_compute: Callable[..., ComputeResource], scr
         pipes_script("""
         import time
         memory = bytearray(200 * 2**20)
-        until = time.process_time() + 4
+        until = time.process_time() + 2
         while time.process_time() < until:
             pass
         """)
@@ -199,6 +199,7 @@ def test_files_travel(slurm_compute: Callable[..., ComputeResource], tmp_path: P
     assert site.sh('find "$1" -maxdepth 2 -perm /077 ! -type l ! -path "*/data*"', site.base).split() == []
 
 
+@pytest.mark.thorough
 def test_two_clusters_share_a_node(slurm_compute: Callable[..., ComputeResource], script: Any) -> None:
     """Two assets at once on one node, each with its own Ray; the end of one does the other no harm."""
     payload = script(

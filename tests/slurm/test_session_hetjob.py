@@ -46,7 +46,9 @@ pipes.report_asset_materialization(metadata=found)
 """Says where tasks of each component run, and then goes on for UP_FOR seconds or until it may go."""
 
 PLAIN = pipes_script("""
-import os, socket
+import os, pathlib, socket, time
+(pathlib.Path(os.environ["RAYSLURM_DATA_DIR"]) / "up").write_text("x")
+time.sleep(float(os.environ.get("UP_FOR", "0")))
 found = {"job": os.environ["SLURM_JOB_ID"], "driver": socket.gethostname(), "partition": os.environ["SLURM_JOB_PARTITION"]}
 pipes.report_asset_materialization(metadata=found)
 """)
@@ -118,15 +120,15 @@ def test_a_warm_cluster_across_components(het_compute: Make, script: Any, site: 
 
 
 def test_a_cluster_of_each_payloads_own(het_compute: Make, script: Any, site: Site) -> None:
-    """Fresh ones that span all components, whichever of them a payload has a word to say of."""
+    """It spans all components, whichever of them a payload has a word to say of."""
     compute = het_compute(enable_cluster_reuse=False)
-    first = run_asset(compute, script(PLACED))
+    first = run_asset(compute, script(PLAIN, "plain.py"), launcher=BashLauncher())
     word = component("gpu", "gpu", RayLauncher(labels={"zone": "a"}), gpus_per_node=1)
     second = run_asset(compute, script(PLACED), components=[word], launcher=small_ray(num_cpus_per_node=1))
     assert value_of(first, "job") == value_of(second, "job") and leaders(site) == [value_of(first, "job")]
-    assert first.metadata["address"] != second.metadata["address"] and second.metadata["Session reused"] is True
-    for each in (first.metadata, second.metadata):
-        assert each["labels"] == ["cpu", "gpu"] and each["gpu"][0] == "gpu" and each["driver"] in ("c1", "c2")
+    seen = second.metadata
+    assert seen["Session reused"] is True and seen["Ray cluster was warm"] is False
+    assert seen["labels"] == ["cpu", "gpu"] and seen["gpu"][0] == "gpu" and seen["driver"] == first.metadata["driver"]
 
 
 def test_a_payload_that_must_run_elsewhere(het_compute: Make, script: Any, site: Site) -> None:
@@ -144,6 +146,7 @@ def test_a_payload_that_must_run_elsewhere(het_compute: Make, script: Any, site:
     assert sorted(leaders(site)) == sorted([first, second.metadata["job"]])
 
 
+@pytest.mark.thorough
 def test_the_time_limit(het_compute: Make, script: Any, site: Site, start: Any) -> None:
     """Slurm tells it for each component; what still runs near the end is ended and told why."""
     components = [component("cpu", "compute", time_limit="1"), component("gpu", "gpu", time_limit="1")]
@@ -158,14 +161,14 @@ def test_the_time_limit(het_compute: Make, script: Any, site: Site, start: Any) 
 
 
 def test_somebody_cancels_its_first_component(het_compute: Make, script: Any, site: Site, start: Any) -> None:
-    compute = het_compute()
-    running: Running = start(compute, script(PLACED), extra_env={"UP_FOR": "120"})
+    compute = het_compute(default_launcher=BashLauncher(grace_period=2), enable_cluster_reuse=False)
+    running: Running = start(compute, script(PLAIN), extra_env={"UP_FOR": "120"})
     running.up()
     (job,) = leaders(site)
     site.stack.exec("slurmctld", ["scancel", job])
     failure = running.result(60).failure
     assert failure.kind == "cancelled" and job in (failure.description or ""), failure.description
-    second = run_asset(compute, script(PLACED))
+    second = run_asset(compute, script(PLAIN))
     assert value_of(second, "job") != job and second.metadata["Slurm session"].endswith("/2")
 
 
@@ -182,7 +185,7 @@ def test_a_node_of_another_component_dies(all_back: None, het_compute: Make, scr
     subprocess.run(["docker", "start", site.stack.container(node)], check=True, capture_output=True)
     site.sh('touch "$1/data/go"', site.base)
     assert value_of(running.result(60), "job") == job
-    assert value_of(run_asset(compute, script(PLACED)), "job") != job
+    assert value_of(run_asset(compute, script(PLAIN, "plain.py"), launcher=BashLauncher()), "job") != job
 
 
 def test_another_component_is_cancelled(het_compute: Make, script: Any, site: Site, start: Any) -> None:
@@ -194,13 +197,13 @@ def test_another_component_is_cancelled(het_compute: Make, script: Any, site: Si
     site.killed = True
     site.stack.exec("slurmctld", ["scancel", f"{job}+1"])
     assert wait_until(lambda: json.loads(site.sh('cat "$1"/sessions/*/1/session.json', site.base))["closing"], 20)
-    second = run_asset(compute, script(PLACED))
+    second = run_asset(compute, script(PLAIN, "plain.py"), launcher=BashLauncher())
     assert value_of(second, "job") != job and second.metadata["Slurm session"].endswith("/2")
     failure = running.result(90).failure
     assert failure.kind == "cancelled" and f"component 'gpu' of Slurm job {job}" in (failure.description or ""), (
         failure.description
     )
-    assert compute.cleanup_cluster(second.metadata["Ray cluster ID"]) and not site.jobs()
+    assert compute.cleanup_cluster(second.completed[0].cluster_id) and not site.jobs()
 
 
 @pytest.fixture
@@ -241,7 +244,8 @@ def test_one_that_waits(het_compute: Make, script: Any, site: Site, start: Any, 
 
 
 def test_it_is_listed_shown_and_stopped(het_compute: Make, script: Any, site: Site, rayslurm: Callable[..., str]) -> None:
-    job = value_of(run_asset(het_compute(session={"name": "mixed"}), script(PLACED)), "job")
+    compute = het_compute(session={"name": "mixed"}, default_launcher=BashLauncher(), enable_cluster_reuse=False)
+    job = value_of(run_asset(compute, script(PLAIN)), "job")
     (row,) = map(json.loads, rayslurm("list", "--json").splitlines())
     assert (row["job_id"], row["state"], row["partition"]) == (job, "ready", "compute, gpu")
     assert row["components"] == ["cpu", "gpu"] and row["node"] in ("c1", "c2")

@@ -102,7 +102,11 @@ def over(site: Site) -> bool:
     return not site.jobs() and not marked_processes(os.environ["PYTEST_OF_RAYSLURM"])
 
 
-@pytest.mark.parametrize("executor", ["in_process", "multiprocess"])
+EXECUTORS = ["in_process", pytest.param("multiprocess", marks=pytest.mark.thorough)]
+"""With processes of steps it is tested on this machine."""
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_session_lives_as_long_as_the_run(job: Job, site: Site, executor: str) -> None:
     process = job.start(executor)
     assert process.wait(150) == 0, job.log
@@ -111,7 +115,7 @@ def test_the_session_lives_as_long_as_the_run(job: Job, site: Site, executor: st
     assert wait_until(lambda: over(site), 30), site.sh("squeue --me")
 
 
-@pytest.mark.parametrize("executor", ["in_process", "multiprocess"])
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_run_that_is_killed_takes_its_session_along(job: Job, site: Site, executor: str) -> None:
     site.sh('touch "$1/data/wait"', site.base)
     process = job.start(executor)
