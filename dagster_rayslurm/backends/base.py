@@ -26,12 +26,14 @@ class Step:
         step_key: its step.
         partition_key: the partition, or None.
         log: the step's log.
+        goes_on: whether it goes on with what an attempt before it has started.
     """
 
     run_id: str
     step_key: str
     partition_key: str | None
     log: Any
+    goes_on: bool = False
 
 
 class Attempt(Protocol):

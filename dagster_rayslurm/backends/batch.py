@@ -98,7 +98,13 @@ class BatchBackend:
         plan, request, asked = self._asked(plan, run_dir, step)
         files = {**run_files(plan, context), **asked, CANCEL: b"", EXIT: b""}
         commands, cluster_id = slurm_commands(self.connection), f"{CLUSTER}{plan.payload.nonce}"
-        return self.submit_job(run_dir, files, request, step, lambda job: _held(BatchJob(job, commands, cluster_id), hold))
+
+        def attempt_at(job: SlurmJob) -> BatchJob:
+            attempt = BatchJob(job, commands, cluster_id, goes_on=step.goes_on)
+            hold(attempt)
+            return attempt
+
+        return self.submit_job(run_dir, files, request, step, attempt_at)
 
     def goes_on(self, plan: Plan, run_dir: str, step: Step) -> bool:
         plan, request, asked = self._asked(plan, run_dir, step)
@@ -106,13 +112,13 @@ class BatchBackend:
 
         def job_of(_: object) -> str | None:
             rows = ask_queue(commands).named(request.job_name)
-            job_id = next((str(row.job_id) for row in rows if row.leads and row.state not in TERMINAL), None)
-            if job_id is not None:
-                # Whoever submitted it may have been killed before that was written; with it nothing is submitted again.
-                commands.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
-            return job_id
+            return next((str(row.job_id) for row in rows if row.leads and row.state not in TERMINAL), None)
 
-        return left_behind.goes_on(self.connection, run_dir, plan.payload.nonce, asked, job_of, step.log)
+        job_id = left_behind.job_with(self.connection, run_dir, plan.payload.nonce, asked, job_of, step.log)
+        if job_id is not None:
+            # Whoever submitted it may have been killed before that was written; with it nothing is submitted again.
+            commands.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
+        return job_id is not None
 
     def _asked(self, plan: Plan, run_dir: str, step: Step) -> tuple[Plan, JobRequest, dict[str, bytes]]:
         """What is submitted for a plan: the plan as it is there, the request, and the files that say what is asked for.
@@ -149,7 +155,7 @@ class BatchBackend:
     def submit_job(
         self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step, attempt_at: Callable[[SlurmJob], T]
     ) -> T:
-        """Submit a job, or make sure that there is none.
+        """Submit a job, or make sure that there is none; or go on with the one that the run directory names.
 
         Args:
             run_dir: its directory, not there yet.
@@ -184,8 +190,11 @@ class BatchBackend:
             with deferred_interrupts():
                 cancel_named(commands, request.job_name, step.log)
             raise
-        where = f"{request.where} on {self.connection.place}"
-        step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({request.job_name}) to {where}")
+        which, place = f"Slurm job {submitted.job_id} ({request.job_name})", self.connection.place
+        if step.goes_on:
+            step.log.info(f"[rayslurm] going on with {which} on {place}")
+        else:
+            step.log.info(f"[rayslurm] submitted {which} to {request.where} on {place}")
         return attempt
 
     @property
@@ -211,11 +220,6 @@ class BatchBackend:
             )
         except ValueError as error:
             raise StartError("configuration", str(error)) from None
-
-
-def _held(attempt: BatchJob, hold: Hold) -> BatchJob:
-    hold(attempt)
-    return attempt
 
 
 def absolute(connection: Connection, path: str) -> str:

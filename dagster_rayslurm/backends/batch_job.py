@@ -31,14 +31,18 @@ class BatchJob:
         commands: runs commands there, and reaches the files.
         cluster_id: name of the Ray cluster.
         directory: the run directory; None for the job's.
+        goes_on: whether another process submitted it, so that nobody here knows when.
     """
 
-    def __init__(self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str | None = None) -> None:
+    def __init__(
+        self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str | None = None, goes_on: bool = False
+    ) -> None:
         self.cluster_id = cluster_id
         self.job_id: str | None = job.job_id
         self._job = job
         self._commands = commands
         self._directory = job.directory if directory is None else directory
+        self._goes_on = goes_on
         self._started = False
         """Whether the runtime is at work: its record has started, and the job was not requeued since."""
         self._heard: tuple[float, float] | None = None
@@ -91,7 +95,7 @@ class BatchJob:
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         metadata = self._job.metadata(evidence)
-        if evidence.started_at is not None:
+        if evidence.started_at is not None and not self._goes_on:
             # The clocks of a node and of the edge may differ: nothing has started after it was heard of.
             started_at = min(evidence.started_at, self._heard[1] if self._heard else self._job.now())
             metadata["Queue wait (s)"] = round(max(0.0, started_at - self._job.submitted_at), 2)

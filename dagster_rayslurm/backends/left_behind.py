@@ -22,15 +22,15 @@ _OF_THE_SESSION = ("run_id", "ray", "want_cpus", "want_gpus", "time_limit")
 """Members of a payload's start record that say who asks, and what a session made of the request."""
 
 
-def goes_on(
+def job_with(
     connection: Connection,
     run_dir: str,
     nonce: str,
     asked: Mapping[str, bytes],
     job_of: Callable[[Record | None], str | None],
     log: Any,
-) -> bool:
-    """Whether a payload is under way, or has succeeded unheard, that was started with the same request.
+) -> str | None:
+    """The job of a payload that is under way, or has succeeded unheard, and was started with the same request; None if it is not.
 
     Args:
         connection: reaches the files.
@@ -44,21 +44,23 @@ def goes_on(
         OSError: that cannot be found out.
     """
     if connection.stat(os.path.join(run_dir, JOURNAL)) is None:
-        return False
+        return None
     there = {name: connection.read(os.path.join(run_dir, name), 0, _MOST_BYTES) for name in asked}
     start, end = _start_and_end(connection, run_dir, nonce)
     if end is not None:
         succeeded = end["reason"] == "exit" and end["exit_code"] == 0
         judged = connection.stat(os.path.join(run_dir, JUDGED)) is not None
-        return succeeded and not judged and same_request(there, asked)
+        if start is None or not succeeded or judged or not same_request(there, asked):
+            return None
+        return str(start["allocation"]["job_id"])
     job_id = job_of(start)
     if job_id is not None and not same_request(there, asked):
         log.warning(
             f"[rayslurm] Slurm job {job_id} goes on with what the attempt before asked for, which is not what is asked for now; "
             f"see {run_dir} on {connection.place}, where `scancel {job_id}` ends the job"
         )
-        return False
-    return job_id is not None
+        return None
+    return job_id
 
 
 def same_request(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> bool:

@@ -20,6 +20,9 @@ from ..runtime.spec import RuntimeSpec, to_json
 WATCH_LOG = ".watch.log"
 """How the name of a file ends in which a session that could not be ended with its run is complained of."""
 
+FOLLOWED = ".followed"
+"""How the name of a file ends that says how far a payload elsewhere was followed."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -112,7 +115,7 @@ def sweep_old(layout: Layout, retention_days: float) -> list[Path]:
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name.endswith(WATCH_LOG):
+            elif entry.name.endswith((WATCH_LOG, FOLLOWED)):
                 entry.unlink()
             else:
                 continue

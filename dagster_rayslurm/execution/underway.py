@@ -14,9 +14,10 @@ from dagster_pipes import PipesContextData
 
 from ..backends.base import Attempt, Hold, Place, Step
 from ..backends.left_behind import JUDGED
+from ..backends.rundir import FOLLOWED
 from ..connections.base import ConnectionFailed
 from ..errors import RunFailure, StartError
-from ..follow import Evidence, Follower
+from ..follow import Bookmark, Evidence, Follower, HandedOn
 from ..follow.pipes import RecordContextInjector
 from ..outcome import Verdict, asks_slurm, judge
 from ..outcome.metadata import Metadata
@@ -73,6 +74,9 @@ class Underway:
         self._step = Step(context.run.run_id, step_key, partition_key, context.log)
         self._name = name
         self._goes_on: Callable[[Plan, str, Step], bool] | None = None
+        self._bookmark: Bookmark | None = None
+        """Of a payload that outlives this process; another one goes on there."""
+        self._handed_on = HandedOn()
         self._run_dir = ""
         self._stranded = False
         """Whether outputs are still where the payload ran."""
@@ -89,11 +93,14 @@ class Underway:
             (plan,) = self._plans.values()
             same = replace(plan, payload=replace(plan.payload, nonce=nonce_of(name)))
             if goes_on(same, str(self._place.layout.runs / name), self._step):
-                self._plans, self._name = {None: same}, name
-                self._context.log.warning(
-                    f"[rayslurm] an attempt before left its payload behind, and nobody heard how it ended: going on with {name}, "
-                    "whose output and messages are repeated from the beginning"
-                )
+                self._plans, self._name, self._step = {None: same}, name, replace(self._step, goes_on=True)
+        self._bookmark = Bookmark(self._policy.home.runs / f"{self._name}{FOLLOWED}")
+        if self._step.goes_on:
+            self._handed_on = HandedOn(self._bookmark.read() if notes.output_stays else 0, notes.logged(self._name))
+            self._context.log.warning(
+                "[rayslurm] an attempt before left its payload behind, and nobody heard how it ended: going on with "
+                f"{self._name}, {_where_to_go_on(self._handed_on.offset)}"
+            )
         notes.note(self._name)
 
     def follow(self, start: Start, injector: RecordContextInjector, handler_of: Callable[[Any], Any]) -> None:
@@ -119,10 +126,14 @@ class Underway:
             self.parts = [self._followed(component, attempts[component], handler_of(component)) for component in self._plans]
             follow_to_the_end(self.parts, self._policy, self._context)
         except BaseException:
+            if self.parts:
+                self._forget()
             if self._run_dir and not self._policy.keeps(failed=True):
                 discard(self._place.connection, self._run_dir)
             raise
         finally:
+            if self._bookmark is not None:
+                self._bookmark.close()
             self._let_go(held)
 
     def _followed(self, component: str | None, attempt: Attempt, handler: Any) -> Followed:
@@ -137,6 +148,7 @@ class Underway:
             self._policy.connection_loss_timeout,
             attempt.requeue,
             component,
+            self._handed_on if self._bookmark is None else replace(self._handed_on, note=self._bookmark.note),
         )
         return Followed(plan, run_dir, attempt, follower, component)
 
@@ -152,6 +164,11 @@ class Underway:
                     discard(self._place.connection, os.path.join(self._dir_of(component), SECRETS))
         finally:
             release_all(held, {part.attempt: part.evidence for part in self.parts})
+
+    def _forget(self) -> None:
+        """Nobody goes on with the payload any more."""
+        if self._bookmark is not None:
+            self._bookmark.remove()
 
     @property
     def _outputs(self) -> Path:
@@ -176,9 +193,11 @@ class Underway:
     def tidy_up(self, verdict: Verdict) -> str | None:
         """Remove the run directory unless it stays; where it is then, in words."""
         if not self._stranded and not self._policy.keeps(verdict.kind is not None):
+            self._forget()
             discard(self._place.connection, self._run_dir)
             return None
         if not any(part.evidence.cut_off for part in self.parts):
+            self._forget()
             with suppress(OSError):  # Whoever retries this step is not to go on with what has been told.
                 self._place.connection.write(os.path.join(self._run_dir, JUDGED), b"")
         place = self.parts[0].attempt.place
@@ -200,6 +219,13 @@ def release_all(held: Sequence[Attempt], evidence: Mapping[Attempt, Evidence]) -
     with ExitStack() as stack:
         for attempt in reversed(held):
             stack.callback(attempt.release, evidence.get(attempt) or Evidence())
+
+
+def _where_to_go_on(offset: int) -> str:
+    """What is to be said of output of which so many bytes of the record were handed on."""
+    if not offset:
+        return "whose output is repeated from its beginning"
+    return f"at byte {offset} of its output; at most the last batch is repeated"
 
 
 @contextmanager

@@ -2,5 +2,6 @@
 
 from .evidence import Evidence
 from .follower import Cadence, Follower, follow_all
+from .handed_on import Bookmark, HandedOn
 
-__all__ = ["Cadence", "Evidence", "Follower", "follow_all"]
+__all__ = ["Bookmark", "Cadence", "Evidence", "Follower", "HandedOn", "follow_all"]

@@ -1,12 +1,14 @@
 """The follower: reads a record while it grows and hands each part to Dagster, in the step's own thread.
 
 Its whole state is two byte offsets and what the evidence says so far; a read that fails is simply tried again until
-the record was out of reach for too long.
+the record was out of reach for too long. What another process handed on before it was killed is not handed on again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import sys
 import time
@@ -17,6 +19,7 @@ from typing import Any, Protocol
 from ..connections.base import ConnectionFailed
 from ..runtime.record import JOURNAL, STDIO, LineReader, Record
 from .evidence import Evidence
+from .handed_on import HandedOn
 from .prefixed import Prefixed
 
 CHUNK = 1024 * 1024
@@ -24,6 +27,9 @@ CHUNK = 1024 * 1024
 OUT_OF_SIGHT = 60.0
 """Seconds without news for which what must have been written is waited for: a network file system may show one file, or one
 part of it, later than another (nfs(5): acregmax is 60 seconds)."""
+
+_TAIL = 65536
+"""Bytes of the record of output that were handed on before, and yet belong to the last output."""
 
 _LATE_LOOKS = 10
 """Looks at records whose end is that of an attempt before the last one, once all are at an end."""
@@ -107,6 +113,7 @@ class Follower:
         requeue: whether Slurm may run the job again. Then results count only once their attempt has ended, and the
             `end` that a signal from outside made is not the last word.
         component: the component whose payload it is, which then stands before each line; None for the only payload.
+        handed_on: what of it was handed on before.
     """
 
     def __init__(
@@ -120,6 +127,7 @@ class Follower:
         loss_timeout: float = 86400.0,
         requeue: bool = False,
         component: str | None = None,
+        handed_on: HandedOn | None = None,
     ) -> None:
         self._whose = "" if component is None else f"{component}: "
         self._shown = None if component is None else Prefixed(f"[{component}] ")
@@ -136,7 +144,16 @@ class Follower:
         self._unreachable_since: float | None = None
         self._output_lost = False
         self._paths = {name: os.path.join(run_dir, name) for name in (JOURNAL, STDIO)}
-        self._readers = {name: LineReader() for name in (JOURNAL, STDIO)}
+        self._handed_on = handed_on or HandedOn()
+        self._readers = {JOURNAL: LineReader(), STDIO: LineReader(self._handed_on.offset)}
+
+    def _look_back(self) -> None:
+        """Take the last output that was shown before as evidence, too."""
+        offset = self._handed_on.offset
+        reader = LineReader(max(0, offset - _TAIL))
+        with contextlib.suppress(OSError):
+            for record in reader.feed(self._connection.read(self._paths[STDIO], reader.offset, offset - reader.offset)):
+                self.evidence.last_output.append(record["d"][-4096:])
 
     def follow(self, runtime_exited: Callable[[Evidence], str | None], deadline: float | None = None) -> Evidence:
         """Read until the `end`, or until the runtime is gone and nothing is left to read.
@@ -151,6 +168,8 @@ class Follower:
     def begin(self) -> None:
         """Take note that the record is followed from now on."""
         self.evidence.heard_at = time.monotonic()
+        if self._handed_on.offset and not self.evidence.last_output:
+            self._look_back()
 
     def turn(self, runtime_exited: Callable[[Evidence], str | None], deadline: float | None = None) -> float | None:
         """Read once, and see what follows.
@@ -227,6 +246,8 @@ class Follower:
             take(record)
         if name == STDIO and data:
             self._print(lambda: (sys.stdout.flush(), sys.stderr.flush()))
+            if self._shown is None or not self._shown.waits:
+                self._handed_on.note(reader.offset)
         return len(data)
 
     def _out_of_reach(self, error: OSError) -> None:
@@ -281,7 +302,7 @@ class Follower:
             self._take_message(record["line"])
         elif kind == "phase":
             self.evidence.nodes_lost += record["phase"] == "node-lost"
-            self._log.info(f"[rayslurm] {self._whose}{record['phase']}: {record['message']}")
+            self._say(logging.INFO, f"{record['phase']}: {record['message']}")
         elif kind == "tail":
             self.evidence.tails[record["name"]] = record["text"]
         elif kind == "end" and record.get("nonce") == self._nonce:
@@ -310,7 +331,8 @@ class Follower:
 
     def _hand_over(self, message: dict[str, Any]) -> None:
         try:
-            self._handler.handle_message(message)
+            if not self._is_logged(message):
+                self._handler.handle_message(message)
         except Exception as error:  # noqa: BLE001 - whatever Dagster's handler raises on a user's message
             self._refused(json.dumps(message), error)
 
@@ -322,12 +344,30 @@ class Follower:
         why = f"{type(error).__name__}: {error}"
         shown = f"; the message was: {line[:500]}" if line else ""
         self.evidence.message_error = self.evidence.message_error or why + shown
-        self._log.error(f"[rayslurm] {self._whose}a Pipes message cannot be used: {why}")
+        self._say(logging.ERROR, f"a Pipes message cannot be used: {why}")
+
+    def _say(self, level: int, text: str) -> None:
+        """Log what the record tells, unless it was logged before."""
+        text = f"[rayslurm] {self._whose}{text}"
+        if not self._stands_in_log(level, text):
+            self._log.log(level, text)
+
+    def _is_logged(self, message: dict[str, Any]) -> bool:
+        """Whether it is a log message that stands in Dagster's event log."""
+        if message["method"] != "log":
+            return False
+        params = message.get("params") or {}
+        level = logging.getLevelName(str(params.get("level", "INFO")).upper())
+        return isinstance(level, int) and self._stands_in_log(level, params.get("message"))
+
+    def _stands_in_log(self, level: int, text: Any) -> bool:
+        # What is below the level that Dagster logs is not to be looked for: it would not be found, and end the search.
+        return self._log.isEnabledFor(level) and (level, text) in self._handed_on.logged
 
     def _begin_anew(self, attempt: int) -> None:
         """Slurm has requeued the job: what the attempt before it reported does not count."""
         dropped = f", {len(self._results)} results of the one before are dropped" if self._results else ""
-        self._log.warning(f"[rayslurm] {self._whose}Slurm has requeued the job: attempt {attempt + 1} begins{dropped}")
+        self._say(logging.WARNING, f"Slurm has requeued the job: attempt {attempt + 1} begins{dropped}")
         self._attempt = attempt
         self._results.clear()
         self._readers[JOURNAL].damaged = 0

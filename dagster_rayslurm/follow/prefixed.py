@@ -36,6 +36,11 @@ class Prefixed:
             self._partial[stream] = rest
         return "".join(shown)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the beginning of a line is kept."""
+        return bool(self._partial)
+
     def rest(self) -> Iterator[tuple[str, str]]:
         """The streams whose last line has no end, and that line, which gets one here."""
         for stream, text in self._partial.items():

@@ -3,12 +3,13 @@
 import os
 import signal
 import time
+from typing import Any
 
 import dagster as dg
 import psutil
 import pytest
 
-from ..conftest import wait_until
+from ..conftest import pipes_script, wait_until
 from ..slurm.fixtures import Site
 from .scenarios import (
     AFTER,
@@ -34,6 +35,27 @@ UNDER_WAY = ("cluster-start", "running", "ending")
 WITHOUT_A_JOB = ("connecting", "uploading", "submitting")
 """Phases in which Slurm has not heard of anything yet, nor ever will."""
 
+ENOUGH, BATCH = 1000, 400
+"""Lines that are shown before Dagster is killed, and more than come at once."""
+
+FLOWING = pipes_script("""
+import os, pathlib, time
+data = pathlib.Path(os.environ["RAYSLURM_DATA_DIR"])
+with open(data / "ran", "a") as file:
+    file.write(os.environ["SLURM_JOB_ID"] + "\\n")
+began, number = time.monotonic(), 0
+while (number % 20 or not (data / "go").exists()) and time.monotonic() - began < 150:
+    if number % 20 == 0:
+        pipes.log.info("entry %d" % (number // 20))
+        pipes.report_custom_message(number // 20)
+    print("line", number, flush=True)
+    number += 1
+    time.sleep(0.002)
+(data / "total").write_text(str(number))
+pipes.report_asset_materialization()
+""")
+"""Prints, logs and sends numbers all the time, until it may end."""
+
 
 def old(site: Site) -> None:
     """Let all that there is be as old as may be kept, and unswept."""
@@ -46,10 +68,11 @@ def quiet(site: Site) -> bool:
 
 
 def one_result(dagster: Dagster, killed: str) -> None:
-    """The asset has one materialization, of the last run, which shows and has all that the payload said."""
+    """The asset has one materialization, of the last run, which has all that the payload said; each line is shown once."""
     run = dagster.runs()[-1]
     assert dagster.materializations() == [run.run_id] and run.parent_run_id == killed
-    assert numbers("\n".join(dagster.output(run.run_id))) == list(range(AFTER))
+    shown = numbers("\n".join([*dagster.output(killed), *dagster.output(run.run_id)]))
+    assert shown == list(range(AFTER)) if GOES_ON in dagster.log else shown[-AFTER:] == list(range(AFTER))
     assert f"messages {list(range(AFTER))}" in dagster.log and dagster.log.count("messages [0, 1,") == 1
 
 
@@ -83,6 +106,49 @@ def test_dagster_is_killed(mode: str, phase: str, dagster: Dagster, site: Site) 
         assert dagster.start().wait(90) == 0
     assert wait_until(lambda: run_dirs(site) == [], 20), run_dirs(site)
     assert wait_until(lambda: quiet(site), 20), site.sh("squeue --me")
+
+
+@pytest.mark.parametrize("mode", ["slurm", "slurm-session"])
+def test_dagster_is_killed_while_output_flows(mode: str, dagster: Dagster, site: Site, script: Any) -> None:
+    """Each retry goes on where the one before was killed: no line is lost, nearly none repeated, no message either."""
+    dagster.payload = script(FLOWING)
+    dagster.define(mode)
+    killed: list[str] = []
+
+    def shown() -> int:
+        run = ([None, *dagster.runs()])[-1]
+        return len(dagster.output(run.run_id)) if run is not None and run.run_id not in killed else 0
+
+    for retry_of in (None, 0):
+        process = dagster.start(retry_of=None if retry_of is None else killed[retry_of])
+        assert wait_until(lambda: shown() > ENOUGH, 60), dagster.log[-4000:]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        killed.append(dagster.mark_failed())
+    let_go(site)
+    last = dagster.start(retry_of=killed[-1])
+    assert last.wait(90) == 0, dagster.log[-4000:]
+
+    total = int(site.connection.read(f"{site.base}/data/total", 0, 100))
+    runs = dagster.runs()
+    assert [run.run_id for run in runs[:-1]] == killed
+    seen = [numbers("\n".join(dagster.output(run.run_id))) for run in runs]
+    following = 0
+    for lines in seen:
+        assert lines == list(range(lines[0], lines[-1] + 1)) and following - BATCH <= lines[0] <= following
+        following = lines[-1] + 1
+    assert following == total
+    entries = [each.user_message for run in runs for each in dagster.events(run.run_id) if each.user_message.startswith("entry ")]
+    assert entries == [f"entry {number}" for number in range(total // 20)]
+    assert f"messages {list(range(total // 20))}" in dagster.log and dagster.log.count("messages [0, 1,") == 1
+    assert dagster.materializations() == [runs[-1].run_id] and len(site.lines("ran")) == len(submitted(site)) == 1
+    assert dagster.log.count("submitted Slurm job") == 1 and dagster.log.count("at most the last batch is repeated") >= 2
+    assert "going on with Slurm job" in dagster.log or mode == "slurm-session"
+    with dagster.instance() as instance:
+        (record,) = instance.fetch_materializations(dg.AssetKey("slow"), limit=10).records
+    made = record.asset_materialization
+    assert made is not None and "Slurm job ID" in made.metadata and "Queue wait (s)" not in made.metadata
+    assert list((dagster.home / "base" / "runs").iterdir()) == []
 
 
 @pytest.mark.parametrize("mode", ["slurm", "slurm-hetjob"])

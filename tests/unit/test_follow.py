@@ -1,14 +1,18 @@
 """The follower: whatever the reads return, each record counts once, and nothing but this attempt's `end` ends it."""
 
+import contextlib
+import io
+import json
 import logging
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.follow import Cadence, Follower
+from dagster_rayslurm.follow import Bookmark, Cadence, Follower, HandedOn
 from dagster_rayslurm.follow import follower as follower_module
 from dagster_rayslurm.runtime.record import JOURNAL, STDIO, encode
 
@@ -54,9 +58,6 @@ def record_of(lines: list[str], messages: int, nonce: str = "n") -> dict[str, by
 @settings(max_examples=60)
 @given(st.lists(st.text(max_size=200), max_size=20), st.integers(0, 20), st.integers())
 def test_everything_arrives_once_and_in_order(lines: list[str], messages: int, seed: int) -> None:
-    import contextlib
-    import io
-
     handler, out = Handler(), io.StringIO()
     follower = Follower(Growing(record_of(lines, messages), seed), "/run", "n", handler, LOG, FAST)
     with contextlib.redirect_stdout(out):
@@ -207,3 +208,136 @@ def test_a_job_that_is_not_requeued_ends_with_its_attempt() -> None:
 def test_nobody_waits_for_news_longer_than_a_share_of_the_silence(silence: float, started: bool) -> None:
     pause = Cadence(busy=0.2, idle=3.0, waiting=15.0).pause(silence, started)
     assert 0.2 <= pause <= (3.0 if started else 15.0) and pause <= max(0.2, 0.1 * silence)
+
+
+class Killed(BaseException):
+    pass
+
+
+class Everything:
+    """Dagster's output and event log, which outlive a process; it is killed after so many lines of either."""
+
+    def __init__(self, level: int) -> None:
+        self.output: list[str] = []
+        self.log: list[tuple[int, str]] = []
+        self.level = level
+        self.lives = -1
+
+    def write(self, text: str) -> None:
+        self._live()
+        self.output.append(text)
+
+    def flush(self) -> None: ...
+
+    def isEnabledFor(self, level: int) -> bool:
+        return level >= self.level
+
+    def handle_message(self, message: Any) -> None:
+        self.log_at(logging.getLevelName(message["params"]["level"]), message["params"]["message"])
+
+    def log_at(self, level: int, text: str) -> None:
+        if self.isEnabledFor(level):
+            self._live()
+            self.log.append((level, text))
+
+    def _live(self) -> None:
+        if self.lives == 0:
+            raise Killed
+        self.lives -= 1
+
+
+class StepLog:
+    """The step's log, as far as the follower uses it."""
+
+    def __init__(self, dagster: Everything) -> None:
+        self.isEnabledFor, self.log = dagster.isEnabledFor, dagster.log_at
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["DEBUG", "INFO"]), st.sampled_from("ab")), max_size=12),
+    st.integers(0, 12),
+    st.lists(st.integers(0, 12), max_size=3),
+    st.sampled_from([logging.DEBUG, logging.INFO]),
+    st.integers(),
+)
+def test_who_goes_on_loses_nothing_and_repeats_a_batch_at_most(
+    said: list[tuple[str, str]], lines: int, kills: list[int], level: int, seed: int
+) -> None:
+    dagster = Everything(level)
+    files = record_of([f"{number}\n" for number in range(lines)], 0)
+    pipes = [{"method": "log", "params": {"level": each, "message": text}} for each, text in said]
+    phase = {"type": "phase", "phase": "running", "message": "now"}
+    records = [phase, *({"type": "pipes", "at": 0, "line": json.dumps(each)} for each in pipes)]
+    files[JOURNAL] = b"".join(map(encode, records)) + files[JOURNAL]
+    offset = 0
+
+    def note(to: int) -> None:
+        nonlocal offset
+        offset = to
+
+    for lives in [*kills, -1]:
+        dagster.lives = lives
+        before, noted = len(dagster.output), files[STDIO][:offset].count(b"\n")
+        handed_on = HandedOn(offset, iter(list(dagster.log)), note)
+        follower = Follower(Growing(files, seed), "/run", "n", dagster, StepLog(dagster), FAST, handed_on=handed_on)
+        with contextlib.redirect_stdout(dagster), contextlib.suppress(Killed):  # type: ignore[type-var]
+            follower.follow(lambda _: None)
+        assert [int(each) for each in dagster.output[before:]] == list(range(noted, noted + len(dagster.output) - before))
+    kept = [(logging.getLevelName(each), text) for each, text in said if logging.getLevelName(each) >= level]
+    assert dagster.log == [(logging.INFO, "[rayslurm] running: now"), *kept]
+    assert list(dict.fromkeys(map(int, dagster.output))) == list(range(lines))
+
+
+def test_a_batch_that_was_noted_is_not_repeated(capsys: Any) -> None:
+    files = record_of([f"{number}\n" for number in range(3)], 0)
+    notes: list[int] = []
+    Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST, handed_on=HandedOn(note=notes.append)).follow(lambda _: None)
+    assert notes[-1] == len(files[STDIO]) and capsys.readouterr().out == "0\n1\n2\n"
+    second = files[STDIO].index(b"\n") + 1
+    evidence = Follower(AtOnce(files), "/run", "n", Handler(), LOG, FAST, handed_on=HandedOn(second)).follow(lambda _: None)
+    assert capsys.readouterr().out == "1\n2\n" and evidence.output_tail() == "0\n1\n2"
+
+
+def test_the_beginning_of_a_line_that_is_kept_is_not_noted(capsys: Any) -> None:
+    files = record_of(["whole\n", "begun "], 0)
+    files[JOURNAL] = b""
+    notes: list[int] = []
+    follower = Follower(AtOnce(files), "/run", "n", Handler(), LOG, FAST, component="a", handed_on=HandedOn(note=notes.append))
+    follower.read_once()
+    assert capsys.readouterr().out == "[a] whole\n" and notes == []
+
+
+class AtOnce(Growing):
+    """All of it at once."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(files, 0)
+
+    def read(self, path: str, offset: int, limit: int) -> bytes:
+        return self.files[path.rpartition("/")[2]][offset : offset + limit]
+
+
+def test_a_bookmark_is_good_where_it_was_made_and_trouble_with_it_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "runs" / "name.followed"
+    bookmark = Bookmark(path)
+    assert bookmark.read() == 0
+    for offset in (10**9, 7):
+        bookmark.note(offset)
+        assert Bookmark(path).read() == offset
+    bookmark.close()
+    bookmark.note(8)
+    assert Bookmark(path).read() == 7
+    with monkeypatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: "another")
+        assert Bookmark(path).read() == 0
+    path.write_text("{")
+    assert Bookmark(path).read() == 0
+    bookmark.remove()
+    assert not path.exists()
+    (tmp_path / "file").write_text("")
+    elsewhere = Bookmark(tmp_path / "file" / "name.followed")
+    elsewhere.note(1)
+    assert elsewhere.read() == 0

@@ -1,11 +1,15 @@
-"""Which request of an attempt before is the same as the one of now."""
+"""Which request of an attempt before is the same as the one of now, and which job has its payload."""
 
 import json
+import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends.left_behind import same_request
-from dagster_rayslurm.runtime.record import PAYLOAD, RUNTIME
+from dagster_rayslurm.backends.left_behind import JUDGED, job_with, same_request
+from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.runtime.record import JOURNAL, PAYLOAD, RUNTIME, encode
 from dagster_rayslurm.slurm.submit import JOB_SCRIPT
 
 SCRIPT = "#!/bin/sh\n# rayslurm: run {run}\n#SBATCH --comment='run {run}'\n#SBATCH --time={time}\nsrun x\n"
@@ -32,3 +36,37 @@ def test_what_is_asked_for_does(other: dict[str, str]) -> None:
 @pytest.mark.parametrize("content", [b"", b"{"])
 def test_a_damaged_file_is_not_the_same(damaged: str, content: bytes) -> None:
     assert not same_request({**files(), damaged: content}, files())
+
+
+START: dict[str, Any] = {"type": "start", "allocation": {"job_id": "12"}}
+
+
+def end(**fields: Any) -> dict[str, Any]:
+    return {"type": "end", "nonce": "n", "reason": "exit", "exit_code": 0, **fields}
+
+
+@pytest.mark.parametrize(
+    ("records", "judged", "other", "job"),
+    [
+        pytest.param([], False, {}, "13", id="waits"),
+        pytest.param([START], False, {}, "13", id="runs"),
+        pytest.param([START], False, {"time": "6"}, None, id="something else runs"),
+        pytest.param([START, end()], False, {}, "12", id="has succeeded unheard, whatever Slurm still knows"),
+        pytest.param([START, end()], True, {}, None, id="was told of"),
+        pytest.param([START, end()], False, {"time": "6"}, None, id="something else has succeeded"),
+        pytest.param([START, end(exit_code=1)], False, {}, None, id="has failed"),
+        pytest.param([START, end(reason="terminated")], False, {}, None, id="was ended"),
+        pytest.param([START, end(nonce="another")], False, {}, "13", id="another one has ended"),
+    ],
+)
+def test_the_job_that_has_the_payload(
+    records: list[dict[str, Any]], judged: bool, other: dict[str, str], job: str | None, tmp_path: Path
+) -> None:
+    for name, content in {**files(**other), JOURNAL: b"".join(map(encode, records))}.items():
+        (tmp_path / name).write_bytes(content)
+    if judged:
+        (tmp_path / JUDGED).write_bytes(b"")
+    log = logging.getLogger("test")
+    assert job_with(LocalConnection(), str(tmp_path), "n", files(), lambda _: "13", log) == job
+    missing = str(tmp_path / "swept")
+    assert job_with(LocalConnection(), missing, "n", files(), lambda _: "13", log) is None

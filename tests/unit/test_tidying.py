@@ -35,8 +35,11 @@ def test_what_cannot_be_swept_keeps_nobody_from_running(tmp_path: Path) -> None:
     for name in ("a", "z"):
         (layout.runs / name).mkdir(parents=True)
         os.utime(layout.runs / name, (old, old))
+    for name, at in (("old.followed", old), ("new.followed", time.time()), ("other", old)):
+        (layout.runs / name).write_text("")
+        os.utime(layout.runs / name, (at, at))
     (layout.runs / "loop").symlink_to("loop")  # It cannot be looked at, as what belongs to another user may not be.
-    assert sorted(path.name for path in sweep_old(layout, 1)) == ["a", "z"]
+    assert sorted(path.name for path in sweep_old(layout, 1)) == ["a", "old.followed", "z"]
 
 
 class Attempt:

@@ -114,7 +114,7 @@ class SessionBackend:
                     return said.job_id if each.number == newest else None
             return None
 
-        return left_behind.goes_on(self.connection, run_dir, payload.nonce, asked, job_of, step.log)
+        return left_behind.job_with(self.connection, run_dir, payload.nonce, asked, job_of, step.log) is not None
 
     def example(self, plan: Plan) -> str:
         setup = self.setup
@@ -290,8 +290,9 @@ class _Start:
             name=f"{key}/{number}",
             run_dir=self._run_dir,
             nonce=self._plan.payload.nonce,
-            reused=self._arrival.reused,
-            waited=time.monotonic() - self._began,
+            # Of one that another process put to it nobody here knows how it came there.
+            reused=None if self._step.goes_on else self._arrival.reused,
+            waited=None if self._step.goes_on else time.monotonic() - self._began,
             poll_interval=self._setup.slurm.poll_interval,
             describe=lambda: self._request.describe(found),
             log=self._step.log,

@@ -44,8 +44,8 @@ class SessionPayload:
         name: what the session is called.
         run_dir: the payload's run directory.
         nonce: the payload's name.
-        reused: whether the session was there before anybody waited for it.
-        waited: seconds until the session had accepted it.
+        reused: whether the session was there before anybody waited for it; None if that is not known.
+        waited: seconds until the session had accepted it; None if that is not known.
         poll_interval: seconds of silence after which Slurm is asked whether the session's job lives.
         describe: asks the session what it has.
         log: the step's log.
@@ -64,8 +64,8 @@ class SessionPayload:
         name: str,
         run_dir: str,
         nonce: str,
-        reused: bool,
-        waited: float,
+        reused: bool | None,
+        waited: float | None,
         poll_interval: float,
         describe: Callable[[], Mapping[str, Any]],
         log: Any,
@@ -193,12 +193,11 @@ class SessionPayload:
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         end = evidence.end or {}
-        metadata = {
-            **self._job.metadata(evidence),
-            "Slurm session": self._name,
-            "Session reused": self._reused,
-            "Queue wait (s)": round(self._waited, 2),
-        }
+        metadata = {**self._job.metadata(evidence), "Slurm session": self._name}
+        if self._reused is not None:
+            metadata["Session reused"] = self._reused
+        if self._waited is not None:
+            metadata["Queue wait (s)"] = round(self._waited, 2)
         if leaks := _leaks(evidence):
             metadata["Left on the cluster"] = leaks
         shared = (end.get("usage") or {}).get("shared")
