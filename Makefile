@@ -36,7 +36,7 @@ test: install lint  ## lint, types, and the tests; those of the Slurm stack wher
 	@if $(BIN)/python -m stack available; then $(BIN)/python -m stack up; else test -z "$$CI"; fi
 	@$(BIN)/python -m pytest --numprocesses=3 --tb=native -m "$(SELECTED)"
 
-test-all:  ## the same, and faults in modes in which they hit what was tested in others
+test-all:  ## the same, and what repeats it in further modes and variants
 	@$(MAKE) test SELECTED=
 
 stack-up: install  ## start a small Slurm cluster in containers, or bring it up to date

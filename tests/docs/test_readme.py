@@ -58,6 +58,7 @@ def materialize_study(compute: ComputeResource) -> Any:
 
 
 @pytest.mark.ray
+@pytest.mark.thorough
 def test_the_components_of_the_readme_are_simulated_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its snippet in local mode, with the payload that says where its tasks run."""
     (text,) = (block for block in PYTHON if 'mode="slurm-hetjob"' in block)

@@ -65,6 +65,25 @@ def test_the_demo_says_what_failed(mode: str, tmp_path: Path) -> None:
     assert "nowhere.invalid" in said.stdout
 
 
+def test_the_assets_on_slurm(tmp_path: Path, stack: Stack) -> None:
+    """The same assets: one without Ray and one with it, each in a job of its own, and the one that has components."""
+    env = {**os.environ, **stack.env, "DAGSTER_HOME": str(tmp_path), "RAYSLURM_BASE": str(tmp_path / "base")}
+    env.update(RAYSLURM_MODE="slurm", DAGSTER_DISABLE_TELEMETRY="yes")
+    chosen = "digits_raw,digits_features,digit_network"
+    command = [sys.executable, "-m", "dagster", "asset", "materialize", "-m", "example_project.definitions", "--select", chosen]
+    said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=390)
+    assert said.returncode == 0, said.stdout + said.stderr
+    with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+        jobs = set()
+        for name in chosen.split(","):
+            event = instance.get_latest_materialization_event(dg.AssetKey(name))
+            assert event is not None and event.asset_materialization is not None
+            jobs.add(event.asset_materialization.metadata["Slurm job ID"].value)
+        assert len(jobs) == 3
+        networks_had_a_job(instance)
+
+
+@pytest.mark.thorough
 def test_the_demo_on_slurm(tmp_path: Path, stack: Stack) -> None:
     """The same assets, each in a job of its own."""
     env = {**os.environ, **stack.env, "DAGSTER_HOME": str(tmp_path / "home"), "RAYSLURM_BASE": str(tmp_path / "base")}
@@ -77,18 +96,22 @@ def test_the_demo_on_slurm(tmp_path: Path, stack: Stack) -> None:
     assert {"confusion_matrix.png", "learning_curve.png", "prototype_7.png"} <= {path.name for path in pictures}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
     assert wait_until(lambda: not stack.exec("edge", ["squeue", "--noheader", "--name=rayslurm-report", "--user=dev"]), 5)
-
     with dg.DagsterInstance.from_config(str(tmp_path / "home")) as instance:
-        event = instance.get_latest_materialization_event(dg.AssetKey("digit_network"))
-        assert event is not None and event.asset_materialization is not None
-        network = event.asset_materialization.metadata
-        # One heterogeneous job, and each network on a GPU of its own.
-        assert network["Execution mode"].value == "slurm-hetjob"
-        assert [record.data["component"] for record in network["Components"].records] == ["cpu", "gpu"]
-        assert re.findall(r"\| gpu: (g\d) \| (\d) \|", str(network["networks"].value)) == [("g1", "0"), ("g1", "1")]
-        assert "| cpu: c1 |" in str(network["images made"].value)
+        networks_had_a_job(instance)
 
 
+def networks_had_a_job(instance: dg.DagsterInstance) -> None:
+    """One heterogeneous job, and each network a GPU of its own."""
+    event = instance.get_latest_materialization_event(dg.AssetKey("digit_network"))
+    assert event is not None and event.asset_materialization is not None
+    network = event.asset_materialization.metadata
+    assert network["Execution mode"].value == "slurm-hetjob"
+    assert [record.data["component"] for record in network["Components"].records] == ["cpu", "gpu"]
+    assert re.findall(r"\| gpu: (g\d) \| (\d) \|", str(network["networks"].value)) == [("g1", "0"), ("g1", "1")]
+    assert re.search(r"\| cpu: c\d \|", str(network["images made"].value))
+
+
+@pytest.mark.thorough
 def test_the_demo_in_a_session(tmp_path: Path, stack: Stack) -> None:
     """The same assets in one warm allocation, which the demo ends."""
     env = {**os.environ, **stack.env, "DAGSTER_HOME": str(tmp_path / "home"), "RAYSLURM_BASE": str(tmp_path / "base")}
@@ -108,6 +131,7 @@ def test_the_demo_in_a_session(tmp_path: Path, stack: Stack) -> None:
             event.asset_materialization.metadata["Slurm job ID"].value for event in made if event and event.asset_materialization
         }
         assert len(jobs) == 1
+        networks_had_a_job(instance)
 
 
 @pytest.mark.ray

@@ -55,7 +55,12 @@ def at_work(site: Site) -> list[str]:
     return [line for node in NODES for line in site.processes(node) if any(mark in line for mark in marks)]
 
 
-@pytest.mark.parametrize(("mode", "phase"), CASES)
+def marked(cases: list[tuple[str, str]]) -> list[Any]:
+    """What an interrupt does to a heterogeneous job is looked at with its other tests, too."""
+    return [pytest.param(*case, marks=[pytest.mark.thorough] if case[0] == "slurm-hetjob" else []) for case in cases]
+
+
+@pytest.mark.parametrize(("mode", "phase"), marked(CASES))
 def test_a_run_is_interrupted(mode: str, phase: str, dagster: Dagster, site: Site) -> None:
     """An interrupt in any phase, with either executor, ends the run at once, and nothing of it is left on the cluster."""
     executor = EXECUTORS[(MODES.index(mode) + PHASES.index(phase)) % 2]
@@ -74,7 +79,7 @@ def test_a_run_is_interrupted(mode: str, phase: str, dagster: Dagster, site: Sit
     assert len(submitted(site)) <= 1
 
 
-@pytest.mark.parametrize(("mode", "phase"), [("slurm", "unrecorded"), *((mode, "running") for mode in MODES)])
+@pytest.mark.parametrize(("mode", "phase"), marked([("slurm", "unrecorded"), *((mode, "running") for mode in MODES)]))
 def test_a_run_is_interrupted_again_and_again(mode: str, phase: str, dagster: Dagster, site: Site, script: Any) -> None:
     """A second and a third interrupt, while the first one is seen to, make it end sooner, and nothing is left all the same."""
     dagster.payload = script(STUBBORN, "stubborn_payload.py")

@@ -113,7 +113,7 @@ def test_the_tmp_of_the_nodes_is_full(mode: str, make: Make, script: Any, site: 
     """Where a node's /tmp is full before the start, its runtime and Ray are elsewhere on that node."""
     idle = {"session": {"idle_timeout": 1}} if mode == "slurm-session" else {}
     with small_tmp(site, tmp_path, "64k", full=True):
-        compute = make(2, default_launcher=small_ray(startup_timeout=60), **idle)
+        compute = make(queue={"mem": "2500M"}, default_launcher=small_ray(startup_timeout=60), **idle)
         ran = run_asset(compute, script(pipes_script(USES_RAY)))
         assert ran.metadata["sum"] == 3
 
@@ -122,7 +122,7 @@ def test_the_tmp_of_the_nodes_fills_up(mode: str, make: Make, script: Any, site:
     """Where a node's /tmp fills up while the payload runs, its end is told, whatever it is."""
     idle = {"session": {"idle_timeout": 1}} if mode == "slurm-session" else {}
     with small_tmp(site, tmp_path, "96m", full=False):
-        compute = make(2, default_launcher=small_ray(startup_timeout=60), **idle)
+        compute = make(queue={"mem": "2500M"}, default_launcher=small_ray(startup_timeout=60), **idle)
         payload = f"{FILLS}\nimport ray\nray.init()\nfill('/tmp/filled')\nprint('filled')\nraise SystemExit(4)\n"
         failure = run_asset(compute, script(payload), uses_pipes=False).failure
         assert failure.kind == "payload" and failure.metadata["Exit code"].value == 4, failure.description

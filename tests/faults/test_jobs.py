@@ -96,7 +96,13 @@ def test_one_of_two_on_a_node_is_cancelled(slurm_compute: Make, start: Start, sc
 # ---- Cancelled from Dagster
 
 
-@pytest.mark.parametrize(("phase", "executor"), [("pending", "in_process_executor"), ("running", "multiprocess_executor")])
+@pytest.mark.parametrize(
+    ("phase", "executor"),
+    [
+        pytest.param("pending", "in_process_executor", marks=pytest.mark.thorough),
+        ("running", "multiprocess_executor"),
+    ],
+)
 def test_an_interrupted_run_ends_its_job(phase: str, executor: str, site: Site, script: Any, tmp_path: Path) -> None:
     polite = UP + textwrap.dedent("""
         import signal, sys
@@ -306,7 +312,8 @@ def test_fewer_nodes_than_granted_may_do(slurm_compute: Make, script: Any) -> No
 @pytest.mark.parametrize("victim", ["raylet", "runtime", "keeper"])
 def test_something_is_killed_on_the_head(victim: str, slurm_compute: Make, start: Start, script: Any, site: Site) -> None:
     payload = script("import ray; ray.init()\n" + SLEEPS)
-    running = start(slurm_compute(queue=TWO_NODES, default_launcher=small_ray()), payload, uses_pipes=False)
+    queue = TWO_NODES if victim == "runtime" else {**TWO_NODES, "num_nodes": 1, "nodelist": "c1"}
+    running = start(slurm_compute(queue=queue, default_launcher=small_ray()), payload, uses_pipes=False)
     running.up()
     listed = site.stack.exec("c1", ["ps", "-u", "dev", "-o", "pid=,ppid=,args="]).splitlines()
     rows = [line.split(None, 2) for line in listed]

@@ -119,6 +119,7 @@ def test_a_component_without_a_resource_of_the_machine_is_refused(het: ComputeRe
     assert "component 'gpu'" in (failure.description or "") and "num_cpus_per_node=4096" in (failure.description or "")
 
 
+@pytest.mark.thorough
 def test_a_component_that_is_lost_is_no_failure(base: Path, script: Any) -> None:
     payload = script(
         pipes_script("""

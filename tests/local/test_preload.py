@@ -121,11 +121,6 @@ def test_modules_that_cannot_be_imported_are_told(warm: ComputeResource, script:
     assert capfd.readouterr().err.count(said) == 1
 
 
-def test_nothing_is_preloaded_where_nothing_stays_warm(base: Path, script: Any) -> None:
-    compute = ComputeResource(local_base=str(base), default_launcher=small_ray(preload=["ray"]))
-    assert run_asset(compute, script(DRIVER)).metadata["preloaded"] is False
-
-
 @pytest.mark.parametrize("value", ["ray", [""], ["a b"], ["import"], ["a..b"], [1], ["-c"]])
 def test_only_names_of_modules(value: Any) -> None:
     with pytest.raises(ValueError, match="preload"):

@@ -15,7 +15,7 @@ from ..conftest import marked_processes, pipes_script, run_asset, small_ray, wai
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
-USES_RAY = pipes_script("""
+USES_RAY = "import sys\npreloaded = 'ray' in sys.modules\n" + pipes_script("""
     import os, psutil, ray, subprocess, sys
     ray.init(address="auto")
     @ray.remote
@@ -32,7 +32,7 @@ USES_RAY = pipes_script("""
         "cpus": ray.cluster_resources()["CPU"], "token_path": os.environ["RAY_AUTH_TOKEN_PATH"],
         "resources": {"raw_value": ray.cluster_resources(), "type": "json"},
         "intruder is in": "IN" in intruder.stdout, "intruder said": intruder.stderr[-2000:],
-        "token in argv": open(os.environ["RAY_AUTH_TOKEN_PATH"]).read() in listing,
+        "preloaded": preloaded, "token in argv": open(os.environ["RAY_AUTH_TOKEN_PATH"]).read() in listing,
     })
 """)
 
@@ -46,7 +46,9 @@ def test_a_payload_has_its_own_cluster(ray_compute: ComputeResource, script: Any
     ran = run_asset(
         ray_compute,
         script(USES_RAY),
-        launcher=small_ray(num_cpus_per_node=1, resources={"odd name; $x": 2.0}, labels={"colour": "blue"}, dashboard=True),
+        launcher=small_ray(
+            num_cpus_per_node=1, resources={"odd name; $x": 2.0}, labels={"colour": "blue"}, dashboard=True, preload=["ray"]
+        ),
         extra_env={"FOO": "bär\n'2'"},
         secret_env={"TOKEN": "s3cret"},
     )
@@ -62,6 +64,7 @@ def test_a_payload_has_its_own_cluster(ray_compute: ComputeResource, script: Any
     # Another process of this user without the token is refused by the cluster.
     assert metadata["intruder is in"] is False and "uthentication" in metadata["intruder said"]
     assert metadata["token in argv"] is False
+    assert metadata["preloaded"] is False, "nothing is, where nothing stays warm"
     assert wait_until(lambda: not os.path.exists(metadata["token_path"]), 10)  # The teardown goes on after the result.
     assert metadata["Ray version"] and metadata["Ray bring-up (s)"] > 0.5 and metadata["Ray cluster was warm"] is False
     assert metadata["Ray dashboard"].startswith("http://127.0.0.1:")
