@@ -62,6 +62,7 @@ class BatchBackend:
         queue: what to ask it for.
         environment: the Python environment there.
         queue_timeout: seconds after which a job that still waits is given up; None waits for ever.
+        patience: seconds for which a job that may have been submitted can be out of reach.
         components: of a heterogeneous job, in its order, each with a queue of its own; none for any other job.
     """
 
@@ -69,6 +70,7 @@ class BatchBackend:
     queue: SlurmQueueConfig
     environment: Environment
     queue_timeout: float | None
+    patience: float
     components: tuple[Component, ...] = ()
     cadence: Cadence = _CADENCE
 
@@ -171,7 +173,7 @@ class BatchBackend:
         commands = slurm_commands(self.connection)
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
         try:
-            submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning)
+            submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience)
             job = SlurmJob(
                 commands=commands,
                 queue=queue,

@@ -118,7 +118,7 @@ def together_for(setting: Setting, call: Call) -> Backend[Plans, Attempts]:
 
 def _batch(setting: Setting, slurm: SlurmResource, call: Call) -> BatchBackend:
     queue = slurm.queue if call.queue is None else call.queue
-    return BatchBackend(slurm, queue, setting.environment, setting.queue_timeout, call.parts)
+    return BatchBackend(slurm, queue, setting.environment, setting.queue_timeout, setting.patience, call.parts)
 
 
 def _warm(setting: Setting, call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..connections.base import Completed, Connection, ConnectionFailed, ConnectionLost
+from ..connections.outage import Outage
 from . import culprit
 from .clock import ClusterClock
 from .refusal import explain, is_temporary, with_values
@@ -148,6 +149,7 @@ def submit(
     clock: ClusterClock,
     warn: Callable[[str], None],
     claim: bool = False,
+    patience: float = 0.0,
 ) -> Submitted:
     """Make a run directory and submit its `job.sh`.
 
@@ -159,6 +161,7 @@ def submit(
         clock: the cluster's clock, which learns from the answer.
         warn: told of a submission whose answer was lost.
         claim: whether others may be about to do the same; of all of them only one submits.
+        patience: seconds for which the edge node may be out of reach once the job may be there.
 
     Raises:
         ClaimTaken: it is another one.
@@ -188,7 +191,7 @@ def submit(
         except TimeoutError:
             lost, again = _silent(commands, run_dir), False
         warn(f"[rayslurm] {lost}; the job is looked for before {'it is submitted again' if again and left else 'it is given up'}")
-        found = _find(commands, request.job_name)
+        found = _find(commands, request.job_name, patience)
         if found is not None:
             with contextlib.suppress(OSError):
                 commands.write(os.path.join(run_dir, JOB_ID), found.encode() + b"\n")
@@ -258,12 +261,12 @@ def _refusal(commands: Connection, done: Completed, run_dir: str, request: JobRe
     return SubmissionRefused("submission", explain(said, found.partitions), retry=passing)
 
 
-def _find(commands: Connection, job_name: str) -> str | None:
+def _find(commands: Connection, job_name: str, patience: float) -> str | None:
     """The id of a job by its name; None if twice there was none."""
     for look in range(2):
         if look:
             time.sleep(_PAUSE)
-        done = _ask(commands, ["sh", "-c", _FIND, "sh", job_name])
+        done = _ask(commands, ["sh", "-c", _FIND, "sh", job_name], patience)
         if done.returncode:
             said = "; ".join(done.stderr.decode("utf-8", "replace").strip().split("\n")[-4:])[-500:]
             raise ConnectionFailed(
@@ -277,19 +280,23 @@ def _find(commands: Connection, job_name: str) -> str | None:
     return None
 
 
-def _ask(commands: Connection, question: list[str]) -> Completed:
-    """Run a command that changes nothing, and so may run again if the connection breaks.
+def _ask(commands: Connection, question: list[str], patience: float) -> Completed:
+    """Run a command that changes nothing, and so may run again while the connection breaks or cannot be had.
 
     Raises:
-        ConnectionLost: it breaks each time.
+        ConnectionFailed: that is so for too long, or will stay so.
     """
-    for left in reversed(range(_ATTEMPTS)):
+    outage, left = Outage(time.monotonic()), _ATTEMPTS
+    while True:
         try:
             return commands.run(question, timeout=120)
-        except ConnectionLost:
-            if not left:
+        except ConnectionFailed as error:
+            left -= isinstance(error, ConnectionLost)
+            pause = outage.pause()
+            over = outage.seconds + pause > patience
+            if not error.temporary or (over and not (left and isinstance(error, ConnectionLost))):
                 raise
-    raise AssertionError
+            time.sleep(pause)
 
 
 def jobs_found(text: str) -> list[str]:

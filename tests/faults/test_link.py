@@ -165,6 +165,28 @@ def test_a_cut_in_each_phase(
     assert run_dirs(site) == []
 
 
+@pytest.mark.parametrize("mode", ["slurm", pytest.param("slurm-session", marks=pytest.mark.thorough)], indirect=True)
+def test_a_link_that_is_away_while_a_job_is_submitted(
+    mode: str, make: Make, start: Start, script: Any, site: Site, tmp_path: Path, ends_sessions: None
+) -> None:
+    """A submission whose answer is lost is looked for until connection_loss_timeout, however long a login may take."""
+    del mode
+    with ExitStack() as stack:
+        sbatch = stack.enter_context(held_sbatch(site, "after"))
+        link = stack.enter_context(Link(sbatch.host, sbatch.port))
+        ssh = stack.enter_context(login(site, "paramiko", link.port, tmp_path / "known", timeout=1))
+        running = start(make(slurm={"ssh": ssh}, connection_loss_timeout=60), script(NUMBERED))
+        assert wait_until(lambda: is_there(site, "after"), 60)
+        link.cut()
+        sbatch.go()
+        time.sleep(10)
+        link.mend()
+        job_id = running.up()
+        let_go(site)
+        assert running.result(90).result.success
+    assert submitted(site) == site.lines("ran") == [job_id]
+
+
 def test_a_link_that_stays_away_for_too_long(
     mode: str, make: Make, start: Start, script: Any, site: Site, tmp_path: Path, ends_sessions: None
 ) -> None:

@@ -61,7 +61,8 @@ class SessionBackend:
         setup: which sessions.
         queue_timeout: seconds after which a run whose session still waits in the queue is given up; None waits for ever.
         start_timeout: seconds in which a session announces itself whose job runs.
-        patience: seconds for which a session that may have accepted a payload can be out of reach.
+        patience: seconds for which a session that may have accepted a payload, or its job that may be there, can be out of
+            reach.
         home: where things are on this machine.
     """
 
@@ -369,7 +370,10 @@ class _Start:
         }
         queue = self._queue()
         try:
-            submitted = submit(self._commands, directory, files, request, queue.clock, step.log.warning, claim=True)
+            patience = self._backend.patience
+            submitted = submit(
+                self._commands, directory, files, request, queue.clock, step.log.warning, claim=True, patience=patience
+            )
             hold(self._watched(request, submitted, directory))
         except ClaimTaken:
             return False
