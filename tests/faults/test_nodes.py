@@ -116,6 +116,42 @@ def test_nodes_freeze_for_seconds(
     assert numbered(capfd.readouterr().out) == list(range(ran.metadata["lines"]))
 
 
+# ---- While the cluster starts
+
+
+def in_the_start(site: Site, make: Make, start: Start, script: Any) -> tuple[Running, str, str]:
+    """A run of two nodes that is held in the last health check, which is the worker's: the run, the head and the worker."""
+    checked = f"{site.base}/data/checked"
+    check = f'mkdir -p {site.base}/data; hostname >>{checked}; [ "$(wc -l <{checked})" = 1 ] || sleep 60'
+    running = start(make(2, default_launcher=small_ray(health_check=check)), script(COUNTS))
+    names = lambda: site.connection.read(checked, 0, 1000).decode().split()  # noqa: E731
+    assert wait_until(lambda: len(names()) == 2, 90)
+    head, worker = names()
+    return running, head, worker
+
+
+STARTS = [
+    ("slurm", "head"),
+    ("slurm-session", "worker"),
+    pytest.param("slurm", "worker", marks=pytest.mark.thorough),
+    pytest.param("slurm-session", "head", marks=pytest.mark.thorough),
+]
+
+
+@pytest.mark.parametrize(("mode", "where"), STARTS, indirect=["mode"])
+def test_a_runtime_is_killed_while_the_cluster_starts(
+    where: str, mode: str, make: Make, start: Start, script: Any, site: Site
+) -> None:
+    """A runtime that is killed during the bring-up ends it soon, and never makes a success."""
+    del mode
+    running, head, worker = in_the_start(site, make, start, script)
+    began = kill(site, head if where == "head" else worker, "runtime")
+    failure = running.result(120).failure
+    took = time.monotonic() - began
+    assert failure.kind in ("cluster-start", "cluster-lost", "runtime"), (failure.kind, failure.description)
+    assert took < COMES_BACK + 15, (took, failure.description)
+
+
 # ---- Drained, and to be rebooted
 
 
