@@ -210,18 +210,8 @@ class BatchBackend:
         return make_request(self.queue, plan.footprint, job_name=job_name, comment=comment)
 
     def interpreter_for(self, plan: Plan) -> Interpreter:
-        try:
-            return check_environment_on(
-                self.connection,
-                self.environment,
-                ray_version=plan.ray.ray_version if plan.ray is not None else None,
-                needs_ray=plan.ray is not None,
-                token=plan.ray is not None and plan.ray.auth == "token",
-                needs_pipes=plan.uses_pipes,
-                cache_dir=str(self.layout.environments),
-            )
-        except ValueError as error:
-            raise StartError("configuration", str(error)) from None
+        kept = str(self.layout.environments)
+        return check_environment_on(self.connection, self.environment, plan.ray, plan.uses_pipes, kept)
 
 
 def absolute(connection: Connection, path: str) -> str:

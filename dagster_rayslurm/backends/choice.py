@@ -91,7 +91,6 @@ def backend_for(setting: Setting, call: Call) -> Backend[Plan, Attempt]:
     if setting.mode == modes.SESSION:
         setup = SessionSetup(
             slurm=setting.slurm,
-            queue=setting.slurm.queue,
             own_queue=call.queue,
             environment=setting.environment,
             session=setting.session,

@@ -167,7 +167,7 @@ def _local(directory: Any, announced: dict[str, Any]) -> Session:
         local_session.end_directory(directory)
         return True
 
-    return Session(row, partial(local_session.describe, directory, announced), end)
+    return Session(row, partial(local_session.ask, directory, announced, "describe"), end)
 
 
 def _remote(prefix: str, remote_base: str) -> Iterable[Session]:

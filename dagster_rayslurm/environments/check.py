@@ -18,6 +18,7 @@ from ..connections.local import LocalConnection
 from ..connections.remote_path import expand_home
 from ..errors import StartError
 from ..runtime.ray_node import refuse_version
+from ..runtime.spec import RaySpec
 from ..slurm.commands import slurm_commands
 from .config import Environment
 from .resolve import ACTIVATE, PYTHONS, Interpreter, path_on_cluster
@@ -81,16 +82,6 @@ esac
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a payload needs of its environment; see `check_environment_on`."""
-
-    ray_version: str | None
-    needs_ray: bool
-    token: bool
-    needs_pipes: bool
-
-
-@dataclass(frozen=True)
 class Facts:
     """What is known of an environment.
 
@@ -111,14 +102,7 @@ _known: weakref.WeakKeyDictionary[Connection, dict[str, tuple[float, Facts]]] = 
 
 
 def check_environment_on(
-    connection: Connection,
-    environment: Environment,
-    *,
-    ray_version: str | None,
-    needs_ray: bool,
-    token: bool,
-    needs_pipes: bool,
-    cache_dir: str,
+    connection: Connection, environment: Environment, ray: RaySpec | None, needs_pipes: bool, cache_dir: str
 ) -> Interpreter:
     """See whether an environment on the cluster can run a payload, as its edge node sees it.
 
@@ -128,9 +112,7 @@ def check_environment_on(
     Args:
         connection: how to reach the cluster.
         environment: the environment there.
-        ray_version: the Ray it must have; None for any.
-        needs_ray: whether a Ray cluster is started.
-        token: whether that has token authentication.
+        ray: the cluster that is started; None if there is none.
         needs_pipes: whether the payload opens Dagster Pipes.
         cache_dir: directory there for what is kept, absolute.
 
@@ -138,56 +120,56 @@ def check_environment_on(
         How its Python is started.
 
     Raises:
-        ValueError: the environment cannot be one on the cluster, whatever is there.
-        StartError: it is not there, does not start, or lacks something.
+        StartError: it cannot be one on the cluster, is not there, does not start, or lacks something.
         OSError: the cluster cannot be reached, or the answer cannot be kept.
     """
-    path = path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection))
-    path = expand_home(connection, path)
-    needs = Needs(ray_version, needs_ray, token, needs_pipes)
+    try:
+        path = expand_home(connection, path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection)))
+    except ValueError as error:
+        raise StartError("configuration", str(error)) from None
     at, known = _known.get(connection, {}).get(path, (0.0, None))
-    if known is not None and time.monotonic() - at < _TRUSTED_SECONDS and refusal(known, path, needs) is None:
+    if known is not None and time.monotonic() - at < _TRUSTED_SECONDS and refusal(known, path, ray, needs_pipes) is None:
         return known.interpreter
     is_python = environment.kind == "inherited"
     facts, kept = _ask(connection, path, is_python, cache_dir, _TRUSTED_MINUTES)
-    problem = refusal(facts, path, needs)
+    problem = refusal(facts, path, ray, needs_pipes)
     if problem is not None and kept:
         facts, _ = _ask(connection, path, is_python, cache_dir, 0)
-        problem = refusal(facts, path, needs)
+        problem = refusal(facts, path, ray, needs_pipes)
     if problem is not None:
         raise _failed(problem, connection)
     _known.setdefault(connection, {})[path] = (time.monotonic(), facts)
     return facts.interpreter
 
 
-def refusal(facts: Facts, path: str, needs: Needs) -> str | None:
+def refusal(facts: Facts, path: str, ray: RaySpec | None, needs_pipes: bool) -> str | None:
     """Why an environment cannot run a payload, and what to do; None if it can.
 
     Args:
         facts: what is known of it.
         path: where it is.
-        needs: what it must have.
+        ray: the cluster that is started; None if there is none.
+        needs_pipes: whether the payload opens Dagster Pipes.
     """
     python = facts.interpreter.python
     if facts.python < (3, 8):
         version = ".".join(map(str, facts.python))
         return f"{path} has Python {version}, and 3.8 or newer is needed; make the environment anew"
-    if needs.needs_ray and facts.ray is None:
-        wanted = needs.ray_version and f"=={needs.ray_version}"
+    if ray is not None and facts.ray is None:
+        wanted = ray.ray_version and f"=={ray.ray_version}"
         return (
             f"{path} has no Ray; install it there: {python} -m pip install 'ray[default]{wanted or '>=2.52'}', or "
             "use a BashLauncher for a payload that needs none"
         )
-    if needs.needs_ray and facts.ray:
-        if needs.ray_version and facts.ray != needs.ray_version:
+    if ray is not None and facts.ray:
+        if ray.ray_version and facts.ray != ray.ray_version:
             return (
-                f"{path} has Ray {facts.ray}, and ray_version asks for {needs.ray_version}; install that one or "
-                "change ray_version"
+                f"{path} has Ray {facts.ray}, and ray_version asks for {ray.ray_version}; install that one or change ray_version"
             )
-        too_old = refuse_version(facts.ray, None, needs.token)
+        too_old = refuse_version(facts.ray, None, ray.auth == "token")
         if too_old:
             return f"{path}: {too_old}"
-    if needs.needs_pipes and facts.pipes is None:
+    if needs_pipes and facts.pipes is None:
         return (
             f"{path} has no Dagster Pipes; install it there: {python} -m pip install dagster-pipes, or run the "
             "payload with uses_pipes=False"

@@ -128,7 +128,8 @@ class Underway:
         except BaseException:
             if self.parts:
                 self._forget()
-            if self._run_dir and not self._policy.keeps(failed=True):
+            theirs = self._step.goes_on and not self.parts  # Of a payload that may well run on.
+            if self._run_dir and not theirs and not self._policy.keeps(failed=True):
                 discard(self._place.connection, self._run_dir)
             raise
         finally:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Optional
 from pydantic import Field
 
 from ..config import at_least, check_text, checked, choice, identifier, is_env_var, plain_text
-from ..runtime.footprint import Footprint, ray_footprint
+from ..runtime.footprint import Footprint, node_footprint
 from ..runtime.ports import parse_range
 from ..runtime.spec import RaySpec
 from .base import Launcher, forbid_subclassing
@@ -157,7 +157,7 @@ class RayLauncher(Launcher):
         )
 
     def footprint(self) -> Footprint:
-        return ray_footprint(self.ray_spec())
+        return node_footprint(self.ray_spec())
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         forbid_subclassing(cls, RayLauncher)

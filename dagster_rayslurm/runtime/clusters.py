@@ -11,7 +11,7 @@ from .cluster_key import clear_away, token_of, worker_env_of
 from .components import node_spec
 from .corner import Corner, Corners
 from .end import End
-from .footprint import ray_footprint, runtime_footprint
+from .footprint import node_footprint, runtime_footprint
 from .loop import Loop
 from .machine import Machine
 from .payload import Payload
@@ -116,7 +116,7 @@ class Clusters:
         cluster = RayCluster(
             self._loop,
             ray,
-            lambda component: ray_footprint(node_spec(ray, component)),
+            lambda component: node_footprint(node_spec(ray, component)),
             self._machine,
             corner,
             token_of(self._spec, key),

@@ -35,11 +35,6 @@ def footprint_error(footprint: Footprint, machine: Machine) -> Optional[str]:
     return None
 
 
-def ray_footprint(spec: RaySpec) -> Footprint:
-    """What a cluster asks of each node."""
-    return node_footprint(spec)
-
-
 def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
     """What a cluster asks of each node, or of each of a component."""
     return (
@@ -50,7 +45,7 @@ def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
 
 def payload_footprint(spec: PayloadSpec) -> Footprint:
     """What a payload among others asks of each node: what it claims, and what a cluster of its own is to have."""
-    own = ray_footprint(spec.ray) if spec.ray is not None else ()
+    own = node_footprint(spec.ray) if spec.ray is not None else ()
     named = {want.unit for want in own if want.amount is not None}
     claims = (Want("num_cpus", spec.want_cpus, "CPUs"), Want("num_gpus", spec.want_gpus, "GPUs"))
     return own + tuple(claim for claim in claims if claim.unit not in named)
@@ -63,7 +58,7 @@ def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> 
         Want("SlurmQueueConfig.cpus_per_node", spec.asked_cpus if own is None else own.asked_cpus, "CPUs"),
         Want("SlurmQueueConfig.gpus_per_node", spec.asked_gpus if own is None else own.asked_gpus, "GPUs"),
     )
-    return asked + (ray_footprint(node_spec(spec.ray, component_id)) if spec.ray is not None else ())
+    return asked + (node_footprint(node_spec(spec.ray, component_id)) if spec.ray is not None else ())
 
 
 def asks_for_gpus(spec: RuntimeSpec) -> bool:

@@ -109,13 +109,10 @@ def with_environment(entry: str) -> List[int]:
     return [process.pid for process in descendants(os.getpid()) if has_environment(process.pid, entry)]
 
 
-def signal_group(pid: int, signum: int) -> bool:
-    """Signal a process group; False if nothing of it is left."""
-    try:
+def signal_group(pid: int, signum: int) -> None:
+    """Signal what is left of a process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM when only zombies are left.
         os.killpg(pid, signum)
-    except (ProcessLookupError, PermissionError):  # macOS: EPERM when only zombies are left.
-        return False
-    return True
 
 
 def signal_name(signum: int) -> str:

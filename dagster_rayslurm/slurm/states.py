@@ -107,7 +107,6 @@ class JobView:
         state: Slurm's last word for it; "" if it has said none.
         reason: why it waits or ended, in Slurm's word; "" for none.
         expected_start: when Slurm expects a pending job to start, in seconds of the epoch; None if it does not say.
-        nodes: its nodes in Slurm's short form.
         exit_code: the batch script's; None if it is not known.
     """
 
@@ -115,7 +114,6 @@ class JobView:
     state: str = ""
     reason: str = ""
     expected_start: float | None = None
-    nodes: str = ""
     exit_code: int | None = None
 
     @property
@@ -150,7 +148,7 @@ class JobWatch:
             return self.final
         known, started = self.known, self.started_at is not None
         if known.kind == "pending" and self.started_at is not None and self.started_at >= self.known_at:
-            return JobView("running", nodes=known.nodes)
+            return JobView("running")
         if known.kind == "unknown" and started and known.state not in TERMINAL:
             return dataclasses.replace(known, kind="running")
         return known
@@ -184,7 +182,7 @@ class JobWatch:
         watch = dataclasses.replace(self, exit_code=exited.exit_code)
         if self.submission.requeue and exited.exit_code:  # Slurm may have ended srun in order to requeue the job.
             return watch
-        known = self.known if self.known.state in TERMINAL else JobView("ended", nodes=self.known.nodes)
+        known = self.known if self.known.state in TERMINAL else JobView("ended")
         return dataclasses.replace(watch, final=dataclasses.replace(known, kind="ended", exit_code=exited.exit_code))
 
     def _with_exit_code(self, final: JobView, exit_code: int) -> JobWatch:
@@ -220,7 +218,7 @@ class JobWatch:
 def _view_of_row(row: QueueRow) -> JobView:
     reason = "" if row.reason == "None" else row.reason
     start = row.start if row.state in WAITING else None
-    return JobView(_kind(row.state), row.state, reason, start, row.nodes)
+    return JobView(_kind(row.state), row.state, reason, start)
 
 
 def _kind(state: str) -> Literal["pending", "running", "unknown"]:

@@ -16,7 +16,7 @@ import pytest
 from dagster_rayslurm.runtime import machine, ports, scratch
 from dagster_rayslurm.runtime.addresses import interface_address
 from dagster_rayslurm.runtime.cluster_error import ClusterError
-from dagster_rayslurm.runtime.footprint import footprint_error, ray_footprint
+from dagster_rayslurm.runtime.footprint import footprint_error, node_footprint
 from dagster_rayslurm.runtime.ray_arguments import start_arguments
 from dagster_rayslurm.runtime.ray_node import refuse_version, version_tuple
 from dagster_rayslurm.runtime.spec import RaySpec
@@ -110,7 +110,7 @@ def test_the_directory_of_port_locks_must_be_ones_own(monkeypatch: pytest.Monkey
     ],
 )
 def test_a_footprint_that_is_not_granted_is_named(spec: RaySpec, words: list[str] | None) -> None:
-    problem = footprint_error(ray_footprint(spec), HERE)
+    problem = footprint_error(node_footprint(spec), HERE)
     assert problem is None if words is None else problem is not None and all(word in problem for word in words)
 
 

@@ -21,6 +21,7 @@ from dagster_rayslurm.connections.shared import new_connection
 from dagster_rayslurm.environments import InheritedEnvironment, Interpreter, PreDeployedEnvironment
 from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.errors import StartError
+from dagster_rayslurm.runtime.spec import RaySpec
 
 
 @pytest.fixture(scope="module")
@@ -215,8 +216,10 @@ def test_read_only_trees_are_swept(edge: Connection, base: str, source: Path, mo
 
 
 def look(connection: Any, path: str, base: str, **needs: Any) -> Interpreter:
-    asked = {"ray_version": None, "needs_ray": True, "token": True, "needs_pipes": True, "cache_dir": f"{base}/environments"}
-    return check_environment_on(connection, PreDeployedEnvironment(path=path), **{**asked, **needs})
+    ray = RaySpec(ray_version=needs.get("ray_version")) if needs.get("needs_ray", True) else None
+    return check_environment_on(
+        connection, PreDeployedEnvironment(path=path), ray, needs.get("needs_pipes", True), f"{base}/environments"
+    )
 
 
 def test_the_environment_of_the_stack(edge: Connection, base: str, stack: Any) -> None:
@@ -240,10 +243,8 @@ def test_what_is_no_environment_for_it(edge: Connection, base: str) -> None:
     run(edge, "mkdir", "-p", base)
     with pytest.raises(StartError, match="there is no directory /root/env, or this user cannot enter it"):
         look(edge, "/root/env", base)
-    with pytest.raises(ValueError, match="is not on the cluster; name the environment there"):
-        check_environment_on(
-            edge, InheritedEnvironment(), ray_version=None, needs_ray=True, token=True, needs_pipes=True, cache_dir=base
-        )
+    with pytest.raises(StartError, match="is not on the cluster; name the environment there"):
+        check_environment_on(edge, InheritedEnvironment(), RaySpec(), True, base)
 
 
 def test_an_environment_with_a_script(edge: Connection, base: str, stack: Any) -> None:

@@ -15,9 +15,10 @@ import pytest
 
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.environments import InheritedEnvironment, Interpreter, PreDeployedEnvironment, check, resolve_environment
-from dagster_rayslurm.environments.check import Facts, Needs, check_environment_on, refusal
+from dagster_rayslurm.environments.check import Facts, check_environment_on, refusal
 from dagster_rayslurm.environments.resolve import path_on_cluster
 from dagster_rayslurm.errors import StartError
+from dagster_rayslurm.runtime.spec import RaySpec
 
 SITE = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 
@@ -71,11 +72,15 @@ def look(tmp_path: Path) -> Callable[..., Interpreter]:
     """Looks at an environment as a new process does."""
 
     def look(path: Any, connection: LocalConnection | None = None, **needs: Any) -> Interpreter:
-        asked = {"ray_version": None, "needs_ray": True, "token": True, "needs_pipes": True, "cache_dir": str(tmp_path / "kept")}
         environment = path if isinstance(path, InheritedEnvironment) else PreDeployedEnvironment(path=str(path))
-        return check_environment_on(connection or LocalConnection(), environment, **{**asked, **needs})
+        pipes, cache = needs.get("needs_pipes", True), needs.get("cache_dir", str(tmp_path / "kept"))
+        return check_environment_on(connection or LocalConnection(), environment, cluster(**needs), pipes, cache)
 
     return look
+
+
+def cluster(ray_version: str | None = None, needs_ray: bool = True, token: bool = True, **_: Any) -> RaySpec | None:
+    return RaySpec(ray_version=ray_version, auth="token" if token else "disabled") if needs_ray else None
 
 
 Look = Callable[..., Interpreter]
@@ -289,12 +294,11 @@ def test_packages_of_dagsters_own_process_do_not_count(
 
 
 def test_a_refusal_names_the_first_thing_that_is_wrong() -> None:
-    needs = Needs("2.60.0", True, True, True)
     fine = Facts(Interpreter("/e/bin/python"), (3, 11, 2), "2.60.0", "1.13.0")
-    assert refusal(fine, "/e", needs) is None
-    assert "Python 3.7.1" in str(refusal(Facts(fine.interpreter, (3, 7, 1), None, None), "/e", Needs(None, False, False, False)))
+    assert refusal(fine, "/e", RaySpec(ray_version="2.60.0"), True) is None
+    assert "Python 3.7.1" in str(refusal(Facts(fine.interpreter, (3, 7, 1), None, None), "/e", None, False))
     nightly = Facts(fine.interpreter, (3, 14), "3.0.0.dev0", "")
-    assert refusal(nightly, "/e", Needs(None, True, True, True)) is None
+    assert refusal(nightly, "/e", RaySpec(), True) is None
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ def setup(*components: HetComponent, **fields: Any) -> SessionSetup:
         **{
             **defaults,
             "slurm": slurm,
-            "queue": slurm.queue,
             "environment": PreDeployedEnvironment(path="/env"),
             "session": session,
             "components": components,

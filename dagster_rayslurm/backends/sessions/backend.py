@@ -16,7 +16,6 @@ from dagster_pipes import PipesContextData
 
 from ...connections.base import Connection
 from ...connections.shared import connection_to
-from ...environments import Interpreter
 from ...environments.check import check_environment_on
 from ...errors import StartError
 from ...follow import Cadence
@@ -353,7 +352,8 @@ class _Start:
         """Claim a generation and submit its job, unless somebody else is faster."""
         step, setup = self._step, self._setup
         with base_errors(self._base):
-            interpreter = self._interpreter(kind)
+            ray, kept = kind.ray or self._plan.ray, str(self._backend.layout.environments)
+            interpreter = check_environment_on(self._connection, setup.environment, ray, self._plan.uses_pipes, kept)
             runtime = deliver(self._connection, self._base, self._cargo, step.log)
         nonce = secrets.token_hex(6)
         name = job_name(f"session-{setup.name}", nonce)
@@ -390,18 +390,3 @@ class _Start:
         where = f"{request.where} on {self._connection.place}"
         step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where}")
         return True
-
-    def _interpreter(self, kind: Kind) -> Interpreter:
-        ray = kind.ray or self._plan.ray
-        try:
-            return check_environment_on(
-                self._connection,
-                self._setup.environment,
-                ray_version=ray.ray_version if ray is not None else None,
-                needs_ray=ray is not None,
-                token=ray is not None and ray.auth == "token",
-                needs_pipes=self._plan.uses_pipes,
-                cache_dir=str(self._backend.layout.environments),
-            )
-        except ValueError as error:
-            raise StartError("configuration", str(error)) from None

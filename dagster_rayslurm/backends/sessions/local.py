@@ -225,7 +225,7 @@ def stop(layout: Layout, cluster_id: str) -> bool:
     for directory in _directories(layout):
         announced = _announced(directory)
         if announced is not None and announced["cluster_id"] == cluster_id:
-            _stop(directory, announced)
+            ask(directory, announced, "stop")
             return True
     return False
 
@@ -234,15 +234,6 @@ def living(layout: Layout) -> list[tuple[Path, dict[str, Any]]]:
     """The directories of sessions that listen, and what they announce."""
     found = ((directory, _announced(directory)) for directory in sorted(_directories(layout)))
     return [(directory, announced) for directory, announced in found if announced is not None]
-
-
-def describe(directory: Path, announced: dict[str, Any]) -> dict[str, Any]:
-    """What a session says of itself now.
-
-    Raises:
-        StartError: it does not answer.
-    """
-    return _ask(directory, announced, op="describe")
 
 
 def end_directory(directory: Path) -> None:
@@ -259,26 +250,22 @@ def end_directory(directory: Path) -> None:
         if announced is None and (before is not None or time.monotonic() > late):
             return
         if announced is not None and announced != before:
-            _stop(directory, announced)
+            ask(directory, announced, "stop")
         time.sleep(0.1)
     pid = (announced or {}).get("pid")
     raise StartError("runtime", f"the warm session {directory.name} (pid {pid}) was asked to end and goes on; end that process")
 
 
-def _stop(directory: Path, announced: dict[str, Any]) -> None:
-    """Ask a session to end; one that ended meanwhile has done what is asked for.
+def ask(directory: Path, announced: dict[str, Any], op: str) -> dict[str, Any]:
+    """Have a session describe itself, or end; one that has ended answers "gone", which is what "stop" asks for.
 
     Raises:
         StartError: it does not answer.
     """
-    _ask(directory, announced, op="stop")
-
-
-def _ask(directory: Path, announced: dict[str, Any], **request: Any) -> dict[str, Any]:
     try:
         client = SessionClient(announced["socket"])
         try:
-            return client.ask(**request)
+            return client.ask(op=op)
         finally:
             client.close()
     except TimeoutError:

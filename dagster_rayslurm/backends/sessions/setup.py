@@ -70,8 +70,7 @@ class SessionSetup:
     """How a resource uses sessions, and what one run wants otherwise.
 
     Args:
-        slurm: the cluster.
-        queue: what sessions ask it for, but for what `session` says otherwise.
+        slurm: the cluster, whose queue is what sessions ask it for, but for what `session` says otherwise.
         own_queue: what this run would ask it for; None for what sessions do.
         environment: the Python environment there.
         session: how sessions are shared.
@@ -83,7 +82,6 @@ class SessionSetup:
     """
 
     slurm: SlurmResource
-    queue: SlurmQueueConfig
     own_queue: SlurmQueueConfig | None
     environment: Environment
     session: SessionConfig
@@ -115,7 +113,7 @@ class SessionSetup:
             return _of_components(self.launcher, self.components, _component_of(self.launcher), limit)
         changes = {"num_nodes": self.session.num_nodes, "time_limit": limit}
         changed = {name: value for name, value in changes.items() if value is not None}
-        queue = SlurmQueueConfig(**{**self.queue.model_dump(), **changed})
+        queue = SlurmQueueConfig(**{**self.slurm.queue.model_dump(), **changed})
         return Kind(self.launcher.ray_spec(), self.launcher.footprint(), queue)
 
     def own(self, plan: Plan) -> Kind:
