@@ -163,6 +163,7 @@ def warm(base: Path) -> Iterator[ComputeResource]:
         compute.cleanup_cluster(json.loads(directory.read_text())["cluster_id"])
 
 
+@pytest.mark.thorough
 def test_a_warm_cluster_keeps_its_components(warm: ComputeResource, script: Any, base: Path) -> None:
     payload = script(LOOK)
     first, second = run_asset(warm, payload), run_asset(warm, payload)

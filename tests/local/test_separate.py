@@ -285,6 +285,7 @@ def test_what_would_be_started_is_shown(separate: Any) -> None:
         separate().job_script(payload_path={"cpu": "first"})
 
 
+@pytest.mark.thorough
 def test_a_ray_cluster_each(separate: Any, script: Any) -> None:
     """Two clusters with a token that they share; a driver reaches another component's by its address."""
     text = pipes_script(

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
 from dagster_rayslurm import ComputeResource, SessionConfig
+from dagster_rayslurm.cli import main
 
 from ..conftest import run_asset, small_ray
 
@@ -47,6 +49,12 @@ def test_a_local_session_is_listed_shown_and_stopped(base: Path, script: Any) ->
     assert again.returncode == 1 and again.stderr.startswith(f"Error: there is no session '{cluster_id}' or has ended")
 
 
+def invoke(base: Path, *arguments: str, **variables: str) -> Result:
+    """The same in this process, where no more is asked than what is said: a program of its own takes seconds to begin."""
+    without = dict.fromkeys(name for name in os.environ if name.startswith("SLURM_EDGE_NODE"))
+    return CliRunner(env={**without, **variables}).invoke(main, ["--base", str(base), "session", *arguments])
+
+
 @pytest.mark.parametrize("command", [("list",), ("show", "x"), ("stop", "x")])
 @pytest.mark.parametrize(
     ("variables", "says"),
@@ -58,17 +66,17 @@ def test_a_local_session_is_listed_shown_and_stopped(base: Path, script: Any) ->
     ],
 )
 def test_a_bad_edge_node_is_one_sentence(base: Path, command: tuple[str, ...], variables: dict[str, str], says: str) -> None:
-    said = rayslurm(base, *command, SLURM_EDGE_NODE_CONNECT_TIMEOUT="3", **variables)
-    assert said.returncode == 1 and says in said.stderr and said.stdout == ""
+    said = invoke(base, *command, SLURM_EDGE_NODE_CONNECT_TIMEOUT="3", **variables)
+    assert said.exit_code == 1 and says in said.stderr and said.stdout == ""
     assert said.stderr.startswith("Error: ") and said.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("ident", ["", "nope", "[bold]", "../x"])
 def test_nothing_is_there(base: Path, ident: str) -> None:
     for command in ("show", "stop"):
-        said = rayslurm(base, command, ident)
-        assert said.returncode == 1 and said.stderr.startswith("Error: there is no session"), said.stderr
-    assert rayslurm(base, "list", "--json").stdout == ""
+        said = invoke(base, command, ident)
+        assert said.exit_code == 1 and said.stderr.startswith("Error: there is no session"), said.stderr
+    assert invoke(base, "list", "--json").stdout == ""
 
 
 def test_a_damaged_announcement_is_no_session(base: Path) -> None:
@@ -76,5 +84,5 @@ def test_a_damaged_announcement_is_no_session(base: Path) -> None:
         directory = base / "sessions" / f"x-{number}"
         directory.mkdir(parents=True)
         (directory / "session.json").write_text(text)
-    said = rayslurm(base, "list", "--all", "--json")
-    assert said.returncode == 0 and said.stdout == "" and said.stderr == ""
+    said = invoke(base, "list", "--all", "--json")
+    assert said.exit_code == 0 and said.stdout == "" and said.stderr == ""
