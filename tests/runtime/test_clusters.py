@@ -106,7 +106,7 @@ def test_two_clusters_at_once_on_the_same_nodes(nodes: Any) -> None:
     one = pair.add_ray("one", wait, ray=SMALL, want_cpus=1, run_id="1")
     two = pair.add_ray("two", wait, ray=SMALL, want_cpus=1, run_id="2")
     pair.add_ray("ill", ray=replace(SMALL, health_check="echo unwell; false"), want_cpus=1, run_id="3")
-    three = pair.add_ray("three", ray=SMALL, run_id="1")
+    pair.add("three", NAP % 0.1, run_id="1")  # It wants all that there is, and waits.
     assert pair.worker is not None
     said = pair.run(
         SESSION
@@ -115,19 +115,21 @@ def test_two_clusters_at_once_on_the_same_nodes(nodes: Any) -> None:
 def count():
     lines = [open("/proc/%d/cmdline" % p.pid).read() for p in processes.descendants({pair.worker.pid})]
     return sum("ray-node" in line for line in lines)
-def go():
+def go(looks=20):
+    if looks and (count() or processes.descendants(os.getpid()) or len(os.listdir(runner._scratch.path)) > 1):
+        return loop.call_later(0.5, lambda: go(looks - 1))
     said["after"] = count()
     said["corners"] = [name for name in os.listdir(runner._scratch.path)]
     said["here"] = len([p for p in processes.descendants(os.getpid())])
     said["orders"] = [list(m.orders) for m in runner.nodes.others.members.values()]
     said["draining"] = runner.closing
     loop.stop()
-when_done(lambda: loop.call_later(2.0, go))
+when_done(go)
 """
     )
-    first, second, third = (json.loads(path.read_text()) for path in (one, two, three))
-    assert first["address"] != second["address"] and len({each["token"] for each in (first, second, third)}) == 3
-    for each in (first, second, third):
+    first, second = (json.loads(path.read_text()) for path in (one, two))
+    assert first["address"] != second["address"] and first["token"] != second["token"]
+    for each in (first, second):
         assert (each["nodes"], each["cpus"], each["job"]) == (2, 2.0, None)
         assert each["data"] == each["worker"] == str(pair.path)
     assert pair.overlap("one", "two") and not pair.overlap("two", "three")
