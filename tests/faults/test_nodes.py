@@ -11,6 +11,7 @@ from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 from ..slurm.fixtures import NODES, Running, Site
 from .breaking import nodes_are_idle, paused, preemption
+from .conftest import HETJOB
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -99,6 +100,7 @@ def kill(site: Site, node: str, which: str) -> float:
 # ---- Frozen
 
 
+@pytest.mark.parametrize("mode", ["slurm", pytest.param("slurm-session", marks=pytest.mark.thorough), HETJOB], indirect=True)
 def test_nodes_freeze_for_seconds(
     mode: str, make: Make, start: Start, script: Any, site: Site, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,7 +220,17 @@ def test_a_process_of_the_head_is_killed(
     _has(failure, kind, time.monotonic() - began, limit)
 
 
-@pytest.mark.parametrize("which", ["raylet", "runtime"])
+WORKERS = [
+    ("slurm", "raylet"),
+    ("slurm", "runtime"),
+    ("slurm-session", "runtime"),
+    pytest.param("slurm-session", "raylet", marks=pytest.mark.thorough),
+    pytest.param("slurm-hetjob", "raylet", marks=pytest.mark.thorough),
+    pytest.param("slurm-hetjob", "runtime", marks=pytest.mark.thorough),
+]
+
+
+@pytest.mark.parametrize(("mode", "which"), WORKERS, indirect=["mode"])
 def test_a_process_of_a_worker_is_killed(
     which: str, mode: str, make: Make, start: Start, script: Any, site: Site, capfd: pytest.CaptureFixture[str]
 ) -> None:
