@@ -12,6 +12,9 @@ from .spec import RaySpec
 _SHARE_OF_LIMIT = 0.9
 """Part of a memory limit that Ray may schedule on; the runtime and Ray's daemons live on the rest."""
 
+IMPATIENT = {"RAY_raylet_client_connect_timeout_milliseconds": "20", "RAY_raylet_client_num_connect_attempts": "500"}
+"""Ray 2.60's raylet connects to its object store before that listens, and then sleeps: 10 s at most, but not in steps of 1 s."""
+
 
 def start_arguments(
     spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None

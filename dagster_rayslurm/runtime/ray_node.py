@@ -7,13 +7,15 @@ so, seconds before `ray start` returns. Facts about Ray's private API were read 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import sys
 import threading
 import time
-from typing import Any, Dict, List, Optional, Tuple
+from types import SimpleNamespace
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from . import audit, prestart
 from .components import LABEL
@@ -22,6 +24,11 @@ TOKEN_SINCE = (2, 52)
 """First Ray version with token authentication."""
 
 _FAST, _SLOW = 0.02, 1.0
+_MISSING = "get_ray_client_dependency_error"
+"""Ray's function that tells what the server of Ray Client lacks, in its module of commands."""
+_HEAD_INFO = "get_all_node_info_until_retrieved"
+"""Ray's function that asks for the head, in its module of nodes."""
+_TEMP_DIR = "--temp-dir="
 _ALIVE = 0  # GcsNodeInfo.ALIVE in Ray's gcs.proto.
 
 
@@ -38,11 +45,11 @@ def main(argv: List[str]) -> int:
     report = _Reporter(order["report_fd"])
     try:
         import ray
-        from ray.scripts.scripts import main as ray_cli
+        from ray.scripts import scripts
     except ImportError as error:
         report(event="environment", message="Ray cannot be imported by %s: %s" % (sys.executable, error))
         return 1
-    refusal = refuse_version(ray.__version__, order["ray_version"], order["token"])
+    refusal = refuse_version(ray.__version__, order["ray_version"], order["token"]) or refuse_dashboard(ray, order["command"])
     if refusal:
         report(event="environment", message=refusal)
         return 1
@@ -52,13 +59,32 @@ def main(argv: List[str]) -> int:
     if order["prestart"] is not None:
         prestart.serve(gcs=order["gcs"], **order["prestart"])
     if order["head"]:
-        arguments = (order["gcs"], order["expected"], order["entrypoint"], report)
-        threading.Thread(target=_watch, args=arguments, daemon=True).start()
+        threading.Thread(target=_watch, args=(order, report), daemon=True).start()
     else:
-        _wait_for_head(order["gcs"])
-    sys.argv = ["ray", *order["command"]]
-    ray_cli()  # type: ignore[no-untyped-call]
+        _join_early(order["gcs"])
+    sys.argv = ["ray", *without_client_server(scripts, order["command"])]
+    scripts.main()  # type: ignore[no-untyped-call]
     return 0
+
+
+def without_client_server(scripts: Any, command: List[str]) -> List[str]:
+    """Have `ray start` do without the server of Ray Client: drivers run on the nodes, and it costs a CPU second and a port.
+
+    Ray 2.60 starts it wherever `grpcio` is installed, with no option against it, and refuses an option for its port where
+    `grpcio` is not. `ray symmetric-run` calls `ray start` in processes that nothing here reaches.
+
+    Args:
+        scripts: Ray's module of commands.
+        command: the words after `ray`.
+
+    Returns:
+        The words that suit.
+    """
+    if command[0] == "start" and hasattr(scripts, _MISSING):
+        setattr(scripts, _MISSING, lambda: "not wanted")
+    if getattr(scripts, _MISSING, lambda: None)() is None:
+        return command  # It is started, and must not take the port that all have in common.
+    return [word for word in command if not word.startswith("--ray-client-server-port=")]
 
 
 def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[str]:
@@ -71,6 +97,17 @@ def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[s
             'you: upgrade Ray, or accept that with RayLauncher(auth="disabled")' % found
         )
     return None
+
+
+def refuse_dashboard(ray: Any, command: List[str]) -> Optional[str]:
+    """Why the dashboard that a command asks for cannot be had, or None; Ray 2.60 says so where nobody looks."""
+    lacks = getattr(ray._private.utils, "get_dashboard_dependency_error", lambda: None)()
+    if "--include-dashboard=true" not in command or lacks is None:
+        return None
+    return "Ray has no dashboard for %s (%s): install ray[default] there, or set RayLauncher(dashboard=False)" % (
+        sys.executable,
+        lacks,
+    )
 
 
 def version_tuple(version: str) -> Tuple[int, int]:
@@ -90,12 +127,14 @@ class _Reporter:
             self._file.write(json.dumps(event) + "\n")
 
 
-def _watch(gcs: str, expected: int, entrypoint: Optional[str], report: _Reporter) -> None:
+def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
     """Report the table of nodes whenever it changes, and that the entrypoint has started."""
+    gcs, expected, entrypoint = order["gcs"], order["expected"], order["entrypoint"]
     try:
         # Its constructor retries for tens of seconds when nobody listens yet, so the port is tried first.
         _wait_for_port(gcs)
         client = _gcs_client(gcs)
+        _tell_early(client, order["command"])
         known: Optional[Dict[str, Any]] = None
         while True:
             nodes = _nodes(client)
@@ -114,12 +153,48 @@ def _watch(gcs: str, expected: int, entrypoint: Optional[str], report: _Reporter
         report(event="watch-failed", message="%s: %s" % (type(error).__name__, error))
 
 
-def _wait_for_head(gcs: str) -> None:
-    """Wait until the head counts as alive: `ray start --address` before that sleeps in steps of two seconds (Ray 2.60)."""
+def _tell_early(client: Any, command: List[str]) -> None:
+    """Write what others would wait for, though it is known already; without it, some seconds are all that is lost.
+
+    Where there is no dashboard, Ray 2.60 waits a second for a process that writes just that. Workers would wait for the
+    head's raylet, which tells them where the head's files are.
+    """
+    with contextlib.suppress(Exception):
+        from ray._private import ray_constants
+
+        if "--include-dashboard=false" in command:
+            client.internal_kv_put(ray_constants.DASHBOARD_ADDRESS.encode(), b"", False, ray_constants.KV_NAMESPACE_DASHBOARD)
+        (temp_dir,) = [word for word in command if word.startswith(_TEMP_DIR)]
+        client.internal_kv_put(_TEMP_DIR.encode(), temp_dir[len(_TEMP_DIR) :].encode(), False, ray_constants.KV_NAMESPACE_SESSION)
+
+
+def _join_early(gcs: str) -> None:
+    """Wait until a worker may join: when the head has said where its files are, or else is alive.
+
+    `ray start --address` wants to know no more of the head than that, and asks for it in steps of two seconds (Ray 2.60).
+    """
+    from ray._private import node
+
     _wait_for_port(gcs)
     client = _gcs_client(gcs)
-    while not any(node["head"] and node["alive"] for node in (_nodes(client) or {}).values()):
+    head = None
+    while head is None and not any(each["head"] and each["alive"] for each in (_nodes(client) or {}).values()):
         time.sleep(_FAST)
+        head = _told_early(client)
+    if head is not None:
+        setattr(node, _HEAD_INFO, lambda *_, **__: [head])
+
+
+def _told_early(client: Any) -> Optional[SimpleNamespace]:
+    """What `_tell_early` has written of the head, in the words of Ray's own table; None if it has not yet."""
+    from ray._private import node, ray_constants
+
+    keys = (_TEMP_DIR.encode(), b"session_name") if hasattr(node, _HEAD_INFO) else ()
+    told = [client.internal_kv_get(key, ray_constants.KV_NAMESPACE_SESSION) for key in keys]
+    if not told or None in told:
+        return None
+    temp_dir, session = (each.decode() for each in told)
+    return SimpleNamespace(state=_ALIVE, temp_dir=temp_dir, session_dir=os.path.join(temp_dir, session))
 
 
 def _wait_for_port(gcs: str) -> None:

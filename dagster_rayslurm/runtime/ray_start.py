@@ -21,13 +21,15 @@ from .cluster_error import ClusterError
 from .loop import Loop
 from .machine import Machine
 from .prestart import logs_of
-from .ray_arguments import ray_environment, start_arguments, symmetric_arguments
+from .ray_arguments import IMPATIENT, ray_environment, start_arguments, symmetric_arguments
 from .record import split_lines, tail_file
 from .scratch import Scratch
 from .spec import RAY_COORDINATES, RaySpec
 
 _ATTEMPTS = 3
 _CLASH = re.compile(r"address already in use|port \d+ is already|already occupied|Failed to bind", re.IGNORECASE)
+_SLOW_AGENT = re.compile(r"Timed out waiting for file \S*_port_")
+"""What a raylet dies of whose agents are not up within 15 s, a limit that Ray 2.60 has no setting for."""
 _LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard.log", "ray_process_exit.log")
 _SHIM = """#!/bin/sh
 # `ray stop` would end every Ray of this user on this node, other clusters too; what runs here ends with its runtime.
@@ -227,7 +229,7 @@ class RayStart:
             "command": command,
             "entrypoint": entrypoint,
         }
-        env = self._environ({name: value for name, value in env.items() if name not in RAY_COORDINATES})
+        env = self._environ({**IMPATIENT, **{name: value for name, value in env.items() if name not in RAY_COORDINATES}})
         env.update(self.ports.environ)
         env.update(ray_environment(self._spec, self.token_path))
         if entrypoint:
@@ -338,9 +340,15 @@ class RayStart:
             return self._fail(ClusterError("cluster-lost", "Ray on node %s ended with %s" % (node, how)))
         if self._problem is not None:
             return self._fail(self._problem)
-        if self._attempt < _ATTEMPTS and any(_CLASH.search(text) for text in self.log_tails().values()):
-            self._on_phase("cluster-start", "a port was taken meanwhile; trying Ray on node %s again with others" % node)
+        clash = any(_CLASH.search(text) for text in self.log_tails().values())
+        slow = _SLOW_AGENT.search(tail_file(os.path.join(self._logs, "raylet.err"), lines=200)) is not None
+        why = "a port was taken meanwhile" if clash else "Ray's agents were not up within its own limit of 15 s"
+        if self._attempt < _ATTEMPTS and (clash or slow):  # Files that were read once are read faster.
+            self._on_phase("cluster-start", "%s; trying Ray on node %s again" % (why, node))
             return self._start_ray()
+        if slow:
+            why += " on node %s, %d times: it is overloaded, or the file system of its environment is slow"
+            return self._fail(ClusterError("cluster-start", why % (node, self._attempt)))
         self._fail(ClusterError("cluster-start", "%s on node %s ended with %s before Ray was up" % (what, node, how)))
 
     def _fail(self, error: ClusterError) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,36 @@ def test_ray_of_another_version(ray_compute: ComputeResource) -> None:
 def test_ray_that_is_not_up_by_the_deadline(ray_compute: ComputeResource) -> None:
     failure = run_asset(ray_compute, "python -V", uses_pipes=False, launcher=small_ray(startup_timeout=1)).failure
     assert failure.kind == "cluster-start" and "within startup_timeout=1 s" in (failure.description or "")
+
+
+@pytest.mark.parametrize("for_good", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_agents_that_are_slower_than_ray_allows(
+    for_good: bool,
+    ray_compute: ComputeResource,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As on a file system that reads Ray's files for the first time: a raylet gives its agents 15 s."""
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(f"""
+            import os, sys, time
+            if any(word.endswith("dashboard/agent.py") for word in sys.orig_argv):
+                try:
+                    os.mkdir({str(tmp_path / "slow")!r})
+                except FileExistsError:
+                    slow = {for_good}
+                else:
+                    slow = True
+                time.sleep(40 if slow else 0)
+        """)
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ran = run_asset(ray_compute, "python -V", uses_pipes=False)
+    again = capfd.readouterr().err.count("were not up within its own limit of 15 s; trying Ray on node")
+    if for_good:
+        assert ran.failure.kind == "cluster-start" and "3 times: it is overloaded" in (ran.failure.description or "")
+    assert bool(ran.failures) == for_good and again == (2 if for_good else 1)
 
 
 def test_ray_that_refuses_its_arguments(ray_compute: ComputeResource) -> None:
