@@ -108,7 +108,10 @@ class RayLauncher(Launcher):
     labels: Annotated[dict[str, str], checked(_check_labels)] = Field(
         default={}, description="Labels of each node, for label selectors."
     )
-    dashboard: bool = Field(default=True, description="Start the dashboard; without it the cluster is up about a second sooner.")
+    dashboard: bool = Field(
+        default=True,
+        description="Start the dashboard, which needs `ray[default]`; without it the cluster is up a second or two sooner.",
+    )
     auth: Annotated[str, choice("token", "disabled")] = Field(
         default="token",
         description='"token" for Ray\'s token authentication (Ray 2.52 or newer); "disabled" lets anybody who reaches the '
