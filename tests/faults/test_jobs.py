@@ -166,7 +166,9 @@ def test_a_requeued_job_runs_again(
     job_id = running.up()
     site.stack.exec("slurmctld", ["scontrol", "requeue", job_id])
     assert wait_until(lambda: "PENDING" in site.sh(f"squeue --noheader --jobs={job_id} --format=%T"), 60)
-    # Slurm would wait two minutes by itself.
+    # Slurm would wait two minutes by itself. What ends the first attempt's step ends the second's, too, if it is there.
+    first = ["pgrep", "-f", rf"^slurmstepd: \[{job_id}\."]
+    assert wait_until(lambda: not site.stack.exec("c1", first, check=False), 60)
     site.stack.exec("slurmctld", ["scontrol", "update", f"jobid={job_id}", "starttime=now"])
     ran = running.result()
     assert ran.metadata["attempt"] == "1" and list(ran.completed[0].get_custom_messages()) == ["1"]
