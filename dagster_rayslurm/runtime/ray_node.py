@@ -61,7 +61,7 @@ def main(argv: List[str]) -> int:
     if order["head"]:
         threading.Thread(target=_watch, args=(order, report), daemon=True).start()
     else:
-        _join_early(order["gcs"])
+        _join_early(order["gcs"], order["command"])
     sys.argv = ["ray", *without_client_server(scripts, order["command"])]
     scripts.main()  # type: ignore[no-untyped-call]
     return 0
@@ -168,10 +168,11 @@ def _tell_early(client: Any, command: List[str]) -> None:
         client.internal_kv_put(_TEMP_DIR.encode(), temp_dir[len(_TEMP_DIR) :].encode(), False, ray_constants.KV_NAMESPACE_SESSION)
 
 
-def _join_early(gcs: str) -> None:
+def _join_early(gcs: str, command: List[str]) -> None:
     """Wait until a worker may join: when the head has said where its files are, or else is alive.
 
     `ray start --address` wants to know no more of the head than that, and asks for it in steps of two seconds (Ray 2.60).
+    What `ray symmetric-run` calls has nobody to tell it sooner.
     """
     from ray._private import node
 
@@ -180,7 +181,7 @@ def _join_early(gcs: str) -> None:
     head = None
     while head is None and not any(each["head"] and each["alive"] for each in (_nodes(client) or {}).values()):
         time.sleep(_FAST)
-        head = _told_early(client)
+        head = _told_early(client) if command[0] == "start" else None
     if head is not None:
         setattr(node, _HEAD_INFO, lambda *_, **__: [head])
 
