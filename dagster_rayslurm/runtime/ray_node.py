@@ -190,11 +190,12 @@ def _told_early(client: Any) -> Optional[SimpleNamespace]:
     """What `_tell_early` has written of the head, in the words of Ray's own table; None if it has not yet."""
     from ray._private import node, ray_constants
 
-    keys = (_TEMP_DIR.encode(), b"session_name") if hasattr(node, _HEAD_INFO) else ()
-    told = [client.internal_kv_get(key, ray_constants.KV_NAMESPACE_SESSION) for key in keys]
-    if not told or None in told:
+    told: List[Optional[bytes]] = []
+    with contextlib.suppress(Exception):  # The GCS does not answer yet.
+        told = [client.internal_kv_get(key, ray_constants.KV_NAMESPACE_SESSION) for key in (_TEMP_DIR.encode(), b"session_name")]
+    if not told or not all(told) or not hasattr(node, _HEAD_INFO):
         return None
-    temp_dir, session = (each.decode() for each in told)
+    temp_dir, session = (each.decode() for each in told if each)
     return SimpleNamespace(state=_ALIVE, temp_dir=temp_dir, session_dir=os.path.join(temp_dir, session))
 
 
