@@ -140,12 +140,11 @@ def test_a_job_from_the_queue_to_its_end(stack: Any, edge: Connection, directory
     row = ask_queue(edge).job(job.job_id)
     assert row is not None and row.name == "a\nb\x1fc|d" and abs((row.submit or 0) - job.submitted) < 5
     edge.run(["scontrol", "release", str(job.job_id)])
-    runs = follow(edge, directory, job, lambda view: view.kind == "running")
-    assert runs.nodes in ("c1", "c2")
+    follow(edge, directory, job, lambda view: view.kind == "running")
     ended = follow(edge, directory, job, over)
     assert (ended.kind, ended.state, ended.reason) == ("ended", "FAILED", "NonZeroExitCode")
     facts = facts_of(edge, job, lambda facts: bool(facts.steps) == stack.accounting)
-    assert (facts.state, facts.exit_code, facts.nodes) == ("FAILED", 3, (runs.nodes,))
+    assert (facts.state, facts.exit_code) == ("FAILED", 3) and facts.nodes in (("c1",), ("c2",))
 
 
 def test_an_expected_start_is_told(edge: Connection, directory: str, submit: Any) -> None:
