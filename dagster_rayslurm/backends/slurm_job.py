@@ -296,7 +296,7 @@ class SlurmJob:
         while True:
             with contextlib.suppress(OSError):  # Slurm that does not answer leaves the verdict to the record.
                 facts = ask_job(self._commands, self.number) or facts
-            if (facts is not None and facts.final_state is not None) or time.monotonic() > deadline:
+            if (facts is not None and facts.settled) or time.monotonic() > deadline:
                 return facts
             time.sleep(pause)
             pause = min(2 * pause, 4.0)

@@ -164,6 +164,11 @@ class JobFacts:
         return _ENDS.get(self.reason.partition(":")[0]) if self.state == "COMPLETING" else None
 
     @property
+    def settled(self) -> bool:
+        """Whether it has come to its final state with all of its components: the last one may explain why the others ended."""
+        return all(each.final_state is not None for each in self.components or (self,))
+
+    @property
     def out_of_memory(self) -> bool:
         """Whether a memory limit ended it, as far as that can be seen here.
 

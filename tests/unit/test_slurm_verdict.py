@@ -184,3 +184,10 @@ def test_a_shell_that_cannot_start_the_environment(line: str) -> None:
     elsewhere = Evidence(job=job("FAILED", exit_code=127), runtime_log=srun, tails={"runtime on g2": line}, runtime_exit="x")
     elsewhere.culprit = "the runtime on node g2 ended"
     assert judge(elsewhere, True, True).kind == "environment"
+
+
+@pytest.mark.parametrize(("states", "settled"), [(("FAILED", "RUNNING"), False), (("FAILED", "CANCELLED"), True)])
+def test_a_heterogeneous_job_has_settled_with_the_last_of_its_components(states: tuple[str, ...], settled: bool) -> None:
+    components = tuple(map(job, states))
+    assert dataclasses.replace(components[0], components=components).settled == settled
+    assert job("FAILED").settled and not job("RUNNING").settled
