@@ -149,8 +149,10 @@ def test_agents_that_are_slower_than_ray_allows(
         """)
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    ran = run_asset(ray_compute, "python -V", uses_pipes=False)
-    again = capfd.readouterr().err.count("were not up within its own limit of 15 s; trying Ray on node")
+    with dg.instance_for_test(temp_dir=str(tmp_path)) as instance:
+        ran = run_asset(ray_compute, "python -V", uses_pipes=False, instance=instance)
+        messages = [entry.user_message for entry in instance.all_logs(ran.result.run_id)]
+    again = sum("were not up within its own limit of 15 s; trying Ray on node" in message for message in messages)
     if for_good:
         assert ran.failure.kind == "cluster-start" and "3 times: it is overloaded" in (ran.failure.description or "")
     # On a busy machine they may be slow by themselves, too.

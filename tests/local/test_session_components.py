@@ -55,7 +55,7 @@ def test_a_payload_that_wants_something_else(warm: Callable[..., ComputeResource
     payload = script("import ray; ray.init()")
     first = cluster_of(run_asset(compute, payload, uses_pipes=False))
     ((directory, announced),) = local_session.living(Layout(base))
-    nodes = local_session.describe(directory, announced)["nodes"]
+    nodes = local_session.ask(directory, announced, "describe")["nodes"]
     assert [(node["component"], node["cpus"], node["gpus"]) for node in nodes] == [("cpu", 1, 0), ("gpu", 1, 2)]
     less = [component("gpu", gpus_per_node=1)]
     assert cluster_of(run_asset(compute, payload, uses_pipes=False, components=less)) == first
