@@ -17,13 +17,13 @@ PARTIES = {
 """Those who are compared."""
 
 _EXIT = (
-    "It is measured from the last thing that Python does at exit, and Python still has to let go of Ray then: the script by hand, "
-    "which adds next to nothing, takes over 0.2 s from there."
+    "It is measured from the last thing that Python does at exit, and Python still has to let go of Ray then: the script by "
+    "hand, which adds next to nothing, takes over 0.2 s from there."
 )
 REASONS: dict[str, str] = {
     "cold, 1 node: payload's exit to the return": _EXIT,
     "cold, 2 nodes: payload's exit to the return": _EXIT,
-    "slurm.bash: total - payload's work": "Slurm takes up to 1.4 s until a job begins (see the phases), that of the script by hand "
-    "as well, which is as far from the promise; some 0.2 s are added.",
+    "slurm.bash: total - payload's work": "Slurm takes up to 1.4 s until a job begins (see the phases), that of the script by "
+    "hand as well, which is as far from the promise; some 0.2 s are added.",
 }
 """By what the names of figures begin with."""

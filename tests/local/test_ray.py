@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 
 from dagster_rayslurm import ComputeResource, SessionConfig
