@@ -95,8 +95,10 @@ class Underway:
             if goes_on(same, str(self._place.layout.runs / name), self._step):
                 self._plans, self._name, self._step = {None: same}, name, replace(self._step, goes_on=True)
         self._bookmark = Bookmark(self._policy.home.runs / f"{self._name}{FOLLOWED}")
+        self._handed_on = HandedOn(note=self._bookmark.note)
         if self._step.goes_on:
-            self._handed_on = HandedOn(self._bookmark.read() if notes.output_stays else 0, notes.logged(self._name))
+            offset = self._bookmark.read() if notes.output_stays else 0
+            self._handed_on = replace(self._handed_on, offset=offset, logged=notes.logged(self._name))
             self._context.log.warning(
                 "[rayslurm] an attempt before left its payload behind, and nobody heard how it ended: going on with "
                 f"{self._name}, {_where_to_go_on(self._handed_on.offset)}"
@@ -149,7 +151,7 @@ class Underway:
             self._policy.connection_loss_timeout,
             attempt.requeue,
             component,
-            self._handed_on if self._bookmark is None else replace(self._handed_on, note=self._bookmark.note),
+            self._handed_on,
         )
         return Followed(plan, run_dir, attempt, follower, component)
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import dagster_rayslurm
 from dagster_rayslurm import (
     BashLauncher,
     ComputeResource,
@@ -23,10 +24,8 @@ from dagster_rayslurm import (
     SessionConfig,
     SlurmQueueConfig,
     SlurmResource,
-    SSHConnectionResource,
 )
 from dagster_rayslurm.connections.local import LocalConnection
-from dagster_rayslurm.environments import PreDeployedEnvironment
 from dagster_rayslurm.execution.tidying import fetch_outputs
 from dagster_rayslurm.runtime.ray_arguments import start_arguments
 from dagster_rayslurm.runtime.record import encode
@@ -227,17 +226,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "HetComponent": {"component_id": "a", "queue": SlurmQueueConfig()},
     "PreDeployedEnvironment": {"path": "/x"},
 }
-CLASSES = (
-    BashLauncher,
-    ComputeResource,
-    HetComponent,
-    PreDeployedEnvironment,
-    RayLauncher,
-    SessionConfig,
-    SlurmQueueConfig,
-    SlurmResource,
-    SSHConnectionResource,
-)
+PUBLIC = [getattr(dagster_rayslurm, name) for name in dagster_rayslurm.__all__]
+WORDLESS = {dagster_rayslurm.InheritedEnvironment}
+"""What has no field that takes text."""
+CLASSES = [kind for kind in PUBLIC if getattr(kind, "model_fields", None) and kind not in WORDLESS]
 CHECKED_LATER = {"password", "key_passphrase", "site", "resources"}
 """What only SSH gets to see, what is checked with the variables of runs, and names that travel as JSON."""
 FORMS: tuple[Callable[[str], Any], ...] = (str, lambda text: [text], lambda text: {"x": text}, lambda text: {text: "x"})
