@@ -1,17 +1,17 @@
 """Run Ray-backed Dagster assets on this machine or on a Slurm cluster.
 
-Importing this package imports neither Ray nor paramiko.
+Importing this package imports neither Ray nor paramiko, and of its own no more than describes assets and resources.
 """
 
 from dagster._core.libraries import DagsterLibraryRegistry
 
 from ._version import __version__
+from .completed import CompletedRun
 from .compute import ComputeResource
 from .config import ExecutionMode, SessionConfig
 from .connections.config import SSHConnectionResource
 from .environments import InheritedEnvironment, PreDeployedEnvironment
 from .errors import RunFailure
-from .execution import CompletedRun
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .slurm.config import SlurmQueueConfig, SlurmResource
 from .slurm.hetjob import HetComponent

@@ -225,6 +225,18 @@ def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec |
     return replace(spec, components=nodes)
 
 
+def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) -> tuple[Component, ...]:
+    """The components of one cluster, or of one payload, in the job's order; empty if there are none.
+
+    Raises:
+        ValueError: they contradict each other, or the payload's launcher.
+    """
+    if not components:
+        return ()
+    payload_in = launcher.component_id if isinstance(launcher, RayLauncher) else None
+    return settle(launcher, arrange(components, payload_in))
+
+
 def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
     """What a component's nodes have: its own word, else that of the payload's launcher."""
     name, own = component.component_id, component.launcher

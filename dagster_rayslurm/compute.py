@@ -1,34 +1,23 @@
-"""The front door: one resource, one `run()`, for every way to run a payload."""
+"""The front door: one resource, one `run()`, for every way to run a payload.
+
+What runs them is imported by the first call: whoever loads definitions only to show or to launch them need not wait for it.
+"""
 
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, Optional, Union
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Optional, Union
 
 import dagster as dg
 from dagster_pipes import PipesExtras
 from pydantic import ConfigDict, Field
 
 from . import modes
-from .backends.batch import cancel_cluster
-from .backends.choice import Call, Setting, backend_for, together_for
-from .backends.rundir import Layout
-from .backends.sessions import local as local_session
-from .backends.sessions.backend import end_session
-from .backends.sessions.run_end import run_ended
-from .components import arrange
-from .config import SessionConfig, at_least, check_environment, choice, plain_text, resolve_variables
-from .connections.shared import connect_early
-from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment
-from .errors import RunFailure, one_sentence
-from .execution import CompletedRun, Policy, execute, execute_together, start_errors
+from .completed import CompletedRun
+from .config import SessionConfig, at_least, choice, plain_text
+from .environments import InheritedEnvironment, PreDeployedEnvironment
 from .launchers import BashLauncher, Launcher, RayLauncher
-from .plan import Plan, make_plan
 from .slurm.config import SlurmQueueConfig, SlurmResource
 from .slurm.hetjob import HetComponent
 
@@ -126,11 +115,15 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
         """Begin to log in to the cluster, while Dagster prepares the step."""
         if self.slurm is not None and self.mode in modes.ON_SLURM:
+            from .connections.shared import connect_early
+
             connect_early(self.slurm.ssh)
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
         """End the sessions of a run that is over, though its process may go on."""
         if context.run is not None:
+            from .backends.sessions.run_end import run_ended
+
             run_ended(context.run.run_id)
 
     def run(  # type: ignore[override]
@@ -172,29 +165,10 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         Raises:
             RunFailure: a `dg.Failure` whose `kind` says what went wrong.
         """
-        with _configuration_errors():
-            call = self._call(payload_path, launcher, queue, components)
-            make = partial(
-                self._make_plan,
-                nonce=secrets.token_hex(6),
-                env=check_environment(extra_env, "extra_env"),
-                secret_env=check_environment(secret_env, "secret_env"),
-                extra_files=extra_files,
-                outputs=outputs,
-            )
-            start, _ = self._prepared(make, call, payload_path, uses_pipes)
-        policy = Policy(
-            self.mode,
-            self.require_messages,
-            self.keep_run_dirs,
-            self.retention_days,
-            self.connection_loss_timeout,
-            self.runtime_start_timeout,
-            self._layout,
-        )
-        # Asset and check contexts wrap the one that open_pipes_session takes for all of them.
-        op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
-        return start(op_context, policy=policy, extras=extras)
+        from .calls import Asked, run
+
+        asked = Asked(payload_path, launcher, queue, components, uses_pipes, extra_env, secret_env, extra_files, outputs)
+        return run(self, context, asked, extras)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:
         """End a warm Ray cluster, on Slurm the job or the session of a cluster, and everything that runs on it.
@@ -208,12 +182,9 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         Raises:
             RunFailure: it does not answer.
         """
-        with _configuration_errors(), start_errors():
-            if self.slurm is not None and self.mode in modes.ON_SLURM:
-                # It may well be called outside of a run, where Dagster has resolved no variables.
-                slurm = resolve_variables(self.slurm, "slurm")
-                return end_session(slurm, cluster_id) or cancel_cluster(slurm, cluster_id)
-            return local_session.stop(self._layout, cluster_id)
+        from .calls import end_cluster
+
+        return end_cluster(self, cluster_id)
 
     def job_script(
         self,
@@ -238,123 +209,6 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         Raises:
             RunFailure: an argument cannot be used.
         """
-        with _configuration_errors():
-            # It may well be called outside of a run, where Dagster has resolved no variables.
-            resolved = resolve_variables(self, type(self).__name__)
-            call = resolved._call(payload_path, launcher, queue, components)
-            _, example = resolved._prepared(partial(resolved._make_plan, nonce="NONCE"), call, payload_path)
-            return example()
+        from .calls import Asked, example
 
-    def _prepared(
-        self, make: Callable[..., Plan], call: Call, payload_path: Any, uses_pipes: Any = True
-    ) -> tuple[Callable[..., CompletedRun], Callable[[], str]]:
-        """What runs a call, and what shows it, once it is known that it can be run.
-
-        Raises:
-            ValueError: it cannot; the sentence names the field.
-        """
-        if self.topology == modes.SEPARATE:
-            payloads = modes.one_for_each(payload_path, call.parts, "payload_path")
-            pipes = modes.one_for_each(uses_pipes, call.parts, "uses_pipes", default=True)
-            launchers = {each.component_id: each.launcher for each in call.parts}
-            plans = {
-                name: make(payload_path=payloads[name], launcher=own, uses_pipes=pipes[name]) for name, own in launchers.items()
-            }
-            together = together_for(self._setting, call)
-            together.check(plans)
-            return partial(execute_together, plans=plans, backend=together), partial(together.example, plans)
-        one = modes.for_one(uses_pipes, "uses_pipes")
-        plan = make(payload_path=payload_path, launcher=call.launcher, components=call.parts, uses_pipes=one)
-        backend = backend_for(self._setting, call)
-        backend.check(plan)
-        return partial(execute, plan=plan, backend=backend), partial(backend.example, plan)
-
-    @property
-    def _setting(self) -> Setting:
-        return Setting(
-            mode=self.mode,
-            layout=self._layout,
-            slurm=self.slurm,
-            environment=self._environment,
-            launcher=self.default_launcher,
-            components=tuple(self.components),
-            session=self.session,
-            reuse=self.enable_cluster_reuse,
-            queue_timeout=self.queue_timeout,
-            start_timeout=self.runtime_start_timeout,
-            patience=self.connection_loss_timeout,
-        )
-
-    @property
-    def _layout(self) -> Layout:
-        return Layout(Path(os.path.abspath(os.path.expanduser(self.local_base))))
-
-    @property
-    def _data_dir(self) -> str | None:
-        """The directory that payloads share; as it was given if it is on a cluster."""
-        if self.mode != modes.LOCAL:
-            return self.data_dir
-        return os.path.abspath(os.path.expanduser(self.data_dir)) if self.data_dir else str(self._layout.data)
-
-    @property
-    def _environment(self) -> Environment:
-        if self.pre_deployed_env_path is None:
-            return self.environment
-        if isinstance(self.environment, PreDeployedEnvironment):
-            raise ValueError("pre_deployed_env_path: environment is given too; give one of them")
-        return PreDeployedEnvironment(path=self.pre_deployed_env_path)
-
-    def _launcher(self, launcher: Launcher | None) -> Launcher:
-        if launcher is None:
-            return self.default_launcher
-        if not isinstance(launcher, Launcher):
-            raise ValueError(f"launcher: {launcher!r} is not a launcher; pass a RayLauncher, a BashLauncher or your own")
-        return resolve_variables(launcher, "launcher")
-
-    def _call(
-        self,
-        payload_path: Payloads,
-        launcher: Launcher | None,
-        queue: SlurmQueueConfig | None,
-        components: Sequence[HetComponent] | None,
-    ) -> Call:
-        """What counts for a call, once the mode can do all that is asked for."""
-        # Nothing asks Slurm for it in local mode, but a mistake shows there, too.
-        queue = queue if queue is None else resolve_variables(queue, "queue")
-        chosen = modes.chosen_components(components, self.components)
-        settled = self._launcher(launcher)
-        modes.check_mode(
-            modes.Wanted(
-                mode=self.mode,
-                topology=self.topology,
-                on_slurm=self.slurm is not None,
-                launcher=settled,
-                own_launcher=launcher is not None,
-                own_queue=queue is not None,
-                reuse=self.enable_cluster_reuse,
-                components=chosen,
-                payload=payload_path,
-            )
-        )
-        separate = self.topology == modes.SEPARATE
-        parts = arrange(chosen) if separate else modes.spanning_components(settled, chosen)
-        return Call(settled, queue, parts, None if components is None else chosen)
-
-    @property
-    def _make_plan(self) -> Callable[..., Plan]:
-        """As `make_plan`, with what the resource says of all plans."""
-        return partial(
-            make_plan,
-            data_dir=self._data_dir,
-            max_output_bytes=self.max_outputs_mb * 2**20,
-            max_stdio_bytes=self.max_stdio_mb * 2**20,
-        )
-
-
-@contextmanager
-def _configuration_errors() -> Iterator[None]:
-    """Turn what is wrong with the request into one failure, before anything starts."""
-    try:
-        yield
-    except ValueError as error:
-        raise RunFailure("configuration", one_sentence(error)) from None
+        return example(self, Asked(payload_path, launcher, queue, components))

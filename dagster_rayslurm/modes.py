@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .components import Component, arrange, settle
 from .config import ExecutionMode, resolve_variables
 from .launchers import Launcher, RayLauncher
 from .slurm.hetjob import HetComponent
+
+if TYPE_CHECKING:
+    from .components import Component
 
 LOCAL = ExecutionMode.LOCAL.value
 SLURM = ExecutionMode.SLURM.value
@@ -155,15 +157,3 @@ def one_for_each(value: Any, components: Sequence[Component], what: str, default
     if missing and default is None:
         raise ValueError(f"{what}: there is none for component {missing[0]!r}; give one for each of {there}")
     return {name: value.get(name, default) for name in names}
-
-
-def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) -> tuple[Component, ...]:
-    """The components of one cluster, or of one payload, in the job's order; empty if there are none.
-
-    Raises:
-        ValueError: they contradict each other, or the payload's launcher.
-    """
-    if not components:
-        return ()
-    payload_in = launcher.component_id if isinstance(launcher, RayLauncher) else None
-    return settle(launcher, arrange(components, payload_in))

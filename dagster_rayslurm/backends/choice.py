@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import modes
-from ..components import Component, component_specs, ray_across, request_for
+from ..components import Component, component_specs, ray_across, request_for, spanning_components
 from ..config import SessionConfig
 from ..environments import Environment, resolve_environment
 from ..launchers import Launcher
@@ -127,7 +127,7 @@ def _warm(setting: Setting, call: Call) -> tuple[RaySpec | None, list[ComponentS
         ValueError: there can be none, and the call brings no components in place of those.
     """
     try:
-        usual = modes.spanning_components(setting.launcher, setting.components)
+        usual = spanning_components(setting.launcher, setting.components)
         ray = ray_across(setting.launcher, usual)
         return ray, component_specs(request_for(usual, job_name="rayslurm", comment="")) if usual else []
     except ValueError:

@@ -4,6 +4,6 @@ from .policy import Policy
 from .single import execute
 from .to_the_end import Followed, follow_to_the_end
 from .together import execute_together
-from .underway import CompletedRun, start_errors
+from .underway import start_errors
 
-__all__ = ["CompletedRun", "Followed", "Policy", "execute", "execute_together", "follow_to_the_end", "start_errors"]
+__all__ = ["Followed", "Policy", "execute", "execute_together", "follow_to_the_end", "start_errors"]

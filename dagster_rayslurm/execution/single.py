@@ -6,12 +6,13 @@ import dagster as dg
 from dagster_pipes import PipesExtras
 
 from ..backends.base import Attempt, Backend, GoesOn
+from ..completed import CompletedRun
 from ..errors import RunFailure
 from ..follow.pipes import RecordContextInjector, RecordReader
 from ..outcome.metadata import failure_metadata
 from ..plan import Plan
 from .policy import Policy
-from .underway import CompletedRun, Underway
+from .underway import Underway
 
 
 def execute(

@@ -8,6 +8,7 @@ import dagster as dg
 from dagster_pipes import PipesExtras
 
 from ..backends.base import Attempt, Backend
+from ..completed import CompletedRun
 from ..errors import RunFailure
 from ..follow.pipes import RecordContextInjector, RecordReader
 from ..follow.reports import Reports
@@ -15,7 +16,7 @@ from ..outcome.metadata_together import failures_metadata, together_metadata
 from ..outcome.together import judge_together
 from ..plan import Plan
 from .policy import Policy
-from .underway import CompletedRun, Underway
+from .underway import Underway
 
 
 def execute_together(

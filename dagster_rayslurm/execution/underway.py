@@ -15,6 +15,7 @@ from dagster_pipes import PipesContextData
 from ..backends.base import Attempt, Hold, Place, Step
 from ..backends.left_behind import JUDGED
 from ..backends.rundir import FOLLOWED
+from ..completed import CompletedRun
 from ..connections.base import ConnectionFailed
 from ..errors import RunFailure, StartError
 from ..follow import Bookmark, Evidence, Follower, HandedOn
@@ -31,25 +32,6 @@ from .to_the_end import Followed, follow_to_the_end
 
 Start = Callable[[Mapping[Any, Plan], str, PipesContextData, Step, Hold], Mapping[Any, Attempt]]
 """As `Backend.start`, for plans by component: the runtimes by component."""
-
-
-class CompletedRun(dg.PipesClientCompletedInvocation):
-    """A payload that succeeded.
-
-    `get_results()`, `get_materialize_result()`, `get_asset_check_result()` and `get_custom_messages()` give what it
-    reported, each with the run's `metadata`.
-
-    Attributes:
-        cluster_id: name of the Ray cluster, for `ComputeResource.cleanup_cluster`.
-        job_id: Slurm's job id; None in local mode.
-        outputs: local paths of the files that `outputs=` asked for.
-    """
-
-    def __init__(self, session: Any, metadata: Mapping[str, Any], attempt: Attempt, outputs: list[Path]) -> None:
-        super().__init__(session, metadata=metadata)
-        self.cluster_id = attempt.cluster_id
-        self.job_id = attempt.job_id
-        self.outputs = outputs
 
 
 class Underway:

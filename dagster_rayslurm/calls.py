@@ -1,0 +1,207 @@
+"""What a call of a `ComputeResource` comes to: what counts for it, whether it can be run, and what runs it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import dagster as dg
+from dagster_pipes import PipesExtras
+
+from . import modes
+from .backends.batch import cancel_cluster
+from .backends.choice import Call, Setting, backend_for, together_for
+from .backends.rundir import Layout
+from .backends.sessions import local as local_session
+from .backends.sessions.backend import end_session
+from .completed import CompletedRun
+from .components import arrange, spanning_components
+from .config import check_environment, resolve_variables
+from .environments import Environment, PreDeployedEnvironment
+from .errors import RunFailure, one_sentence
+from .execution import Policy, execute, execute_together, start_errors
+from .launchers import Launcher
+from .plan import Plan, make_plan
+from .slurm.config import SlurmQueueConfig
+from .slurm.hetjob import HetComponent
+
+if TYPE_CHECKING:
+    from .compute import ComputeResource, Context, Payloads
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of a call, as they were given: see `ComputeResource.run`."""
+
+    payload_path: Payloads
+    launcher: Launcher | None = None
+    queue: SlurmQueueConfig | None = None
+    components: Sequence[HetComponent] | None = None
+    uses_pipes: bool | Mapping[str, bool] = True
+    extra_env: Mapping[str, str] | None = None
+    secret_env: Mapping[str, str] | None = None
+    extra_files: Sequence[str | os.PathLike[str]] | None = None
+    outputs: Sequence[str] | None = None
+
+
+def run(resource: ComputeResource, context: Context, asked: Asked, extras: PipesExtras | None) -> CompletedRun:
+    """Run what a call asks for, and wait for it.
+
+    Raises:
+        RunFailure: it cannot be run, or did not succeed.
+    """
+    with _configuration_errors():
+        start, _ = _prepared(resource, asked, secrets.token_hex(6))
+    policy = Policy(
+        resource.mode,
+        resource.require_messages,
+        resource.keep_run_dirs,
+        resource.retention_days,
+        resource.connection_loss_timeout,
+        resource.runtime_start_timeout,
+        _layout(resource),
+    )
+    # Asset and check contexts wrap the one that open_pipes_session takes for all of them.
+    op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
+    return start(op_context, policy=policy, extras=extras)
+
+
+def example(resource: ComputeResource, asked: Asked) -> str:
+    """What would be started for a call, for a person to read.
+
+    Raises:
+        RunFailure: it cannot be run.
+    """
+    with _configuration_errors():
+        # It may well be called outside of a run, where Dagster has resolved no variables.
+        _, show = _prepared(resolve_variables(resource, type(resource).__name__), asked, "NONCE")
+        return show()
+
+
+def end_cluster(resource: ComputeResource, cluster_id: str) -> bool:
+    """End a warm cluster, and say whether there was one.
+
+    Raises:
+        RunFailure: it does not answer.
+    """
+    with _configuration_errors(), start_errors():
+        if resource.slurm is not None and resource.mode in modes.ON_SLURM:
+            # It may well be called outside of a run, where Dagster has resolved no variables.
+            slurm = resolve_variables(resource.slurm, "slurm")
+            return end_session(slurm, cluster_id) or cancel_cluster(slurm, cluster_id)
+        return local_session.stop(_layout(resource), cluster_id)
+
+
+def _prepared(resource: ComputeResource, asked: Asked, nonce: str) -> tuple[Callable[..., CompletedRun], Callable[[], str]]:
+    """What runs a call, and what shows it, once it is known that it can be run.
+
+    Raises:
+        ValueError: it cannot; the sentence names the field.
+    """
+    call, setting = _call(resource, asked), _setting(resource)
+    make: Callable[..., Plan] = partial(
+        make_plan,
+        nonce=nonce,
+        data_dir=_data_dir(resource),
+        env=check_environment(asked.extra_env, "extra_env"),
+        secret_env=check_environment(asked.secret_env, "secret_env"),
+        extra_files=asked.extra_files,
+        outputs=asked.outputs,
+        max_output_bytes=resource.max_outputs_mb * 2**20,
+        max_stdio_bytes=resource.max_stdio_mb * 2**20,
+    )
+    if resource.topology == modes.SEPARATE:
+        payloads = modes.one_for_each(asked.payload_path, call.parts, "payload_path")
+        pipes = modes.one_for_each(asked.uses_pipes, call.parts, "uses_pipes", default=True)
+        launchers = {each.component_id: each.launcher for each in call.parts}
+        plans = {name: make(payload_path=payloads[name], launcher=own, uses_pipes=pipes[name]) for name, own in launchers.items()}
+        together = together_for(setting, call)
+        together.check(plans)
+        return partial(execute_together, plans=plans, backend=together), partial(together.example, plans)
+    one = modes.for_one(asked.uses_pipes, "uses_pipes")
+    plan = make(payload_path=asked.payload_path, launcher=call.launcher, components=call.parts, uses_pipes=one)
+    backend = backend_for(setting, call)
+    backend.check(plan)
+    return partial(execute, plan=plan, backend=backend), partial(backend.example, plan)
+
+
+def _call(resource: ComputeResource, asked: Asked) -> Call:
+    """What counts for a call, once the mode can do all that is asked for."""
+    # Nothing asks Slurm for it in local mode, but a mistake shows there, too.
+    queue = asked.queue if asked.queue is None else resolve_variables(asked.queue, "queue")
+    chosen = modes.chosen_components(asked.components, resource.components)
+    settled = _launcher(resource, asked.launcher)
+    modes.check_mode(
+        modes.Wanted(
+            mode=resource.mode,
+            topology=resource.topology,
+            on_slurm=resource.slurm is not None,
+            launcher=settled,
+            own_launcher=asked.launcher is not None,
+            own_queue=queue is not None,
+            reuse=resource.enable_cluster_reuse,
+            components=chosen,
+            payload=asked.payload_path,
+        )
+    )
+    separate = resource.topology == modes.SEPARATE
+    parts = arrange(chosen) if separate else spanning_components(settled, chosen)
+    return Call(settled, queue, parts, None if asked.components is None else chosen)
+
+
+def _launcher(resource: ComputeResource, launcher: Launcher | None) -> Launcher:
+    if launcher is None:
+        return resource.default_launcher
+    if not isinstance(launcher, Launcher):
+        raise ValueError(f"launcher: {launcher!r} is not a launcher; pass a RayLauncher, a BashLauncher or your own")
+    return resolve_variables(launcher, "launcher")
+
+
+def _setting(resource: ComputeResource) -> Setting:
+    return Setting(
+        mode=resource.mode,
+        layout=_layout(resource),
+        slurm=resource.slurm,
+        environment=_environment(resource),
+        launcher=resource.default_launcher,
+        components=tuple(resource.components),
+        session=resource.session,
+        reuse=resource.enable_cluster_reuse,
+        queue_timeout=resource.queue_timeout,
+        start_timeout=resource.runtime_start_timeout,
+        patience=resource.connection_loss_timeout,
+    )
+
+
+def _layout(resource: ComputeResource) -> Layout:
+    return Layout(Path(os.path.abspath(os.path.expanduser(resource.local_base))))
+
+
+def _data_dir(resource: ComputeResource) -> str | None:
+    """The directory that payloads share; as it was given if it is on a cluster."""
+    if resource.mode != modes.LOCAL:
+        return resource.data_dir
+    return os.path.abspath(os.path.expanduser(resource.data_dir)) if resource.data_dir else str(_layout(resource).data)
+
+
+def _environment(resource: ComputeResource) -> Environment:
+    if resource.pre_deployed_env_path is None:
+        return resource.environment
+    if isinstance(resource.environment, PreDeployedEnvironment):
+        raise ValueError("pre_deployed_env_path: environment is given too; give one of them")
+    return PreDeployedEnvironment(path=resource.pre_deployed_env_path)
+
+
+@contextmanager
+def _configuration_errors() -> Iterator[None]:
+    """Turn what is wrong with the request into one failure, before anything starts."""
+    try:
+        yield
+    except ValueError as error:
+        raise RunFailure("configuration", one_sentence(error)) from None
