@@ -8,7 +8,7 @@ from .facts import SACCT_FIELDS, JobFacts, merge_facts, parse_sacct, parse_scont
 from .surroundings import cleaned
 
 _TIMEOUT = 120.0
-_ENVIRONMENT = ("env", "LC_ALL=C", "SLURM_TIME_FORMAT=%s")
+_ENVIRONMENT = ("env", "LC_ALL=C")
 # Messages of Slurm 22.05 and 24.11.
 _UNKNOWN = b"Invalid job id specified"
 _DISABLED = b"accounting storage is disabled"

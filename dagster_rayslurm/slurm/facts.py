@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ..runtime.duration import parse_duration
 from ..runtime.nodelist import expand_nodelist
-from .snapshot import parse_count, parse_time
+from .snapshot import parse_count
 from .states import TERMINAL
 
 N = TypeVar("N", int, float)
@@ -24,17 +24,12 @@ SACCT_FIELDS = (
     "State",
     "ExitCode",
     "Reason",
-    "Submit",
-    "Start",
-    "End",
     "ElapsedRaw",
     "TimelimitRaw",
     "NNodes",
     "NodeList",
-    "AllocCPUS",
     "ReqMem",
     "MaxRSS",
-    "TotalCPU",
 )
 """What `sacct --format` is asked for; none of it is text that a user may choose, so "|" separates it well enough."""
 
@@ -79,28 +74,22 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """A job, as far as Slurm knows it. Times are seconds of the epoch, durations seconds, sizes bytes.
+    """A job, as far as Slurm knows it. Durations are seconds, sizes bytes.
 
     Attributes:
         job_id: its number; of the first component of a heterogeneous job.
         state: Slurm's word, such as "TIMEOUT", without the "by 1001" of sacct.
-        from_controller: whether slurmctld itself has said so; else accounting, which hears of a change later.
         cancelled_by: user id of whoever cancelled it; only accounting knows.
         reason: such as "TimeLimit"; "" for none.
         exit_code: the batch script's; sacct alone shows one above 128 less 128.
         signal: what ended it; None if none did.
-        submit: when it was submitted, or requeued.
-        start: when it started, or is expected to; None if it never did.
-        end: when it ended, or will at the latest.
         elapsed: how long it ran.
         time_limit: None if there is none.
         nodes: names of its nodes; of all components.
         num_nodes: number of nodes that it had or asked for.
-        cpus: CPUs on all nodes.
         memory: memory that it was granted on all nodes.
         restarts: how often it was requeued.
         max_rss: largest memory of one task; None if it was not sampled.
-        total_cpu: CPU time of user and system.
         steps: of the last attempt; empty without accounting.
         components: of a heterogeneous job, in its order; empty for any other job. State, reason, exit code and signal of such
             a job are those of `telling`.
@@ -109,23 +98,17 @@ class JobFacts:
 
     job_id: int
     state: str
-    from_controller: bool
     cancelled_by: int | None = None
     reason: str = ""
     exit_code: int | None = None
     signal: int | None = None
-    submit: float | None = None
-    start: float | None = None
-    end: float | None = None
     elapsed: float | None = None
     time_limit: float | None = None
     nodes: tuple[str, ...] = ()
     num_nodes: int = 0
-    cpus: int = 0
     memory: int | None = None
     restarts: int = 0
     max_rss: int | None = None
-    total_cpu: float | None = None
     steps: tuple[StepFacts, ...] = ()
     components: tuple[JobFacts, ...] = ()
     component_id: str | None = None
@@ -197,7 +180,7 @@ def memory_kill(output: str) -> str | None:
 
 
 def parse_scontrol(text: str) -> JobFacts | None:
-    """The job of `scontrol show job ID`, not in one line, with `SLURM_TIME_FORMAT=%s`; None if there is none in it."""
+    """The job of `scontrol show job ID`, not in one line; None if there is none in it."""
     found = [_scontrol_fields(block) for block in re.split(r"(?m)^(?=JobId=)", text) if block.startswith("JobId=")]
     components = [_of_controller(fields) for fields in found if "JobState" in fields]
     return _whole(components) if components else None
@@ -210,18 +193,13 @@ def _of_controller(fields: Mapping[str, str]) -> JobFacts:
     return JobFacts(
         job_id=int(fields["JobId"]),
         state=state,
-        from_controller=True,
         reason=_reason(fields.get("Reason", "")),
         exit_code=exit_code,
         signal=signal,
-        submit=parse_time(fields.get("SubmitTime", "")),
-        start=parse_time(fields.get("StartTime", "")),
-        end=parse_time(fields.get("EndTime", "")),
         elapsed=parse_duration(fields.get("RunTime", "")),
         time_limit=parse_duration(fields.get("TimeLimit", "")),
         nodes=tuple(_nodes(fields.get("NodeList", ""))),
         num_nodes=parse_count(fields.get("NumNodes", "")),
-        cpus=parse_count(fields.get("NumCPUs", "")),
         memory=parse_size(_tres(fields).get("mem", "")),
         restarts=parse_count(fields.get("Restarts", "")),
     )
@@ -254,7 +232,7 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
     """The last attempt of a job in the output of sacct.
 
     Args:
-        text: of `sacct --duplicates --noheader --parsable2 --format=` with `SACCT_FIELDS` and `SLURM_TIME_FORMAT=%s`.
+        text: of `sacct --duplicates --noheader --parsable2 --format=` with `SACCT_FIELDS`.
         job_id: the job; of the first component of a heterogeneous one.
 
     Returns:
@@ -286,23 +264,17 @@ def _of_accounting(job_id: int, component: int, attempts: list[list[dict[str, st
     return JobFacts(
         job_id=job_id + component,
         state=state,
-        from_controller=False,
         cancelled_by=cancelled_by,
         reason=_reason(job["Reason"]),
         exit_code=exit_code,
         signal=signal,
-        submit=parse_time(job["Submit"]),
-        start=parse_time(job["Start"]),
-        end=parse_time(job["End"]),
         elapsed=float(parse_count(job["ElapsedRaw"])),
         time_limit=60.0 * parse_count(job["TimelimitRaw"]) or None,
         nodes=tuple(_nodes(job["NodeList"])),
         num_nodes=parse_count(job["NNodes"]),
-        cpus=parse_count(job["AllocCPUS"]),
         memory=parse_size(job["ReqMem"]),
         restarts=len(attempts) - 1,
         max_rss=max((step.max_rss for step in steps if step.max_rss is not None), default=None),
-        total_cpu=parse_duration(job["TotalCPU"]) or 0.0,
         steps=steps,
     )
 
@@ -323,10 +295,8 @@ def _whole(components: Sequence[JobFacts]) -> JobFacts:
         signal=told.signal,
         nodes=tuple(node for each in components for node in each.nodes),
         num_nodes=sum(each.num_nodes for each in components),
-        cpus=sum(each.cpus for each in components),
         memory=_sum(each.memory for each in components),
         max_rss=max((each.max_rss for each in components if each.max_rss is not None), default=None),
-        total_cpu=_sum(each.total_cpu for each in components),
         steps=tuple(step for each in components for step in each.steps),
     )
 
@@ -362,7 +332,6 @@ def _merged(controller: JobFacts, accounting: JobFacts) -> JobFacts:
         signal=None if ended and accounting.exit_code is None else controller.signal,
         cancelled_by=accounting.cancelled_by,
         max_rss=accounting.max_rss,
-        total_cpu=accounting.total_cpu,
         steps=accounting.steps if same else (),
     )
 

@@ -143,10 +143,10 @@ def test_metadata_of_components() -> None:
 
 def test_metadata_of_a_heterogeneous_job_that_failed() -> None:
     parts = tuple(
-        JobFacts(17 + number, state, True, component_id=name)
+        JobFacts(17 + number, state, component_id=name)
         for number, (name, state) in enumerate([("cpu", "FAILED"), ("gpu", "CANCELLED")])
     )
-    facts = JobFacts(17, "CANCELLED", True, components=parts)
+    facts = JobFacts(17, "CANCELLED", components=parts)
     rows = [row.data for row in failure_metadata(Evidence(job=facts), None)["Slurm components"].records]
     assert [(row["component"], row["Slurm job ID"], row["state"]) for row in rows] == [
         ("cpu", "17+0", "FAILED"),

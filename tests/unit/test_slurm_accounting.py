@@ -34,14 +34,14 @@ MIB = 1024 * 1024
 def controller(version: str, name: str) -> JobFacts:
     number, text = said(version, name, "scontrol")
     facts = parse_scontrol(text)
-    assert facts is not None and facts.job_id == number and facts.from_controller
+    assert facts is not None and facts.job_id == number
     return facts
 
 
 def accounting(version: str, name: str) -> JobFacts:
     number, text = said(version, name, "sacct")
     facts = parse_sacct(text, number)
-    assert facts is not None and facts.job_id == number and not facts.from_controller
+    assert facts is not None and facts.job_id == number
     return facts
 
 
@@ -56,15 +56,13 @@ class TestRecorded:
     def test_success(self, version: str) -> None:
         facts = both(version, "ok")
         assert (facts.state, facts.reason, facts.exit_code, facts.signal) == ("COMPLETED", "", 0, None)
-        assert (facts.nodes, facts.num_nodes, facts.cpus, facts.memory) == (("c1", "c2"), 2, 2, 2048 * MIB)
-        assert facts.submit and facts.start and facts.end and facts.submit <= facts.start <= facts.end
+        assert (facts.nodes, facts.num_nodes, facts.memory) == (("c1", "c2"), 2, 2048 * MIB)
         assert (facts.elapsed, facts.time_limit, facts.restarts) == (0, 300, 0)
         assert [(step.name, step.state, step.exit_code) for step in facts.steps] == [
             ("batch", "COMPLETED", 0),
             ("0", "COMPLETED", 0),
         ]
-        assert facts.total_cpu is not None and 0 < facts.total_cpu < 1 and facts.max_rss is None
-        assert facts.cancelled_by is None and not facts.out_of_memory
+        assert facts.max_rss is None and facts.cancelled_by is None and not facts.out_of_memory
 
     def test_exit_code(self, version: str) -> None:
         facts = both(version, "bad")
@@ -106,13 +104,13 @@ class TestRecorded:
 
     def test_pending(self, version: str) -> None:
         facts = both(version, "pen")
-        assert (facts.state, facts.reason, facts.start, facts.end, facts.nodes) == ("PENDING", "JobHeldUser", None, None, ())
+        assert (facts.state, facts.reason, facts.nodes) == ("PENDING", "JobHeldUser", ())
         assert facts.num_nodes == accounting(version, "pen").num_nodes == 1
 
     def test_running(self, version: str) -> None:
         facts = both(version, "run")
         assert (facts.state, facts.reason, facts.nodes) == ("RUNNING", "", ("c2",))
-        assert facts.start and facts.end and facts.end - facts.start == facts.time_limit == 300
+        assert facts.time_limit == 300
         assert [step.state for step in facts.steps] == ["RUNNING"]
 
     def test_a_requeued_job_is_its_last_attempt(self, version: str) -> None:
@@ -148,7 +146,7 @@ class TestRecorded:
 
     def test_heterogeneous_job(self, version: str) -> None:
         facts = both(version, "het")
-        assert (facts.state, facts.exit_code, facts.nodes, facts.num_nodes, facts.cpus) == ("FAILED", 4, ("c1", "c2"), 2, 2)
+        assert (facts.state, facts.exit_code, facts.nodes, facts.num_nodes) == ("FAILED", 4, ("c1", "c2"), 2)
         assert [step.name for step in facts.steps] == ["batch", "0", "+1.0"]
         assert accounting(version, "het").nodes == facts.nodes and facts.memory == accounting(version, "het").memory == 2048 * MIB
 
@@ -190,25 +188,25 @@ def test_a_node_that_failed_ended_nothing_with_a_code() -> None:
 
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "NEW_STATE"])
 def test_only_a_job_that_completes_comes_to_what_its_reason_says(state: str) -> None:
-    assert JobFacts(7, state, True, reason="TimeLimit").final_state is None
-    assert JobFacts(7, "COMPLETING", True, reason="RaisedSignal:9(Killed)").final_state == "FAILED"
-    accounting = JobFacts(7, "TIMEOUT", False)
-    merged = merge_facts(JobFacts(7, state, True), accounting)
+    assert JobFacts(7, state, reason="TimeLimit").final_state is None
+    assert JobFacts(7, "COMPLETING", reason="RaisedSignal:9(Killed)").final_state == "FAILED"
+    accounting = JobFacts(7, "TIMEOUT")
+    merged = merge_facts(JobFacts(7, state), accounting)
     assert merged is not None and merged.state == state
 
 
 def test_out_of_memory_where_cgroups_tell() -> None:
     """As a cluster with task/cgroup says it; the stack has none."""
     lines = [
-        "7|OUT_OF_MEMORY|0:125|None|1795281902|1795281903|1795281904|1|5|1|c2|1|100M||00:00.205",
-        "7.batch|OUT_OF_MEMORY|0:125||1795281903|1795281903|1795281904|1||1|c2|1||4052K|00:00.015",
+        "7|OUT_OF_MEMORY|0:125|None|1|5|1|c2|100M|",
+        "7.batch|OUT_OF_MEMORY|0:125||1||1|c2||4052K",
     ]
     facts = parse_sacct("\n".join(lines), 7)
     assert facts is not None and facts.out_of_memory and facts.signal == 125
-    assert JobFacts(7, "FAILED", True, reason="OutOfMemory").out_of_memory
-    assert JobFacts(7, "FAILED", True, exit_code=0, signal=125).out_of_memory
-    assert JobFacts(7, "COMPLETED", False, steps=(StepFacts("0", "OUT_OF_ME"),)).out_of_memory
-    assert not JobFacts(7, "FAILED", True, exit_code=137).out_of_memory
+    assert JobFacts(7, "FAILED", reason="OutOfMemory").out_of_memory
+    assert JobFacts(7, "FAILED", exit_code=0, signal=125).out_of_memory
+    assert JobFacts(7, "COMPLETED", steps=(StepFacts("0", "OUT_OF_ME"),)).out_of_memory
+    assert not JobFacts(7, "FAILED", exit_code=137).out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -281,7 +279,7 @@ def test_asking_the_controller_and_accounting() -> None:
     slurm = Slurm(answer("can", "scontrol"), answer("can", "sacct"))
     assert ask_job(slurm, 43) == both("22.05", "can")
     assert all(command[0] == "sh" and "unset" in command[2] for command in slurm.commands)
-    assert all({"LC_ALL=C", "SLURM_TIME_FORMAT=%s"} <= set(command) for command in slurm.commands)
+    assert all("LC_ALL=C" in command for command in slurm.commands)
     assert ask_job(Slurm(UNKNOWN, answer("can", "sacct")), 43) == accounting("22.05", "can")
     assert ask_job(Slurm(DOWN, answer("can", "sacct")), 43) == accounting("22.05", "can")
     for without in (DISABLED, DBD_DOWN, NOTHING, Completed(127, b"", b"env: sacct: No such file")):

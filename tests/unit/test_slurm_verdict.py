@@ -17,7 +17,7 @@ OOM_LINE = "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of
 
 
 def job(state: str, **fields: Any) -> JobFacts:
-    return JobFacts(job_id=12, state=state, from_controller=True, nodes=("n1", "n2"), num_nodes=2, **fields)
+    return JobFacts(job_id=12, state=state, nodes=("n1", "n2"), num_nodes=2, **fields)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def het(*components: JobFacts) -> JobFacts:
 
 def part(number: int, name: str, state: str, **fields: Any) -> JobFacts:
     nodes = (f"n{number + 1}",)
-    return JobFacts(12 + number, state, True, nodes=nodes, num_nodes=1, memory=2**30, component_id=name, **fields)
+    return JobFacts(12 + number, state, nodes=nodes, num_nodes=1, memory=2**30, component_id=name, **fields)
 
 
 CANCELLED = het(part(0, "cpu", "FAILED", exit_code=143), part(1, "gpu", "CANCELLED", cancelled_by=0))

@@ -539,7 +539,7 @@ def test_a_runtime_that_ended_without_a_word_is_no_reason_before_a_failure_of_a_
     assert verdict.sentence.endswith("component 'c' was ended because of that")
     assert list(failures_metadata(both, None)) and not any("(c)" in key for key in failures_metadata(both, None))
     assert judge_together({"a": judged(), "b": gone()}).kind == "runtime"
-    slurms = JobFacts(7, "OUT_OF_MEMORY", from_controller=True)
+    slurms = JobFacts(7, "OUT_OF_MEMORY")
     assert judge_together({"a": judged(exit_code=1), "b": gone(job=slurms)}).kind == "allocation"
 
 
