@@ -101,6 +101,8 @@ def slurm_conf(accounting: bool) -> str:
             "AccountingStorageHost=slurmdbd",
             "AccountingStorageTRES=gres/gpu",
             "AccountingStorageEnforce=associations,limits,qos",
+            # As on sites where administrators can read what was submitted.
+            "AccountingStoreFlags=job_script,job_env",
         ]
     return SLURM_CONF.format(storage="\n".join(storage), gpus=GPUS_PER_NODE)
 
