@@ -22,7 +22,7 @@ def describe(on_stack: bool, peer: bool) -> dict[str, Any]:
         "processor": _processor(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
         "load": round(os.getloadavg()[0], 1),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "python": platform.python_version(),
         "dagster-rayslurm": __version__,
         "revision": _revision(),

@@ -120,6 +120,7 @@ def _opening(results: Results, source: str) -> str:
     promised = [figure for figure in figures if figure.bar is not None]
     met = sum(figure.met for figure in promised)
     took = sum(each.seconds for each in results.measured) / 60
+    runs = "one run" if len(results.parts) == 1 else f"{len(results.parts)} runs together"
     parties = "\n".join(f"- **{name}**: {what}" for name, what in PARTIES.items())
     return f"""# Benchmarks
 
@@ -128,9 +129,10 @@ anew; `python -m benchmarks check OLD NEW` tells whether ratios got worse.
 
 All parties run by turns on one machine: a Slurm cluster of four nodes in containers that share its CPUs, so that seconds are
 those of a small machine under load and the **ratios** are what holds elsewhere. Each cell is a median, with the smallest and the
-largest value in parentheses. {met} of {len(promised)} promises were met in this run of {took:.0f} minutes.
+largest value in parentheses. {met} of {len(promised)} promises were met in {runs} of {took:.0f} minutes.
 
-Who takes part, nobody with a dashboard, and all with 2 CPUs and 2,500 MB of each node for Ray:
+Who takes part, all with 2 CPUs and 2,500 MB of each node for Ray, and nobody with a dashboard, which is on by default and costs a
+second or two (`RayLauncher(dashboard=False)`):
 
 {parties}
 """

@@ -23,7 +23,7 @@ _EXIT = (
 REASONS: dict[str, str] = {
     "cold, 1 node: payload's exit to the return": _EXIT,
     "cold, 2 nodes: payload's exit to the return": _EXIT,
-    "slurm.bash: total - payload's work": "Slurm takes up to 1.4 s until a job begins (see the phases), that of the script by "
-    "hand as well, which is as far from the promise; some 0.2 s are added.",
+    "slurm.bash: total - payload's work": "most of it is what Slurm takes to start a job and to end it (see the phases), which "
+    "differs from one moment to the next as much as this project and the script by hand do.",
 }
 """By what the names of figures begin with."""

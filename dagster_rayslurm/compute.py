@@ -49,7 +49,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
     mode: Annotated[str, choice(*modes.MODES)] = Field(
         default="local", description='How payloads run: "local", "slurm", "slurm-session" or "slurm-hetjob".'
     )
-    slurm: Optional[SlurmResource] = Field(default=None, description="The Slurm cluster; needed by every mode but local.")
+    slurm: Optional[SlurmResource] = Field(default=None, description="The Slurm cluster; every mode but local needs it.")
     default_launcher: Union[RayLauncher, BashLauncher] = Field(
         default=RayLauncher(), discriminator="kind", description="Launcher of payloads that name none."
     )
@@ -57,7 +57,9 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         default=SessionConfig(), description="The warm session that is shared, with enable_cluster_reuse or slurm-session."
     )
     components: list[HetComponent] = Field(
-        default=[], description="Components of the heterogeneous job or session; local mode simulates them, a Ray node for each."
+        default=[],
+        description="Components of the heterogeneous job, which needs them, or of the session; local mode simulates them, a Ray "
+        "node for each.",
     )
     topology: Annotated[str, choice(*modes.TOPOLOGIES)] = Field(
         default=modes.SPANNING,
@@ -70,7 +72,9 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         "and slurm-hetjob each payload has a job of its own all the same.",
     )
     environment: Union[InheritedEnvironment, PreDeployedEnvironment] = Field(
-        default=InheritedEnvironment(), discriminator="kind", description="The Python environment of payloads."
+        default=InheritedEnvironment(),
+        discriminator="kind",
+        description="The Python environment of payloads; over SSH it has to be a pre-deployed one.",
     )
     pre_deployed_env_path: Annotated[Optional[str], plain_text] = Field(
         default=None, description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh."

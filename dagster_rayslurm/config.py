@@ -248,7 +248,8 @@ class SessionConfig(StrictConfig):
         "others.",
     )
     num_nodes: Annotated[Optional[int], at_least(1)] = Field(
-        default=None, description="Nodes of the allocation; None for the queue's."
+        default=None,
+        description="Nodes of the allocation; None for the queue's. Not with components, each of which says its own.",
     )
     time_limit: Annotated[Optional[str], slurm_time] = Field(
         default=None, description="Time limit of the allocation in Slurm's format; None for the queue's."

@@ -9,6 +9,7 @@ from dagster_rayslurm import (
     BashLauncher,
     ComputeResource,
     HetComponent,
+    InheritedEnvironment,
     PreDeployedEnvironment,
     RayLauncher,
     SessionConfig,
@@ -26,6 +27,7 @@ CLASSES = (
     BashLauncher,
     SessionConfig,
     HetComponent,
+    InheritedEnvironment,
     PreDeployedEnvironment,
 )
 
@@ -33,7 +35,8 @@ INTRODUCTION = """\
 # Configuration
 
 Every field of every class, with its default and what it means. Durations are seconds, unless Slurm's own format is named.
-Unknown keys are errors. Strings, integers and values of string dictionaries may be `EnvVar`s.
+Unknown keys are errors. Strings, integers, and strings in lists and dictionaries may be `EnvVar`s.
+The launchpad asks, where there is a choice of classes, for `ray`, `bash`, `inherited` or `pre-deployed` around the fields.
 """
 
 
@@ -55,17 +58,22 @@ def default_of(field: FieldInfo) -> str:
     return f"`{type(field.default).__name__}()`" if plain else f"`{field.default!r}`"
 
 
+def row(name: str, field: FieldInfo) -> str:
+    """A field's line of the table."""
+    says = field.description.replace("|", r"\|")
+    return f"| `{name}` | {type_name(field.annotation)} | {default_of(field)} | {says} |"
+
+
 def page() -> str:
     """The page."""
     parts = [INTRODUCTION]
     for each in CLASSES:
         parts.append(f"## {each.__name__}\n\n{each.__doc__.strip().split(chr(10) + chr(10))[0]}\n")
-        rows = ["| field | type | default | |", "|---|---|---|---|"]
-        for name, field in each.model_fields.items():
-            if name != "kind":  # Tells classes apart where Dagster reads a dictionary.
-                says = field.description.replace("|", r"\|")
-                rows.append(f"| `{name}` | {type_name(field.annotation)} | {default_of(field)} | {says} |")
-        parts.append("\n".join(rows) + "\n")
+        # `kind` tells classes apart where Dagster reads a dictionary.
+        rows = [row(name, field) for name, field in each.model_fields.items() if name != "kind"]
+        parts.append(
+            "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows] if rows else ["It has no fields."]) + "\n"
+        )
     return "\n".join(parts)
 
 

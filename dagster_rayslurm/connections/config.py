@@ -63,7 +63,8 @@ class SSHConnectionResource(dg.ConfigurableResource):
     host: Annotated[str, checked(check_name)] = Field(description="Name or address of the edge (login) node.")
     port: Annotated[int, checked(check_port)] = Field(default=22, description="Port of its SSH server.")
     user: Annotated[Optional[str], checked(check_name)] = Field(
-        default=None, description="User to log in as; None for the user that runs Dagster."
+        default=None,
+        description="User to log in as; None for the user that runs Dagster, or with client=openssh what its configuration says.",
     )
     key_path: Annotated[Optional[str], plain_text] = Field(
         default=None, description="Private key file; None for the agent and the default keys."
@@ -90,7 +91,7 @@ class SSHConnectionResource(dg.ConfigurableResource):
         description='The only host key to accept, as "ssh-ed25519 AAAA…"; then no file of host keys is looked at.',
     )
     known_hosts_file: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="Host keys; None for `~/.ssh/known_hosts`."
+        default=None, description="Host keys; None for those of OpenSSH: `~/.ssh/known_hosts`, `/etc/ssh/ssh_known_hosts`."
     )
     client: Annotated[str, choice("paramiko", "openssh")] = Field(
         default="paramiko",
@@ -100,7 +101,7 @@ class SSHConnectionResource(dg.ConfigurableResource):
         default=False, description="Only use an OpenSSH master connection that a person opened (two-factor sites); never log in."
     )
     connect_timeout: Annotated[int, at_least(1, "seconds")] = Field(
-        default=30, description="Seconds until a login that hangs has failed."
+        default=30, description="Seconds until a login that hangs has failed, at each host on the way."
     )
     keepalive: Annotated[int, at_least(0, "seconds")] = Field(
         default=15, description="Seconds between keepalive messages; 0 for none."

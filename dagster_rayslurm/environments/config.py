@@ -10,7 +10,7 @@ from ..config import StrictConfig, plain_text
 
 
 class InheritedEnvironment(StrictConfig):
-    """The Python that runs Dagster; only on the machine that runs it."""
+    """The Python that runs Dagster: in local mode, or where Dagster runs on the cluster's shared file system."""
 
     kind: Literal["inherited"] = Field(default="inherited", description="Tells the environments apart in configuration.")
 

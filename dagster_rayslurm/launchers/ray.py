@@ -102,7 +102,8 @@ class RayLauncher(Launcher):
         default=None, description="Component of a heterogeneous job that the payload runs in."
     )
     object_store_memory_gb: Annotated[Optional[float], at_least(0.08, "GiB")] = Field(
-        default=None, description="Object store of each node in GiB; None for Ray's choice (30 % of the memory)."
+        default=None,
+        description="Object store of each node in GiB; None for Ray's choice, 30 % of the memory (of 90 % of a job's).",
     )
     resources: dict[str, float] = Field(default={}, description="Custom resources of each node.")
     labels: Annotated[dict[str, str], checked(_check_labels)] = Field(
@@ -125,7 +126,8 @@ class RayLauncher(Launcher):
     )
     port_range: Annotated[Optional[str], checked(_check_port_range)] = Field(
         default=None,
-        description='Ports that all of Ray stays within, as "LOW-HIGH", for firewalled sites; each cluster takes 100 on a node.',
+        description='Ports that all of Ray stays within, as "LOW-HIGH", for firewalled sites; each cluster takes 100 on a node, '
+        "of which some 90 are for worker processes.",
     )
     health_check: Annotated[Optional[str], plain_text] = Field(
         default=None, description="Shell command that each node runs before Ray starts; a failure names the node."

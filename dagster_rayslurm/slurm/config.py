@@ -37,17 +37,20 @@ class SlurmQueueConfig(StrictConfig):
     num_nodes: Annotated[int, at_least(1)] = Field(default=1, description="Number of nodes (`--nodes`).")
     cpus_per_node: Annotated[Optional[int], at_least(1)] = Field(
         default=None,
-        description="CPUs on each node (`--cpus-per-task` of the one task per node); None asks for what the launcher wants.",
+        description="CPUs on each node (`--cpus-per-task` of the one task per node); None asks for what the launcher names, and "
+        "if that names none, leaves it to Slurm (usually 1).",
     )
     gpus_per_node: Annotated[Optional[int], at_least(0)] = Field(
-        default=None, description="GPUs on each node (`--gpus-per-node`); None asks for what the launcher wants."
+        default=None, description="GPUs on each node (`--gpus-per-node`); None asks for what the launcher names."
     )
     gpu_type: Annotated[Optional[str], plain_text] = Field(
         default=None, description='Type of GPU as the cluster names it, such as "a100".'
     )
-    mem: Annotated[Optional[str], slurm_memory] = Field(default=None, description='Memory of each node (`--mem`), such as "64G".')
+    mem: Annotated[Optional[str], slurm_memory] = Field(
+        default=None, description='Memory of each node (`--mem`), such as "64G"; MiB without a unit.'
+    )
     mem_per_cpu: Annotated[Optional[str], slurm_memory] = Field(
-        default=None, description='Memory for each CPU (`--mem-per-cpu`), such as "4G".'
+        default=None, description='Memory for each CPU (`--mem-per-cpu`), such as "4G"; MiB without a unit.'
     )
     time_limit: Annotated[str, slurm_time] = Field(
         default="01:00:00", description="Time limit (`--time`): minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED."
@@ -72,7 +75,9 @@ class SlurmQueueConfig(StrictConfig):
         "own clock sends it, so Ray is not hit.",
     )
     extra_sbatch: Annotated[list[str], checked(check_sbatch_options)] = Field(
-        default=[], description='Any other long options of sbatch, such as ["--licenses=matlab:1"].'
+        default=[],
+        description='Long options of sbatch that have no field, as --NAME or --NAME=VALUE, such as ["--licenses=matlab:1"]; '
+        "those on which the runtime depends (--job-name, --output, --chdir, --array, --ntasks and such) are refused.",
     )
 
 

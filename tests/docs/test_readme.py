@@ -157,13 +157,13 @@ def test_the_commands_that_are_shown_exist() -> None:
         assert command.name == words.split()[-1], words
 
 
-def test_the_commands_and_rooms_that_are_named_exist() -> None:
+def test_the_commands_and_modules_that_are_named_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|\$ )make ([a-z-]+)", README + STACK)) <= targets
-    rooms = re.search(r"\| room \| job \|(.*?)\n\n", README, re.DOTALL)
-    assert rooms is not None
-    for room in re.findall(r"`([a-z_]+(?:\.py|/))`", rooms.group(1)):
-        assert (ROOT / "dagster_rayslurm" / room).exists(), room
+    modules = re.search(r"\| module \| purpose \|(.*?)\n\n", README, re.DOTALL)
+    assert modules is not None
+    for module in re.findall(r"`([a-z_]+(?:\.py|/))`", modules.group(1)):
+        assert (ROOT / "dagster_rayslurm" / module).exists(), module
 
 
 @pytest.mark.parametrize("page", [*PAGES, "docs/faults.md", "stack/README.md"])
