@@ -131,6 +131,7 @@ class BatchBackend:
         """
         base = str(self.layout.base)
         cargo = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
+        cargo.warn(step.log)
         with base_errors(base):
             interpreter = self.interpreter_for(plan)
             runtime = deliver(self.connection, base, cargo, step.log)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..bundles import Bundle, bundle_directory, bundle_files, install
@@ -25,14 +27,24 @@ class Cargo:
     Attributes:
         plan: the plan with the places that they have on the cluster, whether they are there already or not.
         bundles: what has to be there, by what it is to the payload.
+        left: modules beside the script that it imports, and that stay here.
     """
 
     plan: Plan
     bundles: Mapping[str, Bundle]
+    left: tuple[str, ...] = ()
 
     def places(self, base: str) -> list[str]:
         """Where the bundles are on the cluster."""
         return [place_of(base, bundle) for bundle in self.bundles.values()]
+
+    def warn(self, log: Any) -> None:
+        """Tell the log of what the payload will not find there, though it would here."""
+        if self.left:
+            log.warning(
+                f"[rayslurm] {os.path.basename(self.plan.script or '')} imports {', '.join(self.left)} from beside "
+                "it, which is not sent: name that directory in the launcher's working_dir, unless the environment there has it"
+            )
 
 
 def pack(plan: Plan, base: str, data_dir: str) -> Cargo:
@@ -48,6 +60,7 @@ def pack(plan: Plan, base: str, data_dir: str) -> Cargo:
     """
     payload = plan.payload
     bundles: dict[str, Bundle] = {}
+    left: list[str] = []
     try:
         if payload.working_dir:
             bundles["working_dir"] = bundle_directory(payload.working_dir)
@@ -56,6 +69,7 @@ def pack(plan: Plan, base: str, data_dir: str) -> Cargo:
         inside = plan.script and "working_dir" in bundles and bundles["working_dir"].name_of(plan.script)
         if plan.script and not inside:
             bundles["script"] = bundle_files({os.path.basename(plan.script): plan.script}, what="payload_path")
+            left = modules_beside(plan.script)
     except ValueError as error:
         raise StartError("configuration", str(error)) from None
     except OSError as error:
@@ -69,7 +83,23 @@ def pack(plan: Plan, base: str, data_dir: str) -> Cargo:
             else os.path.join(places["script"], os.path.basename(plan.script))
         )
     extra_files = [os.path.join(places["extra_files"], os.path.basename(path)) for path in payload.extra_files]
-    return Cargo(relocate(plan, script, places.get("working_dir"), extra_files, data_dir), bundles)
+    return Cargo(relocate(plan, script, places.get("working_dir"), extra_files, data_dir), bundles, tuple(left))
+
+
+def modules_beside(script: str) -> list[str]:
+    """The modules that a script imports from its own directory, where Python looks first; none if it cannot be parsed."""
+    try:
+        tree = ast.parse(Path(script).read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # The last two for what is nested too deeply.
+        return []
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    here = Path(script).parent
+    return sorted(name for name in names if any((here / path).is_file() for path in (f"{name}.py", f"{name}/__init__.py")))
 
 
 def deliver(connection: Connection, base: str, cargo: Cargo, log: Any, afresh: bool = False) -> str:

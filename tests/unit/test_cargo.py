@@ -30,3 +30,54 @@ def test_a_file_here_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(StartError, match=f"cannot be read on this machine: .*{script}") as caught, cargo.base_errors("/base"):
         cargo.pack(plan, "/base", "/base/data")
     assert caught.value.kind == "configuration" and "remote_base" not in str(caught.value)
+
+
+def packed(script: Path, **launcher: Any) -> cargo.Cargo:
+    plan = make_plan(
+        payload_path=script, launcher=BashLauncher(**launcher), nonce="n", max_output_bytes=1, max_stdio_bytes=1, uses_pipes=False
+    )
+    return cargo.pack(plan, "/base", "/base/data")
+
+
+IMPORTS = """
+import json, helpers.deep as deep
+from ray.data import Dataset
+from . import nothing
+if True:
+    def later():
+        from a_package.sub import thing
+        import module_that_is_nowhere
+"""
+
+
+def test_modules_that_a_script_imports_from_beside_it_are_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(IMPORTS)
+    for path in ("helpers/__init__.py", "a_package/__init__.py", "unused.py", "ray.txt"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("")
+    log = Log()
+    packed(script).warn(log)
+    assert len(log.said) == 1 and "train.py imports a_package, helpers from beside it" in log.said[0]
+    log = Log()
+    packed(script, working_dir=str(tmp_path)).warn(log)
+    assert not log.said, "it is sent"
+
+
+@pytest.mark.parametrize("text", [b"import helpers", b"helpers = 1", b"import helpers(", b"\0", b"\xff\xfe", b"(" * 9999])
+def test_a_script_is_sent_whatever_is_in_it(text: bytes, tmp_path: Path) -> None:
+    script, log = tmp_path / "t.py", Log()
+    script.write_bytes(text)
+    (tmp_path / "helpers.py").write_text("")
+    packed(script).warn(log)
+    assert bool(log.said) == (text == b"import helpers")
+
+
+class Log:
+    """A log that keeps its warnings."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def warning(self, text: str) -> None:
+        self.said.append(text)

@@ -165,6 +165,7 @@ class _Start:
         self._base = str(backend.layout.base)
         self._data_dir = data_dir_of(self._connection, backend.layout, plan)
         self._cargo = pack(plan, self._base, self._data_dir)
+        self._cargo.warn(step.log)
         self._plan = self._cargo.plan
         self._run_dir, self._context, self._step, self._hold = run_dir, context, step, hold
         self._wish = self._setup.wish(plan)
