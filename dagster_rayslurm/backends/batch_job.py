@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..connections.base import Connection
+from ..connections.base import Connection, ConnectionFailed
 from ..follow import Evidence
-from ..runtime.record import CANCEL
+from ..slurm.surroundings import cleaned
+from .end_order import EndOrder, write_order
 from .slurm_job import SlurmJob
 
 _PATIENCE = 5.0
@@ -49,6 +48,9 @@ class BatchJob:
         """When the record started, by its node's clock, and when that was heard of, by the one that the submission goes by."""
         self._fresh_at = time.monotonic()
         self._ending = False
+        self._order = EndOrder(self._give, job.log)
+        self._confirmed = False
+        """Whether it was waited for that Slurm calls the job over, which is done once."""
 
     @property
     def waiting(self) -> bool:
@@ -64,9 +66,13 @@ class BatchJob:
 
     def ended(self, evidence: Evidence) -> str | None:
         job, started_at = self._job, self._started_at(evidence)
-        if not job.observe(started_at):
-            return None
+        # Where the runtime could not be reached just now nobody can be asked either.
+        away = self._started and isinstance(self._order.problem, ConnectionFailed)
+        seen = not away and job.observe(started_at)
         self._started = started_at is not None and job.view.kind != "pending"
+        self._order.see_to(evidence)
+        if not seen:
+            return None
         with contextlib.suppress(OSError):
             if started_at is not None and (self._heard is None or self._heard[0] != started_at):
                 self._heard = started_at, job.now()
@@ -77,17 +83,34 @@ class BatchJob:
         return job.how_it_ended(self._started)
 
     def cancel(self, now: bool = False) -> None:
+        self._order.issue(now)
+
+    def _give(self, now: bool) -> None:
+        """Have the payload ended, by Slurm if its runtime is not known to be at work.
+
+        Raises:
+            OSError: nobody can be told.
+        """
         if not self._started:
-            return self._job.scancel()
+            self._job.cancelled = True
+            done = self._commands.run(cleaned(["scancel", self._job.job_id]), timeout=60)
+            # In 22.05 it exits with 0 even where it could not reach slurmctld; of a job that is over it says nothing.
+            errors = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "error:" in line]
+            if done.returncode or errors:
+                raise OSError(f"{self._commands.place}: {'; '.join(errors[-2:]) or f'exit code {done.returncode}'}")
+            return
         self._ending = True
         # The runtime ends the payload with Ray alive; scancel would hit all of Ray at the same moment.
-        with contextlib.suppress(OSError):
-            text = json.dumps({"op": "cancel", "now": now})
-            self._commands.write(os.path.join(self._directory, CANCEL), text.encode())
+        write_order(self._commands, self._directory, now)
 
     def kill(self) -> None:
         self._job.cancelled = True
-        self._job.confirm_gone()
+        self._confirm_gone()
+
+    def _confirm_gone(self, patience: float = 0.0) -> None:
+        if not self._confirmed:
+            self._confirmed = True
+            self._job.confirm_gone(patience)
 
     def explain(self, evidence: Evidence) -> None:
         if evidence.job is None:
@@ -105,11 +128,11 @@ class BatchJob:
         """See to it that a job which was to be ended is over; one that ended by itself needs nobody."""
         reason = (evidence.end or {}).get("reason")
         if self._job.cancelled or (not evidence.started and not self._job.view.over):
-            self._job.confirm_gone()
+            self._confirm_gone()
         elif self._ending or evidence.nodes_lost or reason in _SRUN_MAY_WAIT:
             if reason == _TERMINATED and not self._ending:
                 self.explain(evidence)  # Slurm's reason, while it is not the cancellation to come.
-            self._job.confirm_gone(_PATIENCE)
+            self._confirm_gone(_PATIENCE)
 
     def _started_at(self, evidence: Evidence) -> float | None:
         """When the job's record started, if it has."""

@@ -34,12 +34,14 @@ _EXIT_INTERVAL = 1.0
 _SETTLE = 3.0
 """Seconds that the record is read on after the job is known to be over: files may arrive later than that word."""
 _UNSEEN = 15.0
-"""As many of them for a record of which nothing was seen, though its job came to an end of its own: either it has none, as the
-runtime could not start, or a network file system has not shown any of it yet."""
+"""As many of them for a record of which nothing was seen, though its job came to an end of its own, if a log says why there may
+be none: the runtime could not start. Else a network file system has not shown any of it yet."""
 _KILLED = 128
 """Exit codes from here on are those of a runtime that a signal ended; smaller ones are its payload's, or its own."""
 _EXITED = frozenset({"COMPLETED", "FAILED"})
 """Slurm's states of a job that ended by itself."""
+_NOT_BY_ITSELF = ("JobLaunchFailure", "RaisedSignal")
+"""How Slurm's reason for a failed job begins whose script did not exit: it could not be started in its directory, say."""
 STATE_DEADLINE = 15.0
 """Seconds in which a job that is on its way down comes to its final state."""
 _LOG_BYTES = 65536
@@ -80,6 +82,7 @@ class SlurmJob:
         self.job_id = submitted.job_id
         self.number = int(submitted.job_id)
         self.directory = directory
+        self.log = log
         self.cancelled = False
         """Whether Slurm was asked to end it, so that somebody waits for its word."""
         self._commands = commands
@@ -88,7 +91,6 @@ class SlurmJob:
         self._submitted = submitted
         self._queue_timeout = queue_timeout
         self._over_ssh = over_ssh
-        self._log = log
         self._waiting_since = submitted.at if waiting_since is None else waiting_since
         self._watch = JobWatch(Submission(self.number, submitted.at, request.requeue))
         self._exit_looked = time.monotonic()
@@ -191,7 +193,7 @@ class SlurmJob:
         text = f"queued: {waits or view.state}{start}"
         if text != self._told:
             self._told = text
-            self._log.info(f"[rayslurm] {text}")
+            self.log.info(f"[rayslurm] {text}")
         if self._rows and not self._counted:
             self._counted = True
             self._count()
@@ -206,7 +208,7 @@ class SlurmJob:
         lines = [line.partition("|") for line in done.stdout.decode("utf-8", "replace").splitlines()]
         found = crowded(self._rows, self._request, {name: parse_count(nodes.strip()) for name, _, nodes in lines})
         if found:
-            self._log.warning(f"[rayslurm] {found}")
+            self.log.warning(f"[rayslurm] {found}")
 
     def give_up_waiting(self) -> None:
         """End a job that cannot start as it was asked for, or has waited as long as its user allows.
@@ -252,11 +254,20 @@ class SlurmJob:
             return None
         if self._over_since is None:
             self._over_since = time.monotonic()
-        if time.monotonic() - self._over_since < settling(view, started, recorded and not self.cancelled):
+        waited = time.monotonic() - self._over_since
+        may_have_none = not (started or succeeded(view) or waited < _UNSEEN)
+        if waited < settling(view, started, recorded and not self.cancelled) and not (may_have_none and self._says_why()):
             return None
         if view.exit_code is not None and view.state not in TERMINAL:
             return f"srun ended with exit code {view.exit_code}"
         return f"Slurm calls the job {view.state}" if view.kind == "ended" else "Slurm no longer knows the job"
+
+    def _says_why(self) -> bool:
+        """Whether Slurm or a log tells of more than how tasks ended: the log of a runtime which keeps a record is empty."""
+        if self.view.reason.startswith(_NOT_BY_ITSELF):
+            return True
+        said = telling_lines(f"{self._tail(LOG)}\n{self._tail(node_log(0))}")
+        return not all(map(failed_tasks, said))
 
     def explain(self, evidence: Evidence, patience: float = STATE_DEADLINE) -> None:
         """Add what logs and Slurm tell.
@@ -328,13 +339,7 @@ class SlurmJob:
     def _complain(self, trouble: str) -> None:
         if trouble != self._trouble:
             self._trouble = trouble
-            self._log.warning(f"[rayslurm] the job goes on, but its state cannot be asked for: {trouble}")
-
-    def scancel(self) -> None:
-        """Have Slurm end the job; whether it does is not waited for."""
-        self.cancelled = True
-        with contextlib.suppress(OSError):
-            self._commands.run(cleaned(["scancel", self.job_id]), timeout=60)
+            self.log.warning(f"[rayslurm] the job goes on, but its state cannot be asked for: {trouble}")
 
     def confirm_gone(self, patience: float = 0.0) -> None:
         """Repeat the cancellation until Slurm agrees that the job is over."""
@@ -343,7 +348,7 @@ class SlurmJob:
         with deferred_interrupts():
             self._gone = wait_until_gone(self._commands, self.number, patience)
         if not self._gone:
-            self._log.error(
+            self.log.error(
                 f"[rayslurm] Slurm job {self.job_id} may still be there: it was cancelled, and Slurm has not confirmed its end; "
                 f"run `scancel {self.job_id}` on {self._commands.place}"
             )
@@ -358,8 +363,13 @@ def settling(view: JobView, started: bool, recorded: bool) -> float:
         recorded: whether somebody reads a record of it.
     """
     if _exited(view) and (started or recorded):
-        return OUT_OF_SIGHT if started else _UNSEEN
+        return OUT_OF_SIGHT
     return _SETTLE if started or view.exit_code is not None else 0.0
+
+
+def succeeded(view: JobView) -> bool:
+    """Whether the job's runtime came to the end of a payload that succeeded, and so wrote it, as far as Slurm says. Pure."""
+    return view.state == "COMPLETED" if view.exit_code is None else view.exit_code == 0
 
 
 def _exited(view: JobView) -> bool:

@@ -65,6 +65,8 @@ class BatchTogether:
     def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> Attempts:
         base, connection = str(self.layout.base), self.connection
         cargos = {component: pack(plan, base, data_dir_of(connection, self.layout, plan)) for component, plan in plans.items()}
+        for cargo in cargos.values():
+            cargo.warn(step.log)
         with base_errors(base):
             # One environment, which must be good for each of them.
             interpreters = [self.batch.interpreter_for(plan) for plan in plans.values()]
@@ -133,10 +135,12 @@ class _Shared:
     Attributes:
         starts: when the records of its components started, by run directory.
         explained: what Slurm and the job's logs tell, once they were asked.
+        confirmed: whether it was waited for that Slurm calls the job over.
     """
 
     starts: dict[str, float] = field(default_factory=dict)
     explained: Evidence | None = None
+    confirmed: bool = False
 
 
 class PartJob(BatchJob):
@@ -154,10 +158,15 @@ class PartJob(BatchJob):
         super().__init__(job, commands, cluster_id, directory)
         self._shared = shared
 
-    def cancel(self, now: bool = False) -> None:
+    def _give(self, now: bool) -> None:
         # Another one's record may have started since this one was looked at.
         self._started = self._started or (bool(self._shared.starts) and self._job.view.kind != "pending")
-        super().cancel(now)
+        super()._give(now)
+
+    def _confirm_gone(self, patience: float = 0.0) -> None:
+        self._confirmed = self._shared.confirmed
+        super()._confirm_gone(patience)
+        self._shared.confirmed = True
 
     def explain(self, evidence: Evidence) -> None:
         found = self._shared.explained

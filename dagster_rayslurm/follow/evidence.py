@@ -18,6 +18,8 @@ class Evidence:
     end: Record | None = None
     started_at: float | None = None
     """When the runtime took the payload over, by the clock of its node."""
+    queued: bool = False
+    """Whether it was last heard to wait for its turn in a session: nothing of it has run."""
     opened: int = 0
     """Writers that opened Pipes; a process that the payload starts may be one more."""
     closed: int = 0

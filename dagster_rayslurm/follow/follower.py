@@ -302,6 +302,7 @@ class Follower:
             self._take_message(record["line"])
         elif kind == "phase":
             self.evidence.nodes_lost += record["phase"] == "node-lost"
+            self.evidence.queued = record["phase"] == "queued"
             self._say(logging.INFO, f"{record['phase']}: {record['message']}")
         elif kind == "tail":
             self.evidence.tails[record["name"]] = record["text"]

@@ -130,6 +130,9 @@ def judge_job(evidence: Evidence) -> Verdict | None:
         return None  # A payload that somebody killed, in a job that goes on or came to its end.
     if found[0] == "runtime" and evidence.culprit is not None:
         return Verdict("runtime", f"{evidence.culprit}, and Slurm ended those of all nodes")
+    if evidence.queued and end is None and found[0] != "cancelled":
+        # What ended the session was not this payload's doing.
+        return Verdict(found[0], _sentence_of("returned", found[1]), _RETRY["returned"])
     return Verdict(*found)
 
 

@@ -28,6 +28,8 @@ _MISSING = "get_ray_client_dependency_error"
 """Ray's function that tells what the server of Ray Client lacks, in its module of commands."""
 _HEAD_INFO = "get_all_node_info_until_retrieved"
 """Ray's function that asks for the head, in its module of nodes."""
+_START = "start_ray_process"
+"""Ray's function that starts each of its processes, in its module of services."""
 _TEMP_DIR = "--temp-dir="
 _ALIVE = 0  # GcsNodeInfo.ALIVE in Ray's gcs.proto.
 
@@ -60,11 +62,37 @@ def main(argv: List[str]) -> int:
         prestart.serve(gcs=order["gcs"], **order["prestart"])
     if order["head"]:
         threading.Thread(target=_watch, args=(order, report), daemon=True).start()
+        keep_dashboard_inside(order["command"])
     else:
         _join_early(order["gcs"], order["command"])
     sys.argv = ["ray", *without_client_server(scripts, order["command"])]
     scripts.main()  # type: ignore[no-untyped-call]
     return 0
+
+
+def keep_dashboard_inside(command: List[str]) -> None:
+    """Have the dashboard's temporary files where all of Ray's files are, which go with the cluster.
+
+    Ray 2.60's dashboard forks its modules from a server of Python's multiprocessing, whose directory in TMPDIR stays when it
+    is killed. Tasks and actors keep the TMPDIR that they were given.
+    """
+    from ray._private import ray_constants, services
+
+    start = getattr(services, _START, None)
+    if command[0] != "start" or start is None:
+        return
+
+    def start_inside(words: List[str], process_type: str, *args: Any, **options: Any) -> Any:
+        if process_type == ray_constants.PROCESS_TYPE_DASHBOARD:
+            options["env_updates"] = {**(options.get("env_updates") or {}), "TMPDIR": _temp_dir(command)}
+        return start(words, process_type, *args, **options)
+
+    setattr(services, _START, start_inside)
+
+
+def _temp_dir(command: List[str]) -> str:
+    (word,) = [word for word in command if word.startswith(_TEMP_DIR)]
+    return word[len(_TEMP_DIR) :]
 
 
 def without_client_server(scripts: Any, command: List[str]) -> List[str]:
@@ -164,8 +192,7 @@ def _tell_early(client: Any, command: List[str]) -> None:
 
         if "--include-dashboard=false" in command:
             client.internal_kv_put(ray_constants.DASHBOARD_ADDRESS.encode(), b"", False, ray_constants.KV_NAMESPACE_DASHBOARD)
-        (temp_dir,) = [word for word in command if word.startswith(_TEMP_DIR)]
-        client.internal_kv_put(_TEMP_DIR.encode(), temp_dir[len(_TEMP_DIR) :].encode(), False, ray_constants.KV_NAMESPACE_SESSION)
+        client.internal_kv_put(_TEMP_DIR.encode(), _temp_dir(command).encode(), False, ray_constants.KV_NAMESPACE_SESSION)
 
 
 def _join_early(gcs: str, command: List[str]) -> None:

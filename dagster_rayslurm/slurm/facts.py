@@ -327,6 +327,8 @@ def _merged(controller: JobFacts, accounting: JobFacts) -> JobFacts:
         controller,
         state=accounting.state if ended else controller.state,
         reason=controller.reason or accounting.reason if ended else controller.reason,
+        # Of a job that is COMPLETING slurmctld names the nodes that have not let go of it, and so none that is lost.
+        nodes=accounting.nodes if same and len(accounting.nodes) > len(controller.nodes) else controller.nodes,
         # Of nodes that failed accounting knows no code, and the controller one that is none.
         exit_code=None if ended and accounting.exit_code is None else controller.exit_code,
         signal=None if ended and accounting.exit_code is None else controller.signal,

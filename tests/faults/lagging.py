@@ -39,7 +39,8 @@ class Lag:
 
     Attributes:
         size: most that a file which others write to stays as long as it was seen, in reads as in `stat`; what comes then may
-            still lack its end. A file that is looked at for the first time is seen as it is, as NFS promises.
+            still lack its end, once. A file that is looked at for the first time is seen as it is, as NFS promises.
+        least: least of that.
         hidden: a name that others have made is not there for so long after it was looked for first.
         missing: a name that was looked for in vain stays missing.
         renamed: a name leads to what it led to, though another file has taken its place.
@@ -48,6 +49,7 @@ class Lag:
     """
 
     size: float = 0.0
+    least: float = 0.0
     hidden: float = 0.0
     missing: float = 0.0
     renamed: float = 0.0
@@ -65,6 +67,8 @@ class _Node:
         """How often this client has it open for writing, so that it knows how long it is."""
         self.seen: int | None = None
         self.look_again = 0.0
+        self.cut = False
+        """Whether the end was missing when it was looked at last."""
         self.listed: tuple[float, list[str]] | None = None
         self.errors: list[int] = []
 
@@ -148,10 +152,11 @@ class LaggingClient:
         if node.own or node.seen is None or real < node.seen:
             node.seen = real
         elif now >= node.look_again:
-            node.seen = self._random.choice([real, self._random.randint(node.seen, real)])
+            node.seen = real if node.cut else self._random.choice([real, self._random.randint(node.seen, real)])
+            node.cut = node.seen < real
         else:
             return node.seen
-        node.look_again = now + self._random.uniform(0, self._lag.size)
+        node.look_again = now + self._random.uniform(self._lag.least, self._lag.size)
         return node.seen
 
     # ---- Files by number
@@ -189,6 +194,17 @@ class LaggingClient:
 
     def _entry(self, number: int) -> bytes:
         return struct.pack("<4Q2I", number, 0, 0, 0, 0, 0) + self._attributes(number)
+
+    @contextmanager
+    def _making(self, parent: int, name: str) -> Iterator[None]:
+        """Make a name; who is told that others have made it looks anew from then on, as on NFS."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                self._shown.add((parent, name))
+                self._names.pop((parent, name), None)
+            raise
 
     def _made(self, parent: int, name: str, who: tuple[int, int] | None) -> int:
         """A file that this client has made or moved, which it sees at once."""
@@ -241,25 +257,29 @@ class LaggingClient:
         return os.fsencode(os.readlink("", dir_fd=self._nodes[number].fd))
 
     def _symlink(self, number: int, data: bytes, who: Any) -> bytes:
-        name, target = data.split(b"\0")[:2]
-        os.symlink(os.fsdecode(target), os.fsdecode(name), dir_fd=self._nodes[number].fd)
-        return self._entry(self._made(number, os.fsdecode(name), who))
+        name, target = (os.fsdecode(each) for each in data.split(b"\0")[:2])
+        with self._making(number, name):
+            os.symlink(target, name, dir_fd=self._nodes[number].fd)
+        return self._entry(self._made(number, name, who))
 
     def _mkdir(self, number: int, data: bytes, who: Any) -> bytes:
-        mode, _ = struct.unpack_from("<2I", data)
-        os.mkdir(_text(data[8:]), mode, dir_fd=self._nodes[number].fd)
-        return self._entry(self._made(number, _text(data[8:]), who))
+        mode, name = struct.unpack_from("<I", data)[0], _text(data[8:])
+        with self._making(number, name):
+            os.mkdir(name, mode, dir_fd=self._nodes[number].fd)
+        return self._entry(self._made(number, name, who))
 
     def _mknod(self, number: int, data: bytes, who: Any) -> bytes:
-        mode, device, _, _ = struct.unpack_from("<4I", data)
-        os.mknod(_text(data[16:]), mode, device, dir_fd=self._nodes[number].fd)
-        return self._entry(self._made(number, _text(data[16:]), who))
+        (mode, device), name = struct.unpack_from("<2I", data), _text(data[16:])
+        with self._making(number, name):
+            os.mknod(name, mode, device, dir_fd=self._nodes[number].fd)
+        return self._entry(self._made(number, name, who))
 
     def _create(self, number: int, data: bytes, who: Any) -> bytes:
         flags, mode, _, _ = struct.unpack_from("<4I", data)
         name = _text(data[16:])
         there = self._exists(number, name)
-        fd = os.open(name, flags | os.O_CLOEXEC, mode, dir_fd=self._nodes[number].fd)
+        with self._making(number, name):
+            fd = os.open(name, flags | os.O_CLOEXEC, mode, dir_fd=self._nodes[number].fd)
         made = self._made(number, name, None if there else who)
         handle = self._handle(made, fd, flags)
         return self._entry(made) + handle
@@ -291,15 +311,17 @@ class LaggingClient:
 
     def _move(self, source: int, target: int, names: bytes) -> bytes:
         old, new = (os.fsdecode(name) for name in names.split(b"\0")[:2])
-        os.rename(old, new, src_dir_fd=self._nodes[source].fd, dst_dir_fd=self._nodes[target].fd)
+        with self._making(target, new):
+            os.rename(old, new, src_dir_fd=self._nodes[source].fd, dst_dir_fd=self._nodes[target].fd)
         self._gone(source, old)
         self._made(target, new, None)
         return b""
 
     def _link(self, number: int, data: bytes, _: Any) -> bytes:
-        old = struct.unpack_from("<Q", data)[0]
-        os.link(self._nodes[old].path, _text(data[8:]), dst_dir_fd=self._nodes[number].fd, follow_symlinks=True)
-        return self._entry(self._made(number, _text(data[8:]), None))
+        old, name = struct.unpack_from("<Q", data)[0], _text(data[8:])
+        with self._making(number, name):
+            os.link(self._nodes[old].path, name, dst_dir_fd=self._nodes[number].fd, follow_symlinks=True)
+        return self._entry(self._made(number, name, None))
 
     def _open(self, number: int, data: bytes, _: Any) -> bytes:
         node, flags = self._nodes[number], struct.unpack_from("<I", data)[0]

@@ -22,7 +22,7 @@ from stack.link import Link
 
 from ..conftest import pipes_script, wait_until
 from ..connections.sshd import Sshd
-from ..slurm.fixtures import ROOT, Site
+from ..slurm.fixtures import ROOT, Running, Site
 
 MODES = ("slurm", "slurm-session", "slurm-hetjob")
 
@@ -52,6 +52,7 @@ _DEFINITIONS = """
 import sys
 import dagster as dg
 from dagster_rayslurm import *
+{first}
 
 RETRIES = {retries}
 
@@ -71,7 +72,7 @@ compute = ComputeResource(
         ssh=SSHConnectionResource(**{ssh!r}), queue=SlurmQueueConfig(**queue), remote_base={base!r}, poll_interval=1
     ),
     components=components if {mode!r} == "slurm-hetjob" else [],
-    session=SessionConfig(idle_timeout=60),
+    session=SessionConfig(**{session!r}),
     pre_deployed_env_path={env_path!r},
     local_base={local_base!r},
     default_launcher={launcher},
@@ -108,8 +109,9 @@ class Dagster:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def define(self, mode: str, **fields: Any) -> None:
-        """Write what the next run executes; `queue` and `ssh` are added to what is usual."""
+        """Write what the next run executes; `queue`, `ssh` and `session` are added to what is usual; `first` comes first."""
         own = {
+            "first": fields.pop("first", ""),
             "mode": mode,
             "payload": str(self.payload),
             "arguments": fields.pop("arguments", {}),
@@ -118,6 +120,7 @@ class Dagster:
             "queue": {"partition": "compute", "time_limit": "00:05:00", **fields.pop("queue", {})},
             "ssh": {**self.site.ssh.model_dump(), **fields.pop("ssh", {})},
             "base": self.site.base,
+            "session": {"idle_timeout": 60, **fields.pop("session", {})},
             "env_path": self.site.env_path,
             "local_base": str(self.home / "base"),
             "launcher": fields.pop("launcher", "BashLauncher(grace_period=3)"),
@@ -370,12 +373,13 @@ class Wire:
 
 PHASES = ("connecting", "uploading", "submitting", "unrecorded", "pending", "cluster-start", "running", "ending")
 
+_USUAL = {"slurm": PHASES, "slurm-session": PHASES[3:], "slurm-hetjob": ("cluster-start", "running")}
+"""Until sbatch has been called all modes do the same; a heterogeneous job differs in how its nodes start."""
+
 CASES = [
-    *(("slurm", phase) for phase in PHASES),
-    *(("slurm-session", phase) for phase in PHASES[3:]),
-    *(("slurm-hetjob", phase) for phase in ("cluster-start", "running")),
+    pytest.param(mode, phase, marks=[] if phase in _USUAL[mode] else [pytest.mark.thorough]) for mode in MODES for phase in PHASES
 ]
-"""Modes and phases. Until sbatch has been called all modes do the same; a heterogeneous job differs in how its nodes start."""
+"""Modes and phases; what repeats others is marked."""
 
 
 class Held:
@@ -386,13 +390,17 @@ class Held:
         phase: one of `PHASES`.
         let_on: takes away what holds it.
         fields: what was asked for, but for the way to the edge.
+        link: its way to the edge.
     """
 
-    def __init__(self, phase: str, process: "subprocess.Popen[bytes]", let_on: Callable[[], Any], fields: Any) -> None:
+    def __init__(
+        self, phase: str, process: "subprocess.Popen[bytes]", let_on: Callable[[], Any], fields: Any, link: Link
+    ) -> None:
         self.phase = phase
         self.process = process
         self.let_on = let_on
         self.fields = fields
+        self.link = link
 
 
 @contextmanager
@@ -406,7 +414,7 @@ def held_in(phase: str, dagster: Dagster, mode: str, **fields: Any) -> Iterator[
             host, port = sbatch.host, sbatch.port
         wire = stack.enter_context(Wire(host, port, rate=200_000 if phase == "uploading" else None))
         link = stack.enter_context(Link("127.0.0.1", wire.port))
-        ssh = {"host": "127.0.0.1", "port": link.port, "host_key_checking": "off", "keepalive": 1}
+        ssh = {"host": "127.0.0.1", "port": link.port, "host_key_checking": "off", "keepalive": 1, **fields.pop("ssh", {})}
         if phase == "uploading":
             fields["arguments"] = {"extra_files": [str(big_file(dagster.home / "big", 4_000_000))]}
         if phase == "pending":
@@ -447,7 +455,60 @@ def held_in(phase: str, dagster: Dagster, mode: str, **fields: Any) -> Iterator[
             let_go(site)
             reach(lambda: has_ended(site))
             let_on = link.mend
-        yield Held(phase, process, let_on, fields)
+        yield Held(phase, process, let_on, fields, link)
+
+
+HOLDER = pipes_script("""
+import os, pathlib, time
+data = pathlib.Path(os.environ["RAYSLURM_DATA_DIR"])
+(data / "held").write_text("x")
+while not (data / "way").exists():
+    time.sleep(0.05)
+pipes.report_asset_materialization(metadata={"job": os.environ["SLURM_JOB_ID"]})
+""")
+"""Holds a session until it is to give way."""
+
+
+CARRIERS = pytest.mark.parametrize("carrier", ["auto", pytest.param("srun", marks=pytest.mark.thorough)])
+"""How requests reach a session."""
+
+
+class Queued:
+    """A run whose payload waits for its turn in a warm session, which another one's holds.
+
+    Attributes:
+        process: the run's process.
+        job_id: the session's job.
+    """
+
+    def __init__(self, dagster: Dagster, holder: Running, job_id: str) -> None:
+        self.process = dagster.start()
+        self.job_id = job_id
+        self._site = dagster.site
+        self._holder = holder
+        assert wait_until(lambda: len(run_dirs(self._site)) == 2 or self.process.poll() is not None, 60)
+        assert self.process.poll() is None and not is_there(self._site, "ran"), dagster.log[-4000:]
+
+    def give_way(self) -> None:
+        """Let the other payload end, to which nothing has happened."""
+        self._site.sh('touch "$1/data/way"', self._site.base)
+        assert self._holder.result(60).metadata["job"] == self.job_id
+
+
+@pytest.fixture(name="queued")
+def queued_in_a_session(
+    dagster: Dagster, site: Site, session_compute: Callable[..., ComputeResource], start: Callable[..., Running], script: Any
+) -> Callable[[str], Queued]:
+    """Starts such a run, and what it waits for, both by a carrier."""
+
+    def begin(carrier: str) -> Queued:
+        session = {"carrier": carrier}
+        holder = start(session_compute(session=session), script(HOLDER, "holder.py"))
+        job_id = holder.up("held")
+        dagster.define("slurm-session", session=session)
+        return Queued(dagster, holder, job_id)
+
+    return begin
 
 
 def big_file(path: Path, size: int) -> Path:

@@ -16,6 +16,7 @@ import stat
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ NODE_ID = ("node_id", "0" * 56)
 """A raylet of Ray 2.60 dies of a call of `StartSync` without such metadata, before it looks for a token."""
 REFUSED = ("UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE")
 SECONDS = 5.0
+
+Heard = tuple[dict[str, Any], "Counter[str]"]
+"""What a port answered, and how often it refused with which code."""
 
 
 def files(uid: int, roots: list[str]) -> list[str]:
@@ -143,8 +147,8 @@ def trace(libc: Any, pid: int) -> None:
     libc.ptrace(17, pid, 0, 0)
 
 
-def http(host: str, port: int) -> dict[str, str] | None:
-    """What is answered, and not refused, without a token and with a wrong one; None if HTTP is not what is spoken there."""
+def http(host: str, port: int) -> Heard | None:
+    """What is said by HTTP without a token and with a wrong one, by path; None if HTTP is not what is spoken there."""
     try:
         with socket.create_connection((host, port), SECONDS) as sock:
             sock.settimeout(SECONDS)
@@ -154,7 +158,8 @@ def http(host: str, port: int) -> dict[str, str] | None:
     except OSError:
         return None
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    answers = {}
+    answers: dict[str, Any] = {}
+    refusals: Counter[str] = Counter()
     for headers in ({}, {"Authorization": "Bearer " + "0" * 64}):
         requests = [(path, None) for path in PATHS] + [(path, json.dumps(body).encode()) for path, body in POSTS.items()]
         for path, body in requests:
@@ -166,11 +171,13 @@ def http(host: str, port: int) -> dict[str, str] | None:
                 with opener.open(request, timeout=SECONDS) as answer:
                     answers[where] = answer.read().decode("utf-8", "replace")
             except urllib.error.HTTPError as error:
-                if error.code not in REFUSALS:
+                if error.code in REFUSALS:
+                    refusals[str(error.code)] += 1
+                else:
                     answers[where] = "%d %s" % (error.code, error.read().decode("utf-8", "replace"))
             except OSError:
                 continue
-    return answers
+    return answers, refusals
 
 
 def methods() -> list[str]:
@@ -183,16 +190,17 @@ def methods() -> list[str]:
     return sorted(found)
 
 
-def grpc_calls(host: str, port: int, names: list[str]) -> dict[str, list[str]]:
-    """Methods that do not refuse an empty request without a token, or with a wrong one, by what they answer."""
+def grpc_calls(host: str, port: int, names: list[str]) -> Heard:
+    """What methods say to an empty request without a token, or with a wrong one; those that answer by what they answer."""
     import grpc
 
-    answers: dict[str, list[str]] = {}
+    answers: dict[str, Any] = {}
+    refusals: Counter[str] = Counter()
     with grpc.insecure_channel("%s:%d" % (host, port), options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             grpc.channel_ready_future(channel).result(SECONDS)
         except grpc.FutureTimeoutError:
-            return {}
+            return answers, refusals
         for metadata in ((NODE_ID,), (NODE_ID, ("authorization", "Bearer " + "0" * 64))):
             plain = {"request_serializer": lambda text: text, "response_deserializer": lambda text: text}
             calls = [(name, channel.unary_unary(name, **plain).future(b"", SECONDS, metadata)) for name in names]
@@ -201,9 +209,11 @@ def grpc_calls(host: str, port: int, names: list[str]) -> dict[str, list[str]]:
                     code = "OK %r" % call.result()[:300]
                 except grpc.RpcError:
                     code = call.code().name
-                if code not in REFUSED:
+                if code in REFUSED:
+                    refusals[code] += 1
+                else:
                     answers.setdefault(code, []).append(name)
-    return answers
+    return answers, refusals
 
 
 def noise(host: str, port: int) -> None:
@@ -256,13 +266,13 @@ def main() -> None:
     uid = pwd.getpwnam(victim).pw_uid
     done, arguments = processes(uid)
     names = methods() if ports else []
-    answers = {}
+    answers, refusals = {}, {}
     for host, port in ports:
-        spoken = http(host, port)
-        answers["%s:%d" % (host, port)] = grpc_calls(host, port, names) if spoken is None else spoken
+        address = "%s:%d" % (host, port)
+        answers[address], refusals[address] = http(host, port) or grpc_calls(host, port, names)
         noise(host, port)
-    got = {"files": files(uid, roots), "opened": opened(known), "processes": done, "arguments": arguments, "answers": answers}
-    print(json.dumps(got))
+    heard = {"answers": answers, "refusals": refusals}
+    print(json.dumps({"files": files(uid, roots), "opened": opened(known), "processes": done, "arguments": arguments, **heard}))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from dagster_rayslurm import ComputeResource, SSHConnectionResource
 from dagster_rayslurm.connections.shared import connection_to
 
-from ..conftest import pipes_script, run_asset, wait_until
+from ..conftest import pipes_script, run_asset, small_ray, wait_until
 from ..connections.sshd import Sshd
 from ..slurm.fixtures import Site
 from ..stack.access import Stack
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 Make = Callable[..., ComputeResource]
 PLACES = [
     *(("slurm", place, minutes) for place in ("nodes", "edge", "host") for minutes in (-10, 10)),
-    ("slurm-session", "edge", -10),  # With the others' clocks off, see test_sessions.py.
+    *(("slurm-session", place, -10) for place in ("nodes", "edge")),  # For the others, see test_sessions.py.
     *(pytest.param("slurm-hetjob", place, 10, marks=pytest.mark.thorough) for place in ("nodes", "edge", "host")),
 ]
 TELLS = pipes_script("""
@@ -31,6 +31,10 @@ while time.monotonic() < until:  # No sleep: the library that changes the clock 
     pass
 pipes.report_asset_materialization(metadata={"at": time.time()})
 """)
+
+
+OFF = {"c1": 10, "c2": -10}
+"""Minutes by which the clocks of two nodes are off."""
 
 
 def off_by(stack: Stack, minutes: int) -> dict[str, str]:
@@ -63,20 +67,79 @@ def test_a_clock_is_off(
         with edge_off_by(site, minutes) as ssh:
             # sbatch hands the variables on; the nodes' clocks are right.
             idle = {"session": {"idle_timeout": 5}} if mode == "slurm-session" else {}
-            _run(make(queue_timeout=45, slurm={"ssh": ssh, "site": {"LD_PRELOAD": ""}}, **idle), script)
+            _run(make(queue_timeout=45, slurm={"ssh": ssh, "site": {"LD_PRELOAD": ""}}, **idle), script, 0)
             assert wait_until(lambda: not site.jobs(), 40), "a session goes by itself, before the way to it does"
         return
     true_time = time.time
     if place == "host":
         monkeypatch.setattr(time, "time", lambda: true_time() + 60 * minutes)
-    _run(make(queue_timeout=45, slurm={"site": off_by(site.stack, minutes)} if place == "nodes" else {}), script)
+    ahead = minutes if place == "nodes" else -minutes
+    _run(make(queue_timeout=45, slurm={"site": off_by(site.stack, minutes)} if place == "nodes" else {}), script, ahead)
 
 
-def _run(compute: ComputeResource, script: Any) -> None:
+def _run(compute: ComputeResource, script: Any, ahead: int) -> None:
+    """Run a payload that succeeds and one that fails, where the nodes' clocks are so many minutes ahead of this process's."""
     began = time.monotonic()
     ran = run_asset(compute, script(TELLS))
+    assert abs(ran.metadata["at"] - (time.time() + 60 * ahead)) < 40, "the clock is not off"
     failure = run_asset(compute, script("raise SystemExit(3)", "fails.py"), uses_pipes=False).failure
     assert time.monotonic() - began < 45
     assert failure.kind == "payload", failure.description
     figures = {name: ran.metadata[name] for name in ("Elapsed (s)", "Queue wait (s)")}
     assert 1 <= figures["Elapsed (s)"] < 30 and 0 <= figures["Queue wait (s)"] < 45, figures
+
+
+ENVIRONMENT = """
+base=$1
+/opt/ray/bin/python -m venv --without-pip "$base/env"
+cd "$base"/env/lib/python*/site-packages
+ls -d /opt/ray/lib/python*/site-packages >clocks.pth
+echo 'import functools, select, time; time.sleep = functools.partial(select.select, (), (), ())' >>clocks.pth
+printf '%s\\n' 'case "$(uname -n)" in' "$2" "$3" 'esac' >"$base/env/activate.sh"
+"""
+"""An environment in which the clock goes by the node's name. `sleep`, which the library that changes the clock breaks, is
+replaced in it."""
+
+ON_TWO_NODES = pipes_script("""
+import platform, time
+import ray
+
+ray.init()
+
+@ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
+def look():
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        pass
+    return platform.node(), time.time()
+
+clocks = {}
+while len(clocks) < 2:
+    clocks.update(ray.get([look.remote() for _ in range(4)]))
+pipes.report_asset_materialization(metadata=clocks)
+""")
+
+
+@pytest.mark.timeout(200)
+def test_clocks_of_two_nodes_with_ray_differ(slurm_compute: Make, script: Any, site: Site) -> None:
+    """One node is ten minutes ahead, the other as much behind: the cluster forms, works on both, and tells sane figures."""
+    variables = {node: " ".join(f"{name}={value}" for name, value in off_by(site.stack, OFF[node]).items()) for node in OFF}
+    site.sh(ENVIRONMENT, site.base, *(f"{node}) export {variables[node]} ;;" for node in OFF))
+    compute = slurm_compute(
+        {"num_nodes": 2, "mem": "2500M", "cpus_per_node": 2},
+        pre_deployed_env_path=f"{site.base}/env",
+        default_launcher=small_ray(),
+        queue_timeout=60,
+    )
+    began = time.monotonic()
+    ran = run_asset(compute, script(ON_TWO_NODES))
+    took = time.monotonic() - began
+    for node, minutes in OFF.items():
+        assert abs(ran.metadata[node] - (time.time() + 60 * minutes)) < 40, "the clock is not off"
+    figures = {name: value for name, value in ran.metadata.items() if name.endswith("(s)")}
+    assert set(figures) == {"Elapsed (s)", "Queue wait (s)", "Ray bring-up (s)", "CPU time (s)"}
+    cpu_time = figures.pop("CPU time (s)")
+    assert took < 150 and all(0 <= value < took for value in figures.values()) and figures["Elapsed (s)"] >= 1, figures
+    used = {row.data["node"]: row.data["CPU time (s)"] for row in ran.metadata["Nodes"].records}
+    assert used.keys() == OFF.keys() and all(0 < each < 2 * took for each in used.values()), used
+    assert abs(cpu_time - sum(used.values())) < 0.1

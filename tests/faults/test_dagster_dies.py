@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import dagster as dg
@@ -13,14 +14,17 @@ from ..conftest import pipes_script, wait_until
 from ..slurm.fixtures import Site
 from .scenarios import (
     AFTER,
+    CARRIERS,
     CASES,
     Dagster,
+    Queued,
     dagster_on_slurm,  # noqa: F401 - a fixture
     has_ended,
     held_in,
     is_there,
     let_go,
     numbers,
+    queued_in_a_session,  # noqa: F401 - a fixture
     run_dirs,
     submitted,
 )
@@ -149,6 +153,25 @@ def test_dagster_is_killed_while_output_flows(mode: str, dagster: Dagster, site:
     made = record.asset_materialization
     assert made is not None and "Slurm job ID" in made.metadata and "Queue wait (s)" not in made.metadata
     assert list((dagster.home / "base" / "runs").iterdir()) == []
+
+
+@CARRIERS
+def test_dagster_is_killed_while_its_payload_waits_for_its_turn(
+    carrier: str, dagster: Dagster, site: Site, queued: Callable[[str], Queued]
+) -> None:
+    """A payload that a warm session has queued behind another one's stays there: a retry goes on with it, and it runs once."""
+    run = queued(carrier)
+    os.killpg(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    killed = dagster.mark_failed()
+    retry = dagster.start(retry_of=killed)
+    assert wait_until(lambda: GOES_ON in dagster.log or retry.poll() is not None, 60)
+    assert GOES_ON in dagster.log and not is_there(site, "ran"), dagster.log[-4000:]
+    run.give_way()
+    let_go(site)
+    assert retry.wait(90) == 0, dagster.log[-4000:]
+    one_result(dagster, killed)
+    assert submitted(site) == site.lines("ran") == site.jobs() == [run.job_id]
 
 
 @pytest.mark.parametrize("mode", ["slurm", "slurm-hetjob"])

@@ -6,13 +6,14 @@ import signal
 import subprocess
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dagster_rayslurm import BashLauncher, ComputeResource, SSHConnectionResource
+from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure, SSHConnectionResource
 from dagster_rayslurm.connections.base import Completed, ConnectionLost
 from dagster_rayslurm.connections.shared import connection_to
 from dagster_rayslurm.slurm.clock import ClusterClock
@@ -23,6 +24,7 @@ from dagster_rayslurm.slurm.submit import submit
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 from ..connections.sshd import Sshd
 from ..slurm.fixtures import Running, Site, dagster_run
+from .breaking import docker
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,12 +44,17 @@ def logged(capfd: pytest.CaptureFixture[str]) -> str:
 # ---- Cancelled by others
 
 
+def by_root(site: Site) -> str:
+    """What is said of an administrator who cancels: only accounting knows who it was."""
+    return " by user id 0" if site.stack.accounting else ""
+
+
 def test_an_admin_cancels_a_running_job(slurm_compute: Make, start: Start, script: Any, site: Site) -> None:
     running = start(slurm_compute(), script(SLEEPS), uses_pipes=False)
     job_id = running.up()
     site.stack.exec("slurmctld", ["scancel", job_id])
     failure = running.result().failure
-    assert failure.kind == "cancelled" and f"Slurm job {job_id} was cancelled" in (failure.description or "")
+    assert failure.kind == "cancelled" and f"Slurm job {job_id} was cancelled{by_root(site)}" in (failure.description or "")
     assert failure.metadata["Slurm state"].value == "CANCELLED"
 
 
@@ -59,7 +66,7 @@ def test_an_admin_cancels_a_pending_job(
     time.sleep(2.5)
     site.stack.exec("slurmctld", ["scancel", job_id])
     failure = running.result(60).failure
-    assert failure.kind == "cancelled" and f"Slurm job {job_id} was cancelled" in (failure.description or "")
+    assert failure.kind == "cancelled" and f"Slurm job {job_id} was cancelled{by_root(site)}" in (failure.description or "")
     assert "queued: BeginTime" in logged(capfd)
 
 
@@ -142,8 +149,7 @@ def test_a_node_goes_down(slurm_compute: Make, start: Start, script: Any, site: 
     finally:
         # It may be back by itself.
         site.stack.exec("slurmctld", ["scontrol", "update", "nodename=c2", "state=resume"], check=False)
-    assert failure.kind == "allocation" and failure.allow_retries
-    assert "NODE_FAIL" in (failure.description or "") and job_id in (failure.description or "")
+    lost_a_node(failure, job_id)
 
 
 def test_a_requeued_job_runs_again(
@@ -177,20 +183,62 @@ def test_a_requeued_job_runs_again(
     assert "attempt 2 begins, 1 results of the one before are dropped" in said.err
 
 
-def test_a_node_dies(slurm_compute: Make, start: Start, script: Any, site: Site, back_to_idle: None) -> None:
-    """slurmd is killed, and with it all that runs on its node: a worker of a Ray cluster."""
-    payload = script("import ray; ray.init()\n" + SLEEPS)
+def test_a_node_dies(
+    slurm_compute: Make, start: Start, script: Any, site: Site, back_to_idle: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A machine goes, with a worker of one run and all that could tell of another one, its batch script and srun too.
+
+    The worker is named, and that payload goes on until Slurm notices, too; then Slurm's word is all there is for both.
+    """
+    ticks = """
+        beat = pathlib.Path(os.environ["RAYSLURM_DATA_DIR"], "beat")
+        for number in range(600):
+            beat.write_text(str(number))
+            time.sleep(0.2)
+    """
+    alone = start(
+        slurm_compute(queue={"nodelist": "c2"}), script(SLEEPS.replace('"up"', '"up-alone"'), "alone.py"), uses_pipes=False
+    )
+    job_alone = alone.up("up-alone")
+    payload = script("import ray; ray.init()\n" + UP + textwrap.dedent(ticks))
     running = start(slurm_compute(queue=TWO_NODES, default_launcher=small_ray()), payload, uses_pipes=False)
-    job_id = running.up()
-    site.killed = True
-    container = site.stack.container("c2")
-    subprocess.run(["docker", "kill", container], check=True, capture_output=True)
-    try:
+    running.up()
+    (job_id,) = set(site.jobs()) - {job_alone}
+    beat = lambda: int(site.connection.read(f"{site.base}/data/beat", 0, 9) or 0)  # noqa: E731
+    heard: list[str] = []
+
+    def told() -> bool:
+        heard.append(logged(capfd))
+        return "node-lost: node c2 is lost" in "".join(heard)
+
+    with dead(site, "c2"):
+        assert wait_until(told, 20), "".join(heard)
+        before = beat()
+        assert wait_until(lambda: beat() > before, 10) and job_id in site.jobs()
         failure = running.result(150).failure
+        lost_a_node(failure, job_id)
+        assert "c2" in (failure.description or "") or not site.stack.accounting, failure.description
+        lost_a_node(alone.result(150).failure, job_alone)
+        assert wait_until(lambda: not site.jobs(), 10), site.sh("squeue --me")
+
+
+@contextmanager
+def dead(site: Site, node: str) -> Iterator[None]:
+    """The machine of a node has died, with all that ran there."""
+    site.killed = True
+    container = site.stack.container(node)
+    docker("kill", container)
+    try:
+        yield
     finally:
-        subprocess.run(["docker", "start", container], check=True, capture_output=True)
-    assert failure.kind == "allocation" and failure.allow_retries
-    assert "NODE_FAIL" in (failure.description or "") and job_id in (failure.description or "")
+        docker("start", container)
+
+
+def lost_a_node(failure: RunFailure, job_id: str) -> None:
+    """Slurm's word for what became of a job, which another attempt may do without."""
+    assert failure.kind == "allocation" and failure.allow_retries, (failure.kind, failure.description)
+    said = failure.description or ""
+    assert "NODE_FAIL" in said and job_id in said, said
 
 
 def test_slurmctld_restarts(slurm_compute: Make, start: Start, script: Any, site: Site) -> None:

@@ -2,9 +2,13 @@
 
 import logging
 import os
+import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,18 @@ from dagster_rayslurm import ComputeResource
 from dagster_rayslurm.follow import Cadence, Follower
 from dagster_rayslurm.runtime.record import JOURNAL, STDIO, RunRecord
 
-from ..conftest import pipes_script, run_asset
-from ..slurm.fixtures import NODES, Site
+from ..conftest import Ran, pipes_script, run_asset, small_ray, wait_until
+from ..connections.sshd import Sshd
+from ..slurm.fixtures import NODES, Elsewhere, Running, Site
 from .lagging import Lag, lagging
 from .mounts import shown
+from .scenarios import (
+    Dagster,
+    dagster_on_slurm,  # noqa: F401 - a fixture
+    held_in,
+    is_there,
+)
+from .test_cancellation import at_work, interrupted
 
 Make = Callable[..., ComputeResource]
 
@@ -27,6 +39,17 @@ EDGE = Lag(size=2, hidden=2, missing=4, renamed=3, failing=r"^(journal\.jsonl|st
 """All that others do comes late here, and looking at a record fails at first."""
 NODE = Lag(size=2, missing=4, renamed=3, failing=r"^cancel\.json$", seed=2)
 """What is there when a node looks for the first time is seen: else Slurm itself could not start a job there."""
+LATEST = Lag(size=20, least=20, missing=25, renamed=20, seed=3)
+"""Nothing that others do is seen before 20 seconds have passed, and all of it within 60."""
+
+NOT_ON_NODES = """
+mkdir -p "$1/env"
+cat >"$1/env/activate.sh" <<'E'
+case "$(uname -n)" in c[12]) echo "no such module: ray" >&2; exit 9 ;; esac
+export PATH=/opt/ray/bin:$PATH
+E
+"""
+"""An environment that is good on the edge alone."""
 
 LINES = 300
 NUMBERED = pipes_script(f"""
@@ -40,8 +63,8 @@ pipes.report_asset_materialization(metadata={{"lines": {LINES}}})
 """)
 
 
-@pytest.fixture
-def lagging_base(site: Site, tmp_path: Path) -> Iterator[str]:
+@contextmanager
+def seen_late(site: Site, edge: Lag) -> Iterator[str]:
     """A base directory on a file system of which each node, and the edge, has a view of its own."""
     base = f"{site.base}/lagging"
     site.sh('mkdir -p "$1"', base)
@@ -51,9 +74,17 @@ def lagging_base(site: Site, tmp_path: Path) -> Iterator[str]:
         source.mkdir(mode=0o700)
         os.chown(source, owner, group)
         for service in ("edge", *NODES):
-            view = mounted.enter_context(lagging(source, Path(name) / service, EDGE if service == "edge" else NODE))
+            view = mounted.enter_context(lagging(source, Path(name) / service, edge if service == "edge" else NODE))
             mounted.enter_context(shown(site.stack, service, view, base))
         yield base
+
+
+@pytest.fixture
+def lagging_base(site: Site, session_compute: Make) -> Iterator[str]:
+    with seen_late(site, EDGE) as base:
+        yield base
+        site.sh("scancel --quiet --me")  # No session outlives what it works on.
+        assert wait_until(lambda: not site.jobs(), 45), site.sh("squeue --me")
 
 
 @pytest.mark.timeout(200)
@@ -61,18 +92,105 @@ def test_runs_on_a_lagging_file_system(
     mode: str, make: Make, script: Any, lagging_base: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Where what others wrote is seen late and in part, each line and message comes once and in order, and the end is found."""
-    idle = {"session": {"idle_timeout": 15}} if mode == "slurm-session" else {}
-    compute = make(slurm={"remote_base": lagging_base}, **idle)
+    compute = make(slurm={"remote_base": lagging_base})
     payload = script(NUMBERED)
     for _ in range(2):
         ran = run_asset(compute, payload)
-        assert ran.metadata["lines"] == LINES
-        assert list(ran.completed[0].get_custom_messages()) == list(range(0, LINES, 10))
-        out = [line for line in capfd.readouterr().out.splitlines() if line.startswith("line ")]
-        assert out == [f"line {number}" for number in range(LINES)]
+        check_lines(ran, capfd)
     failure = run_asset(compute, script("import sys; print('last words'); sys.exit(3)", "fails.py"), uses_pipes=False).failure
     assert failure.kind == "payload" and failure.metadata["Exit code"].value == 3
     assert "last words" in str(failure.metadata["Last output"].value)
+
+
+def check_lines(ran: Ran, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each line and message of the numbered payload has come once, and in order."""
+    assert ran.metadata["lines"] == LINES
+    assert list(ran.completed[0].get_custom_messages()) == list(range(0, LINES, 10))
+    out = [line for line in capfd.readouterr().out.splitlines() if line.startswith("line ")]
+    assert out == [f"line {number}" for number in range(LINES)]
+
+
+POLITE = """
+import os, pathlib, signal, sys, time
+
+data = pathlib.Path(os.environ["RAYSLURM_DATA_DIR"])
+
+def end(*_):
+    (data / "ended").write_text("x")
+    sys.exit()
+
+signal.signal(signal.SIGTERM, end)
+for number in range(40):
+    print("line", number, flush=True)
+(data / "up").write_text("x")
+time.sleep(150)
+"""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("mode", ["slurm", pytest.param("slurm-session", marks=pytest.mark.thorough)])
+def test_a_run_is_interrupted_there(mode: str, dagster: Dagster, lagging_base: str, script: Any, site: Site) -> None:
+    """The payload hears of it in time to end by itself, and nothing of it is left."""
+    site.sh('mkdir "$1/data"', lagging_base)
+    dagster.site = replace(site, base=lagging_base)
+    dagster.payload = script(POLITE, "polite.py")
+    with held_in("running", dagster, mode, arguments={"uses_pipes": False}) as held:
+        began = time.monotonic()
+        held.process.send_signal(signal.SIGINT)
+        assert held.process.wait(60) != 0 and time.monotonic() - began < 40, dagster.log[-4000:]
+        if mode == "slurm":
+            assert wait_until(lambda: not site.jobs(), 10), site.sh("squeue --me")
+        assert wait_until(lambda: not at_work(site), 10), at_work(site)
+    assert wait_until(lambda: is_there(dagster.site, "ended"), 10), "the payload did not hear of it"
+    assert interrupted(dagster), dagster.log[-4000:]
+
+
+@pytest.mark.timeout(200)
+def test_two_at_once_begin_a_session_there(lagging_base: str, script: Any, site: Site, tmp_path: Path) -> None:
+    """From two hosts, neither of which sees at once what the other one does."""
+    login = Sshd(site.stack, "g1")
+    try:
+        there, payload = replace(site, base=lagging_base), script(pipes_script("pass"))
+        ssh = {"host": login.host, "port": login.port, "host_key_checking": "off"}
+        callers = [Elsewhere(there, tmp_path, payload, ["a"]), Elsewhere(there, tmp_path, payload, ["b"], ssh=ssh)]
+        told = [answer for each in callers for answer in each.results()]
+    finally:
+        login.close()
+    assert [each for each in told if "kind" in each] == []
+    assert there.submitted() == list({each["job"] for each in told})
+
+
+WITH_RAY = NUMBERED.replace("import time\n", "import ray, time\n    ray.init()\n")
+
+
+@pytest.mark.timeout(200)
+def test_two_nodes_with_ray_there(slurm_compute: Make, script: Any, lagging_base: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """All nodes read there what they are to do, and with which token."""
+    queue = {"num_nodes": 2, "mem": "2500M", "cpus_per_node": 2}
+    compute = slurm_compute(queue, slurm={"remote_base": lagging_base}, default_launcher=small_ray())
+    ran = run_asset(compute, script(WITH_RAY))
+    assert len(ran.metadata["Nodes"].records) == 2
+    check_lines(ran, capfd)
+
+
+@pytest.mark.timeout(200)
+def test_what_ends_at_once_is_seen_late(slurm_compute: Make, script: Any, site: Site, start: Callable[..., Running]) -> None:
+    """Jobs are over before anything of their records is seen: each is told as what it was, and that it never began as well."""
+    site.sh(NOT_ON_NODES, site.base)
+    with seen_late(site, LATEST) as base:
+        make = partial(slurm_compute, slurm={"remote_base": base})
+        began = time.monotonic()
+        good = start(make(), script(pipes_script("pipes.report_asset_materialization(metadata={'told': 1})"), "good.py"))
+        bad = start(make(), script("import sys; print('last words'); sys.exit(3)", "bad.py"), uses_pipes=False)
+        none = start(make(pre_deployed_env_path=f"{site.base}/env"), script("pass", "none.py"), uses_pipes=False)
+        failure = none.result().failure
+        assert failure.kind == "runtime" and "no such module: ray" in (failure.description or "")
+        assert time.monotonic() - began < 50, "there is nothing to wait for"
+        failure = bad.result().failure
+        assert failure.kind == "payload" and failure.metadata["Exit code"].value == 3, failure.description
+        assert "last words" in str(failure.metadata["Last output"].value)
+        assert good.result().metadata["told"] == 1
+        assert time.monotonic() - began > 20, "all was seen at once"
 
 
 # ---- Whatever the order of things

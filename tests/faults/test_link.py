@@ -36,6 +36,9 @@ pytestmark = pytest.mark.timeout(240)
 Make = Callable[..., ComputeResource]
 Start = Callable[..., Running]
 
+CUT = 75.0
+"""Seconds of a long cut: more than it takes to find, by the usual timers, that a login is dead, and to give up a read."""
+
 STREAM = pipes_script("""
 import os, pathlib, time
 data = pathlib.Path(os.environ["RAYSLURM_DATA_DIR"])
@@ -53,9 +56,11 @@ pipes.report_asset_materialization(metadata={"lines": number})
 
 
 @contextmanager
-def login(site: Site, client: str, port: int, known_hosts: Path, timeout: int = 20) -> Iterator[SSHConnectionResource]:
+def login(
+    site: Site, client: str, port: int, known_hosts: Path, timeout: int = 20, keepalive: int = 1
+) -> Iterator[SSHConnectionResource]:
     """A login through a port of this machine that notices within seconds when nobody answers; nothing of it stays."""
-    fields = {"host": "127.0.0.1", "port": port, "client": client, "keepalive": 1, "connect_timeout": timeout}
+    fields = {"host": "127.0.0.1", "port": port, "client": client, "keepalive": keepalive, "connect_timeout": timeout}
     ssh = SSHConnectionResource(**{**site.ssh.model_dump(), **fields, "known_hosts_file": str(known_hosts)})
     try:
         yield ssh
@@ -162,6 +167,34 @@ def test_a_cut_in_each_phase(
         assert custom_messages(ran) == list(range(AFTER))
     assert numbers(capfd.readouterr().out) == list(range(AFTER))
     assert submitted(site) == site.lines("ran") == [ran.metadata["job"]]
+    assert run_dirs(site) == []
+
+
+@pytest.mark.parametrize("mode", ["slurm", pytest.param("slurm-session", marks=pytest.mark.thorough)], indirect=True)
+def test_a_cut_for_longer_than_a_minute(
+    mode: str, make: Make, start: Start, script: Any, site: Site, tmp_path: Path, ends_sessions: None, capfd: Any
+) -> None:
+    """A payload that ended while nobody could see it is told in full, though its session is gone by then, too."""
+    usual = SSHConnectionResource(host="edge")
+    with ExitStack() as stack:
+        link = stack.enter_context(Link(site.ssh.host, site.ssh.port))
+        timers = {"timeout": usual.connect_timeout, "keepalive": usual.keepalive}
+        ssh = stack.enter_context(login(site, "paramiko", link.port, tmp_path / "known", **timers))
+        short = {"session": {"idle_timeout": 10}} if mode == "slurm-session" else {}
+        running = start(make(slurm={"ssh": ssh}, **short), script(NUMBERED))
+        job_id = running.up()
+        link.cut()
+        until = time.monotonic() + CUT
+        time.sleep(3)
+        let_go(site)
+        assert wait_until(lambda: has_ended(site), 30)
+        assert wait_until(lambda: not site.jobs(), 40), site.sh("squeue --me")
+        time.sleep(max(0.0, until - time.monotonic()))
+        link.mend()
+        ran = running.result(60)
+        assert custom_messages(ran) == list(range(AFTER))
+    assert numbers(capfd.readouterr().out) == list(range(AFTER))
+    assert submitted(site) == site.lines("ran") == [job_id] == [ran.metadata["job"]]
     assert run_dirs(site) == []
 
 

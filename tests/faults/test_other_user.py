@@ -24,6 +24,8 @@ from .conftest import MODES
 pytestmark = pytest.mark.timeout(300)
 
 Make = Callable[..., ComputeResource]
+Refusals = dict[str, dict[str, int]]
+"""By addresses of ports: how often they refused with which code."""
 
 PYTHON = "/opt/ray/bin/python"
 STRANGER = (Path(__file__).parent / "stranger.py").read_text()
@@ -127,20 +129,25 @@ def got(site: Site, service: str) -> dict[str, Any]:
     return dict(json.loads(said.splitlines()[-1]))
 
 
-def check(site: Site, service: str, secrets: dict[str, str]) -> int:
-    """See to it that the stranger gets nothing on a machine; the number of ports that it found there."""
+def check(site: Site, service: str, secrets: dict[str, str]) -> Refusals:
+    """See to it that the stranger gets nothing on a machine; how it was refused there."""
     return check_found(got(site, service), open_to_all(site), secrets)
 
 
-def check_found(found: dict[str, Any], to_be_found: str, secrets: dict[str, str]) -> int:
-    """See to it that a stranger has found one file and no more; the number of ports that it tried."""
+def check_found(found: dict[str, Any], to_be_found: str, secrets: dict[str, str]) -> Refusals:
+    """See to it that a stranger has found one file and no more; how it was refused."""
     assert found["files"] == found["opened"] == [to_be_found] and not found["processes"], found
     for address, answers in found["answers"].items():
         for where, text in answers.items():
             assert is_harmless(where, str(text)), (address, where, text)
     for name, secret in secrets.items():
         assert secret not in json.dumps(found), name
-    return len(found["answers"])
+    return dict(found["refusals"])
+
+
+def ports_with(code: str, refusals: Refusals) -> int:
+    """How many ports refused something with a code."""
+    return sum(code in codes for codes in refusals.values())
 
 
 def is_harmless(where: str, text: str) -> bool:
@@ -180,9 +187,11 @@ def held_open(site: Site, host: str, port: int) -> Iterator[None]:
 def try_ray(site: Site, node: str, address: str) -> None:
     """Ray's own ways in, without a token and with a wrong one."""
     for token in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
-        setting = [f"{name}={value}" for name, value in {"HOME": "/nonexistent", **token}.items()]
-        said = site.stack.exec(node, ["env", *setting, "timeout", "25", PYTHON, "-c", MEETS, address], user="other", check=False)
-        assert "IN " not in said and ("token" in said.lower() or "auth" in said.lower()), said[-2000:]
+        # Ray asks some twenty times else, whatever is said to it.
+        setting = {"HOME": "/nonexistent", "RAY_NUM_REDIS_GET_RETRIES": "3", **token}
+        command = ["env", *(f"{name}={value}" for name, value in setting.items()), "timeout", "25", PYTHON, "-c", MEETS, address]
+        said = site.stack.exec(node, command, user="other", check=False)
+        assert "IN " not in said and "ray.exceptions.AuthenticationError" in said, said[-2000:]
 
 
 def start_one(mode: str, make: Make, session: Make, ray: Any) -> ComputeResource:
@@ -213,7 +222,7 @@ def test_a_stranger_gets_hold_of_nothing(
 ) -> None:
     site = commons
     # With a range, ports are divided by locks below a name that can be foreseen.
-    ray = small_ray(dashboard=mode == "slurm", port_range="21000-21999" if mode == "slurm" else None)
+    ray = small_ray(dashboard=True, port_range="21000-21999" if mode == "slurm" else None)
     compute = start_one(mode, slurm_compute, session_compute, ray)
     running = start(compute, script(BUSY), secret_env={"SECRET": SECRET})
     running.up()
@@ -221,11 +230,16 @@ def test_a_stranger_gets_hold_of_nothing(
     site.sh('umask 022; echo x >"$1"', open_to_all(site))
     nodes = [node for node in ("c1", "c2", "g1", "g2") if site.processes(node)]
     assert len(nodes) == 2, nodes
+    # The raylet, its two agents and their metrics listen in their own time.
+    assert wait_until(lambda: all(len(listening(site, node)) >= 7 for node in nodes), 60)
     found = {service: check(site, service, secrets) for service in ("edge", *nodes)}
-    assert sum(found.values()) >= 8, found
-    head = nodes[0]
-    if mode == "slurm":
-        try_ray(site, head, site.lines("address")[0])
+    # It did speak to Ray: by its own protocol with each daemon and worker, by HTTP with each agent and the head's dashboard.
+    (head, worker), address = nodes, site.lines("address")[0]
+    assert found[head][address]["UNAUTHENTICATED"], found
+    assert all(ports_with("UNAUTHENTICATED", found[node]) >= 3 for node in nodes), found
+    # 401 is said where there is no token, and 403 to a wrong one.
+    assert all(ports_with(code, found[head]) > ports_with(code, found[worker]) > 0 for code in ("401", "403")), found
+    try_ray(site, head, address)
     if mode == "slurm-session":
         announced = json.loads(site.sh('find "$1" -path "*/sessions/*" -name session.json -exec cat {} +', site.base))
         quick = script(QUICK, "quick.py")
@@ -275,7 +289,10 @@ def test_a_stranger_gets_hold_of_nothing_on_this_machine(open_place: Path, scrip
             command = [*NOBODY, sys.executable, "-c", STRANGER, "try", "root", *given]
             said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             secrets = {"secret": SECRET, "token": (base / "data" / "token").read_text()}
-            assert check_found(json.loads(said), str(control), secrets) >= 8
+            refusals = check_found(json.loads(said), str(control), secrets)
+            assert all(ports_with(code, refusals) >= 3 for code in ("UNAUTHENTICATED", "401", "403")), refusals
+            port = (base / "data" / "address").read_text().rpartition(":")[2]
+            assert refusals[f"127.0.0.1:{port}"]["UNAUTHENTICATED"], (port, refusals)
         finally:
             (base / "data" / "go").write_text("x")
         ran = running.result(60)
@@ -337,6 +354,12 @@ def test_jobs_are_not_the_strangers_to_change(
             )
         shown = site.stack.exec("edge", ["scontrol", "show", "job", "-dd", job_id], user="other")
         assert SECRET not in shown and f"JobId={job_id}" in shown
+        if site.stack.accounting:
+            for option, line in (("--batch-script", "\nsrun "), ("--env-vars", "\nPATH=")):
+                asked = ["sacct", "-j", job_id, option]
+                assert wait_until(lambda asked=asked, line=line: line in site.stack.exec("edge", asked, user="dev"), 30), option
+                told = site.stack.exec("edge", asked, user="other", check=False)
+                assert line not in told and job_id not in told, told
     finally:
         site.sh('touch "$1/data/go"', site.base)
     assert not running.result().failures

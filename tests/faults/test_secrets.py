@@ -33,6 +33,9 @@ Make = Callable[..., ComputeResource]
 PASSPHRASE, PASSWORD, PLAIN, FROM_ENV = "pa55phrase-of-dev", "pa55word-of-dev", "s3cret-as-it-is", "s3cret-of-a-variable"
 SERVICES = ("edge", "slurmctld", *NODES)
 
+ACCOUNTED = {"--format=ALL": "|srun ", "--batch-script": "\nsrun ", "--env-vars": "\nPATH="}
+"""What sacct is asked for, and what it tells then: scripts and environments are there by Slurm's `AccountingStoreFlags`."""
+
 SAMPLER = """
 import os, sys, time
 looks, seen, until = {}, set(), time.time() + 240
@@ -170,6 +173,39 @@ Words = dict[str, str]
 Look = Callable[[ComputeResource, Site | Here], tuple[Words, Words]]
 
 
+def job_ids(site: Site) -> list[str]:
+    """The test's jobs, over or not; a heterogeneous one has the id of its first component."""
+    listed = site.sh("squeue --me --states=all --noheader --format='%i %Z'").splitlines()
+    return sorted({line.split()[0].partition("+")[0] for line in listed if f" {site.base}/" in line})
+
+
+def accounted(site: Site, job: str, option: str) -> str:
+    """What accounting tells of a job, once it has it."""
+
+    def told() -> str:
+        said = site.sh(f"sacct -j {job} --parsable2 {option}")
+        return said if ACCOUNTED[option] in said else ""
+
+    text = wait_until(told, 30)
+    assert text, (job, option)
+    return str(text)
+
+
+def logs(site: Site, jobs: list[str]) -> Words:
+    """What the daemons have logged: those that had to do with these jobs, as their logs show."""
+    found = {}
+    for service in (*SERVICES, *(("slurmdbd", "database") if site.stack.accounting else ())):
+        since = ["docker", "logs", "--since=10m", site.stack.container(service)]
+        done = subprocess.run(since, check=True, capture_output=True, text=True)
+        files = "cat /var/log/slurm*/* /var/log/*log 2>/dev/null; true"
+        found[f"log of {service}"] = done.stdout + done.stderr + site.stack.exec(service, ["sh", "-c", files])
+    assert "Accepted publickey for dev" in found["log of edge"]
+    for job in jobs:
+        assert f"JobId={job} " in found["log of slurmctld"]
+        assert any(f"Launching batch job {job} " in found[f"log of {node}"] for node in NODES)
+    return found
+
+
 @pytest.fixture
 def look(
     script: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -261,14 +297,11 @@ def test_secrets_are_nowhere_else(
     try:
         said, secrets = look(compute, site)
         said["job's environment"] = "".join(site.lines("job_environment"))
-        said["sacct"] = site.sh(
-            'for each in "--format=ALL" --batch-script --env-vars; do sacct --user=dev --parsable2 $each 2>&1; done; true'
-        )
-        for service in SERVICES:
-            since = ["docker", "logs", "--since=10m", site.stack.container(service)]
-            logs = subprocess.run(since, capture_output=True, text=True)
-            files = "cat /var/log/slurm*/* /var/log/*log 2>/dev/null; true"
-            said[f"log of {service}"] = logs.stdout + logs.stderr + site.stack.exec(service, ["sh", "-c", files])
+        jobs = job_ids(site)
+        assert len(jobs) == (1 if mode == "slurm-session" else 2), jobs
+        if site.stack.accounting:
+            said.update({f"{option} of {job}": accounted(site, job, option) for job in jobs for option in ACCOUNTED})
+        said.update(logs(site, jobs))
         assert all(word in said["arguments"] for word in ("sbatch", "slurm_script", "ray-node")), said["arguments"]
         assert "SLURM_JOB_ID" in said["job's environment"] and "JobName=rayslurm" in said["what the payload saw "]
         assert any("control_key" in name for name in secrets), secrets.keys()

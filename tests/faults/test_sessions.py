@@ -1,6 +1,6 @@
 """What goes wrong with sessions: a true verdict for each payload, none that ran twice, none lost, and nothing left."""
 
-import subprocess
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +14,7 @@ from dagster_rayslurm import ComputeResource, SlurmQueueConfig, SSHConnectionRes
 
 from ..conftest import Ran, pipes_script, run_asset, small_ray, wait_until
 from ..slurm.fixtures import Elsewhere, Running, Site
+from .breaking import docker
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -105,15 +106,15 @@ def test_the_head_node_dies(
     node = node_of(site, job_id)
     site.killed = True
     # Frozen, not killed: without its name in the network's DNS, slurmctld itself would not answer for a while.
-    subprocess.run(["docker", "pause", site.stack.container(node)], check=True, capture_output=True)
+    docker("pause", site.stack.container(node))
     try:
         site.stack.exec("slurmctld", ["scontrol", "update", f"nodename={node}", "state=down", "reason=test"])
         failure = running.result(60).failure
         second = waiting.result(60)
         third = once(compute, "c")
     finally:
-        subprocess.run(["docker", "unpause", site.stack.container(node)], check=True, capture_output=True)
-        subprocess.run(["docker", "restart", "--time=0", site.stack.container(node)], check=True, capture_output=True)
+        docker("unpause", site.stack.container(node))
+        docker("restart", "--time=0", site.stack.container(node))
         site.stack.exec("slurmctld", ["scontrol", "update", f"nodename={node}", "state=resume"], check=False)
     assert failure.kind == "allocation" and failure.allow_retries, failure.description
     assert "NODE_FAIL" in (failure.description or "") and job_id in (failure.description or "")
@@ -124,22 +125,30 @@ def test_the_head_node_dies(
 
 
 def test_a_worker_node_dies(
-    back_to_idle: None, session_compute: Make, begin: Begin, once: Callable[..., Ran], site: Site
+    back_to_idle: None,
+    session_compute: Make,
+    begin: Begin,
+    once: Callable[..., Ran],
+    site: Site,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """What runs goes on; the next payload gets a session that is whole."""
+    """What runs is told of it and goes on, the session drains, and the next payload gets one that is whole."""
     compute = session_compute(queue=TWO_NODES, default_launcher=small_ray(), enable_cluster_reuse=True)
     running = begin(compute, "a", 120)
     job_id = running.up("up-a")
-    head = site.sh('cat "$1"/sessions/*/*/session.json', site.base).split('"hostname": "')[1].split('"')[0]
-    worker = "c1" if head == "c2" else "c2"
+    announced = json.loads(site.sh('cat "$1"/sessions/*/*/session.json', site.base))
+    worker = "c1" if announced["hostname"] == "c2" else "c2"
+    assert not announced["closing"]
     site.killed = True
-    subprocess.run(["docker", "kill", site.stack.container(worker)], check=True, capture_output=True)
-    time.sleep(12)  # A node that is silent may yet be heard of for ten seconds.
-    let_go(site, "a")
+    docker("kill", site.stack.container(worker))
     try:
-        assert job_of(running.result(60)) == job_id
-    finally:  # Not before: Slurm ends the jobs of a node that comes back without them.
-        subprocess.run(["docker", "start", site.stack.container(worker)], check=True, capture_output=True)
+        # A node that is silent may yet be heard of for ten seconds; Slurm takes thirty to miss it, and ends the job then.
+        assert wait_until(lambda: json.loads(site.sh('cat "$1"/sessions/*/1/session.json', site.base))["closing"], 20)
+        assert f"node-lost: node {worker} is lost" in capfd.readouterr().err
+        let_go(site, "a")
+        assert job_of(running.result(15)) == job_id
+    finally:
+        docker("start", site.stack.container(worker))
     assert job_of(once(compute, "b")) != job_id
     assert site.lines("ran") == ["a", "b"]
 
@@ -169,7 +178,9 @@ def test_somebody_cancels_the_session(session_compute: Make, begin: Begin, once:
     queued(site, 2)
     site.stack.exec("slurmctld", ["scancel", job_id])
     failure = running.result(60).failure
-    assert failure.kind == "cancelled" and job_id in (failure.description or ""), failure.description
+    assert failure.kind == "cancelled", failure.description
+    by = " by user id 0" if site.stack.accounting else ""
+    assert f"Slurm job {job_id} was cancelled{by}" in (failure.description or ""), failure.description
     second = waiting.result(60)
     if second.failures:
         never_ran(second.failure)
@@ -200,6 +211,29 @@ def test_a_payload_that_cannot_end_in_time_gets_another_session(
     assert second != first
     assert job_of(once(compute, "c")) == second
     assert site.lines("ran") == ["a", "b", "c"]
+
+
+def test_a_payload_exceeds_the_memory(
+    session_compute: Make, begin: Begin, once: Callable[..., Ran], start: Callable[..., Running], script: Any, site: Site
+) -> None:
+    """Slurm kills the session's step with all that runs there: told with numbers, and nobody else is blamed or held up."""
+    compute = session_compute(queue={"mem": "300M", "nodelist": "c1"})
+    hog = script(STEP.replace("metadata =", "hog = bytearray(700 * 2**20); time.sleep(60); metadata ="), "hog.py")
+    running = start(compute, hog, extra_env={"NAME": "a", "UP_FOR": "60"})
+    job_id = running.up("up-a")
+    waiting = begin(compute, "b")
+    queued(site, 2)
+    site.killed = True
+    let_go(site, "a")
+    failure = running.result(60).failure
+    assert failure.kind == "allocation" and not failure.allow_retries, (failure.kind, failure.description)
+    said = failure.description or ""
+    assert f"OUT_OF_MEMORY: Slurm job {job_id} " in said and "300 MiB" in said and "SlurmQueueConfig.mem" in said, said
+    second = waiting.result(60)
+    if second.failures:
+        never_ran(second.failure)
+    assert job_of(once(compute, "c")) != job_id
+    assert site.lines("ran") == (["a", "c"] if second.failures else ["a", "b", "c"])
 
 
 # ---- Whoever starts it goes

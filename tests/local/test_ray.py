@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -68,6 +69,7 @@ def test_a_payload_has_its_own_cluster(ray_compute: ComputeResource, script: Any
     assert metadata["token in argv"] is False
     assert metadata["preloaded"] is False, "nothing is, where nothing stays warm"
     assert wait_until(lambda: not os.path.exists(metadata["token_path"]), 10)  # The teardown goes on after the result.
+    assert not list(Path(tempfile.gettempdir()).glob("pymp-*")), "of the dashboard, which is killed"
     assert metadata["Ray version"] and metadata["Ray bring-up (s)"] > 0.5 and metadata["Ray cluster was warm"] is False
     assert metadata["Ray dashboard"].startswith("http://127.0.0.1:")
     table = metadata["Nodes"] if isinstance(metadata["Nodes"], list) else metadata["Nodes"].records

@@ -118,12 +118,12 @@ class Site:
         return [line for line in listed if not line.startswith(("sshd: ", "/usr/lib/openssh/sftp-server"))]
 
     def left(self, service: str) -> list[str]:
-        """Scratch directories of the runtime on a node."""
+        """Scratch directories of the runtime on a node, and what a dashboard of Ray might leave."""
         if self.killed:
             code = "import sys; sys.path.insert(0, sys.argv[1]); from rayslurm_runtime import scratch; scratch.sweep()"
             runtime = self.sh('ls "$1"/runtime/*.pyz', self.base).strip()
             self.stack.exec(service, ["/opt/ray/bin/python", "-c", code, runtime], user="dev")
-        return self.stack.look(service, "ls -d /tmp/rs-* /var/tmp/rs-*").split()
+        return self.stack.look(service, "ls -d /tmp/rs-* /var/tmp/rs-* /tmp/pymp-*").split()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dagster_rayslurm.errors import KINDS, RunFailure
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.outcome import exit_in_words, judge, signal_name
+from dagster_rayslurm.slurm.facts import JobFacts
 
 
 def end(reason: str = "exit", exit_code: int | None = 0, signal: int | None = None, message: str | None = None) -> dict[str, Any]:
@@ -90,3 +91,15 @@ def test_a_session_that_ended_too_early_may_be_tried_again_and_a_payload_that_ta
     assert (returned.kind, returned.retry) == ("allocation", True) and "never started: its time limit" in returned.sentence
     timeout = judge(Evidence(end=end(reason="timeout", message="it may take 3 s")), True, True)
     assert (timeout.kind, timeout.retry) == ("allocation", False) and "out of time: it may take 3 s" in timeout.sentence
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"), [("OUT_OF_MEMORY", "allocation"), ("TIMEOUT", "allocation"), ("CANCELLED", "cancelled")]
+)
+def test_a_payload_that_waited_for_its_turn_is_not_blamed_for_the_end_of_its_session(state: str, kind: str) -> None:
+    job = JobFacts(7, state, nodes=("c1",), num_nodes=1)
+    blamed = judge(Evidence(runtime_exit="exit code 1", started_at=1.0, job=job), True, True)
+    queued = judge(Evidence(runtime_exit="exit code 1", started_at=1.0, job=job, queued=True), True, True)
+    assert blamed.kind == queued.kind == kind
+    assert ("never started" in queued.sentence) == (state != "CANCELLED") and "never started" not in blamed.sentence
+    assert queued.retry is (True if state != "CANCELLED" else None) and not blamed.retry

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dagster_rayslurm.backends import end_order
 from dagster_rayslurm.backends.sessions import payload as session_payload
 from dagster_rayslurm.backends.sessions.payload import SessionPayload
 from dagster_rayslurm.connections.base import ConnectionLost
@@ -97,7 +98,8 @@ class Scene:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(session_payload, "time", clock)
+    for module in (session_payload, end_order):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

@@ -182,6 +182,9 @@ def test_a_node_that_failed_ended_nothing_with_a_code() -> None:
     failing = dataclasses.replace(controller("24.11", "nodefail"), state="COMPLETING", exit_code=0, signal=15)
     assert failing.final_state == "NODE_FAIL"
     assert merge_facts(failing, accounting("24.11", "nodefail")) == facts
+    of_two = dataclasses.replace(accounting("24.11", "nodefail"), nodes=("c1", "c2"))
+    merged = merge_facts(dataclasses.replace(failing, nodes=("c1",)), of_two)
+    assert merged is not None and merged.nodes == ("c1", "c2"), "the lost one is not among those that let go"
     waiting = both("24.11", "nodereq")
     assert (waiting.state, waiting.reason, waiting.restarts) == ("PENDING", "ReqNodeNotAvail,_UnavailableNodes:c2", 1)
 

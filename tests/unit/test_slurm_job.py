@@ -1,10 +1,20 @@
 """How long the record of a job that is over is waited for."""
 
+import logging
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from dagster_rayslurm.backends.slurm_job import settling
+from dagster_rayslurm import SlurmQueueConfig
+from dagster_rayslurm.backends import slurm_job
+from dagster_rayslurm.backends.slurm_job import SlurmJob, settling
+from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.follow.follower import OUT_OF_SIGHT
+from dagster_rayslurm.slurm.queue import SharedQueue
+from dagster_rayslurm.slurm.request import make_request
 from dagster_rayslurm.slurm.states import JobView
+from dagster_rayslurm.slurm.submit import Submitted
 
 LOST = JobView("lost")
 
@@ -15,9 +25,48 @@ def over(state: str = "", exit_code: int | None = None) -> JobView:
 
 @pytest.mark.parametrize("view", [over(exit_code=3), over(exit_code=0), over("FAILED", 3), over("FAILED"), over("COMPLETED")])
 def test_a_runtime_that_came_to_its_own_end_has_written_one(view: JobView) -> None:
-    """It is waited for as long as a network file system may hide it; less if there may be no record at all."""
+    """It is waited for as long as a network file system may hide it, whether some of it was seen or nothing."""
     assert settling(view, started=True, recorded=True) == settling(view, started=True, recorded=False) == OUT_OF_SIGHT
-    assert 10 <= settling(view, started=False, recorded=True) <= 20
+    assert settling(view, started=False, recorded=True) == OUT_OF_SIGHT
+
+
+TASK_FAILED = "srun: error: c1: task 0: Exited with exit code 9"
+FAILED, EXITED = over("FAILED"), over(exit_code=9)
+
+
+@pytest.mark.parametrize(
+    ("view", "started", "log", "waits"),
+    [
+        *((view, False, "no such module: ray", False) for view in (FAILED, EXITED)),
+        *((view, False, "", True) for view in (FAILED, EXITED)),
+        (replace(FAILED, reason="JobLaunchFailure"), False, "", False),
+        *((view, True, "no such module: ray", True) for view in (FAILED, EXITED)),
+        *((view, False, "Welcome to c1", True) for view in (over("COMPLETED"), over("COMPLETED", 0), over(exit_code=0))),
+    ],
+)
+def test_a_log_that_says_why_there_is_no_record_is_believed_before_that(
+    view: JobView, started: bool, log: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not if some of it was seen, nor of a success: a runtime tells of that in its record alone."""
+    connection = LocalConnection()
+    job = SlurmJob(
+        commands=connection,
+        queue=SharedQueue(connection, str(tmp_path), 1.0),
+        request=make_request(SlurmQueueConfig(), (), job_name="x", comment=""),
+        submitted=Submitted("1", 0.0),
+        directory=str(tmp_path),
+        queue_timeout=None,
+        over_ssh=False,
+        log=logging.getLogger("job"),
+    )
+    job._watch = replace(job._watch, final=view)
+    (tmp_path / "slurm.log").write_text(f"{TASK_FAILED}\nsrun: Terminating StepId=1.0\n")
+    (tmp_path / "node-0.log").write_text(log)
+    assert job.how_it_ended(started) is None, "it may just not be there yet"
+    monkeypatch.setattr(slurm_job, "_UNSEEN", 0.0)
+    assert (job.how_it_ended(started) is None) == waits
+    monkeypatch.setattr(slurm_job, "OUT_OF_SIGHT", 0.0)
+    assert job.how_it_ended(started) is not None
 
 
 @pytest.mark.parametrize("view", [over(exit_code=137), over("CANCELLED", 3), over("NODE_FAIL"), over("TIMEOUT", 143), LOST])

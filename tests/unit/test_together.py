@@ -577,7 +577,7 @@ def test_every_failure_is_named(outcomes: dict[str, str]) -> None:
 
 def test_logs_of_the_job_are_everybodys_and_those_of_a_record_its_own() -> None:
     class Job:
-        job_id, directory = "7", "/run"
+        job_id, directory, log = "7", "/run", None
         asked = 0
 
         def explain(self, evidence: Evidence) -> None:

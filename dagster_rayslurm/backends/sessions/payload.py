@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ...connections.base import Connection
 from ...follow import Evidence
 from ...interrupts import deferred_interrupts
-from ...runtime.record import CANCEL, JOURNAL, LineReader
+from ...runtime.record import JOURNAL, LineReader
+from ..end_order import EndOrder, cancel_file, order_text, write_order
 from ..slurm_job import STATE_DEADLINE, SlurmJob
 
 _QUIET = 2.0
@@ -22,7 +23,6 @@ _KILL_DEADLINE = 10.0
 """Seconds in which a payload without grace comes to its end, once it was told to."""
 _TELL_DEADLINE = 60.0
 """Seconds in which that can be told; as many as Slurm has to confirm the end of a job."""
-_TELL_INTERVAL = 1.0
 _ASK_AFTER = 60.0
 """Seconds of silence after which a session is asked whether it has the payload still: it may have ended, and the disk where
 that was to be written was full. The pauses to the next questions grow with the silence."""
@@ -84,12 +84,7 @@ class SessionPayload:
         self._log = log
         self._followed = False
         self._cancelled = False
-        self._untold: bytes | None = None
-        """What is still to be written so that the payload ends."""
-        self._told_at = -_TELL_INTERVAL
-        """When that was written, or last tried."""
-        self._problem = ""
-        """Why it cannot be written."""
+        self._order = EndOrder(partial(write_order, connection, run_dir), log)
         self._ask_at = _ASK_AFTER
         self._forgotten_since: float | None = None
         """Since when it is known that the session no longer has the payload."""
@@ -100,8 +95,7 @@ class SessionPayload:
 
     def ended(self, evidence: Evidence) -> str | None:
         self._followed = True
-        if self._untold is not None and time.monotonic() - self._told_at >= _TELL_INTERVAL:
-            self._tell()
+        self._order.see_to(evidence)
         silence = time.monotonic() - evidence.heard_at
         if self._is_forgotten(silence):
             evidence.unrecorded = (
@@ -131,49 +125,31 @@ class SessionPayload:
 
     def cancel(self, now: bool = False) -> None:
         self._cancelled = True
-        self._untold = json.dumps({"op": "cancel", "now": now}).encode()
-        self._tell()
-
-    def _tell(self) -> None:
-        """Ask for the payload's end; what cannot be written now is tried again by whoever waits for that."""
-        assert self._untold is not None
-        try:
-            self._connection.write(self._cancel_file, self._untold)
-            self._untold = None
-        except OSError as error:
-            if not self._problem:
-                self._log.warning(f"[rayslurm] the payload cannot be told to end, which is tried again: {error}")
-            self._problem = str(error)
-        self._told_at = time.monotonic()
-
-    @property
-    def _cancel_file(self) -> str:
-        return os.path.join(self._run_dir, CANCEL)
+        self._order.issue(now)
 
     def kill(self) -> None:
         """End the payload without grace. The session, which serves others, is left alone."""
         with deferred_interrupts():
             began = time.monotonic()
             self.cancel(now=True)
+            order, file = self._order, cancel_file(self._run_dir)
             while not self._is_over():
                 now = time.monotonic()
-                if self._untold is None and now - self._told_at > _KILL_DEADLINE:
+                if order.arrived and now - max(began, order.tried_at) > _KILL_DEADLINE:
                     self._log.error(
-                        f"[rayslurm] the payload may still run: {self._cancel_file} tells it to end, and session {self._name} "
-                        f"does not say that it has; run `scancel {self.job_id}` on {self._connection.place} to end the session "
-                        "and all it runs"
+                        f"[rayslurm] the payload may still run: {file} tells it to end, and session {self._name} does not say "
+                        f"that it has; run `scancel {self.job_id}` on {self._connection.place} to end the session and all it runs"
                     )
                     return
-                if self._untold is not None and now - began > _TELL_DEADLINE:
+                if not order.arrived and now - began > _TELL_DEADLINE:
                     self._log.error(
-                        f"[rayslurm] the payload may still run, as it could not be told to end ({self._problem}); run "
-                        f"`echo '{self._untold.decode()}' > {shlex.quote(self._cancel_file)}` on {self._connection.place}, or "
+                        f"[rayslurm] the payload may still run, as it could not be told to end ({order.problem}); run "
+                        f"`echo '{order_text(True)}' > {shlex.quote(file)}` on {self._connection.place}, or "
                         f"`scancel {self.job_id}` to end session {self._name} and all it runs"
                     )
                     return
                 time.sleep(_LOOK_INTERVAL)
-                if self._untold is not None and time.monotonic() - self._told_at >= _TELL_INTERVAL:
-                    self._tell()
+                order.repeat()
 
     def _is_over(self) -> bool:
         """Whether its end is written, or its session has ended."""

@@ -1,0 +1,149 @@
+"""The order that a payload ends: given until it has arrived, and no longer than somebody waits for it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm.backends import end_order
+from dagster_rayslurm.backends.batch_job import BatchJob
+from dagster_rayslurm.backends.end_order import EndOrder
+from dagster_rayslurm.backends.together_batch import PartJob, _Shared
+from dagster_rayslurm.connections.base import Completed, ConnectionLost
+from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.follow import Evidence
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[[str], None]:
+        return self.lines.append
+
+
+class Scene:
+    """An order that arrives after some tries have failed."""
+
+    def __init__(self, failing: int) -> None:
+        self.now, self.failing = 1000.0, failing
+        self.log, self.given = Log(), list[bool]()
+        self.evidence = Evidence()
+        self.order = EndOrder(self._give, self.log)
+
+    def _give(self, now: bool) -> None:
+        self.given.append(now)
+        if len(self.given) <= self.failing:
+            raise ConnectionLost("no way")
+
+    def wait(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.1
+            self.order.see_to(self.evidence)
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Scene]:
+    def make(failing: int) -> Scene:
+        made = Scene(failing)
+        monkeypatch.setattr(end_order, "time", SimpleNamespace(monotonic=lambda: made.now))
+        return made
+
+    return make
+
+
+def test_nothing_is_ordered_before_somebody_does(scene: Callable[[int], Scene]) -> None:
+    there = scene(0)
+    there.wait(5)
+    assert there.given == [] and there.order.now is None and not there.order.arrived
+
+
+def test_it_is_given_each_second_until_it_has_arrived(scene: Callable[[int], Scene]) -> None:
+    there = scene(4)
+    there.order.issue(False)
+    there.wait(3)
+    assert 3 <= len(there.given) <= 4 and not there.order.arrived and there.evidence.unreachable is None
+    there.wait(10)
+    assert there.given == 5 * [False] and there.order.arrived and there.order.problem is None
+    assert there.log.lines == ["[rayslurm] the payload cannot be told to end, which is tried again: no way"]
+
+
+def test_one_that_leaves_no_time_is_given_at_once_and_once(scene: Callable[[int], Scene]) -> None:
+    there = scene(0)
+    for now in (False, False, True, True, False):
+        there.order.issue(now)
+        there.wait(2)
+    assert there.given == [False, True] and there.order.now
+
+
+def test_nobody_waits_for_one_that_leaves_no_time_and_cannot_be_given(scene: Callable[[int], Scene]) -> None:
+    there = scene(1000)
+    there.order.issue(False)
+    there.wait(60)
+    assert there.evidence.unreachable is None
+    there.order.issue(True)
+    there.wait(0.1)
+    assert there.evidence.unreachable == "no way" and len(there.log.lines) == 1
+
+
+class Job:
+    """A job that Slurm does not confirm to be over."""
+
+    job_id, cancelled = "7", False
+    view = SimpleNamespace(kind="running", over=False)
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.log = str(directory), Log()
+        self.did: list[str] = []
+
+    def observe(self, *_: Any) -> bool:
+        return True
+
+    def how_it_ended(self, started: bool) -> None:
+        return None
+
+    def now(self) -> float:
+        return 0.0
+
+    def confirm_gone(self, patience: float = 0.0) -> None:
+        self.did.append("confirm")
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_job_that_does_not_go_is_waited_for_once(parts: int, tmp_path: Path) -> None:
+    """Whoever kills it and then lets go of it, and for how many payloads."""
+    job, shared = Job(tmp_path), _Shared()
+    attempts: list[BatchJob] = [BatchJob(job, LocalConnection(), "c")]  # type: ignore[arg-type]
+    if parts > 1:
+        attempts = [PartJob(job, LocalConnection(), "c", f"{tmp_path}/{name}", shared) for name in "ab"]  # type: ignore[arg-type]
+    for attempt in attempts:
+        attempt.kill()
+    for attempt in attempts:
+        attempt.release(Evidence())
+    assert job.did == ["confirm"]
+
+
+def test_whom_a_job_is_to_be_ended_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm is asked again until it takes it, but not once a runtime is known to be at work; that one is told by its file."""
+    job, order, commands = Job(tmp_path), tmp_path / "cancel.json", LocalConnection()
+    asked: list[str] = []
+
+    def run(command: list[str], **_: Any) -> Completed:
+        asked.append(" ".join(command[-2:]))
+        return Completed(0, b"", b"scancel: error: Unable to contact slurm controller\n")
+
+    monkeypatch.setattr(commands, "run", run)
+    attempt = BatchJob(job, commands, "c")  # type: ignore[arg-type]
+    attempt.cancel()
+    for _ in range(2):
+        attempt._order.tried_at -= 1.0
+        attempt.ended(Evidence())
+    assert asked == 3 * ["scancel 7"] and not order.exists() and job.cancelled
+    for _ in range(2):
+        attempt._order.tried_at -= 1.0
+        attempt.ended(Evidence(started_at=1.0))
+    assert len(asked) == 3 and order.read_text() == '{"op": "cancel", "now": false}'
+    assert len(job.log.lines) == 1 and "Unable to contact" in job.log.lines[0]
