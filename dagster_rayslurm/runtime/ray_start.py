@@ -343,7 +343,8 @@ class RayStart:
             return self._fail(self._problem)
         clash = any(_CLASH.search(text) for text in self.log_tails().values())
         slow = _SLOW_AGENT.search(tail_file(os.path.join(self._logs, "raylet.err"), lines=200)) is not None
-        why = "a port was taken meanwhile" if clash else "Ray's agents were not up within its own limit of 15 s"
+        # Agents that are late may well tell of ports, too.
+        why = "Ray's agents were not up within its own limit of 15 s" if slow else "a port was taken meanwhile"
         if self._attempt < _ATTEMPTS and (clash or slow):  # Files that were read once are read faster.
             self._on_phase("cluster-start", "%s; trying Ray on node %s again" % (why, node))
             return self._start_ray()

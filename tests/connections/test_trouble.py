@@ -367,6 +367,7 @@ def cut_by_firewall(server: Sshd) -> Iterator[tuple[str, int, Callable[[], None]
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.thorough
 def test_a_cut_of_a_minute(connect: Connect, sshd: Callable[..., Sshd], openssh_there: None) -> None:
     """A reader as the follower is one: it goes on within 5 s after the cut, with both clients and both kinds of cut."""
     resumed: dict[str, float] = {}

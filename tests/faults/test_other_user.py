@@ -82,20 +82,23 @@ def open_to_all(site: Site) -> str:
 def traps(site: Site) -> Iterator[str]:
     """Names that can be foreseen, taken beforehand by the stranger; all lead to a directory where nothing of the user may be."""
     trap, uid = "/tmp/trap", site.stack.exec("edge", ["id", "-u", "dev"]).strip()
-    script = (
-        'umask 0; mkdir -p "$1"; cd /tmp; '
-        'for each in ray "rayslurm-$2" rs-00000000 "rayslurm-ports-$2"; do ln -sfn "$1" "$each"; done'
-    )
+    names = f"ray rayslurm-{uid} rs-00000000 rayslurm-ports-{uid}"
+    plant = f'umask 0; mkdir -p "$1"; cd /tmp; for each in {names}; do ln -sfn "$1" "$each" || exit; done'
     places = ("edge", "c1", "c2", "g1", "g2")
-    for service in places:
-        site.stack.exec(service, ["sh", "-c", script, "sh", trap, uid], user="other")
-    yield trap
-    for service in places:
-        found = site.stack.exec(service, ["find", trap, "-mindepth", "1", "-user", "dev"])
-        site.stack.exec(
-            service, ["sh", "-c", 'cd /tmp; rm -rf "$1" ray "rayslurm-$2" rs-00000000 "rayslurm-ports-$2"', "sh", trap, uid]
-        )
-        assert not found, (service, found)
+
+    def clear(service: str) -> None:
+        site.stack.exec(service, ["sh", "-c", f'cd /tmp; rm -rf "$1" {names}', "sh", trap])
+
+    try:
+        for service in places:
+            clear(service)  # The user's own, from before.
+            site.stack.exec(service, ["sh", "-c", plant, "sh", trap], user="other")
+        yield trap
+        found = {service: site.stack.exec(service, ["find", trap, "-mindepth", "1", "-user", "dev"]) for service in places}
+    finally:
+        for service in places:
+            clear(service)
+    assert not any(found.values()), found
 
 
 def listening(site: Site, service: str) -> list[tuple[str, int]]:
