@@ -49,8 +49,6 @@ class BatchJob:
         self._fresh_at = time.monotonic()
         self._ending = False
         self._order = EndOrder(self._give, job.log)
-        self._confirmed = False
-        """Whether it was waited for that Slurm calls the job over, which is done once."""
 
     @property
     def waiting(self) -> bool:
@@ -105,12 +103,7 @@ class BatchJob:
 
     def kill(self) -> None:
         self._job.cancelled = True
-        self._confirm_gone()
-
-    def _confirm_gone(self, patience: float = 0.0) -> None:
-        if not self._confirmed:
-            self._confirmed = True
-            self._job.confirm_gone(patience)
+        self._job.confirm_gone()
 
     def explain(self, evidence: Evidence) -> None:
         if evidence.job is None:
@@ -128,11 +121,11 @@ class BatchJob:
         """See to it that a job which was to be ended is over; one that ended by itself needs nobody."""
         reason = (evidence.end or {}).get("reason")
         if self._job.cancelled or (not evidence.started and not self._job.view.over):
-            self._confirm_gone()
+            self._job.confirm_gone()
         elif self._ending or evidence.nodes_lost or reason in _SRUN_MAY_WAIT:
             if reason == _TERMINATED and not self._ending:
                 self.explain(evidence)  # Slurm's reason, while it is not the cancellation to come.
-            self._confirm_gone(_PATIENCE)
+            self._job.confirm_gone(_PATIENCE)
 
     def _started_at(self, evidence: Evidence) -> float | None:
         """When the job's record started, if it has."""

@@ -97,7 +97,7 @@ class SlurmJob:
         self._told = ""
         self._trouble: str | None = None
         self._over_since: float | None = None
-        self._gone = False
+        self._confirmed = False
         self._asked_at = 0.0
         self._rows: tuple[QueueRow, ...] = ()
         """Of its components; none for a job that is none of several."""
@@ -342,12 +342,13 @@ class SlurmJob:
             self.log.warning(f"[rayslurm] the job goes on, but its state cannot be asked for: {trouble}")
 
     def confirm_gone(self, patience: float = 0.0) -> None:
-        """Repeat the cancellation until Slurm agrees that the job is over."""
-        if self._gone:
+        """Repeat the cancellation until Slurm agrees that the job is over; a job that does not go is waited for once."""
+        if self._confirmed:
             return
+        self._confirmed = True
         with deferred_interrupts():
-            self._gone = wait_until_gone(self._commands, self.number, patience)
-        if not self._gone:
+            gone = wait_until_gone(self._commands, self.number, patience)
+        if not gone:
             self.log.error(
                 f"[rayslurm] Slurm job {self.job_id} may still be there: it was cancelled, and Slurm has not confirmed its end; "
                 f"run `scancel {self.job_id}` on {self._commands.place}"

@@ -135,12 +135,10 @@ class _Shared:
     Attributes:
         starts: when the records of its components started, by run directory.
         explained: what Slurm and the job's logs tell, once they were asked.
-        confirmed: whether it was waited for that Slurm calls the job over.
     """
 
     starts: dict[str, float] = field(default_factory=dict)
     explained: Evidence | None = None
-    confirmed: bool = False
 
 
 class PartJob(BatchJob):
@@ -162,11 +160,6 @@ class PartJob(BatchJob):
         # Another one's record may have started since this one was looked at.
         self._started = self._started or (bool(self._shared.starts) and self._job.view.kind != "pending")
         super()._give(now)
-
-    def _confirm_gone(self, patience: float = 0.0) -> None:
-        self._confirmed = self._shared.confirmed
-        super()._confirm_gone(patience)
-        self._shared.confirmed = True
 
     def explain(self, evidence: Evidence) -> None:
         found = self._shared.explained

@@ -10,14 +10,11 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from ..runtime.duration import parse_duration
 from ..runtime.nodelist import expand_nodelist
 from .snapshot import parse_count
 from .states import TERMINAL
-
-N = TypeVar("N", int, float)
 
 SACCT_FIELDS = (
     "JobID",
@@ -367,6 +364,6 @@ def _nodes(text: str) -> list[str]:
         return [text]
 
 
-def _sum(amounts: Iterable[N | None]) -> N | None:
+def _sum(amounts: Iterable[int | None]) -> int | None:
     known = [amount for amount in amounts if amount is not None]
-    return sum(known[1:], start=known[0]) if known else None
+    return sum(known) if known else None

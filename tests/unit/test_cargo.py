@@ -10,6 +10,8 @@ from dagster_rayslurm.backends import cargo
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.plan import make_plan
 
+from .lines import Log
+
 
 def test_a_file_here_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no fault of the directory on the cluster."""
@@ -58,10 +60,10 @@ def test_modules_that_a_script_imports_from_beside_it_are_named(tmp_path: Path) 
         (tmp_path / path).write_text("")
     log = Log()
     packed(script).warn(log)
-    assert len(log.said) == 1 and "train.py imports a_package, helpers from beside it" in log.said[0]
+    assert len(log.lines) == 1 and "train.py imports a_package, helpers from beside it" in log.lines[0]
     log = Log()
     packed(script, working_dir=str(tmp_path)).warn(log)
-    assert not log.said, "it is sent"
+    assert not log.lines, "it is sent"
 
 
 @pytest.mark.parametrize("text", [b"import helpers", b"helpers = 1", b"import helpers(", b"\0", b"\xff\xfe", b"(" * 9999])
@@ -70,14 +72,4 @@ def test_a_script_is_sent_whatever_is_in_it(text: bytes, tmp_path: Path) -> None
     script.write_bytes(text)
     (tmp_path / "helpers.py").write_text("")
     packed(script).warn(log)
-    assert bool(log.said) == (text == b"import helpers")
-
-
-class Log:
-    """A log that keeps its warnings."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def warning(self, text: str) -> None:
-        self.said.append(text)
+    assert bool(log.lines) == (text == b"import helpers")

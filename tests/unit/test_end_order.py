@@ -7,21 +7,16 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends import end_order
+from dagster_rayslurm.backends import end_order, slurm_job
 from dagster_rayslurm.backends.batch_job import BatchJob
 from dagster_rayslurm.backends.end_order import EndOrder
+from dagster_rayslurm.backends.slurm_job import SlurmJob
 from dagster_rayslurm.backends.together_batch import PartJob, _Shared
 from dagster_rayslurm.connections.base import Completed, ConnectionLost
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.follow import Evidence
 
-
-class Log:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __getattr__(self, name: str) -> Callable[[str], None]:
-        return self.lines.append
+from .lines import Log
 
 
 class Scene:
@@ -92,12 +87,12 @@ def test_nobody_waits_for_one_that_leaves_no_time_and_cannot_be_given(scene: Cal
 class Job:
     """A job that Slurm does not confirm to be over."""
 
-    job_id, cancelled = "7", False
+    job_id, number, cancelled = "7", 7, False
     view = SimpleNamespace(kind="running", over=False)
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.log = str(directory), Log()
-        self.did: list[str] = []
+        self._confirmed, self._commands = False, LocalConnection()
 
     def observe(self, *_: Any) -> bool:
         return True
@@ -108,14 +103,15 @@ class Job:
     def now(self) -> float:
         return 0.0
 
-    def confirm_gone(self, patience: float = 0.0) -> None:
-        self.did.append("confirm")
+    confirm_gone = SlurmJob.confirm_gone
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_job_that_does_not_go_is_waited_for_once(parts: int, tmp_path: Path) -> None:
+def test_a_job_that_does_not_go_is_waited_for_once(parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever kills it and then lets go of it, and for how many payloads."""
     job, shared = Job(tmp_path), _Shared()
+    waits: list[int] = []
+    monkeypatch.setattr(slurm_job, "wait_until_gone", lambda _, job_id, patience: waits.append(job_id))
     attempts: list[BatchJob] = [BatchJob(job, LocalConnection(), "c")]  # type: ignore[arg-type]
     if parts > 1:
         attempts = [PartJob(job, LocalConnection(), "c", f"{tmp_path}/{name}", shared) for name in "ab"]  # type: ignore[arg-type]
@@ -123,7 +119,7 @@ def test_a_job_that_does_not_go_is_waited_for_once(parts: int, tmp_path: Path) -
         attempt.kill()
     for attempt in attempts:
         attempt.release(Evidence())
-    assert job.did == ["confirm"]
+    assert waits == [7] and len(job.log.lines) == 1 and "may still be there" in job.log.lines[0]
 
 
 def test_whom_a_job_is_to_be_ended_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.outcome import asks_slurm, judge
 from dagster_rayslurm.runtime.record import encode
 
+from .lines import Log
+
 
 class Clock:
     """Time that passes when somebody sleeps."""
@@ -28,14 +30,6 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-
-
-class Log:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __getattr__(self, name: str) -> Callable[[str], None]:
-        return self.lines.append
 
 
 class Job:

@@ -43,6 +43,7 @@ from dagster_rayslurm.slurm.request import JobRequest, make_request
 from dagster_rayslurm.slurm.submit import ClaimTaken, SubmissionRefused, Submitted, submit
 
 from ..conftest import wait_until
+from .lines import Log
 
 # A Slurm of files: a directory for each job, with its name and state in it. What is submitted announces itself at once.
 FAKE = """\
@@ -93,14 +94,6 @@ elif program == "sinfo":
 """
 
 ANNOUNCED = {"protocol": PROTOCOL_VERSION, "hosts": ["n"], "port": 1, "key": "00", "pid": 1, "hostname": "n", "closing": None}
-
-
-class Log:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __getattr__(self, name: str) -> Callable[[str], None]:
-        return self.lines.append
 
 
 @dataclass

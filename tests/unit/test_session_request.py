@@ -23,19 +23,13 @@ from dagster_rayslurm.runtime.record import encode
 from dagster_rayslurm.slurm.request import make_request
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
 
+from .lines import Log
+
 OK = {"ok": True, "cluster_id": "x"}
 DUPLICATE = {"ok": False, "error": "duplicate"}
 CLOSING = {"ok": False, "error": "closing", "message": "it ends"}
 LOST = AnswerLost("the answer is lost")
 NOBODY = Unreachable("nobody is there")
-
-
-class Log:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __getattr__(self, name: str) -> Callable[[str], None]:
-        return self.lines.append
 
 
 class Way:
