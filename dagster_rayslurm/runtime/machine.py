@@ -86,7 +86,8 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
     Slurm sets `CUDA_VISIBLE_DEVICES`, `ROCR_VISIBLE_DEVICES` or `ZE_AFFINITY_MASK`, by the maker of the GPUs (gres.conf(5)),
     and `SLURM_GPUS_ON_NODE` and `SLURM_STEP_GPUS` in any case (srun(1), Slurm 22.05). "NoDevFiles" and "-1" mean none;
-    Slurm and CUDA use them.
+    Slurm and CUDA use them. Where Slurm sets none of these, the GPUs that the driver lists may be those of other jobs, unless
+    the job holds the whole node, as it does at sites whose Slurm does not know of GPUs.
     """
     if "CUDA_VISIBLE_DEVICES" in environ:
         return len(_devices(environ["CUDA_VISIBLE_DEVICES"]))
@@ -101,7 +102,15 @@ def count_gpus(environ: Mapping[str, str]) -> int:
         return int(granted)
     if "SLURM_STEP_GPUS" in environ:
         return len(_devices(environ["SLURM_STEP_GPUS"]))
+    if "SLURM_JOB_ID" in environ and not _holds_all_cpus(environ):
+        return 0
     return len(list_gpus())
+
+
+def _holds_all_cpus(environ: Mapping[str, str]) -> bool:
+    """Whether a Slurm job has every CPU of this node, so that no other job runs here; no variable says `--exclusive`."""
+    granted = environ.get("SLURM_CPUS_ON_NODE", "")
+    return granted.isdigit() and int(granted) >= (os.cpu_count() or 1)
 
 
 def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]]:

@@ -64,6 +64,27 @@ def test_gpus_of_the_driver_where_nothing_restricts(tmp_path: Path, monkeypatch:
     assert machine.detect().num_gpus == 0
 
 
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, 2),
+        ({"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "2"}, 0),
+        ({"SLURM_JOB_ID": "7"}, 0),
+        ({"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "8"}, 2),
+        ({"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "2", "SLURM_GPUS_ON_NODE": "1"}, 1),
+    ],
+)
+def test_a_slurm_job_claims_no_gpus_of_other_jobs(
+    environ: dict[str, str], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA H200\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert machine.count_gpus(environ) == count
+
+
 def test_a_driver_that_does_not_answer_grants_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = tmp_path / "nvidia-smi"
     fake.write_text("#!/bin/sh\necho NVIDIA H200\nexec sleep 30\n")
