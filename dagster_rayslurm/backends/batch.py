@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ from ..slurm.cancellation import cancel_named, wait_until_gone
 from ..slurm.commands import slurm_commands
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.queue import ask_queue, shared_queue
-from ..slurm.request import JobRequest, job_comment, job_name, make_request
+from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request
 from ..slurm.script import render_script
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_ID, JOB_SCRIPT, SubmissionRefused, submit
@@ -247,6 +248,12 @@ def sweep_in_background(connection: Connection, base: str, retention_days: float
     threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
 
 
+def nonce_of_cluster(cluster_id: str) -> str | None:
+    """The nonce in a cluster's name, with which the name of its job ends; None if this is not the name of a cluster."""
+    match = re.fullmatch(rf"{CLUSTER}([0-9a-f]{{12}})", cluster_id)
+    return match[1] if match else None
+
+
 def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
     """Cancel the job of a cluster; False if there is none.
 
@@ -254,11 +261,12 @@ def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
         StartError: Slurm does not confirm its end.
         OSError: Slurm cannot be asked.
     """
-    nonce = cluster_id.removeprefix(CLUSTER)
-    if not nonce or nonce == cluster_id:
+    nonce = nonce_of_cluster(cluster_id)
+    if nonce is None:
         return False
     commands = slurm_commands(connection_to(slurm.ssh))
-    jobs = [row.job_id for row in ask_queue(commands).named(f"-{nonce}") if row.leads and row.state not in TERMINAL]
+    own = [row for row in ask_queue(commands).rows if is_job_of(row.name, nonce)]
+    jobs = [row.job_id for row in own if row.leads and row.state not in TERMINAL]
     for job_id in jobs:
         if not wait_until_gone(commands, job_id):
             raise StartError("runtime", f"Slurm does not confirm the end of job {job_id}; run `scancel {job_id}`")

@@ -18,6 +18,7 @@ _INVISIBLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LONG_OPTION = re.compile(r"--([A-Za-z][A-Za-z0-9-]*)(=.*)?")
 _GPUS = re.compile(r"--(gpus(-per-(socket|task))?=|(gres|tres-per-task)=(.*[,/])?gpu([:=,]|$))")
 
+_OURS = "rayslurm-"
 _MAX_STEP = 40
 _MAX_COMMENT = 500
 """Bytes; slurmctld refuses strings of more than 1024 (tried on 22.05 and 24.11)."""
@@ -241,7 +242,12 @@ def check_extra_sbatch(queue: SlurmQueueConfig) -> None:
 
 def job_name(step_key: str, nonce: str) -> str:
     """A name that tells an administrator what runs, and by which the job is found again: it ends in the nonce."""
-    return f"rayslurm-{_UNSAFE.sub('_', step_key)[:_MAX_STEP]}-{nonce}"
+    return f"{_OURS}{_UNSAFE.sub('_', step_key)[:_MAX_STEP]}-{nonce}"
+
+
+def is_job_of(name: str, nonce: str) -> bool:
+    """Whether a job's name is one that `job_name` makes with this nonce."""
+    return name.startswith(_OURS) and name.endswith(f"-{nonce}")
 
 
 def job_comment(run_id: str, step_key: str, partition_key: str | None) -> str:

@@ -93,9 +93,9 @@ class QueueSnapshot:
         own = [each for each in self.rows if "+" in each.label and each.leader == leader]
         return tuple(sorted(own, key=lambda each: each.job_id))
 
-    def named(self, word: str) -> tuple[QueueRow, ...]:
-        """The rows of jobs whose names contain a word."""
-        return tuple(row for row in self.rows if word in row.name)
+    def named(self, name: str) -> tuple[QueueRow, ...]:
+        """The rows of jobs with exactly this name."""
+        return tuple(row for row in self.rows if row.name == name)
 
 
 def render_snapshot(snapshot: QueueSnapshot) -> bytes:

@@ -27,11 +27,11 @@ from ...slurm.cancellation import cancel_named
 from ...slurm.commands import slurm_commands
 from ...slurm.config import SlurmResource
 from ...slurm.queue import SharedQueue, shared_queue
-from ...slurm.request import JobRequest, job_comment, job_name
+from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
 from ...slurm.submit import JOB_SCRIPT, OFFER, ClaimTaken, SubmissionRefused, Submitted, submit
 from .. import left_behind
 from ..base import Attempt, Hold, Step
-from ..batch import CLUSTER, absolute, check_paths, data_dir_of, sweep_in_background
+from ..batch import CLUSTER, absolute, check_paths, data_dir_of, nonce_of_cluster, sweep_in_background
 from ..cargo import base_errors, deliver, pack
 from ..rundir import Layout, run_files
 from ..slurm_job import SlurmJob
@@ -128,12 +128,12 @@ def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
         StartError: Slurm does not confirm its end.
         OSError: the cluster cannot be reached, or Slurm cannot be asked.
     """
-    nonce = cluster_id.removeprefix(CLUSTER)
-    if not nonce or nonce == cluster_id:
+    nonce = nonce_of_cluster(cluster_id)
+    if nonce is None:
         return False
     connection = connection_to(slurm.ssh)
     there = list_generations(connection, absolute(connection, slurm.remote_base))
-    own = [each for each in there if each.job_name.endswith(f"-{nonce}")]
+    own = [each for each in there if is_job_of(each.job_name, nonce)]
     return bool(own) and end_generations(connection, own)
 
 
