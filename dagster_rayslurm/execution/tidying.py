@@ -11,11 +11,14 @@ from ..backends.base import Place
 from ..backends.rundir import sweep_old
 from ..connections.base import Connection, ConnectionFailed
 from ..follow import Evidence
+from ..runtime.record import Record
 from ..runtime.spec import is_passable
 from .policy import Policy
 
 _RETRY = 5.0
 """Seconds between two tries to bring outputs back over a connection that is lost."""
+_SHOWN = 5
+"""Files that a warning names."""
 _SWEEP_INTERVAL = 3600.0
 _last_sweep: dict[tuple[str, Path], float] = {}
 
@@ -56,6 +59,23 @@ def _bring_back(connection: Connection, source: str, target: str, patience: floa
             if not error.temporary or time.monotonic() > deadline:
                 raise
             time.sleep(_RETRY)
+
+
+def what_is_missing(end: Record, succeeded: bool) -> list[str]:
+    """Warnings about output and files that the run directory has, or lost, and the user does not get.
+
+    Args:
+        end: the payload's `end`.
+        succeeded: whether the payload did; one that failed need not have made any files.
+    """
+    warnings = []
+    if dropped := end.get("stdio_dropped"):
+        warnings.append(f"{dropped} characters of output were not recorded: max_stdio_mb was reached, or the disk was full")
+    left_out = [*(end.get("outputs_failed") or ()), *(end.get("outputs_left_out", ()) if succeeded else ())]
+    if left_out:
+        more = f"; and {len(left_out) - _SHOWN} more, see the metadata" if len(left_out) > _SHOWN else ""
+        warnings.append(f"outputs left out: {'; '.join(left_out[:_SHOWN])}{more}")
+    return warnings
 
 
 def discard(connection: Connection, path: str) -> None:

@@ -27,7 +27,7 @@ from ..plan import Plan, nonce_of, run_dir_name
 from ..runtime.record import SECRETS, component_dir
 from .earlier import Notes
 from .policy import Policy
-from .tidying import discard, fetch_outputs, sweep
+from .tidying import discard, fetch_outputs, sweep, what_is_missing
 from .to_the_end import Followed, follow_to_the_end
 
 Start = Callable[[Mapping[Any, Plan], str, PipesContextData, Step, Hold], Mapping[Any, Attempt]]
@@ -170,9 +170,19 @@ class Underway:
         outputs = self._outputs if part.component is None else self._outputs / part.component
         patience = self._policy.connection_loss_timeout
         error = fetch_outputs(part.evidence, self._place.connection, part.run_dir, outputs, patience)
-        self._stranded = self._stranded or error is not None
-        if error is not None and verdict.kind is None:
+        end = part.evidence.end or {}
+        for warning in what_is_missing(end, verdict.kind is None):
+            self._context.log.warning(f"[rayslurm] {part.whose}{warning}")
+        not_copied = end.get("outputs_failed") or []
+        self._stranded = self._stranded or error is not None or bool(not_copied)
+        if verdict.kind is None and error is not None:
             return Verdict("record", f"the payload succeeded, but its outputs cannot be brought back: {error}")
+        if verdict.kind is None and not_copied:
+            sentence = (
+                f"the payload succeeded, but an output could not be copied, which stays in the run directory: {not_copied[0]}"
+            )
+            others = f"; the others are in {outputs}" if end.get("outputs") else ""
+            return Verdict("record", sentence + others)
         return verdict
 
     def tidy_up(self, verdict: Verdict) -> str | None:

@@ -46,8 +46,8 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
     metadata.update(_usage_metadata(end.get("usage") or {}, cpus_of(context)))
     if end.get("stdio_dropped"):
         metadata["Output not recorded (characters)"] = end["stdio_dropped"]
-    if end.get("outputs_left_out"):
-        metadata["Outputs left out"] = _code("\n".join(end["outputs_left_out"]))
+    if left_out := [*(end.get("outputs_failed") or ()), *end.get("outputs_left_out", ())]:
+        metadata["Outputs left out"] = _code("\n".join(left_out))
     return metadata
 
 

@@ -9,18 +9,37 @@ import contextlib
 import glob
 import os
 import shutil
-from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
+import stat
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from .aside import Aside
 from .loop import Loop
 
 Entry = Dict[str, Union[str, int]]
-Collected = Tuple[List[Entry], List[str]]
-"""What was copied, as name and size; and a sentence for each file or pattern that was not."""
+
+
+class Collected(NamedTuple):
+    """The result of copying the outputs of one payload.
+
+    Attributes:
+        taken: name and size of each copied file.
+        left_out: one sentence for each pattern without a match, and for each file that is too large or no longer there.
+        failed: one sentence for each file that should have been copied and could not be.
+    """
+
+    taken: List[Entry]
+    left_out: List[str]
+    failed: List[str]
+
+
+NOTHING = Collected([], [], [])
+
 
 _SMALL_BYTES = 4 * 2**20
 _SMALL_NUMBER = 32
 """What is copied at once: on a network file system that takes some milliseconds, as a process of its own does."""
+_MOST_SENTENCES = 50
+"""The `end` has to fit into the space that is set aside for it, whatever the number of files."""
 
 
 class Collection:
@@ -42,23 +61,23 @@ class Collection:
         target: str,
         patterns: Sequence[str],
         max_bytes: int,
-        done: Callable[[List[Entry], List[str]], None],
+        done: Callable[[Collected], None],
     ) -> None:
-        self._done: Optional[Callable[[List[Entry], List[str]], None]] = done
+        self._done: Optional[Callable[[Collected], None]] = done
         self._aside: Optional[Aside] = None
 
         def everything() -> Collected:
             try:
                 return collect_outputs(work_dir, target, patterns, max_bytes)
             except OSError as error:
-                return [], ["all of them: %s" % error.strerror]
+                return Collected([], [], ["all of them: %s" % error.strerror])
 
         if patterns:
             with contextlib.suppress(OSError):  # No other process, or no such directory.
                 if _is_much(work_dir, patterns, max_bytes):
                     self._aside = Aside(loop, everything, self._copied)
         if self._aside is None:
-            self._finish(everything() if patterns else ([], []))
+            self._finish(everything() if patterns else NOTHING)
 
     @property
     def pid(self) -> Optional[int]:
@@ -69,15 +88,18 @@ class Collection:
         """Have it done at once, without what is not there yet."""
         if self._aside is not None and self._done is not None:
             self._aside.end()
-            self._finish(([], ["all of them: %s while they were copied" % why]))
+            self._finish(Collected([], ["all of them: %s while they were copied" % why], []))
 
-    def _copied(self, result: Optional[Collected]) -> None:
-        self._finish(([], ["all of them: the process that copied them failed"]) if result is None else result)
+    def _copied(self, result: Optional[Sequence[List[Any]]]) -> None:
+        """Take what the other process copied, as JSON gives it back; None if that process failed."""
+        self._finish(
+            Collected([], [], ["all of them: the process that copied them failed"]) if result is None else Collected(*result)
+        )
 
     def _finish(self, result: Collected) -> None:
         done, self._done = self._done, None
         if done is not None:
-            done(*result)
+            done(result)
 
 
 def _is_much(work_dir: str, patterns: Sequence[str], max_bytes: int) -> bool:
@@ -101,23 +123,47 @@ def collect_outputs(work_dir: str, target: str, patterns: Sequence[str], max_byt
         target: directory that the files are copied to, under their path relative to `work_dir`.
         patterns: shell patterns as `glob.glob` takes them; `**` crosses directories.
         max_bytes: cap on the sum of sizes.
-
-    Raises:
-        OSError: a file cannot be read or written.
     """
     found, left_out = _find(work_dir, patterns)
     taken: List[Entry] = []
+    failed: List[str] = []
     total = 0
     for name, size in sorted(found.items(), key=lambda item: (item[1], item[0])):
         if total + size > max_bytes:
             left_out.append("%s (%d bytes) exceeds what is left of the limit of %d bytes" % (name, size, max_bytes))
             continue
+        source = os.path.join(work_dir, name)
+        try:
+            _copy(source, os.path.join(target, name))
+        except OSError as error:
+            if os.path.lexists(source):
+                failed.append("%s: %s" % (name, error.strerror or error))
+            else:
+                left_out.append("%s was removed before it could be copied" % name)
+            continue
         total += size
-        copy = os.path.join(target, name)
-        os.makedirs(os.path.dirname(copy), exist_ok=True)
-        shutil.copyfile(os.path.join(work_dir, name), copy)
         taken.append({"name": name, "size": size})
-    return taken, left_out
+    return Collected(taken, _shortened(left_out), _shortened(failed))
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy one file, and leave nothing behind if that fails.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    try:
+        shutil.copyfile(source, target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(target)
+        raise
+
+
+def _shortened(sentences: List[str]) -> List[str]:
+    more = len(sentences) - _MOST_SENTENCES
+    return sentences if more <= 0 else [*sentences[:_MOST_SENTENCES], "and %d more" % more]
 
 
 def _find(work_dir: str, patterns: Sequence[str]) -> Tuple[Dict[str, int], List[str]]:
@@ -125,10 +171,15 @@ def _find(work_dir: str, patterns: Sequence[str]) -> Tuple[Dict[str, int], List[
     found: Dict[str, int] = {}
     missing = []
     for pattern in patterns:
-        names = [name for name in _matches(work_dir, pattern) if os.path.isfile(os.path.join(work_dir, name))]
-        if not names:
+        sizes = {}
+        for name in _matches(work_dir, pattern):
+            with contextlib.suppress(OSError):  # It has been removed since.
+                status = os.stat(os.path.join(work_dir, name))
+                if stat.S_ISREG(status.st_mode):
+                    sizes[name] = status.st_size
+        if not sizes:
             missing.append("no file that the payload made matches %r" % pattern)
-        found.update({name: os.path.getsize(os.path.join(work_dir, name)) for name in names})
+        found.update(sizes)
     return found, missing
 
 

@@ -12,14 +12,14 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set
+from typing import Any, Callable, Dict, List, Optional, Set
 
 from . import processes
 from .end import End, Ending, defect
 from .loop import Loop
 from .measurement import Measurement
 from .messages import MessageFile
-from .outputs import Collection, Entry
+from .outputs import NOTHING, Collected, Collection
 from .payload_process import PayloadProcess
 from .payload_record import PayloadRecord
 from .record import RunRecord, tail_lines
@@ -337,25 +337,25 @@ class Payload:
         target = os.path.join(self.run_dir, "outputs")
         patterns = self.spec.outputs if self._started_at is not None else []
 
-        def copied(taken: List[Entry], left_out: List[str]) -> None:
-            self.safely(lambda: self._conclude(end, ended_at, taken, left_out))
+        def copied(outputs: Collected) -> None:
+            self.safely(lambda: self._conclude(end, ended_at, outputs))
 
         outputs = Collection(self.loop, self._work_dir, target, patterns, self.spec.max_output_bytes, copied)
         if not self.ended:
             self._outputs = outputs
             self.record.phase("outputs", "copying the outputs")
 
-    def _conclude(self, end: End, ended_at: float, taken: List[Entry], left_out: List[str]) -> None:
+    def _conclude(self, end: End, ended_at: float, outputs: Collected) -> None:
         """Write the one `end`."""
         if self.ended:
             return  # A defect has ended it.
         self._timers.cancel_all()
         end = self.ending.verdict or end
         self.ended = True
-        self.record.end(self._end_record(end, ended_at, taken, left_out))
+        self.record.end(self._end_record(end, ended_at, outputs))
         self._tell_ended()
 
-    def _end_record(self, end: End, ended_at: float, taken: Sequence[Entry] = (), left_out: Sequence[str] = ()) -> Dict[str, Any]:
+    def _end_record(self, end: End, ended_at: float, outputs: Collected = NOTHING) -> Dict[str, Any]:
         process = self.ending.exit or end
         return {
             "type": "end",
@@ -368,8 +368,9 @@ class Payload:
             "ended_at": ended_at,
             "pipes_messages": self._messages.count if self._messages else 0,
             "usage": self._measurement.usage if self._measurement is not None else {},
-            "outputs": list(taken),
-            "outputs_left_out": list(left_out),
+            "outputs": outputs.taken,
+            "outputs_left_out": outputs.left_out,
+            "outputs_failed": outputs.failed,
             "context": self.context,
         }
 

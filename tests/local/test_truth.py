@@ -1,5 +1,6 @@
 """The truth about the end: what happened, in words that help, and nothing reported as success that was none."""
 
+import logging
 import subprocess
 import sys
 import textwrap
@@ -11,7 +12,7 @@ import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource
 
-from ..conftest import pipes_script, run_asset, small_disk
+from ..conftest import Ran, pipes_script, run_asset, small_disk
 
 REPORT = "pipes.report_asset_materialization()\n"
 
@@ -168,6 +169,45 @@ def _fill_it(compute: ComputeResource, script: Any) -> None:
     reporting = script(pipes_script("for n in range(5000): pipes.log.info('message %d %s' % (n, 'x' * 200))"), "b.py")
     failure = run_asset(compute, reporting).failure
     assert failure.kind == "record" and "No space left on device" in (failure.description or "")
+
+
+def warnings_of(ran: Ran, instance: dg.DagsterInstance) -> list[str]:
+    """What Dagster's event log has for this run at level WARNING."""
+    entries = instance.all_logs(ran.result.run_id)
+    return [entry.user_message for entry in entries if entry.level == logging.WARNING and not entry.is_dagster_event]
+
+
+@pytest.mark.parametrize("keep", ["none", "failed"])
+def test_an_output_that_cannot_be_copied_is_a_failure_that_loses_nothing(keep: str, tmp_path: Path, script: Any) -> None:
+    """The disk fills while outputs are copied: small ones are brought back, the large one stays where it was made."""
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        compute = ComputeResource(local_base=str(disk), default_launcher=BashLauncher(), keep_run_dirs=keep)
+        payload = script("""
+            import os
+            free = os.statvfs(".").f_bavail * os.statvfs(".").f_bsize
+            open("large", "wb").write(os.urandom(free * 6 // 10))
+            open("small", "w").write("x")
+        """)
+        failure = run_asset(compute, payload, uses_pipes=False, outputs=["*"]).failure
+        sentence = failure.description or ""
+        assert failure.kind == "record" and "large: No space left on device" in sentence, sentence
+        assert failure.metadata["Outputs left out"].value.strip() == "large: No space left on device"
+        run_dir = Path(str(failure.metadata["Run directory"].value))
+        assert (run_dir / "work" / "large").stat().st_size > 1_000_000
+        assert not (run_dir / "outputs" / "large").exists()
+        brought_back = list((disk / "outputs").glob("*/*"))
+        assert [path.name for path in brought_back] == ["small"] and str(brought_back[0].parent) in sentence
+
+
+def test_outputs_that_are_not_there_or_too_large_are_warnings(base: Path, script: Any) -> None:
+    compute = ComputeResource(local_base=str(base), default_launcher=BashLauncher(), max_outputs_mb=1, max_stdio_mb=1)
+    payload = script("open('large', 'wb').write(bytes(2**21)); open('small', 'w').write('x'); print('x' * 2**21)")
+    with dg.DagsterInstance.ephemeral() as instance:
+        ran = run_asset(compute, payload, instance=instance, uses_pipes=False, outputs=["*.png", "large", "small"])
+        (stdio,) = (each for each in warnings_of(ran, instance) if "characters of output were not recorded" in each)
+        (outputs,) = (each for each in warnings_of(ran, instance) if "outputs left out" in each)
+    assert [path.name for path in ran.completed[0].outputs] == ["small"]
+    assert "max_stdio_mb" in stdio and "'*.png'" in outputs and "large (2097152 bytes)" in outputs
 
 
 def test_what_a_payload_leaves_running_is_ended(compute: ComputeResource, script: Any) -> None:

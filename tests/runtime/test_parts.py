@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -158,10 +160,11 @@ def test_outputs_smallest_first_within_the_cap(tmp_path: Path) -> None:
     (work / "a.png").write_bytes(b"1" * 10)
     (work / "sub" / "b.png").write_bytes(b"2" * 20)
     (work / "big.png").write_bytes(b"3" * 1000)
-    taken, left_out = outputs.collect_outputs(str(work), str(target), ["**/*.png", "*.csv"], 50)
+    taken, left_out, failed = outputs.collect_outputs(str(work), str(target), ["**/*.png", "*.csv"], 50)
     assert [entry["name"] for entry in taken] == ["a.png", "sub/b.png"]
     assert (target / "sub" / "b.png").read_bytes() == b"2" * 20
     assert any("big.png (1000 bytes)" in line for line in left_out) and any("'*.csv'" in line for line in left_out)
+    assert not failed
 
 
 def test_inputs_are_no_outputs(tmp_path: Path) -> None:
@@ -172,14 +175,58 @@ def test_inputs_are_no_outputs(tmp_path: Path) -> None:
     work = tmp_path / "work"
     workspace.lay_out_work_dir(str(work), spec.PayloadSpec(argv=["x"], nonce="n", working_dir=str(source)))
     (work / "new.png").write_text("y")
-    taken, left_out = outputs.collect_outputs(str(work), str(tmp_path / "out"), ["**/*.png", "input.png"], 50)
-    assert [entry["name"] for entry in taken] == ["new.png"] and "'input.png'" in left_out[0]
+    taken, left_out, failed = outputs.collect_outputs(str(work), str(tmp_path / "out"), ["**/*.png", "input.png"], 50)
+    assert [entry["name"] for entry in taken] == ["new.png"] and "'input.png'" in left_out[0] and not failed
+
+
+def test_one_output_that_cannot_be_copied_does_not_affect_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, target = tmp_path / "work", tmp_path / "out"
+    work.mkdir()
+    for name in ("a-unreadable", "b-vanished", "good"):
+        (work / name).write_text("x")
+    copy = shutil.copyfile
+
+    def copyfile(source: str, copied_to: str) -> None:
+        copy(source, copied_to)
+        if source.endswith("a-unreadable"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), source)
+        if source.endswith("b-vanished"):
+            os.unlink(source)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
+
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    taken, left_out, failed = outputs.collect_outputs(str(work), str(target), ["*"], 50)
+    assert [entry["name"] for entry in taken] == ["good"] == os.listdir(target)
+    assert failed == ["a-unreadable: Permission denied"]
+    assert left_out == ["b-vanished was removed before it could be copied"]
+
+
+def test_a_file_that_vanishes_while_it_is_looked_for_is_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").write_text("x")
+    (tmp_path / "good").write_text("x")
+    matches = outputs._matches
+
+    def vanishing(work_dir: str, pattern: str) -> list[str]:
+        found = matches(work_dir, pattern)
+        (tmp_path / "gone").unlink()
+        return found
+
+    monkeypatch.setattr(outputs, "_matches", vanishing)
+    taken, left_out, failed = outputs.collect_outputs(str(tmp_path), str(tmp_path / "out"), ["*"], 50)
+    assert ([entry["name"] for entry in taken], left_out, failed) == (["good"], [], [])
+
+
+def test_the_names_of_many_outputs_fit_into_the_end(tmp_path: Path) -> None:
+    for number in range(200):
+        (tmp_path / f"{number}.png").write_text("x")
+    left_out = outputs.collect_outputs(str(tmp_path), str(tmp_path / "out"), ["*"], 0).left_out
+    assert len(left_out) == 51 and left_out[-1] == "and 150 more"
 
 
 def test_outputs_cannot_climb_out(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "secret").write_text("x")
-    taken, _ = outputs.collect_outputs(str(tmp_path / "work"), str(tmp_path / "out"), ["../secret"], 50)
+    taken, *_ = outputs.collect_outputs(str(tmp_path / "work"), str(tmp_path / "out"), ["../secret"], 50)
     assert taken == []
 
 

@@ -508,7 +508,7 @@ def test_a_copier_that_dies_is_told(runtime: Runtime) -> None:
         outputs.collect_outputs = lambda *_: 1 / 0
         session(); submit("a"); when_done(end)
     """)
-    assert runtime.end("a")["outputs_left_out"] == ["all of them: the process that copied them failed"]
+    assert runtime.end("a")["outputs_failed"] == ["all of them: the process that copied them failed"]
 
 
 def test_asking_again_never_lengthens_the_wait(runtime: Runtime) -> None:
