@@ -125,6 +125,7 @@ class BatchJob:
         elif self._ending or evidence.nodes_lost or reason in _SRUN_MAY_WAIT:
             if reason == _TERMINATED and not self._ending:
                 self.explain(evidence)  # Slurm's reason, while it is not the cancellation to come.
+            self._job.cancelled = self._ending
             self._job.confirm_gone(_PATIENCE)
 
     def _started_at(self, evidence: Evidence) -> float | None:

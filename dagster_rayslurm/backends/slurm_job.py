@@ -348,6 +348,8 @@ class SlurmJob:
         self._confirmed = True
         with deferred_interrupts():
             gone = wait_until_gone(self._commands, self.number, patience)
+        if gone and self.cancelled:
+            self.log.info(f"[rayslurm] Slurm job {self.job_id} is cancelled")
         if not gone:
             self.log.error(
                 f"[rayslurm] Slurm job {self.job_id} may still be there: it was cancelled, and Slurm has not confirmed its end; "

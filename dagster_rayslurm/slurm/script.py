@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..config import check_environment, check_line, check_text
-from ..runtime.record import EXIT
+from ..runtime.record import CANCEL, COMPONENTS, EXIT
 from .request import JobRequest
 
 LOG = "slurm.log"
@@ -31,6 +31,10 @@ trap : TERM
 {srun}
 code=$?
 echo "$SLURM_JOB_ID ${{SLURM_RESTART_COUNT:-0}} $code" >>{exit}
+# Slurm's accounting shall call a run CANCELLED that Dagster cancelled. scancel ends this shell's sleep as well.
+if [ "$code" != 0 ] && cat {cancel} {components}/*/{cancel} 2>/dev/null | grep -q '"op": "cancel"'; then
+    scancel --quiet "$SLURM_JOB_ID" && sleep 20
+fi
 exit "$code"
 """
 
@@ -86,7 +90,7 @@ def render_script(request: JobRequest, command: Sequence[str], run_dir: str, sit
     for name, value in check_environment(site, "SlurmResource.site").items():
         lines.append(f"export {name}={shlex.quote(check_line(value, f'SlurmResource.site[{name!r}]'))}")
     srun = _srun_across(len(request.parts), command) if request.others else _srun(request.num_nodes, command)
-    lines.append(_END.format(srun=srun, exit=EXIT))
+    lines.append(_END.format(srun=srun, exit=EXIT, cancel=CANCEL, components=COMPONENTS))
     return "\n".join(lines)
 
 

@@ -107,7 +107,13 @@ def test_a_run_is_interrupted(mode: str, phase: str, dagster: Dagster, site: Sit
             assert wait_until(lambda: not site.jobs(), 10), site.sh("squeue --me")
         assert wait_until(lambda: not at_work(site), 10), at_work(site)
     assert interrupted(dagster), dagster.log[-4000:]
-    assert len(submitted(site)) <= 1
+    jobs = submitted(site)
+    assert len(jobs) <= 1
+    if mode != "slurm-session" and phase in ("pending", "cluster-start", "running"):
+        assert f"Slurm job {jobs[0]} is cancelled" in dagster.log
+        if site.stack.accounting:
+            states = f"sacct -j {jobs[0]} --allocations --noheader --format=State%40"
+            assert wait_until(lambda: {line.split()[0] for line in site.sh(states).splitlines()} == {"CANCELLED"}, 20)
 
 
 @pytest.mark.parametrize(("mode", "phase"), marked(map(pytest.param, ("slurm", *MODES), ("unrecorded", *3 * ("running",)))))

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime.record import EXIT, node_log
+from dagster_rayslurm.backends.end_order import order_text
+from dagster_rayslurm.runtime.record import CANCEL, COMPONENTS, EXIT, node_log
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.script import LOG, escape_pattern, parse_exit, render_script, sbatch_quote
 
@@ -83,6 +84,10 @@ srun \
     /opt/ray/bin/python -I '/scratch/a b/x.pyz' node '/scratch/a b/100%'
 code=$?
 echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $code" >>exit
+# Slurm's accounting shall call a run CANCELLED that Dagster cancelled. scancel ends this shell's sleep as well.
+if [ "$code" != 0 ] && cat cancel.json components/*/cancel.json 2>/dev/null | grep -q '"op": "cancel"'; then
+    scancel --quiet "$SLURM_JOB_ID" && sleep 20
+fi
 exit "$code"
 """
 
@@ -107,6 +112,10 @@ srun \\
     /opt/ray/bin/python -I /scratch/rt/x.pyz node /scratch/runs/1
 code=$?
 echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $code" >>exit
+# Slurm's accounting shall call a run CANCELLED that Dagster cancelled. scancel ends this shell's sleep as well.
+if [ "$code" != 0 ] && cat cancel.json components/*/cancel.json 2>/dev/null | grep -q '"op": "cancel"'; then
+    scancel --quiet "$SLURM_JOB_ID" && sleep 20
+fi
 exit "$code"
 """
 
@@ -176,6 +185,10 @@ srun \
     /opt/ray/bin/python -I /scratch/rt/x.pyz node /scratch/runs/1
 code=$?
 echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $code" >>exit
+# Slurm's accounting shall call a run CANCELLED that Dagster cancelled. scancel ends this shell's sleep as well.
+if [ "$code" != 0 ] && cat cancel.json components/*/cancel.json 2>/dev/null | grep -q '"op": "cancel"'; then
+    scancel --quiet "$SLURM_JOB_ID" && sleep 20
+fi
 exit "$code"
 """
 
@@ -363,6 +376,24 @@ def test_the_exit_code_is_appended_and_passed_on(tmp_path: Path, shell: str, cod
     assert run_script(tmp_path, script, shell, requeued).returncode == code
     assert (tmp_path / EXIT).read_text() == f"7 0 143\n7 1 {code}\n"
     assert parse_exit((tmp_path / EXIT).read_bytes(), 7) == code
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("directory", ["", f"{COMPONENTS}/gpu"])
+@pytest.mark.parametrize(
+    ("order", "code", "cancels"), [(order_text(False), 1, True), (order_text(True), 0, False), ("", 1, False)]
+)
+def test_a_cancelled_run_has_slurm_cancel_its_job(
+    tmp_path: Path, shell: str, directory: str, order: str, code: int, cancels: bool
+) -> None:
+    """Else Slurm's accounting calls it FAILED. The payload's end comes first, in which it may save what it has."""
+    (tmp_path / directory).mkdir(parents=True, exist_ok=True)
+    (tmp_path / directory / CANCEL).write_text(order)
+    script = render_script(JobRequest("n", "c"), COMMAND, str(tmp_path), {})
+    programs = f'srun() {{ return {code}; }}\nscancel() {{ echo "scancel $*"; }}\nsleep() {{ :; }}'
+    done = run_script(tmp_path, script, shell, programs)
+    assert done.stdout == ("scancel --quiet 7\n" if cancels else "") and done.returncode == code
+    assert (tmp_path / EXIT).read_text() == f"7 0 {code}\n"
 
 
 @pytest.mark.parametrize("shell", SHELLS)
