@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +11,7 @@ from ..follow import Evidence
 from ..runtime.nodes import title
 from ..runtime.record import Record
 from ..slurm.facts import JobFacts
-
-MIB = 2**20
+from .chart import MIB, usage_chart
 
 Metadata = dict[str, Any]
 
@@ -43,7 +41,7 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
     components = _components_table(context, (end.get("usage") or {}).get("nodes") or {})
     if components is not None:
         metadata["Components"] = components
-    metadata.update(_usage_metadata(end.get("usage") or {}, cpus_of(context)))
+    metadata.update(_usage_metadata(end.get("usage") or {}, context))
     if end.get("stdio_dropped"):
         metadata["Output not recorded (characters)"] = end["stdio_dropped"]
     if left_out := [*(end.get("outputs_failed") or ()), *end.get("outputs_left_out", ())]:
@@ -81,10 +79,10 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
     return metadata
 
 
-def _usage_metadata(usage: Mapping[str, Any], cpus: float) -> Metadata:
+def _usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Metadata:
     if not usage:
         return {}
-    elapsed = usage["elapsed"]
+    elapsed, cpus = usage["elapsed"], cpus_of(context)
     metadata: Metadata = {
         "Elapsed (s)": round(elapsed, 2),
         "CPU time (s)": round(usage["cpu_seconds"], 2),
@@ -99,8 +97,16 @@ def _usage_metadata(usage: Mapping[str, Any], cpus: float) -> Metadata:
     if usage["spilled_bytes"]:
         metadata["Object store spilled (MiB)"] = round(usage["spilled_bytes"] / MIB, 1)
     if len(usage["points"]) >= 2:
-        metadata["Usage"] = dg.MetadataValue.md(usage_chart(usage["points"]))
+        metadata["Usage"] = dg.MetadataValue.md(usage_chart(usage, cpus, _memory_granted(context, usage)))
     return metadata
+
+
+def _memory_granted(context: Mapping[str, Any], usage: Mapping[str, Any]) -> float:
+    """Bytes of memory that Slurm granted on the node that used most; 0 without an allocation."""
+    granted: list[Mapping[str, Any]] = context.get("granted") or []
+    used = usage.get("nodes") or {}
+    largest = max(granted, key=lambda node: _of_node(used, node).get("peak_memory", 0), default=None)
+    return float(largest["memory_limit"] or largest["memory"]) if largest is not None else 0.0
 
 
 def cpus_of(context: Mapping[str, Any]) -> float:
@@ -135,12 +141,16 @@ def _used(usage: Mapping[str, Mapping[str, Any]], nodes: Sequence[Mapping[str, A
     """What was measured on some nodes: the sum of their CPU time, and the memory of the one that used most."""
     if not usage:
         return {}
-    # Where two components have a node each on one host, the second one is known by both names.
-    found = [usage.get(title(dict(node))) or usage.get(node["hostname"]) or {} for node in nodes]
+    found = [_of_node(usage, node) for node in nodes]
     return {
         "CPU time (s)": round(sum(each.get("cpu_seconds", 0.0) for each in found), 2),
         "peak memory (MiB)": round(max((each.get("peak_memory", 0) for each in found), default=0) / MIB, 1),
     }
+
+
+def _of_node(usage: Mapping[str, Mapping[str, Any]], node: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was measured on a node; if two components share a host, the figures carry the component's name, too."""
+    return usage.get(title(dict(node))) or usage.get(node["hostname"]) or {}
 
 
 def _components_table(context: Mapping[str, Any], usage: Mapping[str, Mapping[str, Any]]) -> dg.TableMetadataValue | None:
@@ -180,31 +190,6 @@ def _states_table(job: JobFacts) -> dg.TableMetadataValue:
         for number, each in enumerate(job.components)
     ]
     return dg.MetadataValue.table(records)
-
-
-def usage_chart(points: list[list[float]]) -> str:
-    """A Markdown picture of CPUs busy and memory over time, from (seconds, CPUs, bytes) points."""
-    width, height, left, top = 400, 130, 8, 22
-    last = points[-1][0] or 1.0
-    cpu_top = max(point[1] for point in points) or 1.0
-    memory_top = max(point[2] for point in points) or 1.0
-
-    def line(index: int, highest: float, colour: str) -> str:
-        dots = " ".join(
-            f"{left + width * point[0] / last:.1f},{top + height * (1 - point[index] / highest):.1f}" for point in points
-        )
-        return f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{dots}"/>'
-
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 16}" height="{height + 48}" '
-        'font-family="sans-serif" font-size="11">'
-        f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="#999"/>'
-        f'<text x="{left}" y="14" fill="#2563eb">CPUs busy, up to {cpu_top:.1f}</text>'
-        f'<text x="{left + width}" y="14" fill="#d97706" text-anchor="end">memory, up to {memory_top / MIB:.0f} MiB</text>'
-        f'<text x="{left + width}" y="{top + height + 16}" fill="#666" text-anchor="end">{last:.1f} s</text>'
-        f"{line(1, cpu_top, '#2563eb')}{line(2, memory_top, '#d97706')}</svg>"
-    )
-    return f"![usage over time](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
 
 
 def _code(text: str) -> dg.MarkdownMetadataValue:

@@ -8,7 +8,8 @@ from typing import Any
 import dagster as dg
 
 from ..runtime.record import Record
-from .metadata import MIB, Metadata, cpus_of, failure_metadata
+from .chart import MIB
+from .metadata import Metadata, cpus_of, failure_metadata
 from .together import Judged, by_themselves
 
 _IN_TABLE = (

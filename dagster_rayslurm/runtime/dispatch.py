@@ -129,6 +129,7 @@ class Dispatch:
         allocation = self._nodes.allocation_facts()
         if allocation is not None:
             payload.context["allocation"] = allocation
+            payload.context["granted"] = [machine.facts() for machine in self._nodes.machines()]
         for other in self._roster.running:
             if other is not payload and other.pid is not None:
                 other.companions.add(payload.spec.nonce)

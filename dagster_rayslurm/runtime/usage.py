@@ -194,7 +194,7 @@ def merge(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
         gpu_utilization_max=_highest(usage["gpu_utilization_max"] for usage in usages.values()),
         gpu_memory_max=_highest(usage["gpu_memory_max"] for usage in usages.values()),
         spilled_bytes=sum(usage["spilled_bytes"] for usage in usages.values()),
-        points=[_sum_at(point, [usage["points"] for usage in others]) for point in head["points"]],
+        points=[_all_at(point, [usage["points"] for usage in others]) for point in head["points"]],
         nodes={
             name: {"cpu_seconds": usage["cpu_seconds"], "peak_memory": usage["peak_memory"]} for name, usage in usages.items()
         },
@@ -205,13 +205,13 @@ def _highest(values: Iterable[Optional[float]]) -> Optional[float]:
     return max((value for value in values if value is not None), default=None)
 
 
-def _sum_at(point: List[float], others: List[List[List[float]]]) -> List[float]:
-    """A point of the head's with what the other nodes last said before it."""
+def _all_at(point: List[float], others: List[List[List[float]]]) -> List[float]:
+    """A point of the head with the latest of each other node: the sum of the CPUs and the memory of the largest node."""
     at, busy, memory = point
     for points in others:
         before = [other for other in points if other[0] <= at]
         if before:
-            busy, memory = busy + before[-1][1], memory + before[-1][2]
+            busy, memory = busy + before[-1][1], max(memory, before[-1][2])
     return [at, round(busy, 2), memory]
 
 

@@ -159,7 +159,7 @@ def test_usage_of_several_nodes() -> None:
     merged = merge({"a": usage(2, 100, None, [[1, 1, 10], [2, 2, 20]]), "b": usage(3, 300, 50.0, [[1.5, 1, 7]])})
     assert (merged["cpu_seconds"], merged["peak_memory"], merged["spilled_bytes"]) == (5, 300, 10)
     assert (merged["gpu_utilization_mean"], merged["gpu_memory_max"], merged["elapsed"]) == (50.0, None, 10.0)
-    assert merged["points"] == [[1, 1, 10], [2, 3, 27]]
+    assert merged["points"] == [[1, 1, 10], [2, 3, 20]]
     assert merged["nodes"] == {"a": {"cpu_seconds": 2, "peak_memory": 100}, "b": {"cpu_seconds": 3, "peak_memory": 300}}
 
 

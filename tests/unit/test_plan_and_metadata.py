@@ -2,6 +2,7 @@
 
 import base64
 import os
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome.metadata import failure_metadata, run_metadata, usage_chart
+from dagster_rayslurm.outcome.chart import usage_chart
+from dagster_rayslurm.outcome.metadata import failure_metadata, run_metadata
 from dagster_rayslurm.plan import existing_files, fingerprint, parse_payload, run_dir_name
 from dagster_rayslurm.runtime.spec import RaySpec
 from dagster_rayslurm.slurm.facts import JobFacts
@@ -68,11 +70,50 @@ def test_a_failure_shows_text_that_no_markdown_can_break() -> None:
     assert "Run directory" not in failure_metadata(evidence, None)
 
 
+def picture(chart: str) -> str:
+    """The SVG in the Markdown, which is one that can be parsed."""
+    svg = base64.b64decode(chart.rpartition("base64,")[2][:-1]).decode()
+    assert ElementTree.fromstring(svg).tag.endswith("svg")
+    return svg
+
+
+def usage_of(points: list[list[float]], **others: Any) -> dict[str, Any]:
+    return {**END["usage"], "points": points, "peak_memory": int(max(point[2] for point in points)), **others}
+
+
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e4), st.floats(0, 1e13)), min_size=2, max_size=50))
 def test_the_chart_is_a_picture(points: list[tuple[float, float, float]]) -> None:
-    chart = usage_chart([list(point) for point in sorted(points)])
-    svg = base64.b64decode(chart.rpartition("base64,")[2][:-1])
-    assert ElementTree.fromstring(svg).tag.endswith("svg")
+    chart = usage_chart(usage_of([list(point) for point in sorted(points)]))
+    picture(chart)
+    assert len(chart) < 1000
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 64, 128, 1000])
+def test_dagster_shows_the_chart_in_place(count: int) -> None:
+    points = [[place * 97.3, (place * 7919) % 640 / 10, (place * 104729) % 2**40] for place in range(1, count + 1)]
+    usage = usage_of([list(map(float, point)) for point in points], nodes={"n1": {}, "n2": {}}, cpu_seconds=1e6)
+    chart = usage_chart(usage, cpus=12800.0, memory=2.0**40)
+    assert len(chart) < 1000
+    assert len(re.findall("[ -]", picture(chart))) > 2 * min(count, 12)  # It still has its points.
+
+
+def test_the_chart_tells_what_the_table_tells() -> None:
+    """A short peak between samples counts, and the grant is a line above both."""
+    points = [[float(second), 1.0, 50 * 2.0**20] for second in range(1, 200)]
+    points[77][2] = 70 * 2.0**20
+    nodes = {"n1": {"cpu_seconds": 100.0, "peak_memory": 20 * 2**20}, "n2": {"cpu_seconds": 100.0, "peak_memory": 80 * 2**20}}
+    usage = usage_of(points, elapsed=200.0, cpu_seconds=200.0, peak_memory=80 * 2**20, nodes=nodes)
+    granted = [
+        {"hostname": name, "memory_limit": limit * 2**20, "memory": 2**40, "num_cpus": 2, "num_gpus": 0, "component": None}
+        for name, limit in (("n1", 500), ("n2", 160))
+    ]
+    context = {**END["context"], "granted": granted}
+    metadata = run_metadata({**END, "usage": usage, "context": context}, "slurm", "c1")
+    svg = picture(metadata["Usage"].value)
+    assert metadata["Peak memory (MiB)"] == 80.0 and "memory on the largest node: up to 80 of 160 MiB" in svg
+    assert "CPUs busy on all nodes: 1.0 of 4 on average" in svg and "dashes: granted" in svg
+    alone = picture(usage_chart(usage_of(points)))
+    assert "granted" not in alone and "node" not in alone
 
 
 @given(st.text(), st.text(min_size=8, max_size=8, alphabet="0123456789abcdef"))
