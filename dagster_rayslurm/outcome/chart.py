@@ -40,9 +40,9 @@ def _resample(points: Sequence[Point], columns: int) -> list[Point]:
     resampled: list[Point] = []
     column, since, cpu_seconds, peak = -1, 0.0, 0.0, 0.0
     for place, (at, busy, memory) in enumerate(points):
-        before = points[place - 1][0] if place else 0.0
-        if int(at / width) != column or place == 0:
-            column, since, cpu_seconds, peak = int(at / width), before, 0.0, 0.0
+        before, here = points[place - 1][0] if place else 0.0, min(int(at / width), columns - 1)
+        if here != column:
+            column, since, cpu_seconds, peak = here, before, 0.0, 0.0
         else:
             resampled.pop()
         cpu_seconds, peak = cpu_seconds + busy * (at - before), max(peak, memory)
