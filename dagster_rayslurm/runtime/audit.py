@@ -19,6 +19,8 @@ Tables = Dict[str, Any]
 
 _LIVING = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")
 _GROUP_REMOVED = 3  # PlacementGroupTableData.REMOVED in Ray's gcs.proto.
+_SHARED_LIBRARIES = ("ray.data.", "ray.train.", "ray.tune.", "ray.llm.")
+"""Modules of Ray whose detached actors serve every later payload that uses the library, and cost nothing (Ray 2.60)."""
 _OWN_MEASURES = ("memory", "object_store_memory")
 """Resources that Ray counts by the byte: what idle workers and cached objects hold comes back when it is needed."""
 
@@ -64,11 +66,12 @@ def _tables(accessor: Any) -> Tables:
     jobs = [gcs_pb2.JobTableData.FromString(row) for row in accessor.get_job_table(**skip)]
     # It remembers up to 100000 dead ones, which take seconds to read.
     living = [row for state in _LIVING for row in accessor.get_actor_table(None, state)]
-    actors = [actor for actor in map(gcs_pb2.ActorTableData.FromString, living) if actor.is_detached]
+    detached = [actor for actor in map(gcs_pb2.ActorTableData.FromString, living) if actor.is_detached]
+    actors = [actor for actor in detached if not _is_shared(actor)]
     groups = [gcs_pb2.PlacementGroupTableData.FromString(row) for row in accessor.get_placement_group_table()]
     available = [gcs_pb2.AvailableResources.FromString(row) for row in accessor.get_all_available_resources()]
     total = [gcs_pb2.TotalResources.FromString(row) for row in accessor.get_all_total_resources()]
-    lasting = {actor.actor_id for actor in actors}
+    lasting = {actor.actor_id for actor in detached}
     return {
         "jobs": {job.job_id.hex(): job.config.metadata.get(JOB_MARK) for job in jobs if JOB_MARK in job.config.metadata},
         "actors": [
@@ -89,6 +92,12 @@ def _tables(accessor: Any) -> Tables:
         "available": _sum(row.resources_available for row in available),
         "total": _sum(row.resources_total for row in total),
     }
+
+
+def _is_shared(actor: Any) -> bool:
+    """Whether an actor belongs to one of Ray's libraries and holds no resources: to kill it would break later payloads."""
+    module = actor.function_descriptor.python_function_descriptor.module_name
+    return module.startswith(_SHARED_LIBRARIES) and not actor.required_resources
 
 
 def _sum(rows: Any) -> Dict[str, float]:

@@ -315,6 +315,29 @@ def test_what_is_left_in_a_warm_cluster_is_told(runtime: Runtime) -> None:
     assert len(told) == 3 and told[0].endswith(said["left"][0]) and said["cleaned"] == []
 
 
+DATA = """
+import ray
+ray.init(log_to_driver=False, namespace="mine")
+ray.data.range(10).map_batches(lambda batch: batch).take_all()
+actors = [ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")]
+"""
+
+
+def test_actors_of_rays_libraries_are_no_leaks(runtime: Runtime) -> None:
+    runtime.add("data", DATA, uses_ray=True)
+    runtime.add("both", DATA + LEAVE, uses_ray=True)
+    runtime.run("""
+        session(ray=RaySpec(num_cpus=2, object_store_memory=100 * 2**20, dashboard=False))
+        submit("data"), submit("both")
+        when_done(loop.stop)
+    """)
+    ends = {name: runtime.end(name) for name in ("data", "both")}
+    assert [end["exit_code"] for end in ends.values()] == [0, 0]
+    assert "leaks" not in ends["data"]["context"]
+    [actor] = ends["both"]["context"]["leaks"]
+    assert "'model'" in actor
+
+
 @pytest.fixture
 def runtime(tmp_path: Path) -> Runtime:
     return Runtime(tmp_path)
