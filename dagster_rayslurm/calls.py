@@ -6,10 +6,10 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from dagster_pipes import PipesExtras
@@ -20,6 +20,7 @@ from .backends.choice import Call, Setting, backend_for, together_for
 from .backends.rundir import Layout
 from .backends.sessions import local as local_session
 from .backends.sessions.backend import end_session
+from .backends.sessions.setup import session_queue
 from .completed import CompletedRun
 from .components import arrange, spanning_components
 from .config import check_environment, resolve_variables
@@ -27,6 +28,7 @@ from .environments import Environment, PreDeployedEnvironment
 from .errors import RunFailure, one_sentence
 from .execution import Policy, execute, execute_together, start_errors
 from .launchers import Launcher
+from .overrides import launcher_origins, merge_launcher, queue_origins
 from .plan import Plan, make_plan
 from .slurm.config import SlurmQueueConfig
 from .slurm.hetjob import HetComponent
@@ -41,7 +43,7 @@ class Asked:
 
     payload_path: Payloads
     launcher: Launcher | None = None
-    queue: SlurmQueueConfig | None = None
+    queue: Any = None
     components: Sequence[HetComponent] | None = None
     uses_pipes: bool | Mapping[str, bool] = True
     extra_env: Mapping[str, str] | None = None
@@ -57,6 +59,7 @@ def run(resource: ComputeResource, context: Context, asked: Asked, extras: Pipes
         RunFailure: it cannot be run, or did not succeed.
     """
     with _configuration_errors():
+        asked = _resolved(asked)
         start, _ = _prepared(resource, asked, secrets.token_hex(6))
     policy = Policy(
         resource.mode,
@@ -69,6 +72,8 @@ def run(resource: ComputeResource, context: Context, asked: Asked, extras: Pipes
     )
     # Asset and check contexts wrap the one that open_pipes_session takes for all of them.
     op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
+    for line in _origins(resource, asked):
+        op_context.log.info(f"[rayslurm] {line}")
     return start(op_context, policy=policy, extras=extras)
 
 
@@ -80,7 +85,7 @@ def example(resource: ComputeResource, asked: Asked) -> str:
     """
     with _configuration_errors():
         # It may well be called outside of a run, where Dagster has resolved no variables.
-        _, show = _prepared(resolve_variables(resource, type(resource).__name__), asked, "NONCE")
+        _, show = _prepared(resolve_variables(resource, type(resource).__name__), _resolved(asked), "NONCE")
         return show()
 
 
@@ -133,10 +138,8 @@ def _prepared(resource: ComputeResource, asked: Asked, nonce: str) -> tuple[Call
 
 def _call(resource: ComputeResource, asked: Asked) -> Call:
     """What counts for a call, once the mode can do all that is asked for."""
-    # Nothing asks Slurm for it in local mode, but a mistake shows there, too.
-    queue = asked.queue if asked.queue is None else resolve_variables(asked.queue, "queue")
     chosen = modes.chosen_components(asked.components, resource.components)
-    settled = _launcher(resource, asked.launcher)
+    settled = merge_launcher(resource.default_launcher, asked.launcher)
     modes.check_mode(
         modes.Wanted(
             mode=resource.mode,
@@ -144,7 +147,7 @@ def _call(resource: ComputeResource, asked: Asked) -> Call:
             on_slurm=resource.slurm is not None,
             launcher=settled,
             own_launcher=asked.launcher is not None,
-            own_queue=queue is not None,
+            own_queue=asked.queue is not None,
             reuse=resource.enable_cluster_reuse,
             components=chosen,
             payload=asked.payload_path,
@@ -152,15 +155,40 @@ def _call(resource: ComputeResource, asked: Asked) -> Call:
     )
     separate = resource.topology == modes.SEPARATE
     parts = arrange(chosen) if separate else spanning_components(settled, chosen)
-    return Call(settled, queue, parts, None if asked.components is None else chosen)
+    return Call(settled, asked.queue, parts, None if asked.components is None else chosen)
 
 
-def _launcher(resource: ComputeResource, launcher: Launcher | None) -> Launcher:
-    if launcher is None:
-        return resource.default_launcher
-    if not isinstance(launcher, Launcher):
+def _resolved(asked: Asked) -> Asked:
+    """The arguments with the value of every `EnvVar` of their queue and launcher.
+
+    Raises:
+        ValueError: a variable is not set, or one of them is of another type.
+    """
+    launcher, queue = asked.launcher, asked.queue
+    if isinstance(queue, Mapping):
+        queue = SlurmQueueConfig(**queue)
+    if not isinstance(queue, (SlurmQueueConfig, type(None))):
+        raise ValueError(f"queue: {queue!r} is not a queue; pass a SlurmQueueConfig")
+    if not isinstance(launcher, (Launcher, type(None))):
         raise ValueError(f"launcher: {launcher!r} is not a launcher; pass a RayLauncher, a BashLauncher or your own")
-    return resolve_variables(launcher, "launcher")
+    return replace(
+        asked,
+        launcher=launcher and resolve_variables(launcher, "launcher"),
+        # Nothing asks Slurm for it in local mode, but a mistake shows there, too.
+        queue=queue and resolve_variables(queue, "queue"),
+    )
+
+
+def _origins(resource: ComputeResource, asked: Asked) -> Iterator[str]:
+    """Lines for the log that say what the call changes in the resource's launcher and queue."""
+    if asked.launcher is not None and (line := launcher_origins(resource.default_launcher, asked.launcher)):
+        yield line
+    if resource.slurm is None or resource.mode == modes.LOCAL or asked.queue is None:
+        return
+    queue = resource.slurm.queue
+    base = session_queue(queue, resource.session) if resource.mode == modes.SESSION else queue
+    if line := queue_origins(base, asked.queue):
+        yield line
 
 
 def _setting(resource: ComputeResource) -> Setting:

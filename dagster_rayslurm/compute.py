@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Optional, Union
+from typing import Annotated, Any, Optional, Union
 
 import dagster as dg
 from dagster_pipes import PipesExtras
@@ -136,7 +136,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         context: Context,
         payload_path: Payloads,
         launcher: Launcher | None = None,
-        queue: SlurmQueueConfig | None = None,
+        queue: SlurmQueueConfig | Mapping[str, Any] | None = None,
         extra_env: Mapping[str, str] | None = None,
         secret_env: Mapping[str, str] | None = None,
         extras: PipesExtras | None = None,
@@ -152,8 +152,10 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
             payload_path: an existing file is a Python script, whatever characters its path has; otherwise a command,
                 split as a shell would (`python -m pkg.mod --epochs 3`); a list is taken as it is. `python` means the
                 environment's Python. With topology "separate" a mapping of component ids to such payloads, or one for all.
-            launcher: instead of `default_launcher`, as a whole; with topology "separate" each component has its own.
-            queue: instead of the Slurm resource's queue, as a whole; local mode has no use for it.
+            launcher: of the kind of `default_launcher`, its fields replace those there; of another kind, it replaces
+                `default_launcher`. With topology "separate" each component has its own launcher.
+            queue: its fields replace those of the Slurm resource's queue, and the others stay; a `SlurmQueueConfig` or a
+                dictionary. Local mode does not use it.
             extra_env: variables for the payload and its Ray workers.
             secret_env: variables for the payload's driver process alone.
             extras: Pipes extras, `pipes.extras` in the payload.
@@ -195,7 +197,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         *,
         payload_path: Payloads,
         launcher: Launcher | None = None,
-        queue: SlurmQueueConfig | None = None,
+        queue: SlurmQueueConfig | Mapping[str, Any] | None = None,
         components: Sequence[HetComponent] | None = None,
     ) -> str:
         """What would be started for a payload, for a person to read; nothing is started, and no cluster is contacted.

@@ -179,7 +179,7 @@ identifier = checked(check_identifier)
 
 
 def resolve_variables(config: C, what: str) -> C:
-    """A copy of a config in which every `EnvVar` has its value.
+    """A copy of a config in which every `EnvVar` has its value, and in which the same fields are set.
 
     Dagster resolves variables in resources and run config; a config object that is handed to `run()` never passes
     there.
@@ -191,7 +191,8 @@ def resolve_variables(config: C, what: str) -> C:
     Raises:
         ValueError: a variable is not set.
     """
-    values = {name: _resolve(getattr(config, name), f"{what}.{name}") for name in type(config).model_fields}
+    names = [name for name in type(config).model_fields if name in config.model_fields_set]
+    values = {name: _resolve(getattr(config, name), f"{what}.{name}") for name in names}
     return type(config)(**values)
 
 

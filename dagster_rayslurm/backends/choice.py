@@ -9,6 +9,7 @@ from ..components import Component, component_specs, ray_across, request_for, sp
 from ..config import SessionConfig
 from ..environments import Environment, resolve_environment
 from ..launchers import Launcher
+from ..overrides import merge_queue
 from ..plan import Plan
 from ..runtime.spec import ComponentSpec, RaySpec
 from ..slurm.config import SlurmQueueConfig, SlurmResource
@@ -60,8 +61,8 @@ class Call:
     """What counts for one call, every `EnvVar` resolved, and all of it possible in the resource's mode.
 
     Attributes:
-        launcher: its own, or the resource's.
-        queue: its own; None for the resource's.
+        launcher: the resource's, with what the call changes.
+        queue: what the call changes in the resource's; None for nothing.
         parts: the components that count, in the job's order; none where all nodes are alike.
         components: its own; None for the resource's.
     """
@@ -116,7 +117,7 @@ def together_for(setting: Setting, call: Call) -> Backend[Plans, Attempts]:
 
 
 def _batch(setting: Setting, slurm: SlurmResource, call: Call) -> BatchBackend:
-    queue = slurm.queue if call.queue is None else call.queue
+    queue = merge_queue(slurm.queue, call.queue)
     return BatchBackend(slurm, queue, setting.environment, setting.queue_timeout, setting.patience, call.parts)
 
 

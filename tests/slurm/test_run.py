@@ -263,10 +263,10 @@ def test_a_queue_of_the_runs_own(slurm_compute: Callable[..., ComputeResource], 
         pipes.report_asset_materialization(metadata=seen)
         """)
     )
-    compute = slurm_compute(queue={"cpus_per_node": 1, "mem": "100M"})
-    queue = SlurmQueueConfig(partition="gpu", mem="300M", time_limit="2")
+    compute = slurm_compute(queue={"cpus_per_node": 1, "mem": "300M"})
+    queue = SlurmQueueConfig(partition="gpu", cpus_per_node=None, time_limit="2")
     metadata = run_asset(compute, payload, queue=queue, launcher=BashLauncher(num_cpus=3)).metadata
-    # As a whole: nothing of the resource's queue is left, and CPUs are those that the launcher wants.
+    # Memory is the resource's, and CPUs are those that the launcher wants.
     assert (metadata["SLURM_JOB_PARTITION"], metadata["SLURM_CPUS_ON_NODE"]) == ("gpu", "3")
     assert metadata["SLURM_MEM_PER_NODE"] == "300"
 

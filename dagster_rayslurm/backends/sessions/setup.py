@@ -17,6 +17,7 @@ from ...config import SessionConfig, time_limit_seconds
 from ...environments import Environment, Interpreter
 from ...environments.resolve import path_on_cluster
 from ...launchers import Launcher, RayLauncher
+from ...overrides import merge_queue
 from ...plan import Plan
 from ...runtime import PROTOCOL_VERSION
 from ...runtime.footprint import Footprint
@@ -71,7 +72,7 @@ class SessionSetup:
 
     Args:
         slurm: the cluster, whose queue is what sessions ask it for, but for what `session` says otherwise.
-        own_queue: what this run would ask it for; None for what sessions do.
+        own_queue: what this run changes in the queue of sessions; None for nothing.
         environment: the Python environment there.
         session: how sessions are shared.
         launcher: the launcher that sessions are made for.
@@ -111,9 +112,7 @@ class SessionSetup:
                     "out, and set SlurmQueueConfig.num_nodes in the queue of each component"
                 )
             return _of_components(self.launcher, self.components, _component_of(self.launcher), limit)
-        changes = {"num_nodes": self.session.num_nodes, "time_limit": limit}
-        changed = {name: value for name, value in changes.items() if value is not None}
-        queue = SlurmQueueConfig(**{**self.slurm.queue.model_dump(), **changed})
+        queue = session_queue(self.slurm.queue, self.session)
         return Kind(self.launcher.ray_spec(), self.launcher.footprint(), queue)
 
     def own(self, plan: Plan) -> Kind:
@@ -126,10 +125,8 @@ class SessionSetup:
         usual = self.usual.queue.time_limit
         if components := self._asked:
             return _of_components(self._launcher, components, self._head, usual)
-        if self.own_queue is None:
-            return Kind(plan.ray, plan.footprint, self.usual.queue)
-        longest = _longest(self.own_queue.time_limit, usual)
-        queue = SlurmQueueConfig(**{**self.own_queue.model_dump(), "time_limit": longest})
+        queue = self._queue
+        queue = merge_queue(queue, SlurmQueueConfig(time_limit=_longest(queue.time_limit, usual)))
         return Kind(plan.ray, plan.footprint, queue)
 
     def wish(self, plan: Plan) -> Wish:
@@ -140,8 +137,8 @@ class SessionSetup:
             kind = _of_components(self._launcher, components, self._head, None if own else self.usual.queue.time_limit)
             head = head_wanted(self._launcher, self.own_components)
             return Wish(plan.ray, plan.footprint, time_limited=own, components=kind.components, head=head)
-        queue = self.own_queue
-        return Wish(plan.ray, plan.footprint, self.usual.queue if queue is None else queue, time_limited=queue is not None)
+        limited = self.own_queue is not None and "time_limit" in self.own_queue.model_fields_set
+        return Wish(plan.ray, plan.footprint, self._queue, time_limited=limited)
 
     def misfit(self, plan: Plan) -> str | None:
         """What a payload wishes for and the usual session does not have; None if it fits.
@@ -157,6 +154,11 @@ class SessionSetup:
                 raise
             return f"there is no session for all payloads: {error}"
         return misfit(wish, offer)
+
+    @property
+    def _queue(self) -> SlurmQueueConfig:
+        """What this run would ask the cluster for, if its nodes are all alike."""
+        return merge_queue(self.usual.queue, self.own_queue)
 
     @property
     def _asked(self) -> tuple[HetComponent, ...]:
@@ -257,6 +259,12 @@ def _of_components(
 def _component_of(launcher: Launcher) -> str | None:
     """The component in which a launcher would have the payload; None if it does not say."""
     return launcher.component_id if isinstance(launcher, RayLauncher) else None
+
+
+def session_queue(queue: SlurmQueueConfig, session: SessionConfig) -> SlurmQueueConfig:
+    """What the allocation of a session is asked for: the resource's queue, with what the session's configuration changes."""
+    changes: dict[str, Any] = {"num_nodes": session.num_nodes, "time_limit": session.time_limit}
+    return merge_queue(queue, SlurmQueueConfig(**{name: value for name, value in changes.items() if value is not None}))
 
 
 def _longest(*limits: str) -> str:

@@ -1,0 +1,94 @@
+"""What a call of `run()` changes in the queue and the launcher of its resource: fields that the call sets win. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from .config import StrictConfig
+from .launchers import Launcher
+from .slurm.config import SlurmQueueConfig
+from .slurm.request import asks_for_gpus
+
+C = TypeVar("C", bound=StrictConfig)
+
+
+def merge_queue(base: SlurmQueueConfig, own: SlurmQueueConfig | None) -> SlurmQueueConfig:
+    """The queue of a call: `base`, with the fields that `own` sets. Fields of `base` that these rule out are dropped."""
+    return base if own is None else _merge(base, own, _ruled_out(base, _set_fields(own)))
+
+
+def merge_launcher(base: Launcher, own: Launcher | None) -> Launcher:
+    """The launcher of a call: `base`, with the fields that `own` sets; `own` as a whole if it is of another kind."""
+    if own is None:
+        return base
+    return _merge(base, own, {}) if type(own) is type(base) else own
+
+
+def queue_origins(base: SlurmQueueConfig, own: SlurmQueueConfig) -> str | None:
+    """A line for the log that says where the fields of a merged queue come from; None if the call sets no field."""
+    return _origins("queue", "the resource", base, own, _ruled_out(base, _set_fields(own)))
+
+
+def launcher_origins(base: Launcher, own: Launcher) -> str | None:
+    """A line for the log that says where the fields of a merged launcher come from; None if nothing is merged."""
+    return _origins("launcher", "default_launcher", base, own, {}) if type(own) is type(base) else None
+
+
+def _merge(base: StrictConfig, own: C, replaced: Mapping[str, Any]) -> C:
+    kept = {name: getattr(base, name) for name in type(base).model_fields}
+    return type(own)(**{**kept, **replaced, **_set_fields(own)})
+
+
+def _set_fields(config: StrictConfig) -> dict[str, Any]:
+    """The fields that were given, even where they were given their default; in the order of the class."""
+    return {name: getattr(config, name) for name in type(config).model_fields if name in config.model_fields_set - {"kind"}}
+
+
+def _ruled_out(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """New values for the fields of a queue that contradict those that are given."""
+    changes: dict[str, Any] = {}
+    if given.get("mem") is not None:
+        changes["mem_per_cpu"] = None
+    if given.get("mem_per_cpu") is not None:
+        changes["mem"] = None
+    options = given.get("extra_sbatch", ())
+    if any(map(asks_for_gpus, options)):
+        changes |= {"gpus_per_node": None, "gpu_type": None}
+    elif given.get("gpus_per_node", ...) in (0, None):
+        changes["gpu_type"] = None
+    if any(option.startswith("--exclusive=") for option in options):
+        changes["exclusive"] = False
+    unwanted = [option for option in base.extra_sbatch if _contradicts(option, given)]
+    if unwanted:
+        changes["extra_sbatch"] = [option for option in base.extra_sbatch if option not in unwanted]
+    return {name: value for name, value in changes.items() if name not in given and value != getattr(base, name)}
+
+
+def _contradicts(option: str, given: Mapping[str, Any]) -> bool:
+    """Whether an option of `extra_sbatch` means what a given field says."""
+    gpus = given.get("gpus_per_node") is not None and asks_for_gpus(option)
+    return gpus or ("exclusive" in given and option.startswith("--exclusive="))
+
+
+def _origins(what: str, source: str, base: StrictConfig, own: StrictConfig, replaced: Mapping[str, Any]) -> str | None:
+    given = _set_fields(own)
+    if not given:
+        return None
+    fields = type(base).model_fields
+    kept = {
+        name: getattr(base, name)
+        for name in fields
+        if name not in {*given, *replaced, "kind"} and getattr(base, name) != fields[name].default
+    }
+    parts = [f"{_written(given)} from run({what}=…)"]
+    if kept:
+        parts.append(f"{_written(kept)} from {source}")
+    if replaced:
+        dropped = {name: getattr(base, name) for name in replaced}
+        parts.append(f"{_written(dropped)} from {source} dropped, as run({what}=…) rules it out")
+    return f"{what}: {'; '.join(parts)}"
+
+
+def _written(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
