@@ -8,6 +8,7 @@ from .admission import claims_of
 from .cluster import RayCluster
 from .clusters import Clusters
 from .end import End
+from .gpus import Gpus
 from .installed import InstalledRay
 from .leftovers import Leftovers
 from .lifetime import Lifetime
@@ -70,6 +71,7 @@ class Dispatch:
         self._templates = templates
         self._leftovers = leftovers
         self._timers = Timers(loop)
+        self._gpus = Gpus(loop)
 
     def ray_has_changed(self) -> bool:
         """Whether a session's cluster is of another Ray than its payloads would import."""
@@ -135,11 +137,12 @@ class Dispatch:
                 other.companions.add(payload.spec.nonce)
                 payload.companions.add(other.spec.nonce)
         if cluster is None:  # Nothing of it is on the other nodes.
-            return payload.start(Setting(messages, others=lambda: self._others(payload)))
+            return payload.start(Setting(messages, self._gpus, others=lambda: self._others(payload)))
         payload.context.update(cluster.facts())
         payload.start(
             Setting(
                 messages,
+                self._gpus,
                 ray_env=cluster.environment,
                 worker_env=self._spec.worker_env,
                 spill_dir=cluster.ray_temp_dir,

@@ -10,6 +10,7 @@ from .addresses import node_address
 from .cluster_error import ClusterError
 from .cluster_key import clear_away, token_of, worker_env_of
 from .components import node_spec
+from .gpus import Gpus
 from .loop import Loop
 from .machine import Machine
 from .ray_start import RayStart
@@ -64,6 +65,7 @@ class Follower:
         self._say = say
         self._environ = environ or {}
         self._alone = alone
+        self._gpus = Gpus(loop)
         self._clusters: Dict[str, _Joined] = {}
         self._samplers: Dict[str, Sampler] = {}
 
@@ -117,7 +119,9 @@ class Follower:
             return [own.ray.pid] if own is not None and own.ray.pid is not None else []
 
         where = None if own is None else own.place.ray_temp_dir
-        self._samplers[nonce] = Sampler(self._loop, where, not_mine, None if self._alone else mine)
+        self._samplers[nonce] = Sampler(
+            self._loop, where, not_mine, None if self._alone else mine, self._gpus if self._alone else None
+        )
 
     def _start_ray(self, order: Order) -> None:
         """Start Ray, or start it anew for a head that had to take another port; after a reconnection it runs already."""

@@ -107,6 +107,15 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     return len(list_gpus())
 
 
+def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
+    """The granted GPUs, by what their driver calls them, which is an index or a UUID; None for all that it lists."""
+    if any(name in environ for name in GPU_VARIABLES[:-1]):
+        return visible_gpus(environ, count_gpus(environ))[1]
+    if "SLURM_STEP_GPUS" in environ:
+        return _devices(environ["SLURM_STEP_GPUS"])
+    return None if "SLURM_JOB_ID" not in environ or _holds_all_cpus(environ) else []
+
+
 def _holds_all_cpus(environ: Mapping[str, str]) -> bool:
     """Whether a Slurm job has every CPU of this node, so that no other job runs here; no variable says `--exclusive`."""
     granted = environ.get("SLURM_CPUS_ON_NODE", "")

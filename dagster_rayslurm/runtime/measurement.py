@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, Dict, Iterable, Optional
 
+from .gpus import Gpus
 from .loop import Loop
 from .team import Others
 from .usage import Sampler, merge
@@ -19,15 +20,22 @@ class Measurement:
         spill_dir: Ray's temporary directory, or None.
         others: processes that, with all below them, are other payloads' own.
         team: the other nodes, which measure as well, or None.
+        gpus: tells how busy the GPUs of this node are.
     """
 
     def __init__(
-        self, loop: Loop, nonce: str, spill_dir: Optional[str], others: Callable[[], Iterable[int]], team: Optional[Others]
+        self,
+        loop: Loop,
+        nonce: str,
+        spill_dir: Optional[str],
+        others: Callable[[], Iterable[int]],
+        team: Optional[Others],
+        gpus: Gpus,
     ) -> None:
         self.usage: Dict[str, Any] = {}
         """The figures, once there are any."""
         self._nonce = nonce
-        self._sampler = Sampler(loop, spill_dir, others)
+        self._sampler = Sampler(loop, spill_dir, others, gpus=gpus)
         self._team = team
         if team is not None:
             team.measure(nonce)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Callable, Iterable, List, Mapping, Optional
 
+from .gpus import Gpus
 from .team import Others
 from .workspace import Environment
 
@@ -15,6 +16,7 @@ class Setting:
 
     Attributes:
         messages_path: where its Pipes messages go.
+        gpus: tells how busy the GPUs of this node are.
         ray_env: how it reaches its cluster.
         worker_env: variables that the cluster's workers have anyway.
         spill_dir: Ray's temporary directory, or None.
@@ -24,6 +26,7 @@ class Setting:
     """
 
     messages_path: str
+    gpus: Gpus
     ray_env: Environment = field(default_factory=dict)
     worker_env: Mapping[str, str] = field(default_factory=dict)
     spill_dir: Optional[str] = None

@@ -1,4 +1,4 @@
-"""What the payload and its Ray cluster use on this node, sampled from /proc and `nvidia-smi`.
+"""What the payload and its Ray cluster use on this node, sampled from /proc.
 
 CPU time is the sum of what every process seen has used; memory is the private memory of all processes plus the
 largest shared mapping once, because all of Ray's processes map the same object store.
@@ -13,17 +13,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
 
 from . import processes
-from .loop import Loop, Timer
+from .gpus import Gpu, Gpus
+from .loop import Loop
 from .processes import Process
-from .program import ask_program
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.3
 """Seconds until the first sample and between the late ones: short payloads are seen, long ones cost nothing."""
-_GPU_INTERVAL = 5.0
-_GPU_PATIENCE = 20.0
-"""Seconds in which `nvidia-smi` must answer."""
-_GPU_QUERY = ("nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
 _MAX_POINTS = 240
 
 
@@ -63,14 +59,14 @@ class Meter:
         self._cpu[pid] = max(cpu_seconds, self._cpu.get(pid, 0.0))
         self._point(at, 0)
 
-    def add_gpus(self, rows: List[List[float]]) -> None:
-        """Add one answer of `nvidia-smi`: rows of (index, percent busy, MiB used)."""
-        if not rows:
+    def add_gpus(self, gpus: List[Gpu]) -> None:
+        """Add one look at the granted GPUs."""
+        if not gpus:
             return
-        self._gpu.append(sum(row[1] for row in rows) / len(rows))
-        used = int(sum(row[2] for row in rows)) * 2**20
+        self._gpu.append(sum(gpu.percent_busy for gpu in gpus) / len(gpus))
+        used = sum(gpu.memory for gpu in gpus)
         self.usage.gpu_memory_max = max(used, self.usage.gpu_memory_max or 0)
-        self.usage.gpu_utilization_max = max(max(row[1] for row in rows), self.usage.gpu_utilization_max or 0.0)
+        self.usage.gpu_utilization_max = max(max(gpu.percent_busy for gpu in gpus), self.usage.gpu_utilization_max or 0.0)
         self.usage.gpu_utilization_mean = sum(self._gpu) / len(self._gpu)
 
     def summary(self) -> Dict[str, Any]:
@@ -97,7 +93,8 @@ class Sampler:
         loop: where the timers run.
         spill_dir: Ray's temporary directory, whose spilled objects are counted; None without Ray.
         others: the processes that, with all below them, are other payloads' own.
-        roots: the processes that count with all below them; None for this one, which also asks for the figures of its GPUs.
+        roots: the processes that count with all below them; None for this one.
+        gpus: tells how busy the GPUs are; None where that is measured elsewhere.
     """
 
     def __init__(
@@ -106,6 +103,7 @@ class Sampler:
         spill_dir: Optional[str] = None,
         others: Callable[[], Iterable[int]] = lambda: (),
         roots: Optional[Callable[[], Iterable[int]]] = None,
+        gpus: Optional[Gpus] = None,
     ) -> None:
         self._loop = loop
         self._spill_dir = spill_dir
@@ -114,10 +112,11 @@ class Sampler:
         # Those that do not count yet may do so later, but not for what they did before.
         before = {process.pid: process for process in processes.descendants(os.getpid())}
         self.meter = Meter(before, time.monotonic())
-        self._stopped = False
         self._pause = _FIRST
         self._timer = loop.call_later(self._pause, self._sample)
-        self._gpu_timer: Optional[Timer] = loop.call_later(0.0, self._ask_gpus) if roots is None else None
+        self._gpus = gpus
+        if gpus is not None:
+            gpus.listen(self.meter.add_gpus)
 
     def stop(self, pid: Optional[int] = None, rusage: Any = None) -> Dict[str, Any]:
         """Take the last sample, and the ended payload's own figures on the node where it ran."""
@@ -134,9 +133,8 @@ class Sampler:
 
     def cancel(self) -> None:
         self._timer.cancel()
-        self._stopped = True
-        if self._gpu_timer is not None:
-            self._gpu_timer.cancel()
+        if self._gpus is not None:
+            self._gpus.leave(self.meter.add_gpus)
 
     def _sample(self) -> None:
         with contextlib.suppress(OSError):  # Out of file descriptors, say: what lacks is one sample.
@@ -159,17 +157,6 @@ class Sampler:
         if self._spill_dir:
             spilled = _spilled_bytes(self._spill_dir)
             self.meter.usage.spilled_bytes = max(self.meter.usage.spilled_bytes, spilled)
-
-    def _ask_gpus(self) -> None:
-        self._gpu_timer = None
-
-        def answered(text: Optional[str]) -> None:
-            if text is not None and not self._stopped:
-                self.meter.add_gpus(parse_gpus(text))
-                self._gpu_timer = self._loop.call_later(_GPU_INTERVAL, self._ask_gpus)
-
-        with contextlib.suppress(OSError):  # No driver on this node.
-            ask_program(self._loop, _GPU_QUERY, _GPU_PATIENCE, answered)
 
 
 def merge(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
@@ -227,17 +214,6 @@ def memory_of(seen: Iterable[Process]) -> int:
         private += (int(fields[1]) - int(fields[2])) * _PAGE
         shared = max(shared, int(fields[2]) * _PAGE)
     return private + shared
-
-
-def parse_gpus(text: str) -> List[List[float]]:
-    """Rows of numbers; a row with "[N/A]" (a MIG slice, say) is left out."""
-    rows = []
-    for line in text.splitlines():
-        try:
-            rows.append([float(value) for value in line.split(",")])
-        except ValueError:
-            continue
-    return [row for row in rows if len(row) == 3]
 
 
 def _spilled_bytes(ray_temp_dir: str) -> int:

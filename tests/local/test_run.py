@@ -261,7 +261,9 @@ def test_gpus_are_sampled_where_nvidia_smi_answers(
 ) -> None:
     fake = tmp_path / "bin" / "nvidia-smi"
     fake.parent.mkdir()
-    fake.write_text('#!/bin/sh\ncase "$1" in *index*) echo "0, 70, 2048"; echo "1, 30, 1024";; *) echo A; echo B;; esac\n')
+    fake.write_text(
+        '#!/bin/sh\ncase "$1" in *index*) echo "0, GPU-a, 70, 2048"; echo "1, GPU-b, 30, 1024";; *) echo A; echo B;; esac\n'
+    )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(fake.parent), prepend=os.pathsep)
     metadata = run_asset(

@@ -247,16 +247,6 @@ def test_usage_points_stay_bounded() -> None:
     assert len(meter.usage.points) <= 240 and meter.usage.points[-1][0] > 4900
 
 
-def test_gpu_rows() -> None:
-    assert usage.parse_gpus("0, 35, 1024\n1, [N/A], 5\nrubbish\n") == [[0.0, 35.0, 1024.0]]
-    meter = usage.Meter({}, started=0.0)
-    meter.add_gpus([[0, 50, 100], [1, 100, 300]])
-    meter.add_gpus([[0, 0, 10], [1, 0, 10]])
-    summary = meter.summary()
-    assert (summary["gpu_utilization_mean"], summary["gpu_utilization_max"]) == (37.5, 100)
-    assert summary["gpu_memory_max"] == 400 * 2**20
-
-
 def test_descendants_are_found_and_ended() -> None:
     code = (
         "import os,sys,subprocess,time\n"

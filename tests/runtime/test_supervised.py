@@ -313,7 +313,7 @@ def test_an_unanswered_question_is_asked_again(tmp_path: Path) -> None:
 def test_what_nvidia_smi_leaves_behind_holds_nothing_up(tmp_path: Path) -> None:
     """A helper of the driver's that keeps the pipe open."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nsleep 20 &\necho 0, 50, 100\n")
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nsleep 20 &\necho 0, GPU-a, 50, 100\n")
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
     program = "runner.submit(run_dir); runner.run()"
     records, _ = supervised(tmp_path, program, ["sleep", "1"], PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")

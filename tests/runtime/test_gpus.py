@@ -1,0 +1,130 @@
+"""Figures of GPUs: of the granted ones alone, of NVIDIA's and AMD's, asked for once per node."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm.runtime import usage
+from dagster_rayslurm.runtime.gpus import Gpu, Gpus, only, parse_amd, parse_nvidia
+from dagster_rayslurm.runtime.loop import Loop
+from dagster_rayslurm.runtime.machine import GPU_VARIABLES, granted_gpus
+
+NVIDIA = "0, GPU-aaaa-0, 20, 1000\n1, GPU-bbbb-1, 100, 40000\n2, GPU-cccc-2, [N/A], [N/A]\nrubbish\n"
+
+AMD = "WARNING: AMD GPU device(s) is/are in a low-power state.\n" + json.dumps(
+    {
+        "card0": {
+            "Unique ID": "0x9f3a1c",
+            "GPU use (%)": "35",
+            "VRAM Total Memory (B)": "68702699520",
+            "VRAM Total Used Memory (B)": "2147483648",
+        },
+        "card1": {
+            "Unique ID": "0xdeadbeef",
+            "GPU use (%)": "90",
+            "VRAM Total Memory (B)": "68702699520",
+            "VRAM Total Used Memory (B)": "1073741824",
+        },
+        "card2": {"Unique ID": "N/A"},
+        "system": {"Driver version": "6.10.5"},
+    }
+)
+"""What `rocm-smi --showuniqueid --showuse --showmeminfo vram --json` prints (ROCm 6)."""
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*GPU_VARIABLES, *(name for name in os.environ if name.startswith("SLURM_"))]:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "granted"),
+    [
+        ({}, None),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, ["1"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-GPU-aaaa/1/0"}, ["MIG-GPU-aaaa/1/0"]),
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}, ["3"]),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_GPUS": "1"}, ["1"]),
+        ({"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "0"}, []),
+        ({"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "100000"}, None),
+    ],
+)
+def test_which_gpus_are_granted(environ: dict[str, str], granted: list[str] | None) -> None:
+    assert granted_gpus(environ) == granted
+
+
+@pytest.mark.parametrize(
+    ("granted", "indices"),
+    [(None, "01"), (["0"], "0"), (["GPU-bbbb-1"], "1"), (["GPU-b"], "1"), (["MIG-GPU-aaaa-0/1/0"], ""), ([], "")],
+)
+def test_figures_are_those_of_the_granted_gpus(granted: list[str] | None, indices: str) -> None:
+    assert "".join(gpu.number for gpu in only(granted, parse_nvidia(NVIDIA))) == indices
+
+
+def test_figures_of_amd() -> None:
+    assert parse_amd(AMD) == [Gpu("0", "GPU-9f3a1c", 35.0, 2**31), Gpu("1", "GPU-deadbeef", 90.0, 2**30)]
+    assert only(["GPU-DEADBEEF"], parse_amd(AMD))[0].percent_busy == 90.0
+    assert parse_amd("no GPUs") == parse_amd("{]") == []
+
+
+def test_figures_add_up() -> None:
+    meter = usage.Meter({}, started=0.0)
+    meter.add_gpus([Gpu("0", "", 50, 100), Gpu("1", "", 100, 300)])
+    meter.add_gpus([Gpu("0", "", 0, 10), Gpu("1", "", 0, 10)])
+    summary = meter.summary()
+    assert (summary["gpu_utilization_mean"], summary["gpu_utilization_max"]) == (37.5, 100)
+    assert summary["gpu_memory_max"] == 400
+
+
+def program(directory: Path, name: str, output: str) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "output").write_text(output)
+    (directory / name).write_text(f"#!/bin/sh\necho asked >> {directory}/asked\ncat {directory}/output\n")
+    (directory / name).chmod(0o755)
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, directory: Path, listeners: int = 1) -> list[list[Gpu]]:
+    monkeypatch.setenv("PATH", str(directory), prepend=os.pathsep)
+    loop = Loop()
+    gpus = Gpus(loop)
+    taken: list[list[Gpu]] = []
+
+    def take(found: list[Gpu]) -> None:
+        taken.append(found)
+        if len(taken) >= listeners:
+            loop.stop()
+
+    takes: list[Any] = [lambda found: take(found) for _ in range(listeners)]
+    for each in takes:
+        gpus.listen(each)
+    loop.call_later(30.0, loop.stop)
+    loop.run()
+    for each in takes:
+        gpus.leave(each)
+    return taken
+
+
+def test_gpus_of_other_jobs_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path / "bin", "nvidia-smi", NVIDIA)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert asked(monkeypatch, tmp_path / "bin") == [[Gpu("0", "GPU-aaaa-0", 20.0, 1000 * 2**20)]]
+
+
+@pytest.mark.parametrize("variable", ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_gpus_of_amd_are_measured(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path / "bin", "rocm-smi", AMD)
+    monkeypatch.setenv(variable, "1")
+    assert [[gpu.percent_busy for gpu in found] for found in asked(monkeypatch, tmp_path / "bin")] == [[90.0]]
+
+
+def test_gpus_are_asked_for_once_for_all_payloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path / "bin", "nvidia-smi", NVIDIA)
+    assert [len(found) for found in asked(monkeypatch, tmp_path / "bin", listeners=3)] == [2, 2, 2]
+    assert (tmp_path / "bin" / "asked").read_text().count("asked") == 1
