@@ -11,22 +11,23 @@ from typing import Annotated, Any, Optional, Union
 
 import dagster as dg
 from dagster_pipes import PipesExtras
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from . import modes
 from .completed import CompletedRun
-from .config import SessionConfig, at_least, choice, plain_text
+from .config import SessionConfig, StrictResource, at_least, choice, plain_text
 from .environments import InheritedEnvironment, PreDeployedEnvironment
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .slurm.config import SlurmQueueConfig, SlurmResource
 from .slurm.hetjob import HetComponent
+from .unknown_names import explain_arguments
 
 Payload = Union[str, "os.PathLike[str]", Sequence[str]]
 Payloads = Union[Payload, Mapping[str, Payload]]
 Context = Union[dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckExecutionContext]
 
 
-class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
+class ComputeResource(StrictResource, dg.PipesClient):
     """Runs payloads on this machine or in Slurm jobs, with a Ray cluster around them if the launcher says so.
 
     Example:
@@ -43,8 +44,6 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
         defs = dg.Definitions(assets=[features], resources={"compute": ComputeResource(mode="local")})
         ```
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     mode: Annotated[str, choice(*modes.MODES)] = Field(
         default="local", description='How payloads run: "local", "slurm", "slurm-session" or "slurm-hetjob".'
@@ -130,6 +129,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
 
             run_ended(context.run.run_id)
 
+    @explain_arguments
     def run(  # type: ignore[override]
         self,
         *,
@@ -192,6 +192,7 @@ class ComputeResource(dg.ConfigurableResource, dg.PipesClient):
 
         return end_cluster(self, cluster_id)
 
+    @explain_arguments
     def job_script(
         self,
         *,

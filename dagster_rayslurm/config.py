@@ -14,9 +14,10 @@ from enum import Enum
 from typing import Annotated, Any, Optional, TypeVar
 
 import dagster as dg
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from .runtime.spec import RAY_COORDINATES, is_passable
+from .unknown_names import explain, explain_class
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -45,10 +46,30 @@ class ExecutionMode(str, Enum):
     """One heterogeneous Slurm job."""
 
 
-class StrictConfig(dg.Config):
-    """`dg.Config` that refuses unknown keys, which Dagster would accept silently."""
+class StrictModel(BaseModel):
+    """Refuses unknown fields, which Dagster would accept silently, and says what was probably meant."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_fields(cls, values: Any) -> Any:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if name not in cls.model_fields:
+                raise ValueError(explain(cls.__name__, str(name), cls.model_fields))
+            if wrong := explain_class(value):
+                raise ValueError(f"{cls.__name__}.{name}: {wrong}")
+        return values
+
+
+class StrictConfig(StrictModel, dg.Config):
+    """`dg.Config` for what is part of a resource."""
+
+
+class StrictResource(StrictModel, dg.ConfigurableResource):
+    """`dg.ConfigurableResource` for resources."""
+
+    model_config = ConfigDict(frozen=True)
 
 
 def is_env_var(value: Any) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Optional
 
 import dagster as dg
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from ..config import at_least, check_text, checked, choice, plain_text
+from ..config import StrictResource, at_least, check_text, checked, choice, plain_text
 
 _STRINGS = (
     "host",
@@ -55,10 +55,8 @@ def check_host_key(value: object) -> str:
     return " ".join(fields[:2])
 
 
-class SSHConnectionResource(dg.ConfigurableResource):
+class SSHConnectionResource(StrictResource):
     """An SSH server and how to log in: key, agent, certificate, password, through other hosts if need be."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     host: Annotated[str, checked(check_name)] = Field(description="Name or address of the edge (login) node.")
     port: Annotated[int, checked(check_port)] = Field(default=22, description="Port of its SSH server.")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Optional
 
-import dagster as dg
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from ..config import (
     StrictConfig,
+    StrictResource,
     at_least,
     check_sbatch_options,
     check_signal,
@@ -81,10 +81,8 @@ class SlurmQueueConfig(StrictConfig):
     )
 
 
-class SlurmResource(dg.ConfigurableResource):
+class SlurmResource(StrictResource):
     """A Slurm cluster: how to reach it, the default footprint, and where files go."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     ssh: Optional[SSHConnectionResource] = Field(
         default=None, description="SSH connection to the edge (login) node; None when Dagster itself runs where `sbatch` is."
