@@ -38,11 +38,11 @@ from ..slurm.queue import ask_queue, shared_queue
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request
 from ..slurm.script import render_script
 from ..slurm.states import TERMINAL
-from ..slurm.submit import JOB_ID, JOB_SCRIPT, SubmissionRefused, submit
+from ..slurm.submit import JOB_ID, JOB_SCRIPT, Needs, SubmissionRefused, submit
 from . import left_behind
 from .base import Hold, Step
 from .batch_job import BatchJob
-from .cargo import base_errors, deliver, pack
+from .cargo import Cargo, base_errors, deliver, needs_of, pack
 from .remote_sweep import sweep_remote
 from .rundir import Layout, run_files
 from .slurm_job import SlurmJob
@@ -98,7 +98,8 @@ class BatchBackend:
         sweep_in_background(self.connection, str(self.layout.base), retention_days)
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> BatchJob:
-        plan, request, asked = self._asked(plan, run_dir, step)
+        cargo, request, asked = self._asked(plan, run_dir, step)
+        plan = cargo.plan
         files = {**run_files(plan, context), **asked, CANCEL: b"", EXIT: b""}
         commands, cluster_id = slurm_commands(self.connection), f"{CLUSTER}{plan.payload.nonce}"
 
@@ -107,10 +108,11 @@ class BatchBackend:
             hold(attempt)
             return attempt
 
-        return self.submit_job(run_dir, files, request, step, attempt_at)
+        needs = needs_of(self.connection, str(self.layout.base), [cargo], step.log)
+        return self.submit_job(run_dir, files, request, step, attempt_at, needs)
 
     def goes_on(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        plan, request, asked = self._asked(plan, run_dir, step)
+        _, request, asked = self._asked(plan, run_dir, step)
         commands = slurm_commands(self.connection)
 
         def job_of(_: object) -> str | None:
@@ -123,8 +125,8 @@ class BatchBackend:
             commands.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
         return job_id is not None
 
-    def _asked(self, plan: Plan, run_dir: str, step: Step) -> tuple[Plan, JobRequest, dict[str, bytes]]:
-        """What is submitted for a plan: the plan as it is there, the request, and the files that say what is asked for.
+    def _asked(self, plan: Plan, run_dir: str, step: Step) -> tuple[Cargo, JobRequest, dict[str, bytes]]:
+        """What is submitted for a plan: its files, the request, and the files that say what is asked for.
 
         Raises:
             StartError: it cannot be had.
@@ -142,7 +144,7 @@ class BatchBackend:
         request = self._request(plan, job_name=name, comment=comment)
         spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, request, self._leading_queue)
         return (
-            plan,
+            cargo,
             request,
             {
                 PAYLOAD: to_json(plan.payload).encode("utf-8"),
@@ -157,7 +159,13 @@ class BatchBackend:
         return job_script(request, python, f"{base}/runtime/RUNTIME.pyz", f"{base}/runs/RUN_DIR", self.slurm)
 
     def submit_job(
-        self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step, attempt_at: Callable[[SlurmJob], T]
+        self,
+        run_dir: str,
+        files: Mapping[str, bytes],
+        request: JobRequest,
+        step: Step,
+        attempt_at: Callable[[SlurmJob], T],
+        needs: Needs,
     ) -> T:
         """Submit a job, or make sure that there is none; or go on with the one that the run directory names.
 
@@ -167,6 +175,7 @@ class BatchBackend:
             request: what its script asks for.
             step: who asks.
             attempt_at: makes of the job what is returned, and has it held.
+            needs: what must be on the cluster before.
 
         Raises:
             StartError: the job is not taken.
@@ -175,7 +184,9 @@ class BatchBackend:
         commands = slurm_commands(self.connection)
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
         try:
-            submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience)
+            submitted = submit(
+                commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience, needs=needs
+            )
             job = SlurmJob(
                 commands=commands,
                 queue=queue,

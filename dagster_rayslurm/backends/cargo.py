@@ -5,17 +5,18 @@ from __future__ import annotations
 import ast
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..bundles import Bundle, bundle_directory, bundle_files, install
-from ..bundles.delivery import place_of
+from ..bundles.delivery import place_of, runtime_place
 from ..connections.base import Connection, ConnectionFailed, Progress
 from ..errors import StartError
 from ..plan import Plan, relocate
+from ..slurm.submit import Needs
 
 _TELL_INTERVAL = 5.0
 
@@ -125,6 +126,25 @@ def deliver(connection: Connection, base: str, cargo: Cargo, log: Any, afresh: b
         raise StartError("configuration", str(error)) from None
     log.debug(f"[rayslurm] delivered {', '.join(cargo.bundles) or 'nothing'} to {connection.place}")
     return installed.runtime
+
+
+def needs_of(connection: Connection, base: str, cargos: Sequence[Cargo], log: Any) -> Needs:
+    """What a job looks for that runs these plans, and how it is brought there again.
+
+    Args:
+        connection: how to reach the cluster.
+        base: the base directory there, absolute.
+        cargos: the files of its plans.
+        log: the step's log.
+    """
+
+    def restore() -> None:
+        log.warning(f"[rayslurm] files that were sent to {base} on {connection.place} are gone; sending them again")
+        with base_errors(base):
+            for cargo in cargos:
+                deliver(connection, base, cargo, log, afresh=True)
+
+    return Needs([runtime_place(base), *(place for cargo in cargos for place in cargo.places(base))], restore)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ..slurm.submit import JOB_SCRIPT
 from .base import Attempts, Hold, Plans, Step
 from .batch import CLUSTER, BatchBackend, check_paths, data_dir_of, job_script, runtime_spec
 from .batch_job import BatchJob
-from .cargo import base_errors, deliver, pack
+from .cargo import base_errors, deliver, needs_of, pack
 from .rundir import Layout, run_files
 from .slurm_job import SlurmJob
 from .together import check_components, meetings
@@ -71,6 +71,7 @@ class BatchTogether:
             # One environment, which must be good for each of them.
             interpreters = [self.batch.interpreter_for(plan) for plan in plans.values()]
             runtimes = [deliver(connection, base, cargo, step.log) for cargo in cargos.values()]
+        needs = needs_of(connection, base, list(cargos.values()), step.log)
         plans = {component: cargo.plan for component, cargo in cargos.items()}
         nonce = next(iter(plans.values())).payload.nonce
         request = request_for(
@@ -97,7 +98,7 @@ class BatchTogether:
                 hold(view)
             return views
 
-        return self.batch.submit_job(run_dir, files, request, step, attempts_at)
+        return self.batch.submit_job(run_dir, files, request, step, attempts_at, needs)
 
     def example(self, plans: Plans) -> str:
         nonce = next(iter(plans.values())).payload.nonce

@@ -119,6 +119,11 @@ def place_of(base: str, bundle: Bundle) -> str:
     return posixpath.join(base, "bundles", bundle.name)
 
 
+def runtime_place(base: str) -> str:
+    """Where the runtime is on the cluster, once it is there."""
+    return posixpath.join(base, "runtime", runtime_name())
+
+
 def install(
     connection: Connection, base: str, bundles: Sequence[Bundle], progress: Progress | None = None, afresh: bool = False
 ) -> Installed:
@@ -152,10 +157,7 @@ def install(
                 if _missing(connection, base, [part]):
                     _send_large(connection, base, part, progress)
         _remember(connection, base, [part])
-    return Installed(
-        {bundle: place_of(base, bundle) for bundle in bundles},
-        posixpath.join(base, "runtime", runtime_name()),
-    )
+    return Installed({bundle: place_of(base, bundle) for bundle in bundles}, runtime_place(base))
 
 
 def _runtime() -> _Part:

@@ -9,7 +9,7 @@ import re
 import secrets
 import tarfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..connections.base import Completed, Connection, ConnectionFailed, ConnectionLost
@@ -36,6 +36,11 @@ kept_variables=$2
 unset TAR_OPTIONS
 old=$(umask)
 umask 077
+number=0
+for each; do
+    number=$((number + 1))
+    [ "$number" -le 4 ] || [ -O "$each" ] || exit 79
+done
 if [ -n "$3" ]; then
     session=${{1%/*}}
     mkdir -p -- "$session" || exit 70
@@ -66,6 +71,7 @@ date +%s.%N
 printf '%s\\n' "$id"
 """
 """$1 is the run directory, $2 the `SBATCH_*` variables that may stay, the standard input a tar of what shall be in $1.
+What follows $4 must be there.
 With a job's name in $3 the directory must be new: whoever makes it is the one who submits, by `mkdir`, which is atomic on
 NFS too. Others may have given it up meanwhile because that took so long; then they submit another job, and this one goes.
 127 comes from a missing sbatch. Those variables win over what stands in a script (sbatch(1), "INPUT ENVIRONMENT
@@ -86,6 +92,7 @@ component that it refused like this, under a number of its own, and those before
 _SPOKEN = re.compile(r"^sbatch: (error|fatal|unrecognized option|option|invalid option|ambiguous option)", re.MULTILINE)
 _ANSWER = re.compile(rb"([0-9]+\.[0-9]+)\n(?:.*\n)*([0-9]+)(?:;[^\n]*)?\n*")
 _TAKEN = 78
+_MISSING = 79
 _TIMEOUT = 600.0
 """Seconds in which the directory is made and sbatch answers: it asks slurmctld anew for minutes where that is slow."""
 _ATTEMPTS = 5
@@ -115,6 +122,19 @@ class SubmissionRefused(Exception):
 
 class ClaimTaken(Exception):
     """Somebody else was faster, or has taken this claim to be abandoned; nothing is submitted."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a job's script will look for: somebody may have removed it since this process brought it there.
+
+    Attributes:
+        paths: where it is.
+        restore: brings it there again.
+    """
+
+    paths: Sequence[str] = ()
+    restore: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -150,6 +170,7 @@ def submit(
     warn: Callable[[str], None],
     claim: bool = False,
     patience: float = 0.0,
+    needs: Needs = Needs(),
 ) -> Submitted:
     """Make a run directory and submit its `job.sh`.
 
@@ -162,6 +183,7 @@ def submit(
         warn: told of a submission whose answer was lost.
         claim: whether others may be about to do the same; of all of them only one submits.
         patience: seconds for which the edge node may be out of reach once the job may be there.
+        needs: what must be there before; it is restored if it is not.
 
     Raises:
         ClaimTaken: it is another one.
@@ -170,7 +192,7 @@ def submit(
     """
     archive = pack(files)
     name = request.job_name if claim else ""
-    command = ["sh", "-c", _SUBMIT, "sh", run_dir, " ".join(kept_variables(request)), name, secrets.token_hex(8)]
+    command = ["sh", "-c", _SUBMIT, "sh", run_dir, " ".join(kept_variables(request)), name, secrets.token_hex(8), *needs.paths]
     for left in reversed(range(_ATTEMPTS)):
         asked = clock.local()
         again = True
@@ -182,6 +204,9 @@ def submit(
                 return submitted
             if claim and done.returncode == _TAKEN:
                 raise ClaimTaken
+            if done.returncode == _MISSING and left:
+                needs.restore()
+                continue
             lost: Exception = _refusal(commands, done, run_dir, request)
             if _certain(done):
                 raise lost
@@ -219,7 +244,7 @@ def _certain(done: Completed) -> bool:
     """Whether a failure leaves no doubt that there is no job: sbatch was never called, or has refused in its own words."""
     said = done.stderr.decode("utf-8", "replace")
     refused = 0 < done.returncode < 128 and bool(_SPOKEN.search(said)) and not is_temporary(said)
-    return done.returncode in (70, 71, 127) or refused
+    return done.returncode in (70, 71, _MISSING, 127) or refused
 
 
 def _submitted(done: Completed) -> Submitted | None:
@@ -237,6 +262,11 @@ def _refusal(commands: Connection, done: Completed, run_dir: str, request: JobRe
             "configuration",
             f"remote_base: {base} cannot be written on {commands.place}: {said.splitlines()[-1] if said else 'no reason given'}; "
             "choose a directory of your own that the edge and the compute nodes share",
+        )
+    if done.returncode == _MISSING:
+        return SubmissionRefused(
+            "configuration",
+            f"remote_base: files that were sent to {base} on {commands.place} disappear again; end what removes them",
         )
     if done.returncode == 127:
         return SubmissionRefused(

@@ -163,6 +163,16 @@ def test_gpus_are_those_that_slurm_granted(slurm_compute: Callable[..., ComputeR
     assert metadata["gpus"] == 2 and metadata["driver"] == "0,1" and set(metadata["seen"]) <= {"0", "1"}
 
 
+def test_a_base_directory_that_was_removed_by_hand(
+    slurm_compute: Callable[..., ComputeResource], script: Any, site: Site
+) -> None:
+    """The process that knew it runs the next payload all the same."""
+    compute = slurm_compute()
+    assert run_asset(compute, script(pipes_script("pass"))).result.success
+    site.sh('rm -rf "$1"', site.base)
+    assert run_asset(compute, script(pipes_script("pass"))).result.success
+
+
 def test_files_travel(slurm_compute: Callable[..., ComputeResource], tmp_path: Path, site: Site) -> None:
     project = tmp_path / "my project"
     (project / "lib é").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A Slurm of shell scripts: `squeue` prints rows that a test wrote, and `scancel` ends them and takes note."""
+"""A Slurm of shell scripts: `squeue` prints rows that a test wrote, `scancel` and `sbatch` take note."""
 
 import shlex
 import time
@@ -18,6 +18,11 @@ _SCANCEL = """\
 #!/bin/sh
 for word; do case $word in -*) ;; *) echo "$word" >>{base}/cancelled; rm -f {base}/queue/$word ;; esac; done
 """
+_SBATCH = """\
+#!/bin/sh
+echo x >>{base}/sbatch-calls
+echo 70
+"""
 
 
 class FakeSlurm:
@@ -33,7 +38,7 @@ class FakeSlurm:
         self.connection = LocalConnection()
         (base / "queue").mkdir(parents=True)
         (base / "bin").mkdir()
-        for name, text in {"squeue": _SQUEUE, "scancel": _SCANCEL}.items():
+        for name, text in {"squeue": _SQUEUE, "scancel": _SCANCEL, "sbatch": _SBATCH}.items():
             program = base / "bin" / name
             program.write_text(text.format(base=shlex.quote(str(base))))
             program.chmod(0o755)
@@ -55,5 +60,13 @@ class FakeSlurm:
     @property
     def asked(self) -> int:
         """How often squeue was called."""
-        path = self.base / "squeue-calls"
+        return self._calls("squeue")
+
+    @property
+    def submitted(self) -> int:
+        """How often sbatch was called; it takes every job as number 70."""
+        return self._calls("sbatch")
+
+    def _calls(self, program: str) -> int:
+        path = self.base / f"{program}-calls"
         return len(path.read_text().split()) if path.exists() else 0

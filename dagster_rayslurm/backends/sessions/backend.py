@@ -32,7 +32,7 @@ from ...slurm.submit import JOB_SCRIPT, OFFER, ClaimTaken, SubmissionRefused, Su
 from .. import left_behind
 from ..base import Attempt, Hold, Step
 from ..batch import CLUSTER, absolute, check_paths, data_dir_of, nonce_of_cluster, sweep_in_background
-from ..cargo import base_errors, deliver, pack
+from ..cargo import base_errors, deliver, needs_of, pack
 from ..rundir import Layout, run_files
 from ..slurm_job import SlurmJob
 from .fit import Offer, across_rooms, alike, misfit, payload_time_limit, refused, wants
@@ -372,9 +372,8 @@ class _Start:
         queue = self._queue()
         try:
             patience = self._backend.patience
-            submitted = submit(
-                self._commands, directory, files, request, queue.clock, step.log.warning, claim=True, patience=patience
-            )
+            needs = needs_of(self._connection, self._base, [self._cargo], step.log)
+            submitted = submit(self._commands, directory, files, request, queue.clock, step.log.warning, True, patience, needs)
             hold(self._watched(request, submitted, directory))
         except ClaimTaken:
             return False

@@ -1,0 +1,48 @@
+"""A job is submitted only while what its script needs is there; what somebody removed is sent again."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dagster_rayslurm import BashLauncher
+from dagster_rayslurm.backends.cargo import deliver, needs_of, pack
+from dagster_rayslurm.plan import make_plan
+from dagster_rayslurm.slurm.clock import ClusterClock
+from dagster_rayslurm.slurm.request import JobRequest
+from dagster_rayslurm.slurm.submit import JOB_SCRIPT, Needs, SubmissionRefused, submit
+
+from .fake_slurm import FakeSlurm
+from .lines import Log
+
+FILES = {JOB_SCRIPT: b"#!/bin/sh"}
+
+
+@pytest.mark.parametrize("claim", [False, True], ids=["job", "session"])
+def test_a_base_directory_that_was_removed_is_filled_again(claim: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the minutes in which this process does not look for what it has sent."""
+    slurm, base, log = FakeSlurm(tmp_path / "slurm", monkeypatch), tmp_path / "base", Log()
+    (tmp_path / "train.py").write_text("pass")
+    plan = make_plan(
+        payload_path=tmp_path / "train.py", launcher=BashLauncher(), nonce="0" * 12, max_output_bytes=1, max_stdio_bytes=1
+    )
+    cargo = pack(plan, str(base), str(base / "data"))
+    runtime = Path(deliver(slurm.connection, str(base), cargo, log))
+    shutil.rmtree(base)
+    assert deliver(slurm.connection, str(base), cargo, log) and not base.exists()
+
+    run_dir, request, clock = base / "sessions" / "s" / "1", JobRequest("n", "c"), ClusterClock(slurm.connection)
+    needs = needs_of(slurm.connection, str(base), [cargo], log)
+    done = submit(slurm.connection, str(run_dir), FILES, request, clock, log.warning, claim, needs=needs)
+    assert done.job_id == "70" and slurm.submitted == 1
+    assert runtime.is_file() and all(Path(place).is_dir() for place in cargo.places(str(base)))
+    assert "are gone; sending them again" in "".join(log.lines)
+
+
+def test_what_disappears_again_and_again_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm, tries = FakeSlurm(tmp_path / "slurm", monkeypatch), []
+    clock = ClusterClock(slurm.connection)
+    needs = Needs([str(tmp_path / "gone")], lambda: tries.append(1))
+    with pytest.raises(SubmissionRefused, match=r"remote_base: files that were sent to .* disappear again"):
+        submit(slurm.connection, str(tmp_path / "runs" / "1"), FILES, JobRequest("n", "c"), clock, print, needs=needs)
+    assert tries and slurm.submitted == 0
