@@ -337,16 +337,24 @@ def test_without_tcp_the_step_is_taken_from_then_on(session: Callable[..., Sessi
         assert answer["ok"] is True
         return len(srun.commands) - before
 
-    monkeypatch.setattr(session_client, "_TRY_ANYWAY", 0.0)
+    tried: list[int] = []
+    directly = session_client._ask_directly
+
+    def try_directly(connection: Any, where: Announcement, request: Any) -> Any:
+        tried.append(where.port)
+        return directly(connection, where, request)
+
+    monkeypatch.setattr(session_client, "_ask_directly", try_directly)
     assert ask(walled) == 1
     assert wait_until(mark.exists, 10)
-    assert str(port) in mark.read_text()
-    # The mark spares the way that does not lead there, even once it would.
-    assert ask(walled) == 1 and ask(found) == 1
-    # Now and then somebody tries all the same.
-    monkeypatch.setattr(session_client, "_TRY_ANYWAY", 1.0)
-    assert ask(walled) == 1 and mark.exists()
-    assert ask(found) == 0 and not mark.exists()
+    assert str(port) in mark.read_text() and len(tried) == 2
+    # The mark spares every request the way that does not lead there, even once it would.
+    assert [ask(walled), ask(found), *(ask(walled) for _ in range(10))] == 12 * [1] and len(tried) == 2
+    # Beside a request this process looks again in time, and another one with its first request.
+    monkeypatch.setattr(session_client, "_LOOK_AGAIN", 0.0)
+    assert ask(walled) == 1 and wait_until(lambda: len(tried) == 3, 10) and mark.exists()
+    assert ask(found) == 1 and wait_until(lambda: not mark.exists(), 10)
+    assert ask(found) == 0
     with pytest.raises(Unreachable, match="by TCP"):
         ask(walled, "direct")
 

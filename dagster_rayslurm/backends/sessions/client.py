@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-import random
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,10 @@ from ...slurm.surroundings import cleaned
 __all__ = ["Announcement", "AnswerLost", "Unreachable", "ask", "parse_announcement"]
 
 NO_DIRECT = "no-direct"
-"""File in a session's directory: TCP does not get through from the edge node, so hardly anybody needs to try again."""
+"""File in a session's directory: TCP does not get through from the edge node, so no request waits for a try."""
 
-_TRY_ANYWAY = 0.05
-"""Share of the requests that try TCP in spite of that file, and remove it if that works: networks get mended. An age would
-take clocks that agree, and processes that live for longer than one request."""
+_LOOK_AGAIN = 300.0
+"""Seconds between two looks of one process at whether TCP gets through after all: networks get mended."""
 
 _PROVE_WITHIN = 3.0
 """Seconds in which a session that TCP reaches proves itself; a firewall that drops packets costs as much, once."""
@@ -115,27 +115,26 @@ def ask(
     """
     path = os.path.join(directory, NO_DIRECT)
     marked = carrier == "auto" and connection.read(path, 0, 1) != b""
-    failed = False
-    if carrier != "srun" and (not marked or random.random() < _TRY_ANYWAY):
+    if carrier != "srun" and not marked:
         try:
-            answer = _ask_directly(connection, announcement, request)
+            return _ask_directly(connection, announcement, request)
         except NobodyThere as error:
             if carrier == "direct":
                 raise Unreachable(f"{_name(announcement)} cannot be reached by TCP: {error}") from None
-            failed = True
-        else:
-            if marked:
-                with contextlib.suppress(OSError):
-                    connection.remove(path)
-            return answer
     answer = _ask_by_step(commands, announcement, request, directory, start, patience)
-    if failed and not marked:
-        _prove_no_way(connection, announcement, path)
+    now = time.monotonic()
+    if carrier == "auto" and not (marked and now - _looked_at.get(path, -math.inf) < _LOOK_AGAIN):
+        _looked_at[path] = now
+        _look_whether_direct(connection, announcement, path)
     return answer
 
 
-def _prove_no_way(connection: Connection, announcement: Announcement, path: str) -> None:
-    """Say that TCP does not get through, if it fails once more now that the session is known to live; nobody waits for it."""
+_looked_at: dict[str, float] = {}
+"""When this process last looked whether TCP gets through, by the file that says that it does not; on the monotonic clock."""
+
+
+def _look_whether_direct(connection: Connection, announcement: Announcement, path: str) -> None:
+    """Note whether TCP gets through to a session that is known to live; nobody waits for it."""
 
     def look() -> None:
         with contextlib.suppress(OSError):
@@ -143,6 +142,8 @@ def _prove_no_way(connection: Connection, announcement: Announcement, path: str)
                 _ask_directly(connection, announcement, {"op": "describe"})
             except NobodyThere as error:
                 connection.write(path, str(error).encode("utf-8", "replace"))
+            else:
+                connection.remove(path)
 
     threading.Thread(target=look, name="rayslurm-no-direct", daemon=True).start()
 
