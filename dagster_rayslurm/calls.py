@@ -24,7 +24,7 @@ from .backends.sessions.setup import session_queue
 from .completed import CompletedRun
 from .components import arrange, spanning_components
 from .config import check_environment, resolve_variables
-from .environments import Environment, PreDeployedEnvironment
+from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment
 from .errors import RunFailure, one_sentence
 from .execution import Policy, execute, execute_together, start_errors
 from .launchers import Launcher
@@ -58,6 +58,9 @@ def run(resource: ComputeResource, context: Context, asked: Asked, extras: Pipes
     Raises:
         RunFailure: it cannot be run, or did not succeed.
     """
+    unused = _unused(resource)
+    if unused:
+        context.log.info(f"[rayslurm] local mode does not use {unused}")
     with _configuration_errors():
         asked = _resolved(asked)
         start, _ = _prepared(resource, asked, secrets.token_hex(6))
@@ -85,7 +88,9 @@ def example(resource: ComputeResource, asked: Asked) -> str:
     """
     with _configuration_errors():
         # It may well be called outside of a run, where Dagster has resolved no variables.
-        _, show = _prepared(resolve_variables(resource, type(resource).__name__), _resolved(asked), "NONCE")
+        mode = resource.mode.get_value() if isinstance(resource.mode, dg.EnvVar) else resource.mode
+        unused = ["slurm"] if mode == modes.LOCAL else []
+        _, show = _prepared(resolve_variables(resource, type(resource).__name__, unused), _resolved(asked), "NONCE")
         return show()
 
 
@@ -197,6 +202,7 @@ def _setting(resource: ComputeResource) -> Setting:
         layout=_layout(resource),
         slurm=resource.slurm,
         environment=_environment(resource),
+        simulate=resource.local_resources == "simulate",
         launcher=resource.default_launcher,
         components=tuple(resource.components),
         session=resource.session,
@@ -219,11 +225,26 @@ def _data_dir(resource: ComputeResource) -> str | None:
 
 
 def _environment(resource: ComputeResource) -> Environment:
-    if resource.pre_deployed_env_path is None:
+    path = resource.pre_deployed_env_path
+    if path is None:
         return resource.environment
     if isinstance(resource.environment, PreDeployedEnvironment):
         raise ValueError("pre_deployed_env_path: environment is given too; give one of them")
-    return PreDeployedEnvironment(path=resource.pre_deployed_env_path)
+    return InheritedEnvironment() if _is_elsewhere(resource, path) else PreDeployedEnvironment(path=path)
+
+
+def _is_elsewhere(resource: ComputeResource, path: str) -> bool:
+    """Whether an environment is the cluster's and local mode runs without it."""
+    return resource.mode == modes.LOCAL and not os.path.exists(os.path.expanduser(path))
+
+
+def _unused(resource: ComputeResource) -> str:
+    """What a resource has for its other modes, as local mode tells it; "" for nothing."""
+    unused = ["slurm"] if resource.slurm is not None and resource.mode == modes.LOCAL else []
+    path = resource.pre_deployed_env_path
+    if path is not None and _is_elsewhere(resource, path):
+        unused.append(f"pre_deployed_env_path={path!r}, which is not on this machine: payloads run in Dagster's environment")
+    return " and ".join(unused)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ What runs them is imported by the first call: whoever loads definitions only to 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Optional, Union
 
 import dagster as dg
@@ -48,7 +49,9 @@ class ComputeResource(StrictResource, dg.PipesClient):
     mode: Annotated[str, choice(*modes.MODES)] = Field(
         default="local", description='How payloads run: "local", "slurm", "slurm-session" or "slurm-hetjob".'
     )
-    slurm: Optional[SlurmResource] = Field(default=None, description="The Slurm cluster; every mode but local needs it.")
+    slurm: Optional[SlurmResource] = Field(
+        default=None, description="The Slurm cluster. Local mode ignores it, all other modes need it."
+    )
     default_launcher: Union[RayLauncher, BashLauncher] = Field(
         default=RayLauncher(), discriminator="kind", description="Launcher of payloads that name none."
     )
@@ -76,15 +79,20 @@ class ComputeResource(StrictResource, dg.PipesClient):
         description="The Python environment of payloads; over SSH it has to be a pre-deployed one.",
     )
     pre_deployed_env_path: Annotated[Optional[str], plain_text] = Field(
-        default=None, description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh."
+        default=None,
+        description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh. Local mode "
+        "ignores one that is not on this machine.",
     )
-    auto_detect_platform: bool = Field(
-        default=True, description="Without effect: payloads run in an environment that is there already, none is packed for them."
-    )
+    auto_detect_platform: bool = Field(default=True, description="Accepted and ignored: no environment is packed.")
     data_dir: Annotated[Optional[str], plain_text] = Field(
         default=None,
         description="Directory, where payloads run, that each of them finds in RAYSLURM_DATA_DIR; None for `data` below the base "
         "directory there.",
+    )
+    local_resources: Annotated[str, choice("simulate", "strict")] = Field(
+        default="simulate",
+        description='What local mode does when a launcher asks for more CPUs or GPUs than this machine has: "simulate" has Ray '
+        'count them and says so in the log, "strict" refuses. Memory is never simulated.',
     )
     local_base: Annotated[str, plain_text] = Field(
         default="~/.dagster_rayslurm", description="Base directory on this machine: run directories of the local mode, outputs."
@@ -114,6 +122,19 @@ class ComputeResource(StrictResource, dg.PipesClient):
     max_outputs_mb: Annotated[int, at_least(0, "MiB")] = Field(
         default=100, description="MiB of files that `outputs=` brings back; the largest ones are left out, and named."
     )
+
+    @contextmanager
+    def _resolve_and_update_nested_resources(self, context: dg.InitResourceContext) -> Iterator[Any]:
+        """Leave `slurm` as it is in local mode, so that no variable has to be set that only the cluster needs.
+
+        Dagster resolves nested resources here. If another version has no such method, it resolves them in local mode too.
+        """
+        mode = (context.resource_config or {}).get("mode", self.mode)
+        if mode == modes.LOCAL:
+            yield self
+        else:
+            with super()._resolve_and_update_nested_resources(context) as resolved:
+                yield resolved
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
         """Begin to log in to the cluster, while Dagster prepares the step."""

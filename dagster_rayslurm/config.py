@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import Annotated, Any, Optional, TypeVar
 
@@ -199,7 +199,7 @@ slurm_memory = checked(check_memory)
 identifier = checked(check_identifier)
 
 
-def resolve_variables(config: C, what: str) -> C:
+def resolve_variables(config: C, what: str, but: Collection[str] = ()) -> C:
     """A copy of a config in which every `EnvVar` has its value, and in which the same fields are set.
 
     Dagster resolves variables in resources and run config; a config object that is handed to `run()` never passes
@@ -208,12 +208,14 @@ def resolve_variables(config: C, what: str) -> C:
     Args:
         config: any config object.
         what: its name in the error message.
+        but: fields that stay as they are.
 
     Raises:
         ValueError: a variable is not set.
     """
     names = [name for name in type(config).model_fields if name in config.model_fields_set]
-    values = {name: _resolve(getattr(config, name), f"{what}.{name}") for name in names}
+    values = {name: getattr(config, name) for name in names}
+    values.update({name: _resolve(value, f"{what}.{name}") for name, value in values.items() if name not in but})
     return type(config)(**values)
 
 

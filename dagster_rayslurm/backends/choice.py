@@ -34,6 +34,7 @@ class Setting:
         layout: where things are on this machine.
         slurm: the cluster; None for local mode alone.
         environment: the Python environment of payloads.
+        simulate: whether local mode simulates CPUs and GPUs that this machine lacks.
         launcher: of payloads that bring none; the cluster that stays warm is its.
         components: of calls that bring none.
         session: how a warm session is shared.
@@ -47,6 +48,7 @@ class Setting:
     layout: Layout
     slurm: SlurmResource | None
     environment: Environment
+    simulate: bool
     launcher: Launcher
     components: tuple[HetComponent, ...]
     session: SessionConfig
@@ -88,6 +90,7 @@ def backend_for(setting: Setting, call: Call) -> Backend[Plan, Attempt]:
             offered,
             asked,
             head_wanted(call.launcher, call.components),
+            setting.simulate,
         )
     if setting.mode == modes.SESSION:
         setup = SessionSetup(
@@ -112,7 +115,7 @@ def together_for(setting: Setting, call: Call) -> Backend[Plans, Attempts]:
         ValueError: the environment cannot be used.
     """
     if setting.slurm is None or setting.mode == modes.LOCAL:
-        return LocalTogether(setting.layout, resolve_environment(setting.environment), call.parts)
+        return LocalTogether(setting.layout, resolve_environment(setting.environment), call.parts, setting.simulate)
     return BatchTogether(_batch(setting, setting.slurm, call), call.parts)
 
 

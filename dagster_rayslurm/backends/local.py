@@ -51,6 +51,7 @@ class LocalBackend:
         offered: that cluster, for all payloads that it is enough for; None for what each payload asks for.
         components: what is asked for each component of that cluster; none where all nodes are alike.
         head: the component in which the payload has to run; None for wherever that cluster has its head.
+        simulate: whether CPUs and GPUs that this machine lacks are simulated; else they are refused.
     """
 
     layout: Layout
@@ -59,15 +60,14 @@ class LocalBackend:
     offered: RaySpec | None = None
     components: Sequence[ComponentSpec] = ()
     head: str | None = None
+    simulate: bool = False
     connection: LocalConnection = field(default_factory=LocalConnection)
     cadence: Cadence = LOCAL_CADENCE
 
     def check(self, plan: Plan) -> None:
-        for place, footprint in footprints(plan):
-            asks = any(want.amount is not None for want in footprint)
-            problem = footprint_error(footprint, machine.detect()) if asks else None
-            if problem:
-                raise ValueError(place + problem)
+        problem = None if self.simulate else lacking(plan)
+        if problem:
+            raise ValueError(f'{problem}; ask for less, or set ComputeResource(local_resources="simulate")')
 
     def _cluster(self, wanted: RaySpec, session: SessionConfig) -> RaySpec:
         """The cluster that a payload gets: that of the session if it fits, else one as it asks for.
@@ -77,8 +77,8 @@ class LocalBackend:
         """
         if self.offered is None:
             return wanted
-        offered = _simulated(self.offered, self.components)
-        problem = misfit(Wish(wanted, (), head=self.head), Offer(offered, True, None))
+        offered = self._here(self.offered, self.components)
+        problem = misfit(Wish(wanted, (), head=self.head), Offer(_as_granted(offered, wanted), True, None))
         if problem is not None and session.on_misfit == "error":
             raise StartError("configuration", refused(problem))
         return offered if problem is None else wanted
@@ -89,7 +89,11 @@ class LocalBackend:
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> Attempt:
         attempt: Attempt
         if plan.ray is not None:
-            plan = replace(plan, ray=_simulated(plan.ray, plan.components))
+            plan = replace(plan, ray=self._here(plan.ray, plan.components))
+        elif self.simulate:
+            problem = lacking(plan)
+            if problem:
+                step.log.info(f"[rayslurm] {problem}; local mode starts the payload all the same")
         if plan.ray is not None and self.session is not None:
             ray = self._cluster(plan.ray, self.session)
             cpus, gpus = wants(Wish(plan.ray, plan.footprint), Offer(ray, True, None))
@@ -116,9 +120,29 @@ class LocalBackend:
     def example(self, plan: Plan) -> str:
         return example_command(self.layout, self.interpreter, plan)
 
+    def _here(self, ray: RaySpec, components: Sequence[ComponentSpec]) -> RaySpec:
+        """The cluster as it is on this machine."""
+        return replace(on_one_machine(ray, components, machine.count_cpus(os.environ)), simulate=self.simulate)
 
-def _simulated(ray: RaySpec, components: Sequence[ComponentSpec]) -> RaySpec:
-    return on_one_machine(ray, components, machine.count_cpus(os.environ))
+
+def _as_granted(ray: RaySpec, wanted: RaySpec) -> RaySpec:
+    """A cluster with the numbers that its launcher leaves to this machine, as far as a payload asks for any."""
+    cpus, gpus = ray.num_cpus, ray.num_gpus
+    if cpus is None and wanted.num_cpus:
+        cpus = machine.count_cpus(os.environ)
+    if gpus is None and wanted.num_gpus:
+        gpus = machine.count_gpus(os.environ)
+    return replace(ray, num_cpus=cpus, num_gpus=gpus)
+
+
+def lacking(plan: Plan) -> str | None:
+    """What a plan asks of this machine and does not get, as a sentence that names the field; or None."""
+    for place, footprint in footprints(plan):
+        asks = any(want.amount is not None for want in footprint)
+        problem = footprint_error(footprint, machine.detect()) if asks else None
+        if problem:
+            return place + problem
+    return None
 
 
 def footprints(plan: Plan) -> list[tuple[str, Footprint]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dagster_pipes import PipesContextData
 
@@ -140,11 +140,13 @@ class LocalTogether:
         layout: where run directories go.
         interpreter: the Python that runs them.
         components: in the order that a job would have them.
+        simulate: whether CPUs that this machine lacks are simulated, as its GPUs always are.
     """
 
     layout: Layout
     interpreter: Interpreter
     components: tuple[Component, ...]
+    simulate: bool = False
     connection: LocalConnection = field(default_factory=LocalConnection)
     cadence: Cadence = LOCAL_CADENCE
 
@@ -156,6 +158,7 @@ class LocalTogether:
         return  # This machine is swept in every mode.
 
     def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> Attempts:  # noqa: ARG002
+        plans = {name: replace(plan, ray=plan.ray and replace(plan.ray, simulate=self.simulate)) for name, plan in plans.items()}
         nonce = next(iter(plans.values())).payload.nonce
         specs = local_specs(f"local-{nonce}", plans, self.components)
         for component, plan in plans.items():

@@ -15,6 +15,9 @@ from .nodes import named
 _NVIDIA_SMI = 20.0
 """Seconds in which `nvidia-smi` answers; without its persistence daemon a node of many GPUs takes some."""
 
+_NO_DEVICE = 1000
+"""No machine has so many GPUs."""
+
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
 """Variables that say which GPUs a process sees, by their makers; Slurm sets the last one beside the first (gres.conf(5))."""
 
@@ -155,6 +158,11 @@ def shown_gpus(variable: str, devices: Sequence[str]) -> Dict[str, Optional[str]
     if variable == "ROCR_VISIBLE_DEVICES":
         shown["HIP_VISIBLE_DEVICES"] = None  # It would count among those, which are fewer now.
     return shown
+
+
+def placeholders(count: int) -> List[str]:
+    """Names of GPUs that no machine has: CUDA ignores such an index, so a process that is shown one sees no device."""
+    return [str(_NO_DEVICE + index) for index in range(count)]
 
 
 def _devices(visible: str) -> List[str]:

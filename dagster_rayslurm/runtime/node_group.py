@@ -66,9 +66,10 @@ class NodeGroup:
             self.address = head_address(allocation)
             if len(allocation.nodes) > 1:
                 self.others = _team(loop, spec, allocation, log_dir, hear)
-        elif spec.components:
+        elif spec.components or (spec.ray is not None and spec.ray.simulate):
             self._stage = stage = siblings.stage(loop, spec, self.machine, private, hear)
-            self.spec, self.others, self.address = stage.spec, stage.team, siblings.ADDRESS
+            self.spec, self.others = stage.spec, stage.team
+            self.address = siblings.ADDRESS if spec.components else None
             self.machine, self.ray_environ = stage.roles[0].machine, stage.roles[0].environ
 
     @property

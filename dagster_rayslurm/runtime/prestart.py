@@ -27,7 +27,7 @@ _COME_UP = 60.0
 
 _LOOK_AGAIN = 0.1
 
-_AT_FIRST_DRIVER = "RAY_prestart_worker_first_driver"
+AT_FIRST_DRIVER = "RAY_prestart_worker_first_driver"
 """Option of the raylet: every driver that comes makes it start one worker for each CPU, whether any wait or not, and
 these take the CPU that the driver needs for its first task."""
 
@@ -66,7 +66,7 @@ def serve(fd: int, gcs: str, logs: str, cpus: int) -> None:
         return os.close(fd)
     if cpus <= MOST:
         # One waits for each CPU, so Ray's own would only be in the way; on a larger node a driver gets more of them so.
-        os.environ.setdefault(_AT_FIRST_DRIVER, "0")
+        os.environ.setdefault(AT_FIRST_DRIVER, "0")
     threading.Thread(target=_serve, args=(fd, gcs, logs, min(cpus, MOST)), daemon=True).start()
 
 

@@ -20,7 +20,7 @@ from .addresses import join_host_port
 from .cluster_error import ClusterError
 from .loop import Loop
 from .machine import Machine
-from .prestart import logs_of
+from .prestart import AT_FIRST_DRIVER, logs_of
 from .ray_arguments import IMPATIENT, ray_environment, start_arguments, symmetric_arguments
 from .record import split_lines, tail_file
 from .scratch import Scratch
@@ -156,6 +156,11 @@ class RayStart:
         return {name: text for name, text in tails.items() if text.strip()}
 
     @property
+    def _cpus(self) -> int:
+        """CPUs that Ray schedules on this node."""
+        return self._machine.num_cpus if self._spec.num_cpus is None else self._spec.num_cpus
+
+    @property
     def _logs(self) -> str:
         return logs_of(self._scratch.ray_temp_dir)
 
@@ -230,6 +235,8 @@ class RayStart:
             "entrypoint": entrypoint,
         }
         env = self._environ({**IMPATIENT, **{name: value for name, value in env.items() if name not in RAY_COORDINATES}})
+        if self._cpus > (os.cpu_count() or 1):
+            env.setdefault(AT_FIRST_DRIVER, "0")  # Simulated CPUs need no worker each.
         env.update(self.ports.environ)
         env.update(ray_environment(self._spec, self.token_path))
         if entrypoint:
@@ -270,8 +277,7 @@ class RayStart:
             order["audit_fd"], self._audit_fd = self._pipe(kept)
         if self._gcs is None and self._prestart:
             fd, self._prestart_fd = self._pipe(kept)
-            cpus = self._machine.num_cpus if self._spec.num_cpus is None else self._spec.num_cpus
-            order["prestart"] = {"fd": fd, "logs": self._logs, "cpus": cpus}
+            order["prestart"] = {"fd": fd, "logs": self._logs, "cpus": min(self._cpus, os.cpu_count() or 1)}
         try:
             with open(self._log_path, "ab") as log:
                 self._pid = self._loop.spawn(

@@ -15,7 +15,7 @@ from .channel import Message
 from .corner import Corners
 from .follower import Follower
 from .loop import Loop
-from .machine import GPU_VARIABLES, Machine, shown_gpus, visible_gpus
+from .machine import GPU_VARIABLES, Machine, placeholders, shown_gpus, visible_gpus
 from .scratch import Scratch
 from .spec import ComponentSpec, NodeSpec, RuntimeSpec
 from .team import Member
@@ -44,15 +44,14 @@ def cast(spec: RuntimeSpec, here: Machine, visible: Tuple[str, Sequence[str]]) -
     """What the nodes of a runtime's components are given of this machine; pure.
 
     Each may use all CPUs, if it does not ask for fewer, as what is simulated is seldom busy all at once. GPUs are shared out in
-    the order of the components; where too few are left, Ray is told a number all the same.
+    the order of the components; where too few are left, Ray counts placeholders as well.
 
     Args:
         spec: the runtime.
         here: what this machine grants.
         visible: the variable by which GPUs are shown to a process, and what those are called that there are.
     """
-    variable, devices = visible
-    left = list(devices)
+    left = list(visible[1])
     nodes = {each.component_id: each for each in spec.ray.components} if spec.ray is not None else {}
     # What is not limited, Ray would take for each node anew.
     memory = (here.memory if here.memory_limit is None else here.memory_limit) // max(1, len(spec.components))
@@ -60,22 +59,49 @@ def cast(spec: RuntimeSpec, here: Machine, visible: Tuple[str, Sequence[str]]) -
     for component in spec.components:
         name = component.component_id
         cpus, gpus = _wanted(component, nodes.get(name, NodeSpec(name)), here)
-        environ: Variables = {}
-        remark = ""
-        if gpus > len(left):
-            environ = dict.fromkeys(GPU_VARIABLES)  # Ray refuses a number that they contradict.
-            there = "%d left" % len(left) if devices else "none"
-            remark = "component %s: %s simulated, this machine has %s" % (
-                name,
-                "1 GPU is" if gpus == 1 else "%d GPUs are" % gpus,
-                there,
-            )
-        elif devices:
-            mine, left = left[:gpus], left[gpus:]
-            environ = shown_gpus(variable, mine)
+        remark = _remark(cpus, gpus, here.num_cpus, len(left))
+        mine, left = left[:gpus], left[gpus:]
+        environ = _shown(visible, mine, gpus) if visible[1] or gpus else {}
         machine = replace(here, num_cpus=cpus, num_gpus=gpus, memory_limit=memory, component=name)
-        roles.append(Role(machine, environ, remark))
+        roles.append(Role(machine, environ, remark and "component %s: %s" % (name, remark)))
     return roles
+
+
+def alone(spec: RuntimeSpec, here: Machine, visible: Tuple[str, Sequence[str]]) -> Role:
+    """What the only node of a runtime without components is given of this machine; pure.
+
+    Args:
+        spec: the runtime.
+        here: what this machine grants.
+        visible: as for `cast`.
+    """
+    if spec.ray is None:
+        return Role(here, {}, "")
+    cpus, gpus = max(here.num_cpus, spec.ray.num_cpus or 0), max(here.num_gpus, spec.ray.num_gpus or 0)
+    environ = _shown(visible, visible[1], gpus) if gpus > here.num_gpus else {}
+    return Role(replace(here, num_cpus=cpus, num_gpus=gpus), environ, _remark(cpus, gpus, here.num_cpus, here.num_gpus))
+
+
+def _shown(visible: Tuple[str, Sequence[str]], mine: Sequence[str], gpus: int) -> Variables:
+    """The variables that show a node its own GPUs, and placeholders for those that the machine lacks."""
+    variable = visible[0]
+    missing = placeholders(gpus - len(mine))
+    others: Variables = dict.fromkeys(GPU_VARIABLES) if missing else {}  # Ray refuses a number that they contradict.
+    return {**others, **shown_gpus(variable, [*mine, *missing])}
+
+
+def _remark(cpus: int, gpus: int, has_cpus: int, has_gpus: int) -> str:
+    """What Ray counts here beyond what there is; "" if nothing is."""
+    kinds = [("CPU", cpus, has_cpus), ("GPU", gpus, has_gpus)]
+    short = [(_count(asked, unit), _count(has, unit)) for unit, asked, has in kinds if asked > has]
+    if not short:
+        return ""
+    asked, has = (" and ".join(words) for words in zip(*short))
+    return "Ray counts %s, but this machine has %s for it: the others are simulated, no device is behind them" % (asked, has)
+
+
+def _count(number: int, unit: str) -> str:
+    return "%s %s%s" % (number or "no", unit, "" if number == 1 else "s")
 
 
 def _wanted(component: ComponentSpec, node: NodeSpec, here: Machine) -> Tuple[int, int]:
@@ -90,17 +116,17 @@ def settled(spec: RuntimeSpec) -> RuntimeSpec:
 
 
 class Stage(NamedTuple):
-    """A runtime whose components are simulated.
+    """A runtime with components or devices that are simulated.
 
     Attributes:
         spec: the start record as it is then.
         roles: what each component is given, the head's first.
-        team: the nodes of the others.
+        team: the nodes of the others; None without components.
     """
 
     spec: RuntimeSpec
     roles: List[Role]
-    team: Siblings
+    team: Optional[Siblings]
 
     def remarks(self, uses_ray: bool) -> List[str]:
         """What a payload is to be told; one without Ray runs in the first component alone."""
@@ -113,7 +139,7 @@ class Stage(NamedTuple):
 
 
 def stage(loop: Loop, spec: RuntimeSpec, here: Machine, private: Scratch, on_message: Callable[[Member, Message], None]) -> Stage:
-    """Set the components of a runtime up on this machine; nothing starts before it is told to.
+    """Set the nodes of a runtime up on this machine, with what is simulated; nothing starts before it is told to.
 
     Args:
         loop: where everything happens.
@@ -122,7 +148,10 @@ def stage(loop: Loop, spec: RuntimeSpec, here: Machine, private: Scratch, on_mes
         private: scratch directory of the runtime.
         on_message: called with a member and its message.
     """
-    roles = cast(spec, here, visible_gpus(os.environ, here.num_gpus))
+    visible = visible_gpus(os.environ, here.num_gpus)
+    if not spec.components:
+        return Stage(spec, [alone(spec, here, visible)], None)
+    roles = cast(spec, here, visible)
     plain = settled(spec)
     return Stage(plain, roles, Siblings(loop, plain, roles, Corners(private), on_message))
 

@@ -73,6 +73,8 @@ class RaySpec:
     launch_style: str = "builtin"
     components: List[NodeSpec] = field(default_factory=list)
     """What nodes are where they differ by the component that they belong to, the head's first; none if they are all alike."""
+    simulate: bool = False
+    """Local mode: Ray counts the CPUs and GPUs that are asked for, even if the machine has fewer."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,15 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dagster_rayslurm import BashLauncher, ComputeResource, Launcher
+from dagster_rayslurm import (
+    BashLauncher,
+    ComputeResource,
+    Launcher,
+    RunFailure,
+    SlurmQueueConfig,
+    SlurmResource,
+    SSHConnectionResource,
+)
 
 from ..conftest import pipes_script, run_asset
 
@@ -321,3 +329,36 @@ def test_run_directories_are_kept_and_swept(
 def test_job_script_shows_what_would_be_started(compute: ComputeResource, script: Any) -> None:
     text = compute.job_script(payload_path=script(RESULT))
     assert "-I" in text and "payload.json" in text and "payload.py" in text
+
+
+def for_both(base: Path, **fields: Any) -> ComputeResource:
+    """A resource for a cluster and a laptop, with variables that only the cluster needs."""
+    ssh = SSHConnectionResource(host=dg.EnvVar("RS_UNSET_HOST"))
+    queue = SlurmQueueConfig(account=dg.EnvVar("RS_UNSET_ACCOUNT"))
+    fields = {"mode": dg.EnvVar("RS_MODE"), "pre_deployed_env_path": "/not/here", **fields}
+    return ComputeResource(
+        slurm=SlurmResource(ssh=ssh, queue=queue), local_base=str(base), default_launcher=BashLauncher(), **fields
+    )
+
+
+def test_local_mode_needs_nothing_of_the_cluster(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RS_MODE", "local")
+    ran = run_asset(for_both(base), ["python", "-c", "import dagster_rayslurm"], uses_pipes=False)
+    assert ran.completed
+    said = [line for line in capfd.readouterr().err.splitlines() if "local mode does not use" in line]
+    assert len(said) == 1 and "slurm and pre_deployed_env_path='/not/here', which is not on this machine" in said[0], said
+    assert "python" in for_both(base).job_script(payload_path=["python"])
+    assert not for_both(base).cleanup_cluster("local-none")
+
+
+def test_a_cluster_needs_its_variables(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RS_MODE", "slurm")
+    with pytest.raises(RunFailure, match="RS_UNSET_"):
+        for_both(base).job_script(payload_path=["true"])
+
+
+def test_an_environment_that_is_here_is_used_in_local_mode(base: Path, tmp_path: Path) -> None:
+    (failure,) = run_asset(for_both(base, mode="local", pre_deployed_env_path=str(tmp_path)), ["true"]).failures
+    assert "has neither bin/python nor activate.sh" in (failure.description or "")

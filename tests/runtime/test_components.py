@@ -177,18 +177,21 @@ def test_nodes_of_two_components_on_one_host_are_two() -> None:
     assert nodes.in_words(nodes.within(RaySpec(), before), []) == "3 nodes, the head is h (CPU 5)"
 
 
+def placeholders(*names: str) -> dict[str, str | None]:
+    """The variables of a process that sees these of the devices called X, and no others of any maker."""
+    return {**dict.fromkeys(GPU_VARIABLES), "X": ",".join(names)}
+
+
+SIMULATED = "component b: Ray counts 2 GPUs, but this machine has %s for it: the others are simulated, no device is behind them"
+
+
 @pytest.mark.parametrize(
     ("devices", "wanted", "shown", "simulated"),
     [
-        ([], (0, 2), ({}, dict.fromkeys(GPU_VARIABLES)), {1: "component b: 2 GPUs are simulated, this machine has none"}),
+        ([], (0, 2), ({}, placeholders("1000", "1001")), {1: SIMULATED % "no GPUs"}),
         (["4", "7", "9"], (1, 2), ({"X": "4"}, {"X": "7,9"}), {}),
         (["4"], (0, 1), ({"X": ""}, {"X": "4"}), {}),
-        (
-            ["4", "7"],
-            (1, 2),
-            ({"X": "4"}, dict.fromkeys(GPU_VARIABLES)),
-            {1: "component b: 2 GPUs are simulated, this machine has 1 left"},
-        ),
+        (["4", "7"], (1, 2), ({"X": "4"}, placeholders("7", "1000")), {1: SIMULATED % "1 GPU"}),
     ],
 )
 def test_gpus_of_a_machine_are_shared_out(
@@ -202,6 +205,31 @@ def test_gpus_of_a_machine_are_shared_out(
     assert [(role.machine.num_cpus, role.machine.num_gpus, role.machine.memory_limit) for role in roles] == [
         (2, gpus, 4 * 2**30) for gpus in wanted
     ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "devices", "counted", "shown", "remark"),
+    [
+        (RaySpec(num_cpus=1), ["4"], (2, 1), {}, ""),
+        (RaySpec(num_cpus=16), [], (16, 0), {}, "16 CPUs, but this machine has 2 CPUs"),
+        (
+            RaySpec(num_cpus=16, num_gpus=2),
+            ["4"],
+            (16, 2),
+            placeholders("4", "1000"),
+            "16 CPUs and 2 GPUs, but this machine has 2 CPUs and 1 GPU",
+        ),
+    ],
+)
+def test_ray_counts_what_a_machine_lacks(
+    asked: RaySpec, devices: list[str], counted: tuple[int, int], shown: dict[str, str | None], remark: str
+) -> None:
+    """Nobody is shown a device that was hidden from this process."""
+    here = Machine("h", 2, len(devices), 2**33, 2**32)
+    role = siblings.alone(RuntimeSpec("c", asked), here, ("X", devices))
+    assert (role.machine.num_cpus, role.machine.num_gpus) == counted and role.machine.memory_limit == here.memory_limit
+    assert role.environ == shown
+    assert role.remark == (remark and f"Ray counts {remark} for it: the others are simulated, no device is behind them")
 
 
 def test_a_launcher_goes_before_its_queue_where_components_are_simulated() -> None:
