@@ -20,6 +20,7 @@ from .roster import Roster
 from .scratch import Scratch
 from .setting import Setting
 from .spec import RuntimeSpec
+from .strays import Strays
 from .templates import Templates
 from .timers import Timers
 
@@ -44,6 +45,7 @@ class Dispatch:
         ray: the environment's Ray that a session began with; None for a runtime that lives no longer than its payload.
         templates: what a session's payloads may be forked from; None for any other runtime.
         leftovers: looks for what payloads leave in the warm cluster.
+        strays: ends what payloads leave on this node.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Dispatch:
         ray: Optional[InstalledRay],
         templates: Optional[Templates],
         leftovers: Leftovers,
+        strays: Strays,
     ) -> None:
         self._spec = spec
         self._nodes = nodes
@@ -70,6 +73,7 @@ class Dispatch:
         self._ray = ray
         self._templates = templates
         self._leftovers = leftovers
+        self._strays = strays
         self._timers = Timers(loop)
         self._gpus = Gpus(loop)
 
@@ -112,6 +116,7 @@ class Dispatch:
 
     def _begin(self, payload: Payload) -> None:
         """Start a payload, once the cluster is there that serves it."""
+        self._strays.begin(payload.spec.nonce)
         if self._clusters.is_fresh(payload.spec):
             where = self._nodes.in_words(payload.spec.ray)
             payload.phase("cluster-start", "starting a Ray cluster of the payload's own on %s" % where)

@@ -16,6 +16,7 @@ from .machine import Machine
 from .ray_start import RayStart
 from .scratch import Scratch
 from .spec import RaySpec, RuntimeSpec, from_fields
+from .strays import Strays
 from .usage import Sampler
 
 Order = Dict[str, Any]
@@ -43,7 +44,8 @@ class Follower:
         send: tells the head something.
         say: writes to this node's log.
         environ: variables for Ray's daemons on this node; None for one that they must not have.
-        alone: whether this node is all that its runtime has; else it is measured by the processes of its own Ray.
+        alone: whether this node is all that its runtime has; else it is measured by the processes of its own Ray, and the
+            runtime ends stray processes.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Follower:
         self._gpus = Gpus(loop)
         self._clusters: Dict[str, _Joined] = {}
         self._samplers: Dict[str, Sampler] = {}
+        self._strays = Strays(loop) if alone else None
 
     @property
     def pids(self) -> List[int]:
@@ -103,9 +106,13 @@ class Follower:
             self._send(event="ended", cluster=order["cluster"])
         elif op == "measure" and order["id"] not in self._samplers:
             self._measure(order["id"])
+            if self._strays is not None:
+                self._strays.begin(order["id"])
         elif op == "report":
             sampler = self._samplers.pop(order["id"], None)
             self._send(event="usage", id=order["id"], usage=None if sampler is None else sampler.stop())
+            if self._strays is not None:
+                self._strays.end(order["id"])
 
     def _measure(self, nonce: str) -> None:
         """Measure what all of Ray on this node uses, but for clusters that are another payload's own."""

@@ -17,6 +17,9 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
+_CLOCK_STEP = 0.05
+"""Seconds within which two starts cannot be told apart: the kernel counts ticks."""
+
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -26,6 +29,9 @@ class Process(NamedTuple):
     pid: int
     parent: int
     cpu_seconds: float
+    started: float = 0.0
+    """When it started, on the clock of `uptime`, to a hundredth of a second."""
+    name: str = ""
 
 
 def become_subreaper() -> None:
@@ -74,9 +80,11 @@ def table() -> Dict[int, Process]:
                 stat = file.read()
         except OSError:
             continue  # It ended meanwhile.
-        fields = stat[stat.rindex(b")") + 2 :].split()  # The name, in parentheses, may hold anything.
+        end = stat.rindex(b")")  # The name, in parentheses, may hold anything.
+        fields = stat[end + 2 :].split()
         cpu = (int(fields[11]) + int(fields[12])) / tick
-        found[int(name)] = Process(int(name), int(fields[1]), cpu)
+        called = stat[stat.index(b"(") + 1 : end].decode("utf-8", "replace")
+        found[int(name)] = Process(int(name), int(fields[1]), cpu, int(fields[19]) / tick, called)
     return found
 
 
@@ -132,12 +140,28 @@ def kill_all(pids: Iterable[int]) -> None:
             continue
 
 
-def kill_orphans(keep: Iterable[int]) -> None:
-    """SIGKILL what this subreaper adopted, with all below it; `keep` are the children it started itself."""
+def uptime() -> float:
+    """Seconds since this machine started, by the clock of `Process.started`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
+
+
+def kill_orphans(keep: Iterable[int], before: Optional[float] = None) -> List[str]:
+    """SIGKILL what this subreaper adopted, with all below it.
+
+    Args:
+        keep: the children that this process started itself.
+        before: end only what started before this time, by the clock of `uptime`; None for all.
+
+    Returns:
+        The orphans, by name and process id.
+    """
     everything = table()
     me, kept = os.getpid(), set(keep)
-    for process in [each for each in everything.values() if each.parent == me and each.pid not in kept]:
+    orphans = [each for each in everything.values() if each.parent == me and each.pid not in kept]
+    strays = [each for each in orphans if before is None or each.started < before - _CLOCK_STEP]
+    for process in strays:
         kill_all([process.pid, *(below.pid for below in descendants(process.pid, everything))])
+    return ["%s (pid %d)" % (process.name, process.pid) for process in strays]
 
 
 def kill_descendants(root: int, collect: Callable[[], None], deadline: float = 5.0) -> List[int]:

@@ -34,6 +34,7 @@ from .payload import Payload
 from .record import PAYLOAD, RunRecord, tail_lines
 from .roster import Roster
 from .spec import PayloadSpec, RuntimeSpec, SpecError, from_json
+from .strays import Strays
 from .team import Member
 from .templates import Templates
 
@@ -94,6 +95,7 @@ class Supervisor:
         is_session = self.lifetime.is_session
         self._templates = Templates(loop, private.join("preload")) if is_session else None
         self._leftovers = Leftovers(loop, lambda: self.cluster)
+        self._strays = Strays(loop)
         self.clusters = Clusters(
             loop,
             spec,
@@ -119,6 +121,7 @@ class Supervisor:
             InstalledRay() if is_session else None,
             self._templates,
             self._leftovers,
+            self._strays,
         )
 
     @property
@@ -313,9 +316,8 @@ class Supervisor:
                 take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
         self._roster.remove(payload)
         self.clusters.release(payload)
+        self._strays.end(payload.spec.nonce)
         if not self._roster.running:
-            # With nothing running, an orphan is something that a payload left behind with another environment.
-            processes.kill_orphans(keep=self.loop.children())
             self._leftovers.look_when_idle(lambda: not self._roster.running)
         self.look_again()
         if not self._roster.running and self.closing is None:
