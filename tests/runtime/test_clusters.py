@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -98,7 +99,6 @@ def below(pid: int) -> list[str]:
 
 def test_two_clusters_at_once_on_the_same_nodes(nodes: Any) -> None:
     """Each ends with its payload, everywhere; one that does not come up ends nobody else's."""
-    import json
     from dataclasses import replace
 
     pair = nodes(max_concurrent_payloads=3)
@@ -262,6 +262,41 @@ look()
     assert pair.end("one")["reason"] == "cluster-lost"
     two = pair.end("two")
     assert two["reason"] == "cluster-lost" and two["message"].startswith("the payload never started: ") and not two["started_at"]
+
+
+DAEMONS = """
+import json, ray, subprocess, sys
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+ray.init(log_to_driver=False)
+LEAVE = ["sh", "-c", "env -i setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $!"]
+leave = ray.remote(lambda: int(subprocess.check_output(LEAVE)))
+pids = ray.get([leave.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
+                for node in ray.nodes()])
+open(%r, "w").write(json.dumps(pids))
+"""
+
+
+def test_daemons_of_tasks_end_with_their_payload_on_every_node(nodes: Any) -> None:
+    pair = nodes(ray=SMALL)
+    left = pair.path / "left.json"
+    pair.add("one", DAEMONS % str(left), uses_ray=True)
+    said = pair.run(
+        SESSION
+        + f"""
+submit("one")
+def living():
+    return [pid for pid in json.load(open({str(left)!r})) if os.path.exists("/proc/%d" % pid)]
+def look(until):
+    said["left"] = len(living())
+    said["closing"] = runner.closing
+    if said["left"] and loop.now() < until:
+        return loop.call_later(0.1, lambda: look(until))
+    loop.stop()
+when_done(lambda: look(loop.now() + 30))
+"""
+    )
+    assert len(json.loads(left.read_text())) == 2 and pair.end("one")["exit_code"] == 0
+    assert said == {"left": 0, "closing": None}
 
 
 LEAVE = """
