@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,14 @@ RETRYABLE = frozenset({"connection", "allocation", "cluster-start", "cluster-los
 
 _PAYLOAD_KINDS = frozenset({"payload", "pipes"})
 """Kinds that the user's own code decides; a `RetryPolicy` of the asset may retry them."""
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
+def without_colours(text: str) -> str:
+    """A text without the escape codes of terminals."""
+    return _COLOURS.sub("", text)
 
 
 def may_retry(kind: str, retry: bool | None = None) -> bool:
@@ -62,7 +71,7 @@ class RunFailure(dg.Failure):
         """
         self.kind = kind
         super().__init__(
-            description=sentence,
+            description=without_colours(sentence),
             metadata={"Failure kind": kind, **(metadata or {})},
             allow_retries=may_retry(kind, retry),
         )

@@ -7,8 +7,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import without_colours
 from ..runtime.record import Record, tail_lines
 from ..slurm.facts import JobFacts
+
+_KEPT = 4096
+"""Characters of each piece of output that are remembered."""
 
 
 @dataclass
@@ -45,11 +49,21 @@ class Evidence:
     heard_at: float = field(default_factory=time.monotonic)
     """When the record last grew, by this machine's monotonic clock."""
     tails: dict[str, str] = field(default_factory=dict)
-    last_output: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=64))
+    last_output: collections.deque[tuple[str, str]] = field(default_factory=lambda: collections.deque(maxlen=64))
+    """Stream and text of the last output."""
 
     @property
     def started(self) -> bool:
         return self.started_at is not None
 
     def output_tail(self) -> str:
-        return tail_lines("".join(self.last_output))
+        """The last lines of the output, without colours."""
+        return tail_lines(without_colours("".join(text for _, text in self.last_output)))
+
+    def last_errors(self) -> str:
+        """What the payload wrote to its standard error last."""
+        return "".join(text for stream, text in self.last_output if stream == "stderr")
+
+    def take_output(self, record: Record) -> None:
+        """Remember the end of some output."""
+        self.last_output.append((record["s"], record["d"][-_KEPT:]))

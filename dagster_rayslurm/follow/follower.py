@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..connections.base import ConnectionFailed
+from ..errors import without_colours
 from ..runtime.record import JOURNAL, STDIO, LineReader, Record
 from .evidence import Evidence
 from .handed_on import HandedOn
@@ -153,7 +154,7 @@ class Follower:
         reader = LineReader(max(0, offset - _TAIL))
         with contextlib.suppress(OSError):
             for record in reader.feed(self._connection.read(self._paths[STDIO], reader.offset, offset - reader.offset)):
-                self.evidence.last_output.append(record["d"][-4096:])
+                self.evidence.take_output(record)
 
     def follow(self, runtime_exited: Callable[[Evidence], str | None], deadline: float | None = None) -> Evidence:
         """Read until the `end`, or until the runtime is gone and nothing is left to read.
@@ -274,7 +275,7 @@ class Follower:
     def _take_output(self, record: Record) -> None:
         text = record["d"] if self._shown is None else self._shown.lines(record["s"], record["d"])
         self._show(record["s"], text)
-        self.evidence.last_output.append(record["d"][-4096:])
+        self.evidence.take_output(record)
 
     def _show(self, name: str, text: str) -> None:
         stream = sys.stderr if name == "stderr" else sys.stdout
@@ -319,6 +320,8 @@ class Follower:
                 raise TypeError(f"its method is {method!r}")
             evidence.opened += method == "opened"
             evidence.closed += method == "closed"
+            if method == "closed" and params.get("exception"):
+                params["exception"] = _without_colours(params["exception"])
             exception = params.get("exception") if method == "closed" else None
             # Every click or typer main ends with SystemExit; the exit code says what it meant.
             if exception and exception.get("name") != "SystemExit" and evidence.exception is None:
@@ -374,3 +377,12 @@ class Follower:
         self._readers[JOURNAL].damaged = 0
         kept = self.evidence.last_output
         self.evidence = Evidence(last_output=kept, interrupted=self.evidence.interrupted)
+
+
+def _without_colours(value: Any) -> Any:
+    """An exception as Pipes tells of it, without escape codes: Ray's have some in their messages."""
+    if isinstance(value, str):
+        return without_colours(value)
+    if isinstance(value, dict):
+        return {key: _without_colours(each) for key, each in value.items()}
+    return [_without_colours(each) for each in value] if isinstance(value, list) else value

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from ..errors import without_colours
 from ..follow import Evidence
 from ..runtime import processes
 from ..runtime.record import Record
 from ..slurm.log import telling_lines
 from ..slurm.verdict import job_sentence
+from .traceback_text import exception_in_words, read_traceback, traceback_of
 
 _REASONS = {
     "allocation": "allocation",
@@ -30,6 +34,12 @@ _REASONS = {
 _RETRY = {"returned": True, "timeout": False}
 """Whether another attempt may succeed, where the kind alone does not say: a payload that was never started, and one that
 takes longer than it may."""
+
+_NO_DETAIL = "<no detail available>"
+"""Python's text for an exception that it cannot print, such as a SyntaxError that Ray hands on."""
+
+_NEAR = 20
+"""Lines that may follow a traceback which is still worth a word."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +99,37 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
         return Verdict(_REASONS.get(reason, "runtime"), _sentence_of(reason, end.get("message")), _RETRY.get(reason))
     if end["signal"] is not None:
         return Verdict("payload", f"the payload was killed by {signal_name(end['signal'])}{_hint(end['signal'])}")
-    exception = evidence.exception
-    if exception is not None:
-        return Verdict("payload", f"the payload raised {_first_line(exception.get('message')) or exception.get('name')}")
+    if evidence.exception is not None:
+        return Verdict("payload", f"the payload raised {_exception(evidence.exception, evidence)}")
     if end["exit_code"] != 0:
-        return Verdict("payload", f"the payload ended with exit code {end['exit_code']}{_exit_hint(end['exit_code'])}")
+        return Verdict("payload", _exit_sentence(end["exit_code"], evidence))
     return _judge_messages(evidence, uses_pipes and require_messages)
+
+
+def _exception(exception: Mapping[str, Any], evidence: Evidence) -> str:
+    """What the payload told Pipes that it raised."""
+    found = read_traceback(traceback_of(exception))
+    if not found or _NO_DETAIL in found[-1].text:
+        found = read_traceback(evidence.last_errors()) or found
+    if not found:
+        return without_colours(_first_line(exception.get("message"))) or str(exception.get("name"))
+    return exception_in_words(found, _nodes(evidence))
+
+
+def _exit_sentence(code: int, evidence: Evidence) -> str:
+    """How the payload ended, and the exception that ended it, as far as its standard error tells."""
+    found = read_traceback(evidence.last_errors())
+    raised = exception_in_words(found, _nodes(evidence)) if found else ""
+    if raised and code == 1 and not found[-1].more:
+        return f"the payload raised {raised}"
+    sentence = f"the payload ended with exit code {code}{_exit_hint(code)}"
+    return f"{sentence}, after {raised}" if raised and found[-1].more < _NEAR else sentence
+
+
+def _nodes(evidence: Evidence) -> dict[str, str]:
+    """Names of nodes by their addresses."""
+    nodes = ((evidence.end or {}).get("context") or {}).get("nodes") or []
+    return {node["address"]: node["hostname"] for node in nodes}
 
 
 def _judge_messages(evidence: Evidence, required: bool) -> Verdict:

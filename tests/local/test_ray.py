@@ -1,6 +1,7 @@
 """Local mode with a real Ray cluster: what the payload gets, what is lost and said, what is left."""
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,31 @@ USES_RAY = "import sys\npreloaded = 'ray' in sys.modules\n" + pipes_script("""
 @pytest.fixture
 def ray_compute(base: Path) -> ComputeResource:
     return ComputeResource(local_base=str(base), default_launcher=small_ray())
+
+
+DEEP = """
+import ray
+from dagster_pipes import open_dagster_pipes
+
+@ray.remote
+def inner():
+    return {}["momentum"]
+
+@ray.remote
+def outer():
+    return ray.get(inner.remote())
+
+if __name__ == "__main__":
+    with open_dagster_pipes():
+        ray.get(outer.remote())
+"""
+
+
+def test_an_exception_deep_in_ray_is_told_by_its_cause(ray_compute: ComputeResource, script: Any) -> None:
+    ran = run_asset(ray_compute, script(DEEP, "deep.py"))
+    said = ran.failure.description
+    assert said == f"the payload raised KeyError: 'momentum' (deep.py:7, in inner, on {socket.gethostname()})"
+    assert "momentum" in ran.failure.metadata["Last output"].value and "\x1b" not in ran.failure.metadata["Last output"].value
 
 
 def test_a_payload_has_its_own_cluster(ray_compute: ComputeResource, script: Any, base: Path) -> None:

@@ -20,11 +20,19 @@ CASES = {
     "exit code": ("print('last words'); raise SystemExit(3)", "payload", "the payload ended with exit code 3"),
     "signal": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "payload", "killed by signal 11 (SIGSEGV)"),
     "killed": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "payload", "runs out (see `dmesg`)"),
-    "exception": (pipes_script("raise ValueError('no such column')"), "payload", "raised ValueError: no such column"),
+    "exception": (
+        pipes_script("raise ValueError('no such column')"),
+        "payload",
+        "raised ValueError: no such column (payload.py:4)",
+    ),
     "sys.exit(3) in pipes": (pipes_script(REPORT + "import sys; sys.exit(3)"), "payload", "ended with exit code 3"),
     "never opens": ("print('fine')", "pipes", "never opened Dagster Pipes"),
     "never closes": (pipes_script(REPORT + "import os; os._exit(0)"), "pipes", "without closing Dagster Pipes"),
-    "no module": ("import no_such_module_at_all", "payload", "exit code 1"),
+    "no module": (
+        "import no_such_module_at_all",
+        "payload",
+        "raised ModuleNotFoundError: No module named 'no_such_module_at_all' (payload.py:1)",
+    ),
     "bad message": (
         pipes_script("pipes._message_channel.write_message({'__dagster_pipes_version': '0.1', 'method': 'dance', 'params': {}})"),
         "pipes",

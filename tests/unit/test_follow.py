@@ -122,7 +122,19 @@ def test_output_that_is_shown_later_than_the_end_is_waited_for(
 def test_the_last_output_is_bounded(capsys: Any) -> None:
     files = record_of(["y" * 100_000 + "\n"] * 200, 0)
     evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
-    assert sum(map(len, evidence.last_output)) <= 64 * 4096 and len(evidence.output_tail()) <= 8000
+    assert sum(len(text) for _, text in evidence.last_output) <= 64 * 4096 and len(evidence.output_tail()) <= 8000
+
+
+def test_the_exception_that_dagster_shows_has_no_escape_codes(capsys: Any) -> None:
+    said = {"name": "RayTaskError(KeyError)", "message": "\x1b[36mray::f()\x1b[39m (pid=1)\n", "stack": ["\x1b[1ma\n"]}
+    closed = {"method": "closed", "params": {"exception": {**said, "cause": said, "context": None}}}
+    files = record_of([], 0)
+    files[JOURNAL] = encode({"type": "pipes", "at": 0, "line": json.dumps(closed)}) + files[JOURNAL]
+    handler = Handler()
+    evidence = Follower(Growing(files, 1), "/run", "n", handler, LOG, FAST).follow(lambda _: None)
+    plain = {"name": said["name"], "message": "ray::f() (pid=1)\n", "stack": ["a\n"]}
+    assert handler.messages == [{"exception": {**plain, "cause": plain, "context": None}}]
+    assert evidence.exception == {**plain, "cause": plain, "context": None}
 
 
 def test_a_record_out_of_reach_is_waited_for(capsys: Any) -> None:

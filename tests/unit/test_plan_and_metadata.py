@@ -63,7 +63,7 @@ def test_metadata_of_a_run_that_never_started_its_payload() -> None:
 
 def test_a_failure_shows_text_that_no_markdown_can_break() -> None:
     evidence = Evidence(end=END, tails={"raylet.err": "boom"}, runtime_log="log")
-    evidence.last_output.append("```\n# not a heading\n<b>\n")
+    evidence.last_output.append(("stdout", "```\n# not a heading\n<b>\n"))
     metadata = failure_metadata(evidence, "/run")
     assert all(line.startswith("    ") for line in metadata["Last output"].value.splitlines())
     assert metadata["Log: raylet.err"].value == "    boom" and metadata["Exit code"] == 1

@@ -1,0 +1,147 @@
+"""The exception of a traceback in one line: what was raised, in which line of the user's code, on which node. Pure.
+
+It reads tracebacks of Python 3.8 to 3.14, and the text of Ray's exceptions (Ray 2.60), where the exceptions of nested tasks
+follow each other, the innermost one last.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import without_colours
+
+_HEADER = "Traceback (most recent call last):"
+_FRAME = re.compile(r'  File "(?P<path>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
+_TASK = re.compile(r"ray::(?P<task>\S+)\(\) \(pid=\d+, ip=(?P<address>[^,) ]+)")
+_EXCEPTION = re.compile(r"[^\W\d][\w.<>]*(\([\w.<>]+\))?(:.*)?")
+_ACTOR = re.compile(r"\t(class_name|ip): (.+)")
+_RAY_LOG = re.compile(r"\((autoscaler|raylet|([^()]+ )?pid=\d+)[^()]*\) ")
+"""What precedes the lines that Ray prints for other processes."""
+_CAUSE = "The above exception was the direct cause of the following exception:"
+_LINKS = {_CAUSE: "cause", "During handling of the above exception, another exception occurred:": "context"}
+_HARMLESS = ("Exception ignored ", "Exception in thread", "Error in atexit")
+"""Beginnings of the line before a traceback that does not end the process."""
+_LIBRARY = re.compile(r"^<|^python/ray/|/(site|dist)-packages/|/lib/python3\.\d+/")
+_PLUMBING = re.compile(r"^<frozen |^python/ray/|/(ray|dagster_pipes)/|/importlib/")
+_LONGEST = 400
+"""Characters of an exception that are shown."""
+
+
+@dataclass
+class Raised:
+    """One exception of a traceback.
+
+    Attributes:
+        link: how the exception before it is related to it: "cause", "context" or "".
+        harmless: whether it did not end the process.
+        task: the Ray task that raised it; "" for the payload's own process.
+        address: its node.
+        frames: path, line and function, the innermost frame last.
+        text: its name and the first line of its message.
+        more: how many lines follow that.
+    """
+
+    link: str = ""
+    harmless: bool = False
+    task: str = ""
+    address: str = ""
+    frames: list[tuple[str, int, str]] = field(default_factory=list)
+    text: str = ""
+    more: int = 0
+
+    def in_words(self, nodes: Mapping[str, str]) -> str:
+        """The exception and where it was raised; `nodes` has hostnames by address."""
+        where = []
+        if self.frames:
+            path, line, function = self._own_frame()
+            where.append(f"{path.rpartition('/')[2]}:{line}")
+            if function not in ("", "<module>"):
+                where.append(f"in {function}")
+        elif self.task:
+            where.append(f"in {self.task}")
+        if self.address:
+            where.append(f"on {nodes.get(self.address, self.address)}")
+        text = self.text if len(self.text) <= _LONGEST else self.text[: _LONGEST - 1] + "…"
+        return f"{text} ({', '.join(where)})" if where else text
+
+    def _own_frame(self) -> tuple[str, int, str]:
+        """The innermost frame of the user's own code, as far as its path tells."""
+        for foreign in (_LIBRARY, _PLUMBING):
+            own = [frame for frame in self.frames if not foreign.search(frame[0])]
+            if own:
+                return own[-1]
+        return self.frames[-1]
+
+
+def exception_in_words(found: list[Raised], nodes: Mapping[str, str]) -> str:
+    """The last one of some exceptions, and the innermost one that it was raised from."""
+    last = cause = len(found) - 1
+    while cause > 0 and found[cause].link == "cause":
+        cause -= 1
+    sentence = found[last].in_words(nodes)
+    return sentence if cause == last else f"{sentence}, caused by {found[cause].in_words(nodes)}"
+
+
+def traceback_of(exception: Mapping[str, Any]) -> str:
+    """The traceback of an exception that Dagster Pipes tells of, as Python prints it."""
+    cause = exception.get("cause")
+    before = f"{traceback_of(cause)}\n{_CAUSE}\n\n" if isinstance(cause, Mapping) else ""
+    stack = exception.get("stack")
+    frames = "".join(map(str, stack)) if isinstance(stack, list) else ""
+    return f"{before}{_HEADER}\n{frames}{exception.get('message') or ''}"
+
+
+def read_traceback(text: str) -> list[Raised]:
+    """The exceptions of a text that may have tracebacks in it, in the order in which they are printed."""
+    return [each for each in _read(text) if each.text and not each.harmless]
+
+
+def _read(text: str) -> list[Raised]:
+    found: list[Raised] = []
+    link, harmless = "", False
+    for line in _lines(text):
+        current = found[-1] if found else None
+        is_open = current is not None and not current.text
+        task, frame = _TASK.search(line), _FRAME.fullmatch(line)
+        if task and is_open:
+            # This process, or this task, only waited for the task that failed.
+            found[-1] = current = Raised(found[-1].link, found[-1].harmless)
+        elif task or _HEADER in line or (frame and not is_open):
+            current = Raised(link, harmless or bool(link and found and found[-1].harmless))
+            found.append(current)
+            link, harmless = "", False
+        if line in _LINKS:
+            link = _LINKS[line]
+        elif line.startswith(_HARMLESS):
+            harmless = True
+        elif current is not None and task:
+            current.task, current.address = task["task"], task["address"]
+        elif current is not None and frame:
+            current.frames.append((frame["path"], int(frame["line"]), frame["function"] or ""))
+        elif current is not None:
+            _take_text(current, line)
+    return found
+
+
+def _lines(text: str) -> Iterator[str]:
+    for line in without_colours(text).splitlines():
+        if line.strip() and not _RAY_LOG.match(line):
+            yield line.removeprefix("  | ").rstrip()  # That is how the lines of an exception group begin.
+
+
+def _take_text(current: Raised, line: str) -> None:
+    actor = _ACTOR.match(line)
+    if actor and current.text:
+        current.text = f"{current.text.rstrip('.')}, {actor[1]} {actor[2]}"
+    elif line[0].isspace() or _HEADER in line:
+        return
+    elif not current.text:
+        if _EXCEPTION.fullmatch(line):
+            current.text = line
+    else:
+        current.more += 1
+        if current.text.endswith(":"):
+            current.text = f"{current.text} {line}"
