@@ -102,7 +102,7 @@ def test_two_at_once_and_one_that_fails_and_last_lines(warm: ComputeResource, sc
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         runs = list(pool.map(lambda payload: run_asset(warm, payload), [good, bad]))
     assert runs[0].metadata["preloaded"] is True and runs[0].metadata["total"] == 5
-    assert isinstance(runs[1].failure, RunFailure) and "exit code 1" in str(runs[1].failure)
+    assert isinstance(runs[1].failure, RunFailure) and "raised ValueError: of its own (bad.py:" in str(runs[1].failure)
 
     # Ray's own exit handler waits for the last lines of workers, half a second; it is only left out where there are none.
     payload = script(PRINTS, "prints.py")
