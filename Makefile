@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SELECTED = not thorough
+# Most tests wait for something, so that more of them run at once than there are cores.
+PYTEST = $(BIN)/python -m pytest --numprocesses=3 --tb=native
 export RAYSLURM_MODE ?= local
 export DAGSTER_HOME ?= $(CURDIR)/.dagster_home
 
-.PHONY: help install demo dev test test-all lint bench stack-up stack-down stack-logs clean
+.PHONY: help install demo dev test test-stack test-all lint bench stack-up stack-down stack-logs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,12 +33,14 @@ lint: install  ## formatting, lint, types, and the runtime's Python 3.8 floor
 	@$(BIN)/mypy
 	@$(BIN)/vermin --quiet --no-tips --eval-annotations --target=3.8- --violations dagster_rayslurm/runtime
 
-test: install lint  ## lint, types, and the tests; those of the Slurm stack where Docker is
-	@if $(BIN)/python -m stack available; then $(BIN)/python -m stack up; else test -z "$$CI"; fi
-	@$(BIN)/python -m pytest --numprocesses=3 --tb=native -m "$(SELECTED)"
+test: install lint  ## lint, types, and the tests that need nothing but Python
+	@$(PYTEST) -m "not stack and not thorough"
 
-test-all:  ## the same, and what repeats it in further modes and variants
-	@$(MAKE) test SELECTED=
+test-stack: stack-up  ## the core of the tests on the Slurm stack, which needs Docker
+	@CI=true $(PYTEST) -m core
+
+test-all: lint stack-up  ## every test, also those that repeat others in further modes and variants
+	@CI=true $(PYTEST)
 
 stack-up: install  ## start a small Slurm cluster in containers, or bring it up to date
 	@$(BIN)/python -m stack up

@@ -14,15 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import hypothesis
 import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from dagster_rayslurm import BashLauncher, CompletedRun, ComputeResource, Launcher, RayLauncher, RunFailure
 
+from .core import is_core
 from .stack.access import Stack, stack_of_ones_own
 
 pytest_plugins = ["tests.connections.fixtures", "tests.slurm.fixtures"]
+
+# A busy machine is no defect: how long an example takes is not what the property tests are about.
+hypothesis.settings.register_profile("rayslurm", deadline=None)
+hypothesis.settings.load_profile("rayslurm")
 
 MARK = "PYTEST_OF_RAYSLURM"
 """A variable that every process started by a test inherits, however far it is detached."""
@@ -37,6 +43,15 @@ class _Scheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid.partition("::")[0] if nodeid.split("/")[1] in _ON_THE_STACK else nodeid
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that need the Slurm stack, and the core of them."""
+    for item in items:
+        if "stack" in getattr(item, "fixturenames", ()):
+            item.add_marker("stack")
+        if item.get_closest_marker("stack") and is_core(item.nodeid):
+            item.add_marker("core")
 
 
 @pytest.hookimpl(optionalhook=True)

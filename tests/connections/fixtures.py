@@ -167,7 +167,7 @@ def shared_connect(stack: Any, accounts: None, tmp_path_factory: pytest.TempPath
     server.close()
 
 
-@pytest.fixture(params=[*CLIENTS, "local"])
+@pytest.fixture(params=[*(pytest.param(client, marks=pytest.mark.stack) for client in CLIENTS), "local"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """Each kind of connection in turn."""
     if request.param == "local":

@@ -24,7 +24,7 @@ from .test_sharing import NAP, Runtime
 pytestmark = pytest.mark.ray
 
 KEY = "cc" * 32
-SMALL = RaySpec(num_cpus=1, object_store_memory=100 * 2**20, dashboard=False, startup_timeout=100.0)
+SMALL = RaySpec(num_cpus=1, object_store_memory=100 * 2**20, dashboard=False, startup_timeout=140.0)
 
 SHOW = """
 import json, os, ray, sys
@@ -102,9 +102,10 @@ def test_two_clusters_at_once_on_the_same_nodes(nodes: Any) -> None:
     from dataclasses import replace
 
     pair = nodes(max_concurrent_payloads=3)
-    wait = "\nimport time; time.sleep(3)"
-    one = pair.add_ray("one", wait, ray=SMALL, want_cpus=1, run_id="1")
-    two = pair.add_ray("two", wait, ray=SMALL, want_cpus=1, run_id="2")
+    # Both are up at once: each waits for the other's file.
+    wait = "\nimport time\nwhile not os.path.exists(%r): time.sleep(0.05)"
+    one = pair.add_ray("one", wait % str(pair.path / "two.json"), ray=SMALL, want_cpus=1, run_id="1")
+    two = pair.add_ray("two", wait % str(pair.path / "one.json"), ray=SMALL, want_cpus=1, run_id="2")
     pair.add_ray("ill", ray=replace(SMALL, health_check="echo unwell; false"), want_cpus=1, run_id="3")
     pair.add("three", NAP % 0.1, run_id="1")  # It wants all that there is, and waits.
     assert pair.worker is not None
@@ -112,9 +113,13 @@ def test_two_clusters_at_once_on_the_same_nodes(nodes: Any) -> None:
         SESSION
         + f"""
 [submit(name) for name in ("one", "two", "ill", "three")]
+def command(pid):
+    try:
+        return open("/proc/%d/cmdline" % pid).read()
+    except OSError:
+        return ""  # It has just ended.
 def count():
-    lines = [open("/proc/%d/cmdline" % p.pid).read() for p in processes.descendants({pair.worker.pid})]
-    return sum("ray-node" in line for line in lines)
+    return sum("ray-node" in command(p.pid) for p in processes.descendants({pair.worker.pid}))
 def go(looks=20):
     if looks and (count() or processes.descendants(os.getpid()) or len(os.listdir(runner._scratch.path)) > 1):
         return loop.call_later(0.5, lambda: go(looks - 1))

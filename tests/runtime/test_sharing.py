@@ -70,7 +70,7 @@ class Runtime:
         code = begin + textwrap.dedent(program) + "\nrunner.run()\nprint(json.dumps(said))\n"
         command = [sys.executable, "-c", code, str(self.path)]
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, timeout=150, env={**os.environ, "PYTHONPATH": os.getcwd()}
+            command, stdout=subprocess.PIPE, text=True, timeout=250, env={**os.environ, "PYTHONPATH": os.getcwd()}
         )
         assert done.returncode == 0
         return dict(json.loads(done.stdout))

@@ -1,0 +1,156 @@
+"""The tests of the Slurm stack that `make test-stack` runs; `make test-all` runs all of them.
+
+Each mode once, each kind of verdict once, and one fault for each component. An entry is a test, or one case of it.
+"""
+
+CORE = {
+    "connections/test_contract.py": (
+        "test_a_command_says_what_it_has_to_say",
+        "test_a_command_that_takes_too_long_is_ended_with_all_it_started",
+        "test_a_forward_serves_several_clients_at_once",
+        "test_a_write_replaces_in_one_step_and_leaves_nothing_beside",
+        "test_input_and_output_are_whole",
+        "test_many_threads_at_once",
+        "test_reading",
+        "test_words_arrive_as_they_are",
+    ),
+    "connections/test_logins.py": (
+        "test_a_changed_host_key_is_refused",
+        "test_a_key",
+        "test_a_key_and_a_keyboard_interactive_second_factor",
+        "test_a_master_opened_by_hand",
+        "test_a_new_host_key_is_learned_once",
+        "test_a_password",
+        "test_a_user_certificate",
+        "test_login_shells_that_print",
+        "test_one_login_serves_everything",
+        "test_the_agent",
+        "test_two_jump_hosts_each_with_a_login_of_its_own",
+    ),
+    "connections/test_bad_input.py": ("test_a_wrong_host", "test_a_wrong_key", "test_a_wrong_port", "test_a_wrong_user"),
+    "connections/test_check.py": ("test_the_stack_is_found",),
+    "connections/test_trouble.py": (
+        "test_a_lost_sftp_server_costs_no_login",
+        "test_a_restart_between_operations",
+        "test_a_restart_in_the_middle_of_an_upload_goes_on_where_it_was",
+        "test_max_sessions[paramiko-1]",
+        "test_max_sessions[openssh-1]",
+    ),
+    "example/test_example.py": ("test_the_assets_on_slurm",),
+    "faults/test_cancellation.py": (
+        "test_a_run_is_interrupted[slurm-pending]",
+        "test_a_run_is_interrupted[slurm-running]",
+        "test_a_run_is_interrupted[slurm-session-running]",
+    ),
+    "faults/test_dagster_dies.py": (
+        "test_dagster_is_killed[slurm-unrecorded]",
+        "test_dagster_is_killed[slurm-running]",
+        "test_dagster_is_killed[slurm-session-running]",
+    ),
+    "faults/test_full_disk.py": ("test_the_shared_file_system_is_full[slurm]",),
+    "faults/test_jobs.py": (
+        "test_a_health_check_fails_on_one_node",
+        "test_a_node_dies",
+        "test_a_queue_timeout",
+        "test_a_submission_that_is_cut_off_makes_one_job",
+        "test_an_admin_cancels_a_pending_job",
+        "test_an_admin_cancels_a_running_job",
+        "test_odd_characters_everywhere",
+        "test_out_of_memory",
+        "test_slurmctld_restarts",
+        "test_sshd_restarts",
+        "test_symmetric_run",
+        "test_the_time_limit",
+    ),
+    "faults/test_lagging_files.py": ("test_runs_on_a_lagging_file_system[slurm]",),
+    "faults/test_link.py": (
+        "test_a_link_that_stays_away_for_too_long[slurm]",
+        "test_lines_and_messages_over_several_disconnects[slurm-paramiko]",
+        "test_lines_and_messages_over_several_disconnects[slurm-session-openssh]",
+    ),
+    "faults/test_nodes.py": (
+        "test_a_job_is_preempted[slurm]",
+        "test_a_process_of_a_worker_is_killed",
+        "test_a_process_of_the_head_is_killed[slurm-gcs_server-cluster-lost-5.0]",
+        "test_a_process_of_the_head_is_killed[slurm-session-runtime-runtime-15.0]",
+    ),
+    "faults/test_other_user.py": ("test_a_stranger_gets_hold_of_nothing[slurm]",),
+    "faults/test_secrets.py": ("test_secrets_are_nowhere_else[slurm]",),
+    "faults/test_sessions.py": (
+        "test_a_creator_is_killed_before_it_submitted",
+        "test_a_payload_exceeds_the_memory",
+        "test_a_worker_node_dies",
+        "test_somebody_cancels_the_session",
+        "test_the_time_limit",
+        "test_twenty_at_once_submit_one_job",
+    ),
+    "faults/test_slurm_is_down.py": (
+        "test_accounting_is_away[slurm]",
+        "test_slurmctld_is_away_while_a_job_waits_runs_and_ends[slurm]",
+    ),
+    "slurm/test_bad_input.py": (
+        "test_a_base_that_cannot_be_written",
+        "test_a_launcher_that_wants_more_than_the_queue_grants",
+        "test_an_environment_that_is_not_there",
+        "test_an_environment_without_ray",
+        "test_what_the_cluster_does_not_have",
+    ),
+    "slurm/test_hetjob.py": (
+        "test_a_component_that_waits_is_named",
+        "test_an_admin_cancels_a_component",
+        "test_one_cluster_spans_the_components",
+        "test_the_time_limit",
+    ),
+    "slurm/test_hetjob_separate.py": ("test_a_payload_and_a_cluster_each", "test_the_first_failure_ends_all[gpu]"),
+    "slurm/test_queue_on_slurm.py": (
+        "test_a_job_from_the_queue_to_its_end",
+        "test_a_requeued_job_is_not_over",
+        "test_many_callers_and_processes_are_one_to_slurmctld",
+    ),
+    "slurm/test_run.py": (
+        "test_a_cluster_as_its_launcher_says",
+        "test_a_failed_payload_is_a_failed_job",
+        "test_a_payload_runs_in_a_job",
+        "test_a_ray_cluster_spans_all_nodes",
+        "test_a_signal_comes_ahead_of_the_time_limit",
+        "test_files_travel",
+        "test_gpus_are_those_that_slurm_granted",
+        "test_sacct_tells_the_same",
+        "test_the_ssh_program_does_as_well",
+    ),
+    "slurm/test_script_on_slurm.py": ("test_any_text_arrives_as_it_is", "test_every_field_arrives"),
+    "slurm/test_session.py": (
+        "test_a_cluster_of_each_payloads_own",
+        "test_a_failed_payload_leaves_the_session",
+        "test_a_session_that_is_gone_is_followed_by_another",
+        "test_a_warm_cluster_for_all",
+        "test_an_interrupt_ends_its_payload_alone",
+        "test_two_assets_of_one_run_share_a_job",
+        "test_what_does_not_fit",
+    ),
+    "slurm/test_session_cli.py": ("test_a_session_from_pending_to_its_end",),
+    "slurm/test_session_commands.py": ("test_a_warm_step_runs_one_command_at_most",),
+    "slurm/test_session_hetjob.py": ("test_a_warm_cluster_across_components",),
+    "slurm/test_session_scope.py": ("test_the_session_lives_as_long_as_the_run[in_process]",),
+    "slurm/test_starting.py": ("test_a_cluster_is_ended_by_its_name", "test_a_runtime_that_does_not_come"),
+    "slurm/test_submission.py": (
+        "test_an_sbatch_that_leaves_it_open_whether_there_is_a_job",
+        "test_a_job_that_comes_late_is_cancelled",
+    ),
+    "slurm/test_transport_on_slurm.py": (
+        "test_a_tree_arrives_and_the_nodes_see_it",
+        "test_what_is_there_costs_one_small_command",
+    ),
+    "slurm/test_without_ssh.py": ("test_dagster_runs_in_a_job_itself",),
+    "stack/test_stack.py": ("test_batch_job", "test_gpus", "test_nodes_partitions_and_version", "test_two_users"),
+}
+
+
+def is_core(nodeid: str) -> bool:
+    """Whether `make test-stack` runs a test of the stack.
+
+    Args:
+        nodeid: as pytest names it, from the root of the repository.
+    """
+    path, _, case = nodeid.removeprefix("tests/").partition("::")
+    return any(case == entry or case.partition("[")[0] == entry for entry in CORE.get(path, ()))
