@@ -304,7 +304,8 @@ class Follower:
         elif kind == "phase":
             self.evidence.nodes_lost += record["phase"] == "node-lost"
             self.evidence.queued = record["phase"] == "queued"
-            self._say(logging.INFO, f"{record['phase']}: {record['message']}")
+            level = logging.WARNING if record["phase"] == "memory" else logging.INFO
+            self._say(level, f"{record['phase']}: {record['message']}")
         elif kind == "tail":
             self.evidence.tails[record["name"]] = record["text"]
         elif kind == "end" and record.get("nonce") == self._nonce:

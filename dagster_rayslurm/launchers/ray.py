@@ -121,6 +121,11 @@ class RayLauncher(Launcher):
     launch_style: Annotated[str, choice("builtin", "symmetric-run")] = Field(
         default="builtin", description='"builtin", or "symmetric-run" for `ray symmetric-run` on all nodes of a Slurm allocation.'
     )
+    memory_guard: bool = Field(
+        default=True,
+        description="Warn when a node of a Slurm job uses 90 % of its memory, and kill the node's largest Ray worker at 95 %, so "
+        "that Ray retries the task or raises, before Slurm ends the whole job. Without effect in local mode.",
+    )
     startup_timeout: Annotated[int, at_least(1, "seconds")] = Field(
         default=300, description="Seconds until a cluster that is not complete has failed."
     )
@@ -159,6 +164,7 @@ class RayLauncher(Launcher):
             max_workers=self.max_workers,
             min_nodes=self.min_nodes,
             launch_style=self.launch_style,
+            memory_guard=self.memory_guard,
         )
 
     def footprint(self) -> Footprint:

@@ -42,6 +42,8 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
     if components is not None:
         metadata["Components"] = components
     metadata.update(_usage_metadata(end.get("usage") or {}, context))
+    if context.get("workers_killed"):
+        metadata["Ray workers killed for memory"] = context["workers_killed"]
     if end.get("stdio_dropped"):
         metadata["Output not recorded (characters)"] = end["stdio_dropped"]
     if left_out := [*(end.get("outputs_failed") or ()), *end.get("outputs_left_out", ())]:

@@ -152,6 +152,12 @@ class Clusters:
             pids.extend(self._team.pids)
         return [pid for pid in pids if pid is not None]
 
+    def guarded(self) -> List[int]:
+        """The processes on this node below which Ray's workers may be killed for their memory."""
+        there = [] if self.warm is None else [self.warm]
+        there += [fresh.cluster for fresh in self._fresh.values()]
+        return [cluster.pid for cluster in there if cluster.spec.memory_guard and cluster.pid is not None]
+
     def take(self, member: Member, message: Dict[str, Any]) -> None:
         """Pass on what another node says to the clusters that it concerns."""
         warm = [] if self.warm is None else [self.warm]

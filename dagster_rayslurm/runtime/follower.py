@@ -25,10 +25,11 @@ Order = Dict[str, Any]
 class _Joined:
     """A cluster that this node belongs to."""
 
-    def __init__(self, attempt: int, ray: RayStart, place: Scratch) -> None:
+    def __init__(self, attempt: int, ray: RayStart, place: Scratch, guarded: bool) -> None:
         self.attempt = attempt
         self.ray = ray
         self.place = place
+        self.guarded = guarded
         self.failure: Optional[ClusterError] = None
         """Why its Ray did not start, or has ended, here."""
 
@@ -76,6 +77,11 @@ class Follower:
     def pids(self) -> List[int]:
         """The processes below which all of Ray on this node is."""
         return [joined.ray.pid for joined in self._clusters.values() if joined.ray.pid is not None]
+
+    @property
+    def guarded(self) -> List[int]:
+        """The processes below which Ray's workers may be killed for their memory."""
+        return [each.ray.pid for each in self._clusters.values() if each.guarded and each.ray.pid is not None]
 
     def obey(self, order: Order) -> None:
         """Do what the head says; an order that is not for Ray is not for here."""
@@ -174,7 +180,7 @@ class Follower:
             lambda *said: self._say(said[1]),
             {**worker_env_of(self._spec, key), **self._environ},
         )
-        self._clusters[key] = joined = _Joined(attempt, ray, place)
+        self._clusters[key] = joined = _Joined(attempt, ray, place, whole.memory_guard)
         try:
             ray.start(node_address(spec, order["gcs"]), order["gcs"])
         except ClusterError as error:

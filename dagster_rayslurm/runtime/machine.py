@@ -60,7 +60,8 @@ def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) 
     """
     environ = os.environ if environ is None else environ
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [limit for limit in (_slurm_memory(environ), _cgroup_memory()) if limit is not None and limit < memory]
+    granted = slurm_memory(environ)
+    limits = [limit for limit in (granted, *(each for _, each in cgroup_limits())) if limit is not None and limit < memory]
     return Machine(
         hostname=socket.gethostname(),
         num_cpus=count_cpus(environ),
@@ -188,7 +189,7 @@ def list_gpus() -> List[str]:
     return found.decode("utf-8", "replace").splitlines() if asked.returncode == 0 else []
 
 
-def _slurm_memory(environ: Mapping[str, str]) -> Optional[int]:
+def slurm_memory(environ: Mapping[str, str]) -> Optional[int]:
     """The step's memory limit in bytes (srun(1): both variables are in megabytes; 0 is all of the node)."""
     if environ.get("SLURM_MEM_PER_NODE", "0").isdigit() and int(environ.get("SLURM_MEM_PER_NODE", "0")):
         return int(environ["SLURM_MEM_PER_NODE"]) * 2**20
@@ -198,13 +199,13 @@ def _slurm_memory(environ: Mapping[str, str]) -> Optional[int]:
     return None
 
 
-def _cgroup_memory() -> Optional[int]:
-    """The tightest memory limit of this process's cgroup and those above it (cgroups(7), version 1 and 2)."""
+def cgroup_limits() -> List[Tuple[str, int]]:
+    """Directories of this process's cgroup and those above it that limit memory, with the limit (cgroups(7), version 1 and 2)."""
     try:
         with open("/proc/self/cgroup") as file:
             entries = [line.rstrip("\n").split(":", 2) for line in file]
     except OSError:
-        return None
+        return []
     limits = []
     for _, controllers, path in entries:
         if controllers == "":
@@ -215,9 +216,11 @@ def _cgroup_memory() -> Optional[int]:
             continue
         parts = [part for part in path.split("/") if part]
         for depth in range(len(parts) + 1):
-            limits.append(_read_limit(os.path.join(root, *parts[:depth], name)))
-    known = [limit for limit in limits if limit is not None]
-    return min(known) if known else None
+            directory = os.path.join(root, *parts[:depth])
+            limit = _read_limit(os.path.join(directory, name))
+            if limit is not None:
+                limits.append((directory, limit))
+    return limits
 
 
 def _read_limit(path: str) -> Optional[int]:

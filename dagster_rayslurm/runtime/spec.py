@@ -71,6 +71,8 @@ class RaySpec:
     min_nodes: Optional[int] = None
     """Nodes that must be alive before the payload starts; None for all."""
     launch_style: str = "builtin"
+    memory_guard: bool = True
+    """Whether the largest Ray worker of a node is killed before Slurm ends the job for its memory."""
     components: List[NodeSpec] = field(default_factory=list)
     """What nodes are where they differ by the component that they belong to, the head's first; none if they are all alike."""
     simulate: bool = False

@@ -29,6 +29,7 @@ from .intake import read_text, take_secrets
 from .leftovers import Leftovers
 from .lifetime import Lifetime
 from .loop import Loop
+from .memory_watch import MemoryWatch
 from .node_group import NodeGroup
 from .payload import Payload
 from .record import PAYLOAD, RunRecord, tail_lines
@@ -109,6 +110,8 @@ class Supervisor:
             self._node_lost,
             self.nodes.ray_environ,
         )
+        if allocation is not None:
+            MemoryWatch(loop, self.nodes.machine.name, self.clusters.guarded, self._drivers, self._tell_of_memory)
         self._dispatch = Dispatch(
             loop,
             spec,
@@ -326,8 +329,20 @@ class Supervisor:
 
     def _hear(self, member: Member, message: Dict[str, Any]) -> None:
         self.clusters.take(member, message)
-        if message.get("event") == "lost":
+        if message.get("event") == "memory":
+            self._tell_of_memory(str(message["message"]), bool(message["killed"]))
+        elif message.get("event") == "lost":
             member.await_back(self.loop, lambda: self._node_lost(member.title))
+
+    def _drivers(self) -> List[int]:
+        return [pid for payload in self._roster.running for pid in payload.pids]
+
+    def _tell_of_memory(self, message: str, killed: bool) -> None:
+        """Tell all payloads that run of a node that is nearly full, and count the Ray workers killed while each ran."""
+        for payload in self._roster.running:
+            payload.phase("memory", message)
+            if killed:
+                payload.context["workers_killed"] = payload.context.get("workers_killed", 0) + 1
 
     def _node_lost(self, name: str) -> None:
         """Payloads go on without it; a session that is whole takes those that come."""

@@ -16,6 +16,7 @@ from .dialler import Dialler, Place, places
 from .follower import Follower
 from .footprint import asks_for_gpus
 from .loop import Loop
+from .memory_watch import MemoryWatch
 from .presence import PING_INTERVAL, SILENCE
 from .scratch import Scratch
 from .spec import RuntimeSpec
@@ -55,6 +56,7 @@ class Worker:
         self._machine = replace(found, component=allocation.component_of(allocation.node_id))
         corners = Corners(private)
         self._ray = Follower(loop, spec, self._machine, lambda key: corners.take() if key else private, self._send, self._say)
+        MemoryWatch(loop, self._machine.name, lambda: self._ray.guarded, lambda: [], self._tell_of_memory)
         self._heard = loop.now()
         self._parent = os.getppid()
         self._signalled_once = False
@@ -135,6 +137,10 @@ class Worker:
             self._loop.stop()
         else:
             self._ray.obey(message)
+
+    def _tell_of_memory(self, message: str, killed: bool) -> None:
+        self._say(message)
+        self._send(event="memory", message=message, killed=killed)
 
     def _send(self, **message: Any) -> None:
         self._head.send(**message)

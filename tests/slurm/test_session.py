@@ -1,6 +1,7 @@
 """Sessions on the stack: one allocation for many payloads, in one process and in several, and what becomes of it."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -93,6 +94,46 @@ def test_a_cluster_of_each_payloads_own(session_compute: Make, script: Any, site
     one = run_asset(compute, script(ON_RAY)).metadata
     two = run_asset(compute, script(ON_RAY), launcher=small_ray(labels={"x": "y"})).metadata
     assert one["job"] == two["job"] and one["address"] != two["address"] and not two["Ray cluster was warm"]
+
+
+HOG = pipes_script("""
+import ray, time
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+ray.init(log_to_driver=False)
+here = ray.get_runtime_context().get_node_id()
+(there,) = [node for node in ray.nodes() if node["NodeID"] != here]
+
+@ray.remote(max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(there["NodeID"], soft=False))
+def hog():
+    held = []
+    while True:
+        held.append(b"x" * (20 << 20))
+        time.sleep(0.05)
+
+try:
+    ray.get(hog.remote())
+except ray.exceptions.RayError as error:
+    seen = type(error).__name__
+pipes.report_asset_materialization(metadata={"seen": seen, "node": there["NodeManagerHostname"]})
+""")
+
+
+def test_a_task_that_grows_too_large_is_killed_before_the_session(session_compute: Make, script: Any, site: Site) -> None:
+    """The log names its node, which is not the head's; the payload sees an exception, and the next one has the same session."""
+    queue = {**RAY_QUEUE, "num_nodes": 2}
+    compute = session_compute(enable_cluster_reuse=True, default_launcher=small_ray(grace_period=3), queue=queue)
+    instance = dg.DagsterInstance.ephemeral()
+    ran = run_asset(compute, script(HOG), instance=instance)
+    assert ran.metadata["seen"] in ("WorkerCrashedError", "OutOfMemoryError")
+    assert ran.metadata["Ray workers killed for memory"] == 1
+    (said,) = [
+        each.user_message
+        for each in instance.all_logs(ran.result.run_id)
+        if each.level == logging.WARNING and "killed the largest Ray worker" in each.user_message
+    ]
+    assert f"memory: {ran.metadata['node']} uses 9" in said and "% of 2500 MiB" in said and "ray::hog, pid " in said
+    after = run_asset(compute, script(ON_RAY)).metadata
+    assert after["Session reused"] and after["nodes"] == 2 and "Ray workers killed for memory" not in after
 
 
 def test_what_does_not_fit(session_compute: Make, script: Any, site: Site) -> None:

@@ -114,6 +114,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "dashboard": True,
         "auth": "token",
         "launch_style": "builtin",
+        "memory_guard": True,
         "startup_timeout": 300,
         "grace_period": 10,
         "preload": [],

@@ -1,0 +1,131 @@
+"""Decides when a node's memory is too full: who is warned, and which Ray worker is killed. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import List, NamedTuple, Optional, Sequence, Tuple
+
+WARN, KILL = 0.90, 0.95
+"""Shares of the limit from which the user is warned, and from which a Ray worker is killed."""
+_REARM = 0.85
+"""Share of the limit below which the next crossing is warned of again."""
+_LEAST_SHARE, _LEAST = 0.05, 256 * 2**20
+"""A worker that uses less than both this share of the limit and this many bytes is not worth killing."""
+_SETTLE = 3.0
+"""Seconds in which the memory of a killed worker becomes free; gibibytes take some tenths of a second."""
+_FILL_RATE = 2 * 2**30
+"""Bytes in a second that the next sample allows for; one process that touches new memory is about that fast."""
+_SHORTEST, LONGEST = 0.25, 5.0
+"""Seconds between two samples."""
+
+
+class Group(NamedTuple):
+    """A process with the processes below it.
+
+    Attributes:
+        pid: the process.
+        name: what the user knows it by, such as "ray::train".
+        memory: bytes that become free when the group ends.
+        kind: "worker" for a worker of Ray, "driver" for a payload, "system" for everything else.
+    """
+
+    pid: int
+    name: str
+    memory: int
+    kind: str
+
+
+class Sample(NamedTuple):
+    """Memory of the job on one node. `groups` may be empty below `WARN`."""
+
+    used: int
+    limit: int
+    groups: Sequence[Group] = ()
+
+
+@dataclass(frozen=True)
+class State:
+    """What the guard remembers of a node."""
+
+    warned: bool = False
+    """Whether the crossing of `WARN` has been told."""
+    victim: Optional[int] = None
+    killed_at: float = 0.0
+
+
+class Action(NamedTuple):
+    """A sentence for the user; `kill` is the Ray worker to kill, if any."""
+
+    message: str
+    kill: Optional[int] = None
+
+
+def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool = True) -> Tuple[State, List[Action]]:
+    """What to do about one sample.
+
+    Args:
+        node: name of the node.
+        state: what `decide` returned for the sample before.
+        sample: how full the node is.
+        now: a clock in seconds that never goes back.
+        may_kill: False where nothing enforces the limit.
+    """
+    share = sample.used / sample.limit
+    if share < _REARM:
+        return State(), []
+    victim = _victim(state, sample, now) if may_kill and share >= KILL else None
+    if victim is not None:
+        return State(True, victim.pid, now), [Action(_killed(node, sample, victim), victim.pid)]
+    if share < WARN or state.warned:
+        return state, []
+    return replace(state, warned=True), [Action(_warning(node, sample))]
+
+
+def pause(used: int, limit: int) -> float:
+    """Seconds until the next sample: the nearer to the limit, the sooner."""
+    return min(LONGEST, max(_SHORTEST, (KILL * limit - used) / _FILL_RATE))
+
+
+def _victim(state: State, sample: Sample, now: float) -> Optional[Group]:
+    """The Ray worker to kill; None if the memory of the last one is not free yet, or none would help."""
+    pids = {group.pid for group in sample.groups}
+    if state.victim in pids and now < state.killed_at + _SETTLE:
+        return None
+    largest = _largest([group for group in sample.groups if group.kind != "system"])
+    least = min(_LEAST_SHARE * sample.limit, _LEAST)
+    if largest is None or largest.kind != "worker" or largest.memory < least:
+        return None
+    return largest
+
+
+def _largest(groups: Sequence[Group]) -> Optional[Group]:
+    return max(groups, key=lambda group: group.memory, default=None)
+
+
+def _use(node: str, sample: Sample) -> str:
+    return "%s uses %d %% of %s" % (node, 100 * sample.used // sample.limit, in_mib(sample.limit))
+
+
+def _warning(node: str, sample: Sample) -> str:
+    largest = _largest(sample.groups)
+    if largest is None:
+        return _use(node, sample)
+    return "%s; largest: %s, pid %d, %s" % (_use(node, sample), largest.name, largest.pid, in_words(largest.memory))
+
+
+def _killed(node: str, sample: Sample, victim: Group) -> str:
+    return (
+        "%s: killed the largest Ray worker, %s, pid %d, %s, before Slurm ends the whole job; raise SlurmQueueConfig.mem, or "
+        "have Ray run fewer tasks at once with num_cpus= or memory= of the task"
+        % (_use(node, sample), victim.name, victim.pid, in_words(victim.memory))
+    )
+
+
+def in_mib(size: int) -> str:
+    """A limit as Slurm is asked for it."""
+    return "%d MiB" % (size // 2**20)
+
+
+def in_words(size: int) -> str:
+    """A size as people compare it."""
+    return "%.1f GiB" % (size / 2**30) if size >= 2**30 else in_mib(size)

@@ -1,0 +1,283 @@
+"""Memory that nears a Slurm job's limit: what is counted, who is warned, and which Ray worker goes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagster_rayslurm.runtime import job_memory, machine, memory_watch, processes
+from dagster_rayslurm.runtime.clusters import Clusters
+from dagster_rayslurm.runtime.loop import Loop
+from dagster_rayslurm.runtime.memory_guard import KILL, WARN, Group, Sample, State, decide, pause
+from dagster_rayslurm.runtime.spec import RaySpec
+
+from .test_clusters import SESSION, Nodes
+
+MIB = 2**20
+HOG = Group(7, "ray::hog", 1945 * MIB, "worker")
+DRIVER = Group(5, "the payload's own process", 300 * MIB, "driver")
+RAYLET = Group(3, "raylet", 2000 * MIB, "system")
+IDLE = Group(8, "ray::IDLE", 60 * MIB, "worker")
+WARNED = State(warned=True)
+
+# ---- The decision
+
+
+def sample(percent: float, *groups: Group) -> Sample:
+    return Sample(int(25 * percent * MIB), 2500 * MIB, groups)
+
+
+@pytest.mark.parametrize(
+    ("state", "seen", "may_kill", "warned", "said", "killed"),
+    [
+        (State(), sample(89), True, False, [], []),
+        (State(), sample(91, HOG, DRIVER), True, True, ["c1 uses 91 % of 2500 MiB; largest: ray::hog, pid 7, 1.9 GiB"], [None]),
+        (WARNED, sample(94, HOG, DRIVER), True, True, [], []),
+        (WARNED, sample(86), True, True, [], []),
+        (WARNED, sample(84), True, False, [], []),
+        (State(), sample(97, HOG, DRIVER, RAYLET), True, True, ["c1 uses 97 % of 2500 MiB: killed the largest Ray worker"], [7]),
+        (WARNED, sample(120, HOG), True, True, ["c1 uses 120 % of 2500 MiB: killed"], [7]),
+        (WARNED, sample(97, HOG), False, True, [], []),
+        (WARNED, sample(97, HOG, DRIVER._replace(memory=2000 * MIB)), True, True, [], []),
+        (WARNED, sample(97, RAYLET, IDLE), True, True, [], []),
+        (State(), sample(97, RAYLET, IDLE), True, True, ["c1 uses 97 % of 2500 MiB; largest: raylet, pid 3, 2.0 GiB"], [None]),
+        (State(True, 7, 99.0), sample(97, HOG), True, True, [], []),
+        (State(True, 7, 90.0), sample(97, HOG), True, True, ["killed"], [7]),
+        (State(True, 6, 99.0), sample(97, HOG), True, True, ["killed"], [7]),
+    ],
+)
+def test_what_a_sample_leads_to(
+    state: State, seen: Sample, may_kill: bool, warned: bool, said: list[str], killed: list[int | None]
+) -> None:
+    after, actions = decide("c1", state, seen, 100.0, may_kill)
+    assert after.warned == warned and [each.kill for each in actions] == killed
+    assert all(words in each.message for words, each in zip(said, actions, strict=True))
+
+
+def test_a_kill_says_what_to_do() -> None:
+    (action,) = decide("c1", State(), sample(97, HOG), 0.0)[1]
+    assert "SlurmQueueConfig.mem" in action.message and "num_cpus=" in action.message and "memory=" in action.message
+
+
+GROUPS = st.builds(
+    Group, st.integers(2, 9), st.just("p"), st.integers(0, 4000 * MIB), st.sampled_from(["worker", "driver", "system"])
+)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1.3), st.lists(GROUPS, max_size=5), st.booleans()), max_size=30))
+def test_the_guard_over_any_samples(course: list[tuple[float, list[Group], bool]]) -> None:
+    """It kills workers alone, and only near the limit; it warns once while memory stays high."""
+    state, told = State(), False
+    for number, (share, groups, may_kill) in enumerate(course):
+        seen = Sample(int(share * 2500 * MIB), 2500 * MIB, groups)
+        state, actions = decide("c1", state, seen, 0.25 * number, may_kill)
+        assert len(actions) <= 1
+        for action in actions:
+            assert seen.used >= WARN * seen.limit
+            if action.kill is None:
+                assert not told
+                continue
+            assert may_kill and seen.used >= KILL * seen.limit
+            chosen = max((each for each in groups if each.kind != "system"), key=lambda each: each.memory)
+            assert chosen.kind == "worker" and chosen.pid == action.kill
+        told = (told or bool(actions)) and share >= 0.85
+
+
+@given(st.integers(0, 2**44), st.integers(2**20, 2**44))
+def test_samples_are_closer_near_the_limit(used: int, limit: int) -> None:
+    assert 0.25 <= pause(used, limit) <= 5.0
+    assert pause(used, limit) >= pause(used + MIB, limit)
+
+
+# ---- What is counted
+
+
+@pytest.mark.parametrize(
+    ("gather", "params", "memory_of", "enforced"),
+    [
+        ("jobacct_gather/linux", "OverMemoryKill", job_memory.resident_memory, True),
+        ("jobacct_gather/linux", "OverMemoryKill,NoShared", job_memory.private_memory, True),
+        ("jobacct_gather/linux", "UsePss,OverMemoryKill", job_memory.proportional_memory, True),
+        ("jobacct_gather/cgroup", "OverMemoryKill", job_memory.private_memory, True),
+        ("jobacct_gather/linux", "NoShared", job_memory.private_memory, False),
+        ("jobacct_gather/none", "(null)", job_memory.private_memory, False),
+    ],
+)
+def test_memory_is_counted_as_slurmd_does(gather: str, params: str, memory_of: Any, enforced: bool) -> None:
+    said = f"JobAcctGatherFrequency  = task=1\nJobAcctGatherType       = {gather}\nJobAcctGatherParams     = {params}\nX = y\n"
+    assert job_memory.counting(said) == (memory_of, enforced)
+
+
+def test_slurm_that_does_not_answer_enforces_nothing() -> None:
+    assert not job_memory.counting(None).enforced
+
+
+def test_memory_of_a_process() -> None:
+    private, resident, proportional = (
+        count(os.getpid()) for count in (job_memory.private_memory, job_memory.resident_memory, job_memory.proportional_memory)
+    )
+    assert 0 < private < resident and 0 < proportional <= resident
+    assert job_memory.resident_memory(2**22 + 1) == job_memory.proportional_memory(2**22 + 1) == 0
+
+
+def cgroup(path: Path, current: str, used: int, **stat: int) -> str:
+    path.mkdir(parents=True)
+    (path / current).write_text(f"{used}\n")
+    (path / "memory.stat").write_text("".join(f"{name} {value}\n" for name, value in stat.items()))
+    return str(path)
+
+
+def test_a_cgroup_counts_without_the_cache_that_the_kernel_frees(tmp_path: Path) -> None:
+    job = cgroup(tmp_path / "job_7", "memory.current", 900, anon=500, shmem=100, inactive_file=200, active_file=90)
+    step = cgroup(tmp_path / "job_7/step_0", "memory.current", 850, anon=500, inactive_file=150)
+    old = cgroup(tmp_path / "v1/job_7", "memory.usage_in_bytes", 900, total_inactive_file=300, inactive_file=999)
+    node = cgroup(tmp_path / "system.slice", "memory.current", 10**6)
+    assert job_memory.of_job([(job, 1000), (step, 800), (old, 2**63 - 4096), (node, 10**6)]) == [(job, 1000), (step, 800)]
+    assert job_memory.fullest([(job, 1000), (step, 800)]) == (700, 800)
+    assert job_memory.fullest([(old, 1000)]) == (600, 1000)
+    assert job_memory.fullest([]) is None and job_memory.fullest([(str(tmp_path / "gone"), 1000)]) is None
+
+
+# ---- Who is who
+
+
+@pytest.fixture
+def family() -> Iterator[Callable[..., int]]:
+    """Starts a process that starts another one, each with so many MiB."""
+    import subprocess
+
+    started: list[subprocess.Popen[bytes]] = []
+    code = """
+    import os, subprocess, sys
+    held = b"x" * (int(sys.argv[1]) << 20)
+    if len(sys.argv) > 2:
+        subprocess.Popen([sys.executable, "-c", os.environ["CODE"], *sys.argv[2:]])
+    print(flush=True)
+    sys.stdin.read()
+    """
+
+    def start(*sizes: int, **environ: str) -> int:
+        text = textwrap.dedent(code)
+        process = subprocess.Popen(
+            [sys.executable, "-c", text, *map(str, sizes)],
+            env={**os.environ, "CODE": text, **environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        for _ in sizes:
+            process.stdout.readline()
+        return process.pid
+
+    yield start
+    for process in started:
+        process.communicate()
+
+
+def test_processes_count_for_the_worker_or_payload_that_started_them(family: Callable[..., int]) -> None:
+    raylet = {"RAY_RAYLET_PID": str(os.getpid())}
+    worker = family(30, 40, RAY_JOB_ID="ffffffff", **raylet)
+    agent, driver, other = family(1, **raylet), family(10, 20), family(5)
+    found = memory_watch.groups_of(processes.table(), [os.getpid()], [driver])
+    by_pid = {group.pid: group for group in found}
+    kinds = {pid: by_pid[pid].kind for pid in (worker, agent, driver, other)}
+    assert kinds == {worker: "worker", agent: "system", driver: "driver", other: "system"}
+    assert 70 * MIB < by_pid[worker].memory < 150 * MIB and 30 * MIB < by_pid[driver].memory < 110 * MIB
+    assert sum(group.kind == "worker" for group in found) == 1
+    unguarded = memory_watch.groups_of(processes.table(), [], [driver])
+    assert not any(group.kind == "worker" for group in unguarded)
+
+
+def test_a_cluster_may_be_left_alone() -> None:
+    def cluster(pid: int | None, **fields: Any) -> SimpleNamespace:
+        return SimpleNamespace(spec=RaySpec(**fields), pid=pid)
+
+    fresh = {"a": SimpleNamespace(cluster=cluster(2)), "b": SimpleNamespace(cluster=cluster(3, memory_guard=False))}
+    clusters = SimpleNamespace(warm=cluster(1), _fresh=fresh)
+    assert Clusters.guarded(clusters) == [1, 2]  # type: ignore[arg-type]
+    assert Clusters.guarded(SimpleNamespace(warm=cluster(None), _fresh={})) == []  # type: ignore[arg-type]
+
+
+# ---- On a node
+
+
+def watched(environ: dict[str, str], seconds: float = 10.0) -> list[str]:
+    """What a watch over this process says until it says something."""
+    loop, said = Loop(), []
+
+    def tell(message: str, killed: bool) -> None:
+        said.append(f"{killed}: {message}")
+        loop.stop()
+
+    memory_watch.MemoryWatch(loop, "n1", lambda: [os.getpid()], lambda: [os.getpid()], tell, environ)
+    loop.call_later(seconds, loop.stop)
+    loop.run()
+    return said
+
+
+def test_a_full_node_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # No scontrol.
+    (said,) = watched({"SLURM_MEM_PER_NODE": "10"}, 60.0)
+    assert said.startswith("False: n1 uses ") and " % of 10 MiB; largest: " in said
+
+
+def test_nothing_is_watched_without_a_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cgroup_limits", lambda: [("/sys/fs/cgroup/docker", 10 * MIB)])
+    assert watched({}, 0.5) == []
+
+
+EATER = """
+import time, ray
+ray.init(log_to_driver=False)
+
+@ray.remote(max_retries=0)
+def hog():
+    held = []
+    for _ in range(200):
+        held.append(b"x" * (20 << 20))
+        time.sleep(0.05)
+
+try:
+    ray.get(hog.remote())
+    print("survived")
+except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
+    print(f"raised {type(error).__name__}")
+print(ray.get(ray.remote(lambda: "goes on").remote()))
+"""
+
+
+@pytest.mark.ray
+def test_a_task_that_grows_too_large_raises_and_the_payload_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'JobAcctGatherParams     = OverMemoryKill,NoShared'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for name in Nodes.task(None, 0):  # type: ignore[arg-type]
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1500")
+    ray = RaySpec(num_cpus=1, object_store_memory=100 * MIB, dashboard=False, startup_timeout=100.0)
+    node = Nodes(tmp_path, idle_timeout=60.0, ray=ray)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "localhost")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost")
+    node.add("one", EATER, uses_ray=True)
+    node.run(SESSION + "\nsubmit('one')\nwhen_done(end)\n")
+    end = node.end("one")
+    said = "".join(record["message"] for record in node.records("one") if record.get("phase") == "memory")
+    output = (tmp_path / "one/stdio.jsonl").read_text()
+    assert end["exit_code"] == 0 and "goes on" in output, (said, output)
+    assert "raised WorkerCrashedError" in output or "raised OutOfMemoryError" in output, (said, output)
+    assert (
+        "here uses 9" in said
+        and "killed the largest Ray worker, ray::hog, pid " in said
+        and end["context"]["workers_killed"] == 1
+    )
