@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import os
+import warnings
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Optional
 
 import dagster as dg
@@ -24,6 +26,8 @@ _STRINGS = (
     "known_hosts_file",
     "client",
 )
+_KEY = "KEY"
+"""What dagster-slurm calls KEY_PATH."""
 _INTEGERS = ("port", "connect_timeout", "keepalive")
 
 
@@ -115,8 +119,9 @@ class SSHConnectionResource(StrictResource):
 
         `<PREFIX>HOST`, `PORT`, `USER`, `KEY_PATH`, `KEY_PASSPHRASE`, `PASSWORD`, `CERTIFICATE_PATH`,
         `HOST_KEY`, `HOST_KEY_CHECKING`, `KNOWN_HOSTS_FILE`, `CLIENT`, `CONNECT_TIMEOUT`, `KEEPALIVE`, and the same for one jump
-        host as `<PREFIX>JUMP_HOST`, `JUMP_PORT` and so on. The prefix is taken with or without its last underscore. A
-        host that is not set is complained of at first use, not at import.
+        host as `<PREFIX>JUMP_HOST`, `JUMP_PORT` and so on. `KEY` is another name of `KEY_PATH`. Other variables with the prefix
+        are ignored with a warning. The prefix is taken with or without its last underscore. A missing host is an error at first
+        use, not at import.
 
         Args:
             prefix: what the variables begin with.
@@ -128,6 +133,7 @@ class SSHConnectionResource(StrictResource):
         """
         stem = prefix.rstrip("_") + "_"
         jump = f"{stem}JUMP_"
+        _warn_of_unknown(stem, tuple(name for name in sorted(os.environ) if name.startswith(stem)))
         fields = _references(stem, os.environ)
         if f"{jump}HOST" in os.environ:
             fields["jump_host"] = cls(**_references(jump, os.environ))
@@ -137,12 +143,27 @@ class SSHConnectionResource(StrictResource):
 def _references(stem: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """`EnvVar` references for the fields whose variables are set; the host always, so that its absence is named."""
     names = {name: stem + name.upper() for name in (*_STRINGS, *_INTEGERS)}
+    if names["key_path"] not in environ:
+        names["key_path"] = stem + _KEY
     references = {
         name: dg.EnvVar.int(variable) if name in _INTEGERS else dg.EnvVar(variable)
         for name, variable in names.items()
         if variable in environ or name == "host"
     }
     return references
+
+
+@cache
+def _warn_of_unknown(stem: str, variables: tuple[str, ...]) -> None:
+    """Warn once of variables with the prefix that mean nothing here."""
+    known = [name.upper() for name in (*_STRINGS, *_INTEGERS)]
+    unknown = [name for name in variables if name.removeprefix(stem).removeprefix("JUMP_") not in (*known, _KEY)]
+    if unknown:
+        warnings.warn(
+            f"{', '.join(unknown)}: no such variable is read; there are {stem}{f', {stem}'.join(known)}, and the same with "
+            f"{stem}JUMP_ for a jump host",
+            stacklevel=3,
+        )
 
 
 SSHConnectionResource.model_rebuild()

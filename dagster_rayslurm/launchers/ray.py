@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from keyword import iskeyword
 from typing import Annotated, Any, Literal, Optional
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..config import at_least, check_text, checked, choice, identifier, is_env_var, plain_text
 from ..runtime.footprint import Footprint, node_footprint
@@ -29,6 +30,27 @@ def _check_ray_args(value: object) -> list[str]:
     return list(value)
 
 
+def _without_dashboard(arguments: Sequence[Any]) -> tuple[list[Any], bool | None]:
+    """The arguments of `ray start` besides --include-dashboard, and its value; None if it is not there.
+
+    Raises:
+        ValueError: it has no value of true or false.
+    """
+    rest: list[Any] = []
+    found: bool | None = None
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=") if isinstance(word, str) and not is_env_var(word) else (word, "", "")
+        if name != _DASHBOARD:
+            rest.append(word)
+            continue
+        value = value if equals else next(words, "")
+        if str(value).lower() not in ("true", "false"):
+            raise ValueError(f'ray_args: {_DASHBOARD} is {value!r}; write "{_DASHBOARD}=true" or "=false", or use dashboard')
+        found = str(value).lower() == "true"
+    return rest, found
+
+
 def _check_labels(value: object) -> object:
     """Names and values that stay what they are in Ray's "NAME=VALUE,NAME=VALUE"; what they may be beyond that is Ray's to say."""
     for part in (part for item in value.items() for part in item) if isinstance(value, dict) else ():
@@ -46,12 +68,13 @@ def _check_modules(value: object) -> list[str]:
     return list(dict.fromkeys(value))
 
 
+_DASHBOARD = "--include-dashboard"
+
 _OWN_OPTIONS = {
     "--address": "the cluster is always a new one",
     "--block": "it is always on",
     "--dashboard-port": "use port_range",
     "--head": "the first node is the head",
-    "--include-dashboard": "use dashboard",
     "--node-ip-address": "use head_node_address or network_interface",
     "--num-cpus": "use num_cpus_per_node",
     "--num-gpus": "use num_gpus_per_node",
@@ -90,7 +113,7 @@ class RayLauncher(Launcher):
         default=None, description="Exact Ray version that the environment must have."
     )
     ray_args: Annotated[list[str], checked(_check_ray_args)] = Field(
-        default=[], description="More arguments of `ray start`, on every node."
+        default=[], description="More arguments of `ray start`, on every node. `--include-dashboard` sets `dashboard`."
     )
     head_node_address: Annotated[Optional[str], plain_text] = Field(
         default=None, description="Address that the head binds and is reached at; None for the one Ray finds."
@@ -143,6 +166,22 @@ class RayLauncher(Launcher):
         'modules begin with them imported. With "ray", up to four of Ray\'s workers are kept ready on the head node, too '
         "(needs `grpcio`, as `ray[default]` does). Without effect where nothing stays warm between payloads.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_dashboard_from_ray_args(cls, values: Any) -> Any:
+        arguments = values.get("ray_args") if isinstance(values, dict) else None
+        if not isinstance(arguments, (list, tuple)):
+            return values
+        rest, dashboard = _without_dashboard(arguments)
+        if dashboard is None:
+            return values
+        if values.get("dashboard", dashboard) != dashboard:
+            raise ValueError(
+                f"ray_args: {_DASHBOARD}={str(dashboard).lower()} contradicts dashboard={values['dashboard']}; remove one of them"
+            )
+        others = {name: value for name, value in values.items() if name != "ray_args"}
+        return {**others, **({"ray_args": rest} if rest else {}), "dashboard": dashboard}
 
     def ray_spec(self) -> RaySpec:
         store = self.object_store_memory_gb

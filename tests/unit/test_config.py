@@ -336,6 +336,60 @@ def test_from_env_refers_to_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None
         assert resolved.ssh.jump_host.key_path == "the-JUMP_KEY_PATH"
 
 
+def test_from_env_reads_key_as_key_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOST", "KEY", "JUMP_HOST", "JUMP_KEY"):
+        monkeypatch.setenv(f"OTHER_{name}", f"the-{name}")
+    ssh = SSHConnectionResource.from_env("OTHER")
+    assert isinstance(ssh.key_path, dg.EnvVar) and ssh.key_path.get_value() == "the-KEY"
+    assert ssh.jump_host is not None and isinstance(ssh.jump_host.key_path, dg.EnvVar)
+    assert ssh.jump_host.key_path.get_value() == "the-JUMP_KEY"
+    monkeypatch.setenv("OTHER_KEY_PATH", "the-KEY_PATH")
+    ssh = SSHConnectionResource.from_env("OTHER")
+    assert isinstance(ssh.key_path, dg.EnvVar) and ssh.key_path.get_value() == "the-KEY_PATH"
+
+
+def test_from_env_warns_of_variables_that_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOST", "FORCE_TTY", "JUMP_OPTS_EXTRA"):
+        monkeypatch.setenv(f"ELSE_{name}", "secret")
+    with pytest.warns(UserWarning) as told:
+        SSHConnectionResource.from_env("ELSE")
+        SSHConnectionResource.from_env("ELSE")
+    (said,) = [str(each.message) for each in told]
+    assert said.startswith(
+        "ELSE_FORCE_TTY, ELSE_JUMP_OPTS_EXTRA: no such variable is read; there are ELSE_HOST, ELSE_USER, ELSE_"
+    )
+    assert "secret" not in said
+
+
+@pytest.mark.parametrize(
+    ("ray_args", "rest", "dashboard"),
+    [
+        (["--include-dashboard=true"], [], True),
+        (["--include-dashboard=false"], [], False),
+        (["--include-dashboard", "False", "--verbose"], ["--verbose"], False),
+        (["--dashboard-host=0.0.0.0"], ["--dashboard-host=0.0.0.0"], True),
+    ],
+)
+def test_ray_args_can_say_whether_there_is_a_dashboard(ray_args: list[str], rest: list[str], dashboard: bool) -> None:
+    resource = materialize(ComputeResource(default_launcher=RayLauncher(ray_args=ray_args)))
+    launcher = resource.default_launcher
+    assert isinstance(launcher, RayLauncher) and (launcher.ray_args, launcher.dashboard) == (rest, dashboard)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"ray_args": ["--include-dashboard=true"], "dashboard": False}, "contradicts dashboard=False; remove one of them"),
+        ({"ray_args": ["--include-dashboard"]}, 'write "--include-dashboard=true" or "=false"'),
+        ({"ray_args": ["--include-dashboard=maybe"]}, "'maybe'"),
+    ],
+)
+def test_ray_args_that_contradict_themselves_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="include-dashboard") as refused:
+        RayLauncher(**fields)
+    assert said in str(refused.value)
+
+
 def test_from_env_complains_at_use_not_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOWHERE_HOST", raising=False)
     ssh = SSHConnectionResource.from_env("NOWHERE")
