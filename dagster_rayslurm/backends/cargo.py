@@ -120,8 +120,12 @@ def deliver(connection: Connection, base: str, cargo: Cargo, log: Any, afresh: b
         StartError: a file changed meanwhile.
         OSError: something cannot be read, sent or written.
     """
+
+    def warn(sentence: str) -> None:
+        log.warning(f"[rayslurm] remote_base: {sentence}")
+
     try:
-        installed = install(connection, base, list(cargo.bundles.values()), _progress(log), afresh=afresh)
+        installed = install(connection, base, list(cargo.bundles.values()), _progress(log), afresh, warn)
     except ValueError as error:
         raise StartError("configuration", str(error)) from None
     log.debug(f"[rayslurm] delivered {', '.join(cargo.bundles) or 'nothing'} to {connection.place}")

@@ -43,6 +43,11 @@ for directory in . bundles runtime runs sessions; do
     if [ -e "$directory" ] && ! [ -O "$directory" ]; then stat -L -c '%U' -- "$directory"; exit 77; fi
 done
 find -H . bundles runtime runs sessions -maxdepth 0 -perm -0002 2>/dev/null | { ! grep .; } || exit 78
+find -H bundles runtime runs sessions -maxdepth 0 -perm -0020 -exec chmod 700 '{}' + 2>/dev/null
+if [ -n "$(find -H . -maxdepth 0 -perm -0020 ! -perm -1000)" ]; then
+    group=$(stat -L -c %G -- .)
+    [ "$group" = "$(id -un)" ] || printf 'group %s\n' "$group"
+fi
 for place; do
     touch -c -- "$place" 2>/dev/null
     if [ -e "$place" ] && [ -O "$place" ]; then printf '%s\\n' "$place"; fi
@@ -52,14 +57,16 @@ done
 
 Only what this user owns counts, in directories of this user that not everybody may write to: names can be foreseen, so that
 on a file system where everybody may write others could put a runtime of theirs there. Of another user's directory it prints
-the owner, and the name of one that is open to all.
+the owner, and the name of one that is open to all. Our own directories are closed to the group, which file systems of projects
+open by umask or default ACL. The base directory may be more than ours, so of that one it prints the group, unless that is the
+user's own or a sticky bit protects what is in it.
 """
 
 # A rename makes it count. Onto a directory with something in it there is none: then somebody else was faster.
 _UNPACK = """\
 umask 077
 unset TAR_OPTIONS
-mkdir -p -- "$1/$2" && cd -- "$1/$2" || exit
+mkdir -p -- "$1/$2" && cd -- "$1/$2" && chmod 700 . || exit
 name=$3 kind=$4 archive=$5 work=.rs-$6.unpack
 trap 'if [ -e "$work" ]; then chmod -R u+w "$work"; rm -rf "$work"; fi' EXIT
 trap 'exit 143' HUP INT TERM
@@ -125,7 +132,12 @@ def runtime_place(base: str) -> str:
 
 
 def install(
-    connection: Connection, base: str, bundles: Sequence[Bundle], progress: Progress | None = None, afresh: bool = False
+    connection: Connection,
+    base: str,
+    bundles: Sequence[Bundle],
+    progress: Progress | None = None,
+    afresh: bool = False,
+    warn: Callable[[str], object] = lambda _: None,
 ) -> Installed:
     """See to it that bundles and the runtime are on the cluster, for their owner alone and read-only.
 
@@ -138,6 +150,7 @@ def install(
         bundles: what payloads need.
         progress: told of what is sent, separately for each bundle.
         afresh: look for all of it, whatever this process knows to be there.
+        warn: told of a base directory that others may write to.
 
     Returns:
         Where all of it is.
@@ -149,7 +162,7 @@ def install(
     parts = [_runtime(), *map(_part, dict.fromkeys(bundles))]
     if afresh:
         _known.pop(connection, None)
-    for part in _missing(connection, base, parts):
+    for part in _missing(connection, base, parts, warn):
         if part.size <= _SMALL:
             _send_small(connection, base, part, progress)
         else:
@@ -169,11 +182,18 @@ def _part(bundle: Bundle) -> _Part:
     return _Part("bundles", bundle.name, "tree", most, bundle.write_archive)
 
 
-def _missing(connection: Connection, base: str, parts: Sequence[_Part]) -> list[_Part]:
+def _missing(
+    connection: Connection, base: str, parts: Sequence[_Part], warn: Callable[[str], object] = lambda _: None
+) -> list[_Part]:
     seen, since = _known.get(connection, {}), time.monotonic() - _KNOWN_FOR
     if all(seen.get(posixpath.join(base, part.place), since) > since for part in parts):
         return []
     there = _look(connection, base, [part.place for part in parts])
+    for group in (line.removeprefix("group ") for line in there if line.startswith("group ")):
+        warn(
+            f"{connection.place}: group {group} may write to {base}, and so change what runs there; run: chmod g-w {base} "
+            f"(or chmod +t {base}, if the group needs it)"
+        )
     _remember(connection, base, [part for part in parts if part.place in there])
     return [part for part in parts if part.place not in there]
 

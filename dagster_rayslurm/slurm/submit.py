@@ -49,14 +49,14 @@ if [ -n "$3" ]; then
         echo "$each belongs to $(stat -L -c %U -- "$each"), who could change what runs there" >&2
         exit 70
     done
+    chmod 700 -- "${{session%/*}}" || exit 70
     if mkdir -- "$1" 2>/dev/null; then
         echo "$3" >"$1/creator" || exit 70
     elif [ -e "$1" ]; then
         [ "$(cat -- "$1/creator" 2>/dev/null)" = "$3" ] && ! [ -e "$1/abandoned" ] || exit 78
     fi
 fi
-mkdir -p -- "$1" || exit 70
-cd -- "$1" || exit 70
+mkdir -p -- "$1" && chmod 700 -- "${{1%/*}}" && cd -- "$1" || exit 70
 id=$(cat job_id 2>/dev/null)
 if [ -z "$id" ]; then
     tar -xf - || exit 71

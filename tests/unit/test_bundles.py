@@ -608,6 +608,31 @@ def test_nobody_else_reads_it_and_nobody_writes_it(tree: Callable[..., Path], th
     assert modes[target.parent] == modes[there] == "0o700"
 
 
+def test_our_own_directories_are_closed_to_the_group(there: Path) -> None:
+    """On a file system with default ACLs, or by a `chmod -R g+w`, they may be open, whatever the umask is."""
+    own = ("bundles", "runtime", "runs", "sessions")
+    for name in own:
+        (there / name).mkdir(parents=True)
+        (there / name).chmod(0o2775)
+    install(LocalConnection(), str(there), [])
+    assert {(there / name).stat().st_mode & 0o777 for name in own} == {0o700}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to any group")
+@pytest.mark.parametrize(
+    ("mode", "group", "told"), [(0o2775, 100, True), (0o3775, 100, False), (0o775, 0, False), (0o755, 100, False)]
+)
+def test_a_base_directory_that_a_group_may_write_to_is_told(there: Path, mode: int, group: int, told: bool) -> None:
+    """The group of that name is the user's own; with a sticky bit nobody else can replace what is in it."""
+    there.mkdir(parents=True)
+    os.chown(there, -1, group)
+    there.chmod(mode)
+    said: list[str] = []
+    install(LocalConnection(), str(there), [], warn=said.append)
+    assert bool(said) is told
+    assert not told or f"group users may write to {there}, and so change what runs there; run: chmod g-w {there}" in said[0]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("whose", [".", "bundles", "runtime"])
 def test_directories_of_another_user_are_refused(tree: Callable[..., Path], there: Path, whose: str) -> None:

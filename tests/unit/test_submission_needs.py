@@ -36,6 +36,7 @@ def test_a_base_directory_that_was_removed_is_filled_again(claim: bool, tmp_path
     done = submit(slurm.connection, str(run_dir), FILES, request, clock, log.warning, claim, needs=needs)
     assert done.job_id == "70" and slurm.submitted == 1
     assert runtime.is_file() and all(Path(place).is_dir() for place in cargo.places(str(base)))
+    assert {path.stat().st_mode & 0o077 for path in base.iterdir()} == {0}
     assert "are gone; sending them again" in "".join(log.lines)
 
 
