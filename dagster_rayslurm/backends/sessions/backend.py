@@ -98,9 +98,13 @@ class SessionBackend:
         return _Start(self, plan, run_dir, context, step, hold).run()
 
     def goes_on(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        base = str(self.layout.base)
-        payload = pack(plan, base, data_dir_of(self.connection, self.layout, plan)).plan.payload
-        asked = {PAYLOAD: to_json(dataclasses.replace(payload, step=step.step_key)).encode("utf-8")}
+        base, data_dir = str(self.layout.base), data_dir_of(self.connection, self.layout, plan)
+        packed = pack(plan, base, data_dir).plan
+        payload = packed.payload
+        asked = {
+            PAYLOAD: to_json(dataclasses.replace(payload, step=step.step_key)).encode("utf-8"),
+            left_behind.WISH: self.setup.asked(packed, step.run_id, base, data_dir),
+        }
 
         def job_of(start: Record | None) -> str | None:
             if start is None:
@@ -169,6 +173,7 @@ class _Start:
         self._plan = self._cargo.plan
         self._run_dir, self._context, self._step, self._hold = run_dir, context, step, hold
         self._wish = self._setup.wish(plan)
+        self._asked = self._setup.asked(self._plan, step.run_id, self._base, self._data_dir)
         # A launcher of the run's own that does not fit is known before anything is asked.
         self._apart = self._setup.misfit(plan) is not None
         self._arrival: Arrival | None = None
@@ -279,7 +284,7 @@ class _Start:
         )
         files = run_files(dataclasses.replace(self._plan, payload=payload, secret_env={}), self._context)
         # There from the beginning: on NFS a name that was looked for in vain stays missing for up to a minute.
-        return {name: content.decode("utf-8") for name, content in {**files, CANCEL: b""}.items()}
+        return {name: content.decode("utf-8") for name, content in {**files, left_behind.WISH: self._asked, CANCEL: b""}.items()}
 
     def _accepted(self, found: Found) -> None:
         assert self._arrival is not None

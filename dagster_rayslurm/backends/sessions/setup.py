@@ -202,15 +202,34 @@ class SessionSetup:
                 "ray": ray,
                 "footprint": kind.footprint,
                 "queue": kind.queue.model_dump(mode="json"),
-                "components": [
-                    [each.component_id, each.queue.model_dump(mode="json"), each.launcher.footprint(), each.payload_wants]
-                    for each in kind.components
-                ],
+                "components": _as_json(kind.components),
                 "site": self.slurm.site,
             }
             what |= {"concurrent": config.max_concurrent_payloads, "idle": config.idle_timeout}
         text = json.dumps(what, sort_keys=True)
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+    def asked(self, plan: Plan, run_id: str, base: str, data_dir: str) -> bytes:
+        """What a payload asks for, as a text: a retry that asks for the same has the same.
+
+        Args:
+            plan: the payload.
+            run_id: the Dagster run.
+            base: the base directory on the cluster.
+            data_dir: the directory that payloads share.
+        """
+        wish, apart = self.wish(plan), self.misfit(plan) is not None
+        kind = self.own(plan) if apart else self.usual
+        what = {
+            "session": self.key(kind, run_id, base, data_dir, apart),
+            "ray": None if wish.ray is None else dataclasses.asdict(wish.ray),
+            "footprint": wish.footprint,
+            "queue": None if wish.queue is None else wish.queue.model_dump(mode="json"),
+            "time_limited": wish.time_limited,
+            "components": _as_json(wish.components),
+            "head": wish.head,
+        }
+        return json.dumps(what, sort_keys=True).encode()
 
     def spec(self, cluster_id: str, kind: Kind, request: JobRequest, plan: Plan) -> RuntimeSpec:
         """The start record of a session's runtime."""
@@ -254,6 +273,14 @@ def _of_components(
         arranged = tuple(dataclasses.replace(each, queue=queue) for each, queue in zip(arranged, limited, strict=True))
     settled = settle(launcher, arranged)
     return Kind(ray_across(launcher, settled), launcher.footprint(), settled[0].queue, settled)
+
+
+def _as_json(components: tuple[Component, ...]) -> list[Any]:
+    """What tells components from others, for a file or a fingerprint."""
+    return [
+        [each.component_id, each.queue.model_dump(mode="json"), each.launcher.footprint(), each.payload_wants]
+        for each in components
+    ]
 
 
 def _component_of(launcher: Launcher) -> str | None:

@@ -1,0 +1,67 @@
+"""A retry goes on with the payload that an attempt before left in a session, if it asks for the same."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm import RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
+from dagster_rayslurm.backends.base import Step
+from dagster_rayslurm.backends.left_behind import WISH
+from dagster_rayslurm.backends.rundir import Layout
+from dagster_rayslurm.backends.sessions import backend as session_backend
+from dagster_rayslurm.backends.sessions.backend import SessionBackend
+from dagster_rayslurm.backends.sessions.setup import SessionSetup
+from dagster_rayslurm.environments import PreDeployedEnvironment
+from dagster_rayslurm.plan import Plan, make_plan
+from dagster_rayslurm.runtime.record import JOURNAL, PAYLOAD, encode
+from dagster_rayslurm.runtime.spec import to_json
+
+from .lines import Log
+
+CLUSTER = "slurm-0123456789ab"
+
+
+def asking(base: Path, **fields: Any) -> tuple[SessionBackend, Plan]:
+    """A backend and its plan, for a run that asks for something in a session of a fixed name."""
+    slurm = SlurmResource(queue=SlurmQueueConfig(partition="p", num_nodes=2), remote_base=str(base))
+    environment, session = PreDeployedEnvironment(path="/env"), SessionConfig(name="ours")
+    usual: dict[str, Any] = {"own_queue": None, "launcher": RayLauncher(), "reuse": True}
+    setup = SessionSetup(**{"slurm": slurm, "environment": environment, "session": session, **usual, **fields})
+    backend = SessionBackend(setup=setup, queue_timeout=None, start_timeout=60, patience=60, home=Layout(base))
+    launcher = setup.own_launcher or setup.launcher
+    plan = make_plan(payload_path=["true"], launcher=launcher, nonce="n", max_output_bytes=1, max_stdio_bytes=1)
+    return backend, plan
+
+
+@pytest.mark.parametrize(
+    ("other", "goes_on"),
+    [
+        ({}, True),
+        ({"own_launcher": RayLauncher(num_cpus_per_node=1)}, False),
+        ({"own_queue": SlurmQueueConfig(partition="p", time_limit="00:05:00")}, False),
+        ({"own_queue": SlurmQueueConfig(partition="p", num_nodes=1)}, False),
+        ({"reuse": False}, False),
+    ],
+    ids=["the same", "launcher", "time limit", "nodes", "reuse"],
+)
+def test_a_retry_that_asks_for_something_else_begins_anew(
+    other: dict[str, Any], goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step(run_id="r", step_key="s", partition_key=None, log=Log())
+    first, plan = asking(tmp_path)
+    asked = first.setup.asked(plan, "r", str(tmp_path), str(tmp_path / "data"))
+    accepted = dataclasses.replace(plan.payload, run_id="r", step="s", ray=None, want_cpus=2, time_limit=60.0)
+    run_dir = tmp_path / "runs" / "r-s-n"
+    run_dir.mkdir(parents=True)
+    (run_dir / PAYLOAD).write_text(to_json(dataclasses.replace(accepted, data_dir=str(tmp_path / "data"))))
+    (run_dir / WISH).write_bytes(asked)
+    (run_dir / JOURNAL).write_bytes(encode({"type": "start", "cluster_id": CLUSTER, "allocation": {"job_id": "7"}}))
+    said = SimpleNamespace(cluster_id=CLUSTER, job_id="7")
+    there = [SimpleNamespace(announcement=said, exit_code=None, key="ours-1", number=1)]
+    monkeypatch.setattr(session_backend, "list_generations", lambda *_: there)
+
+    now, plan = asking(tmp_path, **other)
+    assert now.goes_on(plan, str(run_dir), step) is goes_on
