@@ -10,17 +10,21 @@ import importlib
 import json
 import os
 import threading
+import time
 from typing import Any, Callable, Dict, List, Optional
 
 from .workspace import JOB_MARK
 
 Tables = Dict[str, Any]
-"""`jobs`: job id to nonce; `actors`, `groups`: what is alive and has no job to end with; `available`, `total`: resources."""
+"""`jobs`: job id to nonce; `actors`, `groups`: what is alive and has no job to end with; `submitted`: jobs of `ray job submit`
+that run; `available`, `total`: resources."""
 
 _LIVING = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")
 _GROUP_REMOVED = 3  # PlacementGroupTableData.REMOVED in Ray's gcs.proto.
 _SHARED_LIBRARIES = ("ray.data.", "ray.train.", "ray.tune.", "ray.llm.")
 """Modules of Ray whose detached actors serve every later payload that uses the library, and cost nothing (Ray 2.60)."""
+_SUBMITTED = "_ray_internal_job_actor_"
+"""Begin of the name of the actor that runs a submitted job (Ray 2.60); the rest is the submission id."""
 _OWN_MEASURES = ("memory", "object_store_memory")
 """Resources that Ray counts by the byte: what idle workers and cached objects hold comes back when it is needed."""
 
@@ -67,7 +71,8 @@ def _tables(accessor: Any) -> Tables:
     # It remembers up to 100000 dead ones, which take seconds to read.
     living = [row for state in _LIVING for row in accessor.get_actor_table(None, state)]
     detached = [actor for actor in map(gcs_pb2.ActorTableData.FromString, living) if actor.is_detached]
-    actors = [actor for actor in detached if not _is_shared(actor)]
+    submitted = [actor for actor in detached if actor.name.startswith(_SUBMITTED)]
+    actors = [actor for actor in detached if actor not in submitted and not _is_shared(actor)]
     groups = [gcs_pb2.PlacementGroupTableData.FromString(row) for row in accessor.get_placement_group_table()]
     available = [gcs_pb2.AvailableResources.FromString(row) for row in accessor.get_all_available_resources()]
     total = [gcs_pb2.TotalResources.FromString(row) for row in accessor.get_all_total_resources()]
@@ -78,6 +83,8 @@ def _tables(accessor: Any) -> Tables:
             {"job": actor.job_id.hex(), "name": actor.name, "namespace": actor.ray_namespace, "class": actor.class_name}
             for actor in actors
         ],
+        # An actor that is still being created has not started.
+        "submitted": [{"id": job.name[len(_SUBMITTED) :], "since": job.start_time / 1000 or time.time()} for job in submitted],
         # Others end with the job or the actor that made them.
         "groups": [
             {
@@ -108,12 +115,13 @@ def _sum(rows: Any) -> Dict[str, float]:
     return total
 
 
-def leaks(tables: Tables, nonce: Optional[str] = None) -> List[str]:
+def leaks(tables: Tables, nonce: Optional[str] = None, since: float = 0.0) -> List[str]:
     """What stays alive although its job has ended, as sentences.
 
     Args:
         tables: what the GCS knows.
         nonce: of whose jobs; None for all that there is.
+        since: the time from which submitted jobs count; they carry no mark of the payload that submitted them.
     """
 
     def mine(thing: Dict[str, str]) -> bool:
@@ -133,7 +141,17 @@ def leaks(tables: Tables, nonce: Optional[str] = None) -> List[str]:
         for group in tables["groups"]
         if mine(group)
     ]
-    return actors + groups
+    return actors + groups + submitted_jobs(tables, since)
+
+
+def submitted_jobs(tables: Tables, since: float = 0.0) -> List[str]:
+    """The jobs that still run and were submitted after a time, as sentences."""
+    return [
+        "job %(id)s of `ray job submit` still runs; end it with `ray job stop %(id)s` before the payload ends, "
+        "or submit it without --no-wait" % job
+        for job in tables["submitted"]
+        if job["since"] >= since
+    ]
 
 
 def still_left(before: Tables, now: Tables) -> Tables:
@@ -146,12 +164,12 @@ def still_left(before: Tables, now: Tables) -> Tables:
     available = {
         name: max(tables.get(name, 0.0) for tables in (before["available"], now["available"])) for name in before["total"]
     }
-    things = {kind: [thing for thing in before[kind] if thing in now[kind]] for kind in ("actors", "groups")}
+    things = {kind: [thing for thing in before[kind] if thing in now[kind]] for kind in ("actors", "groups", "submitted")}
     return {**before, **things, "available": available}
 
 
 def not_back(tables: Tables) -> List[str]:
-    """Which resources are taken although nothing runs, as sentences."""
+    """What is at work although no payload runs, as sentences: resources that are taken, and submitted jobs."""
     found = []
     for name, total in sorted(tables["total"].items()):
         if name in _OWN_MEASURES or name.startswith("node:") or "_group_" in name:
@@ -159,7 +177,7 @@ def not_back(tables: Tables) -> List[str]:
         available = tables["available"].get(name, 0.0)
         if available < total - 1e-3:
             found.append("%s: %g of %g are not free although no payload runs" % (name, total - available, total))
-    return found + leaks(tables) if found else []
+    return found + leaks(tables) if found else submitted_jobs(tables)
 
 
 class Auditor:

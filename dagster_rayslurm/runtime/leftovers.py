@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Callable, List, Optional
 
 from .audit import Tables, leaks, not_back, still_left
@@ -27,7 +28,7 @@ class Leftovers:
 
     def __init__(self, loop: Loop, cluster: Callable[[], Optional[RayCluster]]) -> None:
         self.found: List[str] = []
-        """What holds resources although nothing runs, as sentences."""
+        """What is at work although no payload runs, as sentences."""
         self._left: Optional[Tables] = None
         """What the GCS knew when that was found, less what has gone since."""
         self._loop = loop
@@ -36,14 +37,15 @@ class Leftovers:
         self._again: Optional[Timer] = None
 
     def of(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
-        """Asks, at the end of a payload, what its jobs leave alive."""
+        """Asks, at the end of a payload that is about to start, what it leaves alive."""
+        began = time.time()
 
         def audit(done: Callable[[List[str]], None]) -> None:
             def answered(tables: Optional[Tables]) -> None:
                 self._forget_what_is_gone(tables)
                 if self.found and self._again is None:
                     self._again = self._loop.call_later(_AGAIN, self._look_again)
-                done([] if tables is None else leaks(tables, nonce))
+                done([] if tables is None else leaks(tables, nonce, began))
 
             self._ask(_PATIENCE, answered)
 

@@ -13,7 +13,7 @@ GROUP = {"job": "02", "name": "", "namespace": "", "id": "ab12"}
 
 
 def tables(**fields: Any) -> dict[str, Any]:
-    found = {"jobs": {"01": "n1", "02": "n2"}, "actors": [], "groups": [], "available": {}, "total": {}}
+    found = {"jobs": {"01": "n1", "02": "n2"}, "actors": [], "groups": [], "submitted": [], "available": {}, "total": {}}
     return {**found, **fields}
 
 
@@ -26,6 +26,15 @@ def test_what_is_left_belongs_to_the_payload_whose_job_made_it() -> None:
     [group] = leaks(left, "n2")
     assert group.startswith("placement group ab12 still") and "ray.util.remove_placement_group(group)" in group
     assert leaks(left, "n3") == [] and len(leaks(left)) == 2
+
+
+def test_a_submitted_job_is_told_by_the_payloads_that_may_have_submitted_it() -> None:
+    left = tables(submitted=[{"id": "raysubmit_1", "since": 100.0}])
+    [job] = leaks(left, "n1", since=99.0)
+    assert "raysubmit_1" in job and "`ray job stop raysubmit_1`" in job
+    assert leaks(left, "n1", since=101.0) == [] and leaks(left) == [job]
+    # It works although no payload runs, whether Ray counts any resources for it or not.
+    assert not_back(left) == [job] and not_back(still_left(left, tables())) == []
 
 
 def test_resources_that_are_not_back() -> None:

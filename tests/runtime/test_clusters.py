@@ -378,6 +378,27 @@ def test_actors_of_rays_libraries_are_no_leaks(runtime: Runtime) -> None:
     assert "'model'" in actor
 
 
+SUBMIT = """
+import subprocess, sys
+ray = [sys.executable, "-m", "ray.scripts.scripts"]
+subprocess.run([*ray, "job", "submit", "--submission-id", "mine", "--no-wait", "--", "sleep", "600"], check=True)
+"""
+
+
+def test_a_job_that_outlives_its_payload_is_told(runtime: Runtime) -> None:
+    runtime.add("before", "pass", uses_ray=True)
+    runtime.add("one", SUBMIT, uses_ray=True)
+    runtime.run("""
+        session(ray=RaySpec(num_cpus=1, object_store_memory=100 * 2**20), max_concurrent_payloads=1)
+        submit("before"), submit("one")
+        when_done(loop.stop)
+    """)
+    ends = {name: runtime.end(name) for name in ("before", "one")}
+    assert [end["exit_code"] for end in ends.values()] == [0, 0] and "leaks" not in ends["before"]["context"]
+    [job] = ends["one"]["context"]["leaks"]
+    assert "`ray job stop mine`" in job
+
+
 @pytest.fixture
 def runtime(tmp_path: Path) -> Runtime:
     return Runtime(tmp_path)

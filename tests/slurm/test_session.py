@@ -37,6 +37,33 @@ pipes.report_asset_materialization(metadata={
 })
 """)
 
+ON_EACH_NODE = pipes_script("""
+import os, ray, subprocess, time
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+ray.init()
+pids = [int(pid) for pid in os.environ.get("PIDS", "").split()]
+
+@ray.remote
+def leave():
+    command = "env -i setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $!"
+    return int(subprocess.check_output(["sh", "-c", command]))
+
+@ray.remote
+def survives(pid):
+    until = time.monotonic() + 30
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
+        time.sleep(0.1)
+    return os.path.exists(f"/proc/{pid}")
+
+nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+calls = []
+for place, node in enumerate(nodes):
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    calls.append(survives.options(scheduling_strategy=there).remote(pids[place]) if pids
+                 else leave.options(scheduling_strategy=there).remote())
+pipes.report_asset_materialization(metadata={"job": os.environ["SLURM_JOB_ID"], "answers": ray.get(calls)})
+""")
+
 Make = Callable[..., ComputeResource]
 
 
@@ -87,6 +114,15 @@ def test_a_warm_cluster_for_all(session_compute: Make, script: Any, site: Site) 
     assert plain["job"] == seen[0]["job"] and plain["value"] == "plain"
     assert by_tcp.cleanup_cluster(seen[0]["Ray cluster ID"])
     assert not site.jobs()
+
+
+def test_daemons_of_ray_tasks_end_with_their_payload_on_every_node(session_compute: Make, script: Any) -> None:
+    queue = {**RAY_QUEUE, "num_nodes": 2}
+    compute = session_compute(enable_cluster_reuse=True, default_launcher=small_ray(grace_period=3), queue=queue)
+    left = run_asset(compute, script(ON_EACH_NODE)).metadata
+    pids = " ".join(map(str, left["answers"]))
+    later = run_asset(compute, script(ON_EACH_NODE), extra_env={"PIDS": pids}).metadata
+    assert len(left["answers"]) == 2 and later["answers"] == [False, False] and later["job"] == left["job"]
 
 
 def test_a_cluster_of_each_payloads_own(session_compute: Make, script: Any, site: Site) -> None:
