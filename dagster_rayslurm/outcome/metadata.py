@@ -90,6 +90,9 @@ def _usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Met
         "CPU time (s)": round(usage["cpu_seconds"], 2),
         "Peak memory (MiB)": round(usage["peak_memory"] / MIB, 1),
     }
+    if usage.get("shared_cpu_seconds") is not None:
+        metadata["Shared CPU time (s)"] = round(usage["shared_cpu_seconds"], 2)
+        metadata["Shared memory (MiB)"] = round(usage["shared_peak_memory"] / MIB, 1)
     if elapsed > 0 and cpus > 0:
         metadata["CPU efficiency (%)"] = round(100 * usage["cpu_seconds"] / (elapsed * cpus), 1)
     if usage["gpu_utilization_mean"] is not None:

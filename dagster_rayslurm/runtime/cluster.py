@@ -6,7 +6,7 @@ import functools
 import time
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Any, Callable, Dict, Mapping, Optional, Set
+from typing import Any, Callable, Dict, Mapping, Optional
 
 from . import nodes as node_table
 from .addresses import interface_address, join_host_port
@@ -17,7 +17,6 @@ from .footprint import Footprint, footprint_error
 from .joining import Joining
 from .loop import Loop, Timer
 from .machine import Machine, from_facts
-from .prestart import logs_of, waiting
 from .ray_arguments import ray_environment
 from .ray_start import Event, RayStart
 from .scratch import Scratch
@@ -120,10 +119,6 @@ class RayCluster:
         """Have Ray start workers that wait for the next payload, if that was asked for."""
         if self._ray is not None and self.ready:
             self._ray.prestart()
-
-    def waiting(self) -> Set[int]:
-        """The processes of this node's workers that belong to no payload yet."""
-        return waiting(logs_of(self.ray_temp_dir)) if self._prestart else set()
 
     def facts(self) -> Dict[str, Any]:
         """What metadata tells of the cluster."""

@@ -142,12 +142,10 @@ class Clusters:
             self.warm.prestart()
 
     def others(self, payload: Payload) -> List[int]:
-        """The processes of other nodes, and of clusters that are other payloads' own, or that it does not use, or nobody yet."""
+        """The processes of other nodes, and of clusters that are other payloads' own, or that it does not use."""
         pids = [fresh.cluster.pid for nonce, fresh in self._fresh.items() if nonce != payload.spec.nonce]
         if self.warm is not None and not payload.spec.uses_ray:
             pids.append(self.warm.pid)
-        if self.warm is not None and _KEEPS_READY in self._spec.preload:
-            pids.extend(self.warm.waiting())
         if self._team is not None:
             pids.extend(self._team.pids)
         return [pid for pid in pids if pid is not None]

@@ -8,7 +8,7 @@ from .admission import claims_of
 from .cluster import RayCluster
 from .clusters import Clusters
 from .end import End
-from .gpus import Gpus
+from .gauges import Gauges
 from .installed import InstalledRay
 from .leftovers import Leftovers
 from .lifetime import Lifetime
@@ -75,7 +75,7 @@ class Dispatch:
         self._leftovers = leftovers
         self._strays = strays
         self._timers = Timers(loop)
-        self._gpus = Gpus(loop)
+        self._gauges = Gauges(loop)
 
     def ray_has_changed(self) -> bool:
         """Whether a session's cluster is of another Ray than its payloads would import."""
@@ -142,15 +142,16 @@ class Dispatch:
                 other.companions.add(payload.spec.nonce)
                 payload.companions.add(other.spec.nonce)
         if cluster is None:  # Nothing of it is on the other nodes.
-            return payload.start(Setting(messages, self._gpus, others=lambda: self._others(payload)))
+            return payload.start(Setting(messages, self._gauges, others=lambda: self._others(payload)))
         payload.context.update(cluster.facts())
         payload.start(
             Setting(
                 messages,
-                self._gpus,
+                self._gauges,
                 ray_env=cluster.environment,
                 worker_env=self._spec.worker_env,
                 spill_dir=cluster.ray_temp_dir,
+                shared_ray=(lambda: cluster.pid) if self._ray is not None and cluster is self._clusters.warm else None,
                 team=self._nodes.others,
                 others=lambda: self._others(payload),
                 audit=None if cluster is not self._clusters.warm else self._leftovers.of(payload.spec.nonce),

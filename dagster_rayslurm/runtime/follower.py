@@ -10,9 +10,11 @@ from .addresses import node_address
 from .cluster_error import ClusterError
 from .cluster_key import clear_away, token_of, worker_env_of
 from .components import node_spec
-from .gpus import Gpus
+from .gauges import Gauges
 from .loop import Loop
 from .machine import Machine
+from .prestart import logs_of
+from .ray_jobs import RayJobs
 from .ray_start import RayStart
 from .scratch import Scratch
 from .spec import RaySpec, RuntimeSpec, from_fields
@@ -68,7 +70,7 @@ class Follower:
         self._say = say
         self._environ = environ or {}
         self._alone = alone
-        self._gpus = Gpus(loop)
+        self._gauges = Gauges(loop)
         self._clusters: Dict[str, _Joined] = {}
         self._samplers: Dict[str, Sampler] = {}
         self._strays = Strays(loop) if alone else None
@@ -110,18 +112,28 @@ class Follower:
         elif op == "end-ray":
             self._end_ray(order["cluster"])
             self._send(event="ended", cluster=order["cluster"])
-        elif op == "measure" and order["id"] not in self._samplers:
-            self._measure(order["id"])
-            if self._strays is not None:
+        elif op == "measure":
+            if self._strays is not None and order["id"] not in self._samplers:
                 self._strays.begin(order["id"])
+            self._measure(order["id"], order.get("jobs"))
         elif op == "report":
             sampler = self._samplers.pop(order["id"], None)
             self._send(event="usage", id=order["id"], usage=None if sampler is None else sampler.stop())
             if self._strays is not None:
                 self._strays.end(order["id"])
 
-    def _measure(self, nonce: str) -> None:
-        """Measure what all of Ray on this node uses, but for clusters that are another payload's own."""
+    def _measure(self, nonce: str, job_ids: Optional[List[str]]) -> None:
+        """Measure what Ray uses on this node, but for clusters that are another payload's own.
+
+        Args:
+            nonce: the payload's.
+            job_ids: its jobs as far as they are known, in a cluster that payloads share; None for a cluster of its own.
+        """
+        measured = self._samplers.get(nonce)
+        if measured is not None:
+            if measured.jobs is not None:
+                measured.jobs.jobs.update(job_ids or ())
+            return
         own = self._clusters.get(nonce) or self._clusters.get("")
 
         def not_mine() -> List[int]:
@@ -131,10 +143,12 @@ class Follower:
         def mine() -> List[int]:
             return [own.ray.pid] if own is not None and own.ray.pid is not None else []
 
+        jobs = None
+        if job_ids is not None and own is not None:
+            jobs = RayJobs(logs_of(own.place.ray_temp_dir), lambda: own.ray.pid)
+            jobs.jobs.update(job_ids)
         where = None if own is None else own.place.ray_temp_dir
-        self._samplers[nonce] = Sampler(
-            self._loop, where, not_mine, None if self._alone else mine, self._gpus if self._alone else None
-        )
+        self._samplers[nonce] = Sampler(self._loop, self._gauges, where, not_mine, None if self._alone else mine, jobs)
 
     def _start_ray(self, order: Order) -> None:
         """Start Ray, or start it anew for a head that had to take another port; after a reconnection it runs already."""

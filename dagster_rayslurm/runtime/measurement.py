@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterable, Optional
+from typing import Any, Callable, Dict, Iterable, List, Optional
 
-from .gpus import Gpus
+from .gauges import Gauges
 from .loop import Loop
+from .prestart import logs_of
+from .ray_jobs import RayJobs
 from .team import Others
 from .usage import Sampler, merge
 
@@ -20,7 +22,8 @@ class Measurement:
         spill_dir: Ray's temporary directory, or None.
         others: processes that, with all below them, are other payloads' own.
         team: the other nodes, which measure as well, or None.
-        gpus: tells how busy the GPUs of this node are.
+        gauges: what is read once on this node.
+        shared_ray: tells the process of a Ray cluster that payloads share; None for a cluster of the payload's own.
     """
 
     def __init__(
@@ -30,15 +33,18 @@ class Measurement:
         spill_dir: Optional[str],
         others: Callable[[], Iterable[int]],
         team: Optional[Others],
-        gpus: Gpus,
+        gauges: Gauges,
+        shared_ray: Optional[Callable[[], Optional[int]]],
     ) -> None:
         self.usage: Dict[str, Any] = {}
         """The figures, once there are any."""
         self._nonce = nonce
-        self._sampler = Sampler(loop, spill_dir, others, gpus=gpus)
+        jobs = None
+        if shared_ray is not None and spill_dir is not None:
+            jobs = RayJobs(logs_of(spill_dir), shared_ray, self._have_measured)
         self._team = team
-        if team is not None:
-            team.measure(nonce)
+        self._sampler = Sampler(loop, gauges, spill_dir, others, jobs=jobs)
+        self._have_measured(None if jobs is None else [])
 
     def end(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
         """Take the last figures.
@@ -65,6 +71,11 @@ class Measurement:
         """Measure no longer, on any node."""
         self._sampler.cancel()
         self._collect(lambda _: None)
+
+    def _have_measured(self, jobs: Optional[List[str]]) -> None:
+        """Have the other nodes measure the payload, which has these jobs in a cluster that is shared."""
+        if self._team is not None:
+            self._team.measure(self._nonce, jobs)
 
     def _collect(self, take: Callable[[Dict[str, Dict[str, Any]]], None]) -> bool:
         """Have the other nodes measure no longer, if they do, and hand over their figures."""

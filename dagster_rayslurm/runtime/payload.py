@@ -120,7 +120,15 @@ class Payload:
             setting.ray_env,
             setting.worker_env,
         )
-        self._measurement = Measurement(self.loop, self.spec.nonce, setting.spill_dir, setting.others, setting.team, setting.gpus)
+        self._measurement = Measurement(
+            self.loop,
+            self.spec.nonce,
+            setting.spill_dir,
+            setting.others,
+            setting.team,
+            setting.gauges,
+            setting.shared_ray,
+        )
         try:
             self._start_process(argv, {**env, **self.company})
         except (OSError, ValueError) as error:

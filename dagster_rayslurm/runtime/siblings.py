@@ -225,10 +225,10 @@ class Siblings:
         """They have no logs but the runtime's."""
         return ""
 
-    def measure(self, nonce: str) -> None:
-        """Begin to measure what each node uses, for one payload."""
+    def measure(self, nonce: str, jobs: Optional[List[str]]) -> None:
+        """Measure what each node uses for one payload; `jobs` are its own in a Ray cluster that is shared."""
         self._figures[nonce] = {}
-        self.order(self.members, op="measure", id=nonce)
+        self.order(self.members, op="measure", id=nonce, jobs=jobs)
 
     def collect(self, nonce: str, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
         """End the measuring for a payload and hand over the figures."""

@@ -1,7 +1,8 @@
 """What the payload and its Ray cluster use on this node, sampled from /proc.
 
 CPU time is the sum of what every process seen has used; memory is the private memory of all processes plus the
-largest shared mapping once, because all of Ray's processes map the same object store.
+largest shared mapping once, because all of Ray's processes map the same object store. Where payloads share a Ray
+cluster, each has its driver, and the workers of its jobs without what they map; the rest is counted as shared.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import contextlib
 import os
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set
 
 from . import processes
-from .gpus import Gpu, Gpus
+from .gauges import Gauges
+from .gpus import Gpu
 from .loop import Loop
 from .processes import Process
+from .ray_jobs import Parts, RayJobs
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.3
-"""Seconds until the first sample and between the late ones: short payloads are seen, long ones cost nothing."""
+_FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.15
+"""Seconds until the first sample and between the late ones: short payloads are seen, long ones cost nothing. What Ray's
+workers use after the last sample is lost, as they end with their job: a seventh of a short payload at most."""
 _MAX_POINTS = 240
 
 
@@ -34,6 +38,9 @@ class Usage:
     gpu_utilization_max: Optional[float] = None
     gpu_memory_max: Optional[int] = None
     spilled_bytes: int = 0
+    shared_cpu_seconds: Optional[float] = None
+    """Of Ray's processes that belong to no payload; None where the cluster is this payload's own."""
+    shared_peak_memory: Optional[int] = None
     points: List[List[float]] = field(default_factory=list)
 
 
@@ -43,6 +50,8 @@ class Meter:
     def __init__(self, baseline: Dict[int, Process], started: float) -> None:
         self._baseline = {pid: process.cpu_seconds for pid, process in baseline.items()}
         self._cpu: Dict[int, float] = {}
+        self._shared: Set[int] = set()
+        """Those of `_cpu` that belong to no payload."""
         self._started = started
         self._last = (started, 0.0)
         self._gpu: List[float] = []
@@ -50,9 +59,24 @@ class Meter:
 
     def add(self, at: float, seen: Iterable[Process], memory: int) -> None:
         for process in seen:
-            used = process.cpu_seconds - self._baseline.get(process.pid, 0.0)
-            self._cpu[process.pid] = max(used, self._cpu.get(process.pid, 0.0))
+            self._count(process)
+            self._shared.discard(process.pid)
         self._point(at, memory)
+
+    def add_shared(self, parts: Parts, memory: int) -> None:
+        """Add what belongs to no payload. A worker that another payload has taken since then is no longer part of it."""
+        for process in parts.shared:
+            self._count(process)
+            self._shared.add(process.pid)
+        for pid in parts.foreign:
+            self._cpu.pop(pid, None)
+        self._shared.intersection_update(self._cpu)
+        self.usage.shared_cpu_seconds = sum(self._cpu[pid] for pid in self._shared)
+        self.usage.shared_peak_memory = max(memory, self.usage.shared_peak_memory or 0)
+
+    def _count(self, process: Process) -> None:
+        used = process.cpu_seconds - self._baseline.get(process.pid, 0.0)
+        self._cpu[process.pid] = max(used, self._cpu.get(process.pid, 0.0))
 
     def settle(self, at: float, pid: int, cpu_seconds: float) -> None:
         """Take the kernel's own figure for a process that ended, with the children it waited for."""
@@ -74,7 +98,7 @@ class Meter:
 
     def _point(self, at: float, memory: int) -> None:
         usage = self.usage
-        usage.cpu_seconds = sum(self._cpu.values())
+        usage.cpu_seconds = sum(used for pid, used in self._cpu.items() if pid not in self._shared)
         usage.peak_memory = max(usage.peak_memory, memory)
         usage.elapsed = at - self._started
         since, before = self._last
@@ -91,62 +115,71 @@ class Sampler:
 
     Args:
         loop: where the timers run.
+        gauges: what is read once on this node.
         spill_dir: Ray's temporary directory, whose spilled objects are counted; None without Ray.
         others: the processes that, with all below them, are other payloads' own.
-        roots: the processes that count with all below them; None for this one.
-        gpus: tells how busy the GPUs are; None where that is measured elsewhere.
+        roots: the processes that count with all below them; None for this one, whose GPUs are measured too.
+        jobs: tells payloads apart in a Ray cluster that they share; None for a cluster of the payload's own.
     """
 
     def __init__(
         self,
         loop: Loop,
+        gauges: Gauges,
         spill_dir: Optional[str] = None,
         others: Callable[[], Iterable[int]] = lambda: (),
         roots: Optional[Callable[[], Iterable[int]]] = None,
-        gpus: Optional[Gpus] = None,
+        jobs: Optional[RayJobs] = None,
     ) -> None:
         self._loop = loop
+        self._gauges = gauges
+        self.jobs = jobs
         self._spill_dir = spill_dir
         self._others = others
         self._roots: Callable[[], Iterable[int]] = roots or (lambda: [os.getpid()])
         # Those that do not count yet may do so later, but not for what they did before.
-        before = {process.pid: process for process in processes.descendants(os.getpid())}
-        self.meter = Meter(before, time.monotonic())
+        started, everything = gauges.processes()
+        self.meter = Meter({process.pid: process for process in processes.descendants(os.getpid(), everything)}, started)
         self._pause = _FIRST
         self._timer = loop.call_later(self._pause, self._sample)
-        self._gpus = gpus
-        if gpus is not None:
-            gpus.listen(self.meter.add_gpus)
+        if roots is None:
+            gauges.gpus.listen(self.meter.add_gpus)
 
     def stop(self, pid: Optional[int] = None, rusage: Any = None) -> Dict[str, Any]:
         """Take the last sample, and the ended payload's own figures on the node where it ran."""
         self.cancel()
-        now = time.monotonic()
-        below = self._seen()
-        self.meter.add(now, below, memory_of(below))
+        self._look(0.0)
         if pid is not None:
-            self.meter.settle(now, pid, rusage.ru_utime + rusage.ru_stime)
-            # ru_maxrss is in KiB (getrusage(2)); it is the only witness of a payload that ended before a sample.
-            self.meter.usage.peak_memory = max(self.meter.usage.peak_memory, rusage.ru_maxrss * 1024)
+            self.meter.settle(time.monotonic(), pid, rusage.ru_utime + rusage.ru_stime)
+            if self.jobs is None or not self.meter.usage.peak_memory:
+                # In KiB (getrusage(2)), with what it maps; the only witness of a payload that ended before a sample.
+                self.meter.usage.peak_memory = max(self.meter.usage.peak_memory, rusage.ru_maxrss * 1024)
         self._count_spilled()
         return self.meter.summary()
 
     def cancel(self) -> None:
         self._timer.cancel()
-        if self._gpus is not None:
-            self._gpus.leave(self.meter.add_gpus)
+        self._gauges.gpus.leave(self.meter.add_gpus)
 
     def _sample(self) -> None:
         with contextlib.suppress(OSError):  # Out of file descriptors, say: what lacks is one sample.
-            below = self._seen()
-            self.meter.add(time.monotonic(), below, memory_of(below))
+            self._look(self._pause / 2)  # Other payloads' samples will do.
             self._count_spilled()
         self._pause = min(self._pause * _GROWTH, _LONGEST)
         self._timer = self._loop.call_later(self._pause, self._sample)
 
-    def _seen(self) -> List[Process]:
+    def _look(self, age: float) -> None:
+        """Add what there is now, or was at most so many seconds ago."""
+        at, everything = self._gauges.processes(age)
+        seen = self._seen(everything)
+        if self.jobs is None:
+            return self.meter.add(at, seen, memory_of(seen))
+        parts = self.jobs.tell_apart(seen, everything)
+        self.meter.add_shared(parts, memory_of(parts.shared))
+        self.meter.add(at, parts.own, memory_of(parts.own, mapped=False))
+
+    def _seen(self, everything: Dict[int, Process]) -> List[Process]:
         """The processes that count."""
-        everything = processes.table()
         skipped = set(self._others())
         for root in list(skipped):
             skipped.update(process.pid for process in processes.descendants(root, everything))
@@ -181,6 +214,10 @@ def merge(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
         gpu_utilization_max=_highest(usage["gpu_utilization_max"] for usage in usages.values()),
         gpu_memory_max=_highest(usage["gpu_memory_max"] for usage in usages.values()),
         spilled_bytes=sum(usage["spilled_bytes"] for usage in usages.values()),
+        shared_cpu_seconds=None
+        if head["shared_cpu_seconds"] is None
+        else sum(u["shared_cpu_seconds"] or 0 for u in usages.values()),
+        shared_peak_memory=_highest(usage["shared_peak_memory"] for usage in usages.values()),
         points=[_all_at(point, [usage["points"] for usage in others]) for point in head["points"]],
         nodes={
             name: {"cpu_seconds": usage["cpu_seconds"], "peak_memory": usage["peak_memory"]} for name, usage in usages.items()
@@ -202,8 +239,8 @@ def _all_at(point: List[float], others: List[List[List[float]]]) -> List[float]:
     return [at, round(busy, 2), memory]
 
 
-def memory_of(seen: Iterable[Process]) -> int:
-    """Bytes of memory of a set of processes: private pages of each, and the largest shared part once."""
+def memory_of(seen: Iterable[Process], mapped: bool = True) -> int:
+    """Bytes of memory of a set of processes: private pages of each, and, if `mapped`, the largest shared part once."""
     private, shared = 0, 0
     for process in seen:
         try:
@@ -213,7 +250,7 @@ def memory_of(seen: Iterable[Process]) -> int:
             continue
         private += (int(fields[1]) - int(fields[2])) * _PAGE
         shared = max(shared, int(fields[2]) * _PAGE)
-    return private + shared
+    return private + shared if mapped else private
 
 
 def _spilled_bytes(ray_temp_dir: str) -> int:

@@ -538,7 +538,7 @@ def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:
     runtime.run("""
         session(max_concurrent_payloads=2)
         class Cluster:
-            ready, ray_temp_dir, environment = True, None, {}
+            ready, ray_temp_dir, environment = True, base, {}
             pid = loop.spawn(["sh", "-c", "while :; do :; done"], lambda *_: None)
             def start(self, *_): pass
             def end(self): pass
@@ -549,4 +549,5 @@ def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:
         when_done(lambda: (submit("ray"), when_done(end)))
     """)
     plain, ray = runtime.end("plain")["usage"], runtime.end("ray")["usage"]
-    assert plain["cpu_seconds"] < 0.3 * ray["cpu_seconds"] and ray["cpu_seconds"] > 0.2
+    assert plain["cpu_seconds"] < 0.3 * ray["shared_cpu_seconds"] and ray["shared_cpu_seconds"] > 0.2
+    assert ray["cpu_seconds"] < 0.5 * ray["shared_cpu_seconds"] and plain["shared_cpu_seconds"] is None

@@ -153,6 +153,8 @@ def test_usage_of_several_nodes() -> None:
             "gpu_utilization_max": gpu,
             "gpu_memory_max": None,
             "spilled_bytes": 5,
+            "shared_cpu_seconds": None,
+            "shared_peak_memory": None,
             "points": points,
         }
 
@@ -291,8 +293,8 @@ def test_figures_of_those_that_answer(head: Head) -> None:
     one, taken, _ = head.worker(node_id=1)
     two, _, _ = head.worker(node_id=2)
     head.until(lambda: len(head.heard) == 2)
-    head.team.measure("p")
-    head.until(lambda: {"op": "measure", "id": "p"} in taken)
+    head.team.measure("p", None)
+    head.until(lambda: {"op": "measure", "id": "p", "jobs": None} in taken)
     figures: list[dict[str, Any]] = []
     head.team.collect("p", figures.append)
     head.until(lambda: {"op": "report", "id": "p"} in taken)
@@ -308,7 +310,7 @@ def test_payloads_are_measured_side_by_side(head: Head) -> None:
     one, taken, _ = head.worker()
     head.until(lambda: len(head.heard) == 1)
     for nonce in "pq":
-        head.team.measure(nonce)
+        head.team.measure(nonce, None)
     figures: dict[str, Any] = {}
     head.team.collect("p", lambda found: figures.update(p=found))
     head.until(lambda: {"op": "report", "id": "p"} in taken)
