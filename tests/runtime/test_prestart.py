@@ -65,7 +65,7 @@ class Raylet:
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Raylet, int]]:
     """Serves questions with a raylet of the test's own; that, and where to ask."""
-    monkeypatch.delenv(prestart._AT_FIRST_DRIVER, raising=False)
+    monkeypatch.delenv(prestart.AT_FIRST_DRIVER, raising=False)
     monkeypatch.setattr(prestart, "_COME_UP", 0.3)
 
     def serve(cpus: int, heeds: bool = True, connect: Any = lambda _: None) -> tuple[Raylet, int]:
@@ -88,7 +88,7 @@ def test_each_time_only_those_that_miss_are_asked_for(served: Any, tmp_path: Pat
     os.write(writer, b"\n\n")
     assert wait_until(lambda: len(raylet.asked) > 1, 5) and raylet.asked == [2, 2]
     os.close(writer)
-    assert os.environ.pop(prestart._AT_FIRST_DRIVER) == "0"
+    assert os.environ.pop(prestart.AT_FIRST_DRIVER) == "0"
 
 
 def test_on_a_large_node_a_few_wait_and_ray_starts_its_own_besides(served: Any) -> None:
@@ -96,7 +96,7 @@ def test_on_a_large_node_a_few_wait_and_ray_starts_its_own_besides(served: Any) 
     os.write(writer, b"\n")
     assert wait_until(lambda: raylet.asked == [prestart.MOST], 5)
     os.close(writer)
-    assert prestart._AT_FIRST_DRIVER not in os.environ
+    assert prestart.AT_FIRST_DRIVER not in os.environ
 
 
 def gone(writer: int) -> bool:
@@ -131,7 +131,7 @@ def test_without_cpus_or_grpc_nothing_is_done(served: Any, monkeypatch: pytest.M
     threads = threading.active_count()
     _, writer = served(cpus)
     assert gone(writer) and threading.active_count() <= threads
-    assert prestart._AT_FIRST_DRIVER not in os.environ
+    assert prestart.AT_FIRST_DRIVER not in os.environ
     os.close(writer)
 
 
