@@ -22,6 +22,7 @@ KINDS = (
     "record",
     "runtime",
     "cancelled",
+    "superseded",
 )
 """What can go wrong, from before anything starts to the very end."""
 

@@ -11,6 +11,7 @@ from dagster_pipes import PipesContextData
 from ..connections.base import Connection
 from ..follow import Cadence, Evidence
 from ..plan import Plan
+from .ownership import Ownership
 from .rundir import Layout
 
 P = TypeVar("P", contravariant=True)
@@ -27,6 +28,7 @@ class Step:
         partition_key: the partition, or None.
         log: the step's log.
         goes_on: whether it goes on with what an attempt before it has started.
+        owner: whether this attempt owns the payload; None where nobody else can go on with it.
     """
 
     run_id: str
@@ -34,6 +36,24 @@ class Step:
     partition_key: str | None
     log: Any
     goes_on: bool = False
+    owner: Ownership | None = None
+
+    @property
+    def lost_to(self) -> str | None:
+        """Who is known to have taken the payload over, in words."""
+        return None if self.owner is None else self.owner.lost_to
+
+    def may_end(self) -> bool:
+        """Whether this attempt may end the payload, because nobody else goes on with it or will.
+
+        Raises:
+            OSError: that cannot be found out.
+        """
+        return self.owner is None or self.owner.keep()
+
+    def should_end(self) -> bool:
+        """The same, for a payload that has to be ended even where that cannot be found out."""
+        return self.owner is None or self.owner.is_ours()
 
 
 class Attempt(Protocol):

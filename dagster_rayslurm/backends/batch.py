@@ -43,6 +43,7 @@ from . import left_behind
 from .base import Hold, Step
 from .batch_job import BatchJob
 from .cargo import Cargo, base_errors, deliver, needs_of, pack
+from .ownership import FIRST
 from .remote_sweep import sweep_remote
 from .rundir import Layout, run_files
 from .slurm_job import SlurmJob
@@ -100,11 +101,11 @@ class BatchBackend:
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> BatchJob:
         cargo, request, asked = self._asked(plan, run_dir, step)
         plan = cargo.plan
-        files = {**run_files(plan, context), **asked, CANCEL: b"", EXIT: b""}
+        files = {**run_files(plan, context), **asked, CANCEL: b"", EXIT: b"", FIRST: b""}
         commands, cluster_id = slurm_commands(self.connection), f"{CLUSTER}{plan.payload.nonce}"
 
         def attempt_at(job: SlurmJob) -> BatchJob:
-            attempt = BatchJob(job, commands, cluster_id, goes_on=step.goes_on)
+            attempt = BatchJob(job, commands, cluster_id, step=step)
             hold(attempt)
             return attempt
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..connections.base import Connection, ConnectionFailed
 from ..follow import Evidence
 from ..slurm.surroundings import cleaned
+from .base import Step
 from .end_order import EndOrder, write_order
 from .slurm_job import SlurmJob
 
@@ -20,6 +21,7 @@ _SRUN_MAY_WAIT = ("cluster-lost", "cluster-start", _TERMINATED)
 """Reasons of an `end` after which `srun` may wait for ever: it hears nothing of tasks on a node that was reset, nor of those
 whose slurmstepd was killed (22.05)."""
 _KEEP_FRESH = 3600.0
+_NOBODY = Step("", "", None, None)
 
 
 class BatchJob:
@@ -30,18 +32,18 @@ class BatchJob:
         commands: runs commands there, and reaches the files.
         cluster_id: name of the Ray cluster.
         directory: the run directory; None for the job's.
-        goes_on: whether another process submitted it, so that nobody here knows when.
+        step: who asks; it may go on with a job that another process submitted, so that nobody here knows when.
     """
 
     def __init__(
-        self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str | None = None, goes_on: bool = False
+        self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str | None = None, step: Step | None = None
     ) -> None:
         self.cluster_id = cluster_id
         self.job_id: str | None = job.job_id
         self._job = job
         self._commands = commands
         self._directory = job.directory if directory is None else directory
-        self._goes_on = goes_on
+        self._step = step or _NOBODY
         self._started = False
         """Whether the runtime is at work: its record has started, and the job was not requeued since."""
         self._heard: tuple[float, float] | None = None
@@ -89,6 +91,8 @@ class BatchJob:
         Raises:
             OSError: nobody can be told.
         """
+        if not self._step.may_end():
+            return
         if not self._started:
             self._job.cancelled = True
             done = self._commands.run(cleaned(["scancel", self._job.job_id]), timeout=60)
@@ -102,8 +106,9 @@ class BatchJob:
         write_order(self._commands, self._directory, now)
 
     def kill(self) -> None:
-        self._job.cancelled = True
-        self._job.confirm_gone()
+        if self._step.should_end():
+            self._job.cancelled = True
+            self._job.confirm_gone()
 
     def explain(self, evidence: Evidence) -> None:
         if evidence.job is None:
@@ -111,7 +116,7 @@ class BatchJob:
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         metadata = self._job.metadata(evidence)
-        if evidence.started_at is not None and not self._goes_on:
+        if evidence.started_at is not None and not self._step.goes_on:
             # The clocks of a node and of the edge may differ: nothing has started after it was heard of.
             started_at = min(evidence.started_at, self._heard[1] if self._heard else self._job.now())
             metadata["Queue wait (s)"] = round(max(0.0, started_at - self._job.submitted_at), 2)
@@ -121,8 +126,9 @@ class BatchJob:
         """See to it that a job which was to be ended is over; one that ended by itself needs nobody."""
         reason = (evidence.end or {}).get("reason")
         if self._job.cancelled or (not evidence.started and not self._job.view.over):
-            self._job.confirm_gone()
-        elif self._ending or evidence.nodes_lost or reason in _SRUN_MAY_WAIT:
+            if self._step.should_end():
+                self._job.confirm_gone()
+        elif (self._ending or evidence.nodes_lost or reason in _SRUN_MAY_WAIT) and self._step.should_end():
             if reason == _TERMINATED and not self._ending:
                 self.explain(evidence)  # Slurm's reason, while it is not the cancellation to come.
             self._job.cancelled = self._ending

@@ -11,9 +11,6 @@ from ..connections.base import Connection
 from ..runtime.record import JOURNAL, PAYLOAD, RUNTIME, LineReader, Record
 from ..slurm.submit import JOB_SCRIPT
 
-JUDGED = "judged"
-"""File of a run directory whose payload's end has been told to Dagster."""
-
 WISH = "wish.json"
 """File of a run directory in a session: what the payload asked for, before the session made anything of it."""
 
@@ -52,8 +49,7 @@ def job_with(
     start, end = _start_and_end(connection, run_dir, nonce)
     if end is not None:
         succeeded = end["reason"] == "exit" and end["exit_code"] == 0
-        judged = connection.stat(os.path.join(run_dir, JUDGED)) is not None
-        if start is None or not succeeded or judged or not same_request(there, asked):
+        if start is None or not succeeded or not same_request(there, asked):
             return None
         return str(start["allocation"]["job_id"])
     job_id = job_of(start)

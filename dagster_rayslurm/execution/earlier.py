@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import time
 from collections.abc import Iterator
 
 import dagster as dg
@@ -49,6 +50,7 @@ class Notes:
             key = (context.run.run_id, step_key, context.retry_number)
             _calls[key] += 1
             self._client = f"{_CLIENT} {_calls[key]}"
+        self._noted_at = time.time()
 
     def before(self) -> str | None:
         """The name of the run directory of the attempt before this one; None if this is the first."""
@@ -63,7 +65,21 @@ class Notes:
     def note(self, name: str) -> None:
         """Take note of the run directory in which the payload is about to start."""
         if reattach is not None:
-            reattach.record_external_launch(self._context, client_name=self._client, external_run_id=name)
+            handle = reattach.record_external_launch(self._context, client_name=self._client, external_run_id=name)
+            self._noted_at = handle.launched_at
+
+    def successor(self) -> str | None:
+        """The id of the run whose attempt at this step came after this one; None if there is none, or Dagster cannot say."""
+        context = self._context
+        try:
+            handle = reattach and reattach.find_latest_launch_handle(context, client_name=self._client)
+            if handle is not None and handle.launched_at > self._noted_at:
+                return context.run.run_id
+            later = context.instance.get_runs(dg.RunsFilter(job_name=context.run.job_name), limit=_PAGE)
+            own = context.run.run_id
+            return next((run.run_id for run in later if run.parent_run_id == own and _is_retry(run)), None)
+        except Exception:  # noqa: BLE001 - whatever the storage raises
+            return None
 
     def logged(self, name: str) -> Iterator[tuple[int, str]]:
         """Level and text of what was logged in the step since the payload of a run directory was about to start."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,8 +57,16 @@ class Followed:
         return {**run_metadata(self.evidence.end, mode, self.attempt.cluster_id), **self.attempt.metadata(self.evidence)}
 
 
-def follow_to_the_end(followed: Sequence[Followed], policy: Policy, context: dg.OpExecutionContext) -> None:
+def follow_to_the_end(
+    followed: Sequence[Followed], policy: Policy, context: dg.OpExecutionContext, lost: Callable[[], bool] = lambda: False
+) -> None:
     """Follow payloads; when interrupted, end them, take what they still say, and let the interrupt go on.
+
+    Args:
+        followed: the payloads.
+        policy: what the user decided.
+        context: of the step.
+        lost: whether another attempt is known to have taken the payload over, which is then left alone.
 
     Raises:
         RunFailure: a runtime does not start, or never will.
@@ -94,11 +102,17 @@ def follow_to_the_end(followed: Sequence[Followed], policy: Policy, context: dg.
             context.log.warning(f"[rayslurm] ending the payload{'s' * (len(followed) > 1)}: {type(error).__name__}")
             for each in followed:
                 each.attempt.cancel()
+            if lost():
+                raise
+            interrupt = error
 
             def ended(attempt: Attempt, evidence: Evidence) -> str | None:
                 if interrupted_again():
                     attempt.cancel(now=True)
-                return attempt.ended(evidence)
+                said = attempt.ended(evidence)
+                if lost():
+                    raise interrupt
+                return said
 
             grace = max(each.plan.payload.grace_period for each in followed)
             turns = [(each.follower, partial(ended, each.attempt)) for each in followed]

@@ -13,7 +13,7 @@ import dagster as dg
 from dagster_pipes import PipesContextData
 
 from ..backends.base import Attempt, Hold, Place, Step
-from ..backends.left_behind import JUDGED
+from ..backends.ownership import FIRST, Ownership, name_of
 from ..backends.rundir import FOLLOWED
 from ..completed import CompletedRun
 from ..connections.base import ConnectionFailed
@@ -71,11 +71,16 @@ class Underway:
         """Go on with what an attempt before left behind, and take note of this one for those after it."""
         notes = Notes(self._context, self._step.step_key)
         name = notes.before()
+        connection, runs = self._place.connection, self._place.layout.runs
+        owner = Ownership(connection, str(runs / self._name), FIRST, notes.successor)
         if name is not None:
             (plan,) = self._plans.values()
             same = replace(plan, payload=replace(plan.payload, nonce=nonce_of(name)))
-            if goes_on(same, str(self._place.layout.runs / name), self._step):
-                self._plans, self._name, self._step = {None: same}, name, replace(self._step, goes_on=True)
+            later = Ownership(connection, str(runs / name), name_of(self._step.run_id), notes.successor)
+            if goes_on(same, str(runs / name), self._step) and later.take():
+                self._plans, self._name, owner = {None: same}, name, later
+                self._step = replace(self._step, goes_on=True)
+        self._step = replace(self._step, owner=owner)
         self._bookmark = Bookmark(self._policy.home.runs / f"{self._name}{FOLLOWED}")
         self._handed_on = HandedOn(note=self._bookmark.note)
         if self._step.goes_on:
@@ -108,8 +113,9 @@ class Underway:
                 assert injector.context_data is not None
                 attempts = start(self._plans, self._run_dir, injector.context_data, self._step, held.append)
             self.parts = [self._followed(component, attempts[component], handler_of(component)) for component in self._plans]
-            follow_to_the_end(self.parts, self._policy, self._context)
-        except BaseException:
+            follow_to_the_end(self.parts, self._policy, self._context, lambda: self._step.lost_to is not None)
+        except BaseException as error:
+            self._step_back(error)
             if self.parts:
                 self._forget()
             theirs = self._step.goes_on and not self.parts  # Of a payload that may well run on.
@@ -120,6 +126,20 @@ class Underway:
             if self._bookmark is not None:
                 self._bookmark.close()
             self._let_go(held)
+
+    def _step_back(self, error: BaseException) -> None:
+        """Leave everything to the attempt that has taken the payload over, if there is one.
+
+        Raises:
+            RunFailure: there is one. An interrupt goes on as it is.
+        """
+        if self._step.lost_to is None:
+            return
+        failure = handed_over(self._step.lost_to)
+        if not isinstance(error, Exception):
+            self._context.log.warning(f"[rayslurm] {failure.description}")
+            raise error
+        raise failure from None
 
     def _followed(self, component: str | None, attempt: Attempt, handler: Any) -> Followed:
         plan, run_dir, place = self._plans[component], self._dir_of(component), self._place
@@ -144,7 +164,7 @@ class Underway:
         """Let go of runtimes, each of them whatever becomes of the others; of secrets first."""
         try:
             for component, plan in self._plans.items():
-                if plan.secret_env and self._run_dir:
+                if plan.secret_env and self._run_dir and self._step.lost_to is None:
                     # The runtime takes them first thing; one that never came to it must not leave them.
                     discard(self._place.connection, os.path.join(self._dir_of(component), SECRETS))
         finally:
@@ -186,22 +206,41 @@ class Underway:
         return verdict
 
     def tidy_up(self, verdict: Verdict) -> str | None:
-        """Remove the run directory unless it stays; where it is then, in words."""
-        if not self._stranded and not self._policy.keeps(verdict.kind is not None):
+        """Remove the run directory unless it stays; where it is then, in words.
+
+        Raises:
+            RunFailure: another attempt has taken the payload over, and its verdict is the one that counts.
+        """
+        removed = not self._stranded and not self._policy.keeps(verdict.kind is not None)
+        cut_off = any(part.evidence.cut_off for part in self.parts)  # Then the payload may go on, for a retry to take it over.
+        if self._step.owner is None:
+            if removed:
+                discard(self._place.connection, self._run_dir)
+        elif not cut_off:
+            with suppress(OSError):
+                self._step.owner.keep(remove=removed)
+        if self._step.lost_to is not None:
+            raise handed_over(self._step.lost_to)
+        if removed or not cut_off:
             self._forget()
-            discard(self._place.connection, self._run_dir)
-            return None
-        if not any(part.evidence.cut_off for part in self.parts):
-            self._forget()
-            with suppress(OSError):  # Whoever retries this step is not to go on with what has been told.
-                self._place.connection.write(os.path.join(self._run_dir, JUDGED), b"")
         place = self.parts[0].attempt.place
+        if removed:
+            return None
         return f"{place}:{self._run_dir}" if place else self._run_dir
 
     def completed(self, session: Any, metadata: Metadata) -> CompletedRun:
         """The run as the user gets it."""
         outputs = sorted(path for path in self._outputs.rglob("*") if path.is_file())
         return CompletedRun(session, metadata, self.parts[0].attempt, outputs)
+
+
+def handed_over(successor: str) -> RunFailure:
+    """What an attempt ends with whose payload another one has taken over."""
+    return RunFailure(
+        "superseded",
+        f"{successor} has gone on with this payload, because this attempt was taken for dead: its result counts, and this "
+        "attempt has neither ended nor judged the payload",
+    )
 
 
 def release_all(held: Sequence[Attempt], evidence: Mapping[Attempt, Evidence]) -> None:

@@ -224,3 +224,22 @@ def test_the_process_of_a_run_is_killed(mode: str, dagster: Dagster, site: Site)
     assert dagster.materializations() == [run.run_id] and run.status != dg.DagsterRunStatus.SUCCESS
     assert site.lines("ran") == submitted(site)[:1] and is_there(site, "up")
     assert wait_until(lambda: quiet(site), 20), site.sh("squeue --me")
+
+
+def test_a_process_that_was_taken_for_dead_leaves_its_job_to_the_retry(dagster: Dagster, site: Site) -> None:
+    """Its run is marked as failed though it lives; when it is evicted at last, the retry's job runs on."""
+    dagster.define("slurm")
+    old = dagster.start()
+    assert wait_until(lambda: dagster.runs() and dagster.output(dagster.runs()[0].run_id), 90), dagster.log[-4000:]
+    taken_for_dead = dagster.mark_failed()
+    new = dagster.start(retry_of=taken_for_dead)
+    assert wait_until(lambda: "going on with Slurm job" in dagster.log, 60), dagster.log[-4000:]
+    old.terminate()
+    assert old.wait(60) != 0
+    let_go(site)
+    assert new.wait(90) == 0, dagster.log[-5000:]
+    retry = dagster.runs()[-1]
+    assert dagster.materializations() == [retry.run_id] and retry.parent_run_id == taken_for_dead
+    assert f"run {retry.run_id} (process {new.pid} on " in dagster.log and "has gone on with this payload" in dagster.log
+    assert len(submitted(site)) == len(site.lines("ran")) == 1
+    assert wait_until(lambda: run_dirs(site) == [], 20), run_dirs(site)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends.left_behind import JUDGED, job_with, same_request
+from dagster_rayslurm.backends.left_behind import job_with, same_request
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.runtime.record import JOURNAL, PAYLOAD, RUNTIME, encode
 from dagster_rayslurm.slurm.submit import JOB_SCRIPT
@@ -46,26 +46,23 @@ def end(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("records", "judged", "other", "job"),
+    ("records", "other", "job"),
     [
-        pytest.param([], False, {}, "13", id="waits"),
-        pytest.param([START], False, {}, "13", id="runs"),
-        pytest.param([START], False, {"time": "6"}, None, id="something else runs"),
-        pytest.param([START, end()], False, {}, "12", id="has succeeded unheard, whatever Slurm still knows"),
-        pytest.param([START, end()], True, {}, None, id="was told of"),
-        pytest.param([START, end()], False, {"time": "6"}, None, id="something else has succeeded"),
-        pytest.param([START, end(exit_code=1)], False, {}, None, id="has failed"),
-        pytest.param([START, end(reason="terminated")], False, {}, None, id="was ended"),
-        pytest.param([START, end(nonce="another")], False, {}, "13", id="another one has ended"),
+        pytest.param([], {}, "13", id="waits"),
+        pytest.param([START], {}, "13", id="runs"),
+        pytest.param([START], {"time": "6"}, None, id="something else runs"),
+        pytest.param([START, end()], {}, "12", id="has succeeded unheard, whatever Slurm still knows"),
+        pytest.param([START, end()], {"time": "6"}, None, id="something else has succeeded"),
+        pytest.param([START, end(exit_code=1)], {}, None, id="has failed"),
+        pytest.param([START, end(reason="terminated")], {}, None, id="was ended"),
+        pytest.param([START, end(nonce="another")], {}, "13", id="another one has ended"),
     ],
 )
 def test_the_job_that_has_the_payload(
-    records: list[dict[str, Any]], judged: bool, other: dict[str, str], job: str | None, tmp_path: Path
+    records: list[dict[str, Any]], other: dict[str, str], job: str | None, tmp_path: Path
 ) -> None:
     for name, content in {**files(**other), JOURNAL: b"".join(map(encode, records))}.items():
         (tmp_path / name).write_bytes(content)
-    if judged:
-        (tmp_path / JUDGED).write_bytes(b"")
     log = logging.getLogger("test")
     assert job_with(LocalConnection(), str(tmp_path), "n", files(), lambda _: "13", log) == job
     missing = str(tmp_path / "swept")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.backends import end_order
+from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.sessions import payload as session_payload
 from dagster_rayslurm.backends.sessions.payload import SessionPayload
 from dagster_rayslurm.connections.base import ConnectionLost
@@ -49,6 +50,22 @@ class Job:
         return self.how
 
 
+class Owner:
+    """Whether this attempt owns the payload."""
+
+    def __init__(self) -> None:
+        self.owns: bool | OSError = True
+        self.lost_to = None
+
+    def keep(self) -> bool:
+        if isinstance(self.owns, OSError):
+            raise self.owns
+        return self.owns
+
+    def is_ours(self) -> bool:
+        return self.owns is not False
+
+
 class Scene:
     def __init__(self, path: Path) -> None:
         self.run_dir = path / "run dir"
@@ -57,6 +74,7 @@ class Scene:
         self.job, self.log = Job(), Log()
         self.answers: list[Any] = []
         self.asked = 0
+        self.owner = Owner()
         self.payload = SessionPayload(
             connection=self.connection,
             job=self.job,  # type: ignore[arg-type]
@@ -68,7 +86,7 @@ class Scene:
             waited=0.0,
             poll_interval=30.0,
             describe=self._describe,
-            log=self.log,
+            step=Step("run", "step", None, self.log, owner=self.owner),  # type: ignore[arg-type]
         )
 
     def _describe(self) -> dict[str, Any]:
@@ -202,3 +220,22 @@ def test_the_end_of_its_job_needs_no_question(scene: Scene, clock: Clock) -> Non
     scene.job.over, scene.job.how = True, "Slurm calls the job TIMEOUT"
     assert silent_for(scene, clock, Evidence(started_at=1.0, heard_at=clock.now), 600) == "Slurm calls the job TIMEOUT"
     assert scene.asked == 0
+
+
+def test_a_payload_that_another_attempt_has_taken_over_is_not_ended(scene: Scene) -> None:
+    scene.owner.owns = False
+    scene.payload.cancel()
+    scene.payload.cancel(now=True)
+    scene.payload.kill()
+    scene.payload.release(Evidence())
+    assert scene.cancel is None
+
+
+def test_a_payload_is_not_told_to_end_before_its_owner_is_known(scene: Scene) -> None:
+    scene.owner.owns = ConnectionLost("cut")
+    scene.payload.cancel()
+    assert scene.cancel is None
+    scene.owner.owns = True
+    scene.payload._order.tried_at = 0.0
+    scene.payload.ended(Evidence())
+    assert scene.cancel == {"op": "cancel", "now": False}

@@ -33,6 +33,7 @@ from .. import left_behind
 from ..base import Attempt, Hold, Step
 from ..batch import CLUSTER, absolute, check_paths, data_dir_of, nonce_of_cluster, sweep_in_background
 from ..cargo import base_errors, deliver, needs_of, pack
+from ..ownership import FIRST
 from ..rundir import Layout, run_files
 from ..slurm_job import SlurmJob
 from .fit import Offer, across_rooms, alike, misfit, payload_time_limit, refused, wants
@@ -283,8 +284,10 @@ class _Start:
             time_limit=payload_time_limit(self._wish, offer),
         )
         files = run_files(dataclasses.replace(self._plan, payload=payload, secret_env={}), self._context)
+        first = {} if self._step.goes_on else {FIRST: b""}
         # There from the beginning: on NFS a name that was looked for in vain stays missing for up to a minute.
-        return {name: content.decode("utf-8") for name, content in {**files, left_behind.WISH: self._asked, CANCEL: b""}.items()}
+        files = {**files, left_behind.WISH: self._asked, CANCEL: b"", **first}
+        return {name: content.decode("utf-8") for name, content in files.items()}
 
     def _accepted(self, found: Found) -> None:
         assert self._arrival is not None
@@ -301,7 +304,7 @@ class _Start:
             waited=None if self._step.goes_on else time.monotonic() - self._began,
             poll_interval=self._setup.slurm.poll_interval,
             describe=lambda: self._request.describe(found),
-            log=self._step.log,
+            step=self._step,
         )
         self._hold(self._attempt)
 

@@ -7,13 +7,13 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from ...connections.base import Connection
 from ...follow import Evidence
 from ...interrupts import deferred_interrupts
 from ...runtime.record import JOURNAL, LineReader
+from ..base import Step
 from ..end_order import EndOrder, cancel_file, order_text, write_order
 from ..slurm_job import STATE_DEADLINE, SlurmJob
 
@@ -48,7 +48,7 @@ class SessionPayload:
         waited: seconds until the session had accepted it; None if that is not known.
         poll_interval: seconds of silence after which Slurm is asked whether the session's job lives.
         describe: asks the session what it has.
-        log: the step's log.
+        step: who asks.
     """
 
     waiting = False
@@ -68,7 +68,7 @@ class SessionPayload:
         waited: float | None,
         poll_interval: float,
         describe: Callable[[], Mapping[str, Any]],
-        log: Any,
+        step: Step,
     ) -> None:
         self.cluster_id = cluster_id
         self.job_id: str | None = job.job_id
@@ -81,10 +81,10 @@ class SessionPayload:
         self._waited = waited
         self._poll_interval = poll_interval
         self._describe = describe
-        self._log = log
+        self._step, self._log = step, step.log
         self._followed = False
         self._cancelled = False
-        self._order = EndOrder(partial(write_order, connection, run_dir), log)
+        self._order = EndOrder(self._give, step.log)
         self._ask_at = _ASK_AFTER
         self._forgotten_since: float | None = None
         """Since when it is known that the session no longer has the payload."""
@@ -127,9 +127,20 @@ class SessionPayload:
         self._cancelled = True
         self._order.issue(now)
 
+    def _give(self, now: bool) -> None:
+        """Tell the session to end the payload.
+
+        Raises:
+            OSError: it cannot be told.
+        """
+        if self._step.may_end():
+            write_order(self._connection, self._run_dir, now)
+
     def kill(self) -> None:
         """End the payload without grace. The session, which serves others, is left alone."""
         with deferred_interrupts():
+            if not self._step.should_end():
+                return
             began = time.monotonic()
             self.cancel(now=True)
             order, file = self._order, cancel_file(self._run_dir)

@@ -1,0 +1,161 @@
+"""Which attempt owns a payload that outlives its Dagster process: only the owner ends it, judges it or removes its files.
+
+A file name in the run directory says who the owner is. A later attempt takes the payload over by renaming that file. The owner
+renames it, too, before it ends or judges the payload; after that nobody can take it over. A rename is atomic, so of two
+attempts that try at the same time exactly one succeeds. No lock has to be released when a process is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+from collections.abc import Callable
+
+from ..connections.base import Completed, Connection, ConnectionLost
+
+FIRST = "owner.first"
+"""The file as it is before anybody has taken the payload over: its owner is the attempt that started it."""
+
+_PREFIX = "owner."
+_JUDGED = ".judged"
+"""How the name ends once the owner has begun to end or to judge the payload."""
+
+_RENAME = """
+LC_ALL=C
+export LC_ALL
+mv -- "$1/$2" "$1/$3" || { ls -a -- "$1"; exit 1; }
+[ -z "$4" ] || rm -rf -- "$1"
+exit 0
+"""
+_LIST = 'LC_ALL=C ls -a -- "$1"'
+_GONE = b"No such file or directory"
+_TRIES = 3
+
+
+class Ownership:
+    """The owner of one payload.
+
+    Args:
+        connection: reaches the run directory.
+        run_dir: the run directory of the payload.
+        name: the file name of this attempt: `FIRST`, or what `name_of` gives.
+        successor: finds the Dagster run that goes on with this payload, by Dagster's event log; None if there is none.
+
+    Attributes:
+        lost_to: who has taken the payload over, in words; None as far as is known nobody has.
+    """
+
+    def __init__(self, connection: Connection, run_dir: str, name: str, successor: Callable[[], str | None]) -> None:
+        self.lost_to: str | None = None
+        self._connection = connection
+        self._run_dir = run_dir
+        self._name = name
+        self._successor = successor
+        self._kept = False
+
+    def take(self) -> bool:
+        """Take the payload over; False if its owner has begun to end or to judge it.
+
+        Raises:
+            OSError: that cannot be found out.
+        """
+        for _ in range(_TRIES):
+            listed = self._run("sh", "-c", _LIST, "sh", self._run_dir)
+            if listed.returncode:
+                return False  # Its owner has removed it.
+            owners = _owners(listed)
+            if self._name in owners:
+                return True
+            if any(each.endswith(_JUDGED) for each in owners):
+                return False
+            if not owners:  # Version 0.1.0 started it.
+                self._connection.write(os.path.join(self._run_dir, self._name), b"")
+                return True
+            done = self._rename(owners[0], self._name, remove=False)
+            if done.returncode == 0:
+                return True
+        raise OSError(done.stderr.decode("utf-8", "replace").strip())
+
+    def keep(self, remove: bool = False) -> bool:
+        """Make sure that nobody takes the payload over from now on; False if somebody has.
+
+        Args:
+            remove: whether to remove the run directory then.
+
+        Raises:
+            OSError: that cannot be found out.
+        """
+        if self.lost_to is None and not self._kept:
+            judged = self._name + _JUDGED
+            done = self._rename(self._name, judged, remove)
+            if done.returncode:
+                self.lost_to = self._who(done, judged)
+            self._kept = self.lost_to is None
+            remove = remove and done.returncode != 0
+        if remove and self._kept:
+            self._connection.remove(self._run_dir)
+        return self._kept
+
+    def is_ours(self) -> bool:
+        """The same, for a payload that has to be ended even where that cannot be found out."""
+        try:
+            return self.keep()
+        except OSError:
+            return self.lost_to is None
+
+    def _who(self, done: Completed, judged: str) -> str | None:
+        """Who has taken the payload over, after a rename that failed; None if nobody has.
+
+        Raises:
+            OSError: it failed for another reason.
+        """
+        if _GONE not in done.stderr:
+            raise OSError(done.stderr.decode("utf-8", "replace").strip() or f"exit code {done.returncode}")
+        owners = _owners(done)
+        if judged in owners:
+            return None  # Renamed by an earlier try, whose answer was lost.
+        others = [name for name in owners if name != self._name]
+        if others:
+            return in_words(others[0])
+        # Without any such file the directory was removed, by a successor or by hand. The listing of a network file system
+        # may be old, and still have this attempt's own file.
+        successor = self._successor()
+        if successor is not None:
+            return f"run {successor}"
+        return "another attempt" if owners else None
+
+    def _rename(self, old: str, new: str, remove: bool) -> Completed:
+        return self._run("sh", "-c", _RENAME, "sh", self._run_dir, old, new, "remove" if remove else "")
+
+    def _run(self, *command: str) -> Completed:
+        """Run a command that may be repeated.
+
+        Raises:
+            OSError: it cannot be run.
+        """
+        for left in reversed(range(_TRIES)):
+            try:
+                return self._connection.run(command, timeout=60)
+            except ConnectionLost:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
+
+
+def _owners(listed: Completed) -> list[str]:
+    """The owner's file in a listing of a run directory; there may be two while it is renamed."""
+    return [name for name in listed.stdout.decode("utf-8", "replace").splitlines() if name.startswith(_PREFIX)]
+
+
+def name_of(run_id: str) -> str:
+    """The file name of an attempt of this process that takes a payload over."""
+    return f"{_PREFIX}{run_id}.{os.getpid()}.{re.sub('[^A-Za-z0-9.-]', '_', socket.gethostname())}.{secrets.token_hex(4)}"
+
+
+def in_words(name: str) -> str:
+    """Who the owner is, by the file name."""
+    run_id, _, rest = name.removeprefix(_PREFIX).removesuffix(_JUDGED).partition(".")
+    pid, _, rest = rest.partition(".")
+    return f"run {run_id} (process {pid} on {rest.rpartition('.')[0]})"
