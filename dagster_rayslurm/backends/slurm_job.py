@@ -27,8 +27,10 @@ from ..slurm.snapshot import QueueRow, QueueSnapshot, parse_count
 from ..slurm.states import TERMINAL, Exited, JobView, JobWatch, Started, Submission, seen
 from ..slurm.submit import Submitted
 from ..slurm.surroundings import cleaned
-from ..slurm.waiting import crowded, most_telling, never_starts, why
+from ..slurm.waiting import crowded, most_telling, never_starts, waiting_text, why
 
+_FIRST_LOOK = 2.0
+"""Seconds after the submission at which Slurm has said why a job waits; a look before that would delay the next one."""
 _EXIT_INTERVAL = 1.0
 """Seconds between two looks at the exit code that the batch script leaves."""
 _SETTLE = 3.0
@@ -155,7 +157,9 @@ class SlurmJob:
     def _look(self) -> None:
         local = time.monotonic()
         if not self.cancelled:
-            snapshot = self._queue.look(self._queue.clock.now())
+            now = self._queue.clock.now()
+            too_early = 0 <= now - self._submitted.at < _FIRST_LOOK
+            snapshot = None if too_early else self._queue.look(now)
         elif local - self._asked_at >= ASK_INTERVAL:
             self._asked_at = local
             snapshot = ask_queue(self._commands)  # Somebody waits for this one, so it may cost a question of its own.
@@ -186,14 +190,10 @@ class SlurmJob:
             return
         row = most_telling(self._rows)
         at = view.expected_start if row is None else row.start
-        waits = why(view.reason, self._rows, self._request)
-        if not (waits or at):
-            return
-        start = time.strftime(", starts ~%H:%M", time.localtime(at)) if at else ""
-        text = f"queued: {waits or view.state}{start}"
-        if text != self._told:
+        text = waiting_text(why(view.reason, self._rows, self._request), at, self._queue.clock.now())
+        if text and text != self._told:
             self._told = text
-            self.log.info(f"[rayslurm] {text}")
+            self.log.info(f"[rayslurm] Slurm job {self.job_id} is {text}")
         if self._rows and not self._counted:
             self._counted = True
             self._count()

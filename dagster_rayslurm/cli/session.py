@@ -217,7 +217,7 @@ def _waits(telling: QueueRow | None, job: QueueRow, components: tuple[str, ...])
     number = row.label.partition("+")[2]
     known = telling is not None and number.isdigit() and int(number) < len(components)
     of = f" (component {components[int(number)]})" if known else ""
-    start = time.strftime(", starts ~%H:%M", time.localtime(row.start)) if row.start else ""
+    start = time.strftime(", expected by %H:%M UTC", time.gmtime(row.start)) if row.start else ""
     return f"{row.reason}{of}{start}"
 
 

@@ -6,6 +6,7 @@ components of a job on nodes of their own, always.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,10 @@ from .snapshot import QueueRow
 
 _VAGUE = ("", "None", "Priority", "Resources")
 """Reasons that tell no more than that there is a queue."""
+_TODAY = 18 * 3600.0
+"""Seconds within which a time of day is not ambiguous."""
+_AWAITED = ("BeginTime", "Dependency", "Licenses", "Priority", "Reservation", "Resources")
+"""Beginnings of reasons that are what a job waits for; others are what is wrong with it."""
 
 
 def part_of(row: QueueRow, request: JobRequest) -> JobRequest:
@@ -47,6 +52,23 @@ def why(reason: str, rows: Sequence[QueueRow], request: JobRequest) -> str:
     """
     row = most_telling(rows)
     return reason if row is None else f"{row.reason or row.state} (component {part_of(row, request).component_id})"
+
+
+def waiting_text(reason: str, start: float | None, now: float) -> str:
+    """What a waiting job waits for, and until when, in words; "" if Slurm says neither.
+
+    Args:
+        reason: Slurm's word for why it waits; "" for none.
+        start: when Slurm expects it to start, in seconds of the epoch: jobs before it may end ahead of their time limits.
+        now: the time, in seconds of the epoch.
+    """
+    if not reason and not start:
+        return ""
+    waiting = f"waiting for {reason}" if reason.startswith(_AWAITED) else f"waiting: {reason}" if reason else "waiting"
+    if not start:
+        return waiting
+    day = "%H:%M UTC" if start - now < _TODAY else "%Y-%m-%d %H:%M UTC"
+    return f"{waiting}; Slurm expects a start at {time.strftime(day, time.gmtime(start))} at the latest"
 
 
 def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:

@@ -67,7 +67,7 @@ def test_an_admin_cancels_a_pending_job(
     site.stack.exec("slurmctld", ["scancel", job_id])
     failure = running.result(60).failure
     assert failure.kind == "cancelled" and f"Slurm job {job_id} was cancelled{by_root(site)}" in (failure.description or "")
-    assert "queued: BeginTime" in logged(capfd)
+    assert "is waiting for BeginTime" in logged(capfd)
 
 
 def test_one_of_two_on_a_node_is_cancelled(slurm_compute: Make, start: Start, script: Any, site: Site) -> None:

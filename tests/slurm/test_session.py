@@ -275,7 +275,7 @@ def test_others_wait_for_it_still(
     site.sh('scancel "$1"', blocker)
     ran = patient.result()
     assert ran.metadata["Slurm session"].endswith("/1") and ran.metadata["Queue wait (s)"] > 3
-    assert "queued: " in capfd.readouterr().err
+    assert " is waiting" in capfd.readouterr().err
 
 
 def test_an_environment_that_cannot_start(session_compute: Make, script: Any, site: Site) -> None:

@@ -88,7 +88,7 @@ def test_a_session_in_the_queue(
     job = running.job("PENDING")
     assert wait_until(lambda: rows(rayslurm("list", "--json")), 20)
     (row,) = rows(rayslurm("list", "--json"))
-    assert row["state"] == "pending" and row["reason"].startswith("BeginTime, starts ~") and row["job_id"] == job
+    assert row["state"] == "pending" and row["reason"].startswith("BeginTime, expected by ") and row["job_id"] == job
     assert "BeginTime" in rayslurm("show", job).stdout
     assert rayslurm("stop", job).returncode == 0 and not site.jobs()
     running.result()

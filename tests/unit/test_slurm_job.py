@@ -1,6 +1,8 @@
 """How long the record of a job that is over is waited for."""
 
 import logging
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +13,14 @@ from dagster_rayslurm.backends import slurm_job
 from dagster_rayslurm.backends.slurm_job import SlurmJob, settling
 from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.follow.follower import OUT_OF_SIGHT
+from dagster_rayslurm.slurm.clock import ClusterClock
 from dagster_rayslurm.slurm.queue import SharedQueue
 from dagster_rayslurm.slurm.request import make_request
 from dagster_rayslurm.slurm.states import JobView
 from dagster_rayslurm.slurm.submit import Submitted
+
+from .fake_slurm import FakeSlurm
+from .lines import Log
 
 LOST = JobView("lost")
 
@@ -79,3 +85,47 @@ def test_one_that_was_ended_may_have_written_nothing(view: JobView, recorded: bo
 def test_where_nobody_reads_a_record_none_is_waited_for() -> None:
     assert settling(over("FAILED"), started=False, recorded=False) == 0
     assert settling(over(exit_code=1), started=False, recorded=False) < 5
+
+
+class Clock(ClusterClock):
+    """The clock of this machine, put forward by a test."""
+
+    ahead = 0.0
+
+    def now(self) -> float:
+        return time.time() + self.ahead
+
+
+def test_the_first_look_at_the_queue_comes_when_slurm_knows_why_a_job_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier one shows a job without a reason, and the next one is half a minute later."""
+    slurm, log = FakeSlurm(tmp_path / "slurm", monkeypatch), Log()
+    clock = Clock(slurm.connection)
+    queue = SharedQueue(slurm.connection, str(tmp_path / "queue-of-us"), 30.0, lambda work: work(), clock)
+    job = SlurmJob(
+        commands=slurm.connection,
+        queue=queue,
+        request=make_request(SlurmQueueConfig(), (), job_name="x", comment=""),
+        submitted=Submitted("7", time.time()),
+        directory=str(tmp_path),
+        queue_timeout=None,
+        over_ssh=False,
+        log=log,
+    )
+
+    def look(reason: str, ahead: float) -> tuple[int, list[str]]:
+        slurm.job(7, "x", "PENDING", reason, start=clock.now() + 60)
+        clock.ahead = ahead
+        assert job.observe()
+        job.tell()
+        return slurm.asked, log.lines
+
+    assert look("None", 0.0) == (0, [])
+    assert look("None", 1.5) == (0, [])
+    asked, lines = look("Resources", 2.5)
+    assert asked == 1 and len(lines) == 1
+    assert re.fullmatch(
+        r"\[rayslurm\] Slurm job 7 is waiting for Resources; Slurm expects a start at ..:.. UTC at the latest", lines[0]
+    )
+    assert look("Resources", 20.0)[0] == 1

@@ -8,7 +8,7 @@ from dagster_rayslurm.slurm.refusal import with_values
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
 from dagster_rayslurm.slurm.submit import jobs_found, kept_variables
-from dagster_rayslurm.slurm.waiting import crowded, most_telling, never_starts, part_of, why
+from dagster_rayslurm.slurm.waiting import crowded, most_telling, never_starts, part_of, waiting_text, why
 
 GPU = JobRequest("job", "why", partition="gpu", num_nodes=2, time_limit="9-0", component_id="gpu")
 REQUEST = JobRequest("job", "why", partition="compute", time_limit="9-0", component_id="cpu", others=(GPU,))
@@ -113,3 +113,25 @@ def test_components_that_outlive_the_first_one_in_the_queue() -> None:
 )
 def test_jobs_of_a_name(lines: list[str], found: list[str]) -> None:
     assert jobs_found("\n".join(lines)) == found
+
+
+NOON = 1795348800.0
+
+
+@pytest.mark.parametrize(
+    ("reason", "start", "text"),
+    [
+        ("", None, ""),
+        ("Resources", None, "waiting for Resources"),
+        (
+            "Resources (component gpu)",
+            NOON,
+            "waiting for Resources (component gpu); Slurm expects a start at 12:00 UTC at the latest",
+        ),
+        ("JobHeldUser", None, "waiting: JobHeldUser"),
+        ("", NOON, "waiting; Slurm expects a start at 12:00 UTC at the latest"),
+        ("Priority", NOON + 86400, "waiting for Priority; Slurm expects a start at 2026-11-23 12:00 UTC at the latest"),
+    ],
+)
+def test_what_a_job_waits_for_in_words(reason: str, start: float | None, text: str) -> None:
+    assert waiting_text(reason, start, NOON - 60) == text
