@@ -281,6 +281,11 @@ class SessionConfig(StrictConfig):
     idle_timeout: Annotated[int, at_least(1, "seconds")] = Field(
         default=600, description="Seconds without a payload after which the session ends itself."
     )
+    yield_when_idle: bool = Field(
+        default=True,
+        description="On Slurm, end an idle session at once when a job or another session of the same user and remote_base waits "
+        "for nodes of its partition; a session with a payload never ends for that.",
+    )
     carrier: Annotated[str, choice("auto", "direct", "srun")] = Field(
         default="auto",
         description='How requests get to the session: "direct" by TCP from the edge node, "srun" by a step in its allocation, '

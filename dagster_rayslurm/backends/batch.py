@@ -46,6 +46,7 @@ from .cargo import Cargo, base_errors, deliver, needs_of, pack
 from .ownership import FIRST
 from .remote_sweep import sweep_remote
 from .rundir import Layout, run_files
+from .sessions.idle import IdleSessions
 from .slurm_job import SlurmJob
 
 T = TypeVar("T")
@@ -197,6 +198,7 @@ class BatchBackend:
                 queue_timeout=self.queue_timeout,
                 over_ssh=self.slurm.ssh is not None,
                 log=step.log,
+                idle_sessions=IdleSessions(self.connection, str(self.layout.base), step.log),
             )
             attempt = attempt_at(job)
         except SubmissionRefused as error:

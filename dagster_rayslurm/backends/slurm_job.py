@@ -28,6 +28,7 @@ from ..slurm.states import TERMINAL, Exited, JobView, JobWatch, Started, Submiss
 from ..slurm.submit import Submitted
 from ..slurm.surroundings import cleaned
 from ..slurm.waiting import crowded, most_telling, never_starts, waiting_text, why
+from .sessions.idle import IdleSessions
 
 _FIRST_LOOK = 2.0
 """Seconds after the submission at which Slurm has said why a job waits; a look before that would delay the next one."""
@@ -65,6 +66,7 @@ class SlurmJob:
         queue_timeout: seconds after which a job that still waits is given up; None waits for ever.
         over_ssh: whether the cluster is behind SSH.
         log: the step's log.
+        idle_sessions: sessions that may be in its way while it waits; None to let them be.
         waiting_since: when that time began, by the cluster's clock; None for when the job was submitted.
     """
 
@@ -79,6 +81,7 @@ class SlurmJob:
         queue_timeout: float | None,
         over_ssh: bool,
         log: Any,
+        idle_sessions: IdleSessions | None = None,
         waiting_since: float | None = None,
     ) -> None:
         self.job_id = submitted.job_id
@@ -101,6 +104,8 @@ class SlurmJob:
         self._over_since: float | None = None
         self._confirmed = False
         self._asked_at = 0.0
+        self._idle_sessions = idle_sessions
+        self._snapshot: QueueSnapshot | None = None
         self._rows: tuple[QueueRow, ...] = ()
         """Of its components; none for a job that is none of several."""
         self._counted = False
@@ -172,6 +177,7 @@ class SlurmJob:
 
     def _see(self, snapshot: QueueSnapshot) -> None:
         self._watch = self._watch.after(seen(snapshot, self.number))
+        self._snapshot = snapshot
         rows = snapshot.parts(self.number)
         self._rows = rows if len(rows) > 1 else ()
 
@@ -184,7 +190,7 @@ class SlurmJob:
                 self._watch = self._watch.after(Exited(self._queue.clock.now(), code))
 
     def tell(self) -> None:
-        """Say why the job waits, whenever that changes."""
+        """Say why the job waits, whenever that changes, and have idle sessions make way for it."""
         view = self.view
         if view.kind != "pending":
             return
@@ -194,6 +200,9 @@ class SlurmJob:
         if text and text != self._told:
             self._told = text
             self.log.info(f"[rayslurm] Slurm job {self.job_id} is {text}")
+        if self._idle_sessions is not None and self._snapshot is not None:
+            with contextlib.suppress(OSError):  # Who cannot be reached now is asked at the next look.
+                self._idle_sessions.make_way(self._snapshot, self._snapshot.parts(self.number))
         if self._rows and not self._counted:
             self._counted = True
             self._count()

@@ -16,6 +16,9 @@ _LAST_WORD = 0.5
 _LAST_REASON = 5.0
 """Seconds that a session which failed before it served anybody stays, so that those who wait for it learn why."""
 
+_AT_REST = 5.0
+"""Seconds without a payload after which a session gives way to others; the next step of the same run may take a few."""
+
 _PROPER = ("cancel", "terminated", "timeout")
 """Reasons for which a session may end that has served nobody."""
 
@@ -84,6 +87,18 @@ class Lifetime:
     def busy(self) -> None:
         """Take note that a payload is here."""
         self._timers.cancel("idle")
+
+    def give_way(self) -> bool:
+        """End a session that is idle, for another job that waits for its nodes; whether it ends.
+
+        One that has not served anybody yet goes on: whoever has made it is about to ask.
+        """
+        idle = self.idle_for
+        if idle is None or idle < _AT_REST or not self._roster.served:
+            return False
+        if self.ending is None:
+            self._on_idle(End("cancel", "it was idle, and another job of its user waits for its nodes"))
+        return True
 
     def settle(self) -> None:
         """With nothing to run: end, or wait for `idle_timeout`."""

@@ -1,4 +1,4 @@
-"""What a session is asked for, by whoever knows its key: to run a payload, to describe itself, to end.
+"""What a session is asked for, by whoever knows its key: to run a payload, to describe itself, to end, now or if it is idle.
 
 The allocation owns the payload: that the connection ends means nothing. The request's id is the payload's own, so that a
 request whose answer was lost may be repeated, here or at a session that came after this one.
@@ -60,6 +60,7 @@ class RequestServer:
             "heterogeneous": bool(allocation.groups),
             "closing": None,
             "served": 0,
+            "idle": False,
         }
         self._announce()
         self._look()
@@ -75,11 +76,14 @@ class RequestServer:
     def _update(self, closing: Optional[str]) -> bool:
         """Note what has changed, the end also in this node's log; whether anything has."""
         before = dict(self._announcement)
-        self._announcement.update(closing=closing, served=self._supervisor.served)
+        self._announcement.update(closing=closing, served=self._supervisor.served, idle=self._is_idle())
         if closing != before["closing"]:
             said = "rayslurm: the session takes no more payloads, %d were here: %s" % (self._supervisor.served, closing)
             print(said, file=sys.stderr, flush=True)
         return self._announcement != before
+
+    def _is_idle(self) -> bool:
+        return self._supervisor.served > 0 and self._supervisor.lifetime.idle_for is not None
 
     def _announce(self) -> None:
         write_atomically(self._path, json.dumps(self._announcement).encode("utf-8"))
@@ -136,6 +140,10 @@ class RequestServer:
         if op == "stop":
             self._supervisor.close(_ENDED)
             return {"ok": True}
+        if op == "yield":
+            if not self._supervisor.spec.yield_when_idle:
+                return {"ok": False, "error": "kept", "message": "SessionConfig.yield_when_idle is False"}
+            return {"ok": True} if self._supervisor.lifetime.give_way() else {"ok": False, "error": "busy"}
         return {"ok": False, "error": "unknown request", "message": "this session does not know %.80r" % (op,)}
 
     def _admit(self, request: Message) -> Message:

@@ -135,6 +135,7 @@ class RuntimeSpec:
     cluster_id: str
     ray: Optional[RaySpec] = None
     idle_timeout: Optional[float] = None
+    yield_when_idle: bool = False
     """Seconds without a payload after which a session ends; None for a runtime that runs one payload and ends."""
     max_concurrent_payloads: int = 1
     control_key: Optional[str] = None

@@ -37,6 +37,7 @@ from ..ownership import FIRST
 from ..rundir import Layout, run_files
 from ..slurm_job import SlurmJob
 from .fit import Offer, across_rooms, alike, misfit, payload_time_limit, refused, wants
+from .idle import IdleSessions
 from .listing import end_generations, list_generations
 from .payload import SessionPayload
 from .registry import Charter, Found, SessionRegistry, charter_to_json
@@ -334,6 +335,7 @@ class _Start:
             queue_timeout=self._backend.queue_timeout,
             over_ssh=self._setup.slurm.ssh is not None,
             log=self._step.log,
+            idle_sessions=IdleSessions(self._connection, self._base, self._step.log),
             waiting_since=since,
         )
 

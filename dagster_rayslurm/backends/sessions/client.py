@@ -48,6 +48,7 @@ class Announcement:
         protocol: version of what it understands.
         closing: why it takes no more payloads; None while it does.
         hostname: what the head node calls itself.
+        idle: whether it has served payloads, and has none now.
         heterogeneous: whether its job is one of several components, whose first one has the head.
     """
 
@@ -60,6 +61,7 @@ class Announcement:
     closing: str | None
     hostname: str
     heterogeneous: bool = False
+    idle: bool = False
 
 
 def parse_announcement(data: bytes) -> Announcement | None:
@@ -78,6 +80,7 @@ def parse_announcement(data: bytes) -> Announcement | None:
             closing=None if found["closing"] is None else str(found["closing"]),
             hostname=str(found["hostname"]),
             heterogeneous=bool(found.get("heterogeneous", False)),
+            idle=bool(found.get("idle", False)),
         )
     except (ValueError, KeyError, TypeError):
         return None

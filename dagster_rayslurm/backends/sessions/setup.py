@@ -205,7 +205,7 @@ class SessionSetup:
                 "components": _as_json(kind.components),
                 "site": self.slurm.site,
             }
-            what |= {"concurrent": config.max_concurrent_payloads, "idle": config.idle_timeout}
+            what |= {"concurrent": config.max_concurrent_payloads, "idle": config.idle_timeout, "yields": config.yield_when_idle}
         text = json.dumps(what, sort_keys=True)
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
@@ -239,6 +239,7 @@ class SessionSetup:
             cluster_id,
             kind.ray if self.reuse else None,
             idle_timeout=self.session.idle_timeout,
+            yield_when_idle=self.session.yield_when_idle,
             max_concurrent_payloads=self.session.max_concurrent_payloads,
             control_key=secrets.token_hex(32),
             control_ports=control_ports(kind.ray.port_range if kind.ray is not None else None),
