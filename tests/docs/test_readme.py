@@ -28,16 +28,40 @@ FILES = {match.group(1): block for block in PYTHON if (match := re.match(r"# (\w
 def test_the_asset_of_the_readme_runs(tmp_path: Path, base: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    assert set(FILES) == {"train.py", "definitions.py", "study.py"}
+    assert set(FILES) == {"train.py", "definitions.py", "study.py", "check.py", "checks.py"}
     program = """
+        import train, check  # Nothing happens where they are imported.
+        import dagster as dg
+        from checks import good_enough
         from definitions import defs
-        result = defs.resolve_implicit_global_asset_job_def().execute_in_process()
+        both = dg.Definitions.merge(defs, dg.Definitions(asset_checks=[good_enough]))
+        result = both.resolve_implicit_global_asset_job_def().execute_in_process()
         print("BEST", result.asset_materializations_for_node("model")[0].metadata["best score"].value)
+        print("CHECKED", [each.passed for each in result.get_asset_check_evaluations()])
     """
     env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", textwrap.dedent(program)]
     said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170)
-    assert "BEST 0.9375" in said.stdout, said.stderr[-3000:]
+    assert "BEST 0.9375" in said.stdout and "CHECKED [True]" in said.stdout, said.stderr[-3000:]
+
+
+def test_the_configuration_of_the_readme_runs_on_a_laptop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (text,) = (block for block in PYTHON if 'dg.EnvVar("RAYSLURM_MODE")' in block)
+    for name in [name for name in os.environ if name.startswith("SLURM_EDGE_NODE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RAYSLURM_MODE", "local")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    here: dict[str, Any] = {"__name__": "definitions"}
+    exec(compile(text, "README.md", "exec"), here)
+
+    @dg.asset
+    def word(context: dg.AssetExecutionContext, compute: ComputeResource) -> dg.MaterializeResult:
+        return compute.run(context=context, payload_path=["echo", "hello"], uses_pipes=False).get_materialize_result()
+
+    assert dg.materialize([word], resources={"compute": here["compute"]}).success
+    assert "local mode does not use slurm and pre_deployed_env_path='/shared/envs/study'" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("block", [block for block in PYTHON if block not in FILES.values()])
