@@ -321,6 +321,9 @@ class Follower:
                 raise TypeError(f"its method is {method!r}")
             evidence.opened += method == "opened"
             evidence.closed += method == "closed"
+            if method == "log" or method.startswith("report_"):
+                # Its writer has Pipes open still: a forked child that left the context has closed it for its parent.
+                evidence.closed = min(evidence.closed, max(0, evidence.opened - 1))
             if method == "closed" and params.get("exception"):
                 params["exception"] = _without_colours(params["exception"])
             exception = params.get("exception") if method == "closed" else None

@@ -28,6 +28,11 @@ CASES = {
     "sys.exit(3) in pipes": (pipes_script(REPORT + "import sys; sys.exit(3)"), "payload", "ended with exit code 3"),
     "never opens": ("print('fine')", "pipes", "never opened Dagster Pipes"),
     "never closes": (pipes_script(REPORT + "import os; os._exit(0)"), "pipes", "without closing Dagster Pipes"),
+    "a forked child closes": (
+        pipes_script("import os, sys\nif os.fork() == 0: sys.exit(0)\nos.wait()\n" + REPORT + "os._exit(0)"),
+        "pipes",
+        "without closing Dagster Pipes",
+    ),
     "no module": (
         "import no_such_module_at_all",
         "payload",

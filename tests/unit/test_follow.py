@@ -187,6 +187,27 @@ def test_the_first_exception_stands_and_every_writer_must_close(capsys: Any) -> 
     assert (evidence.opened, evidence.closed) == (3, 3) and evidence.exception == {"name": "ValueError"}
 
 
+@pytest.mark.parametrize(
+    ("methods", "closed"),
+    [
+        (["opened", "closed"], 1),
+        (["opened", "closed", "report_asset_materialization"], 0),
+        (["opened", "closed", "closed", "log"], 0),
+        (["opened", "closed", "log", "closed"], 1),
+        (["opened", "opened", "closed", "log", "closed"], 2),
+        (["opened", "closed", "opened", "log", "closed"], 2),
+        (["opened", "closed", "log_external_stream"], 1),
+    ],
+)
+def test_a_message_shows_that_somebody_else_closed_pipes(methods: list[str], closed: int, capsys: Any) -> None:
+    """A forked child that leaves the context closes Pipes for its parent, which writes on."""
+    files = record_of([], 0)
+    messages = [{"type": "pipes", "at": 0, "line": json.dumps({"method": each, "params": {}})} for each in methods]
+    files[JOURNAL] = b"".join(map(encode, messages)) + files[JOURNAL]
+    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
+    assert evidence.closed == closed
+
+
 def requeued(first_end: bool) -> dict[str, bytes]:
     """The record of two attempts: the first was ended from outside, perhaps before it could say so."""
     report = {"type": "pipes", "at": 0, "line": '{"method": "report_custom_message", "params": {"n": 1}}'}
