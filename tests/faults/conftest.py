@@ -9,10 +9,10 @@ import pytest
 
 from dagster_rayslurm import ComputeResource, HetComponent, SlurmQueueConfig
 
-HETJOB = pytest.param("slurm-hetjob", marks=pytest.mark.thorough)
+HETJOB = pytest.param("slurm-hetjob", marks=[pytest.mark.stack, pytest.mark.thorough])
 """For a fault that hits a heterogeneous job as it does any other; what is its own is tested in any case."""
 
-MODES = ("slurm", "slurm-session", HETJOB)
+MODES = (pytest.param("slurm", marks=pytest.mark.stack), pytest.param("slurm-session", marks=pytest.mark.stack), HETJOB)
 
 
 @pytest.fixture(params=MODES)
