@@ -16,6 +16,8 @@ _SCONTROL_TIMEOUT = 20.0
 _ASK_AT = 0.5
 """Share of the grant from which Slurm is asked how it counts; most jobs never get there, and a cluster has many nodes."""
 
+_SPARING = 10
+"""How many times as long as a sample takes, at least, until the next: a node may have thousands of processes."""
 _NO_LIMIT = 2**62
 
 Tell = Callable[[str, bool], None]
@@ -57,11 +59,12 @@ class MemoryWatch:
             loop.call_later(0.0, self._look)
 
     def _look(self) -> None:
+        began = self._loop.now()
         pause = memory_guard.LONGEST
         if self._ray():
             with contextlib.suppress(OSError):  # Out of file descriptors, perhaps; the next sample may succeed.
                 pause = self._sample()
-        self._loop.call_later(pause, self._look)
+        self._loop.call_later(max(pause, _SPARING * (self._loop.now() - began)), self._look)
 
     def _sample(self) -> float:
         """Act on one sample.
