@@ -27,6 +27,9 @@ _SIGNAL = re.compile(r"^(?:(?P<name>[A-Z0-9]+)@)?(?P<seconds>[0-9]+)$")
 
 _RESERVED = ("RAYSLURM_", "DAGSTER_PIPES_")
 
+MOST_BYTES = 2**17 - 1
+"""Bytes of one word or variable of a process (MAX_ARG_STRLEN of Linux, which counts a NUL at the end)."""
+
 _ENV_VARS = (dg.EnvVar, type(dg.EnvVar.int("HOME")))
 """`EnvVar` of a string, and the class of `EnvVar.int`, which Dagster does not export."""
 
@@ -97,12 +100,14 @@ def choice(*options: str) -> BeforeValidator:
 def at_least(low: float, unit: str = "") -> BeforeValidator:
     """A number that is not smaller than `low`."""
 
-    def check(value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < float("inf"):
-            raise ValueError(f"{value!r} is not a number of at least {low:g}{unit and ' ' + unit}")
-        return value
+    return checked(lambda value: check_at_least(value, low, unit))
 
-    return checked(check)
+
+def check_at_least(value: Any, low: float, unit: str = "") -> Any:
+    """A number that is not smaller than `low`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < float("inf"):
+        raise ValueError(f"{value!r} is not a number of at least {low:g}{unit and ' ' + unit}")
+    return value
 
 
 def check_text(value: object) -> str:
@@ -126,14 +131,25 @@ def check_time_limit(value: object) -> str:
         raise ValueError(
             f"{text!r} is not a Slurm time limit; write minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED"
         )
+    if not text.isalpha() and time_limit_seconds(text) is None:
+        raise ValueError(f'{text!r} means no time limit to Slurm; write a limit, such as "01:00:00", or "UNLIMITED"')
     return text
 
 
 def check_memory(value: object) -> str:
     """A size as `sbatch --mem` takes it."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise ValueError(f'{value!r} has no unit; write "{value:g}G" for GiB or "{value:g}M" for MiB')
     if not _MEMORY.match(check_text(value)):
         raise ValueError(f'{value!r} is not a Slurm memory size; write a number with K, M, G or T, such as "16G"')
     return str(value)
+
+
+def mebibytes(size: str) -> float:
+    """A size as `sbatch --mem` takes it, in MiB."""
+    units = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+    unit = size[-1].upper()
+    return int(size[:-1]) * units[unit] if unit in units else int(size)
 
 
 def time_limit_seconds(text: str) -> float | None:
@@ -238,6 +254,20 @@ def _resolve(value: Any, where: str) -> Any:
     return value
 
 
+def check_length(text: str, what: str) -> None:
+    """Whether Linux passes a word of a command, or a variable with its name, to a process.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    size = len(text.encode("utf-8", "surrogateescape"))
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"{what} has {size:,} bytes, and Linux passes at most {MOST_BYTES:,} at once to a process; write them into a file "
+            "and name it in extra_files"
+        )
+
+
 def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[str, str]:
     """Environment variables as the payload gets them.
 
@@ -256,6 +286,7 @@ def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[st
         if not is_passable(resolved):
             wrong = "a NUL character" if "\0" in resolved else "a lone surrogate, which no system takes"
             raise ValueError(f"{what}[{name!r}]: the value contains {wrong}; remove it")
+        check_length(f"{name}={resolved}", f"{what}[{name!r}]")
         checked_variables[name] = resolved
     return checked_variables
 

@@ -6,16 +6,18 @@ import hashlib
 import json
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 
 from .components import Component, component_specs, ray_across, request_for
+from .config import check_length
 from .launchers import Launcher, RayLauncher
+from .payload_command import parse_payload, script_of
 from .runtime import PROTOCOL_VERSION
 from .runtime.footprint import Footprint
 from .runtime.spec import ComponentSpec, PayloadSpec, RaySpec, is_passable
+from .runtime.workspace import JOB_CONFIG, job_config, shared_variables
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
@@ -35,61 +37,12 @@ class Plan:
     """Components of its allocation, in the job's order; local mode simulates them. None where all nodes are alike."""
 
 
-def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[str]:
-    """The command of a payload.
-
-    Args:
-        payload_path: an existing file is a script, whatever characters its path has; otherwise a command split as a
-            shell would; a list is taken as it is.
-
-    Raises:
-        ValueError: it is empty, contains a NUL, cannot be split, or looks like a file that is not there.
-    """
-    if isinstance(payload_path, (str, os.PathLike)):
-        text = os.fspath(payload_path)
-        if "\0" in text:
-            raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
-        script = script_of(payload_path)
-        if script is not None:
-            return ["python", script]
-        argv = _split(text)
-        is_path = isinstance(payload_path, os.PathLike) or (len(argv) == 1 and ("/" in argv[0] or argv[0].endswith(".py")))
-        if is_path and not os.access(text, os.X_OK):
-            raise ValueError(f"payload_path: there is no file {text!r} (looked in {os.getcwd()})")
-    else:
-        argv = list(payload_path)
-    for word in argv:
-        if not isinstance(word, str) or not is_passable(word):
-            raise ValueError(
-                f"payload_path: {word!r} is not a word of a command; use strings without NUL characters and lone surrogates"
-            )
-    if not argv or not argv[0]:
-        raise ValueError("payload_path: it is empty; name a script or a command")
-    return argv
-
-
-def script_of(payload_path: str | os.PathLike[str] | Sequence[str]) -> str | None:
-    """The absolute path of a payload that is a script on this machine; None if it is a command."""
-    if not isinstance(payload_path, (str, os.PathLike)):
-        return None
-    path = os.path.expanduser(os.fspath(payload_path))
-    # Path.is_file raises for a command longer than a file name can be, and os.path.isfile for a NUL in some Pythons.
-    return os.path.abspath(path) if "\0" not in path and os.path.isfile(path) else None
-
-
 def relocate(plan: Plan, script: str | None, working_dir: str | None, extra_files: Sequence[str], data_dir: str) -> Plan:
     """The plan with the places that its files have where the payload runs."""
     payload = plan.payload
     argv = [script if script is not None and word == plan.script else word for word in payload.argv]
     moved = replace(payload, argv=argv, working_dir=working_dir, extra_files=list(extra_files), data_dir=data_dir)
     return replace(plan, payload=moved)
-
-
-def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ValueError(f"payload_path: {text!r} cannot be split into words: {error}; pass a list instead") from None
 
 
 def existing_directory(path: str | None, what: str) -> str | None:
@@ -184,6 +137,9 @@ def make_plan(
         uses_ray=ray is not None,
         preload=launcher.preload if isinstance(launcher, RayLauncher) else [],
     )
+    if payload.uses_ray:
+        config = job_config(nonce, {**payload.env, **shared_variables(payload)})
+        check_length(f"{JOB_CONFIG}={config}", "extra_env: what Ray gets of all variables together")
     return Plan(payload, ray, launcher.footprint(), dict(secret_env), uses_pipes, script_of(payload_path), tuple(parts))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from functools import cache
@@ -29,6 +30,7 @@ _STRINGS = (
 _KEY = "KEY"
 """What dagster-slurm calls KEY_PATH."""
 _INTEGERS = ("port", "connect_timeout", "keepalive")
+_WITH_USER_OR_PORT = re.compile(r"(?:ssh://)?(?:(?P<user>[^@/]+)@)?(?P<host>[^@:/]+|\[[^]]+\])(?::(?P<port>\d+))?/?")
 
 
 def check_port(value: object) -> int:
@@ -44,6 +46,18 @@ def check_name(value: object) -> str:
     if not text or text.startswith("-") or len(text.split()) != 1 or text != text.strip():
         raise ValueError(f"{text!r} is not a name of a host or user; write one word that does not begin with '-'")
     return text
+
+
+def check_host(value: object) -> str:
+    """A host name or address without user and port."""
+    text = check_name(value)
+    parts = _WITH_USER_OR_PORT.fullmatch(text)
+    if parts is None or parts["host"] == text:
+        return text
+    fields = [f"host={parts['host'].strip('[]')!r}"]
+    fields += [f"user={parts['user']!r}"] if parts["user"] else []
+    fields += [f"port={parts['port']}"] if parts["port"] else []
+    raise ValueError(f"{text!r} is more than a host; write {', '.join(fields)}")
 
 
 def check_host_key(value: object) -> str:
@@ -62,7 +76,7 @@ def check_host_key(value: object) -> str:
 class SSHConnectionResource(StrictResource):
     """An SSH server and how to log in: key, agent, certificate, password, through other hosts if need be."""
 
-    host: Annotated[str, checked(check_name)] = Field(description="Name or address of the edge (login) node.")
+    host: Annotated[str, checked(check_host)] = Field(description="Name or address of the edge (login) node.")
     port: Annotated[int, checked(check_port)] = Field(default=22, description="Port of its SSH server.")
     user: Annotated[Optional[str], checked(check_name)] = Field(
         default=None,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple, Optional, Tuple, Union
 
 from .components import node_spec
-from .machine import Machine
+from .machine import Machine, usable_memory
 from .spec import NodeSpec, PayloadSpec, RaySpec, RuntimeSpec
 
 
 class Want(NamedTuple):
-    """An amount that a field of a launcher asks of a node; None if it does not say."""
+    """An amount that a field of a launcher asks of a node; None if it does not say. Units are CPUs, GPUs and GiB."""
 
     field: str
-    amount: Optional[int]
+    amount: Optional[float]
     unit: str
 
 
@@ -22,10 +22,10 @@ Footprint = Tuple[Want, ...]
 
 def footprint_error(footprint: Footprint, machine: Machine) -> Optional[str]:
     """What a payload asks of this node and does not get, as a sentence that names the field; or None."""
-    granted = {"CPUs": machine.num_cpus, "GPUs": machine.num_gpus}
+    granted = {"CPUs": machine.num_cpus, "GPUs": machine.num_gpus, "GiB": round(usable_memory(machine) / 2**30, 2)}
     for wanted in footprint:
         if wanted.amount is not None and wanted.amount > granted[wanted.unit]:
-            return "%s=%d asks for more than node %s grants: %d %s" % (
+            return "%s=%g asks for more than node %s grants: %g %s" % (
                 wanted.field,
                 wanted.amount,
                 machine.name,
@@ -37,9 +37,11 @@ def footprint_error(footprint: Footprint, machine: Machine) -> Optional[str]:
 
 def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
     """What a cluster asks of each node, or of each of a component."""
+    store = spec.object_store_memory
     return (
         Want("RayLauncher.num_cpus_per_node", spec.num_cpus, "CPUs"),
         Want("RayLauncher.num_gpus_per_node", spec.num_gpus, "GPUs"),
+        Want("RayLauncher.object_store_memory_gb", None if store is None else store / 2**30, "GiB"),
     )
 
 

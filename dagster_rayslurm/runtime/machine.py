@@ -12,6 +12,8 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from .nodes import named
 
+SHARE_FOR_RAY = 0.9
+"""Share of a node's memory that Ray may use, its object store included; the runtime and Ray's daemons live on the rest."""
 _NVIDIA_SMI = 20.0
 """Seconds in which `nvidia-smi` answers; without its persistence daemon a node of many GPUs takes some."""
 
@@ -44,6 +46,11 @@ class Machine:
     def facts(self) -> Dict[str, Any]:
         """As JSON can carry it."""
         return asdict(self)
+
+
+def usable_memory(machine: Machine) -> int:
+    """Bytes of a node's memory that Ray may use."""
+    return int((machine.memory if machine.memory_limit is None else machine.memory_limit) * SHARE_FOR_RAY)
 
 
 def from_facts(facts: Mapping[str, Any]) -> Machine:

@@ -6,11 +6,8 @@ import json
 from typing import Dict, List, Optional
 
 from . import ports
-from .machine import Machine
+from .machine import Machine, usable_memory
 from .spec import RaySpec
-
-_SHARE_OF_LIMIT = 0.9
-"""Part of a memory limit that Ray may schedule on; the runtime and Ray's daemons live on the rest."""
 
 IMPATIENT = {"RAY_raylet_client_connect_timeout_milliseconds": "20", "RAY_raylet_client_num_connect_attempts": "500"}
 """Ray 2.60's raylet connects to its object store before that listens, and then sleeps: 10 s at most, but not in steps of 1 s."""
@@ -58,7 +55,7 @@ def _node_arguments(spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_d
         arguments.append("--object-store-memory=%d" % store)
     if machine.memory_limit is not None:
         # Ray 2.60 looks at the machine and the root cgroup, not at what Slurm granted to the job.
-        usable = int(machine.memory_limit * _SHARE_OF_LIMIT)
+        usable = usable_memory(machine)
         if store is None:
             store = int(usable * 0.3)
             arguments.append("--object-store-memory=%d" % store)

@@ -18,6 +18,9 @@ _SCRUBBED = ("DAGSTER_PIPES_", "RAYSLURM_")
 JOB_MARK = "rayslurm"
 """The entry of a Ray job's metadata that names the payload whose job it is."""
 
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""The variable that tells Ray of a job before its driver says anything."""
+
 Environment = Dict[str, str]
 
 
@@ -60,17 +63,29 @@ def payload_environment(
     everywhere = {**spec.env, **shared_variables(spec)}
     if spec.uses_ray:
         env.update({"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"})  # Ray's defaults suit a terminal, not a log.
-        job: Dict[str, Any] = {"metadata": {JOB_MARK: spec.nonce}}
         missing = {name: value for name, value in everywhere.items() if worker_env.get(name) != value}
         if missing:
-            # Workers inherit the raylet's environment, not the driver's; the job's runtime_env reaches them, but has each of
-            # them started anew, where one that idles would do in half the time (Ray 2.60).
-            job["runtime_env"] = {"env_vars": missing}
             env["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # What the driver itself gives to ray.init wins over that.
-        env["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps(job)
+        env[JOB_CONFIG] = job_config(spec.nonce, missing)
     env.update(ray)
     env.update(everywhere)
     return env
+
+
+def job_config(nonce: str, env: Mapping[str, str]) -> str:
+    """What Ray is told of a payload as its job.
+
+    Workers inherit the raylet's environment, not the driver's; the job's runtime_env reaches them, but has each of them
+    started anew, where one that idles would do in half the time (Ray 2.60).
+
+    Args:
+        nonce: of the payload.
+        env: variables that the cluster's workers lack.
+    """
+    job: Dict[str, Any] = {"metadata": {JOB_MARK: nonce}}
+    if env:
+        job["runtime_env"] = {"env_vars": dict(env)}
+    return json.dumps(job)
 
 
 def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+import re
+from typing import Annotated, Any, Optional
 
 from pydantic import Field
 
@@ -10,6 +11,7 @@ from ..config import (
     StrictConfig,
     StrictResource,
     at_least,
+    check_at_least,
     check_sbatch_options,
     check_signal,
     checked,
@@ -18,6 +20,13 @@ from ..config import (
     slurm_time,
 )
 from ..connections.config import SSHConnectionResource
+
+
+def _check_gpus(value: object) -> Any:
+    typed = re.fullmatch(r"(?:gpu:)?([A-Za-z]\w*):(\d+)", value) if isinstance(value, str) else None
+    if typed:
+        raise ValueError(f"{value!r} is not a number; write gpus_per_node={typed[2]} and gpu_type={typed[1]!r}")
+    return check_at_least(value, 0)
 
 
 class SlurmQueueConfig(StrictConfig):
@@ -40,7 +49,7 @@ class SlurmQueueConfig(StrictConfig):
         description="CPUs on each node (`--cpus-per-task` of the one task per node); None asks for what the launcher names, and "
         "if that names none, leaves it to Slurm (usually 1).",
     )
-    gpus_per_node: Annotated[Optional[int], at_least(0)] = Field(
+    gpus_per_node: Annotated[Optional[int], checked(_check_gpus)] = Field(
         default=None, description="GPUs on each node (`--gpus-per-node`); None asks for what the launcher names."
     )
     gpu_type: Annotated[Optional[str], plain_text] = Field(

@@ -9,8 +9,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from ..config import check_text, time_limit_seconds
+from ..config import check_text, mebibytes, time_limit_seconds
 from ..runtime.footprint import Footprint
+from ..runtime.machine import SHARE_FOR_RAY
 from .config import SlurmQueueConfig, split_signal
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -166,6 +167,7 @@ def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str
         )
     check_extra_sbatch(queue)
     cpus = _amount(queue.cpus_per_node, "cpus_per_node", "CPUs", footprint)
+    _check_memory(queue, cpus, footprint)
     gpus = queue.gpus_per_node
     if not any(map(asks_for_gpus, queue.extra_sbatch)):
         gpus = _amount(gpus, "gpus_per_node", "GPUs", footprint)
@@ -195,15 +197,32 @@ def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str
     )
 
 
+def gibibytes_for_ray(mem: str | None, mem_per_cpu: str | None, cpus: int | None) -> float | None:
+    """The part of a node's memory that Ray may use, in GiB; None if Slurm decides on the memory, as it does for 0, too."""
+    memory = mebibytes(mem) if mem is not None else mebibytes(mem_per_cpu) * cpus if mem_per_cpu is not None and cpus else 0
+    return memory * SHARE_FOR_RAY / 1024 or None
+
+
+def _check_memory(queue: SlurmQueueConfig, cpus: int | None, footprint: Footprint) -> None:
+    usable = gibibytes_for_ray(queue.mem, queue.mem_per_cpu, None if queue.exclusive else cpus)
+    for want in footprint:
+        if want.unit == "GiB" and want.amount is not None and usable is not None and want.amount > usable:
+            field = f"mem={queue.mem!r}" if queue.mem is not None else f"mem_per_cpu={queue.mem_per_cpu!r} for {cpus} CPUs"
+            raise ValueError(
+                f"{want.field}={want.amount:g} is more than SlurmQueueConfig.{field} leaves for Ray: {usable:.3g} GiB of each "
+                f"node; raise {field.partition('=')[0]}, or lower {want.field.partition('.')[2]}"
+            )
+
+
 def _amount(granted: int | None, field: str, unit: str, footprint: Footprint) -> int | None:
     """What the queue grants, or else the most that the launcher wants; a want of 0 asks for nothing."""
     wants = [want for want in footprint if want.unit == unit and want.amount]
     if granted is None:
-        return max((want.amount for want in wants if want.amount), default=None)
+        return max((int(want.amount) for want in wants if want.amount), default=None)
     for want in wants:
         if want.amount is not None and want.amount > granted:
             raise ValueError(
-                f"{want.field}={want.amount} is more than SlurmQueueConfig.{field}={granted} grants; raise {field}, or leave "
+                f"{want.field}={want.amount:g} is more than SlurmQueueConfig.{field}={granted} grants; raise {field}, or leave "
                 "it out to ask for what the launcher wants"
             )
     return granted

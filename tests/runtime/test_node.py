@@ -127,7 +127,8 @@ def test_the_directory_of_port_locks_must_be_ones_own(monkeypatch: pytest.Monkey
     [
         (RaySpec(num_cpus=5), ["num_cpus_per_node=5", "n1", "4 CPUs"]),
         (RaySpec(num_gpus=2), ["num_gpus_per_node=2", "n1", "1 GPUs"]),
-        (RaySpec(num_cpus=4, num_gpus=1), None),
+        (RaySpec(object_store_memory=100 * 2**30), ["object_store_memory_gb=100", "n1", "57.6 GiB"]),
+        (RaySpec(num_cpus=4, num_gpus=1, object_store_memory=50 * 2**30), None),
         (RaySpec(), None),
     ],
 )

@@ -165,6 +165,12 @@ def test_unknown_keys_are_refused(cls: Any) -> None:
         (lambda: SlurmQueueConfig(time_limit="01:00:00\n#SBATCH --uid=0"), "control character"),
         (lambda: SlurmQueueConfig(partition="gpu\n"), "control character"),
         (lambda: SlurmQueueConfig(mem="lots"), "'lots' is not a Slurm memory size"),
+        (lambda: SlurmQueueConfig(mem=64), '64 has no unit; write "64G" for GiB'),
+        (lambda: SlurmQueueConfig(time_limit="0"), "'0' means no time limit to Slurm; write a limit, such as \"01:00:00\""),
+        (lambda: SlurmQueueConfig(time_limit=0), "'0' means no time limit"),
+        (lambda: SessionConfig(time_limit="00:00:00"), "'00:00:00' means no time limit"),
+        (lambda: SlurmQueueConfig(gpus_per_node="a100:2"), "write gpus_per_node=2 and gpu_type='a100'"),
+        (lambda: SlurmQueueConfig(gpus_per_node="two"), "'two' is not a number of at least 0"),
         (lambda: SlurmQueueConfig(num_nodes=0), "at least 1"),
         (lambda: SlurmQueueConfig(extra_sbatch=["-p gpu"]), "'-p gpu' is not a long option"),
         (lambda: SlurmQueueConfig(extra_sbatch="--x"), "write a list"),
@@ -177,6 +183,10 @@ def test_unknown_keys_are_refused(cls: Any) -> None:
         (lambda: SlurmQueueConfig(signal_before_timeout="0"), "at least 1 second"),
         (lambda: SSHConnectionResource(host="h", host_key_checking="no"), "'no' is not one of"),
         (lambda: SSHConnectionResource(host="h\0"), "control character"),
+        (lambda: SSHConnectionResource(host="me@login"), "'me@login' is more than a host; write host='login', user='me'"),
+        (lambda: SSHConnectionResource(host="login:2222"), "write host='login', port=2222"),
+        (lambda: SSHConnectionResource(host="ssh://me@login:22"), "write host='login', user='me', port=22"),
+        (lambda: SSHConnectionResource(host="[fe80::1]:22"), "write host='fe80::1', port=22"),
         (lambda: RayLauncher(num_cpus_per_node=-1), "at least 0"),
         (lambda: RayLauncher(auth="none"), "'none' is not one of 'token', 'disabled'"),
         (lambda: RayLauncher(port_range="1-2"), "LOW-HIGH"),
@@ -191,6 +201,11 @@ def test_a_bad_value_gets_one_clear_sentence(make: Any, says: str) -> None:
     with pytest.raises(ValidationError) as caught:
         make()
     assert len(caught.value.errors()) == 1 and says in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["login", "login.example.org", "10.0.0.1", "::1", "fe80::1%eth0", "fe80::1"])
+def test_names_and_addresses_are_hosts(host: str) -> None:
+    assert SSHConnectionResource(host=host).host == host
 
 
 @pytest.mark.parametrize("limit", ["30", "90:00", "01:00:00", "2-12", "2-12:30", "2-12:30:15", "UNLIMITED"])

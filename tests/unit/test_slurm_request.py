@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -132,7 +133,7 @@ def test_a_warning_that_would_come_before_the_job(before: str, limit: str, secon
     assert all(word in message for word in (f"signal_before_timeout={before!r}", f"time_limit={limit!r}", f"{seconds} seconds"))
 
 
-@pytest.mark.parametrize(("before", "limit"), [("59", "1"), ("USR1@999999999", "UNLIMITED"), ("60", "0"), ("3599", "60:00")])
+@pytest.mark.parametrize(("before", "limit"), [("59", "1"), ("USR1@999999999", "UNLIMITED"), ("3599", "60:00")])
 def test_a_warning_within_the_time_limit(before: str, limit: str) -> None:
     ask(SlurmQueueConfig(signal_before_timeout=before, time_limit=limit))
 
@@ -264,3 +265,35 @@ def test_a_comment_names_run_step_and_partition() -> None:
     long = job_comment("r1", "train", "ä" * 1000)
     assert long.startswith("dagster run r1 step train partition ää")
     assert long.endswith("ä…")
+
+
+@pytest.mark.parametrize(
+    ("store", "queue", "says"),
+    [
+        (
+            64,
+            {"mem": "1G"},
+            "RayLauncher.object_store_memory_gb=64 is more than SlurmQueueConfig.mem='1G' leaves for Ray: 0.9 GiB",
+        ),
+        (0.95, {"mem": "1G"}, "raise mem, or lower object_store_memory_gb"),
+        (0.95, {"mem": "1024"}, "mem='1024'"),
+        (2, {"mem_per_cpu": "1G", "cpus_per_node": 2}, "SlurmQueueConfig.mem_per_cpu='1G' for 2 CPUs leaves for Ray: 1.8 GiB"),
+        (0.8, {"mem": "1G"}, None),
+        (64, {"mem": "0"}, None),
+        (64, {}, None),
+        (64, {"mem_per_cpu": "1G"}, None),
+        (64, {"mem_per_cpu": "1G", "cpus_per_node": 2, "exclusive": True}, None),
+        (1.7, {"mem_per_cpu": "1G", "cpus_per_node": 2}, None),
+    ],
+)
+def test_the_object_store_fits_into_the_memory(store: float, queue: dict[str, Any], says: str | None) -> None:
+    def make() -> JobRequest:
+        footprint = RayLauncher(object_store_memory_gb=store).footprint()
+        return make_request(SlurmQueueConfig(**queue), footprint, job_name="n", comment="")
+
+    if says is None:
+        assert make()
+    else:
+        with pytest.raises(ValueError, match=r"object_store_memory_gb") as caught:
+            make()
+        assert says in str(caught.value)

@@ -7,20 +7,19 @@ session alone; it refuses a payload that does not fit there.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ...components import Component
-from ...config import time_limit_seconds
+from ...config import mebibytes, time_limit_seconds
 from ...launchers import Launcher, RayLauncher
 from ...runtime.footprint import Footprint
 from ...runtime.nodes import nodes_expected
 from ...runtime.spec import NodeSpec, RaySpec, SpecError, from_json
 from ...slurm.config import SlurmQueueConfig
 from ...slurm.hetjob import HetComponent
-from ...slurm.request import JobRequest, asks_for_gpus
+from ...slurm.request import JobRequest, asks_for_gpus, gibibytes_for_ray
 
 _LAUNCHER_FIELDS = {
     "num_cpus": "num_cpus_per_node",
@@ -33,7 +32,6 @@ _PAYLOADS_OWN = ("startup_timeout",)
 """What says how long to wait, and nothing of the cluster."""
 _ALLOCATIONS_OWN = ("requeue",)
 """What is never asked for a session's job."""
-_UNITS = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024 * 1024}
 
 
 @dataclass(frozen=True)
@@ -265,8 +263,8 @@ def wants(wish: Wish, offer: Offer) -> tuple[int | None, int | None]:
         return None, None
     most: dict[str, int | None] = {"CPUs": None, "GPUs": None}
     for want in wish.footprint:
-        if want.amount is not None:
-            most[want.unit] = max(want.amount, most[want.unit] or 0)
+        if want.amount is not None and want.unit in most:
+            most[want.unit] = max(int(want.amount), most[want.unit] or 0)
     return most["CPUs"], most["GPUs"]
 
 
@@ -336,12 +334,16 @@ def _shown(name: str, value: Any) -> Any:
 
 
 def _footprint_misfit(footprint: Footprint, queue: Mapping[str, Any]) -> str | None:
-    granted = {"CPUs": queue["cpus_per_node"], "GPUs": _gpus(queue)}
+    granted = {"CPUs": queue["cpus_per_node"], "GPUs": _gpus(queue), "GiB": _gibibytes_for_ray(queue)}
     for want in footprint:
         has = granted[want.unit]
         if want.amount is not None and has is not None and want.amount > has:
-            return f"{want.field}={want.amount} is more than the session was given on each node: {has} {want.unit}"
+            return f"{want.field}={want.amount:g} is more than the session was given on each node: {has:g} {want.unit}"
     return None
+
+
+def _gibibytes_for_ray(queue: Mapping[str, Any]) -> float | None:
+    return gibibytes_for_ray(queue["mem"], queue["mem_per_cpu"], queue["cpus_per_node"])
 
 
 def _gpus(queue: Mapping[str, Any]) -> int | None:
@@ -370,16 +372,11 @@ def _given(name: str, value: Any, given: Any, has: Mapping[str, Any]) -> bool:
         gpus = _gpus(has)
         return gpus is None or value <= gpus
     if name in ("mem", "mem_per_cpu"):
-        return value == given or (given is not None and 0 < _mebibytes(value) <= (_mebibytes(given) or float("inf")))
+        # 0 stands for all of a node's memory (sbatch(1), Slurm 22.05).
+        return value == given or (given is not None and 0 < mebibytes(value) <= (mebibytes(given) or float("inf")))
     if name == "time_limit":
         own, whole = time_limit_seconds(value), time_limit_seconds(given)
         return whole is None or (own is not None and own <= whole)
     if name == "extra_sbatch":
         return all(option in given for option in value)
     return bool(value == given)
-
-
-def _mebibytes(text: str) -> float:
-    """A size as `sbatch --mem` takes it; 0 stands for all of a node's memory (sbatch(1), Slurm 22.05)."""
-    number, unit = re.fullmatch(r"(\d+)([KMGT]?)", text.upper()).groups()  # type: ignore[union-attr]
-    return int(number) * _UNITS[unit]
