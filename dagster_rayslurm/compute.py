@@ -170,9 +170,10 @@ class ComputeResource(StrictResource, dg.PipesClient):
 
         Args:
             context: the context of the asset, asset check or op.
-            payload_path: an existing file is a Python script, whatever characters its path has; otherwise a command,
-                split as a shell would (`python -m pkg.mod --epochs 3`); a list is taken as it is. `python` means the
-                environment's Python. With topology "separate" a mapping of component ids to such payloads, or one for all.
+            payload_path: an existing file is a Python script, whatever characters its path has, and may be followed by
+                arguments (`train.py --epochs 3`); otherwise a command, split as a shell would (`python -m pkg.mod`) but run
+                without one; a list is taken as it is. `python` means the environment's Python. With topology "separate" a
+                mapping of component ids to such payloads, or one for all.
             launcher: of the kind of `default_launcher`, its fields replace those there; of another kind, it replaces
                 `default_launcher`. With topology "separate" each component has its own launcher.
             queue: its fields replace those of the Slurm resource's queue, and the others stay; a `SlurmQueueConfig` or a

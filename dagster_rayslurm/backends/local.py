@@ -37,6 +37,8 @@ from .sessions.run_end import end_with_run, local_session_of
 
 LOCAL_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
 """Reading a file of this machine costs next to nothing."""
+_LARGE_STORE = 10**10
+"""Bytes up to which Ray 2.60 takes an object store that does not fit into /dev/shm (REQUIRE_SHM_SIZE_THRESHOLD)."""
 _KEEPER_DEADLINE = 5.0
 
 
@@ -65,7 +67,10 @@ class LocalBackend:
     cadence: Cadence = LOCAL_CADENCE
 
     def check(self, plan: Plan) -> None:
-        problem = None if self.simulate else lacking(plan)
+        problem = lacking(plan, "GiB") or _too_large_for_shared_memory(plan)
+        if problem:
+            raise ValueError(f"{problem}; lower it")
+        problem = None if self.simulate else lacking(plan, "CPUs", "GPUs")
         if problem:
             raise ValueError(f'{problem}; ask for less, or set ComputeResource(local_resources="simulate")')
 
@@ -91,7 +96,7 @@ class LocalBackend:
         if plan.ray is not None:
             plan = replace(plan, ray=self._here(plan.ray, plan.components))
         elif self.simulate:
-            problem = lacking(plan)
+            problem = lacking(plan, "CPUs", "GPUs")
             if problem:
                 step.log.info(f"[rayslurm] {problem}; local mode starts the payload all the same")
         if plan.ray is not None and self.session is not None:
@@ -135,13 +140,27 @@ def _as_granted(ray: RaySpec, wanted: RaySpec) -> RaySpec:
     return replace(ray, num_cpus=cpus, num_gpus=gpus)
 
 
-def lacking(plan: Plan) -> str | None:
-    """What a plan asks of this machine and does not get, as a sentence that names the field; or None."""
+def lacking(plan: Plan, *units: str) -> str | None:
+    """What a plan asks of this machine in some units and does not get, as a sentence that names the field; or None."""
     for place, footprint in footprints(plan):
-        asks = any(want.amount is not None for want in footprint)
-        problem = footprint_error(footprint, machine.detect()) if asks else None
+        asked = tuple(want for want in footprint if want.unit in units and want.amount is not None)
+        problem = footprint_error(asked, machine.detect(with_gpus="GPUs" in units)) if asked else None
         if problem:
             return place + problem
+    return None
+
+
+def _too_large_for_shared_memory(plan: Plan) -> str | None:
+    """Ray 2.60 keeps a store that does not fit into /dev/shm in files, but no large one."""
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    free = status.f_bsize * status.f_bavail
+    for place, footprint in footprints(plan):
+        for want in footprint:
+            if want.unit == "GiB" and want.amount is not None and want.amount * 2**30 > max(free, _LARGE_STORE):
+                return f"{place}{want.field}={want.amount:g} does not fit into /dev/shm, which has {free / 2**30:.3g} GiB free"
     return None
 
 
