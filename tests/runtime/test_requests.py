@@ -305,6 +305,31 @@ def test_secrets_reach_the_payload_and_leave_the_disk(session: Callable[..., Ses
     assert one.end_of("a")["exit_code"] == 0 and not (one.run_dir("a") / SECRETS).exists()
 
 
+def test_an_idle_session_gives_way_and_no_other(session: Callable[..., Session]) -> None:
+    """One that nobody has used yet, whose maker is about to ask, one with a payload, and one that has just had one go on."""
+    one = session(yield_when_idle=True)
+    assert one.ask(op="yield")["error"] == "busy"
+    one.run("a", "import time; time.sleep(2)")
+    assert one.ask(op="yield")["error"] == "busy"
+    announced = one.announced()
+    assert announced is not None and not announced.idle
+    one.end_of("a")
+    ended = time.monotonic()
+    assert one.ask(op="yield")["error"] == "busy" and one.process.poll() is None
+    assert wait_until(lambda: getattr(one.announced(), "idle", False), 20)
+    assert wait_until(lambda: one.ask(op="yield")["ok"], 30) and time.monotonic() - ended > 4
+    assert one.process.wait(20) == 0
+    announced = one.announced()
+    assert announced is not None and "another job of its user waits for its nodes" in str(announced.closing)
+
+
+def test_a_session_that_does_not_give_way(session: Callable[..., Session]) -> None:
+    one = session()
+    one.run("a", "pass")
+    one.end_of("a")
+    assert one.ask(op="yield")["error"] == "kept" and one.ask(op="describe")["ok"]
+
+
 class Srun:
     """Commands of an edge node on which `srun` runs its program right there, or something else happens."""
 

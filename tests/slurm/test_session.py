@@ -245,6 +245,19 @@ def test_its_announcement_is_lost(session_compute: Make, script: Any, site: Site
         assert run_asset(compute, script(WHERE)).metadata["job"] == first["job"]
 
 
+def test_an_idle_session_makes_way_for_a_job_of_the_same_user(
+    session_compute: Make, slurm_compute: Make, script: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The session holds all nodes of the partition, and would for ten minutes more."""
+    everything = {"num_nodes": 2, "exclusive": True}
+    warm = session_compute(queue=everything, session={"idle_timeout": 600})
+    key = run_asset(warm, script(WHERE)).metadata["Slurm session"].rpartition("/")[0]
+    began = time.monotonic()
+    assert run_asset(slurm_compute(queue=everything), script(pipes_script("pass"))).result.success
+    assert time.monotonic() - began < 100
+    assert f"session {key} was idle and held c[1-2]: it ends, so that this job can start" in capfd.readouterr().err
+
+
 def block(site: Site) -> str:
     """Take all of a partition's nodes, so that whatever is submitted has to wait."""
     return site.sh(
