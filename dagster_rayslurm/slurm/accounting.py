@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..connections.base import Connection
 from .answers import unanswered
 from .facts import SACCT_FIELDS, JobFacts, merge_facts, parse_sacct, parse_scontrol
@@ -41,4 +43,14 @@ def ask_job(connection: Connection, job_id: int) -> JobFacts | None:
     # Where there is no accounting, sacct may well not be installed.
     if facts is None and sacct.returncode not in (0, 127) and _DISABLED not in sacct.stderr:
         raise unanswered(place, "sacct", sacct)
-    return facts
+    return facts and _with_canceller(connection, facts)
+
+
+def _with_canceller(connection: Connection, facts: JobFacts) -> JobFacts:
+    """With the name of whoever cancelled the job, as the edge node knows it: Slurm tells only the user's id."""
+    users = [each.cancelled_by for each in (facts, *facts.components) if each.cancelled_by is not None]
+    if not users:
+        return facts
+    done = connection.run(["id", "-nu", str(users[0])], timeout=_TIMEOUT)
+    name = done.stdout.decode("utf-8", "replace").strip()
+    return replace(facts, canceller=(users[0], name)) if done.returncode == 0 and name else facts

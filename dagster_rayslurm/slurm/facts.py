@@ -77,6 +77,7 @@ class JobFacts:
         job_id: its number; of the first component of a heterogeneous job.
         state: Slurm's word, such as "TIMEOUT", without the "by 1001" of sacct.
         cancelled_by: user id of whoever cancelled it; only accounting knows.
+        canceller: a user id and its name, for whoever cancelled it or one of its components; None if that is not known.
         reason: such as "TimeLimit"; "" for none.
         exit_code: the batch script's; sacct alone shows one above 128 less 128.
         signal: what ended it; None if none did.
@@ -96,6 +97,7 @@ class JobFacts:
     job_id: int
     state: str
     cancelled_by: int | None = None
+    canceller: tuple[int, str] | None = None
     reason: str = ""
     exit_code: int | None = None
     signal: int | None = None

@@ -241,5 +241,6 @@ def with_values(sentence: str, request: JobRequest) -> str:
 
 def _values(sentence: str, request: JobRequest) -> str:
     named = [field for field in dict.fromkeys(FIELDS.values()) if re.search(rf"\b{field}\b", sentence)]
+    named += ["gpu_type"] if "gpus_per_node" in named else []
     values = [(field, getattr(request, field, None)) for field in named]
     return ", ".join(f"{field}={value!r}" for field, value in values if value not in (None, False))

@@ -9,6 +9,8 @@ from .facts import JobFacts, memory_kill
 Found = tuple[str, str, bool | None]
 """Kind of failure, sentence, and whether another attempt may succeed (None for what the kind says)."""
 
+_WHY_IT_WAITED = ("BeginTime", "JobHeldAdmin", "JobHeldUser", "Licenses", "Priority", "Reservation", "Resources")
+"""Reasons that Slurm keeps from the time before a job was cancelled."""
 _LOST_NODES = {
     "BOOT_FAIL": "its nodes did not boot",
     "NODE_FAIL": "one of its nodes failed",
@@ -55,8 +57,7 @@ def job_sentence(job: JobFacts, log: str, terminated: bool, silent: bool) -> Fou
         lost = state or job.state
         return "allocation", f"{lost}: {which}{where} is lost, {_LOST_NODES[lost]}{_reason(job)}", True
     if state == "CANCELLED":
-        by = f" by user id {job.cancelled_by}" if job.cancelled_by is not None else ""
-        return "cancelled", f"{which} was cancelled{by}{_reason(job)}", None
+        return "cancelled", f"{which} was cancelled{_by(job)}{'' if job.reason in _WHY_IT_WAITED else _reason(job)}", None
     if terminated and state is None:
         code = f", exit code {job.exit_code}" if job.exit_code else ""
         ends = f"{which}{where} is {job.state}{_reason(job)}{code}; `sacct -j {job.job_id}` may tell more by now"
@@ -93,6 +94,14 @@ def _told(job: JobFacts, killed: str | None) -> JobFacts:
 
 def _component(facts: JobFacts) -> str:
     return f"component {facts.component_id!r}" if facts.component_id else f"component {facts.job_id}"
+
+
+def _by(job: JobFacts) -> str:
+    if job.cancelled_by is None:
+        return ""
+    if job.canceller is not None and job.canceller[0] == job.cancelled_by:
+        return f" by user {job.canceller[1]} (id {job.cancelled_by})"
+    return f" by user id {job.cancelled_by}"
 
 
 def _reason(job: JobFacts) -> str:

@@ -187,6 +187,7 @@ def test_what_goes_wrong_is_in_a_log(home: Layout, run: Any, ended: Path, monkey
     assert wait_until(lambda: not watchers(), 5)
     (log,) = home.sessions.glob("*.watch.log")
     assert "OSError: out of reach" in log.read_text()
+    assert list(home.sessions.glob("*.watch")) == []
 
 
 def test_a_watcher_that_cannot_be_started_is_warned_of(home: Layout, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:

@@ -261,9 +261,12 @@ class Slurm(LocalConnection):
     def __init__(self, scontrol: Completed, sacct: Completed) -> None:
         self.answers = {"scontrol": scontrol, "sacct": sacct}
         self.commands: list[list[str]] = []
+        self.user = Completed(1, b"", b"id: no such user")
 
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
         self.commands.append(list(command))
+        if command[0] == "id":
+            return self.user
         return next(answer for program, answer in self.answers.items() if program in command)
 
 
@@ -281,12 +284,20 @@ def answer(name: str, command: str) -> Completed:
 def test_asking_the_controller_and_accounting() -> None:
     slurm = Slurm(answer("can", "scontrol"), answer("can", "sacct"))
     assert ask_job(slurm, 43) == both("22.05", "can")
-    assert all(command[0] == "sh" and "unset" in command[2] for command in slurm.commands)
-    assert all("LC_ALL=C" in command for command in slurm.commands)
+    of_slurm = slurm.commands[:2]
+    assert all(command[0] == "sh" and "unset" in command[2] for command in of_slurm)
+    assert all("LC_ALL=C" in command for command in of_slurm)
     assert ask_job(Slurm(UNKNOWN, answer("can", "sacct")), 43) == accounting("22.05", "can")
     assert ask_job(Slurm(DOWN, answer("can", "sacct")), 43) == accounting("22.05", "can")
     for without in (DISABLED, DBD_DOWN, NOTHING, Completed(127, b"", b"env: sacct: No such file")):
         assert ask_job(Slurm(answer("can", "scontrol"), without), 43) == controller("22.05", "can")
+
+
+def test_who_cancelled_a_job_is_known_by_name() -> None:
+    slurm = Slurm(answer("can", "scontrol"), answer("can", "sacct"))
+    slurm.user = Completed(0, b"dev\n", b"")
+    facts = ask_job(slurm, 43)
+    assert facts is not None and facts.canceller == (1001, "dev") and slurm.commands[2] == ["id", "-nu", "1001"]
 
 
 def test_a_job_unknown_to_slurm_is_none_and_no_error() -> None:

@@ -29,6 +29,13 @@ def job(state: str, **fields: Any) -> JobFacts:
         (job("BOOT_FAIL"), "", "allocation", True, ["BOOT_FAIL"]),
         (job("PREEMPTED"), "", "allocation", True, ["PREEMPTED", "another job"]),
         (job("CANCELLED", cancelled_by=1001), "", "cancelled", None, ["cancelled by user id 1001"]),
+        (
+            job("CANCELLED", cancelled_by=1001, canceller=(1001, "dev"), reason="DependencyNeverSatisfied"),
+            "",
+            "cancelled",
+            None,
+            ["cancelled by user dev (id 1001) (DependencyNeverSatisfied)"],
+        ),
         (job("OUT_OF_MEMORY", memory=2 * 2**30), "", "allocation", False, ["OUT_OF_MEMORY", "1024 MiB on each node"]),
         (job("FAILED", signal=125), "", "allocation", False, ["OUT_OF_MEMORY"]),
         (job("FAILED", steps=(StepFacts("0", "OUT_OF_MEMORY"),)), "", "allocation", False, ["OUT_OF_MEMORY"]),
@@ -191,3 +198,9 @@ def test_a_heterogeneous_job_has_settled_with_the_last_of_its_components(states:
     components = tuple(map(job, states))
     assert dataclasses.replace(components[0], components=components).settled == settled
     assert job("FAILED").settled and not job("RUNNING").settled
+
+
+@pytest.mark.parametrize("reason", ["Priority", "Resources", "JobHeldUser"])
+def test_why_a_cancelled_job_waited_is_no_reason_of_its_end(reason: str) -> None:
+    verdict = judge(Evidence(job=job("CANCELLED", cancelled_by=1001, reason=reason), runtime_exit="x"), True, True)
+    assert verdict.kind == "cancelled" and reason not in verdict.sentence

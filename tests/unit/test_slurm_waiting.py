@@ -71,6 +71,8 @@ def test_values_of_each_component() -> None:
     said = with_values("lower time_limit or num_nodes", REQUEST)
     assert said.endswith(" (asked for: num_nodes=1, time_limit='9-0' of 'cpu'; num_nodes=2, time_limit='9-0' of 'gpu')")
     assert with_values("lower num_nodes", GPU) == "lower num_nodes (asked for: num_nodes=2)"
+    typed = replace(GPU, gpus_per_node=1, gpu_type="a100")
+    assert with_values("lower gpus_per_node", typed).endswith("(asked for: gpus_per_node=1, gpu_type='a100')")
 
 
 def test_variables_of_sbatch_stand_for_no_component_that_says_otherwise() -> None:

@@ -5,6 +5,7 @@ it import the package. A line after the order says that the run has ended althou
 input says nothing.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -88,15 +89,18 @@ def main() -> None:
 
     sys.excepthook = complain
     os.chdir("/")
-    wait(order["pid"], order["started"], 0)
-    import site
+    try:
+        wait(order["pid"], order["started"], 0)
+        import site
 
-    site.main()  # As at a usual start, without `-S`.
-    sys.path[:] = [*order["path"], *(path for path in sys.path if path not in order["path"])]
-    from dagster_rayslurm.backends.sessions.ending import end_session
+        site.main()  # As at a usual start, without `-S`.
+        sys.path[:] = [*order["path"], *(path for path in sys.path if path not in order["path"])]
+        from dagster_rayslurm.backends.sessions.ending import end_session
 
-    end_session(order["session"])
-    os.unlink(order["lock"])
+        end_session(order["session"])
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(order["lock"])
 
 
 if __name__ == "__main__":
