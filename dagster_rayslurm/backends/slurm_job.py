@@ -7,8 +7,6 @@ import os
 import time
 from typing import Any
 
-import dagster as dg
-
 from ..connections.base import Connection
 from ..errors import RunFailure
 from ..follow import Evidence
@@ -325,7 +323,7 @@ class SlurmJob:
         """What is known of the job."""
         request = self._request
         metadata: dict[str, Any] = {"Slurm job ID": self.job_id, "Slurm job name": request.job_name}
-        context = (evidence.end or {}).get("context") or {}
+        context = (evidence.known or {}).get("context") or {}
         allocation = context.get("allocation") or {}
         used = [each["partition"] for each in allocation.get("components") or [allocation] if each.get("partition")]
         partitions = used or [part.partition for part in request.parts if part.partition]
@@ -335,15 +333,7 @@ class SlurmJob:
             metadata["Slurm account"] = allocation["account"]
         if allocation.get("nodes"):
             metadata["Slurm nodes"] = ", ".join(allocation["nodes"])
-        if context.get("dashboard_url"):
-            metadata["Ray dashboard"] = dg.MetadataValue.md(self._dashboard(context["dashboard_url"], context["hostname"]))
         return metadata
-
-    def _dashboard(self, url: str, head: str) -> str:
-        """How the dashboard was reached while the cluster lived: it listens on its own node alone."""
-        port = url.rpartition(":")[2]
-        jump = f"-J {self._commands.place} " if self._over_ssh else ""
-        return f"`ssh -N -L {port}:127.0.0.1:{port} {jump}{head}`, then <{url}>, while the job runs"
 
     def _complain(self, trouble: str) -> None:
         if trouble != self._trouble:

@@ -15,7 +15,8 @@ from ..errors import RunFailure
 from ..follow import Evidence, Follower, follow_all
 from ..interrupts import deferred_interrupts
 from ..outcome import judge
-from ..outcome.metadata import Metadata, failure_metadata, run_metadata
+from ..outcome.figures import Metadata
+from ..outcome.metadata import failure_metadata, run_metadata
 from ..plan import Plan
 from ..slurm.log import telling_lines
 from .policy import Policy
@@ -54,7 +55,7 @@ class Followed:
 
     def metadata(self, mode: str) -> Metadata:
         """What users see of it with every result."""
-        return {**run_metadata(self.evidence.end, mode, self.attempt.cluster_id), **self.attempt.metadata(self.evidence)}
+        return {**run_metadata(self.evidence.known, mode, self.attempt.cluster_id), **self.attempt.metadata(self.evidence)}
 
 
 def follow_to_the_end(

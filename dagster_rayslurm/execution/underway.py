@@ -21,7 +21,7 @@ from ..errors import RunFailure, StartError
 from ..follow import Bookmark, Evidence, Follower, HandedOn
 from ..follow.pipes import RecordContextInjector
 from ..outcome import Verdict, asks_slurm, judge
-from ..outcome.metadata import Metadata
+from ..outcome.figures import Metadata
 from ..outcome.together import Judged
 from ..plan import Plan, nonce_of, run_dir_name
 from ..runtime.record import SECRETS, component_dir

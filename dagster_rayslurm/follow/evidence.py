@@ -39,6 +39,10 @@ class Evidence:
     unrecorded: str | None = None
     """How it is known that the payload has ended, although its runtime lives and has recorded no `end`."""
     interrupted: bool = False
+    usage: dict[str, Any] = field(default_factory=dict)
+    """What had been used when the runtime last told; the `end` has all of it."""
+    context: dict[str, Any] = field(default_factory=dict)
+    """Facts about the nodes that the payload started on; the `end` has these, too."""
     nodes_lost: int = 0
     """How often the runtime told that a node is lost while the payload ran."""
     damaged_lines: int = 0
@@ -55,6 +59,23 @@ class Evidence:
     @property
     def started(self) -> bool:
         return self.started_at is not None
+
+    @property
+    def known(self) -> Record | None:
+        """The `end`, or as much of it as is known without it."""
+        return self.end or ({"context": self.context, "usage": self.usage} if self.context else None)
+
+    def take_usage(self, usage: dict[str, Any], memory: float) -> None:
+        """Take what has been used so far.
+
+        Args:
+            usage: the figures, without points.
+            memory: bytes that are in use now.
+        """
+        before, points = self.usage, self.usage.get("points", [])
+        elapsed = usage["elapsed"] - before.get("elapsed", 0.0)
+        busy = (usage["cpu_seconds"] - before.get("cpu_seconds", 0.0)) / elapsed if elapsed > 0 else 0.0
+        self.usage = {**usage, "points": [*points, [usage["elapsed"], busy, memory]]}
 
     def output_tail(self) -> str:
         """The last lines of the output, without colours."""

@@ -308,6 +308,10 @@ class Follower:
             self._say(level, f"{record['phase']}: {record['message']}")
         elif kind == "tail":
             self.evidence.tails[record["name"]] = record["text"]
+        elif kind == "context":
+            self.evidence.context = record["context"]
+        elif kind == "usage":
+            self.evidence.take_usage(record["usage"], record["memory"])
         elif kind == "end" and record.get("nonce") == self._nonce:
             self.evidence.end = record
 

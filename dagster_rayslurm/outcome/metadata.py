@@ -11,9 +11,8 @@ from ..follow import Evidence
 from ..runtime.nodes import title
 from ..runtime.record import Record
 from ..slurm.facts import JobFacts
-from .chart import MIB, usage_chart
-
-Metadata = dict[str, Any]
+from .chart import MIB
+from .figures import Metadata, memory_granted, of_node, usage_metadata
 
 
 def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
@@ -33,15 +32,15 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
         metadata["Ray version"] = context["ray_version"]
         metadata["Ray cluster was warm"] = bool(context["warm"])
         metadata["Ray bring-up (s)"] = round(context["bring_up"], 2)
-        if context.get("dashboard_url"):
+        if context.get("dashboard_url") and context.get("kept_warm"):  # Any other has ended with the run.
             metadata["Ray dashboard"] = dg.MetadataValue.url(context["dashboard_url"])
-        metadata["Nodes"] = _nodes_table(context["nodes"], (end.get("usage") or {}).get("nodes") or {})
+        metadata["Nodes"] = _nodes_table(context, (end.get("usage") or {}).get("nodes") or {})
     elif context.get("hostname"):
         metadata["Node"] = context["hostname"]
     components = _components_table(context, (end.get("usage") or {}).get("nodes") or {})
     if components is not None:
         metadata["Components"] = components
-    metadata.update(_usage_metadata(end.get("usage") or {}, context))
+    metadata.update(usage_metadata(end.get("usage") or {}, context))
     if context.get("workers_killed"):
         metadata["Ray workers killed for memory"] = context["workers_killed"]
     if end.get("stdio_dropped"):
@@ -81,47 +80,9 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
     return metadata
 
 
-def _usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Metadata:
-    if not usage:
-        return {}
-    elapsed, cpus = usage["elapsed"], cpus_of(context)
-    metadata: Metadata = {
-        "Elapsed (s)": round(elapsed, 2),
-        "CPU time (s)": round(usage["cpu_seconds"], 2),
-        "Peak memory (MiB)": round(usage["peak_memory"] / MIB, 1),
-    }
-    if usage.get("shared_cpu_seconds") is not None:
-        metadata["Shared CPU time (s)"] = round(usage["shared_cpu_seconds"], 2)
-        metadata["Shared memory (MiB)"] = round(usage["shared_peak_memory"] / MIB, 1)
-    if elapsed > 0 and cpus > 0:
-        metadata["CPU efficiency (%)"] = round(100 * usage["cpu_seconds"] / (elapsed * cpus), 1)
-    if usage["gpu_utilization_mean"] is not None:
-        metadata["GPU utilization mean (%)"] = round(usage["gpu_utilization_mean"], 1)
-        metadata["GPU utilization max (%)"] = round(usage["gpu_utilization_max"], 1)
-        metadata["GPU memory max (MiB)"] = round(usage["gpu_memory_max"] / MIB, 1)
-    if usage["spilled_bytes"]:
-        metadata["Object store spilled (MiB)"] = round(usage["spilled_bytes"] / MIB, 1)
-    if len(usage["points"]) >= 2:
-        metadata["Usage"] = dg.MetadataValue.md(usage_chart(usage, cpus, _memory_granted(context, usage)))
-    return metadata
-
-
-def _memory_granted(context: Mapping[str, Any], usage: Mapping[str, Any]) -> float:
-    """Bytes of memory that Slurm granted on the node that used most; 0 without an allocation."""
-    granted: list[Mapping[str, Any]] = context.get("granted") or []
-    used = usage.get("nodes") or {}
-    largest = max(granted, key=lambda node: _of_node(used, node).get("peak_memory", 0), default=None)
-    return float(largest["memory_limit"] or largest["memory"]) if largest is not None else 0.0
-
-
-def cpus_of(context: Mapping[str, Any]) -> float:
-    """The CPUs of all nodes that a run had."""
-    nodes = context.get("nodes") or []
-    return sum(node["resources"].get("CPU", 0.0) for node in nodes) or float(context.get("num_cpus") or 0)
-
-
-def _nodes_table(nodes: list[Mapping[str, Any]], usage: Mapping[str, Mapping[str, Any]]) -> dg.TableMetadataValue:
+def _nodes_table(context: Mapping[str, Any], usage: Mapping[str, Mapping[str, Any]]) -> dg.TableMetadataValue:
     """The nodes of a cluster, with what was measured on each where there are several."""
+    nodes: list[Mapping[str, Any]] = context["nodes"]
     in_components = any(node.get("component") for node in nodes)
     records = [
         dg.TableRecord(
@@ -132,7 +93,7 @@ def _nodes_table(nodes: list[Mapping[str, Any]], usage: Mapping[str, Mapping[str
                 **({"component": str(node.get("component") or "")} if in_components else {}),
                 "CPUs": float(node["resources"].get("CPU", 0.0)),
                 "GPUs": float(node["resources"].get("GPU", 0.0)),
-                "memory (GiB)": round(node["resources"].get("memory", 0.0) / 2**30, 1),
+                "memory (GiB)": round(_memory(context, node) / 2**30, 1),
                 "object store (GiB)": round(node["resources"].get("object_store_memory", 0.0) / 2**30, 2),
                 **_used(usage, [node]),
             }
@@ -146,16 +107,17 @@ def _used(usage: Mapping[str, Mapping[str, Any]], nodes: Sequence[Mapping[str, A
     """What was measured on some nodes: the sum of their CPU time, and the memory of the one that used most."""
     if not usage:
         return {}
-    found = [_of_node(usage, node) for node in nodes]
+    found = [of_node(usage, node) for node in nodes]
     return {
         "CPU time (s)": round(sum(each.get("cpu_seconds", 0.0) for each in found), 2),
         "peak memory (MiB)": round(max((each.get("peak_memory", 0) for each in found), default=0) / MIB, 1),
     }
 
 
-def _of_node(usage: Mapping[str, Mapping[str, Any]], node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was measured on a node; if two components share a host, the figures carry the component's name, too."""
-    return usage.get(title(dict(node))) or usage.get(node["hostname"]) or {}
+def _memory(context: Mapping[str, Any], node: Mapping[str, Any]) -> float:
+    """Bytes of memory that Slurm granted on a node, or else those that Ray schedules."""
+    granted = {title(each): each for each in context.get("granted") or []}.get(title(dict(node)))
+    return memory_granted(granted) if granted is not None else node["resources"].get("memory", 0.0)
 
 
 def _components_table(context: Mapping[str, Any], usage: Mapping[str, Mapping[str, Any]]) -> dg.TableMetadataValue | None:
@@ -173,8 +135,9 @@ def _components_table(context: Mapping[str, Any], usage: Mapping[str, Mapping[st
             row |= {"Slurm job ID": slurm["job_id"], "partition": slurm["partition"]}
         row["nodes"] = ", ".join([node["hostname"] for node in own] if slurm is None else slurm["nodes"])
         if nodes:
-            total = {key: sum(node["resources"].get(key, 0.0) for node in own) for key in ("CPU", "GPU", "memory")}
-            row |= {"CPUs": total["CPU"], "GPUs": total["GPU"], "memory (GiB)": round(total["memory"] / 2**30, 1)}
+            total = {key: sum(node["resources"].get(key, 0.0) for node in own) for key in ("CPU", "GPU")}
+            memory = sum(_memory(context, node) for node in own)
+            row |= {"CPUs": total["CPU"], "GPUs": total["GPU"], "memory (GiB)": round(memory / 2**30, 1)}
             row |= _used(usage, own)
         records.append(dg.TableRecord(row))
     return dg.MetadataValue.table(records) if records else None

@@ -9,7 +9,8 @@ import dagster as dg
 
 from ..runtime.record import Record
 from .chart import MIB
-from .metadata import Metadata, cpus_of, failure_metadata
+from .figures import Metadata, cpus_of
+from .metadata import failure_metadata
 from .together import Judged, by_themselves
 
 _IN_TABLE = (
@@ -38,7 +39,7 @@ def together_metadata(own: Mapping[str, Metadata], judged: Mapping[str, Judged],
     apart = {component: {key: value for key, value in found.items() if key not in _IN_TABLE} for component, found in own.items()}
     metadata = {"Execution mode": mode, **told_apart(apart)}
     rows = [
-        _row(component, _job_id(job_id, place, len(own)), judged[component].evidence.end) for place, component in enumerate(own)
+        _row(component, _job_id(job_id, place, len(own)), judged[component].evidence.known) for place, component in enumerate(own)
     ]
     metadata["Components"] = dg.MetadataValue.table([dg.TableRecord(row) for row in rows])
     elapsed = [row["elapsed (s)"] for row in rows if row["elapsed (s)"]]

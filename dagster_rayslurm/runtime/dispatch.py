@@ -136,14 +136,17 @@ class Dispatch:
         allocation = self._nodes.allocation_facts()
         if allocation is not None:
             payload.context["allocation"] = allocation
-            payload.context["granted"] = [machine.facts() for machine in self._nodes.machines()]
+            only_here = cluster is None and self._ray is not None  # In a session; another job is the payload's as a whole.
+            machines = [self._nodes.machine] if only_here else self._nodes.machines()
+            payload.context["granted"] = [machine.facts() for machine in machines]
         for other in self._roster.running:
             if other is not payload and other.pid is not None:
                 other.companions.add(payload.spec.nonce)
                 payload.companions.add(other.spec.nonce)
         if cluster is None:  # Nothing of it is on the other nodes.
             return payload.start(Setting(messages, self._gauges, others=lambda: self._others(payload)))
-        payload.context.update(cluster.facts())
+        kept_warm = self._ray is not None and cluster is self._clusters.warm
+        payload.context.update(cluster.facts(), kept_warm=kept_warm)
         payload.start(
             Setting(
                 messages,
@@ -151,7 +154,7 @@ class Dispatch:
                 ray_env=cluster.environment,
                 worker_env=self._spec.worker_env,
                 spill_dir=cluster.ray_temp_dir,
-                shared_ray=(lambda: cluster.pid) if self._ray is not None and cluster is self._clusters.warm else None,
+                shared_ray=(lambda: cluster.pid) if kept_warm else None,
                 team=self._nodes.others,
                 others=lambda: self._others(payload),
                 audit=None if cluster is not self._clusters.warm else self._leftovers.of(payload.spec.nonce),

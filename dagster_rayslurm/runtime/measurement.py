@@ -9,8 +9,12 @@ from .gauges import Gauges
 from .loop import Loop
 from .prestart import logs_of
 from .ray_jobs import RayJobs
+from .record import Record
 from .team import Others
 from .usage import Sampler, merge
+
+_LONGER, _LARGER = 1.1, 1.05
+"""Growth of the time and of the peak memory after which figures are written."""
 
 
 class Measurement:
@@ -24,6 +28,7 @@ class Measurement:
         team: the other nodes, which measure as well, or None.
         gauges: what is read once on this node.
         shared_ray: tells the process of a Ray cluster that payloads share; None for a cluster of the payload's own.
+        keep: writes records, so that a job that Slurm kills leaves its figures.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class Measurement:
         team: Optional[Others],
         gauges: Gauges,
         shared_ray: Optional[Callable[[], Optional[int]]],
+        keep: Callable[[Record], None],
     ) -> None:
         self.usage: Dict[str, Any] = {}
         """The figures, once there are any."""
@@ -43,7 +49,9 @@ class Measurement:
         if shared_ray is not None and spill_dir is not None:
             jobs = RayJobs(logs_of(spill_dir), shared_ray, self._have_measured)
         self._team = team
-        self._sampler = Sampler(loop, gauges, spill_dir, others, jobs=jobs)
+        self._keep = keep
+        self._kept = (0.0, 0)
+        self._sampler = Sampler(loop, gauges, spill_dir, others, jobs=jobs, sampled=self._keep_sample)
         self._have_measured(None if jobs is None else [])
 
     def end(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
@@ -71,6 +79,20 @@ class Measurement:
         """Measure no longer, on any node."""
         self._sampler.cancel()
         self._collect(lambda _: None)
+
+    def so_far(self) -> Dict[str, Any]:
+        """The figures, or those of this node as long as there are no others; empty before the first sample."""
+        usage = self.usage or self._sampler.meter.summary()
+        return usage if usage["elapsed"] else {}
+
+    def _keep_sample(self) -> None:
+        """Write the figures of this node if they have grown enough; a long run has some hundred of them."""
+        usage = self._sampler.meter.summary()
+        points = usage.pop("points")
+        elapsed, peak = self._kept
+        if points and (usage["elapsed"] > _LONGER * elapsed or usage["peak_memory"] > _LARGER * peak):
+            self._kept = usage["elapsed"], usage["peak_memory"]
+            self._keep({"type": "usage", "usage": usage, "memory": points[-1][2]})
 
     def _have_measured(self, jobs: Optional[List[str]]) -> None:
         """Have the other nodes measure the payload, which has these jobs in a cluster that is shared."""

@@ -128,6 +128,7 @@ class Payload:
             setting.team,
             setting.gauges,
             setting.shared_ray,
+            self.record.keep,
         )
         try:
             self._start_process(argv, {**env, **self.company})
@@ -135,6 +136,7 @@ class Payload:
             self._measurement.give_up()
             why = error.strerror if isinstance(error, OSError) else str(error)
             return self._finish(End("spawn", "the command %r cannot be started: %s" % (argv[0], why)))
+        self.record.keep({"type": "context", "context": self.context})
         self.record.phase("running", "payload started (pid %s)" % self._process.pid)
         if self._process.why_fresh is not None:
             self.record.phase("running", "a fresh interpreter, because %s" % self._process.why_fresh)
@@ -375,7 +377,7 @@ class Payload:
             "started_at": self._started_at,
             "ended_at": ended_at,
             "pipes_messages": self._messages.count if self._messages else 0,
-            "usage": self._measurement.usage if self._measurement is not None else {},
+            "usage": self._measurement.so_far() if self._measurement is not None else {},
             "outputs": outputs.taken,
             "outputs_left_out": outputs.left_out,
             "outputs_failed": outputs.failed,

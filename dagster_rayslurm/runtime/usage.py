@@ -120,6 +120,7 @@ class Sampler:
         others: the processes that, with all below them, are other payloads' own.
         roots: the processes that count with all below them; None for this one, whose GPUs are measured too.
         jobs: tells payloads apart in a Ray cluster that they share; None for a cluster of the payload's own.
+        sampled: called after each sample.
     """
 
     def __init__(
@@ -130,8 +131,10 @@ class Sampler:
         others: Callable[[], Iterable[int]] = lambda: (),
         roots: Optional[Callable[[], Iterable[int]]] = None,
         jobs: Optional[RayJobs] = None,
+        sampled: Callable[[], None] = lambda: None,
     ) -> None:
         self._loop = loop
+        self._sampled = sampled
         self._gauges = gauges
         self.jobs = jobs
         self._spill_dir = spill_dir
@@ -165,6 +168,7 @@ class Sampler:
         with contextlib.suppress(OSError):  # Out of file descriptors, say: what lacks is one sample.
             self._look(self._pause / 2)  # Other payloads' samples will do.
             self._count_spilled()
+            self._sampled()
         self._pause = min(self._pause * _GROWTH, _LONGEST)
         self._timer = self._loop.call_later(self._pause, self._sample)
 

@@ -249,6 +249,28 @@ def test_a_killed_runtime_is_told_and_leaves_nothing(compute: ComputeResource, s
     assert failure.allow_retries
 
 
+def test_a_run_that_ends_without_a_word_has_its_figures(compute: ComputeResource, script: Any) -> None:
+    payload = script(
+        """
+        import json, os, signal, time
+        held = bytearray(200 * 2**20)
+
+        def told():
+            with open(os.path.join(os.environ["RAYSLURM_RUN_DIR"], "journal.jsonl")) as journal:
+                records = [json.loads(line) for line in journal if line.endswith("}\\n")]
+            return [record["usage"] for record in records if record["type"] == "usage"]
+
+        while not any(usage["peak_memory"] > 200 * 2**20 for usage in told()):
+            time.sleep(0.1)
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+        """
+    )
+    failure = run_asset(compute, payload).failure
+    assert failure.kind == "runtime" and float(failure.metadata["Peak memory (MiB)"].value) > 200
+    assert failure.metadata["Elapsed (s)"].value > 0 and "Node" in failure.metadata
+
+
 def test_a_killed_keeper_still_gives_a_verdict(compute: ComputeResource, script: Any) -> None:
     """The kernel tells the runtime, which ends the payload; whether its `end` or the keeper's is seen first is open."""
     payload = script(

@@ -116,7 +116,7 @@ from dagster_rayslurm.runtime.team import Member
 class Others:
     pids = []
     members = {place: Member(place, "n%d" % place) for place in (1, 2)}
-    def measure(self, nonce): print("measured", nonce, file=sys.stderr)
+    def measure(self, nonce, jobs): print("measured", nonce, file=sys.stderr)
     def collect(self, nonce, done):
         print("collected", nonce, file=sys.stderr)
         loop.call_later(0, lambda: done({}))

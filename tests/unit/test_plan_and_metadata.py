@@ -104,17 +104,68 @@ def test_the_chart_tells_what_the_table_tells() -> None:
     points[77][2] = 70 * 2.0**20
     nodes = {"n1": {"cpu_seconds": 100.0, "peak_memory": 20 * 2**20}, "n2": {"cpu_seconds": 100.0, "peak_memory": 80 * 2**20}}
     usage = usage_of(points, elapsed=200.0, cpu_seconds=200.0, peak_memory=80 * 2**20, nodes=nodes)
-    granted = [
-        {"hostname": name, "memory_limit": limit * 2**20, "memory": 2**40, "num_cpus": 2, "num_gpus": 0, "component": None}
-        for name, limit in (("n1", 500), ("n2", 160))
-    ]
-    context = {**END["context"], "granted": granted}
+    context = {**END["context"], "granted": [granted("n1", 500), granted("n2", 160)]}
     metadata = run_metadata({**END, "usage": usage, "context": context}, "slurm", "c1")
     svg = picture(metadata["Usage"].value)
     assert metadata["Peak memory (MiB)"] == 80.0 and "memory on the largest node: up to 80 of 160 MiB" in svg
     assert "CPUs busy on all nodes: 1.0 of 4 on average" in svg and "dashes: granted" in svg
     alone = picture(usage_chart(usage_of(points)))
     assert "granted" not in alone and "node" not in alone
+
+
+def granted(name: str, mib: int | None, gpus: int = 0, component: str | None = None) -> dict[str, Any]:
+    limit = None if mib is None else mib * 2**20
+    return {
+        "hostname": name,
+        "num_cpus": 2,
+        "num_gpus": gpus,
+        "memory": 2**40,
+        "memory_limit": limit,
+        "component": component,
+    }
+
+
+def test_what_was_granted_stands_beside_what_was_used() -> None:
+    nodes = {"n1": {"cpu_seconds": 900.0, "peak_memory": 50 * 2**20}, "n2": {"cpu_seconds": 0.0, "peak_memory": 100 * 2**20}}
+    usage = {**END["usage"], "elapsed": 1790.0, "cpu_seconds": 895.0, "peak_memory": 100 * 2**20, "nodes": nodes}
+    context = {**END["context"], "warm": False, "bring_up": 10.0, "granted": [granted("n1", 500, 1), granted("n2", 400)]}
+    metadata = run_metadata({**END, "usage": usage, "context": context}, "slurm", "c1")
+    assert metadata["Granted and used"] == "granted 4 CPUs, 400 MiB on n2, 1 GPU; used 0.5 CPUs, 100 MiB"
+    assert metadata["Memory efficiency (%)"] == 25.0 and metadata["CPU efficiency (%)"] == 12.5
+    # The bring-up of a cluster of its own is held, too.
+    assert (metadata["Node hours"], metadata["CPU hours"], metadata["GPU hours"]) == (1.0, 2.0, 0.5)
+    warm = run_metadata({**END, "usage": usage, "context": {**context, "warm": True}}, "slurm-session", "c1")
+    assert warm["Node hours"] == 0.994 and "Usage measured on" not in warm
+    # Slurm's grant, of which Ray schedules a part.
+    assert metadata["Nodes"].records[0].data["memory (GiB)"] == 0.5
+    unlimited = run_metadata({**END, "context": {**context, "granted": [granted("n1", None)]}}, "slurm", "c1")
+    assert unlimited["Nodes"].records[0].data["memory (GiB)"] == 1024.0
+    local = run_metadata(END, "local", "c1")
+    assert local["Nodes"].records[0].data["memory (GiB)"] == 1.0
+    assert not {"Granted and used", "Node hours", "Memory efficiency (%)"} & set(local)
+
+
+def test_the_link_to_a_dashboard_that_has_ended_is_not_shown() -> None:
+    assert "Ray dashboard" not in run_metadata(END, "local", "c1")
+    kept = {**END, "context": {**END["context"], "kept_warm": True}}
+    assert run_metadata(kept, "slurm-session", "c1")["Ray dashboard"].value == "http://127.0.0.1:1"
+
+
+def test_a_run_without_an_end_has_the_figures_of_its_last_sample() -> None:
+    evidence = Evidence()
+    assert evidence.known is None
+    evidence.context = {**END["context"], "granted": [granted("n1", 500), granted("n2", 500)]}
+    assert "Peak memory (MiB)" not in run_metadata(evidence.known, "slurm", "c1")
+    usage = {key: value for key, value in END["usage"].items() if key != "points"}
+    evidence.take_usage({**usage, "elapsed": 2.0, "cpu_seconds": 2.0, "peak_memory": 100 * 2**20}, 90 * 2**20)
+    evidence.take_usage({**usage, "elapsed": 4.0, "cpu_seconds": 8.0, "peak_memory": 490 * 2**20}, 490 * 2**20)
+    assert evidence.usage["points"] == [[2.0, 1.0, 90 * 2**20], [4.0, 3.0, 490 * 2**20]]
+    metadata = run_metadata(evidence.known, "slurm", "c1")
+    assert metadata["Peak memory (MiB)"] == 490.0 and metadata["Memory efficiency (%)"] == 98.0
+    assert "up to 490 of 500 MiB" in picture(metadata["Usage"].value)
+    assert metadata["Usage measured on"].startswith("n1 alone")
+    evidence.end = END
+    assert evidence.known == END
 
 
 @given(st.text(), st.text(min_size=8, max_size=8, alphabet="0123456789abcdef"))
