@@ -25,11 +25,13 @@ from .completed import CompletedRun
 from .components import arrange, spanning_components
 from .config import check_environment, resolve_variables
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment
+from .environments.resolve import path_on_cluster
 from .errors import RunFailure, one_sentence
 from .execution import Policy, execute, execute_together, start_errors
-from .launchers import Launcher
+from .launchers import Launcher, RayLauncher
 from .overrides import launcher_origins, merge_launcher, queue_origins
 from .plan import Plan, make_plan
+from .runtime.ray_node import lacks_tokens
 from .slurm.config import SlurmQueueConfig
 from .slurm.hetjob import HetComponent
 
@@ -158,9 +160,27 @@ def _call(resource: ComputeResource, asked: Asked) -> Call:
             payload=asked.payload_path,
         )
     )
+    lacks = list(_lacks(resource, settled))
+    if lacks:
+        raise ValueError("; ".join(lacks))
     separate = resource.topology == modes.SEPARATE
     parts = arrange(chosen) if separate else spanning_components(settled, chosen)
     return Call(settled, asked.queue, parts, None if asked.components is None else chosen)
+
+
+def _lacks(resource: ComputeResource, launcher: Launcher) -> Iterator[str]:
+    """What must be added before anything can run: all of it at once."""
+    if resource.mode in modes.ON_SLURM and resource.slurm is not None:
+        try:
+            path_on_cluster(_environment(resource), resource.slurm.ssh is not None)
+        except ValueError as error:
+            yield str(error)
+    ray = launcher if isinstance(launcher, RayLauncher) else None
+    if ray is not None and ray.auth == "token" and ray.ray_version and lacks_tokens(ray.ray_version):
+        yield (
+            f"launcher: Ray {ray.ray_version} has no token authentication, which came with Ray 2.52; set "
+            'auth="disabled" if others may run code as you, or another ray_version'
+        )
 
 
 def _resolved(asked: Asked) -> Asked:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional
 
 from . import audit, prestart
 from .components import LABEL
@@ -119,7 +120,7 @@ def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[s
     """Why this version of Ray cannot be used, or None."""
     if wanted and found != wanted:
         return "Ray %s is installed for %s, and ray_version asks for %s" % (found, sys.executable, wanted)
-    if token and version_tuple(found) < TOKEN_SINCE:
+    if token and lacks_tokens(found):
         return (
             "Ray %s has no token authentication (Ray 2.52 has it), so anybody who reaches this node could run code as "
             'you: upgrade Ray, or accept that with RayLauncher(auth="disabled")' % found
@@ -138,10 +139,10 @@ def refuse_dashboard(ray: Any, command: List[str]) -> Optional[str]:
     )
 
 
-def version_tuple(version: str) -> Tuple[int, int]:
-    """Major and minor of a version; "2.60.0rc1" is (2, 60)."""
-    major, _, rest = version.partition(".")
-    return int(major), int(rest.partition(".")[0])
+def lacks_tokens(version: str) -> bool:
+    """Whether a version of Ray, such as "2.60.0rc1", has no token authentication; one that cannot be read has it."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and (int(found.group(1)), int(found.group(2))) < TOKEN_SINCE
 
 
 class _Reporter:

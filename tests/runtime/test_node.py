@@ -19,7 +19,7 @@ from dagster_rayslurm.runtime.addresses import interface_address
 from dagster_rayslurm.runtime.cluster_error import ClusterError
 from dagster_rayslurm.runtime.footprint import footprint_error, node_footprint
 from dagster_rayslurm.runtime.ray_arguments import start_arguments
-from dagster_rayslurm.runtime.ray_node import refuse_dashboard, refuse_version, version_tuple, without_client_server
+from dagster_rayslurm.runtime.ray_node import lacks_tokens, refuse_dashboard, refuse_version, without_client_server
 from dagster_rayslurm.runtime.spec import RaySpec
 
 HERE = machine.Machine("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_limit=None)
@@ -262,7 +262,13 @@ def test_a_long_tmpdir_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_versions_of_ray() -> None:
-    assert version_tuple("2.60.0rc1") == (2, 60)
+    assert [lacks_tokens(version) for version in ("2.60.0rc1", "2.52", "2.51.1", "1.13", "main")] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
     assert refuse_version("2.60.0", None, token=True) is None
     assert "ray_version asks for 2.59.0" in (refuse_version("2.60.0", "2.59.0", token=True) or "")
     assert 'auth="disabled"' in (refuse_version("2.9.3", None, token=True) or "")
