@@ -22,6 +22,7 @@ from ..follow import Bookmark, Evidence, Follower, HandedOn
 from ..follow.pipes import RecordContextInjector
 from ..outcome import Verdict, asks_slurm, judge
 from ..outcome.figures import Metadata
+from ..outcome.hints import with_hint
 from ..outcome.together import Judged
 from ..plan import Plan, nonce_of, run_dir_name
 from ..runtime.record import SECRETS, component_dir
@@ -187,6 +188,7 @@ class Underway:
         if asks_slurm(part.evidence) and not part.evidence.cut_off:
             part.attempt.explain(part.evidence)
         verdict = judge(part.evidence, part.plan.uses_pipes, self._policy.require_messages)
+        verdict = with_hint(verdict, part.plan, part.evidence)
         outputs = self._outputs if part.component is None else self._outputs / part.component
         patience = self._policy.connection_loss_timeout
         error = fetch_outputs(part.evidence, self._place.connection, part.run_dir, outputs, patience)

@@ -64,7 +64,7 @@ class Raised:
             where.append(f"in {self.task}")
         if self.address:
             where.append(f"on {nodes.get(self.address, self.address)}")
-        text = self.text if len(self.text) <= _LONGEST else self.text[: _LONGEST - 1] + "…"
+        text = shortened(self.text)
         return f"{text} ({', '.join(where)})" if where else text
 
     def _own_frame(self) -> tuple[str, int, str]:
@@ -74,6 +74,11 @@ class Raised:
             if own:
                 return own[-1]
         return self.frames[-1]
+
+
+def shortened(text: str) -> str:
+    """A text that fits into a sentence."""
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 def exception_in_words(found: list[Raised], nodes: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from ..runtime import processes
 from ..runtime.record import Record
 from ..slurm.log import telling_lines
 from ..slurm.verdict import job_sentence
-from .traceback_text import exception_in_words, read_traceback, traceback_of
+from .traceback_text import exception_in_words, read_traceback, shortened, traceback_of
 
 _REASONS = {
     "allocation": "allocation",
@@ -40,6 +41,9 @@ _NO_DETAIL = "<no detail available>"
 
 _NEAR = 20
 """Lines that may follow a traceback which is still worth a word."""
+
+_ROUTINE = re.compile(r"\b(DEBUG|INFO)\b|^\((autoscaler|raylet|[^()]*pid=\d)")
+"""Lines of output that tell nothing of an end; the latter are those of other processes that Ray hands on."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,16 @@ def _exit_sentence(code: int, evidence: Evidence) -> str:
     if raised and code == 1 and not found[-1].more:
         return f"the payload raised {raised}"
     sentence = f"the payload ended with exit code {code}{_exit_hint(code)}"
-    return f"{sentence}, after {raised}" if raised and found[-1].more < _NEAR else sentence
+    if raised and found[-1].more < _NEAR:
+        return f"{sentence}, after {raised}"
+    return f"{sentence}; its standard error ends with: {last}" if (last := _last_words(evidence.last_errors())) else sentence
+
+
+def _last_words(text: str) -> str:
+    """The last line of some output that may tell why it ended."""
+    lines = [line.rpartition("\r")[2].strip() for line in without_colours(text).rstrip().split("\n")]
+    telling = [line for line in lines[-_NEAR:] if line and not _ROUTINE.search(line)]
+    return shortened(telling[-1]) if telling else ""
 
 
 def _nodes(evidence: Evidence) -> dict[str, str]:

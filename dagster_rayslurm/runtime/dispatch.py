@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Callable, List, Optional
 
 from .admission import claims_of
@@ -131,6 +132,8 @@ class Dispatch:
         payload.context = {
             "hostname": self._nodes.machine.hostname,
             "num_cpus": self._nodes.machine.num_cpus,
+            "python": sys.executable,
+            "python_version": sys.version.split()[0],
             "warm": self._roster.served > 1 and not self._clusters.is_fresh(payload.spec),
         }
         allocation = self._nodes.allocation_facts()

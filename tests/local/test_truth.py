@@ -36,7 +36,7 @@ CASES = {
     "no module": (
         "import no_such_module_at_all",
         "payload",
-        "raised ModuleNotFoundError: No module named 'no_such_module_at_all' (payload.py:1)",
+        "raised ModuleNotFoundError: No module named 'no_such_module_at_all' (payload.py:1); install it in the environment of /",
     ),
     "bad message": (
         pipes_script("pipes._message_channel.write_message({'__dagster_pipes_version': '0.1', 'method': 'dance', 'params': {}})"),
@@ -65,6 +65,7 @@ def test_a_script_that_is_missing_says_so(compute: ComputeResource) -> None:
     failure = run_asset(compute, "python no_such_script.py --x").failure
     assert failure.kind == "payload" and "exit code 2" in (failure.description or "")
     assert "no_such_script.py" in failure.metadata["Last output"].value
+    assert "its standard error ends with: " in (failure.description or "") and "can't open file" in (failure.description or "")
 
 
 def test_the_last_output_is_in_the_failure(compute: ComputeResource, script: Any) -> None:

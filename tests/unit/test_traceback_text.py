@@ -110,6 +110,22 @@ def test_a_payload_that_fails_without_pipes_is_told_by_its_traceback(payload: st
 def test_a_traceback_that_was_only_logged_is_not_called_the_end() -> None:
     told = _ended(SAID["logged.py, stderr"], 2)
     assert told == "the payload ended with exit code 2, after KeyError: 'momentum' (logged.py:3)"
-    assert (
-        _ended(SAID["logged.py, stderr"] + "more\n" * 99, 2) == _ended("fatal: no\n", 2) == "the payload ended with exit code 2"
-    )
+    told = _ended(SAID["logged.py, stderr"] + "more\n" * 99, 2)
+    assert told == "the payload ended with exit code 2; its standard error ends with: more"
+
+
+@pytest.mark.parametrize(
+    ("stderr", "ends"),
+    [
+        (
+            "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --x\n\n",
+            "train.py: error: unrecognized arguments: --x",
+        ),
+        (" 10%|#\r 20%|##\rdisk full", "disk full"),
+        ("no disk\n2026-11-22 19:06:28,708\tINFO worker.py:2038 -- Connected to Ray cluster.\n(f pid=1) x\n", "no disk"),
+        ("2026-11-22 19:06:28,708\tINFO worker.py:2038 -- Connected to Ray cluster.\n", ""),
+        ("", ""),
+    ],
+)
+def test_an_exit_code_comes_with_the_last_line_that_may_explain_it(stderr: str, ends: str) -> None:
+    assert _ended(stderr, 3) == "the payload ended with exit code 3" + (ends and f"; its standard error ends with: {ends}")

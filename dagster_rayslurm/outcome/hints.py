@@ -1,0 +1,85 @@
+"""What to do about a payload's exception, where its message does not say so."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..follow import Evidence
+from ..plan import Plan
+from .verdict import Verdict
+
+
+def with_hint(verdict: Verdict, plan: Plan, evidence: Evidence) -> Verdict:
+    """A verdict whose sentence says what to do, where that is known."""
+    if verdict.kind != "payload":
+        return verdict
+    context: Mapping[str, Any] = (evidence.end or {}).get("context") or {}
+    for pattern, hint_of in _HINTS.items():
+        match = re.search(pattern, verdict.sentence)
+        hint = hint_of(match, plan, context) if match else ""
+        if hint:
+            return replace(verdict, sentence=f"{verdict.sentence}; {hint}")
+    return verdict
+
+
+def _missing_module(match: re.Match[str], plan: Plan, context: Mapping[str, Any]) -> str:
+    name = match[1].partition(".")[0]
+    if _is_beside(plan, f"{name}.py") or _is_beside(plan, name):
+        return _not_sent(plan, name, "name that directory in the launcher's working_dir")
+    environment = context.get("python") or "the payload's Python"
+    return f"install it in the environment of {environment}, or name the directory that has it in the launcher's working_dir"
+
+
+def _missing_file(match: re.Match[str], plan: Plan, context: Mapping[str, Any]) -> str:  # noqa: ARG001
+    if os.path.isabs(match[1]) or not ("." in match[1] or "/" in match[1]):  # The latter may be a program.
+        return ""
+    what_to_do = "name it in extra_files=, or its directory in the launcher's working_dir"
+    if _is_beside(plan, match[1]):
+        return _not_sent(plan, match[1], what_to_do)
+    return f"a payload has a working directory of its own: {what_to_do}"
+
+
+def _old_python(match: re.Match[str], plan: Plan, context: Mapping[str, Any]) -> str:  # noqa: ARG001
+    theirs = str(context.get("python_version") or "")
+    ours = sys.version.split()[0]
+    if not theirs or _major_minor(theirs) >= _major_minor(ours):
+        return ""
+    return f"the payload's Python is {theirs}, that of Dagster {ours}: write for the older one, or choose another environment"
+
+
+def _major_minor(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")[:2]]
+
+
+def _always(hint: str) -> Callable[..., str]:
+    return lambda *_: hint
+
+
+def _is_beside(plan: Plan, name: str) -> bool:
+    return plan.script is not None and os.path.exists(os.path.join(os.path.dirname(plan.script), name))
+
+
+def _not_sent(plan: Plan, name: str, what_to_do: str) -> str:
+    return f"{name} is beside {os.path.basename(plan.script or '')} here, but only the script itself is sent: {what_to_do}"
+
+
+_HINTS: Mapping[str, Callable[[re.Match[str], Plan, Mapping[str, Any]], str]] = {
+    r"No module named '?([\w.]+)": _missing_module,
+    r"FileNotFoundError: .*No such file or directory: '([^']+)'": _missing_file,
+    r"SyntaxError: |TypeError: unsupported operand type\(s\) for \||TypeError: '(type|ABCMeta)' object is not subscriptable": (
+        _old_python
+    ),
+    r"Object of type (u?int|float|complex)\d+ is not JSON|Object of type (bool_?|ndarray|Tensor) is not JSON": _always(
+        "convert it with .item() or float(), an array with .tolist()"
+    ),
+    r"When connecting to an existing cluster, num_cpus and num_gpus": _always(
+        "the cluster runs already: call ray.init() without them, and set num_cpus_per_node and num_gpus_per_node of RayLauncher"
+    ),
+    r"report_asset_check without passing an asset key": _always("pass asset_key="),
+}
+"""By a pattern in the sentence; "" where a hint does not fit after all."""
