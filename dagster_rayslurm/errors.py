@@ -33,7 +33,7 @@ _PAYLOAD_KINDS = frozenset({"payload", "pipes"})
 """Kinds that the user's own code decides; a `RetryPolicy` of the asset may retry them."""
 
 
-_COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+_COLOURS = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
 
 
 def without_colours(text: str) -> str:

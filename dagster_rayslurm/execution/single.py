@@ -40,6 +40,6 @@ def execute(
         verdict, metadata = judged.verdict, run.parts[0].metadata(policy.mode)
         kept = run.tidy_up(verdict)
         if verdict.kind is not None:
-            metadata.update(failure_metadata(judged.evidence, kept))
+            metadata = {**failure_metadata(judged.evidence, kept), **metadata}
             raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry)
     return run.completed(session, metadata)

@@ -55,7 +55,9 @@ class Followed:
 
     def metadata(self, mode: str) -> Metadata:
         """What users see of it with every result."""
-        return {**run_metadata(self.evidence.known, mode, self.attempt.cluster_id), **self.attempt.metadata(self.evidence)}
+        own = self.attempt.metadata(self.evidence)
+        # Names of jobs come before figures; where both have a value, that of the attempt is the better one.
+        return {**own, **run_metadata(self.evidence.known, mode, self.attempt.cluster_id), **own}
 
 
 def follow_to_the_end(
@@ -83,7 +85,7 @@ def follow_to_the_end(
             each.attempt.explain(evidence)
             log = f": {lines[-1]}" if (lines := telling_lines(evidence.runtime_log)) else ""
             sentence = f"{each.whose}the runtime did not start within runtime_start_timeout={limit:g} s{log}"
-            metadata = {**each.attempt.metadata(evidence), **failure_metadata(evidence, None)}
+            metadata = {**failure_metadata(evidence, None), **each.attempt.metadata(evidence)}
             raise RunFailure("runtime", sentence, metadata)
         return each.attempt.ended(evidence)
 

@@ -54,6 +54,6 @@ def execute_together(
         metadata = together_metadata(own, judged, policy.mode, run.parts[0].attempt.job_id)
         kept = run.tidy_up(verdict)
         if verdict.kind is not None:
-            metadata.update(failures_metadata(judged, kept))
+            metadata = {**failures_metadata(judged, kept), **metadata}
             raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry)
     return run.completed(session, metadata)

@@ -7,12 +7,16 @@ from typing import Any
 
 import dagster as dg
 
+from ..errors import without_colours
 from ..follow import Evidence
 from ..runtime.nodes import title
 from ..runtime.record import Record
 from ..slurm.facts import JobFacts
 from .chart import MIB
 from .figures import Metadata, memory_granted, of_node, usage_metadata
+
+_IN_PLACE = 990
+"""Characters of a text that a failure shows; the run directory has all of it."""
 
 
 def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
@@ -46,25 +50,23 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
     if end.get("stdio_dropped"):
         metadata["Output not recorded (characters)"] = end["stdio_dropped"]
     if left_out := [*(end.get("outputs_failed") or ()), *end.get("outputs_left_out", ())]:
-        metadata["Outputs left out"] = _code("\n".join(left_out))
+        metadata["Outputs left out"] = _in_place("\n".join(left_out))
     return metadata
 
 
 def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
-    """Metadata of a failure: the last output, what the logs say, and where to look.
+    """Metadata of a failure, the cause first: the last output, what the logs say, where the rest is, and how it ended.
 
     Args:
         evidence: what is known of the run.
         run_dir: where its run directory is, in words; None if it is gone.
     """
-    metadata: Metadata = {}
-    output = evidence.output_tail()
-    if output.strip():
-        metadata["Last output"] = _code(output)
-    for name, text in evidence.tails.items():
-        metadata[f"Log: {name}"] = _code(text)
-    if evidence.runtime_log.strip():
-        metadata["Runtime log"] = _code(evidence.runtime_log)
+    texts = {"Last output": evidence.output_tail()}
+    texts.update((f"Log: {name}", text) for name, text in evidence.tails.items())
+    texts["Runtime log"] = evidence.runtime_log
+    metadata: Metadata = {label: _in_place(text) for label, text in texts.items() if text.strip()}
+    if run_dir is not None:
+        metadata["Run directory"] = dg.MetadataValue.path(run_dir)
     end = evidence.end or {}
     for key, label in (("exit_code", "Exit code"), ("signal", "Signal")):
         if end.get(key) is not None:
@@ -75,8 +77,6 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
             metadata["Slurm reason"] = evidence.job.reason
         if evidence.job.components:
             metadata["Slurm components"] = _states_table(evidence.job)
-    if run_dir is not None:
-        metadata["Run directory"] = dg.MetadataValue.path(run_dir)
     return metadata
 
 
@@ -160,6 +160,9 @@ def _states_table(job: JobFacts) -> dg.TableMetadataValue:
     return dg.MetadataValue.table(records)
 
 
-def _code(text: str) -> dg.MarkdownMetadataValue:
-    """A Markdown code block that the text cannot close: indented, whatever is in it."""
-    return dg.MetadataValue.md("\n".join("    " + line for line in text.splitlines()))
+def _in_place(text: str) -> dg.TextMetadataValue:
+    """The end of a text. Dagster shows it as it is, without a click; so it is short, and no Markdown, which it might break."""
+    text = without_colours(text).rstrip()
+    if len(text) > _IN_PLACE:
+        text = "…\n" + text[-_IN_PLACE:].partition("\n")[2]
+    return dg.MetadataValue.text(text)

@@ -62,12 +62,15 @@ def test_metadata_of_a_run_that_never_started_its_payload() -> None:
     assert run_metadata({"context": {}, "usage": {}, "outputs_left_out": []}, "local", "c")["Execution mode"] == "local"
 
 
-def test_a_failure_shows_text_that_no_markdown_can_break() -> None:
-    evidence = Evidence(end=END, tails={"raylet.err": "boom"}, runtime_log="log")
-    evidence.last_output.append(("stdout", "```\n# not a heading\n<b>\n"))
+def test_a_failure_shows_text_in_place_and_its_cause_first() -> None:
+    evidence = Evidence(end=END, tails={"raylet.err": "\x1b[31mboom\x1b[0m\n"}, runtime_log="log")
+    evidence.last_output.append(("stdout", "".join(f"line {number} {40 * chr(45)}\n" for number in range(500))))
     metadata = failure_metadata(evidence, "/run")
-    assert all(line.startswith("    ") for line in metadata["Last output"].value.splitlines())
-    assert metadata["Log: raylet.err"].value == "    boom" and metadata["Exit code"] == 1
+    assert list(metadata) == ["Last output", "Log: raylet.err", "Runtime log", "Run directory", "Exit code"]
+    last = metadata["Last output"]
+    assert isinstance(last, dg.TextMetadataValue) and last.text is not None and len(last.text) <= 1000
+    assert last.text.startswith("…\nline 4") and "\nline 499 --" in last.text
+    assert metadata["Log: raylet.err"].value == "boom" and metadata["Exit code"] == 1
     assert "Run directory" not in failure_metadata(evidence, None)
 
 

@@ -346,7 +346,7 @@ class SessionSearch:
 
     def _metadata(self, job: SlurmJob, evidence: Evidence) -> dict[str, Any]:
         where = f"{job.place}:{job.directory}" if job.place else job.directory
-        return {**job.metadata(evidence), **failure_metadata(evidence, where)}
+        return {**failure_metadata(evidence, where), **job.metadata(evidence)}
 
 
 def _may_pass(error: OSError) -> bool:
