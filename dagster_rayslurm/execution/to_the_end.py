@@ -55,9 +55,8 @@ class Followed:
 
     def metadata(self, mode: str) -> Metadata:
         """What users see of it with every result."""
-        own = self.attempt.metadata(self.evidence)
-        # Names of jobs come before figures; where both have a value, that of the attempt is the better one.
-        return {**own, **run_metadata(self.evidence.known, mode, self.attempt.cluster_id), **own}
+        # Names of jobs come before figures.
+        return {**self.attempt.metadata(self.evidence), **run_metadata(self.evidence.known, mode, self.attempt.cluster_id)}
 
 
 def follow_to_the_end(
