@@ -15,7 +15,7 @@ _SETTLE = 3.0
 """Seconds in which the memory of a killed worker becomes free; gibibytes take some tenths of a second."""
 _FILL_RATE = 2 * 2**30
 """Bytes in a second that the next sample allows for; one process that touches new memory is about that fast."""
-_SHORTEST, LONGEST = 0.25, 5.0
+_SHORTEST, LONGEST = 0.1, 5.0
 """Seconds between two samples."""
 
 
@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Memory of the job on one node. `groups` may be empty below `WARN`."""
+    """Memory of the job on one node. `groups` may be empty unless `needs_groups`."""
 
     used: int
     limit: int
@@ -79,6 +79,11 @@ def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool =
     if share < WARN or state.warned:
         return state, []
     return replace(state, warned=True), [Action(_warning(node, sample))]
+
+
+def needs_groups(state: State, used: int, limit: int) -> bool:
+    """Whether `decide` has to know the processes."""
+    return used >= (KILL if state.warned else WARN) * limit
 
 
 def pause(used: int, limit: int) -> float:

@@ -77,7 +77,7 @@ class MemoryWatch:
             if used >= _ASK_AT * limit:
                 self._ask_slurm()
             return memory_guard.pause(used, limit)
-        everything = processes.table() if used >= memory_guard.WARN * limit else {}
+        everything = processes.table() if memory_guard.needs_groups(self._state, used, limit) else {}
         sample = Sample(used, limit, groups_of(everything, self._ray(), self._drivers()) if everything else [])
         may_kill = self._counting is None or self._counting.enforced
         self._state, actions = memory_guard.decide(self._node, self._state, sample, self._loop.now(), may_kill)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dagster_rayslurm.runtime import job_memory, machine, memory_watch, processes
 from dagster_rayslurm.runtime.clusters import Clusters
 from dagster_rayslurm.runtime.loop import Loop
-from dagster_rayslurm.runtime.memory_guard import KILL, WARN, Group, Sample, State, decide, pause
+from dagster_rayslurm.runtime.memory_guard import KILL, WARN, Group, Sample, State, decide, needs_groups, pause
 from dagster_rayslurm.runtime.spec import RaySpec
 
 from .test_clusters import SESSION, Nodes
@@ -94,8 +94,15 @@ def test_the_guard_over_any_samples(course: list[tuple[float, list[Group], bool]
 
 @given(st.integers(0, 2**44), st.integers(2**20, 2**44))
 def test_samples_are_closer_near_the_limit(used: int, limit: int) -> None:
-    assert 0.25 <= pause(used, limit) <= 5.0
+    assert 0.1 <= pause(used, limit) <= 5.0
     assert pause(used, limit) >= pause(used + MIB, limit)
+
+
+@given(st.booleans(), st.floats(0, 1.3))
+def test_processes_are_looked_at_only_where_it_matters(warned: bool, share: float) -> None:
+    seen = Sample(int(share * 2500 * MIB), 2500 * MIB, [HOG])
+    if decide("c1", State(warned), seen, 0.0)[1]:
+        assert needs_groups(State(warned), seen.used, seen.limit)
 
 
 # ---- What is counted
