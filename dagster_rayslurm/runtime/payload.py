@@ -128,7 +128,7 @@ class Payload:
             setting.team,
             setting.gauges,
             setting.shared_ray,
-            self.record.keep,
+            self.record.note,
         )
         try:
             self._start_process(argv, {**env, **self.company})
@@ -136,7 +136,7 @@ class Payload:
             self._measurement.give_up()
             why = error.strerror if isinstance(error, OSError) else str(error)
             return self._finish(End("spawn", "the command %r cannot be started: %s" % (argv[0], why)))
-        self.record.keep({"type": "context", "context": self.context})
+        self.record.note({"type": "context", "context": self.context})
         self.record.phase("running", "payload started (pid %s)" % self._process.pid)
         if self._process.why_fresh is not None:
             self.record.phase("running", "a fresh interpreter, because %s" % self._process.why_fresh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -45,6 +46,11 @@ class PayloadRecord:
     def keep(self, *records: Record) -> None:
         """Write records into the journal."""
         self._guarded(lambda: self._files.write(*records))
+
+    def note(self, record: Record) -> None:
+        """Write a record whose loss is no reason to end the payload."""
+        with contextlib.suppress(OSError):
+            self._files.write(record)
 
     def phase(self, name: str, message: str, **detail: Any) -> None:
         """Tell the user what happens now, and whoever asks for the payload's state."""
