@@ -13,7 +13,7 @@ Where to look, from the top down:
   (a session in an allocation), `time_limit` (the warning ahead of Slurm's).
 * One payload: `payload`, whose parts are `setting`, `workspace`, `payload_process`, `streams`, `messages`, `measurement` and
   `usage` with `gauges`, `gpus` and `ray_jobs`, `outputs`, `end`; what is kept of it: `payload_record` on `record`.
-  Forked ones: `templates`, and in the process that it starts `template`, `forkable`, `as_main`, `leave_ray`.
+  Forked ones: `templates`, `template_process`, and in that process `template`, `forkable`, `as_main`, `leave_ray`.
 * Ray: `clusters` (which one serves whom), `cluster` and `joining` (one of them), `ray_start` (on one node), `ray_node` (in its
   process), `ray_arguments`, `ports`, `addresses`, `cluster_key`, `corner`; `nodes` (its table of nodes), `audit` and
   `leftovers`, `prestart`; `components`.

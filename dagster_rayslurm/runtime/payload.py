@@ -130,10 +130,11 @@ class Payload:
             setting.shared_ray,
             self.record.note,
         )
-        try:
-            self._start_process(argv, {**env, **self.company})
-        except (OSError, ValueError) as error:
-            self._measurement.give_up()
+        self._start_process(argv, {**env, **self.company})
+
+    def _begun(self, argv: List[str], error: Optional[Exception]) -> None:
+        """The process has started, or cannot be."""
+        if error is not None:
             why = error.strerror if isinstance(error, OSError) else str(error)
             return self._finish(End("spawn", "the command %r cannot be started: %s" % (argv[0], why)))
         self.record.note({"type": "context", "context": self.context})
@@ -151,7 +152,10 @@ class Payload:
         self._timers.due("sync", _SYNC_INTERVAL, self._sync)
 
     def _start_process(self, argv: List[str], env: Environment) -> None:
-        self._process.start(self.spec, argv, self._work_dir, env, self._secret_env, self._exited, self.templates)
+        def started(error: Optional[Exception]) -> None:
+            self.safely(lambda: self._begun(argv, error))
+
+        self._process.start(self.spec, argv, self._work_dir, env, self._secret_env, self._exited, self.templates, started)
 
     def end_early(self, end: End, grace: Optional[float] = None) -> None:
         """End the payload for a reason of the runtime's own: SIGTERM to its group, SIGKILL after the grace period.
@@ -232,6 +236,7 @@ class Payload:
                 self._messages.remove()
         self.ending.verdict = end = defect(error)
         self._finishing = self.ended = True
+        self._process.give_up()
         self._timers.cancel_all()
         self._streams.close()
         for pid in self.pids:
@@ -337,6 +342,10 @@ class Payload:
         if self._finishing:
             return
         self._finishing = True
+        if self._process.pid is None:
+            self._process.give_up()
+            if self._measurement is not None:
+                self._measurement.give_up()
         if self._messages is not None:
             self._messages.copy_rest(self.record.keep)
             self._messages.remove()

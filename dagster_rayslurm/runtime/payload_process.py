@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from typing import List, Optional
+from typing import Callable, List, Optional
 
 from . import processes
 from .loop import ExitCallback, Loop
 from .spec import PayloadSpec
 from .streams import Streams
+from .template_process import Fork, Forked
 from .templates import Templates
 from .workspace import Environment
 
@@ -32,6 +33,9 @@ class PayloadProcess:
         self._loop = loop
         self._run_dir = run_dir
         self._streams = streams
+        self._fork: Optional[Fork] = None
+        self._pipes: List[int] = []
+        """Their ends for reading and writing, while the process is yet to start."""
 
     def start(
         self,
@@ -42,8 +46,9 @@ class PayloadProcess:
         secret_env: Environment,
         exited: ExitCallback,
         templates: Optional[Templates],
+        started: Callable[[Optional[Exception]], None],
     ) -> None:
-        """Start the process.
+        """Start the process; one that is forked starts a moment later.
 
         Args:
             spec: the payload.
@@ -53,42 +58,54 @@ class PayloadProcess:
             secret_env: variables that no other process shall have.
             exited: called when it has ended.
             templates: what it may be forked from.
-
-        Raises:
-            OSError: it cannot be started.
-            ValueError: nor could it ever be.
+            started: called once, perhaps before this returns: with None, or with what keeps it from starting.
         """
         env = {**env, **secret_env}
-        out, err = os.pipe(), os.pipe()
-        try:
-            if templates is not None and spec.preload:
-                forked = templates.spawn(
-                    spec.preload, argv, exited, cwd=work_dir, env=env, secrets=secret_env, stdout=out[1], stderr=err[1]
-                )
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        self._pipes = [out, err, out_end, err_end]
+
+        def begin(forked: Optional[Forked]) -> None:
+            self._fork, self._pipes = None, []
+            try:
                 if isinstance(forked, int):
                     self.pid = forked
                 else:
                     self.why_fresh = forked
-            if self.pid is None:
-                self.pid = self._loop.spawn(
-                    argv,
-                    exited,
-                    cwd=work_dir,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out[1],
-                    stderr=err[1],
-                    preexec_fn=processes.die_with_parent(),
-                )
-        except BaseException:
-            os.close(out[0])
-            os.close(err[0])
-            raise
-        finally:
-            os.close(out[1])
-            os.close(err[1])
-        self._streams.add("stdout", out[0])
-        self._streams.add("stderr", err[0])
+                    self.pid = self._loop.spawn(
+                        argv,
+                        exited,
+                        cwd=work_dir,
+                        env=env,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out_end,
+                        stderr=err_end,
+                        preexec_fn=processes.die_with_parent(),
+                    )
+            except Exception as error:
+                os.close(out)
+                os.close(err)
+                return started(error)
+            finally:
+                os.close(out_end)
+                os.close(err_end)
+            self._streams.add("stdout", out)
+            self._streams.add("stderr", err)
+            started(None)
+
+        if templates is None or not spec.preload:
+            return begin(None)
+        fork = templates.spawn(
+            spec.preload, argv, exited, cwd=work_dir, env=env, secrets=secret_env, stdout=out_end, stderr=err_end, done=begin
+        )
+        self._fork = fork if self._pipes else None
+
+    def give_up(self) -> None:
+        """Start no process that has yet to start."""
+        if self._fork is not None:
+            self._fork.cancel()
+        for fd in self._pipes:
+            os.close(fd)
+        self._fork, self._pipes = None, []
 
     def signal(self, signum: int) -> None:
         """Signal its process group, if it has started."""

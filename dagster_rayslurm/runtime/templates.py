@@ -6,21 +6,15 @@ doubt runs in a fresh interpreter, and the user reads why.
 
 from __future__ import annotations
 
-import json
 import os
 import pkgutil
-import signal
-import socket
-import subprocess
 import sys
-from array import array
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
-from . import processes
 from .loop import ExitCallback, Loop
 from .ray_arguments import ray_environment
 from .spec import PayloadSpec, RaySpec
-from .template import MARK, MARK_ROOM, PAD
+from .template_process import Fork, Forked, Template
 from .workspace import Environment, payload_environment
 
 _PACKAGE = "rayslurm_template"
@@ -31,9 +25,6 @@ bare, startup = {name: value for name, value in globals().items() if name.starts
 from rayslurm_template.template import main
 main(bare, startup)
 """
-
-_PATIENCE = 1.0
-"""Seconds that a payload waits for imports to end, and for a template to answer; a fresh interpreter takes about that."""
 
 _ATTEMPTS = 3
 """Templates that may end before they have imported their modules, until nobody starts another one."""
@@ -102,7 +93,7 @@ class Templates:
         self._loop = loop
         self._directory = directory
         self._python = python
-        self._all: Dict[Tuple[str, ...], _Template] = {}
+        self._all: Dict[Tuple[str, ...], Template] = {}
         self._failures: Dict[Tuple[str, ...], int] = {}
 
     def warm(self, modules: Sequence[str], ray_env: Optional[Environment] = None) -> None:
@@ -120,7 +111,7 @@ class Templates:
     def _start(self, key: Tuple[str, ...], env: Environment, secrets: Iterable[str]) -> None:
         env = template_environment(dict(os.environ), env, secrets)
         try:
-            self._all[key] = _Template(self._loop, self._script(), self._python, key, env)
+            self._all[key] = Template(self._loop, self._script(), self._python, key, env)
         except OSError as error:
             print("rayslurm: no interpreter can be preloaded: %s" % error, file=sys.stderr)
 
@@ -135,7 +126,8 @@ class Templates:
         secrets: Iterable[str] = (),
         stdout: int,
         stderr: int,
-    ) -> Union[int, str]:
+        done: Callable[[Forked], None],
+    ) -> Optional[Fork]:
         """Fork a payload with /dev/null as its stdin.
 
         Args:
@@ -145,12 +137,24 @@ class Templates:
             cwd: its working directory.
             env: its environment.
             secrets: names of variables in it that no other process shall have.
-            stdout: descriptor of its output.
-            stderr: descriptor of its errors.
+            stdout: descriptor of its output, which stays open until `done` is called.
+            stderr: descriptor of its errors, likewise.
+            done: called once, perhaps before this returns, with what has become of it.
 
         Returns:
-            The process id, which is its process group too; or why it needs a fresh interpreter, after "because".
+            The fork, to be cancelled while it is under way; None if there is none.
         """
+        template = self._template_for(modules, argv, env, secrets)
+        if isinstance(template, str):
+            done(template)
+            return None
+        request = {"argv": [self._python, *argv[1:]], "cwd": cwd, "env": env, "parent": os.getpid()}
+        return Fork(self._loop, template, request, (stdout, stderr), on_exit, done)
+
+    def _template_for(
+        self, modules: Sequence[str], argv: Sequence[str], env: Environment, secrets: Iterable[str]
+    ) -> Union[Template, str]:
+        """What a payload can be forked from; or why it needs a fresh interpreter."""
         if sys.platform != "linux":
             return "only Linux has what forking from a preloaded one takes"
         problem = command_problem(argv, self._python)
@@ -165,11 +169,7 @@ class Templates:
         template = self._all.get(key)
         if template is None:
             return "no interpreter can be preloaded"
-        problem = environment_problem(template.env, env) or template.wait_ready(_PATIENCE)
-        if problem is not None:
-            return problem
-        request = {"argv": [self._python, *argv[1:]], "cwd": cwd, "env": env, "parent": os.getpid()}
-        return template.fork(request, stdout, stderr, on_exit)
+        return environment_problem(template.env, env) or template
 
     def pids(self) -> List[int]:
         """The templates that run, which belong to no payload."""
@@ -203,122 +203,6 @@ class Templates:
                 _write(os.path.join(package, name + ".py"), source)
             _write(script, _SCRIPT.encode())
         return script
-
-
-class _Template:
-    """One process that has imported modules, or still does."""
-
-    def __init__(self, loop: Loop, script: str, python: str, modules: Tuple[str, ...], env: Environment) -> None:
-        self.env = env
-        self.ended = False
-        """Whether there must be another one; one that cannot serve says so once, and is asked no more."""
-        self.running = True
-        self.served = False
-        """Whether it got as far as to say whether it can serve."""
-        self._loop = loop
-        self._modules = ", ".join(modules)
-        self._ready = False
-        self._problem: Optional[str] = None
-        self._control, other = socket.socketpair()
-        out = os.pipe()
-        try:
-            self.pid = loop.spawn(
-                [python, script, str(other.fileno()), *modules, PAD],
-                self._exited,
-                cwd=os.path.dirname(script),
-                env={**env, MARK: MARK_ROOM},
-                stdin=subprocess.DEVNULL,
-                stdout=out[1],
-                stderr=out[1],
-                pass_fds=(other.fileno(),),
-                preexec_fn=processes.die_with_parent(),
-            )
-        except BaseException:
-            self._control.close()
-            os.close(out[0])
-            raise
-        finally:
-            other.close()
-            os.close(out[1])
-        loop.on_readable(out[0], lambda: self._pass_on(out[0]))
-
-    def wait_ready(self, patience: float) -> Optional[str]:
-        """Wait until it serves; why it does not."""
-        if self._problem is not None or self._ready:
-            return self._problem
-        self._control.settimeout(patience)
-        try:
-            said = _receive_line(self._control)
-        except socket.timeout:
-            return "importing %s is not done yet" % self._modules
-        except OSError:
-            self.end()
-            return "the process that imports %s ended" % self._modules
-        self._ready, self.served, self._problem = True, True, said["problem"]
-        return self._problem
-
-    def fork(self, request: Dict[str, Any], stdout: int, stderr: int, on_exit: ExitCallback) -> Union[int, str]:
-        """Have a process forked; its id, or why there is none."""
-        mine, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._control.settimeout(_PATIENCE)
-                fds = array("i", [theirs.fileno(), stdout, stderr])
-                self._control.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-            mine.settimeout(_PATIENCE)
-            mine.sendall(json.dumps(request).encode("ascii") + b"\n")
-            answer = _receive_line(mine)
-            if answer["problem"] is not None:
-                if answer["stale"]:
-                    self.end()
-                return str(answer["problem"])
-            mine.sendall(b"go")
-        except OSError:  # It did not answer, or is gone: nothing has begun, as nobody said "go".
-            self.end()
-            return "the preloaded one does not answer"
-        finally:
-            mine.close()
-        self._loop.adopt(answer["pid"], on_exit)
-        pid: int = answer["pid"]
-        return pid
-
-    def end(self) -> None:
-        """End it at once; payloads that were forked from it go on."""
-        if not self.ended:
-            self.ended = True
-            self._control.close()
-            if self.running:
-                processes.signal_group(self.pid, signal.SIGKILL)
-
-    def _exited(self, *_: Any) -> None:
-        self.running = False  # From here on its process id may be another one's.
-        if self._problem is None:
-            self.end()
-
-    def _pass_on(self, fd: int) -> None:
-        """Pass on what modules print when they are imported: it belongs to no payload."""
-        data = os.read(fd, 65536)
-        if data:
-            sys.stderr.write(data.decode("utf-8", "replace"))
-        else:
-            self._loop.forget(fd)
-            os.close(fd)
-
-
-def _receive_line(connection: socket.socket) -> Dict[str, Any]:
-    """One JSON object.
-
-    Raises:
-        OSError: the other end is gone, or takes longer than the socket's timeout.
-    """
-    data = b""
-    while not data.endswith(b"\n"):
-        chunk = connection.recv(65536)
-        if not chunk:
-            raise ConnectionResetError("closed")
-        data += chunk
-    said: Dict[str, Any] = json.loads(data.decode("ascii"))
-    return said
 
 
 def _write(path: str, content: bytes) -> None:

@@ -34,15 +34,22 @@ class Command:
         pipes = [os.pipe(), os.pipe()]
         options = {"cwd": self.cwd, "env": dict(env, **secrets), "stdout": pipes[0][1], "stderr": pipes[1][1]}
         argv = [sys.executable if word == "python" else word for word in self.order["argv"]]
-        pid = why = None
         before = loop.now()
+
+        def begin(forked):
+            took, pid = loop.now() - before, forked
+            if not isinstance(forked, int):
+                pid = loop.spawn(argv, self.ended, stdin=subprocess.DEVNULL, preexec_fn=processes.die_with_parent(), **options)
+            why = forked if isinstance(forked, str) else None
+            self.result.update(pid=pid, why=why, took=took, known=pid in loop.children())
+            self.begun(loop, pool, pipes, pid)
+
         if order["modules"]:
-            pid = pool.spawn(order["modules"], argv, self.ended, secrets=secrets, **options)
-            why = pid if isinstance(pid, str) else None
-        took = loop.now() - before
-        if not isinstance(pid, int):
-            pid = loop.spawn(argv, self.ended, stdin=subprocess.DEVNULL, preexec_fn=processes.die_with_parent(), **options)
-        self.result.update(pid=pid, why=why, took=took, known=pid in loop.children())
+            pool.spawn(order["modules"], argv, self.ended, secrets=secrets, done=begin, **options)
+        else:
+            begin(None)
+
+    def begun(self, loop, pool, pipes, pid):
         for number, name in enumerate(("out", "err")):
             reader = pipes[number][0]
             os.close(pipes[number][1])
@@ -83,6 +90,13 @@ def main(order):
     os.environ.clear()
     os.environ.update(order["env"])
     pool = templates.Templates(loop, os.path.join(order["directory"], "preload"))
+    stall = [loop.now(), 0.0]
+
+    def tick():
+        stall[:] = loop.now(), max(stall[1], loop.now() - stall[0])
+        loop.call_later(0.02, tick)
+
+    tick()
     commands = []
     for number in range(len(order["commands"])):
         commands.append(Command(loop, order, number, pool))
@@ -103,6 +117,7 @@ def main(order):
             {
                 "templates": templates_left,
                 "left": left,
+                "stall": stall[1],
                 "signalled": signalled,
                 "results": [command.result for command in commands],
             }

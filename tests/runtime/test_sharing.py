@@ -551,3 +551,55 @@ def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:
     plain, ray = runtime.end("plain")["usage"], runtime.end("ray")["usage"]
     assert plain["cpu_seconds"] < 0.3 * ray["shared_cpu_seconds"] and ray["shared_cpu_seconds"] > 0.2
     assert ray["cpu_seconds"] < 0.5 * ray["shared_cpu_seconds"] and plain["shared_cpu_seconds"] is None
+
+
+HANGS = """
+def ticking(last=None):
+    now = loop.now()
+    said["gap"] = max(said.get("gap", 0.0), now - last if last is not None else 0.0)
+    loop.call_later(0.02, lambda: ticking(now))
+
+session(max_concurrent_payloads=3)
+ticking()
+"""
+
+
+def add_preloading(runtime: Runtime, name: str, **fields: Any) -> None:
+    """A payload that wants a module whose import hangs."""
+    (runtime.path / "hanging.py").write_text("import time\ntime.sleep(60)")
+    (runtime.path / "script.py").write_text("print('it ran')")
+    (runtime.path / name).mkdir()
+    argv, env = ["python", str(runtime.path / "script.py")], {"PYTHONPATH": str(runtime.path)}
+    spec = PayloadSpec(argv, name, preload=["hanging"], env=env, grace_period=1.0, run_id=name, **fields)
+    (runtime.path / name / PAYLOAD).write_text(to_json(spec))
+
+
+def test_a_template_that_hangs_does_not_hold_up_other_payloads(runtime: Runtime) -> None:
+    add_preloading(runtime, "a")
+    runtime.add("b", "import time\nfor n in range(120): print(n, flush=True); time.sleep(0.02)", run_id="b")
+    said = runtime.run(HANGS + "submit('b'); submit('a')\nwhen_done(end)")
+    assert [runtime.end(name)["exit_code"] for name in "ab"] == [0, 0]
+    phases = [record["message"] for record in runtime.records("a") if record["type"] == "phase"]
+    assert "a fresh interpreter, because importing hanging is not done yet" in phases
+    assert said["gap"] < 1.0
+
+
+def test_a_payload_that_waits_for_its_template_can_be_ended(runtime: Runtime) -> None:
+    add_preloading(runtime, "a")
+    said = runtime.run(
+        HANGS
+        + """
+payload = submit("a")
+def cancel():
+    said["pid"] = payload.pid
+    payload.signal(15)
+    payload.end_early(End("cancel", "not wanted"))
+    before = len(os.listdir("/proc/self/fd"))
+    loop.call_later(3.0, lambda: (said.update(fds=len(os.listdir("/proc/self/fd")) - before), when_done(end)))
+loop.call_later(0.3, cancel)
+"""
+    )
+    end = runtime.end("a")
+    assert (end["reason"], end["message"], end["exit_code"]) == ("cancel", "not wanted", None)
+    assert said["pid"] is None and said["fds"] <= 0
+    assert not [record for record in runtime.records("a") if "it ran" in str(record) or "payload started" in str(record)]

@@ -311,7 +311,7 @@ def test_a_template_that_hangs_is_replaced(write: Write, tmp_path: Path) -> None
     first, second, third = told["results"]
     assert [result["out"] for result in told["results"]] == ["whole\n"] * 3
     assert first["why"] is None and second["why"] == "the preloaded one does not answer" and third["why"] is None
-    assert 0.9 < second["took"] < 2.5
+    assert 0.9 < second["took"] < 3.0 and told["stall"] < 1.0
 
 
 def test_imports_that_take_long_are_not_waited_for(write: Write, tmp_path: Path) -> None:
@@ -321,7 +321,8 @@ def test_imports_that_take_long_are_not_waited_for(write: Write, tmp_path: Path)
     env = {"PYTHONPATH": str(tmp_path / "payloads")}
     told = run(tmp_path / "r", [{"argv": ["python", str(script)]}] * 2, ["slow_to_import"], env=env)
     first, second = told["results"]
-    assert first["why"] == "importing slow_to_import is not done yet" and first["out"] == "False\n" and first["took"] < 1.5
+    assert first["why"] == "importing slow_to_import is not done yet" and first["out"] == "False\n" and first["took"] < 2.2
+    assert told["stall"] < 1.0
     assert second["why"] is None and second["out"] == "True\n"
 
 
