@@ -23,8 +23,13 @@ _MAIN = f"import sys\nfrom {PACKAGE}.__main__ import main\nsys.exit(main(sys.arg
 
 @lru_cache(maxsize=1)
 def _sources() -> dict[str, bytes]:
-    modules = sorted(Path(runtime.__file__).parent.glob("*.py"))
-    return {"__main__.py": _MAIN.encode()} | {f"{PACKAGE}/{path.name}": path.read_bytes() for path in modules}
+    return sources_below(Path(runtime.__file__).parent)
+
+
+def sources_below(directory: Path) -> dict[str, bytes]:
+    """The files of the zipapp by name: those of a package and of its sub-packages, and what starts them."""
+    modules = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*.py"))}
+    return {"__main__.py": _MAIN.encode()} | {f"{PACKAGE}/{name}": path.read_bytes() for name, path in modules.items()}
 
 
 def runtime_name() -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from ..errors import StartError
 from ..follow import Cadence, Evidence
 from ..outcome import exit_in_words
 from ..plan import Plan
-from ..runtime import machine
+from ..runtime import machine, processes
 from ..runtime.footprint import Footprint, footprint_error, node_footprint
 from ..runtime.record import RUNTIME_LOG, STATUS, tail_file
 from ..runtime.spec import ComponentSpec, RaySpec, RuntimeSpec
@@ -202,9 +203,12 @@ class OwnRuntime(LocalAttempt):
         if self._process.poll() is not None:
             return  # A keeper outlives its runtime, whose number may be another process's by now.
         # The runtime first: its keeper then ends all that is below. A keeper that cannot do so goes next.
-        runtime = LocalConnection().read(str(self._run_dir / STATUS), 0, 65536)
+        status = LocalConnection().read(str(self._run_dir / STATUS), 0, 65536)
         with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
-            os.kill(json.loads(runtime)["runtime_pid"], signal.SIGKILL)
+            pid = json.loads(status)["runtime_pid"]
+            below = [process.pid for process in processes.descendants(self._process.pid)]
+            if pid in below or sys.platform != "linux":  # Else the runtime has ended, and the number is another process's.
+                os.kill(pid, signal.SIGKILL)
         try:
             self._process.wait(_KEEPER_DEADLINE)
         except subprocess.TimeoutExpired:

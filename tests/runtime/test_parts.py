@@ -17,6 +17,7 @@ from dagster_pipes import decode_param
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dagster_rayslurm import archive
 from dagster_rayslurm.archive import build_runtime, install_runtime, runtime_name
 from dagster_rayslurm.runtime import outputs, processes, spec, streams, usage, workspace
 from dagster_rayslurm.runtime.processes import Process
@@ -177,6 +178,20 @@ def test_inputs_are_no_outputs(tmp_path: Path) -> None:
     (work / "new.png").write_text("y")
     taken, left_out, failed = outputs.collect_outputs(str(work), str(tmp_path / "out"), ["**/*.png", "input.png"], 50)
     assert [entry["name"] for entry in taken] == ["new.png"] and "'input.png'" in left_out[0] and not failed
+
+
+def test_the_archive_has_sub_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package"
+    (package / "sub" / "deep").mkdir(parents=True)
+    for name in ("__init__.py", "sub/__init__.py", "sub/deep/__init__.py"):
+        (package / name).write_text("")
+    (package / "sub" / "deep" / "part.py").write_text("from ... import __name__ as above")
+    monkeypatch.setattr(archive, "_sources", lambda: archive.sources_below(package))
+    built = tmp_path / "runtime.pyz"
+    built.write_bytes(build_runtime())
+    code = f"from {archive.PACKAGE}.sub.deep.part import above; print(above)"
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(built)}, capture_output=True, text=True)
+    assert done.stdout == f"{archive.PACKAGE}\n", done.stderr
 
 
 def test_one_output_that_cannot_be_copied_does_not_affect_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dagster_rayslurm.backends import local as local_backend
 from dagster_rayslurm.backends.local import OwnRuntime
 from dagster_rayslurm.backends.rundir import Layout
 from dagster_rayslurm.backends.sessions import local
@@ -36,6 +38,23 @@ def test_a_runtime_that_has_ended_is_not_ended_again(tmp_path: Path) -> None:
     finally:
         innocent.kill()
         innocent.wait()
+
+
+def test_a_runtime_that_has_ended_below_its_keeper_is_not_ended_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper lives on for a moment; only what is below it can be the runtime."""
+    monkeypatch.setattr(local_backend, "_KEEPER_DEADLINE", 0.1)
+    innocent = subprocess.Popen(["sleep", "60"])
+    keeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        (tmp_path / STATUS).write_text(json.dumps({"runtime_pid": innocent.pid}))
+        runtime = OwnRuntime.__new__(OwnRuntime)
+        runtime._process, runtime._run_dir = keeper, tmp_path
+        runtime.kill()
+        assert keeper.wait(60) == -signal.SIGKILL and innocent.poll() is None
+    finally:
+        for process in (innocent, keeper):
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize("said", [b"", b'{"ok": tr', b'{"ok": true}'])
