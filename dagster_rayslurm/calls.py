@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,6 +66,7 @@ def run(resource: ComputeResource, context: Context, asked: Asked, extras: Pipes
         context.log.info(f"[rayslurm] local mode does not use {unused}")
     with _configuration_errors():
         asked = _resolved(asked)
+        _check_extras(extras)
         start, _ = _prepared(resource, asked, secrets.token_hex(6))
     policy = Policy(
         resource.mode,
@@ -141,6 +143,18 @@ def _prepared(resource: ComputeResource, asked: Asked, nonce: str) -> tuple[Call
     backend = backend_for(setting, call)
     backend.check(plan)
     return partial(execute, plan=plan, backend=backend), partial(backend.example, plan)
+
+
+def _check_extras(extras: PipesExtras | None) -> None:
+    """See whether Pipes extras can travel.
+
+    Raises:
+        ValueError: they are not JSON.
+    """
+    try:
+        json.dumps(extras)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"extras: they go to the payload as JSON: {error}; pass only text, numbers, lists and dicts") from None
 
 
 def _call(resource: ComputeResource, asked: Asked) -> Call:

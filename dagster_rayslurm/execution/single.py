@@ -8,7 +8,7 @@ from dagster_pipes import PipesExtras
 from ..backends.base import Attempt, Backend, GoesOn
 from ..completed import CompletedRun
 from ..errors import RunFailure
-from ..follow.pipes import RecordContextInjector, RecordReader
+from ..follow.pipes import RecordContextInjector, RecordReader, pipes_session
 from ..outcome.metadata import failure_metadata
 from ..plan import Plan
 from .policy import Policy
@@ -34,7 +34,7 @@ def execute(
     if isinstance(backend, GoesOn):
         run.may_go_on(backend.goes_on)
     reader, injector = RecordReader(), RecordContextInjector(context)
-    with dg.open_pipes_session(context, injector, reader, extras) as session:
+    with pipes_session(context, injector, reader, extras, plan.uses_pipes) as session:
         run.follow(lambda plans, *how: {None: backend.start(plans[None], *how)}, injector, lambda _: reader.handler)
         judged = run.judge()[None]
         verdict, metadata = judged.verdict, run.parts[0].metadata(policy.mode)

@@ -10,7 +10,7 @@ from dagster_pipes import PipesExtras
 from ..backends.base import Attempt, Backend
 from ..completed import CompletedRun
 from ..errors import RunFailure
-from ..follow.pipes import RecordContextInjector, RecordReader
+from ..follow.pipes import RecordContextInjector, RecordReader, pipes_session
 from ..follow.reports import Reports
 from ..outcome.metadata_together import failures_metadata, together_metadata
 from ..outcome.together import judge_together
@@ -41,7 +41,8 @@ def execute_together(
     run = Underway(context, plans, backend, policy)
     reader = RecordReader(max(1, sum(plan.uses_pipes for plan in plans.values())))
     injector = RecordContextInjector(context)
-    with dg.open_pipes_session(context, injector, reader, extras) as session:
+    expected = any(plan.uses_pipes for plan in plans.values())
+    with pipes_session(context, injector, reader, extras, expected) as session:
         # A handler of its own for each: what is tried out there goes nowhere.
         reports = Reports(reader.handler, plans, lambda each: dg.PipesMessageHandler(context, reader).handle_message(each))
         run.follow(lambda plans, *how: backend.start(plans, *how), injector, reports.of)

@@ -6,11 +6,12 @@ The runtime itself tells the payload where both are, so neither class hands out 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import dagster as dg
-from dagster_pipes import PipesContextData, PipesParams
+from dagster_pipes import PipesContextData, PipesExtras, PipesParams
 
 
 class RecordReader(dg.PipesMessageReader):
@@ -35,6 +36,39 @@ class RecordReader(dg.PipesMessageReader):
 
     def no_messages_debug_text(self) -> str:
         return "the payload was expected to call dagster_pipes.open_dagster_pipes(), with its default message writer."
+
+
+@contextlib.contextmanager
+def pipes_session(
+    context: dg.OpExecutionContext,
+    injector: RecordContextInjector,
+    reader: RecordReader,
+    extras: PipesExtras | None,
+    expected: bool,
+) -> Iterator[dg.PipesSession]:
+    """Dagster's Pipes session, which warns of missing messages only where they are expected and nothing else has failed.
+
+    Args:
+        context: of the step.
+        injector: has the Pipes context.
+        reader: takes the messages.
+        extras: Pipes extras.
+        expected: whether a payload is declared to open Pipes.
+    """
+
+    def is_told(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("[pipes] did not receive")
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(context.log.removeFilter, is_told)  # After the session, which warns when it is closed.
+        session = stack.enter_context(dg.open_pipes_session(context, injector, reader, extras))
+        if not expected:
+            context.log.addFilter(is_told)
+        try:
+            yield session
+        except BaseException:
+            context.log.addFilter(is_told)  # The failure says more.
+            raise
 
 
 class RecordContextInjector(dg.PipesContextInjector):

@@ -83,9 +83,27 @@ def test_a_payload_may_be_declared_not_to_use_pipes(compute: ComputeResource, sc
     assert run_asset(compute, script("raise SystemExit(4)"), uses_pipes=False).failure.kind == "payload"
 
 
-def test_messages_may_be_declared_optional(base: Path, script: Any) -> None:
+@pytest.mark.parametrize(
+    ("payload", "uses_pipes"),
+    [
+        (["python", "-c", "print(1)"], False),
+        (["python", "-c", "exit(3)"], True),
+        (["/no/such/command"], True),
+        (["python", "-c", "from dagster_pipes import open_dagster_pipes as o; o(); import os; os._exit(4)"], True),
+    ],
+)
+def test_no_messages_are_missed_where_none_were_to_come(
+    payload: list[str], uses_pipes: bool, compute: ComputeResource, capfd: Any
+) -> None:
+    run_asset(compute, payload, uses_pipes=uses_pipes)
+    said = capfd.readouterr().err
+    assert "STEP_" in said and "[pipes] did not receive" not in said
+
+
+def test_messages_may_be_declared_optional(base: Path, script: Any, capfd: Any) -> None:
     relaxed = ComputeResource(local_base=str(base), default_launcher=BashLauncher(), require_messages=False)
     assert run_asset(relaxed, script("print('fine')")).completed
+    assert "[pipes] did not receive any messages" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -111,6 +129,7 @@ def test_messages_may_be_declared_optional(base: Path, script: Any) -> None:
         ("python -V", {"launcher": BashLauncher(num_cpus=4096)}, "BashLauncher.num_cpus=4096 asks for more"),
         ("python -V", {"launcher": BashLauncher(num_gpus=64)}, "BashLauncher.num_gpus=64 asks for more"),
         ("python -V", {"launcher": "ray"}, "launcher: 'ray' is not a launcher"),
+        ("python -V", {"extras": {"a": object()}}, "extras: they go to the payload as JSON: Object of type object is not"),
     ],
 )
 def test_bad_input_is_one_sentence_before_anything_starts(
