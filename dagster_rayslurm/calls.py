@@ -21,7 +21,6 @@ from .backends.choice import Call, Setting, backend_for, together_for
 from .backends.rundir import Layout
 from .backends.sessions import local as local_session
 from .backends.sessions.backend import end_session
-from .backends.sessions.setup import session_queue
 from .completed import CompletedRun
 from .components import arrange, spanning_components
 from .config import check_environment, resolve_variables
@@ -30,7 +29,7 @@ from .environments.resolve import path_on_cluster
 from .errors import RunFailure, one_sentence
 from .execution import Policy, execute, execute_together, start_errors
 from .launchers import Launcher, RayLauncher
-from .overrides import launcher_origins, merge_launcher, queue_origins
+from .overrides import launcher_origins, merge_launcher, queue_origins, session_queue
 from .plan import Plan, make_plan
 from .runtime.ray_node import lacks_tokens
 from .slurm.config import SlurmQueueConfig

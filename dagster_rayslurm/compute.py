@@ -17,6 +17,7 @@ from pydantic import Field
 from . import modes
 from .completed import CompletedRun
 from .config import SessionConfig, StrictResource, at_least, choice, plain_text
+from .definition import check_definition
 from .environments import InheritedEnvironment, PreDeployedEnvironment
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .slurm.config import SlurmQueueConfig, SlurmResource
@@ -135,6 +136,11 @@ class ComputeResource(StrictResource, dg.PipesClient):
         else:
             with super()._resolve_and_update_nested_resources(context) as resolved:
                 yield resolved
+
+    def get_resource_definition(self) -> Any:
+        """Refuse what no run can use as soon as Dagster loads the resource."""
+        check_definition(self)
+        return super().get_resource_definition()
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
         """Begin to log in to the cluster, while Dagster prepares the step."""

@@ -215,6 +215,17 @@ slurm_memory = checked(check_memory)
 identifier = checked(check_identifier)
 
 
+def has_variables(value: Any) -> bool:
+    """Whether an `EnvVar` that nobody resolved yet is in a value, a config object or a resource."""
+    if isinstance(value, dg.Config):
+        return any(has_variables(getattr(value, name)) for name in type(value).model_fields)
+    if isinstance(value, dict):
+        return any(map(has_variables, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(has_variables, value))
+    return is_env_var(value)
+
+
 def resolve_variables(config: C, what: str, but: Collection[str] = ()) -> C:
     """A copy of a config in which every `EnvVar` has its value, and in which the same fields are set.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .config import ExecutionMode, resolve_variables
+from .config import ExecutionMode, SessionConfig, resolve_variables
 from .launchers import Launcher, RayLauncher
 from .slurm.hetjob import HetComponent
 
@@ -72,15 +72,10 @@ def check_mode(wanted: Wanted) -> None:
         ValueError: naming the field, and what to do.
     """
     mode, components = wanted.mode, wanted.components
-    if mode != LOCAL and not wanted.on_slurm:
-        raise ValueError(f"slurm: mode {mode!r} needs a Slurm cluster; set slurm=SlurmResource(…)")
+    check_parts(mode, wanted.on_slurm, components)
     ray = wanted.launcher if isinstance(wanted.launcher, RayLauncher) else None
     if mode == LOCAL and ray is not None and ray.launch_style != "builtin":
         raise ValueError(f"launcher.launch_style: {ray.launch_style!r} needs the nodes of a Slurm allocation; use 'builtin'")
-    if mode == SLURM and components:
-        raise ValueError(f"components: a job of mode {mode!r} has none; use mode {HETJOB!r}, or remove components")
-    if mode == HETJOB and not components:
-        raise ValueError(f"components: mode {mode!r} needs them; list at least one HetComponent, or use mode {SLURM!r}")
     if ray is not None and ray.component_id is not None and not components:
         raise ValueError(f"launcher.component_id: there is no component {ray.component_id!r}, as there are none; remove it")
     if wanted.own_queue and components:
@@ -89,6 +84,33 @@ def check_mode(wanted: Wanted) -> None:
         _check_separate(wanted)
     elif isinstance(wanted.payload, Mapping):
         raise ValueError(f"payload_path: one payload for each component needs topology={SEPARATE!r}; pass a single one")
+
+
+def check_parts(mode: str, on_slurm: bool, components: Sequence[HetComponent]) -> None:
+    """Whether a mode has the cluster and the components that it needs, and no others.
+
+    Raises:
+        ValueError: naming the field, and what to do.
+    """
+    if mode != LOCAL and not on_slurm:
+        raise ValueError(f"slurm: mode {mode!r} needs a Slurm cluster; set slurm=SlurmResource(…)")
+    if mode == SLURM and components:
+        raise ValueError(f"components: a job of mode {mode!r} has none; use mode {HETJOB!r}, or remove components")
+    if mode == HETJOB and not components:
+        raise ValueError(f"components: mode {mode!r} needs them; list at least one HetComponent, or use mode {SLURM!r}")
+
+
+def check_session(session: SessionConfig, components: Sequence[HetComponent]) -> None:
+    """Whether a session's configuration goes with the components of its allocation.
+
+    Raises:
+        ValueError: naming the field, and what to do.
+    """
+    if components and session.num_nodes is not None:
+        raise ValueError(
+            f"SessionConfig.num_nodes={session.num_nodes} says nothing of which component they are in; leave it out, and set "
+            "SlurmQueueConfig.num_nodes in the queue of each component"
+        )
 
 
 def _check_separate(wanted: Wanted) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from .config import StrictConfig
+from .config import SessionConfig, StrictConfig
 from .launchers import Launcher
 from .slurm.config import SlurmQueueConfig
 from .slurm.request import asks_for_gpus
@@ -16,6 +16,12 @@ C = TypeVar("C", bound=StrictConfig)
 def merge_queue(base: SlurmQueueConfig, own: SlurmQueueConfig | None) -> SlurmQueueConfig:
     """The queue of a call: `base`, with the fields that `own` sets. Fields of `base` that these rule out are dropped."""
     return base if own is None else _merge(base, own, _ruled_out(base, _set_fields(own)))
+
+
+def session_queue(queue: SlurmQueueConfig, session: SessionConfig) -> SlurmQueueConfig:
+    """What the allocation of a session is asked for: the resource's queue, with what the session's configuration changes."""
+    changes: dict[str, Any] = {"num_nodes": session.num_nodes, "time_limit": session.time_limit}
+    return merge_queue(queue, SlurmQueueConfig(**{name: value for name, value in changes.items() if value is not None}))
 
 
 def merge_launcher(base: Launcher, own: Launcher | None) -> Launcher:

@@ -154,18 +154,7 @@ def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str
         ValueError: the queue contradicts itself, takes an option that is not its own, or grants less than the launcher
             wants; the sentence names the fields.
     """
-    if queue.mem is not None and queue.mem_per_cpu is not None:
-        raise ValueError(
-            f"SlurmQueueConfig.mem={queue.mem!r} and mem_per_cpu={queue.mem_per_cpu!r} exclude each other; set one of them"
-        )
-    _, before = split_signal(queue.signal_before_timeout)
-    limit = time_limit_seconds(queue.time_limit)
-    if before is not None and limit is not None and before >= limit:
-        raise ValueError(
-            f"SlurmQueueConfig.signal_before_timeout={queue.signal_before_timeout!r} is not within "
-            f"time_limit={queue.time_limit!r}, which is {limit:.0f} seconds; lower the one or raise the other"
-        )
-    check_extra_sbatch(queue)
+    check_queue(queue)
     cpus = _amount(queue.cpus_per_node, "cpus_per_node", "CPUs", footprint)
     _check_memory(queue, cpus, footprint)
     gpus = queue.gpus_per_node
@@ -226,6 +215,26 @@ def _amount(granted: int | None, field: str, unit: str, footprint: Footprint) ->
                 "it out to ask for what the launcher wants"
             )
     return granted
+
+
+def check_queue(queue: SlurmQueueConfig) -> None:
+    """Whether a queue contradicts itself, whatever the launcher wants.
+
+    Raises:
+        ValueError: it does, or takes an option that is not its own; the sentence names the fields.
+    """
+    if queue.mem is not None and queue.mem_per_cpu is not None:
+        raise ValueError(
+            f"SlurmQueueConfig.mem={queue.mem!r} and mem_per_cpu={queue.mem_per_cpu!r} exclude each other; set one of them"
+        )
+    _, before = split_signal(queue.signal_before_timeout)
+    limit = time_limit_seconds(queue.time_limit)
+    if before is not None and limit is not None and before >= limit:
+        raise ValueError(
+            f"SlurmQueueConfig.signal_before_timeout={queue.signal_before_timeout!r} is not within "
+            f"time_limit={queue.time_limit!r}, which is {limit:.0f} seconds; lower the one or raise the other"
+        )
+    check_extra_sbatch(queue)
 
 
 def check_extra_sbatch(queue: SlurmQueueConfig) -> None:

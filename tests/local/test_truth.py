@@ -142,12 +142,13 @@ def test_bad_input_is_one_sentence_before_anything_starts(
 
 
 @pytest.mark.parametrize("mode", ["slurm", "slurm-session", "slurm-hetjob"])
-def test_slurm_modes_refuse_with_a_sentence(mode: str, base: Path) -> None:
+def test_slurm_modes_refuse_with_a_sentence(mode: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dagster_rayslurm import SlurmResource
 
-    without = ComputeResource(mode=mode, local_base=str(base))
+    monkeypatch.setenv("RS_MODE", mode)  # What is known when definitions load is refused then.
+    without = ComputeResource(mode=dg.EnvVar("RS_MODE"), local_base=str(base))
     assert "set slurm=SlurmResource" in (run_asset(without, "python -V").failure.description or "")
-    given = ComputeResource(mode=mode, slurm=SlurmResource(remote_base=str(base)), local_base=str(base))
+    given = ComputeResource(mode=dg.EnvVar("RS_MODE"), slurm=SlurmResource(remote_base=str(base)), local_base=str(base))
     failure = run_asset(given, "python -V", uses_pipes=False, launcher=BashLauncher()).failure
     if mode != "slurm-hetjob":
         assert failure.kind == "submission" and "sbatch is not found on this machine" in (failure.description or "")

@@ -1,7 +1,6 @@
 """Requests that cannot be met: one clear sentence each, and nothing is left behind."""
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,12 +95,6 @@ def test_an_environment_without_ray(slurm_compute: Callable[..., ComputeResource
 def test_another_version_of_ray(slurm_compute: Callable[..., ComputeResource], script: Any) -> None:
     failure = refused(slurm_compute(default_launcher=small_ray(ray_version="2.9.9")), script(pipes_script("pass")))
     assert failure.kind == "environment" and "2.9.9" in (failure.description or "")
-
-
-def test_the_python_of_dagster_is_not_on_the_cluster(slurm_compute: Callable[..., ComputeResource], script: Any) -> None:
-    failure = refused(slurm_compute(pre_deployed_env_path=None), script(pipes_script("pass")))
-    assert failure.kind == "configuration" and "pre_deployed_env_path" in (failure.description or "")
-    assert sys.executable not in (failure.description or "")
 
 
 def test_a_wrong_host(slurm_compute: Callable[..., ComputeResource], script: Any, site: Site) -> None:

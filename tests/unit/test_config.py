@@ -345,7 +345,7 @@ def test_from_env_refers_to_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None
     for prefix in ("SITE_", "SITE"):
         ssh = SSHConnectionResource.from_env(prefix)
         assert isinstance(ssh.password, dg.EnvVar) and ssh.key_path is None and ssh.client == "paramiko"
-        resolved = materialize(ComputeResource(mode="slurm", slurm=SlurmResource(ssh=ssh))).slurm
+        resolved = materialize(ComputeResource(mode="slurm", slurm=SlurmResource(ssh=ssh), pre_deployed_env_path="/env")).slurm
         assert resolved is not None and resolved.ssh is not None and resolved.ssh.jump_host is not None
         assert (resolved.ssh.host, resolved.ssh.port, resolved.ssh.user) == ("the-HOST", 2200, "the-USER")
         assert resolved.ssh.jump_host.key_path == "the-JUMP_KEY_PATH"
@@ -409,7 +409,7 @@ def test_from_env_complains_at_use_not_at_import(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("NOWHERE_HOST", raising=False)
     ssh = SSHConnectionResource.from_env("NOWHERE")
     with pytest.raises(dg.DagsterInvalidConfigError, match="NOWHERE_HOST"):
-        materialize(ComputeResource(mode="slurm", slurm=SlurmResource(ssh=ssh)))
+        materialize(ComputeResource(mode="slurm", slurm=SlurmResource(ssh=ssh), pre_deployed_env_path="/env"))
 
 
 def test_a_password_never_shows_in_a_schema(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ from ...config import SessionConfig, time_limit_seconds
 from ...environments import Environment, Interpreter
 from ...environments.resolve import path_on_cluster
 from ...launchers import Launcher, RayLauncher
-from ...overrides import merge_queue
+from ...modes import check_session
+from ...overrides import merge_queue, session_queue
 from ...plan import Plan
 from ...runtime import PROTOCOL_VERSION
 from ...runtime.footprint import Footprint
@@ -106,11 +107,7 @@ class SessionSetup:
         """
         limit = self.session.time_limit
         if self.components:
-            if self.session.num_nodes is not None:
-                raise ValueError(
-                    f"SessionConfig.num_nodes={self.session.num_nodes} says nothing of which component they are in; leave it "
-                    "out, and set SlurmQueueConfig.num_nodes in the queue of each component"
-                )
+            check_session(self.session, self.components)
             return _of_components(self.launcher, self.components, _component_of(self.launcher), limit)
         queue = session_queue(self.slurm.queue, self.session)
         return Kind(self.launcher.ray_spec(), self.launcher.footprint(), queue)
@@ -287,12 +284,6 @@ def _as_json(components: tuple[Component, ...]) -> list[Any]:
 def _component_of(launcher: Launcher) -> str | None:
     """The component in which a launcher would have the payload; None if it does not say."""
     return launcher.component_id if isinstance(launcher, RayLauncher) else None
-
-
-def session_queue(queue: SlurmQueueConfig, session: SessionConfig) -> SlurmQueueConfig:
-    """What the allocation of a session is asked for: the resource's queue, with what the session's configuration changes."""
-    changes: dict[str, Any] = {"num_nodes": session.num_nodes, "time_limit": session.time_limit}
-    return merge_queue(queue, SlurmQueueConfig(**{name: value for name, value in changes.items() if value is not None}))
 
 
 def _longest(*limits: str) -> str:
