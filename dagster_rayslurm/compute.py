@@ -30,22 +30,7 @@ Context = Union[dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckEx
 
 
 class ComputeResource(StrictResource, dg.PipesClient):
-    """Runs payloads on this machine or in Slurm jobs, with a Ray cluster around them if the launcher says so.
-
-    Example:
-        ```python
-        import dagster as dg
-        from dagster_rayslurm import ComputeResource
-
-
-        @dg.asset
-        def features(context: dg.AssetExecutionContext, compute: ComputeResource):
-            return compute.run(context=context, payload_path="features.py").get_materialize_result()
-
-
-        defs = dg.Definitions(assets=[features], resources={"compute": ComputeResource(mode="local")})
-        ```
-    """
+    """Runs payloads on this machine or in Slurm jobs, with a Ray cluster around each if its launcher says so."""
 
     mode: Annotated[str, choice(*modes.MODES)] = Field(
         default="local", description='How payloads run: "local", "slurm", "slurm-session" or "slurm-hetjob".'
@@ -173,6 +158,16 @@ class ComputeResource(StrictResource, dg.PipesClient):
         uses_pipes: bool | Mapping[str, bool] = True,
     ) -> CompletedRun:
         """Run a payload and wait for it, with its output and Pipes messages streaming into Dagster.
+
+        Example:
+            ```python
+            @dg.asset
+            def features(context: dg.AssetExecutionContext, compute: ComputeResource):
+                return compute.run(context=context, payload_path="features.py").get_materialize_result()
+
+
+            defs = dg.Definitions(assets=[features], resources={"compute": ComputeResource(mode="local")})
+            ```
 
         Args:
             context: the context of the asset, asset check or op.

@@ -12,6 +12,8 @@ from typing import Optional
 from .cluster_error import ClusterError
 from .spec import RaySpec
 
+_IPV6 = "/proc/net/if_inet6"
+
 
 def is_loopback(address: str) -> bool:
     """Whether an address means another machine to each machine; False for a name."""
@@ -22,7 +24,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of a network interface.
+    """The IPv4 address of a network interface, or its IPv6 address if it has no other.
 
     Raises:
         ClusterError: if this node has no such interface, or it has no address.
@@ -32,13 +34,27 @@ def interface_address(interface: str) -> str:
         try:
             answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR of netdevice(7).
         except OSError as error:
+            address = _ipv6_address(interface)
+            if address is not None:
+                return address
             known = ", ".join(name for _, name in socket.if_nameindex())
             raise ClusterError(
                 "cluster-start",
-                "network_interface=%r has no IPv4 address on node %s (%s); it has: %s"
+                "network_interface=%r has no address on node %s (%s); it has: %s"
                 % (interface, socket.gethostname(), error.strerror, known),
             ) from None
     return socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6_address(interface: str) -> Optional[str]:
+    """The IPv6 address of an interface that other networks reach, too (proc(5)); None without one."""
+    try:
+        with open(_IPV6) as file:
+            rows = [line.split() for line in file]
+    except OSError:
+        return None
+    found = (row[0] for row in rows if row[5] == interface and row[3] == "00")  # Scope 00 is global.
+    return next((str(ipaddress.IPv6Address(int(digits, 16))) for digits in found), None)
 
 
 def route_address(host: str) -> Optional[str]:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dagster_rayslurm.runtime import machine, ports, scratch
+from dagster_rayslurm.runtime import addresses, machine, ports, scratch
 from dagster_rayslurm.runtime.addresses import interface_address
 from dagster_rayslurm.runtime.cluster_error import ClusterError
 from dagster_rayslurm.runtime.footprint import footprint_error, node_footprint
@@ -189,6 +189,17 @@ def test_clusters_divide_a_port_range() -> None:
 def test_a_range_that_cannot_serve_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"LOW-HIGH|ports"):
         ports.parse_range(text)
+
+
+def test_an_interface_with_ipv6_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = tmp_path / "if_inet6"
+    listed.write_text(
+        "fe800000000000000042acfffe130002 1c 40 20 80     ib9\nfd000077000000000000000000000002 1c 40 00 82     ib9\n"
+    )
+    monkeypatch.setattr(addresses, "_IPV6", str(listed))
+    assert interface_address("ib9") == "fd00:77::2"
+    with pytest.raises(ClusterError, match="network_interface='ib8' has no address on node"):
+        interface_address("ib8")
 
 
 def test_an_unknown_interface_names_those_there_are() -> None:
