@@ -46,6 +46,7 @@ class RequestServer:
         self._supervisor = supervisor
         self._path = os.path.join(session_dir, SESSION)
         self._seen: Set[str] = set()
+        self._withdrawn: Set[str] = set()
         # A port of the kernel's choice is better than none: on this node it can be reached in any case.
         self._door = Door(supervisor.loop, key, [*ports, 0], self._welcome)
         self._announcement: Dict[str, Any] = {
@@ -133,8 +134,13 @@ class RequestServer:
 
     def _take(self, request: Message) -> Message:
         op = request.get("op")
-        if op == "run":
-            return self._admit(request)
+        if op in ("run", "withdraw"):
+            problem = _problem(request)
+            if problem is not None:
+                return {"ok": False, "error": "refused", "message": "the request cannot be understood: %s" % problem}
+            if request["request_id"] in self._seen or _has_started(request["run_dir"]):
+                return {"ok": False, "error": "duplicate"}
+            return self._admit(request) if op == "run" else self._withdraw(request)
         if op == "describe":
             return {**self._supervisor.describe(), "ok": True}
         if op == "stop":
@@ -146,13 +152,15 @@ class RequestServer:
             return {"ok": True} if self._supervisor.lifetime.give_way() else {"ok": False, "error": "busy"}
         return {"ok": False, "error": "unknown request", "message": "this session does not know %.80r" % (op,)}
 
+    def _withdraw(self, request: Message) -> Message:
+        """Never run a payload that has not been accepted: its request may have been delayed, and arrive later."""
+        self._withdrawn.add(request["request_id"])
+        return {"ok": False, "error": "withdrawn", "message": "the request was withdrawn"}
+
     def _admit(self, request: Message) -> Message:
-        problem = _problem(request)
-        if problem is not None:
-            return {"ok": False, "error": "refused", "message": "the request cannot be understood: %s" % problem}
         request_id, run_dir = request["request_id"], request["run_dir"]
-        if request_id in self._seen or _has_started(run_dir):
-            return {"ok": False, "error": "duplicate"}
+        if request_id in self._withdrawn:
+            return self._withdraw(request)
         if self._supervisor.closing is not None:
             return {"ok": False, "error": "closing", "message": self._supervisor.closing}
         missing = [path for path in request.get("needs", []) if not _use(path)]

@@ -129,6 +129,20 @@ def test_a_request_that_is_repeated_runs_nothing_twice(session: Callable[..., Se
     assert one.run("a", code)["error"] == "duplicate" and marks.read_text() == "x"
 
 
+def test_a_request_that_was_withdrawn_is_not_run_when_it_arrives_late(session: Callable[..., Session]) -> None:
+    one = session()
+    for _ in range(2):  # The answer to the first one may have been lost.
+        assert one.ask(op="withdraw", request_id="a", run_dir=str(one.run_dir("a")))["error"] == "withdrawn"
+    assert one.run("a", "pass")["error"] == "withdrawn" and not one.run_dir("a").exists()
+
+
+def test_a_payload_that_was_accepted_cannot_be_withdrawn(session: Callable[..., Session]) -> None:
+    one = session()
+    assert one.run("a", "pass")["ok"]
+    assert one.ask(op="withdraw", request_id="a", run_dir=str(one.run_dir("a")))["error"] == "duplicate"
+    assert one.end_of("a")["exit_code"] == 0
+
+
 def test_what_another_session_has_accepted_is_not_run_again(session: Callable[..., Session]) -> None:
     one = session()
     one.run_dir("a").mkdir(parents=True)
@@ -534,6 +548,7 @@ def test_no_request_ends_the_session(session: Callable[..., Session], tmp_path: 
         {"op": []},
         {"op": "run"},
         {**good, "run_dir": 5},
+        {"op": "withdraw", "request_id": 5, "run_dir": "/a"},
         {**good, "run_dir": "a\0b"},
         {**good, "run_dir": "relative"},
         {**good, "request_id": []},

@@ -326,9 +326,9 @@ def test_a_payload_that_is_called_back(way: Way) -> None:
     way.events = [LOST, KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         way.put()
-    way.events = [{"ok": False, "error": "missing", "missing": [""]}]
+    way.events = [{"ok": False, "error": "withdrawn"}]
     way.request.withdraw()
-    assert not way.accepted and not way.request.unsettled and way.asked[-1][1]["needs"] == [""]
+    assert not way.accepted and not way.request.unsettled and way.asked[-1][1]["op"] == "withdraw"
 
 
 def test_one_that_had_been_accepted_is_known_when_it_is_called_back(way: Way) -> None:
@@ -355,7 +355,7 @@ def test_an_interrupt_need_not_wait_for_the_answer(way: Way, accepted: bool) -> 
     with pytest.raises(KeyboardInterrupt):
         way.put()
     assert time.monotonic() - began < 10 and way.request.unsettled and not way.accepted
-    way.events = [DUPLICATE if accepted else {"ok": False, "error": "missing", "missing": [""]}]
+    way.events = [DUPLICATE if accepted else {"ok": False, "error": "withdrawn"}]
     way.request.withdraw()
     assert way.accepted == (["slurm-1"] if accepted else []) and not way.request.unsettled
 

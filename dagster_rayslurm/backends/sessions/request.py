@@ -96,7 +96,7 @@ class Request:
             ConnectionFailed: the edge node cannot be reached; nothing was asked.
             OSError: the secrets cannot be written.
         """
-        request = self._run_request(files=dict(files), needs=list(needs))
+        request = self._request("run", files=dict(files), needs=list(needs))
         if self._secrets:
             request["secrets"] = True
             self._write_secrets()
@@ -135,8 +135,8 @@ class Request:
                 self._log.warning(f"[rayslurm] {told}; asking again")
             time.sleep(next(pauses, _PAUSES[-1]))
 
-    def _run_request(self, **more: Any) -> dict[str, Any]:
-        return {"op": "run", "request_id": self._nonce, "run_dir": self._run_dir, **more}
+    def _request(self, op: str, **more: Any) -> dict[str, Any]:
+        return {"op": op, "request_id": self._nonce, "run_dir": self._run_dir, **more}
 
     def _write_secrets(self) -> None:
         """Only now: while a session waits in the queue nobody sees to its payloads' directories, and they may be swept."""
@@ -316,16 +316,15 @@ class Request:
         return StartError("cluster-start", f"{self._name(found)} does not answer within {_SILENT_FOR:g} s: {self._why}; {remedy}")
 
     def withdraw(self) -> None:
-        """Find out whether it was accepted after all, for somebody who is about to cancel it."""
+        """Withdraw the request, or find out that it was accepted after all, for somebody who is about to cancel it."""
         deadline = time.monotonic() + _WITHDRAW_WITHIN
         for _ in range(_WITHDRAWALS):
-            # A bundle that cannot be there: whoever has not accepted it until now does not do so for this.
             with contextlib.suppress(OSError):
                 if (acceptor := self._read_start()) is not None:
                     self._settled(acceptor)
                     return
                 newest = list(self._asked.values())[-1]
-                if self._try(newest, self._run_request(needs=[""])) is not None:
+                if self._try(newest, self._request("withdraw")) is not None:
                     return
             if time.monotonic() > deadline:
                 break
