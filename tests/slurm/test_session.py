@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,44 @@ def test_two_assets_of_one_run_share_a_job(session_compute: Make, script: Any, s
     name = site.sh(f"squeue --me --noheader --format=%j -j {job}").strip()
     assert compute.cleanup_cluster("slurm-" + name.rpartition("-")[2])
     assert not compute.cleanup_cluster("slurm-" + name.rpartition("-")[2]) and not site.jobs()
+
+
+BURN = 5.0
+"""Seconds of CPU time on each node."""
+
+FIGURES = pipes_script("""
+import ray, time
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+ray.init()
+
+@ray.remote(num_cpus=0.5)
+def work(burn):
+    began = time.process_time()
+    while time.process_time() - began < burn:
+        pass
+    time.sleep(0 if burn else 8)
+
+nodes = [node["NodeID"] for node in ray.nodes()]
+ray.get([work.options(scheduling_strategy=On(node, soft=False)).remote(%g) for node in nodes])
+pipes.report_asset_materialization()
+""")
+
+
+def test_figures_in_a_warm_cluster_are_each_payloads_own(session_compute: Make, script: Any) -> None:
+    """On both nodes: the first one tells the other whose Ray jobs are whose."""
+    compute = session_compute(
+        enable_cluster_reuse=True,
+        default_launcher=small_ray(grace_period=3),
+        queue={**RAY_QUEUE, "num_nodes": 2},
+        session={"idle_timeout": 30, "max_concurrent_payloads": 2},
+    )
+    payloads = [script(FIGURES % 0.0, "sleep.py"), script(FIGURES % BURN, "burn.py")]
+    with ThreadPoolExecutor() as pool:
+        sleeper, burner = pool.map(lambda payload: run_asset(compute, payload).metadata, payloads)
+    told = [{row.data["node"]: row.data["CPU time (s)"] for row in each["Nodes"].records} for each in (sleeper, burner)]
+    assert all(told[1][node] > 0.75 * BURN and told[0][node] < 0.6 * BURN for node in ("c1", "c2")), told
+    assert burner["CPU time (s)"] < 2 * BURN + 8 and sleeper["CPU time (s)"] < 0.5 * burner["CPU time (s)"]
+    assert all(each["Shared memory (MiB)"] > 200 for each in (sleeper, burner))
 
 
 def test_a_warm_cluster_for_all(session_compute: Make, script: Any, site: Site) -> None:
