@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, NoReturn, Optional
 
 from pydantic import Field
 
@@ -108,6 +108,17 @@ class SlurmResource(StrictResource):
         default=30,
         description="Seconds between two looks at the queue, for pending reasons and lost jobs; results never wait for it.",
     )
+
+    def run(self, **_arguments: Any) -> NoReturn:
+        """Say that a cluster alone runs no payload: `ComputeResource.run` does.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            'SlurmResource describes a cluster and runs nothing; make the resource ComputeResource(mode="slurm", '
+            "slurm=SlurmResource(…)) and call run() of that"
+        )
 
 
 def split_signal(text: str | None) -> tuple[str, float | None]:

@@ -73,3 +73,8 @@ def test_what_is_said_to_use_exists(owner: str) -> None:
             assert named[1] in known, instead
         for other, field in re.findall(r"(ComputeResource|SlurmResource|SessionConfig)\((\w+)=", instead):
             assert field in getattr(dagster_rayslurm, other).model_fields, instead
+
+
+def test_a_cluster_alone_runs_nothing() -> None:
+    with pytest.raises(TypeError, match=r'make the resource ComputeResource\(mode="slurm", slurm=SlurmResource\(…\)\)'):
+        SlurmResource().run(context=None, payload_path="x")
