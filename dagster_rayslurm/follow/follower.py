@@ -29,6 +29,9 @@ OUT_OF_SIGHT = 60.0
 """Seconds without news for which what must have been written is waited for: a network file system may show one file, or one
 part of it, later than another (nfs(5): acregmax is 60 seconds)."""
 
+_WARNINGS = ("memory", "own-ray", "unschedulable")
+"""Phases that tell the user of something to mend."""
+
 _TAIL = 65536
 """Bytes of the record of output that were handed on before, and yet belong to the last output."""
 
@@ -304,7 +307,7 @@ class Follower:
         elif kind == "phase":
             self.evidence.nodes_lost += record["phase"] == "node-lost"
             self.evidence.queued = record["phase"] == "queued"
-            level = logging.WARNING if record["phase"] == "memory" else logging.INFO
+            level = logging.WARNING if record["phase"] in _WARNINGS else logging.INFO
             self._say(level, f"{record['phase']}: {record['message']}")
         elif kind == "tail":
             self.evidence.tails[record["name"]] = record["text"]

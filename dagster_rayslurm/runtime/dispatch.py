@@ -15,6 +15,7 @@ from .leftovers import Leftovers
 from .lifetime import Lifetime
 from .loop import Loop
 from .node_group import NodeGroup
+from .own_ray import OwnRay
 from .payload import Payload
 from .queueing import Claims
 from .roster import Roster
@@ -64,6 +65,7 @@ class Dispatch:
         leftovers: Leftovers,
         strays: Strays,
     ) -> None:
+        self._loop = loop
         self._spec = spec
         self._nodes = nodes
         self._private = private
@@ -146,6 +148,7 @@ class Dispatch:
             if other is not payload and other.pid is not None:
                 other.companions.add(payload.spec.nonce)
                 payload.companions.add(other.spec.nonce)
+        OwnRay(self._loop, payload, self._nodes.machine)
         if cluster is None:  # Nothing of it is on the other nodes.
             return payload.start(Setting(messages, self._gauges, others=lambda: self._others(payload)))
         kept_warm = self._ray is not None and cluster is self._clusters.warm

@@ -14,6 +14,7 @@ from .footprint import asks_for_gpus
 from .loop import Loop
 from .nodes import named, nodes_expected
 from .queueing import Claims
+from .ray_arguments import granted_defaults
 from .record import node_log
 from .scratch import Scratch
 from .spec import RaySpec, RuntimeSpec
@@ -92,6 +93,8 @@ class NodeGroup:
 
     def payload_environ(self, environ: Dict[str, str]) -> Dict[str, str]:
         """What a payload's environment is made from: it sees what this node grants."""
+        if self.allocation is not None:
+            environ = {**granted_defaults(self.machine), **environ}
         return self._stage.head_environ(environ) if self._stage is not None else environ
 
     def in_words(self, ray: Optional[RaySpec]) -> str:

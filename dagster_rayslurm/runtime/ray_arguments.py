@@ -9,6 +9,12 @@ from . import ports
 from .machine import Machine, usable_memory
 from .spec import RaySpec
 
+_STORE_SHARE = 0.3
+"""Part of the memory that the object store gets by default, as in Ray."""
+
+_SMALLEST_STORE = 75 * 2**20
+"""Bytes of the smallest object store that Ray 2.60 starts with."""
+
 IMPATIENT = {"RAY_raylet_client_connect_timeout_milliseconds": "20", "RAY_raylet_client_num_connect_attempts": "500"}
 """Ray 2.60's raylet connects to its object store before that listens, and then sleeps: 10 s at most, but not in steps of 1 s."""
 
@@ -57,7 +63,7 @@ def _node_arguments(spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_d
         # Ray 2.60 looks at the machine and the root cgroup, not at what Slurm granted to the job.
         usable = usable_memory(machine)
         if store is None:
-            store = int(usable * 0.3)
+            store = int(usable * _STORE_SHARE)
             arguments.append("--object-store-memory=%d" % store)
         arguments.append("--memory=%d" % max(usable - store, 2**20))
     if spec.resources:
@@ -65,6 +71,21 @@ def _node_arguments(spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_d
     if spec.labels:
         arguments.append("--labels=" + ",".join("%s=%s" % item for item in sorted(spec.labels.items())))
     return arguments + spec.ray_args
+
+
+def granted_defaults(machine: Machine) -> Dict[str, str]:
+    """The variables by which a Ray that a payload starts itself takes by default what was granted (Ray 2.60).
+
+    A `ray.init` that connects to a cluster reads none of them. Ray has no variable for a default number of CPUs
+    (`RAY_OVERRIDE_RESOURCES` would also override an explicit `num_cpus`), but counts as Python does, and Python 3.13 has one.
+    """
+    env = {"PYTHON_CPU_COUNT": str(machine.num_cpus)}
+    if machine.memory_limit is not None:
+        usable = usable_memory(machine)
+        store = max(int(usable * _STORE_SHARE), _SMALLEST_STORE)
+        env["RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"] = str(store)
+        env["RAY_OVERRIDE_RESOURCES"] = json.dumps({"memory": max(usable - store, 2**20)})
+    return env
 
 
 def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:

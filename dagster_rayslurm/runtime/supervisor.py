@@ -161,7 +161,8 @@ class Supervisor:
         try:
             self.clusters.start()
             if self._templates is not None:
-                self._templates.warm(self.spec.preload, self.cluster.environment if self.cluster is not None else None)
+                ray_env = self.cluster.environment if self.cluster is not None else None
+                self._templates.warm(self.spec.preload, ray_env, self.nodes.payload_environ(dict(os.environ)))
             if self.cluster is None:
                 problem = footprint_error(runtime_footprint(self.spec, self.nodes.machine.component), self.nodes.machine)
                 if problem:

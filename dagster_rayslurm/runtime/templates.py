@@ -96,17 +96,19 @@ class Templates:
         self._all: Dict[Tuple[str, ...], Template] = {}
         self._failures: Dict[Tuple[str, ...], int] = {}
 
-    def warm(self, modules: Sequence[str], ray_env: Optional[Environment] = None) -> None:
+    def warm(self, modules: Sequence[str], ray_env: Optional[Environment] = None, environ: Optional[Environment] = None) -> None:
         """Begin to import modules for payloads that are yet to come.
 
         Args:
             modules: what to import; nothing happens if that is nothing.
             ray_env: how those payloads reach their cluster; None if each of them has its own.
+            environ: what their environment is made from; None for this process's own.
         """
         if modules and sys.platform == "linux":
             some = PayloadSpec(argv=[], nonce="", uses_ray=True)
             ray_env = ray_environment(RaySpec(), "") if ray_env is None else ray_env
-            self._start(tuple(modules), payload_environment(some, dict(os.environ), self._python, "", "", ray_env), ())
+            base = dict(os.environ) if environ is None else environ
+            self._start(tuple(modules), payload_environment(some, base, self._python, "", "", ray_env), ())
 
     def _start(self, key: Tuple[str, ...], env: Environment, secrets: Iterable[str]) -> None:
         env = template_environment(dict(os.environ), env, secrets)
