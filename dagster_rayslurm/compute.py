@@ -19,6 +19,7 @@ from .completed import CompletedRun
 from .config import SessionConfig, StrictResource, at_least, choice, plain_text
 from .definition import check_definition
 from .environments import InheritedEnvironment, PreDeployedEnvironment
+from .environments.config import prefix
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .slurm.config import SlurmQueueConfig, SlurmResource
 from .slurm.hetjob import HetComponent
@@ -64,7 +65,7 @@ class ComputeResource(StrictResource, dg.PipesClient):
         discriminator="kind",
         description="The Python environment of payloads; over SSH it has to be a pre-deployed one.",
     )
-    pre_deployed_env_path: Annotated[Optional[str], plain_text] = Field(
+    pre_deployed_env_path: Annotated[Optional[str], prefix] = Field(
         default=None,
         description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh. Local mode "
         "ignores one that is not on this machine.",
