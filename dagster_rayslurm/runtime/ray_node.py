@@ -50,7 +50,11 @@ def main(argv: List[str]) -> int:
         import ray
         from ray.scripts import scripts
     except ImportError as error:
-        report(event="environment", message="Ray cannot be imported by %s: %s" % (sys.executable, error))
+        message = "Ray cannot be imported by %s: %s" % (sys.executable, error)
+        if error.name == "ray":
+            wanted = "==" + order["ray_version"] if order["ray_version"] else ">=2.52"
+            message += "; install it there: %s -m pip install 'ray[default]%s'" % (sys.executable, wanted)
+        report(event="environment", message=message)
         return 1
     refusal = refuse_version(ray.__version__, order["ray_version"], order["token"]) or refuse_dashboard(ray, order["command"])
     if refusal:

@@ -17,7 +17,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from . import ports, processes
 from .addresses import join_host_port
-from .cluster_error import ClusterError
+from .cluster_error import ClusterError, last_words
 from .loop import Loop
 from .machine import Machine
 from .prestart import AT_FIRST_DRIVER, logs_of
@@ -357,7 +357,9 @@ class RayStart:
         if slow:
             why += " on node %s, %d times: it is overloaded, or the file system of its environment is slow"
             return self._fail(ClusterError("cluster-start", why % (node, self._attempt)))
-        self._fail(ClusterError("cluster-start", "%s on node %s ended with %s before Ray was up" % (what, node, how)))
+        said = last_words(tail_file(self._log_path))
+        how += " before Ray was up" + (said and ": " + said)
+        self._fail(ClusterError("cluster-start", "%s on node %s ended with %s" % (what, node, how)))
 
     def _fail(self, error: ClusterError) -> None:
         if not self._over:

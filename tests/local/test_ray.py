@@ -142,7 +142,9 @@ def test_ray_that_is_not_installed(base: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(prefix)], check=True)
     compute = ComputeResource(local_base=str(base), pre_deployed_env_path=str(prefix), default_launcher=small_ray())
     failure = run_asset(compute, "python -V", uses_pipes=False).failure
-    assert failure.kind == "environment" and f"Ray cannot be imported by {prefix}/bin/python" in (failure.description or "")
+    said = failure.description or ""
+    assert failure.kind == "environment" and f"Ray cannot be imported by {prefix}/bin/python" in said
+    assert f"; install it there: {prefix}/bin/python -m pip install 'ray[default]>=2.52'" in said
 
 
 def test_ray_of_another_version(ray_compute: ComputeResource) -> None:
@@ -190,7 +192,8 @@ def test_agents_that_are_slower_than_ray_allows(
 
 def test_ray_that_refuses_its_arguments(ray_compute: ComputeResource) -> None:
     failure = run_asset(ray_compute, "python -V", uses_pipes=False, launcher=small_ray(ray_args=["--no-such-option"])).failure
-    assert failure.kind == "cluster-start" and "before Ray was up" in (failure.description or "")
+    said = "ended with exit code 2 before Ray was up: Error: No such option '--no-such-option'."
+    assert failure.kind == "cluster-start" and said in (failure.description or "")
     assert "no-such-option" in failure.metadata["Log: ray start"].value
 
 

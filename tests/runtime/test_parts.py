@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from dagster_rayslurm import archive
 from dagster_rayslurm.archive import build_runtime, install_runtime, runtime_name
 from dagster_rayslurm.runtime import outputs, processes, spec, streams, usage, workspace
+from dagster_rayslurm.runtime.cluster_error import last_words
 from dagster_rayslurm.runtime.processes import Process
 
 from ..conftest import wait_until
@@ -47,6 +48,31 @@ def test_specs_survive_json() -> None:
 def test_a_spec_that_cannot_be_used_says_why(text: str, says: str) -> None:
     with pytest.raises(spec.SpecError, match=says):
         spec.from_json(spec.RuntimeSpec, text)
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        # What `ray start` of Ray 2.60 says of an object store that is too large, of bad labels, and of nothing at all.
+        (
+            '  File "/opt/ray/lib/python3.11/site-packages/ray/_private/resource_and_label_spec.py", line 432, in resolve\n'
+            "    raise ValueError(\n"
+            "ValueError: After taking into account object store and redis memory usage, the amount of memory on this node "
+            "available for tasks and actors (-76.5 GB) is less than -302% of total.\n",
+            "ValueError: After taking into account object store and redis memory usage, the amount of memory on this node "
+            "available for tasks and actors (-76.5 GB) is less than -302% of total.",
+        ),
+        (
+            "2026-11-22 19:56:14,129\tPANIC scripts.py:886 -- \x1b[31m`\x1b[1m--labels=a=b=c\x1b[22m\x1b[26m` is not a valid "
+            "string of key-value pairs\x1b[39m\nError: `{}` is not a valid string of key-value pairs, detailed error: {}\n",
+            "`--labels=a=b=c` is not a valid string of key-value pairs",
+        ),
+        ("2026-11-22 19:56:22,808\tINFO scripts.py:1043 -- \x1b[37mLocal node IP\x1b[39m: 10.9.9.9\n", ""),
+        ("", ""),
+    ],
+)
+def test_the_log_of_ray_start_ends_with_why(log: str, words: str) -> None:
+    assert last_words(log) == words
 
 
 def test_the_archive_is_reproducible_and_named_by_its_content(tmp_path: Path) -> None:
