@@ -79,11 +79,12 @@ def _count(number: int, what: str) -> str:
 
 
 def cpus_of(context: Mapping[str, Any]) -> float:
-    """The CPUs of all nodes that a run had: those that Slurm granted, or else those that Ray has."""
+    """The CPUs of all nodes that a run had: those that Slurm granted, or those that Ray and this machine have."""
     if context.get("granted"):
         return float(sum(node["num_cpus"] for node in context["granted"]))
     nodes = context.get("nodes") or []
-    return sum(node["resources"].get("CPU", 0.0) for node in nodes) or float(context.get("num_cpus") or 0)
+    counted = sum(node["resources"].get("CPU", 0.0) for node in nodes) or float(context.get("num_cpus") or 0)
+    return min(counted, context.get("machine_cpus") or counted)
 
 
 def memory_granted(node: Node) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Callable, List, Optional
 
@@ -14,6 +15,7 @@ from .installed import InstalledRay
 from .leftovers import Leftovers
 from .lifetime import Lifetime
 from .loop import Loop
+from .machine import count_cpus
 from .node_group import NodeGroup
 from .own_ray import OwnRay
 from .payload import Payload
@@ -139,7 +141,9 @@ class Dispatch:
             "warm": self._roster.served > 1 and not self._clusters.is_fresh(payload.spec),
         }
         allocation = self._nodes.allocation_facts()
-        if allocation is not None:
+        if allocation is None:
+            payload.context["machine_cpus"] = count_cpus(os.environ)  # Of which some are simulated, perhaps.
+        else:
             payload.context["allocation"] = allocation
             only_here = cluster is None and self._ray is not None  # In a session; another job is the payload's as a whole.
             machines = [self._nodes.machine] if only_here else self._nodes.machines()

@@ -49,6 +49,12 @@ END: dict[str, Any] = {
 }
 
 
+def test_simulated_cpus_are_not_part_of_the_efficiency() -> None:
+    """20 CPU seconds in 10 s are all that 2 CPUs have, whatever number Ray was told."""
+    on_two = {**END, "context": {**END["context"], "machine_cpus": 2}}
+    assert run_metadata(on_two, "local", "c1")["CPU efficiency (%)"] == 100.0
+
+
 def test_metadata_tells_what_was_used() -> None:
     metadata = run_metadata(END, "local", "c1")
     assert metadata["CPU efficiency (%)"] == 50.0 and metadata["Peak memory (MiB)"] == 1024.0
