@@ -23,6 +23,9 @@ from .scratch import Scratch
 from .spec import RaySpec
 from .team import Member, Others
 
+UNSCHEDULABLE = "unschedulable"
+"""Phase in which a payload asks for what no node can ever grant."""
+
 
 class RayCluster:
     """A Ray cluster whose head is below this runtime.
@@ -243,6 +246,8 @@ class RayCluster:
             self._ready_if_complete()
         elif kind == "nodes":
             self._take_nodes(event["nodes"])
+        elif kind == "unschedulable":
+            self._on_phase(UNSCHEDULABLE, event["message"])
         elif kind == "gcs-lost" and self.ready:
             self._fail(ClusterError("cluster-lost", "the GCS on node %s is gone" % self._machine.name))
 

@@ -8,6 +8,7 @@ so, seconds before `ray start` returns. Facts about Ray's private API were read 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -16,15 +17,18 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-from . import audit, prestart
+from . import audit, demand, prestart
 from .components import LABEL
 
 TOKEN_SINCE = (2, 52)
 """First Ray version with token authentication."""
 
 _FAST, _SLOW = 0.02, 1.0
+_PENDING = 7.0
+"""Seconds between two looks at what waits for resources; each takes a millisecond or two."""
+_NOT_IN = 2  # LABEL_OPERATOR_NOT_IN in Ray's common.proto.
 _MISSING = "get_ray_client_dependency_error"
 """Ray's function that tells what the server of Ray Client lacks, in its module of commands."""
 _HEAD_INFO = "get_all_node_info_until_retrieved"
@@ -169,6 +173,7 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
         client = _gcs_client(gcs)
         _tell_early(client, order["command"])
         known: Optional[Dict[str, Any]] = None
+        pending = _Pending(client, report)
         while True:
             nodes = _nodes(client)
             if nodes is not None and nodes != known:
@@ -180,10 +185,69 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
             if entrypoint and os.path.exists(entrypoint):
                 report(event="entrypoint")
                 entrypoint = None
+            pending.look(known or {})
             complete = known is not None and sum(node["alive"] for node in known.values()) >= expected
             time.sleep(_SLOW if complete and not entrypoint else _FAST)
     except BaseException as error:
         report(event="watch-failed", message="%s: %s" % (type(error).__name__, error))
+
+
+class _Pending:
+    """Reports what is asked of the cluster and no node can ever grant, once for as long as it is asked.
+
+    Args:
+        client: asks the GCS.
+        report: tells the runtime.
+    """
+
+    def __init__(self, client: Any, report: _Reporter) -> None:
+        self._client = client
+        self._report = report
+        self._next = 0.0
+        self._before: List[str] = []
+        self._told: List[str] = []
+
+    def look(self, nodes: Mapping[str, Any]) -> None:
+        """Ask if it is time; what was there twice is told, since a node that has just joined may yet grant it."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _PENDING
+        try:
+            found = demand.unschedulable(*_asked(self._client, nodes))
+        except Exception:  # A Ray that cannot be asked this has no common error; it is asked the next time.
+            return
+        lasting, self._before = [each for each in found if each in self._before], found
+        for sentence in lasting:
+            if sentence not in self._told:
+                self._report(event="unschedulable", message=sentence)
+        self._told = lasting
+
+
+def _asked(client: Any, nodes: Mapping[str, Any]) -> Tuple[List[demand.Request], List[demand.Group], List[demand.Node]]:
+    """What is asked for and not granted yet, and what the nodes have: what Ray tells its autoscaler (Ray 2.60)."""
+    messages: Any = importlib.import_module("ray.core.generated.autoscaler_pb2")
+    reply = messages.GetClusterResourceStateReply.FromString(client.get_cluster_resource_state(timeout_s=2))
+    state = reply.cluster_resource_state
+
+    def request(asked: Any) -> demand.Request:
+        labels = tuple(
+            tuple((rule.label_key, rule.operator != _NOT_IN, tuple(rule.label_values)) for rule in selector.label_constraints)
+            for selector in asked.label_selectors
+        )
+        return demand.Request(dict(asked.resources_bundle), labels)
+
+    requests = [request(each.request) for each in state.pending_resource_requests]
+    # `details` is "ID:STRATEGY|STATE".
+    groups = [
+        demand.Group(each.details.rpartition(":")[2].partition("|")[0], [request(bundle) for bundle in each.requests])
+        for each in state.pending_gang_resource_requests
+    ]
+    alive = [(each.node_id.hex(), each) for each in state.node_states if each.status != messages.DEAD]
+    there = [
+        demand.Node(nodes.get(name, {}).get("hostname", name), dict(each.total_resources), dict(each.labels))
+        for name, each in alive
+    ]
+    return requests, groups, there
 
 
 def _tell_early(client: Any, command: List[str]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, List, Optional
 from . import PROTOCOL_VERSION, machine, processes, scratch
 from .admission import Closing, Misfit, misfit
 from .allocation import Allocation
-from .cluster import RayCluster
+from .cluster import UNSCHEDULABLE, RayCluster
 from .cluster_error import ClusterError
 from .clusters import LOST_GRACE, Clusters
 from .dispatch import RAY_CHANGED, Dispatch
@@ -371,7 +371,8 @@ class Supervisor:
 
     def _tell(self, phase: str, message: str) -> None:
         for payload in self.payloads:
-            payload.phase(phase, message)
+            if phase != UNSCHEDULABLE or (payload.spec.uses_ray and payload.pid is not None):
+                payload.phase(phase, message)
 
     def _interrupted(self, signum: int) -> None:
         self._signalled = True

@@ -1,0 +1,94 @@
+"""What a payload asks of its cluster that no node can ever grant: told, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dagster_rayslurm.runtime.demand import Group, Node, Request, unschedulable
+
+from .test_sharing import Runtime
+
+NODES = [
+    Node("c1", {"CPU": 2.0, "memory": 4.0 * 2**30, "node:10.0.0.1": 1.0}, {"region": "north"}),
+    Node("c2", {"CPU": 4.0, "memory": 2.0 * 2**30, "disk": 1.0}, {}),
+]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request({"CPU": 4.0}),
+        Request({"CPU": 2.0, "memory": 3.0 * 2**30}),
+        Request({"node:10.0.0.1": 0.01}),
+        Request({"CPU": 1.0}, (((("region", True, ("north", "south"))),),)),
+        Request({"CPU": 4.0}, (((("region", False, ("north",))),),)),
+        Request({"CPU": 4.0}, (((("region", True, ("west",))),), ())),
+        Request({"CPU_group_0_ab12": 9.0, "bundle_group_ab12": 0.1}),
+    ],
+)
+def test_what_waits_for_its_turn_is_not_told(request_: Request) -> None:
+    assert unschedulable([request_], [], NODES) == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request({"GPU": 1.0}), "asks for GPU 1, and no node has that (c1 has CPU 2, GPU 0; c2 has CPU 4, GPU 0)."),
+        (Request({"CPU": 4.0, "memory": 3.0 * 2**30}), "asks for CPU 4, memory 3.0 GiB, and no node has that"),
+        (Request({"CPU": 1.0, "disk": 2.0}), "c2 has CPU 4, GPU 0, disk 1"),
+        (Request({"CPU": 1.0}, (((("region", True, ("west",))),),)), "asks for CPU 1, label region = west, and no node"),
+    ],
+)
+def test_what_no_node_has_is_told(request_: Request, words: str) -> None:
+    [said] = unschedulable([request_, request_], [], NODES)
+    assert words in said and "waits forever" in said
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cpus", "possible"),
+    [
+        ("PACK", [2, 4], True),
+        ("PACK", [4, 4], False),
+        ("PACK", [5], False),
+        ("SPREAD", [1, 1, 1], True),
+        ("STRICT_SPREAD", [1, 1, 1], False),
+        ("STRICT_SPREAD", [2, 4], True),
+        ("STRICT_PACK", [2, 2], True),
+        ("STRICT_PACK", [2, 3], False),
+    ],
+)
+def test_placement_groups(strategy: str, cpus: list[int], possible: bool) -> None:
+    said = unschedulable([], [Group(strategy, [Request({"CPU": float(each)}) for each in cpus])], NODES)
+    assert not said if possible else (strategy in said[0] and "cannot hold" in said[0])
+
+
+ASK = """
+import os, ray, sys, time
+from ray.util.placement_group import placement_group
+ray.init(log_to_driver=False)
+group = placement_group([{"CPU": 1}, {"CPU": 1}], strategy="STRICT_SPREAD")
+@ray.remote(num_cpus=1)
+def wait(): time.sleep(600)
+calls = [wait.remote(), wait.remote(), ray.remote(num_gpus=1)(lambda: None).remote()]
+until = time.monotonic() + 100
+while open(os.path.join(os.environ["RAYSLURM_RUN_DIR"], "journal.jsonl")).read().count("unschedulable") < 2:
+    if time.monotonic() > until:
+        sys.exit("nobody was told")
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.ray
+def test_a_payload_that_asks_for_what_there_is_not_is_told(tmp_path: Path) -> None:
+    runtime = Runtime(tmp_path)
+    runtime.add("one", ASK, uses_ray=True)
+    runtime.run("""
+        session(ray=RaySpec(num_cpus=1, object_store_memory=100 * 2**20, dashboard=False, startup_timeout=60.0))
+        submit("one")
+        when_done(loop.stop)
+    """)
+    assert runtime.end("one")["exit_code"] == 0
+    told = sorted(record["message"] for record in runtime.records("one") if record.get("phase") == "unschedulable")
+    assert len(told) == 2 and "STRICT_SPREAD" in told[0] and "asks for CPU 1, GPU 1, and no node has that" in told[1]
