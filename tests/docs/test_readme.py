@@ -202,6 +202,14 @@ def test_links_lead_somewhere(page: str) -> None:
         assert path or heading in headings, heading
 
 
+def test_the_extras_that_are_installed_exist() -> None:
+    extras = set(
+        re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text().partition("[project.optional-")[2], re.MULTILINE)
+    )
+    (named,) = re.findall(r'^\$ pip install -e "\.\[([a-z,]+)\]"$', README, re.MULTILINE)
+    assert {"ray", "ui"} == set(named.split(",")) <= extras
+
+
 def test_pixi_has_the_tasks_of_the_makefile() -> None:
     pixi = (ROOT / "pixi.toml").read_text()
     for task in ("install", "demo", "dev", "test", "bench", "stack-up", "stack-down", "stack-logs"):

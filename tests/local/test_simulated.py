@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm import BashLauncher, ComputeResource, RayLauncher
+from dagster_rayslurm import BashLauncher, ComputeResource, HetComponent, RayLauncher, SlurmQueueConfig
 
 from ..conftest import pipes_script, run_asset, small_ray
 
@@ -57,6 +57,16 @@ def test_a_payload_that_is_too_large_for_the_warm_cluster_gets_a_simulated_one(b
     assert own == again != large
     for cluster_id in (own, large):
         assert warm.cleanup_cluster(cluster_id)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("topology", ["spanning", "separate"])
+def test_components_may_be_larger_than_the_machine(base: Path, script: Any, topology: str) -> None:
+    launcher = small_ray(num_cpus_per_node=CPUS, num_gpus_per_node=2)
+    fields = {} if topology == "separate" else {"default_launcher": launcher}
+    own = launcher if topology == "separate" else RayLauncher()
+    large = HetComponent(component_id="large", queue=SlurmQueueConfig(), launcher=own)
+    check_look(run_asset(ComputeResource(local_base=str(base), topology=topology, components=[large], **fields), script(LOOK)))
 
 
 @pytest.mark.parametrize("launcher", [RayLauncher(num_cpus_per_node=CPUS), BashLauncher(num_cpus=CPUS)])
