@@ -11,10 +11,11 @@ import re
 import signal
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
-from typing import Annotated, Any, Optional, TypeVar
+from typing import Annotated, Any, Optional, TypeVar, get_args
 
 import dagster as dg
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from .runtime.spec import RAY_COORDINATES, is_passable
 from .unknown_names import explain, explain_class
@@ -54,6 +55,16 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
+    def __init__(self, **values: Any) -> None:
+        """See the class."""
+        # Here, since Dagster takes values apart before any validator sees them.
+        for name, value in values.items():
+            field = type(self).model_fields.get(name)
+            wrong = None if field is None else _no_object(field, value)
+            if wrong:
+                raise ValueError(f"{type(self).__name__}.{name}: {wrong}")
+        super().__init__(**values)
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_fields(cls, values: Any) -> Any:
@@ -63,6 +74,16 @@ class StrictModel(BaseModel):
             if wrong := explain_class(value):
                 raise ValueError(f"{cls.__name__}.{name}: {wrong}")
         return values
+
+
+def _no_object(field: FieldInfo, value: object) -> str | None:
+    """A sentence for a value that is a class, or anything else, where a field takes one of some objects."""
+    if isinstance(value, type):
+        return f"{value.__name__} is a class; write {value.__name__}(…)"
+    classes = get_args(field.annotation)
+    if field.discriminator is None or value is None or isinstance(value, (Mapping, *classes)):
+        return None
+    return f"{value!r} cannot be used; write {' or '.join(f'{each.__name__}(…)' for each in classes)}"
 
 
 class StrictConfig(StrictModel, dg.Config):

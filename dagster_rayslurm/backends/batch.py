@@ -17,7 +17,7 @@ from dagster_pipes import PipesContextData
 
 from ..components import Component, component_specs, request_for
 from ..connections.base import Connection
-from ..connections.remote_path import expand_home, is_rooted
+from ..connections.remote_path import check_no_variable, expand_home, is_rooted
 from ..connections.shared import connection_to
 from ..environments import Environment, Interpreter
 from ..environments.check import check_environment_on
@@ -248,6 +248,8 @@ def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> N
     """
     path_on_cluster(environment, over_ssh=slurm.ssh is not None)
     for name, path in (("remote_base", slurm.remote_base), ("data_dir", plan.payload.data_dir)):
+        if path is not None:
+            check_no_variable(path, name)
         if path is not None and not is_rooted(path):
             raise ValueError(f'{name}: {path!r} is relative; write an absolute path, or one that begins with "~/"')
 

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 
 from .base import Connection
+
+_VARIABLE = re.compile(r"(^|/)\$(\w+|\{\w+\})(/|$)")
+
+
+def check_no_variable(path: str, field: str) -> None:
+    """Refuse a path of which a part is a variable, since nobody expands it.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    found = _VARIABLE.search(path)
+    if found:
+        raise ValueError(
+            f'{field}: {path!r}: variables such as ${found[2]} are not expanded; write the value, or begin with "~/"'
+        )
 
 
 def is_rooted(path: str) -> bool:

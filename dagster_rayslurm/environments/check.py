@@ -38,7 +38,7 @@ shift 8
 cd / || exit
 found=- activate=
 if [ -z "$python" ]; then
-    [ -d "$prefix" ] || { echo absent; exit; }
+    [ -d "$prefix" ] || { [ -f "$prefix" ] && echo file || echo absent; exit; }
     for name; do
         if [ -z "$python" ] && [ -f "$prefix/$name" ] && [ -x "$prefix/$name" ]; then found=$name python=$prefix/$name; fi
     done
@@ -209,6 +209,7 @@ def _ask(connection: Connection, path: str, is_python: bool, cache_dir: str, age
 _NOT_FOUND = {
     "absent": "there is no directory {path}, or this user cannot enter it; name a prefix that the edge node and the compute "
     "nodes see",
+    "file": "{path} is a file; name the prefix, the directory that has bin/python in it",
     "empty": "{path} has neither bin/python nor activate.sh; point it at a conda prefix, a venv, or a directory with an "
     "activate.sh",
     "broken": "{path}/bin/python is a link that leads nowhere; make the environment anew, with a Python that is still there",

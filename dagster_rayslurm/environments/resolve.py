@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..connections.remote_path import is_rooted
+from ..connections.remote_path import check_no_variable, is_rooted
 from .config import Environment, PreDeployedEnvironment
 
 PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
@@ -44,6 +44,8 @@ def resolve_environment(environment: Environment) -> Interpreter:
     python = next((path for path in map(prefix.joinpath, PYTHONS) if os.access(path, os.X_OK)), None)
     if activate.is_file():
         return Interpreter(str(python or "python3"), str(activate))
+    if prefix.is_file():
+        raise ValueError(f"environment: {prefix} is a file; name the prefix, the directory that has bin/python in it")
     if python is None:
         raise ValueError(
             f"environment: {prefix} has neither bin/python nor activate.sh; point it at a conda prefix, a venv, or a "
@@ -72,6 +74,7 @@ def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
                 'pre_deployed_env_path="/path/to/env"'
             )
         return sys.executable
+    check_no_variable(environment.path, "environment")
     if is_rooted(environment.path):
         return environment.path
     if over_ssh:

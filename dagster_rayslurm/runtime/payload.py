@@ -20,7 +20,7 @@ from .loop import Loop
 from .measurement import Measurement
 from .messages import MessageFile
 from .outputs import NOTHING, Collected, Collection
-from .payload_process import PayloadProcess
+from .payload_process import PayloadProcess, why_not_started
 from .payload_record import PayloadRecord
 from .record import RunRecord, tail_lines
 from .setting import Setting
@@ -135,7 +135,7 @@ class Payload:
     def _begun(self, argv: List[str], error: Optional[Exception]) -> None:
         """The process has started, or cannot be."""
         if error is not None:
-            why = error.strerror if isinstance(error, OSError) else str(error)
+            why = why_not_started(error, argv[0], self._work_dir)
             return self._finish(End("spawn", "the command %r cannot be started: %s" % (argv[0], why)))
         self.record.note({"type": "context", "context": self.context})
         self.record.phase("running", "payload started (pid %s)" % self._process.pid)

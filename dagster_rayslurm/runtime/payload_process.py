@@ -119,3 +119,19 @@ class PayloadProcess:
     def kill_leftovers(self) -> None:
         """End what it left behind in other process groups; its environment names this run."""
         processes.kill_all(processes.with_environment("RAYSLURM_RUN_DIR=" + self._run_dir))
+
+
+def why_not_started(error: Exception, command: str, work_dir: str) -> str:
+    """Why a command cannot be started, and what to do.
+
+    Args:
+        error: what starting it raised.
+        command: its first word.
+        work_dir: where it is started.
+    """
+    why = str(error.strerror if isinstance(error, OSError) else error)
+    if not isinstance(error, FileNotFoundError):
+        return why
+    if os.path.exists(os.path.join(work_dir, command)):
+        return why + "; the file is there, but not the interpreter that its first line names"
+    return why + '; the PATH there has no such program, and no shell reads the command: for that use ["bash", "-c", "…"]'

@@ -164,7 +164,23 @@ def test_an_environment_that_is_not_there(base: Path, tmp_path: Path) -> None:
 
 def test_a_command_that_is_not_there(compute: ComputeResource) -> None:
     failure = run_asset(compute, "no-such-command-here --x").failure
-    assert failure.kind == "payload" and "'no-such-command-here' cannot be started: No such file" in (failure.description or "")
+    said = failure.description or ""
+    assert (
+        failure.kind == "payload"
+        and "'no-such-command-here' cannot be started: No such file or directory; the PATH there" in said
+    )
+
+
+def test_a_script_whose_interpreter_is_not_there(compute: ComputeResource, script: Any) -> None:
+    tool = script("#!/no/such/interpreter\n")
+    tool.chmod(0o755)
+    assert "the file is there, but not the interpreter" in (run_asset(compute, [str(tool)]).failure.description or "")
+
+
+def test_an_environment_that_is_the_interpreter(base: Path) -> None:
+    compute = ComputeResource(local_base=str(base), pre_deployed_env_path=sys.executable)
+    failure = run_asset(compute, "python -V").failure
+    assert failure.kind == "configuration" and "is a file; name the prefix" in (failure.description or "")
 
 
 def test_a_base_directory_that_cannot_be_written(tmp_path: Path) -> None:

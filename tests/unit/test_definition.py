@@ -40,6 +40,14 @@ def definitions(compute: Any) -> dg.Definitions:
         ({"mode": "slurm", "slurm": SlurmResource(), "components": [PART]}, "components: a job of mode 'slurm' has none"),
         ({"mode": "slurm", "slurm": SlurmResource(ssh=EDGE)}, 'name the environment there: pre_deployed_env_path="/path/to/env"'),
         ({"mode": "slurm", "slurm": SlurmResource(ssh=EDGE), "pre_deployed_env_path": "study"}, "'study' does not say where"),
+        (
+            {"mode": "slurm", "slurm": SlurmResource(ssh=EDGE), "pre_deployed_env_path": "$HOME/env"},
+            r"environment: '\$HOME/env': variables such as \$HOME are not expanded; write the value, or begin with \"~/\"",
+        ),
+        (
+            {"mode": "slurm", "slurm": SlurmResource(remote_base="/scratch/${USER}/x")},
+            r"remote_base: '/scratch/\$\{USER\}/x': variables such as",
+        ),
         ({"mode": "slurm", "slurm": SlurmResource(queue=BOTH)}, "mem='1G' and mem_per_cpu='1G' exclude each other"),
         ({"mode": dg.EnvVar("MODE"), "slurm": SlurmResource(queue=BOTH)}, "exclude each other"),
         (

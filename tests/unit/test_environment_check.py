@@ -188,7 +188,7 @@ def test_nothing_there(tmp_path: Path, look: Look) -> None:
         look(tmp_path / "nothing")
     assert caught.value.kind == "environment"
     (tmp_path / "file").touch()
-    with pytest.raises(StartError, match="there is no directory"):
+    with pytest.raises(StartError, match=f"{tmp_path}/file is a file; name the prefix, the directory that has bin/python in it"):
         look(tmp_path / "file")
 
 

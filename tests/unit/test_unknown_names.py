@@ -13,6 +13,22 @@ from dagster_rayslurm.unknown_names import _INSTEAD
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("default_launcher", RayLauncher, "RayLauncher is a class; write RayLauncher(…)"),
+        ("default_launcher", "ray", "'ray' cannot be used; write RayLauncher(…) or BashLauncher(…)"),
+        ("default_launcher", SessionConfig(), "write RayLauncher(…) or BashLauncher(…)"),
+        ("environment", "/opt/ray", "'/opt/ray' cannot be used; write InheritedEnvironment(…) or PreDeployedEnvironment(…)"),
+        ("slurm", SlurmResource, "SlurmResource is a class; write SlurmResource(…)"),
+    ],
+)
+def test_what_is_no_object_is_one_sentence(name: str, value: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"ComputeResource.{name}: ")) as caught:
+        ComputeResource(**{name: value})
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("cls", "name", "says"),
     [
         (SlurmQueueConfig, "cpu_per_node", "SlurmQueueConfig has no field 'cpu_per_node'; did you mean cpus_per_node?"),
