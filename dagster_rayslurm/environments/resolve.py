@@ -44,8 +44,6 @@ def resolve_environment(environment: Environment) -> Interpreter:
     python = next((path for path in map(prefix.joinpath, PYTHONS) if os.access(path, os.X_OK)), None)
     if activate.is_file():
         return Interpreter(str(python or "python3"), str(activate))
-    if prefix.is_file():
-        raise ValueError(f"environment: {prefix} is a file; name the prefix, the directory that has bin/python in it")
     if python is None:
         raise ValueError(
             f"environment: {prefix} has neither bin/python nor activate.sh; point it at a conda prefix, a venv, or a "

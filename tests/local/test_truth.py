@@ -177,12 +177,6 @@ def test_a_script_whose_interpreter_is_not_there(compute: ComputeResource, scrip
     assert "the file is there, but not the interpreter" in (run_asset(compute, [str(tool)]).failure.description or "")
 
 
-def test_an_environment_that_is_the_interpreter(base: Path) -> None:
-    compute = ComputeResource(local_base=str(base), pre_deployed_env_path=sys.executable)
-    failure = run_asset(compute, "python -V").failure
-    assert failure.kind == "configuration" and "is a file; name the prefix" in (failure.description or "")
-
-
 def test_a_base_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     compute = ComputeResource(local_base=str(tmp_path / "file"), default_launcher=BashLauncher())

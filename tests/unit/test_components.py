@@ -232,6 +232,8 @@ def test_a_script_is_shown_of_nothing_that_a_run_refuses(topology: str) -> None:
     assert "RayLauncher.min_nodes=3 is more than" in said
     assert "RayLauncher.min_nodes=3 is more than" in said_by(mode="slurm", default_launcher=more)
     assert "data_dir: 'x' is relative" in said_by(mode="slurm-session", data_dir="x")
+    said = said_by(mode="slurm-session", data_dir="/scratch/${USER}/x")
+    assert "data_dir: '/scratch/${USER}/x': variables such as ${USER} are not expanded" in said
 
 
 @pytest.mark.parametrize("reuse", [False, True])

@@ -44,10 +44,6 @@ def definitions(compute: Any) -> dg.Definitions:
             {"mode": "slurm", "slurm": SlurmResource(ssh=EDGE), "pre_deployed_env_path": "$HOME/env"},
             r"environment: '\$HOME/env': variables such as \$HOME are not expanded; write the value, or begin with \"~/\"",
         ),
-        (
-            {"mode": "slurm", "slurm": SlurmResource(remote_base="/scratch/${USER}/x")},
-            r"remote_base: '/scratch/\$\{USER\}/x': variables such as",
-        ),
         ({"mode": "slurm", "slurm": SlurmResource(queue=BOTH)}, "mem='1G' and mem_per_cpu='1G' exclude each other"),
         ({"mode": dg.EnvVar("MODE"), "slurm": SlurmResource(queue=BOTH)}, "exclude each other"),
         (
