@@ -30,7 +30,8 @@ def test_runs_are_listed_shown_and_their_output_printed(kept: Path, base: Path) 
     row = json.loads(invoke(base, "runs", "--json").output)
     assert row["run"] == kept.name and row["state"] == "ended"
     records = [json.loads(line) for line in invoke(base, "show", kept.name[:8]).output.splitlines()]
-    assert [record["type"] for record in records] == ["start", "phase", "end"] and records[-1]["exit_code"] == 5
+    types = [record["type"] for record in records if record["type"] != "usage"]
+    assert types == ["start", "context", "phase", "end"] and records[-1]["exit_code"] == 5
     logs = invoke(base, "logs", kept.name)
     assert "to stdout" in logs.stdout and "to stderr" in logs.stderr
 
