@@ -252,6 +252,7 @@ GOOD: dict[str, Any] = {
     "scope": "run",
     "signal_before_timeout": "USR1@300",
     "time_limit": "1-00:05:00",
+    "local_resources": "strict",
     "topology": "separate",
 }
 """A value of each field that takes no word that it does not know."""
