@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
 
 from . import ports, processes
 from .addresses import join_host_port
@@ -92,6 +93,8 @@ class RayStart:
         self._audit_fd: Optional[int] = None
         self._prestart_fd: Optional[int] = None
         self._pid: Optional[int] = None
+        self._daemons: Set[int] = set()
+        """Ray's daemons that are children of this runtime; none where `ray start` itself runs on."""
         self._report_fd: Optional[int] = None
         self._report = b""
         self._problem: Optional[ClusterError] = None
@@ -332,7 +335,20 @@ class RayStart:
             self._problem = ClusterError("cluster-start", "the GCS cannot be asked for its nodes: " + event["message"])
             self._kill()
         elif not self._over:
+            if event["event"] == "entrypoint":
+                self._adopt_daemons()
             self._on_event(event)
+
+    def _adopt_daemons(self) -> None:
+        """Count Ray's daemons as this runtime's own, where `ray symmetric-run` leaves them as orphans; strays are ended."""
+        mark, own = "TMPDIR=" + self._scratch.ray_temp_dir, os.getpid()
+        for process in processes.table().values():
+            if process.parent == own and process.pid != self._pid and processes.has_environment(process.pid, mark):
+                self._daemons.add(process.pid)
+                self._loop.adopt(process.pid, functools.partial(self._daemon_ended, process.pid))
+
+    def _daemon_ended(self, pid: int, *_: Any) -> None:
+        self._daemons.discard(pid)
 
     def _exited(self, code: int, _: Any) -> None:
         self._pid = None
@@ -369,7 +385,8 @@ class RayStart:
 
     def _kill(self) -> None:
         """SIGKILL `ray start` and all below it; Ray's daemons are in sessions of their own."""
+        roots = [*self._daemons, *([] if self._pid is None else [self._pid])]
+        below = [process.pid for root in roots for process in processes.descendants(root)]
         if self._pid is not None:
-            below = [process.pid for process in processes.descendants(self._pid)]
             processes.signal_group(self._pid, signal.SIGKILL)
-            processes.kill_all(below)
+        processes.kill_all([*below, *self._daemons])

@@ -164,6 +164,15 @@ def test_daemons_of_ray_tasks_end_with_their_payload_on_every_node(session_compu
     assert len(left["answers"]) == 2 and later["answers"] == [False, False] and later["job"] == left["job"]
 
 
+def test_a_cluster_of_symmetric_run_stays_warm(session_compute: Make, script: Any) -> None:
+    """Its daemons are orphans on the head, and no strays of the payload before."""
+    launcher = small_ray(launch_style="symmetric-run", startup_timeout=120, grace_period=3)
+    queue = {**RAY_QUEUE, "num_nodes": 2}
+    compute = session_compute(enable_cluster_reuse=True, default_launcher=launcher, queue=queue)
+    one, two = (run_asset(compute, script(ON_RAY)).metadata for _ in range(2))
+    assert one["job"] == two["job"] and one["address"] == two["address"]
+
+
 def test_a_cluster_of_each_payloads_own(session_compute: Make, script: Any, site: Site) -> None:
     compute = session_compute(default_launcher=small_ray(grace_period=3), queue=RAY_QUEUE)
     one = run_asset(compute, script(ON_RAY)).metadata
