@@ -33,18 +33,23 @@ def when_gone(name, call, until):
     said["after " + name] = living()
     call()
 
-strays.begin("one"); leave("one")
-strays.begin("two"); leave("two")
-strays.end("one")
-when_gone("one", lambda: strays.end("two") or when_gone("two", late, loop.now() + 20), loop.now() + 20)
-
 def late():
     leave("late")  # As by a worker of Ray that ends a little later than its driver.
     when_gone("late", loop.stop, loop.now() + 20)
 
-loop.run()
-said["own"] = own in {process.pid for process in processes.descendants(os.getpid())}
-processes.kill_descendants(os.getpid(), collect=loop.reap)
+def two():
+    strays.end("two")
+    when_gone("two", late, loop.now() + 20)
+
+try:
+    strays.begin("one"); leave("one")
+    strays.begin("two"); leave("two")
+    strays.end("one")
+    when_gone("one", two, loop.now() + 20)
+    loop.run()
+    said["own"] = own in {process.pid for process in processes.descendants(os.getpid())}
+finally:
+    processes.kill_descendants(os.getpid(), collect=loop.reap)
 print(json.dumps(said))
 """
 

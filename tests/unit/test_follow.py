@@ -137,6 +137,15 @@ def test_the_exception_that_dagster_shows_has_no_escape_codes(capsys: Any) -> No
     assert evidence.exception == {**plain, "cause": plain, "context": None}
 
 
+def test_what_the_user_should_mend_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    files = record_of([], 0)
+    phases = ("running", "memory", "own-ray", "unschedulable")
+    files[JOURNAL] = b"".join(encode({"type": "phase", "phase": each, "message": "so"}) for each in phases) + files[JOURNAL]
+    with caplog.at_level(logging.INFO, "test"):
+        Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING", "WARNING"]
+
+
 def test_a_record_out_of_reach_is_waited_for(capsys: Any) -> None:
     class Flaky(Growing):
         def read(self, path: str, offset: int, limit: int) -> bytes:
