@@ -148,8 +148,8 @@ def test_ray_that_is_not_installed(base: Path, tmp_path: Path) -> None:
 
 
 def test_ray_of_another_version(ray_compute: ComputeResource) -> None:
-    failure = run_asset(ray_compute, "python -V", uses_pipes=False, launcher=small_ray(ray_version="2.1.0")).failure
-    assert failure.kind == "environment" and "ray_version asks for 2.1.0" in (failure.description or "")
+    failure = run_asset(ray_compute, "python -V", uses_pipes=False, launcher=small_ray(ray_version="2.59.9")).failure
+    assert failure.kind == "environment" and "ray_version asks for 2.59.9" in (failure.description or "")
 
 
 def test_ray_that_is_not_up_by_the_deadline(ray_compute: ComputeResource) -> None:
