@@ -126,8 +126,6 @@ def test_messages_may_be_declared_optional(base: Path, script: Any, capfd: Any) 
         ("python -V", {"outputs": ["../x"]}, "outputs: '../x' leaves the payload's directory"),
         ("python -V", {"outputs": "*.png"}, "outputs: write a list"),
         ("python -V", {"launcher": BashLauncher(working_dir="/no/such/dir")}, "working_dir: there is no directory"),
-        ("python -V", {"launcher": BashLauncher(num_cpus=4096)}, "BashLauncher.num_cpus=4096 asks for more"),
-        ("python -V", {"launcher": BashLauncher(num_gpus=64)}, "BashLauncher.num_gpus=64 asks for more"),
         ("python -V", {"launcher": "ray"}, "launcher: 'ray' is not a launcher"),
         ("python -V", {"extras": {"a": object()}}, "extras: they go to the payload as JSON: Object of type object is not"),
     ],
