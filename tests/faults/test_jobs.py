@@ -1,5 +1,6 @@
 """What goes wrong on clusters: each time a true verdict, and nothing left on any node."""
 
+import base64
 import json
 import os
 import signal
@@ -286,13 +287,19 @@ def test_sshd_restarts(slurm_compute: Make, start: Start, script: Any, site: Sit
 # ---- Limits
 
 
+def chart_of(failure: RunFailure) -> str:
+    return base64.b64decode(str(failure.metadata["Usage"].value).rpartition("base64,")[2][:-1]).decode()
+
+
 def test_out_of_memory(slurm_compute: Make, script: Any, site: Site) -> None:
-    payload = script(pipes_script("import time; hog = bytearray(600 * 2**20); time.sleep(60)"))
+    payload = script(pipes_script("import time; time.sleep(3); hog = bytearray(600 * 2**20); time.sleep(60)"))
     compute = slurm_compute(queue={"mem": "200M", "nodelist": "c1"})
     failure = run_asset(compute, payload).failure
     assert failure.kind == "allocation" and not failure.allow_retries
     sentence = failure.description or ""
     assert "OUT_OF_MEMORY" in sentence and "200 MiB" in sentence and "SlurmQueueConfig.mem" in sentence
+    # Of its last sample: nobody was left to write an end.
+    assert float(failure.metadata["Peak memory (MiB)"].value) > 5 and "of 200 MiB" in chart_of(failure)
     # Slurm killed the keeper as well, so the directory is left to the next runtime on the node.
     assert run_asset(compute, script(pipes_script("pass"), "next.py")).result.success
     assert not site.left("c1")
