@@ -38,7 +38,7 @@ def check_definition(resource: ComputeResource) -> None:
         _check_queue(queue)
     if has_variables(mode):
         return
-    modes.check_parts(mode, slurm is not None, resource.components)
+    modes.check_cluster(mode, slurm is not None, resource.components)
     if mode == modes.SESSION and not has_variables(resource.session):
         modes.check_session(resource.session, resource.components)
     if slurm is not None:

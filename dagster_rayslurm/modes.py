@@ -72,7 +72,8 @@ def check_mode(wanted: Wanted) -> None:
         ValueError: naming the field, and what to do.
     """
     mode, components = wanted.mode, wanted.components
-    check_parts(mode, wanted.on_slurm, components)
+    check_cluster(mode, wanted.on_slurm, components)
+    check_components(mode, components)
     ray = wanted.launcher if isinstance(wanted.launcher, RayLauncher) else None
     if mode == LOCAL and ray is not None and ray.launch_style != "builtin":
         raise ValueError(f"launcher.launch_style: {ray.launch_style!r} needs the nodes of a Slurm allocation; use 'builtin'")
@@ -86,8 +87,8 @@ def check_mode(wanted: Wanted) -> None:
         raise ValueError(f"payload_path: one payload for each component needs topology={SEPARATE!r}; pass a single one")
 
 
-def check_parts(mode: str, on_slurm: bool, components: Sequence[HetComponent]) -> None:
-    """Whether a mode has the cluster and the components that it needs, and no others.
+def check_cluster(mode: str, on_slurm: bool, components: Sequence[HetComponent]) -> None:
+    """Check that a mode has the cluster that it needs, and no components that it cannot have.
 
     Raises:
         ValueError: naming the field, and what to do.
@@ -96,6 +97,14 @@ def check_parts(mode: str, on_slurm: bool, components: Sequence[HetComponent]) -
         raise ValueError(f"slurm: mode {mode!r} needs a Slurm cluster; set slurm=SlurmResource(…)")
     if mode == SLURM and components:
         raise ValueError(f"components: a job of mode {mode!r} has none; use mode {HETJOB!r}, or remove components")
+
+
+def check_components(mode: str, components: Sequence[HetComponent]) -> None:
+    """Check that a mode has the components that it needs, from the resource or from `run(components=…)`.
+
+    Raises:
+        ValueError: naming the field, and what to do.
+    """
     if mode == HETJOB and not components:
         raise ValueError(f"components: mode {mode!r} needs them; list at least one HetComponent, or use mode {SLURM!r}")
 

@@ -36,7 +36,6 @@ def definitions(compute: Any) -> dg.Definitions:
     ("fields", "says"),
     [
         ({"mode": "slurm"}, r"slurm: mode 'slurm' needs a Slurm cluster; set slurm=SlurmResource\(…\)"),
-        ({"mode": "slurm-hetjob", "slurm": SlurmResource()}, "components: mode 'slurm-hetjob' needs them"),
         ({"mode": "slurm", "slurm": SlurmResource(), "components": [PART]}, "components: a job of mode 'slurm' has none"),
         ({"mode": "slurm", "slurm": SlurmResource(ssh=EDGE)}, 'name the environment there: pre_deployed_env_path="/path/to/env"'),
         ({"mode": "slurm", "slurm": SlurmResource(ssh=EDGE), "pre_deployed_env_path": "study"}, "'study' does not say where"),
@@ -83,6 +82,8 @@ def test_what_no_run_can_use_is_refused_when_definitions_load(fields: dict[str, 
         {"mode": "slurm", "slurm": SlurmResource(ssh=EDGE), "environment": PreDeployedEnvironment(path=dg.EnvVar("ENV_PATH"))},
         {"mode": "slurm", "slurm": SlurmResource(queue=SlurmQueueConfig(mem=dg.EnvVar("MEM"), mem_per_cpu="1G"))},
         {"mode": "slurm", "slurm": SlurmResource()},
+        # `run(components=…)` may name them.
+        {"mode": "slurm-hetjob", "slurm": SlurmResource()},
     ],
 )
 def test_what_only_a_run_knows_is_not(fields: dict[str, Any]) -> None:
