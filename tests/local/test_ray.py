@@ -205,7 +205,8 @@ def test_a_failed_health_check_names_the_node(ray_compute: ComputeResource) -> N
 
 
 def test_impossible_resources_are_refused_before_anything_starts(ray_compute: ComputeResource, base: Path) -> None:
-    failure = run_asset(ray_compute, "python -V", launcher=small_ray(num_gpus_per_node=64)).failure
+    strict = ray_compute.model_copy(update={"local_resources": "strict"})
+    failure = run_asset(strict, "python -V", launcher=small_ray(num_gpus_per_node=64)).failure
     assert failure.kind == "configuration" and "num_gpus_per_node=64" in (failure.description or "")
     assert not (base / "runs").exists()
 
