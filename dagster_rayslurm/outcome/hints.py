@@ -80,6 +80,6 @@ _HINTS: Mapping[str, Callable[[re.Match[str], Plan, Mapping[str, Any]], str]] = 
     r"When connecting to an existing cluster, num_cpus and num_gpus": _always(
         "the cluster runs already: call ray.init() without them, and set num_cpus_per_node and num_gpus_per_node of RayLauncher"
     ),
-    r"report_asset_check without passing an asset key": _always("pass asset_key="),
+    r"report_asset_check`? without passing an asset key": _always("pass asset_key="),
 }
 """By a pattern in the sentence; "" where a hint does not fit after all."""

@@ -59,6 +59,11 @@ def hint(plan: Plan, said: str) -> str:
             "; the cluster runs already: call ray.init() without them, and set num_cpus_per_node and num_gpus_per_node of "
             "RayLauncher",
         ),
+        (
+            "dagster_pipes.DagsterPipesError: Calling `report_asset_check` without passing an asset key is undefined. Current step "
+            "does not target a specific asset. (check.py:3)",
+            "; pass asset_key=",
+        ),
         ("KeyError: 'momentum' (train.py:6)", ""),
     ],
 )
