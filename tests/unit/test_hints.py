@@ -60,8 +60,8 @@ def hint(plan: Plan, said: str) -> str:
             "RayLauncher",
         ),
         (
-            "dagster_pipes.DagsterPipesError: Calling `report_asset_check` without passing an asset key is undefined. Current step "
-            "does not target a specific asset. (check.py:3)",
+            "dagster_pipes.DagsterPipesError: Calling `report_asset_check` without passing an asset key is undefined. Current "
+            "step does not target a specific asset. (check.py:3)",
             "; pass asset_key=",
         ),
         ("KeyError: 'momentum' (train.py:6)", ""),
