@@ -311,7 +311,7 @@ def test_a_template_that_hangs_is_replaced(write: Write, tmp_path: Path) -> None
     first, second, third = told["results"]
     assert [result["out"] for result in told["results"]] == ["whole\n"] * 3
     assert first["why"] is None and second["why"] == "the preloaded one does not answer" and third["why"] is None
-    assert 0.9 < second["took"] < 3.0 and told["stall"] < 1.0
+    assert second["took"] > 0.9 and told["stall"] < 0.8 * second["took"]
 
 
 def test_imports_that_take_long_are_not_waited_for(write: Write, tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_imports_that_take_long_are_not_waited_for(write: Write, tmp_path: Path)
     told = run(tmp_path / "r", [{"argv": ["python", str(script)]}] * 2, ["slow_to_import"], env=env)
     first, second = told["results"]
     assert first["why"] == "importing slow_to_import is not done yet" and first["out"] == "False\n" and first["took"] < 2.2
-    assert told["stall"] < 1.0
+    assert told["stall"] < 2.0
     assert second["why"] is None and second["out"] == "True\n"
 
 
