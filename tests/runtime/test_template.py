@@ -254,7 +254,7 @@ def test_random_streams_differ(write: Write, tmp_path: Path) -> None:
     if sys.executable != PYTHON:
         pytest.skip("numpy is there for one Python")
     script = write(
-        "a.py", "import random, numpy, uuid, os\nprint(random.random(), numpy.random.rand(), uuid.uuid4(), os.urandom(4))"
+        "a.py", "import random, numpy, uuid, os\nprint(random.random(), numpy.random.rand(), uuid.uuid4(), os.urandom(4).hex())"
     )
     results = run(tmp_path / "r", [{"argv": ["python", script]}] * 3, ["numpy", "random"], env={"PYTHONPATH": _site()})["results"]
     assert all(result["why"] is None for result in results)
