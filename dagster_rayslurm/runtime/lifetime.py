@@ -91,7 +91,7 @@ class Lifetime:
     def give_way(self) -> bool:
         """End a session that is idle, for another job that waits for its nodes; whether it ends.
 
-        One that has not served anybody yet goes on: whoever has made it is about to ask.
+        A session that has not served a payload yet goes on: its creator is about to send one.
         """
         idle = self.idle_for
         if idle is None or idle < _AT_REST or not self._roster.served:

@@ -47,7 +47,7 @@ def ask_job(connection: Connection, job_id: int) -> JobFacts | None:
 
 
 def _with_canceller(connection: Connection, facts: JobFacts) -> JobFacts:
-    """With the name of whoever cancelled the job, as the edge node knows it: Slurm tells only the user's id."""
+    """The accounting with the name of the user who cancelled the job; Slurm tells only the user's id, the edge node knows the name."""
     users = [each.cancelled_by for each in (facts, *facts.components) if each.cancelled_by is not None]
     if not users:
         return facts
