@@ -47,7 +47,7 @@ def ask_job(connection: Connection, job_id: int) -> JobFacts | None:
 
 
 def _with_canceller(connection: Connection, facts: JobFacts) -> JobFacts:
-    """The accounting with the name of the user who cancelled the job; Slurm tells only the user's id, the edge node knows the name."""
+    """Add the name of the user who cancelled the job, which the edge node knows; Slurm tells only the id."""
     users = [each.cancelled_by for each in (facts, *facts.components) if each.cancelled_by is not None]
     if not users:
         return facts
