@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Dict, List, Optional
 
@@ -37,10 +38,11 @@ class OwnRay:
     def _look(self) -> None:
         if self._payload.pid is None:
             return  # It has ended.
-        for command in raylets(self._payload.run_dir):
-            said = remark(resources_of(command), self._machine, self._payload.spec.uses_ray)
-            if said is not None:
-                return self._payload.phase(PHASE, said)
+        with contextlib.suppress(OSError):  # Out of file descriptors, perhaps; the next look may succeed.
+            for command in raylets(self._payload.run_dir):
+                said = remark(resources_of(command), self._machine, self._payload.spec.uses_ray)
+                if said is not None:
+                    return self._payload.phase(PHASE, said)
         self._pause = min(self._pause * _GROWTH, _LONGEST)
         self._loop.call_later(self._pause, self._look)
 

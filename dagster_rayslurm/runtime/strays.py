@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Dict, Optional
 
@@ -39,7 +40,9 @@ class Strays:
 
     def _sweep(self, looks: int) -> None:
         oldest = min(self._running.values()) if self._running else None
-        ended = processes.kill_orphans(keep=self._loop.children(), before=oldest)
+        ended = []
+        with contextlib.suppress(OSError):  # Out of file descriptors, perhaps; the next look may succeed.
+            ended = processes.kill_orphans(keep=self._loop.children(), before=oldest)
         if ended:
             print("rayslurm: ended stray processes of finished payloads: %s" % ", ".join(ended), file=sys.stderr, flush=True)
         if self._timer is not None:

@@ -32,6 +32,8 @@ DRIVER = pipes_script("""
 def worker() -> Iterator[subprocess.Popen[bytes]]:
     """A process that calls itself as workers of Ray do."""
     process = subprocess.Popen(["ray::IDLE", "60"], executable="/bin/sleep")
+    # Popen returns a moment before the kernel shows the new command line.
+    assert wait_until(lambda: Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"ray::"), 10)
     yield process
     process.kill()
     process.wait()

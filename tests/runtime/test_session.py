@@ -132,7 +132,7 @@ def test_a_removed_run_directory_ends_only_its_own_payload(session: Callable[...
     one = session(max_concurrent_payloads=2)
     lost = one.run_dir("a", "import time; time.sleep(0.5)")
     client, _ = one.ask(lost)
-    assert wait_until(lambda: len(records(lost)) == 2, 10)
+    assert wait_until(lambda: len(records(lost)) >= 2, 10)
     subprocess.run(["rm", "-rf", str(lost)], check=True)
     assert wait_until(client.at_end, 10)
     other = one.run_dir("b", "pass")
@@ -240,7 +240,7 @@ def test_a_session_that_is_stopped_says_so_to_its_payloads(session: Callable[...
     one = session()
     run_dir = one.run_dir("a", "import time; time.sleep(60)")
     one.ask(run_dir)
-    assert wait_until(lambda: len(records(run_dir)) == 2, 10)
+    assert wait_until(lambda: len(records(run_dir)) >= 2, 10)
     assert one.client().ask(op="stop")["ok"]
     assert "cleanup_cluster" in end_of(run_dir)["message"] and one.process.wait(10) == 0
 
