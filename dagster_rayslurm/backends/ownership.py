@@ -12,6 +12,7 @@ import re
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 from ..connections.base import Completed, Connection, ConnectionLost
 
@@ -22,13 +23,6 @@ _PREFIX = "owner."
 _JUDGED = ".judged"
 """How the name ends once the owner has begun to end or to judge the payload."""
 
-_RENAME = """
-LC_ALL=C
-export LC_ALL
-mv -- "$1/$2" "$1/$3" || { ls -a -- "$1"; exit 1; }
-[ -z "$4" ] || rm -rf -- "$1"
-exit 0
-"""
 _LIST = 'LC_ALL=C ls -a -- "$1"'
 _GONE = b"No such file or directory"
 _TRIES = 3
@@ -62,10 +56,9 @@ class Ownership:
             OSError: that cannot be found out.
         """
         for _ in range(_TRIES):
-            listed = self._run("sh", "-c", _LIST, "sh", self._run_dir)
-            if listed.returncode:
+            owners = self._owners()
+            if owners is None:
                 return False  # Its owner has removed it.
-            owners = _owners(listed)
             if self._name in owners:
                 return True
             if any(each.endswith(_JUDGED) for each in owners):
@@ -73,10 +66,10 @@ class Ownership:
             if not owners:  # Version 0.1.0 started it.
                 self._connection.write(os.path.join(self._run_dir, self._name), b"")
                 return True
-            done = self._rename(owners[0], self._name, remove=False)
-            if done.returncode == 0:
+            with suppress(FileNotFoundError):  # Somebody else was faster, or the answer to an earlier try was lost.
+                self._rename(owners[0], self._name)
                 return True
-        raise OSError(done.stderr.decode("utf-8", "replace").strip())
+        raise OSError(f"{self._run_dir}: others take the payload over at the same time")
 
     def keep(self, remove: bool = False) -> bool:
         """Make sure that nobody takes the payload over from now on; False if somebody has.
@@ -89,11 +82,11 @@ class Ownership:
         """
         if self.lost_to is None and not self._kept:
             judged = self._name + _JUDGED
-            done = self._rename(self._name, judged, remove)
-            if done.returncode:
-                self.lost_to = self._who(done, judged)
+            try:
+                self._rename(self._name, judged)
+            except FileNotFoundError:
+                self.lost_to = self._who(judged)
             self._kept = self.lost_to is None
-            remove = remove and done.returncode != 0
         if remove and self._kept:
             self._connection.remove(self._run_dir)
         return self._kept
@@ -105,15 +98,13 @@ class Ownership:
         except OSError:
             return self.lost_to is None
 
-    def _who(self, done: Completed, judged: str) -> str | None:
-        """Who has taken the payload over, after a rename that failed; None if nobody has.
+    def _who(self, judged: str) -> str | None:
+        """Who has taken the payload over, after this attempt's file was not there; None if nobody has.
 
         Raises:
-            OSError: it failed for another reason.
+            OSError: that cannot be found out.
         """
-        if _GONE not in done.stderr:
-            raise OSError(done.stderr.decode("utf-8", "replace").strip() or f"exit code {done.returncode}")
-        owners = _owners(done)
+        owners = self._owners() or []
         if judged in owners:
             return None  # Renamed by an earlier try, whose answer was lost.
         others = [name for name in owners if name != self._name]
@@ -126,27 +117,30 @@ class Ownership:
             return f"run {successor}"
         return "another attempt" if owners else None
 
-    def _rename(self, old: str, new: str, remove: bool) -> Completed:
-        return self._run("sh", "-c", _RENAME, "sh", self._run_dir, old, new, "remove" if remove else "")
+    def _rename(self, old: str, new: str) -> None:
+        self._connection.rename(os.path.join(self._run_dir, old), os.path.join(self._run_dir, new))
 
-    def _run(self, *command: str) -> Completed:
-        """Run a command that may be repeated.
+    def _owners(self) -> list[str] | None:
+        """The owner's file in the run directory, where there may be two while it is renamed; None without the directory.
 
         Raises:
-            OSError: it cannot be run.
+            OSError: the directory cannot be listed.
         """
+        listed = self._list()
+        if listed.returncode and _GONE in listed.stderr:
+            return None
+        if listed.returncode:
+            raise OSError(listed.stderr.decode("utf-8", "replace").strip() or f"exit code {listed.returncode}")
+        return [name for name in listed.stdout.decode("utf-8", "replace").splitlines() if name.startswith(_PREFIX)]
+
+    def _list(self) -> Completed:
         for left in reversed(range(_TRIES)):
             try:
-                return self._connection.run(command, timeout=60)
+                return self._connection.run(["sh", "-c", _LIST, "sh", self._run_dir], timeout=60)
             except ConnectionLost:
                 if not left:
                     raise
         raise AssertionError("unreachable")
-
-
-def _owners(listed: Completed) -> list[str]:
-    """The owner's file in a listing of a run directory; there may be two while it is renamed."""
-    return [name for name in listed.stdout.decode("utf-8", "replace").splitlines() if name.startswith(_PREFIX)]
 
 
 def name_of(run_id: str) -> str:

@@ -25,7 +25,7 @@ from ..slurm.snapshot import QueueRow, QueueSnapshot, parse_count
 from ..slurm.states import TERMINAL, Exited, JobView, JobWatch, Started, Submission, seen
 from ..slurm.submit import Submitted
 from ..slurm.surroundings import cleaned
-from ..slurm.waiting import crowded, most_telling, never_starts, waiting_text, why
+from ..slurm.waiting import crowded, most_telling, never_starts, too_many_nodes, waiting_text, why
 from .sessions.idle import IdleSessions
 
 _FIRST_LOOK = 2.0
@@ -107,6 +107,8 @@ class SlurmJob:
         self._rows: tuple[QueueRow, ...] = ()
         """Of its components; none for a job that is none of several."""
         self._counted = False
+        self._too_large: str | None = None
+        """Why it can never start, if it asks for more nodes than there are."""
 
     @property
     def submitted_at(self) -> float:
@@ -201,21 +203,26 @@ class SlurmJob:
         if self._idle_sessions is not None and self._snapshot is not None:
             with contextlib.suppress(OSError):  # Who cannot be reached now is asked at the next look.
                 self._idle_sessions.make_way(self._snapshot, self._snapshot.parts(self.number))
-        if self._rows and not self._counted:
+        if not self._counted and (self._rows or view.reason == "PartitionNodeLimit"):
             self._counted = True
             self._count()
 
     def _count(self) -> None:
-        """Warn of a job whose components want more nodes than there are.
+        """Find out whether a job wants more nodes than there are.
 
         Raises:
             OSError: Slurm cannot be asked.
         """
         done = self._commands.run(cleaned(["sinfo", "--noheader", "--all", "--format=%R|%D"]), timeout=60)
         lines = [line.partition("|") for line in done.stdout.decode("utf-8", "replace").splitlines()]
-        found = crowded(self._rows, self._request, {name: parse_count(nodes.strip()) for name, _, nodes in lines})
-        if found:
-            self.log.warning(f"[rayslurm] {found}")
+        sizes = {name: parse_count(nodes.strip()) for name, _, nodes in lines}
+        if self._rows:
+            found = crowded(self._rows, self._request, sizes)
+            if found:
+                self.log.warning(f"[rayslurm] {found}")
+        elif self._snapshot is not None:
+            for row in self._snapshot.parts(self.number):
+                self._too_large = too_many_nodes(row, self._request, sizes)
 
     def give_up_waiting(self) -> None:
         """End a job that cannot start as it was asked for, or has waited as long as its user allows.
@@ -246,6 +253,8 @@ class SlurmJob:
         """Why it can never start; None if that is not so, or not known."""
         if self._rows:
             return never_starts(self._rows, self._request)
+        if self._too_large:
+            return self._too_large
         never = impossible(self.view.reason, self._request.partition)
         return with_values(never, self._request) if never else None
 

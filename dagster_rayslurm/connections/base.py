@@ -176,6 +176,16 @@ class Connection(Protocol):
         """
         ...
 
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name in the same directory, in one step. No command is run.
+
+        A connection that breaks has this done again, so that an answer may be lost and the file be renamed all the same.
+
+        Raises:
+            FileNotFoundError: there is no such file, perhaps because an earlier try has renamed it.
+            OSError: it cannot be renamed.
+        """
+
     def remove(self, path: str) -> None:
         """Remove a file or a directory with all in it; one that is not there is no error.
 

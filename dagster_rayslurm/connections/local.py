@@ -108,6 +108,9 @@ class LocalConnection:
         self.make_dir(os.path.dirname(local_path))
         _copy(path, local_path, progress, None)
 
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new)
+
     def remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             if not os.path.isdir(path) or os.path.islink(path):

@@ -144,6 +144,9 @@ class SSHConnection(abc.ABC):
     def make_dir(self, path: str) -> None:
         self._on_files(f"making the directory {path}", lambda sftp: sftp.make_dirs(os.fsencode(path)))
 
+    def rename(self, old: str, new: str) -> None:
+        self._on_files(f"renaming {old}", lambda sftp: sftp.replace(os.fsencode(old), os.fsencode(new)))
+
     def remove(self, path: str) -> None:
         # Most of what is removed is a file or a few of them; a shell on the edge node, which many share, costs more.
         if self._on_files(f"removing {path}", lambda sftp: _remove_few(sftp, os.fsencode(path))):

@@ -81,6 +81,23 @@ def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
     return None
 
 
+def too_many_nodes(row: QueueRow, request: JobRequest, sizes: Mapping[str, int]) -> str | None:
+    """Why a job of one kind of nodes can never start, if it asks for more nodes than its partition has.
+
+    Slurm's word for that is `PartitionNodeLimit`, which also stands for nodes that are down and may come back.
+
+    Args:
+        row: of the job.
+        request: what was asked for.
+        sizes: nodes of each partition.
+    """
+    nodes = sizes.get(row.partition, request.num_nodes)
+    if request.num_nodes <= nodes:
+        return None
+    advice = "lower SlurmQueueConfig.num_nodes, or choose another partition"
+    return with_values(f"partition {row.partition} has {nodes} nodes; {advice} ({row.reason})", request)
+
+
 def crowded(rows: Sequence[QueueRow], request: JobRequest, sizes: Mapping[str, int]) -> str | None:
     """Whether components ask for more nodes of a partition than it has: Slurm takes such a job, and never starts it.
 

@@ -1,7 +1,6 @@
 """The queue, the reducer and accounting on a real Slurm."""
 
 import contextlib
-import itertools
 import shlex
 import subprocess
 import sys
@@ -237,9 +236,8 @@ def test_many_callers_and_processes_are_one_to_slurmctld(stack: Any, edge: Conne
         _, said = other.communicate(timeout=60)
         assert other.returncode == 0, said
     calls = [int(line) / 1000 for line in edge.read(f"{directory}/calls", 0, 100_000).split()]
-    assert len(calls) >= SECONDS / INTERVAL / 2
-    # Between the claim and squeue itself, a shell has to get going on a busy machine.
-    assert all(later - earlier > INTERVAL - 0.5 for earlier, later in itertools.pairwise(calls)), calls
+    # Two of them may come close together: between a claim and its squeue, a shell has to get going on a busy machine.
+    assert SECONDS / INTERVAL / 2 <= len(calls) <= SECONDS / INTERVAL + 2, calls
     assert max(stale) < 2.5 * INTERVAL, max(stale)
 
 

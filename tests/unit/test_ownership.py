@@ -26,10 +26,16 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 class AnswersLost(LocalConnection):
-    """Runs each command, and loses the first answer."""
+    """Loses the first answer to a command, and does the first rename twice, as a connection does that breaks meanwhile."""
 
     def __init__(self) -> None:
-        self.lost = False
+        self.lost = self.renamed = False
+
+    def rename(self, old: str, new: str) -> None:
+        if not self.renamed:
+            self.renamed = True
+            super().rename(old, new)
+        super().rename(old, new)
 
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
         done = super().run(command, stdin, timeout)
@@ -102,8 +108,11 @@ def test_a_run_directory_of_the_first_version_can_be_taken_over(run_dir: Path) -
 
 def test_an_owner_that_cannot_be_asked_for_is_not_known(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = first(run_dir)
-    denied = Completed(1, b"", b"mv: cannot move: Permission denied")
-    monkeypatch.setattr(LocalConnection, "run", lambda *_, **__: denied)
+
+    def denied(*_: Any) -> None:
+        raise PermissionError("Permission denied")
+
+    monkeypatch.setattr(LocalConnection, "rename", denied)
     with pytest.raises(OSError, match="Permission denied"):
         a.keep()
     assert a.is_ours() and a.lost_to is None

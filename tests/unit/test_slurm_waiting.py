@@ -8,7 +8,7 @@ from dagster_rayslurm.slurm.refusal import with_values
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
 from dagster_rayslurm.slurm.submit import jobs_found, kept_variables
-from dagster_rayslurm.slurm.waiting import crowded, most_telling, never_starts, part_of, waiting_text, why
+from dagster_rayslurm.slurm.waiting import crowded, most_telling, never_starts, part_of, too_many_nodes, waiting_text, why
 
 GPU = JobRequest("job", "why", partition="gpu", num_nodes=2, time_limit="9-0", component_id="gpu")
 REQUEST = JobRequest("job", "why", partition="compute", time_limit="9-0", component_id="cpu", others=(GPU,))
@@ -137,3 +137,11 @@ NOON = 1795348800.0
 )
 def test_what_a_job_waits_for_in_words(reason: str, start: float | None, text: str) -> None:
     assert waiting_text(reason, start, NOON - 60) == text
+
+
+def test_a_job_with_more_nodes_than_its_partition_has_can_never_start() -> None:
+    """Slurm says `PartitionNodeLimit` of it, as it does of nodes that are down."""
+    large, waits = JobRequest("job", "", num_nodes=5), row(0, "PartitionNodeLimit", label="7", num_nodes=5)
+    said = too_many_nodes(waits, large, {"compute": 2, "gpu": 9})
+    assert said is not None and "partition compute has 2 nodes" in said and said.endswith("num_nodes=5)"), said
+    assert too_many_nodes(waits, large, {"compute": 5}) is None and too_many_nodes(waits, large, {}) is None
