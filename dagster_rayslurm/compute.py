@@ -17,7 +17,6 @@ from pydantic import Field
 from . import modes
 from .completed import CompletedRun
 from .config import SessionConfig, StrictResource, at_least, choice, plain_text
-from .definition import check_definition
 from .environments import InheritedEnvironment, PreDeployedEnvironment
 from .environments.config import prefix
 from .launchers import BashLauncher, Launcher, RayLauncher
@@ -125,6 +124,8 @@ class ComputeResource(StrictResource, dg.PipesClient):
 
     def get_resource_definition(self) -> Any:
         """Refuse what no run can use as soon as Dagster loads the resource."""
+        from .definition import check_definition
+
         check_definition(self)
         return super().get_resource_definition()
 
