@@ -119,6 +119,8 @@ def test_it_waits_for_the_end_of_a_process(home: Layout, run: Any, ended: Path, 
     secret = {**session(home), "ssh": {"password": "hush-hush"}}
     for _ in range(3):
         end_with_run(home, "run", secret, None)
+    # A process that was just started does not show its command line for a moment.
+    assert wait_until(watchers, 10)
     (watcher,) = watchers()
     assert wait_until(lambda: watcher.status() == "sleeping", 5)
     assert watcher.memory_info().rss < 16 * 2**20 and os.getsid(watcher.pid) != os.getsid(0)
@@ -139,7 +141,7 @@ def test_two_sessions_of_a_run(home: Layout, run: Any, ended: Path, monkeypatch:
     monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(run.pid, run_end_watcher.start_time(run.pid)))
     for key in ("a-000000000000", "b-000000000000"):
         end_with_run(home, "run", session(home, key), None)
-    assert len(watchers()) == 2
+    assert wait_until(lambda: len(watchers()) == 2, 10)
     run.kill()
     assert wait_until(lambda: not watchers(), 5)
 
