@@ -151,7 +151,7 @@ def test_the_run_of_this_process_tells_its_end(home: Layout, ended: Path, monkey
     end_with_run(home, "run", session(home), None)
     run_ended("another")
     time.sleep(0.3)
-    assert len(watchers()) == 1 and not ended.exists()
+    assert wait_until(lambda: len(watchers()) == 1, 10) and not ended.exists()
     run_ended("run")
     assert wait_until(ended.exists, 5) and wait_until(lambda: not watchers(), 5)
     run_ended("run")
@@ -241,7 +241,7 @@ def test_the_run_is_none_of_a_forked_child(home: Layout, ended: Path, monkeypatc
         os._exit(0)
     os.waitpid(child, 0)
     time.sleep(0.3)
-    assert len(watchers()) == 1 and not ended.exists()
+    assert wait_until(lambda: len(watchers()) == 1, 10) and not ended.exists()
     run_ended("run")
     assert wait_until(lambda: not watchers(), 5)
 
