@@ -133,11 +133,7 @@ def groups_of(everything: Dict[int, Process], ray: Iterable[int], drivers: Itera
 
 def is_worker(process: Process) -> bool:
     """Whether a process is a Ray worker that runs tasks or an actor of the user's (Ray 2.60)."""
-    try:
-        with open("/proc/%d/environ" % process.pid, "rb") as file:
-            entries = file.read().split(b"\0")
-    except OSError:
-        return False
+    entries = processes.environment(process.pid)
     # Ray's agents have a raylet and no job; what a worker starts has both, but another parent.
     by_raylet = b"RAY_RAYLET_PID=%d" % process.parent in entries
     return by_raylet and any(each.startswith(b"RAY_JOB_ID=") for each in entries) and "JobSupervisor" not in _title(process.pid)
@@ -145,11 +141,7 @@ def is_worker(process: Process) -> bool:
 
 def _title(pid: int) -> str:
     """The first word of a process's command line; a Ray worker writes there what it does."""
-    try:
-        with open("/proc/%d/cmdline" % pid, "rb") as file:
-            return file.read(200).split(b"\0")[0].decode("utf-8", "replace")
-    except OSError:
-        return ""
+    return processes.command_line(pid)[:200].split(b"\0")[0].decode("utf-8", "replace")
 
 
 def _name(pid: int, kind: str) -> str:

@@ -51,7 +51,7 @@ def raylets(run_dir: str) -> List[bytes]:
     """The command lines of the raylets below this process whose environment names a run: those of its own clusters."""
     mark = "RAYSLURM_RUN_DIR=" + run_dir
     below = [each for each in processes.descendants(os.getpid()) if each.name == "raylet"]
-    return [_command(each.pid) for each in below if processes.has_environment(each.pid, mark)]
+    return [processes.command_line(each.pid) for each in below if processes.has_environment(each.pid, mark)]
 
 
 def resources_of(command: bytes) -> Dict[str, float]:
@@ -87,11 +87,3 @@ def remark(resources: Dict[str, float], machine: Machine, has_cluster: bool) -> 
             " and ".join(excess)
         )
     return None
-
-
-def _command(pid: int) -> bytes:
-    try:
-        with open("/proc/%d/cmdline" % pid, "rb") as file:
-            return file.read()
-    except OSError:
-        return b""

@@ -15,6 +15,8 @@ import threading
 import time
 from typing import Any, Dict, List, Set
 
+from . import processes
+
 MOST = 4
 """Workers that wait at most; each takes some 60 MB of memory."""
 
@@ -136,11 +138,7 @@ def _logs(logs: str) -> Dict[str, int]:
 
 def _is_worker(pid: int) -> bool:
     """Whether a process still is a worker of Ray, all of which change their command line."""
-    try:
-        with open("/proc/%d/cmdline" % pid, "rb") as file:
-            return file.read(5) == b"ray::"
-    except OSError:
-        return False
+    return processes.command_line(pid).startswith(b"ray::")
 
 
 def _has_job(log: str) -> bool:

@@ -105,11 +105,25 @@ def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> Li
 
 def has_environment(pid: int, entry: str) -> bool:
     """Whether a process was started with `NAME=value` in its environment."""
+    return os.fsencode(entry) in environment(pid)
+
+
+def environment(pid: int) -> List[bytes]:
+    """The `NAME=value` entries that a process was started with; none if it is gone or another user's."""
+    return _read(pid, "environ").split(b"\0")
+
+
+def command_line(pid: int) -> bytes:
+    """The arguments of a process, each ended by NUL; a process may write another text there. b"" if it is gone."""
+    return _read(pid, "cmdline")
+
+
+def _read(pid: int, name: str) -> bytes:
     try:
-        with open("/proc/%d/environ" % pid, "rb") as file:
-            return os.fsencode(entry) in file.read().split(b"\0")
+        with open("/proc/%d/%s" % (pid, name), "rb") as file:
+            return file.read()
     except OSError:
-        return False
+        return b""
 
 
 def with_environment(entry: str) -> List[int]:
