@@ -27,10 +27,11 @@ dev: install  ## open the example in `dagster dev`
 	@mkdir -p "$(DAGSTER_HOME)"
 	@$(BIN)/dagster dev -m example_project.definitions
 
-lint: install  ## formatting, lint, types, and the runtime's Python 3.8 floor
+lint: install  ## formatting, lint, types, direction of imports, and the runtime's Python 3.8 floor
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/vermin --quiet --no-tips --eval-annotations --target=3.8- --violations dagster_rayslurm/runtime
 
 test: install lint  ## lint, types, and the tests that need nothing but Python

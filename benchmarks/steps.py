@@ -14,7 +14,7 @@ from typing import TypeVar
 import dagster as dg
 
 from dagster_rayslurm import CompletedRun, ComputeResource
-from dagster_rayslurm.runtime import processes
+from dagster_rayslurm.runtime.process import processes
 
 # No annotations from the future here: Dagster wants the type of `context` itself, not its name.
 T = TypeVar("T")

@@ -9,12 +9,11 @@ from ._version import __version__
 from .completed import CompletedRun
 from .compute import ComputeResource
 from .config import ExecutionMode, SessionConfig
-from .connections.config import SSHConnectionResource
 from .environments import InheritedEnvironment, PreDeployedEnvironment
 from .errors import RunFailure
 from .launchers import BashLauncher, Launcher, RayLauncher
-from .slurm.config import SlurmQueueConfig, SlurmResource
-from .slurm.hetjob import HetComponent
+from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
+from .ssh.config import SSHConnectionResource
 
 DagsterLibraryRegistry.register("dagster-rayslurm", __version__, is_dagster_package=False)
 

@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from . import runtime
-from .connections.local import LocalConnection
-from .runtime.record import write_atomically
+from .runtime.protocol.record import write_atomically
+from .ssh.local import LocalConnection
 
 PACKAGE = "rayslurm_runtime"
 """Name of the package inside the archive; not `runtime`, which a payload's own module may be called."""

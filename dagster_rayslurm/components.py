@@ -14,11 +14,9 @@ from typing import Any
 
 from .config import time_limit_seconds
 from .launchers import Launcher, RayLauncher
-from .runtime.components import LABEL, RESOURCE
-from .runtime.footprint import Footprint
-from .runtime.spec import ComponentSpec, NodeSpec, RaySpec
-from .slurm.config import SlurmQueueConfig, split_signal
-from .slurm.hetjob import HetComponent
+from .runtime.node.resources import Footprint
+from .runtime.protocol.spec import LABEL, RESOURCE, ComponentSpec, NodeSpec, RaySpec
+from .slurm.config import HetComponent, SlurmQueueConfig, split_signal
 from .slurm.request import JobRequest, make_request
 
 _MOST = 128

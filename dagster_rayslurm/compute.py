@@ -20,8 +20,7 @@ from .config import SessionConfig, StrictResource, at_least, choice, plain_text
 from .environments import InheritedEnvironment, PreDeployedEnvironment
 from .environments.config import prefix
 from .launchers import BashLauncher, Launcher, RayLauncher
-from .slurm.config import SlurmQueueConfig, SlurmResource
-from .slurm.hetjob import HetComponent
+from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from .unknown_names import explain_arguments
 
 Payload = Union[str, "os.PathLike[str]", Sequence[str]]
@@ -132,14 +131,14 @@ class ComputeResource(StrictResource, dg.PipesClient):
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
         """Begin to log in to the cluster, while Dagster prepares the step."""
         if self.slurm is not None and self.mode in modes.ON_SLURM:
-            from .connections.shared import connect_early
+            from .ssh.pool import connect_early
 
             connect_early(self.slurm.ssh)
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
         """End the sessions of a run that is over, though its process may go on."""
         if context.run is not None:
-            from .backends.sessions.run_end import run_ended
+            from .backends.sessions.run_scope import run_ended
 
             run_ended(context.run.run_id)
 
@@ -196,9 +195,9 @@ class ComputeResource(StrictResource, dg.PipesClient):
         Raises:
             RunFailure: a `dg.Failure` whose `kind` says what went wrong.
         """
-        from .calls import Asked, run
+        from .run_call import RunArguments, run
 
-        asked = Asked(payload_path, launcher, queue, components, uses_pipes, extra_env, secret_env, extra_files, outputs)
+        asked = RunArguments(payload_path, launcher, queue, components, uses_pipes, extra_env, secret_env, extra_files, outputs)
         return run(self, context, asked, extras)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:
@@ -213,7 +212,7 @@ class ComputeResource(StrictResource, dg.PipesClient):
         Raises:
             RunFailure: it does not answer.
         """
-        from .calls import end_cluster
+        from .run_call import end_cluster
 
         return end_cluster(self, cluster_id)
 
@@ -241,6 +240,6 @@ class ComputeResource(StrictResource, dg.PipesClient):
         Raises:
             RunFailure: an argument cannot be used.
         """
-        from .calls import Asked, example
+        from .run_call import RunArguments, example
 
-        return example(self, Asked(payload_path, launcher, queue, components))
+        return example(self, RunArguments(payload_path, launcher, queue, components))

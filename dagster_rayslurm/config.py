@@ -17,7 +17,7 @@ import dagster as dg
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from .runtime.spec import RAY_COORDINATES, is_passable
+from .runtime.protocol.spec import RAY_COORDINATES, is_passable
 from .unknown_names import explain, explain_class
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")

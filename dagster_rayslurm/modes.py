@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import ExecutionMode, SessionConfig, resolve_variables
 from .launchers import Launcher, RayLauncher
-from .slurm.hetjob import HetComponent
+from .slurm.config import HetComponent
 
 if TYPE_CHECKING:
     from .components import Component

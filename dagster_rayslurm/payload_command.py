@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 
 from .config import check_length
-from .runtime.spec import is_passable
+from .runtime.protocol.spec import is_passable
 
 _QUOTED = re.compile(r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 _WORD = re.compile(rf"(?:{_QUOTED.pattern}|[^\s'\"\\])+", re.DOTALL)

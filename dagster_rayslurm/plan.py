@@ -14,10 +14,9 @@ from .components import Component, component_specs, ray_across, request_for
 from .config import check_length
 from .launchers import Launcher, RayLauncher
 from .payload_command import parse_payload, script_of
-from .runtime import PROTOCOL_VERSION
-from .runtime.footprint import Footprint
-from .runtime.spec import ComponentSpec, PayloadSpec, RaySpec, is_passable
-from .runtime.workspace import JOB_CONFIG, job_config, shared_variables
+from .runtime.node.resources import Footprint
+from .runtime.payload.environment import JOB_CONFIG, job_config, shared_variables
+from .runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, PayloadSpec, RaySpec, is_passable
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 

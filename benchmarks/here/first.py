@@ -16,10 +16,11 @@ from pathlib import Path
 import dagster as dg
 
 from dagster_rayslurm import ComputeResource, RayLauncher
-from dagster_rayslurm.runtime import machine, ports, processes
-from dagster_rayslurm.runtime.ray_arguments import start_arguments
-from dagster_rayslurm.runtime.record import JOURNAL, LineReader
-from dagster_rayslurm.runtime.scratch import Scratch
+from dagster_rayslurm.runtime.node import ports, resources
+from dagster_rayslurm.runtime.process import processes
+from dagster_rayslurm.runtime.process.scratch import Scratch
+from dagster_rayslurm.runtime.protocol.record import JOURNAL, LineReader
+from dagster_rayslurm.runtime.ray.start_arguments import start_arguments
 
 from ..figures import Figure, Options, Sample
 from ..steps import PAYLOADS, alternate, base_dir, below, in_step, instance, settle
@@ -94,7 +95,7 @@ def _start_by_hand(launcher: RayLauncher) -> float:
         token.touch(0o600)
         token.write_text(secrets.token_hex(32))
         chosen = ports.choose()
-        arguments = start_arguments(launcher.ray_spec(), machine.detect(), chosen, scratch.ray_temp_dir, None)
+        arguments = start_arguments(launcher.ray_spec(), resources.detect(), chosen, scratch.ray_temp_dir, None)
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         env.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_USAGE_STATS_ENABLED="0")
         with _probe(chosen.gcs, env) as probe:

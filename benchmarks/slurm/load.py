@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from dagster_rayslurm.runtime import processes
+from dagster_rayslurm.runtime.process import processes
 from stack.settings import ROOT
 
 from ..figures import Figure, Options, Sample

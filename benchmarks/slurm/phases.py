@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 
 from dagster_rayslurm import ComputeResource
-from dagster_rayslurm.runtime.record import JOURNAL, LineReader, node_log
+from dagster_rayslurm.runtime.protocol.record import JOURNAL, LineReader, node_log
 from stack.settings import COMPUTE_NODES
 
 from ..figures import Figure, Options, Sample

@@ -8,11 +8,11 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from dagster_pipes import PipesContextData
 
-from ..connections.base import Connection
 from ..follow import Cadence, Evidence
 from ..plan import Plan
+from ..ssh.base import Connection
 from .ownership import Ownership
-from .rundir import Layout
+from .run_dir import Layout
 
 P = TypeVar("P", contravariant=True)
 A = TypeVar("A", covariant=True)

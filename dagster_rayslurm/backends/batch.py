@@ -16,9 +16,6 @@ from typing import TypeVar
 from dagster_pipes import PipesContextData
 
 from ..components import Component, component_specs, request_for
-from ..connections.base import Connection
-from ..connections.remote_path import check_no_variable, expand_home, is_rooted
-from ..connections.shared import connection_to
 from ..environments import Environment, Interpreter
 from ..environments.check import check_environment_on
 from ..environments.resolve import path_on_cluster
@@ -26,12 +23,12 @@ from ..errors import StartError
 from ..follow import Cadence
 from ..interrupts import deferred_interrupts
 from ..plan import Plan
-from ..runtime.nodes import nodes_expected
-from ..runtime.ports import control_ports
-from ..runtime.record import CANCEL, EXIT, PAYLOAD, RUNTIME
-from ..runtime.spec import RuntimeSpec, to_json
-from ..runtime.workspace import shared_variables
-from ..slurm.cancellation import cancel_named, wait_until_gone
+from ..runtime.node.ports import control_ports
+from ..runtime.payload.environment import shared_variables
+from ..runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME
+from ..runtime.protocol.spec import RuntimeSpec, to_json
+from ..runtime.ray.node_table import nodes_expected
+from ..slurm.cancel import cancel_named, wait_until_gone
 from ..slurm.commands import slurm_commands
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.queue import ask_queue, shared_queue
@@ -39,13 +36,16 @@ from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_r
 from ..slurm.script import render_script
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_ID, JOB_SCRIPT, Needs, SubmissionRefused, submit
-from . import left_behind
+from ..ssh.base import Connection
+from ..ssh.pool import connection_to
+from ..ssh.remote_path import check_no_variable, expand_home, is_rooted
+from . import reattach
 from .base import Hold, Step
 from .batch_job import BatchJob
-from .cargo import Cargo, base_errors, deliver, needs_of, pack
 from .ownership import FIRST
-from .remote_sweep import sweep_remote
-from .rundir import Layout, run_files
+from .payload_files import PayloadFiles, base_errors, deliver, needs_of, pack
+from .remote_cleanup import sweep_remote
+from .run_dir import Layout, run_files
 from .sessions.idle import IdleSessions
 from .slurm_job import SlurmJob
 
@@ -121,13 +121,13 @@ class BatchBackend:
             rows = ask_queue(commands).named(request.job_name)
             return next((str(row.job_id) for row in rows if row.leads and row.state not in TERMINAL), None)
 
-        job_id = left_behind.job_with(self.connection, run_dir, plan.payload.nonce, asked, job_of, step.log)
+        job_id = reattach.job_with(self.connection, run_dir, plan.payload.nonce, asked, job_of, step.log)
         if job_id is not None:
             # Whoever submitted it may have been killed before that was written; with it nothing is submitted again.
             commands.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
         return job_id is not None
 
-    def _asked(self, plan: Plan, run_dir: str, step: Step) -> tuple[Cargo, JobRequest, dict[str, bytes]]:
+    def _asked(self, plan: Plan, run_dir: str, step: Step) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
         """What is submitted for a plan: its files, the request, and the files that say what is asked for.
 
         Raises:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..connections.base import Connection, ConnectionFailed
 from ..follow import Evidence
-from ..slurm.surroundings import cleaned
+from ..slurm.commands import cleaned
+from ..ssh.base import Connection, ConnectionFailed
 from .base import Step
-from .end_order import EndOrder, write_order
+from .cancel_request import CancelRequest, write_order
 from .slurm_job import SlurmJob
 
 _PATIENCE = 5.0
@@ -50,7 +50,7 @@ class BatchJob:
         """When the record started, by its node's clock, and when that was heard of, by the one that the submission goes by."""
         self._fresh_at = time.monotonic()
         self._ending = False
-        self._order = EndOrder(self._give, job.log)
+        self._order = CancelRequest(self._give, job.log)
 
     @property
     def waiting(self) -> bool:

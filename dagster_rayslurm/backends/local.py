@@ -17,24 +17,25 @@ from dagster_pipes import PipesContextData
 
 from ..components import on_one_machine
 from ..config import SessionConfig
-from ..connections.local import LocalConnection
 from ..environments import Interpreter
 from ..errors import StartError
 from ..follow import Cadence, Evidence
 from ..outcome import exit_in_words
 from ..plan import Plan
-from ..runtime import machine, processes
-from ..runtime.footprint import Footprint, footprint_error, node_footprint
-from ..runtime.record import RUNTIME_LOG, STATUS, tail_file
-from ..runtime.spec import ComponentSpec, RaySpec, RuntimeSpec
-from ..runtime.workspace import shared_variables
+from ..runtime.node import resources
+from ..runtime.node.resources import Footprint, footprint_error, node_footprint
+from ..runtime.payload.environment import shared_variables
+from ..runtime.process import processes
+from ..runtime.protocol.record import RUNTIME_LOG, STATUS, tail_file
+from ..runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec
+from ..ssh.local import LocalConnection
 from .base import Attempt, Hold, Step
-from .process import example_command, reap_later, runtime_command, start_process
-from .rundir import Layout, run_files, write_run_dir, write_runtime_spec
+from .local_process import example_command, reap_later, runtime_command, start_process
+from .run_dir import Layout, run_files, write_run_dir, write_runtime_spec
 from .sessions import local as local_session
-from .sessions.fit import Offer, Wish, misfit, refused, wants
 from .sessions.local import LocalAttempt
-from .sessions.run_end import end_with_run, local_session_of
+from .sessions.matching import Capacity, Requirements, misfit, refused, wants
+from .sessions.run_scope import end_with_run, local_session_of
 
 LOCAL_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
 """Reading a file of this machine costs next to nothing."""
@@ -84,7 +85,7 @@ class LocalBackend:
         if self.offered is None:
             return wanted
         offered = self._here(self.offered, self.components)
-        problem = misfit(Wish(wanted, (), head=self.head), Offer(_as_granted(offered, wanted), True, None))
+        problem = misfit(Requirements(wanted, (), head=self.head), Capacity(_as_granted(offered, wanted), True, None))
         if problem is not None and session.on_misfit == "error":
             raise StartError("configuration", refused(problem))
         return offered if problem is None else wanted
@@ -102,7 +103,7 @@ class LocalBackend:
                 step.log.info(f"[rayslurm] {problem}; local mode starts the payload all the same")
         if plan.ray is not None and self.session is not None:
             ray = self._cluster(plan.ray, self.session)
-            cpus, gpus = wants(Wish(plan.ray, plan.footprint), Offer(ray, True, None))
+            cpus, gpus = wants(Requirements(plan.ray, plan.footprint), Capacity(ray, True, None))
             payload = replace(plan.payload, run_id=step.run_id, step=step.step_key, want_cpus=cpus, want_gpus=gpus)
             plan = replace(plan, payload=payload)
         write_run_dir(self.connection, run_dir, run_files(plan, context))
@@ -128,16 +129,16 @@ class LocalBackend:
 
     def _here(self, ray: RaySpec, components: Sequence[ComponentSpec]) -> RaySpec:
         """The cluster as it is on this machine."""
-        return replace(on_one_machine(ray, components, machine.count_cpus(os.environ)), simulate=self.simulate)
+        return replace(on_one_machine(ray, components, resources.count_cpus(os.environ)), simulate=self.simulate)
 
 
 def _as_granted(ray: RaySpec, wanted: RaySpec) -> RaySpec:
     """A cluster with the numbers that its launcher leaves to this machine, as far as a payload asks for any."""
     cpus, gpus = ray.num_cpus, ray.num_gpus
     if cpus is None and wanted.num_cpus:
-        cpus = machine.count_cpus(os.environ)
+        cpus = resources.count_cpus(os.environ)
     if gpus is None and wanted.num_gpus:
-        gpus = machine.count_gpus(os.environ)
+        gpus = resources.count_gpus(os.environ)
     return replace(ray, num_cpus=cpus, num_gpus=gpus)
 
 
@@ -145,7 +146,7 @@ def lacking(plan: Plan, *units: str) -> str | None:
     """What a plan asks of this machine in some units and does not get, as a sentence that names the field; or None."""
     for place, footprint in footprints(plan):
         asked = tuple(want for want in footprint if want.unit in units and want.amount is not None)
-        problem = footprint_error(asked, machine.detect(with_gpus="GPUs" in units)) if asked else None
+        problem = footprint_error(asked, resources.detect(with_gpus="GPUs" in units)) if asked else None
         if problem:
             return place + problem
     return None

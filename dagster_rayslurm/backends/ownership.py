@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..connections.base import Completed, Connection, ConnectionLost
+from ..ssh.base import Completed, Connection, ConnectionLost
 
 FIRST = "owner.first"
 """The file as it is before anybody has taken the payload over: its owner is the attempt that started it."""

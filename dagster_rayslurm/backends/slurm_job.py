@@ -7,25 +7,25 @@ import os
 import time
 from typing import Any
 
-from ..connections.base import Connection
 from ..errors import RunFailure
 from ..follow import Evidence
 from ..follow.follower import OUT_OF_SIGHT
 from ..interrupts import deferred_interrupts
-from ..runtime.record import EXIT, node_log, tail_lines
+from ..runtime.protocol.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import ask_job
-from ..slurm.cancellation import ASK_INTERVAL, wait_until_gone
+from ..slurm.cancel import ASK_INTERVAL, wait_until_gone
+from ..slurm.commands import cleaned
+from ..slurm.errors import impossible, with_values
 from ..slurm.facts import JobFacts
-from ..slurm.log import failed_tasks, node_number, telling_lines
+from ..slurm.job_log import failed_tasks, node_number, telling_lines
+from ..slurm.pending_reasons import crowded, most_telling, never_starts, too_many_nodes, waiting_text, why
 from ..slurm.queue import SharedQueue, ask_queue
-from ..slurm.refusal import impossible, with_values
 from ..slurm.request import JobRequest
 from ..slurm.script import LOG, parse_exit
 from ..slurm.snapshot import QueueRow, QueueSnapshot, parse_count
 from ..slurm.states import TERMINAL, Exited, JobView, JobWatch, Started, Submission, seen
 from ..slurm.submit import Submitted
-from ..slurm.surroundings import cleaned
-from ..slurm.waiting import crowded, most_telling, never_starts, too_many_nodes, waiting_text, why
+from ..ssh.base import Connection
 from .sessions.idle import IdleSessions
 
 _FIRST_LOOK = 2.0

@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from .._version import __version__
-from ..backends.rundir import Layout
-from ..runtime.record import JOURNAL, STATUS, STDIO, LineReader, Record
+from ..backends.run_dir import Layout
+from ..runtime.protocol.record import JOURNAL, STATUS, STDIO, LineReader, Record
 from .check import check
 from .session import session
 

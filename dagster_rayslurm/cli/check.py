@@ -6,8 +6,8 @@ import time
 
 import click
 
-from ..connections.base import Connection
-from ..connections.shared import connection_to
+from ..ssh.base import Connection
+from ..ssh.pool import connection_to
 from .edge import edge_node, prefix_option, sentences
 
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import click
 
 from ..config import resolve_variables
-from ..connections.config import SSHConnectionResource
 from ..errors import StartError, one_sentence
+from ..ssh.config import SSHConnectionResource
 
 prefix_option = click.option(
     "--prefix", default="SLURM_EDGE_NODE_", show_default=True, help="What the variables of the edge node begin with."

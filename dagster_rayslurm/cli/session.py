@@ -16,18 +16,18 @@ from typing import Any
 
 import click
 
-from ..backends.rundir import Layout
+from ..backends.run_dir import Layout
 from ..backends.sessions import local as local_session
 from ..backends.sessions.client import Unreachable
 from ..backends.sessions.listing import Generation, ask_session, end_generations, job_of, list_generations, state_of
-from ..connections.base import Connection
-from ..connections.remote_path import expand_home, is_rooted
-from ..connections.shared import connection_to
 from ..errors import StartError
 from ..slurm.commands import slurm_commands
+from ..slurm.pending_reasons import most_telling
 from ..slurm.queue import ask_queue
 from ..slurm.snapshot import QueueRow
-from ..slurm.waiting import most_telling
+from ..ssh.base import Connection
+from ..ssh.pool import connection_to
+from ..ssh.remote_path import expand_home, is_rooted
 from .edge import edge_node, prefix_option, sentences
 
 _AT_ONCE = 8

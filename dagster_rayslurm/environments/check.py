@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ..connections.base import Connection
-from ..connections.local import LocalConnection
-from ..connections.remote_path import expand_home
 from ..errors import StartError
-from ..runtime.ray_node import refuse_version
-from ..runtime.spec import RaySpec
+from ..runtime.protocol.spec import RaySpec
+from ..runtime.ray.node_main import refuse_version
 from ..slurm.commands import slurm_commands
+from ..ssh.base import Connection
+from ..ssh.local import LocalConnection
+from ..ssh.remote_path import expand_home
 from .config import Environment
 from .resolve import ACTIVATE, PYTHONS, Interpreter, path_on_cluster
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import without_colours
-from ..runtime.record import Record, tail_lines
+from ..runtime.protocol.record import Record, tail_lines
 from ..slurm.facts import JobFacts
 
 _KEPT = 4096

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..connections.base import ConnectionFailed
 from ..errors import without_colours
-from ..runtime.record import JOURNAL, STDIO, LineReader, Record
+from ..runtime.protocol.record import JOURNAL, STDIO, LineReader, Record
+from ..ssh.base import ConnectionFailed
+from .bookmark import ReattachState
 from .evidence import Evidence
-from .handed_on import HandedOn
-from .prefixed import Prefixed
+from .multiplexed_output import MultiplexedOutput
 
 CHUNK = 1024 * 1024
 
@@ -131,10 +131,10 @@ class Follower:
         loss_timeout: float = 86400.0,
         requeue: bool = False,
         component: str | None = None,
-        handed_on: HandedOn | None = None,
+        handed_on: ReattachState | None = None,
     ) -> None:
         self._whose = "" if component is None else f"{component}: "
-        self._shown = None if component is None else Prefixed(f"[{component}] ")
+        self._shown = None if component is None else MultiplexedOutput(f"[{component}] ")
         self.evidence = Evidence()
         self._connection = connection
         self._nonce = nonce
@@ -148,7 +148,7 @@ class Follower:
         self._unreachable_since: float | None = None
         self._output_lost = False
         self._paths = {name: os.path.join(run_dir, name) for name in (JOURNAL, STDIO)}
-        self._handed_on = handed_on or HandedOn()
+        self._handed_on = handed_on or ReattachState()
         self._readers = {JOURNAL: LineReader(), STDIO: LineReader(self._handed_on.offset)}
 
     def _look_back(self) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated, Optional
 from pydantic import Field
 
 from ..config import StrictConfig, at_least, plain_text
-from ..runtime.footprint import Footprint
-from ..runtime.spec import RaySpec
+from ..runtime.node.resources import Footprint
+from ..runtime.protocol.spec import RaySpec
 
 
 class Launcher(StrictConfig):

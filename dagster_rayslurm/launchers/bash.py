@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Optional
 from pydantic import Field
 
 from ..config import at_least
-from ..runtime.footprint import Footprint, Want
+from ..runtime.node.resources import Footprint, Want
 from .base import Launcher, forbid_subclassing
 
 

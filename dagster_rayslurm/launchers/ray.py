@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Optional
 from pydantic import Field, model_validator
 
 from ..config import at_least, check_text, checked, choice, identifier, is_env_var, plain_text
-from ..runtime.footprint import Footprint, node_footprint
-from ..runtime.ports import parse_range
-from ..runtime.spec import RaySpec
+from ..runtime.node.ports import parse_range
+from ..runtime.node.resources import Footprint, node_footprint
+from ..runtime.protocol.spec import RaySpec
 from .base import Launcher, forbid_subclassing
 
 

@@ -9,8 +9,8 @@ import dagster as dg
 
 from ..errors import without_colours
 from ..follow import Evidence
-from ..runtime.nodes import title
-from ..runtime.record import Record
+from ..runtime.protocol.record import Record
+from ..runtime.ray.node_table import title
 from ..slurm.facts import JobFacts
 from .chart import MIB
 from .figures import Metadata, memory_granted, of_node, usage_metadata

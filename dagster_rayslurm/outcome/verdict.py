@@ -10,10 +10,10 @@ from typing import Any
 
 from ..errors import without_colours
 from ..follow import Evidence
-from ..runtime import processes
-from ..runtime.record import Record
-from ..slurm.log import telling_lines
-from ..slurm.verdict import job_sentence
+from ..runtime.process import processes
+from ..runtime.protocol.record import Record
+from ..slurm.job_log import telling_lines
+from ..slurm.job_verdict import job_sentence
 from .traceback_text import exception_in_words, read_traceback, shortened, traceback_of
 
 _REASONS = {
@@ -62,6 +62,14 @@ class Verdict:
 
 
 SUCCESS = Verdict(None, "the payload succeeded")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdict on one payload, and the evidence for it."""
+
+    verdict: Verdict
+    evidence: Evidence
 
 
 def asks_slurm(evidence: Evidence) -> bool:

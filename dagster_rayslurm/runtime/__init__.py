@@ -22,6 +22,3 @@ Where to look, from the top down:
 * Components that run a payload each: `attendance`, `meeting`, `meeting_host`, `meeting_guest`, `gathering`.
 * What both sides know: `spec` (the start record), `record`, `machine`, `footprint`, `nodelist`, `duration`.
 """
-
-PROTOCOL_VERSION = 1
-"""Version of the start record, the journal and the control messages; both sides must agree on it."""

@@ -8,9 +8,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Callable
 
-    from . import allocation, supervisor
-    from .payload import Payload  # noqa: F401
-    from .spec import RuntimeSpec  # noqa: F401
+    from .node import allocation
+    from .payload.payload import Payload  # noqa: F401
+    from .protocol.spec import RuntimeSpec  # noqa: F401
+    from .supervisor import supervisor
 
     Lead = Callable[[supervisor.Supervisor, allocation.Allocation], int]
 
@@ -20,14 +21,16 @@ if sys.version_info < (3, 8):
 
 def run(run_dir):  # type: (str) -> int
     """Run the one payload of a run directory for the parent process."""
-    from . import control, intake, loop, scratch, supervisor
+    from .process import loop, scratch
+    from .protocol import start_files
+    from .supervisor import local_server, supervisor
 
     scratch.sweep()
-    spec = intake.load_spec(run_dir)
+    spec = start_files.load_spec(run_dir)
     if spec.meeting is not None:
         return _run_with_others(run_dir, spec)
     runner = supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch())
-    control.serve_parent(runner, run_dir)
+    local_server.serve_parent(runner, run_dir)
     runner.run()
     return 0
 
@@ -36,12 +39,15 @@ def _run_with_others(run_dir, spec):  # type: (str, RuntimeSpec) -> int
     """Run a payload for the parent process that others of this machine are started and ended with."""
     from dataclasses import replace
 
-    from . import attendance, control, loop, record, scratch, supervisor
+    from .process import loop, scratch
+    from .protocol import record
+    from .separate import attendance
+    from .supervisor import local_server, supervisor
 
     here, remark = attendance.share_of(spec)
     runner = supervisor.Supervisor(loop.Loop(), replace(spec, components=[]), scratch.Scratch(), here=here)
     meeting = attendance.attend(runner, record.run_of_component(run_dir))
-    payload = control.serve_parent(runner, run_dir)
+    payload = local_server.serve_parent(runner, run_dir)
     meeting.of(payload)
     if remark:
         payload.phase("cluster-start", remark)
@@ -56,10 +62,10 @@ def node(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     `dispensable[0]` becomes 1 when this is one of the others and the head knows it: Ray goes on without such a node, and
     its end must not have `srun` end the step.
     """
-    from . import control
+    from .supervisor import local_server
 
     def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
-        _warn_before_limit(runner, here, control.serve_run_dir(runner, run_dir))
+        _warn_before_limit(runner, here, local_server.serve_run_dir(runner, run_dir))
         runner.run()
         return runner.exit_code
 
@@ -70,15 +76,17 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     """Be one node of a Slurm step whose components run a payload each: the first one of each leads its component."""
     from dataclasses import replace
 
-    from . import attendance, control, intake, record
-    from .allocation import head_address
+    from .node.allocation import head_address
+    from .protocol import record, start_files
+    from .separate import attendance
+    from .supervisor import local_server
 
-    whole = _allocation(intake.load_spec(run_dir))
+    whole = _allocation(start_files.load_spec(run_dir))
     directory = record.component_dir(run_dir, whole.component_of(whole.node_id) or "")
 
     def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
         meeting = attendance.attend(runner, run_dir, here, whole.head_addresses)
-        payload = control.serve_run_dir(runner, directory)
+        payload = local_server.serve_run_dir(runner, directory)
         meeting.of(payload)
         _warn_before_limit(runner, here, payload)
         runner.run()
@@ -89,12 +97,12 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     if here.node_id == 0:
         others = [node for node in whole.nodes if node not in here.nodes]
         here = replace(here, head_addresses=[head_address(replace(here, nodes=[*here.nodes, *others]))])
-    return _take_part(intake.load_spec(directory), here, run_dir, dispensable, lead)
+    return _take_part(start_files.load_spec(directory), here, run_dir, dispensable, lead)
 
 
 def _warn_before_limit(runner, here, payload):  # type: (supervisor.Supervisor, allocation.Allocation, Payload) -> None
     """Warn a payload ahead of its allocation's time limit, if that was asked for."""
-    from . import time_limit
+    from .supervisor import time_limit
 
     if runner.spec.warn_before_limit is not None:
         limit = time_limit.TimeLimit(
@@ -108,8 +116,9 @@ def _warn_before_limit(runner, here, payload):  # type: (supervisor.Supervisor, 
 
 def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
     """Be one node of a session's Slurm step: the first takes requests until the session is idle or its time is over."""
-    from . import channel, requests, time_limit
-    from .end import End
+    from .protocol import rpc
+    from .protocol.end import End
+    from .supervisor import session_server, time_limit
 
     def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
         spec = runner.spec
@@ -128,8 +137,8 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
         limit.when(_LAST_CALL, lambda _: runner.close(end, grace=_LAST_CALL / 2))
         assert spec.control_key is not None
         # A key of their own: a worker and somebody with a request must not take each other's door for theirs.
-        key = channel.derive(spec.control_key, "requests")
-        server = requests.RequestServer(runner, session_dir, here, key, spec.control_ports)
+        key = rpc.derive(spec.control_key, "requests")
+        server = session_server.RequestServer(runner, session_dir, here, key, spec.control_ports)
         limit.start()
         try:
             runner.run()
@@ -147,15 +156,15 @@ _LAST_CALL = 20.0
 def _be_node(directory, dispensable, lead):
     # type: (str, mmap.mmap, Lead) -> int
     """Be one node of a Slurm step; `lead` is what its first node does."""
-    from . import intake
+    from .protocol import start_files
 
-    spec = intake.load_spec(directory)
+    spec = start_files.load_spec(directory)
     return _take_part(spec, _allocation(spec), directory, dispensable, lead)
 
 
 def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
     """The allocation of this task, whose variables tell of its own component from here on."""
-    from . import allocation
+    from .node import allocation
 
     here = allocation.from_environ(os.environ)
     if here is None:
@@ -169,7 +178,9 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
 def _take_part(spec, here, log_dir, dispensable, lead):
     # type: (RuntimeSpec, allocation.Allocation, str, mmap.mmap, Lead) -> int
     """Lead the nodes of an allocation, or help the one that does."""
-    from . import loop, scratch, supervisor, worker
+    from .nodes import worker
+    from .process import loop, scratch
+    from .supervisor import supervisor
 
     scratch.sweep()
     if here.node_id > 0:
@@ -183,12 +194,14 @@ def _take_part(spec, here, log_dir, dispensable, lead):
 
 def serve(session_dir):  # type: (str) -> int
     """Run payloads for whoever connects, until idle."""
-    from . import control, intake, loop, scratch, supervisor
+    from .process import loop, scratch
+    from .protocol import start_files
+    from .supervisor import local_server, supervisor
 
     scratch.sweep()
     private = scratch.Scratch()
-    runner = supervisor.Supervisor(loop.Loop(), intake.load_spec(session_dir), private)
-    server = control.SessionServer(runner, session_dir, private.join("control.sock"))
+    runner = supervisor.Supervisor(loop.Loop(), start_files.load_spec(session_dir), private)
+    server = local_server.SessionServer(runner, session_dir, private.join("control.sock"))
     try:
         runner.run()
     finally:
@@ -204,17 +217,17 @@ def main(argv):  # type: (list[str]) -> int
     """Take the role that the command line names."""
     role = argv[0] if argv else ""
     if role == "ray-node":
-        from . import ray_node
+        from .ray import node_main
 
-        return ray_node.main(argv[1:])
+        return node_main.main(argv[1:])
     if role == "hold":
-        from . import hold
+        from .ray import symmetric_entrypoint
 
-        return hold.main(argv[1])
+        return symmetric_entrypoint.main(argv[1])
     if role == "ask":
-        from . import asking
+        from .protocol import rpc_call
 
-        return asking.main(argv[1])
+        return rpc_call.main(argv[1])
     dispensable = mmap.mmap(-1, 1)  # The keeper and the runtime, its child, share this byte.
     roles = {
         "run": run,
@@ -224,11 +237,11 @@ def main(argv):  # type: (list[str]) -> int
         "serve": serve,
     }
     if role in roles:
-        from . import keeper, own_job, processes
+        from .process import keeper, processes, self_cancel
 
         processes.raise_file_limit()
         # Of a job with one payload whoever runs that sees to the end; a session may have nobody.
-        orphaned = (lambda: own_job.cancel(os.environ)) if role == "session" else (lambda: None)
+        orphaned = (lambda: self_cancel.cancel(os.environ)) if role == "session" else (lambda: None)
         return keeper.guard(lambda: roles[role](argv[1]), lambda: dispensable[0] == 1, role in _IN_A_STEP, orphaned)
     sys.exit(__doc__)
 

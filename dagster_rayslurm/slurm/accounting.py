@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..connections.base import Connection
-from .answers import unanswered
+from ..ssh.base import Connection
+from .commands import cleaned
+from .errors import unanswered
 from .facts import SACCT_FIELDS, JobFacts, merge_facts, parse_sacct, parse_scontrol
-from .surroundings import cleaned
 
 _TIMEOUT = 120.0
 _ENVIRONMENT = ("env", "LC_ALL=C")

@@ -1,9 +1,14 @@
-"""What to ask Slurm for, and how to reach it. Options mean what sbatch(1) of Slurm 22.05 says."""
+"""What to ask Slurm for, and how to reach it. Options mean what sbatch(1) of Slurm 22.05 says.
+
+What to ask Slurm for, and how to reach it. Options mean what sbatch(1) of Slurm 22.05 says.
+
+Components of a heterogeneous Slurm job.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, NoReturn, Optional
+from typing import Annotated, Any, NoReturn, Optional, Union
 
 from pydantic import Field
 
@@ -15,11 +20,13 @@ from ..config import (
     check_sbatch_options,
     check_signal,
     checked,
+    identifier,
     plain_text,
     slurm_memory,
     slurm_time,
 )
-from ..connections.config import SSHConnectionResource
+from ..launchers import BashLauncher, RayLauncher
+from ..ssh.config import SSHConnectionResource
 
 
 def _check_gpus(value: object) -> Any:
@@ -127,3 +134,17 @@ def split_signal(text: str | None) -> tuple[str, float | None]:
         return "TERM", None
     name, _, seconds = text.rpartition("@")
     return (name.removeprefix("SIG") or "TERM"), float(seconds)
+
+
+class HetComponent(StrictConfig):
+    """One component of a heterogeneous job: nodes of one kind, for a Ray cluster across all components or one of its own."""
+
+    component_id: Annotated[str, identifier] = Field(description="Name of the component; Ray nodes carry it as a label.")
+    queue: SlurmQueueConfig = Field(description="What the component asks Slurm for.")
+    launcher: Union[RayLauncher, BashLauncher] = Field(
+        default=RayLauncher(),
+        discriminator="kind",
+        description='What its nodes are to the one Ray cluster (a RayLauncher); with topology "separate" what starts its own '
+        "payload.",
+    )
+    head: bool = Field(default=False, description="Whether the Ray head sits in this component; otherwise it is the first one's.")

@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..runtime.duration import parse_duration
-from ..runtime.nodelist import expand_nodelist
+from ..runtime.protocol.slurm_text import expand_nodelist, parse_duration
 from .snapshot import parse_count
 from .states import TERMINAL
 

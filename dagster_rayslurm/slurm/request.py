@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 from ..config import check_text, mebibytes, time_limit_seconds
-from ..runtime.footprint import Footprint
-from ..runtime.machine import SHARE_FOR_RAY
+from ..runtime.node.resources import SHARE_FOR_RAY, Footprint
 from .config import SlurmQueueConfig, split_signal
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")

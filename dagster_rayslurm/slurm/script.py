@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..config import check_environment, check_line, check_text
-from ..runtime.record import CANCEL, COMPONENTS, EXIT
+from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT
 from .request import JobRequest
 
 LOG = "slurm.log"

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..connections.base import Completed, Connection, ConnectionFailed, ConnectionLost
-from ..connections.outage import Outage
-from . import culprit
-from .clock import ClusterClock
-from .refusal import explain, is_temporary, with_values
+from ..ssh.backoff import Backoff
+from ..ssh.base import Completed, Connection, ConnectionFailed, ConnectionLost
+from . import component_probe
+from .commands import CLEAN, cleaned
+from .errors import explain, is_temporary, with_values
+from .queue import ClusterClock
 from .request import JobRequest
-from .surroundings import CLEAN, cleaned
 
 JOB_SCRIPT = "job.sh"
 JOB_ID = "job_id"
@@ -284,7 +284,7 @@ def _refusal(commands: Connection, done: Completed, run_dir: str, request: JobRe
             "submission", f"sbatch was ended by signal {done.returncode - 128} on {commands.place}", retry=True
         )
     passing = is_temporary(said)
-    found = culprit.ask(commands, request, kept_variables(request), run_dir, alone=bool(request.others) and not passing)
+    found = component_probe.ask(commands, request, kept_variables(request), run_dir, alone=bool(request.others) and not passing)
     if found.about is not None:
         sentence = f"component {found.about.component_id!r}: {explain(found.said, found.partitions)}"
         return SubmissionRefused("submission", sentence, about=found.about)
@@ -316,7 +316,7 @@ def _ask(commands: Connection, question: list[str], patience: float) -> Complete
     Raises:
         ConnectionFailed: that is so for too long, or will stay so.
     """
-    outage, left = Outage(time.monotonic()), _ATTEMPTS
+    outage, left = Backoff(time.monotonic()), _ATTEMPTS
     while True:
         try:
             return commands.run(question, timeout=120)

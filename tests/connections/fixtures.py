@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.connections.base import Connection
-from dagster_rayslurm.connections.local import LocalConnection
-from dagster_rayslurm.connections.openssh_options import control_path
-from dagster_rayslurm.connections.shared import new_connection
-from dagster_rayslurm.connections.ssh import SSHConnection
+from dagster_rayslurm.ssh.base import Connection
+from dagster_rayslurm.ssh.connection import SSHConnection
+from dagster_rayslurm.ssh.local import LocalConnection
+from dagster_rayslurm.ssh.openssh_options import control_path
+from dagster_rayslurm.ssh.pool import new_connection
 
 from ..conftest import MARK
 from .sshd import Sshd

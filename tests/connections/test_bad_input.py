@@ -17,7 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.connections.base import ConnectionFailed
+from dagster_rayslurm.ssh.base import ConnectionFailed
 
 from .fixtures import PASSWORD, Connect
 from .sshd import Sshd

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.connections.base import Connection, Stat
-from dagster_rayslurm.connections.local import LocalConnection
-from dagster_rayslurm.connections.ssh import SSHConnection
+from dagster_rayslurm.ssh.base import Connection, Stat
+from dagster_rayslurm.ssh.connection import SSHConnection
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from .fixtures import Place
 

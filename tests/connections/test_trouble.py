@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.connections.base import ConnectionFailed, ConnectionLost
-from dagster_rayslurm.connections.openssh_options import control_path
+from dagster_rayslurm.ssh.base import ConnectionFailed, ConnectionLost
+from dagster_rayslurm.ssh.openssh_options import control_path
 from stack.link import Link
 
 from ..conftest import wait_until
@@ -429,7 +429,7 @@ def test_a_link_of_80_ms(connect: Connect, server: Sshd, client: str, tmp_path: 
 
 
 def test_a_child_process_does_not_speak_on_its_parents_connection(connect: Connect, server: Sshd) -> None:
-    from dagster_rayslurm.connections.shared import close_connections, connection_to
+    from dagster_rayslurm.ssh.pool import close_connections, connection_to
 
     ssh = connect.fields(server)
     try:

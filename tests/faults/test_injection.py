@@ -26,10 +26,10 @@ from dagster_rayslurm import (
     SlurmQueueConfig,
     SlurmResource,
 )
-from dagster_rayslurm.connections.local import LocalConnection
-from dagster_rayslurm.execution.tidying import fetch_outputs
-from dagster_rayslurm.runtime.ray_arguments import start_arguments
-from dagster_rayslurm.runtime.record import encode
+from dagster_rayslurm.execution.cleanup import fetch_outputs
+from dagster_rayslurm.runtime.protocol.record import encode
+from dagster_rayslurm.runtime.ray.start_arguments import start_arguments
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import pipes_script, run_asset
 from ..slurm.fixtures import NODES, Site
@@ -347,8 +347,8 @@ def test_what_no_process_can_have_is_refused_before_anything_starts(
 @example(labels={"a=b": "c"}, resources={'"': 1.0, "--x": 2.0})
 @settings(max_examples=60, deadline=None)
 def test_labels_and_resources_are_the_ones_that_ray_gets(labels: dict[str, str], resources: dict[str, float]) -> None:
-    from dagster_rayslurm.runtime.machine import detect
-    from dagster_rayslurm.runtime.ports import Ports
+    from dagster_rayslurm.runtime.node.ports import Ports
+    from dagster_rayslurm.runtime.node.resources import detect
 
     try:
         launcher = RayLauncher(labels=labels, resources=resources)

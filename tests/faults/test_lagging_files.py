@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm import ComputeResource
 from dagster_rayslurm.follow import Cadence, Follower
-from dagster_rayslurm.runtime.record import JOURNAL, STDIO, RunRecord
+from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, RunRecord
 
 from ..conftest import Ran, pipes_script, run_asset, small_ray, wait_until
 from ..connections.sshd import Sshd

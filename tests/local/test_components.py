@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig
-from dagster_rayslurm.runtime import machine
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 
@@ -81,7 +80,7 @@ def test_tasks_find_the_component_that_they_ask_for(base: Path, script: Any) -> 
     table = ran.metadata["Nodes"] if isinstance(ran.metadata["Nodes"], list) else ran.metadata["Nodes"].records
     assert len(table) == 2 and len({record.data["node"] for record in table}) == 1
     said = messages(base)
-    if machine.detect().num_gpus == 0:
+    if resources.detect().num_gpus == 0:
         assert any(text.startswith("component gpu: Ray counts 2 GPUs") for text in said)
     assert "2/2 nodes joined" in said
     (up,) = [text for text in said if " is up on 2 nodes" in text]

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import dagster as dg
 
-import dagster_rayslurm.calls as calls
+import dagster_rayslurm.run_call as calls
 from dagster_rayslurm import BashLauncher, ComputeResource
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.ownership import FIRST
-from dagster_rayslurm.backends.rundir import Layout, run_files, write_run_dir
+from dagster_rayslurm.backends.run_dir import Layout, run_files, write_run_dir
 from dagster_rayslurm.backends.sessions.payload import SessionPayload
-from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.ssh.local import LocalConnection
 from dagster_rayslurm.follow import Cadence
 
 BASE = Path({base!r})
@@ -98,7 +98,7 @@ if __name__ == "__main__":
 RUNTIME = """
 import os, sys, time
 from pathlib import Path
-from dagster_rayslurm.runtime.record import encode
+from dagster_rayslurm.runtime.protocol.record import encode
 
 run_dir, nonce, base = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 

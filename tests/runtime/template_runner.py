@@ -13,8 +13,9 @@ package = types.ModuleType("dagster_rayslurm")
 package.__path__ = [sys.argv[1]]  # type: ignore[attr-defined]
 sys.modules["dagster_rayslurm"] = package
 
-from dagster_rayslurm.runtime import processes, templates  # noqa: E402
-from dagster_rayslurm.runtime.loop import Loop  # noqa: E402
+from dagster_rayslurm.runtime.payload import preload_server  # noqa: E402
+from dagster_rayslurm.runtime.process import processes  # noqa: E402
+from dagster_rayslurm.runtime.process.loop import Loop  # noqa: E402
 
 
 class Command:
@@ -89,7 +90,7 @@ def main(order):
     loop = Loop()
     os.environ.clear()
     os.environ.update(order["env"])
-    pool = templates.Templates(loop, os.path.join(order["directory"], "preload"))
+    pool = preload_server.Templates(loop, os.path.join(order["directory"], "preload"))
     stall = [loop.now(), 0.0]
 
     def tick():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dagster_rayslurm.runtime.audit import Auditor, leaks, not_back, still_left
-from dagster_rayslurm.runtime.leftovers import Leftovers
+from dagster_rayslurm.runtime.ray.leak_check import LeakQuery, leaks, not_back, still_left
+from dagster_rayslurm.runtime.supervisor.leak_watch import LeakWatch
 
 ACTOR = {"job": "01", "name": "model", "namespace": "mine", "class": "Model"}
 GROUP = {"job": "02", "name": "", "namespace": "", "id": "ab12"}
@@ -53,7 +53,7 @@ def test_resources_that_are_not_back() -> None:
 def test_an_answer_that_comes_too_late_is_nobodys() -> None:
     timers: list[tuple[float, Callable[[], None]]] = []
     answers: list[Any] = []
-    auditor = Auditor(lambda _: True, lambda delay, call: timers.append((delay, call)))
+    auditor = LeakQuery(lambda _: True, lambda delay, call: timers.append((delay, call)))
     auditor.ask(0.3, answers.append)
     auditor.ask(0.3, answers.append)
     auditor.take(2, tables())
@@ -61,7 +61,7 @@ def test_an_answer_that_comes_too_late_is_nobodys() -> None:
     auditor.take(1, tables())
     timers[1][1]()
     assert answers == [tables(), None] and timers[0][0] == 0.3
-    nobody = Auditor(lambda _: False, lambda delay, call: timers.append((delay, call)))
+    nobody = LeakQuery(lambda _: False, lambda delay, call: timers.append((delay, call)))
     nobody.ask(0.3, answers.append)
     assert timers[2][0] == 0.0
 
@@ -97,7 +97,7 @@ class Clock:
 
 def test_a_session_that_is_never_idle_forgets_what_was_mended() -> None:
     clock = Clock()
-    leftovers = Leftovers(clock, lambda: clock)  # type: ignore[arg-type, return-value]
+    leftovers = LeakWatch(clock, lambda: clock)  # type: ignore[arg-type, return-value]
     clock.knows = tables(total={"CPU": 2.0}, available={"CPU": 1.0}, actors=[ACTOR])
     leftovers.look_when_idle(lambda: True)
     clock.timers.pop()[1]()

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime.channel import Channel
-from dagster_rayslurm.runtime.loop import Loop
-from dagster_rayslurm.runtime.machine import Machine
-from dagster_rayslurm.runtime.ports import control_ports
-from dagster_rayslurm.runtime.record import split_lines
-from dagster_rayslurm.runtime.team import Team
+from dagster_rayslurm.runtime.node.ports import control_ports
+from dagster_rayslurm.runtime.node.resources import Machine
+from dagster_rayslurm.runtime.nodes.head import ConnectedWorkers
+from dagster_rayslurm.runtime.process.loop import Loop
+from dagster_rayslurm.runtime.protocol.record import split_lines
+from dagster_rayslurm.runtime.protocol.rpc import Channel
 
 KEY = "aa" * 32
 FACTS = Machine("n2", 1, 0, 2**30, None).facts()
@@ -240,9 +240,9 @@ def test_a_line_is_not_taken_by_its_own_sender_or_another_connection(loop: Loop,
 # ---- Too many strangers
 
 
-def head_of(loop: Loop, heard: list[str]) -> tuple[Team, int]:
+def head_of(loop: Loop, heard: list[str]) -> tuple[ConnectedWorkers, int]:
     port = control_ports(None, 1)[0]
-    return Team(loop, KEY, [port], ["n1", "n2"], str, lambda _, message: heard.append(message["event"])), port
+    return ConnectedWorkers(loop, KEY, [port], ["n1", "n2"], str, lambda _, message: heard.append(message["event"])), port
 
 
 def test_strangers_are_few_at_once_and_keep_nobody_out(loop: Loop) -> None:
@@ -275,11 +275,11 @@ def test_strangers_are_few_at_once_and_keep_nobody_out(loop: Loop) -> None:
 def test_without_file_descriptors_the_head_waits_instead_of_spinning() -> None:
     program = textwrap.dedent("""
         import os, resource, socket, time
-        from dagster_rayslurm.runtime import team
-        from dagster_rayslurm.runtime.loop import Loop
-        from dagster_rayslurm.runtime.ports import control_ports
+        from dagster_rayslurm.runtime.nodes import head as team
+        from dagster_rayslurm.runtime.process.loop import Loop
+        from dagster_rayslurm.runtime.node.ports import control_ports
         loop, port = Loop(), control_ports(None, 1)[0]
-        head = team.Team(loop, "aa" * 32, [port], ["n1", "n2"], str, lambda *_: None)
+        head = team.ConnectedWorkers(loop, "aa" * 32, [port], ["n1", "n2"], str, lambda *_: None)
         client = socket.create_connection(("127.0.0.1", port))
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), 4096))
         hogs = []
@@ -312,7 +312,7 @@ def test_without_file_descriptors_the_head_waits_instead_of_spinning() -> None:
 def test_the_runtime_may_open_many_files() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     code = (
-        "import resource; from dagster_rayslurm.runtime.processes import raise_file_limit\n"
+        "import resource; from dagster_rayslurm.runtime.process.processes import raise_file_limit\n"
         f"for low in (64, {min(hard, 65535) if hard > 0 else 65535}):\n"
         f"    resource.setrlimit(resource.RLIMIT_NOFILE, (low, {hard})); raise_file_limit()\n"
         "    print(*resource.getrlimit(resource.RLIMIT_NOFILE))"

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from dagster_rayslurm.archive import install_runtime
-from dagster_rayslurm.runtime import scratch
-from dagster_rayslurm.runtime.ports import control_ports
-from dagster_rayslurm.runtime.record import RUNTIME
-from dagster_rayslurm.runtime.spec import RaySpec, RuntimeSpec, to_json
+from dagster_rayslurm.runtime.node.ports import control_ports
+from dagster_rayslurm.runtime.process import scratch
+from dagster_rayslurm.runtime.protocol.record import RUNTIME
+from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
 
 from .test_sharing import NAP, Runtime
 
@@ -86,7 +86,9 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 SESSION = """
 import dataclasses
-from dagster_rayslurm.runtime import allocation, intake, team
+from dagster_rayslurm.runtime.node import allocation
+from dagster_rayslurm.runtime.protocol import start_files as intake
+from dagster_rayslurm.runtime.nodes import head as team
 machine.detect = lambda *_, **__: machine.Machine("here", 4, 0, 2**33, None)
 spec = intake.load_spec(base)
 runner = supervisor.Supervisor(loop, spec, scratch.Scratch(), allocation.from_environ(os.environ), base)
@@ -183,7 +185,7 @@ def test_a_node_that_a_payloads_own_cluster_loses_is_no_loss(runtime: Runtime) -
     """The next cluster may have it again."""
     runtime.add("one", NAP % 0.5, uses_ray=True, ray=SMALL)
     said = runtime.run("""
-        from dagster_rayslurm.runtime import clusters
+        from dagster_rayslurm.runtime.supervisor import clusters
         class Cluster(clusters.RayCluster):
             def start(self, *_):
                 self._on_node_lost("n2")
@@ -198,7 +200,7 @@ def test_a_node_that_a_payloads_own_cluster_loses_is_no_loss(runtime: Runtime) -
 
 
 def test_what_dies_slowly_is_cleared_away_all_the_same(tmp_path: Path) -> None:
-    from dagster_rayslurm.runtime import cluster_key, corner
+    from dagster_rayslurm.runtime.ray import cluster_dir
 
     due: list[tuple[float, Any]] = []
 
@@ -208,12 +210,12 @@ def test_what_dies_slowly_is_cleared_away_all_the_same(tmp_path: Path) -> None:
 
     private = scratch.Scratch()
     try:
-        place = corner.Corners(private).take()
+        place = cluster_dir.ClusterDirs(private).take()
         os.mkdir(place.ray_temp_dir)
         remove = place.remove
         left = ["a process that still writes"]
         place.remove = lambda: left.pop() if left else remove()  # type: ignore[assignment, func-returns-value]
-        cluster_key.clear_away(Timers(), place, "nobody")  # type: ignore[arg-type]
+        cluster_dir.clear_away(Timers(), place, "nobody")  # type: ignore[arg-type]
         due.pop()[1]()
         assert os.path.exists(place.path) and due[0][0] == 0.5
         due.pop()[1]()
@@ -330,7 +332,7 @@ def test_what_is_left_in_a_warm_cluster_is_told(runtime: Runtime) -> None:
         runtime.add(name, "import ray; ray.init(log_to_driver=False, namespace='mine')" + code, uses_ray=True)
     runtime.add("four", "import ray; ray.init(namespace='mine')" + CLEAN, uses_ray=True)
     said = runtime.run("""
-        from dagster_rayslurm.runtime import leftovers
+        from dagster_rayslurm.runtime.supervisor import leak_watch as leftovers
         leftovers._IDLE = 1.0
         session(ray=RaySpec(num_cpus=2, object_store_memory=100 * 2**20, dashboard=False))
         [submit(name) for name in ("one", "two", "three")]

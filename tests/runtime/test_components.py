@@ -15,19 +15,25 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.archive import install_runtime
-from dagster_rayslurm.runtime import allocation, nodes, siblings
-from dagster_rayslurm.runtime.admission import capacities_of, claims_of, misfit
-from dagster_rayslurm.runtime.components import node_spec
-from dagster_rayslurm.runtime.footprint import footprint_error, runtime_footprint
-from dagster_rayslurm.runtime.loop import Loop
-from dagster_rayslurm.runtime.machine import GPU_VARIABLES, Machine, count_gpus, visible_gpus
-from dagster_rayslurm.runtime.ports import choose, control_ports
-from dagster_rayslurm.runtime.queueing import Claim, room_for
-from dagster_rayslurm.runtime.ray_arguments import start_arguments, symmetric_arguments
-from dagster_rayslurm.runtime.ray_start import RayStart
-from dagster_rayslurm.runtime.record import JOURNAL, PAYLOAD, RUNTIME, STDIO, LineReader
-from dagster_rayslurm.runtime.scratch import Scratch
-from dagster_rayslurm.runtime.spec import ComponentSpec, NodeSpec, PayloadSpec, RaySpec, RuntimeSpec, to_json
+from dagster_rayslurm.runtime.node import allocation
+from dagster_rayslurm.runtime.node.ports import choose, control_ports
+from dagster_rayslurm.runtime.node.resources import (
+    GPU_VARIABLES,
+    Machine,
+    count_gpus,
+    footprint_error,
+    runtime_footprint,
+    visible_gpus,
+)
+from dagster_rayslurm.runtime.nodes import simulated
+from dagster_rayslurm.runtime.process.loop import Loop
+from dagster_rayslurm.runtime.process.scratch import Scratch
+from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, STDIO, LineReader
+from dagster_rayslurm.runtime.protocol.spec import ComponentSpec, NodeSpec, PayloadSpec, RaySpec, RuntimeSpec, node_spec, to_json
+from dagster_rayslurm.runtime.ray import node_table
+from dagster_rayslurm.runtime.ray.start import RayStart
+from dagster_rayslurm.runtime.ray.start_arguments import start_arguments, symmetric_arguments
+from dagster_rayslurm.runtime.supervisor.queue import Claim, capacities_of, claims_of, misfit, room_for
 
 from ..conftest import wait_until
 from .test_sharing import Runtime
@@ -157,7 +163,7 @@ def test_payloads_of_a_session_are_held_against_the_nodes_that_they_run_on() -> 
     assert capacities_of([Machine("n", 4, 1, 1, None), Machine("m", 2, 2, 1, None)]) == {None: Claim(2, 1)}
 
 
-def table(*rows: tuple[str, str, bool, bool, float]) -> nodes.Nodes:
+def table(*rows: tuple[str, str, bool, bool, float]) -> node_table.Nodes:
     return {
         str(index): {"hostname": host, "component": component, "head": head, "alive": alive, "resources": {"CPU": cpus}}
         for index, (host, component, head, alive, cpus) in enumerate(rows)
@@ -166,15 +172,15 @@ def table(*rows: tuple[str, str, bool, bool, float]) -> nodes.Nodes:
 
 def test_nodes_of_two_components_on_one_host_are_two() -> None:
     before = table(("h", "gpu", False, True, 2), ("h", "cpu", True, True, 1), ("i", "gpu", False, True, 2))
-    assert nodes.present(before) == {("h", "cpu"), ("h", "gpu"), ("i", "gpu")}
-    assert nodes.in_words(before, ["cpu", "gpu"]) == "3 nodes, the head is h (cpu: 1 node, CPU 1; gpu: 2 nodes, CPU 4)"
-    assert [node["component"] for node in nodes.in_order(before, ["cpu", "gpu"])] == ["cpu", "gpu", "gpu"]
+    assert node_table.present(before) == {("h", "cpu"), ("h", "gpu"), ("i", "gpu")}
+    assert node_table.in_words(before, ["cpu", "gpu"]) == "3 nodes, the head is h (cpu: 1 node, CPU 1; gpu: 2 nodes, CPU 4)"
+    assert [node["component"] for node in node_table.in_order(before, ["cpu", "gpu"])] == ["cpu", "gpu", "gpu"]
     after = {**before, "0": {**before["0"], "alive": False}}
-    assert [nodes.title(node) for node in nodes.lost(before, after)] == ["h (component gpu)"]
-    assert nodes.lost(after, after) == [] and len(nodes.lost(before, {})) == 3
+    assert [node_table.title(node) for node in node_table.lost(before, after)] == ["h (component gpu)"]
+    assert node_table.lost(after, after) == [] and len(node_table.lost(before, {})) == 3
     # A user's own label of that name is none of this cluster's.
-    assert nodes.present(nodes.within(RaySpec(), before)) == {("h", None), ("i", None)}
-    assert nodes.in_words(nodes.within(RaySpec(), before), []) == "3 nodes, the head is h (CPU 5)"
+    assert node_table.present(node_table.within(RaySpec(), before)) == {("h", None), ("i", None)}
+    assert node_table.in_words(node_table.within(RaySpec(), before), []) == "3 nodes, the head is h (CPU 5)"
 
 
 def placeholders(*names: str) -> dict[str, str | None]:
@@ -199,7 +205,7 @@ def test_gpus_of_a_machine_are_shared_out(
 ) -> None:
     components = [ComponentSpec(name, 1, 64, gpus) for name, gpus in zip("ab", wanted, strict=True)]
     here = Machine("h", 2, len(devices), 8 * 2**30, None)
-    roles = siblings.cast(RuntimeSpec("c", RaySpec(), components=components), here, ("X", devices))
+    roles = simulated.cast(RuntimeSpec("c", RaySpec(), components=components), here, ("X", devices))
     assert tuple(role.environ for role in roles) == shown
     assert {place: role.remark for place, role in enumerate(roles) if role.remark} == simulated
     assert [(role.machine.num_cpus, role.machine.num_gpus, role.machine.memory_limit) for role in roles] == [
@@ -226,7 +232,7 @@ def test_ray_counts_what_a_machine_lacks(
 ) -> None:
     """Nobody is shown a device that was hidden from this process."""
     here = Machine("h", 2, len(devices), 2**33, 2**32)
-    role = siblings.alone(RuntimeSpec("c", asked), here, ("X", devices))
+    role = simulated.alone(RuntimeSpec("c", asked), here, ("X", devices))
     assert (role.machine.num_cpus, role.machine.num_gpus) == counted and role.machine.memory_limit == here.memory_limit
     assert role.environ == shown
     assert role.remark == (remark and f"Ray counts {remark} for it: the others are simulated, no device is behind them")
@@ -234,7 +240,7 @@ def test_ray_counts_what_a_machine_lacks(
 
 def test_a_launcher_goes_before_its_queue_where_components_are_simulated() -> None:
     components = [ComponentSpec("cpu", 1, 64, 0), ComponentSpec("gpu", 1, None, 8)]
-    roles = siblings.cast(RuntimeSpec("c", RAY, components=components), Machine("h", 2, 0, 2**33, 2**32), ("X", []))
+    roles = simulated.cast(RuntimeSpec("c", RAY, components=components), Machine("h", 2, 0, 2**33, 2**32), ("X", []))
     assert [(role.machine.name, role.machine.num_cpus, role.machine.num_gpus) for role in roles] == [
         ("h (component cpu)", 1, 0),
         ("h (component gpu)", 2, 2),
@@ -264,7 +270,7 @@ def test_gpus_of_any_maker_are_shared_out(environ: dict[str, str], shown: list[d
     components = [ComponentSpec(name, 1, None, 1) for name in "ab"]
     count = count_gpus(environ)
     here = Machine("h", 2, count, 2**33, None)
-    roles = siblings.cast(RuntimeSpec("c", RaySpec(), components=components), here, visible_gpus(environ, count))
+    roles = simulated.cast(RuntimeSpec("c", RaySpec(), components=components), here, visible_gpus(environ, count))
     assert count == 2 and [role.environ for role in roles] == shown
     assert [count_gpus({name: value for name, value in role.environ.items() if value is not None}) for role in roles] == [1, 1]
 
@@ -307,7 +313,7 @@ def test_a_payload_sees_the_gpus_of_its_component(tmp_path: Path, monkeypatch: p
     runtime = Runtime(tmp_path)
     runtime.add("one", "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'])")
     runtime.run("""
-        from dagster_rayslurm.runtime.spec import ComponentSpec
+        from dagster_rayslurm.runtime.protocol.spec import ComponentSpec
         machine.detect = lambda *_, **__: machine.Machine("n1", 4, 2, 2**33, None)
         session(components=[ComponentSpec("a", 1, None, 1), ComponentSpec("b", 1, None, 1)])
         submit("one")
@@ -476,12 +482,13 @@ def test_a_component_that_grants_less_is_named(job: Job) -> None:
 
 HURRIED = """
 import sys
-from dagster_rayslurm.runtime import team, worker
-worker._FORSAKEN, introduced = 0.5, team.Team._introduced
+from dagster_rayslurm.runtime.nodes import head as team
+from dagster_rayslurm.runtime.nodes import worker
+worker._FORSAKEN, introduced = 0.5, team.ConnectedWorkers._introduced
 def noted(*args):
     introduced(*args)
     open(sys.argv[1] + "/joined", "w").close()
-team.Team._introduced = noted
+team.ConnectedWorkers._introduced = noted
 from dagster_rayslurm.runtime.__main__ import main
 sys.exit(main(["node", sys.argv[1]]))
 """
@@ -538,7 +545,7 @@ def test_clusters_of_payloads_own_have_the_components_too(tmp_path: Path) -> Non
     runtime.add("four", "pass", want_cpus=1)
     runtime.add("five", "pass", want_gpus=1)
     said = runtime.run("""
-        from dagster_rayslurm.runtime.spec import ComponentSpec
+        from dagster_rayslurm.runtime.protocol.spec import ComponentSpec
         session(components=[ComponentSpec("cpu"), ComponentSpec("gpu", 1, None, 2)])
         said["nodes"] = [(node["component"], node["cpus"], node["gpus"]) for node in runner.describe()["nodes"]]
         [submit(name) for name in ("one", "two", "three", "four", "five")]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dagster_rayslurm.runtime.demand import Group, Node, Request, unschedulable
+from dagster_rayslurm.runtime.ray.unschedulable import Group, Node, Request, unschedulable
 
 from .test_sharing import Runtime
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.runtime import usage
-from dagster_rayslurm.runtime.gpus import Gpu, Gpus, only, parse_amd, parse_nvidia
-from dagster_rayslurm.runtime.loop import Loop
-from dagster_rayslurm.runtime.machine import GPU_VARIABLES, granted_gpus
+from dagster_rayslurm.runtime.node import usage
+from dagster_rayslurm.runtime.node.gpus import Gpu, Gpus, only, parse_amd, parse_nvidia
+from dagster_rayslurm.runtime.node.resources import GPU_VARIABLES, granted_gpus
+from dagster_rayslurm.runtime.process.loop import Loop
 
 NVIDIA = "0, GPU-aaaa-0, 20, 1000\n1, GPU-bbbb-1, 100, 40000\n2, GPU-cccc-2, [N/A], [N/A]\nrubbish\n"
 

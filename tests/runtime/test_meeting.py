@@ -18,17 +18,16 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.archive import install_runtime
-from dagster_rayslurm.runtime import meeting_guest, meeting_host
-from dagster_rayslurm.runtime.allocation import from_environ, settle
-from dagster_rayslurm.runtime.dialler import Dialler
-from dagster_rayslurm.runtime.loop import Loop
-from dagster_rayslurm.runtime.meeting import Place
-from dagster_rayslurm.runtime.meeting_guest import Guest
-from dagster_rayslurm.runtime.meeting_host import Host
-from dagster_rayslurm.runtime.ports import control_ports
-from dagster_rayslurm.runtime.processes import descendants
-from dagster_rayslurm.runtime.record import CANCEL, JOURNAL, PAYLOAD, RUNTIME, SECRETS, STATUS, LineReader, component_dir
-from dagster_rayslurm.runtime.spec import ComponentSpec, MeetingSpec, PayloadSpec, RaySpec, RuntimeSpec, to_json
+from dagster_rayslurm.runtime.node.allocation import from_environ, settle
+from dagster_rayslurm.runtime.node.ports import control_ports
+from dagster_rayslurm.runtime.process.loop import Loop
+from dagster_rayslurm.runtime.process.processes import descendants
+from dagster_rayslurm.runtime.protocol.record import CANCEL, JOURNAL, PAYLOAD, RUNTIME, SECRETS, STATUS, LineReader, component_dir
+from dagster_rayslurm.runtime.protocol.rpc_client import RpcClient
+from dagster_rayslurm.runtime.protocol.spec import BarrierSpec, ComponentSpec, PayloadSpec, RaySpec, RuntimeSpec, to_json
+from dagster_rayslurm.runtime.separate import rendezvous
+from dagster_rayslurm.runtime.separate.barrier import Place
+from dagster_rayslurm.runtime.separate.rendezvous import Guest, Host
 
 from ..conftest import wait_until
 from .test_channel import turn
@@ -63,7 +62,7 @@ class Job:
                 control_key=name.encode().hex().ljust(64, "0"),
                 control_ports=control_ports(None),
                 token_key=KEY,
-                meeting=MeetingSpec(name, list(self.payloads), KEY, ports, ["localhost"], self.patience),
+                meeting=BarrierSpec(name, list(self.payloads), KEY, ports, ["localhost"], self.patience),
             )
             (directory / RUNTIME).write_text(to_json(spec))
             payload = PayloadSpec(argv=["python", "-c", code], nonce="n", grace_period=self.grace, uses_ray=name in self.ray)
@@ -217,7 +216,7 @@ def test_who_does_not_know_the_key_is_not_heard(job: Any) -> None:
     """Neither one that calls itself a component, nor another service on the host's first port."""
     two = job(cpu=SAY, gpu=SAY)
     two.lay_out()
-    meeting = MeetingSpec(
+    meeting = BarrierSpec(
         "gpu", ["cpu", "gpu"], "cd" * 32, json.loads((two.directory("gpu") / RUNTIME).read_text())["meeting"]["ports"]
     )
     right = (two.directory("gpu") / RUNTIME).read_text()
@@ -355,8 +354,8 @@ class Party:
         self.host = Host(loop, self.spec("cpu", self.ports[0]), self.told["cpu"].append, loopback=True)
         self.guest: Guest | None = None
 
-    def spec(self, component: str, *ports: int) -> MeetingSpec:
-        return MeetingSpec(component, ["cpu", "gpu"], KEY, list(ports), [], 60.0)
+    def spec(self, component: str, *ports: int) -> BarrierSpec:
+        return BarrierSpec(component, ["cpu", "gpu"], KEY, list(ports), [], 60.0)
 
     def join(self) -> Guest:
         self.guest = Guest(self.loop, self.spec("gpu", self.ports[1]), ["127.0.0.1"], self.told["gpu"].append)
@@ -398,9 +397,9 @@ class Party:
 
 @pytest.fixture
 def party(monkeypatch: pytest.MonkeyPatch) -> Iterator[Party]:
-    for side in (meeting_guest, meeting_host):
+    for side in (rendezvous, rendezvous):
         monkeypatch.setattr(side, "COMES_BACK", 0.6)
-    monkeypatch.setattr(meeting_host, "_LATE", 0.2)
+    monkeypatch.setattr(rendezvous, "_LATE", 0.2)
     before = signal.getsignal(signal.SIGCHLD)
     made = Party(Loop())
     yield made
@@ -500,7 +499,7 @@ def test_dialling_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
             waiting.setblocking(False)
             waiting.connect_ex(mute.getsockname())
         problems: list[str] = []
-        dialled = Dialler(
+        dialled = RpcClient(
             loop, KEY, [mute.getsockname()], lambda: None, lambda _: None, lambda: None, lambda _, why: problems.append(why)
         )
 
@@ -524,7 +523,7 @@ def test_the_place_that_was_good_is_tried_first(party: Party) -> None:
     joined: list[bool] = []
     good = ("127.0.0.1", party.ports[0])
     nowhere = [("127.0.0.1", port) for port in control_ports(None)[:3]]
-    dialled = Dialler(
+    dialled = RpcClient(
         party.loop,
         KEY,
         [*nowhere, good],

@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime import job_memory, machine, memory_watch, processes
-from dagster_rayslurm.runtime.clusters import Clusters
-from dagster_rayslurm.runtime.loop import Loop
-from dagster_rayslurm.runtime.memory_guard import KILL, WARN, Group, Sample, State, decide, needs_groups, pause
-from dagster_rayslurm.runtime.spec import RaySpec
+from dagster_rayslurm.runtime.node import memory_use, memory_watch, resources
+from dagster_rayslurm.runtime.node.memory_guard import KILL, WARN, Group, Sample, State, decide, needs_groups, pause
+from dagster_rayslurm.runtime.process import processes
+from dagster_rayslurm.runtime.process.loop import Loop
+from dagster_rayslurm.runtime.protocol.spec import RaySpec
+from dagster_rayslurm.runtime.supervisor.clusters import Clusters
 
 from .test_clusters import SESSION, Nodes
 
@@ -111,29 +112,29 @@ def test_processes_are_looked_at_only_where_it_matters(warned: bool, share: floa
 @pytest.mark.parametrize(
     ("gather", "params", "memory_of", "enforced"),
     [
-        ("jobacct_gather/linux", "OverMemoryKill", job_memory.resident_memory, True),
-        ("jobacct_gather/linux", "OverMemoryKill,NoShared", job_memory.private_memory, True),
-        ("jobacct_gather/linux", "UsePss,OverMemoryKill", job_memory.proportional_memory, True),
-        ("jobacct_gather/cgroup", "OverMemoryKill", job_memory.private_memory, True),
-        ("jobacct_gather/linux", "NoShared", job_memory.private_memory, False),
-        ("jobacct_gather/none", "(null)", job_memory.private_memory, False),
+        ("jobacct_gather/linux", "OverMemoryKill", memory_use.resident_memory, True),
+        ("jobacct_gather/linux", "OverMemoryKill,NoShared", memory_use.private_memory, True),
+        ("jobacct_gather/linux", "UsePss,OverMemoryKill", memory_use.proportional_memory, True),
+        ("jobacct_gather/cgroup", "OverMemoryKill", memory_use.private_memory, True),
+        ("jobacct_gather/linux", "NoShared", memory_use.private_memory, False),
+        ("jobacct_gather/none", "(null)", memory_use.private_memory, False),
     ],
 )
 def test_memory_is_counted_as_slurmd_does(gather: str, params: str, memory_of: Any, enforced: bool) -> None:
     said = f"JobAcctGatherFrequency  = task=1\nJobAcctGatherType       = {gather}\nJobAcctGatherParams     = {params}\nX = y\n"
-    assert job_memory.counting(said) == (memory_of, enforced)
+    assert memory_use.counting(said) == (memory_of, enforced)
 
 
 def test_slurm_that_does_not_answer_enforces_nothing() -> None:
-    assert not job_memory.counting(None).enforced
+    assert not memory_use.counting(None).enforced
 
 
 def test_memory_of_a_process() -> None:
     private, resident, proportional = (
-        count(os.getpid()) for count in (job_memory.private_memory, job_memory.resident_memory, job_memory.proportional_memory)
+        count(os.getpid()) for count in (memory_use.private_memory, memory_use.resident_memory, memory_use.proportional_memory)
     )
     assert 0 < private < resident and 0 < proportional <= resident
-    assert job_memory.resident_memory(2**22 + 1) == job_memory.proportional_memory(2**22 + 1) == 0
+    assert memory_use.resident_memory(2**22 + 1) == memory_use.proportional_memory(2**22 + 1) == 0
 
 
 def cgroup(path: Path, current: str, used: int, **stat: int) -> str:
@@ -148,10 +149,10 @@ def test_a_cgroup_counts_without_the_cache_that_the_kernel_frees(tmp_path: Path)
     step = cgroup(tmp_path / "job_7/step_0", "memory.current", 850, anon=500, inactive_file=150)
     old = cgroup(tmp_path / "v1/job_7", "memory.usage_in_bytes", 900, total_inactive_file=300, inactive_file=999)
     node = cgroup(tmp_path / "system.slice", "memory.current", 10**6)
-    assert job_memory.of_job([(job, 1000), (step, 800), (old, 2**63 - 4096), (node, 10**6)]) == [(job, 1000), (step, 800)]
-    assert job_memory.fullest([(job, 1000), (step, 800)]) == (700, 800)
-    assert job_memory.fullest([(old, 1000)]) == (600, 1000)
-    assert job_memory.fullest([]) is None and job_memory.fullest([(str(tmp_path / "gone"), 1000)]) is None
+    assert memory_use.of_job([(job, 1000), (step, 800), (old, 2**63 - 4096), (node, 10**6)]) == [(job, 1000), (step, 800)]
+    assert memory_use.fullest([(job, 1000), (step, 800)]) == (700, 800)
+    assert memory_use.fullest([(old, 1000)]) == (600, 1000)
+    assert memory_use.fullest([]) is None and memory_use.fullest([(str(tmp_path / "gone"), 1000)]) is None
 
 
 # ---- Who is who
@@ -239,7 +240,7 @@ def test_a_full_node_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nothing_is_watched_without_a_grant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "cgroup_limits", lambda: [("/sys/fs/cgroup/docker", 10 * MIB)])
+    monkeypatch.setattr(resources, "cgroup_limits", lambda: [("/sys/fs/cgroup/docker", 10 * MIB)])
     assert watched({}, 0.5) == []
 
 

@@ -14,15 +14,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from dagster_rayslurm.runtime import addresses, machine, ports, scratch
-from dagster_rayslurm.runtime.addresses import interface_address
-from dagster_rayslurm.runtime.cluster_error import ClusterError
-from dagster_rayslurm.runtime.footprint import footprint_error, node_footprint
-from dagster_rayslurm.runtime.ray_arguments import start_arguments
-from dagster_rayslurm.runtime.ray_node import lacks_tokens, refuse_dashboard, refuse_version, without_client_server
-from dagster_rayslurm.runtime.spec import RaySpec
+from dagster_rayslurm.runtime.node import addresses, ports, resources
+from dagster_rayslurm.runtime.node.addresses import interface_address
+from dagster_rayslurm.runtime.node.resources import footprint_error, node_footprint
+from dagster_rayslurm.runtime.process import scratch
+from dagster_rayslurm.runtime.protocol.end import ClusterError
+from dagster_rayslurm.runtime.protocol.spec import RaySpec
+from dagster_rayslurm.runtime.ray.node_main import lacks_tokens, refuse_dashboard, refuse_version, without_client_server
+from dagster_rayslurm.runtime.ray.start_arguments import start_arguments
 
-HERE = machine.Machine("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_limit=None)
+HERE = resources.Machine("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_limit=None)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ HERE = machine.Machine("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_l
     [("0,1", 2), ("", 0), ("NoDevFiles", 0), ("-1", 0), ("GPU-8f2e, GPU-77aa", 2), ("MIG-1", 1)],
 )
 def test_gpus_are_those_that_are_visible(visible: str, count: int) -> None:
-    assert machine.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+    assert resources.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_gpus_are_those_that_are_visible(visible: str, count: int) -> None:
     ],
 )
 def test_gpus_of_any_maker(environ: dict[str, str], count: int) -> None:
-    assert machine.count_gpus(environ) == count
+    assert resources.count_gpus(environ) == count
 
 
 def test_gpus_of_the_driver_where_nothing_restricts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +60,9 @@ def test_gpus_of_the_driver_where_nothing_restricts(tmp_path: Path, monkeypatch:
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert machine.detect().num_gpus == 2
+    assert resources.detect().num_gpus == 2
     fake.write_text("#!/bin/sh\nexit 9\n")
-    assert machine.detect().num_gpus == 0
+    assert resources.detect().num_gpus == 0
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_slurm_job_claims_no_gpus_of_other_jobs(
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert machine.count_gpus(environ) == count
+    assert resources.count_gpus(environ) == count
 
 
 def test_a_driver_that_does_not_answer_grants_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,14 +91,14 @@ def test_a_driver_that_does_not_answer_grants_no_gpus(tmp_path: Path, monkeypatc
     fake.write_text("#!/bin/sh\necho NVIDIA H200\nexec sleep 30\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(machine, "_NVIDIA_SMI", 0.5)
+    monkeypatch.setattr(resources, "_NVIDIA_SMI", 0.5)
     began = time.monotonic()
-    assert machine.list_gpus() == [] and time.monotonic() - began < 10
+    assert resources.list_gpus() == [] and time.monotonic() - began < 10
 
 
 def test_cpus_are_those_of_the_affinity() -> None:
     one = sorted(os.sched_getaffinity(0))[:1]
-    code = "from dagster_rayslurm.runtime import machine; print(machine.detect().num_cpus)"
+    code = "from dagster_rayslurm.runtime.node import resources as machine; print(machine.detect().num_cpus)"
     found = subprocess.run(
         [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {one}); {code}"], capture_output=True, text=True, check=True
     )
@@ -105,11 +106,11 @@ def test_cpus_are_those_of_the_affinity() -> None:
 
 
 def test_slurm_memory_is_the_limit() -> None:
-    assert machine.detect({"SLURM_MEM_PER_NODE": "512"}).memory_limit == 512 * 2**20
-    per_cpu = machine.detect({"SLURM_MEM_PER_CPU": "100"})
+    assert resources.detect({"SLURM_MEM_PER_NODE": "512"}).memory_limit == 512 * 2**20
+    per_cpu = resources.detect({"SLURM_MEM_PER_CPU": "100"})
     assert per_cpu.memory_limit == 100 * 2**20 * per_cpu.num_cpus
-    unlimited = machine.detect({"SLURM_MEM_PER_NODE": "0"}).memory_limit
-    assert unlimited is None or unlimited < machine.detect({}).memory
+    unlimited = resources.detect({"SLURM_MEM_PER_NODE": "0"}).memory_limit
+    assert unlimited is None or unlimited < resources.detect({}).memory
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
@@ -139,7 +140,7 @@ def test_a_footprint_that_is_not_granted_is_named(spec: RaySpec, words: list[str
 
 def test_ray_is_told_what_was_granted() -> None:
     chosen = ports.Ports(20001, 20002, ("--port=20001",))
-    limited = machine.Machine("n1", 4, 1, 64 * 2**30, memory_limit=10 * 2**30)
+    limited = resources.Machine("n1", 4, 1, 64 * 2**30, memory_limit=10 * 2**30)
     arguments = start_arguments(RaySpec(resources={"a b": 1}, labels={"x": "y"}), limited, chosen, "/tmp/r", "10.0.0.1")
     assert {"--num-cpus=4", "--num-gpus=1", "--node-ip-address=10.0.0.1", '--resources={"a b": 1}', "--labels=x=y"} <= set(
         arguments
@@ -237,7 +238,7 @@ def test_a_directory_that_cannot_be_scratch_is_not_left_behind(
 
 
 def test_sweeping_takes_what_a_dead_runtime_left_and_nothing_else(scratch_base: Path) -> None:
-    make = "import os; from dagster_rayslurm.runtime import scratch; print(scratch.Scratch().path, flush=True); "
+    make = "import os; from dagster_rayslurm.runtime.process import scratch; print(scratch.Scratch().path, flush=True); "
     code = make + "os.kill(os.getpid(), 9)"
     dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
     alive = scratch.Scratch()

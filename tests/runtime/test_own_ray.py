@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.runtime import own_ray
-from dagster_rayslurm.runtime.machine import Machine
-from dagster_rayslurm.runtime.ray_arguments import granted_defaults
+from dagster_rayslurm.runtime.node.resources import Machine
+from dagster_rayslurm.runtime.payload import own_ray
+from dagster_rayslurm.runtime.ray.start_arguments import granted_defaults
 
 from .test_sharing import Runtime
 
@@ -60,7 +60,7 @@ def test_a_ray_of_the_payloads_own_takes_what_is_granted_and_is_told(tmp_path: P
     seen = tmp_path / "seen.json"
     runtime.add("own", OWN % str(seen), uses_ray=True)
     runtime.run("""
-        from dagster_rayslurm.runtime import allocation
+        from dagster_rayslurm.runtime.node import allocation
         machine.detect = lambda *_, **__: machine.Machine("c1", 1, 0, 2**33, 2**30)
         small = RaySpec(num_cpus=1, object_store_memory=100 * 2**20, dashboard=False, startup_timeout=60.0)
         spec = RuntimeSpec("c1", idle_timeout=60.0, ray=small)

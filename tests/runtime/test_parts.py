@@ -19,9 +19,12 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm import archive
 from dagster_rayslurm.archive import build_runtime, install_runtime, runtime_name
-from dagster_rayslurm.runtime import outputs, processes, spec, streams, usage, workspace
-from dagster_rayslurm.runtime.cluster_error import last_words
-from dagster_rayslurm.runtime.processes import Process
+from dagster_rayslurm.runtime.node import usage
+from dagster_rayslurm.runtime.payload import environment, output_streams, outputs
+from dagster_rayslurm.runtime.process import processes
+from dagster_rayslurm.runtime.process.processes import Process
+from dagster_rayslurm.runtime.protocol import spec
+from dagster_rayslurm.runtime.protocol.end import last_words
 
 from ..conftest import wait_until
 
@@ -124,7 +127,7 @@ def test_a_runtime_without_its_spec_says_so(tmp_path: Path) -> None:
 
 
 def test_pipes_parameters_are_those_of_dagster_pipes() -> None:
-    assert decode_param(workspace.pipes_param({"path": "/ä b"})) == {"path": "/ä b"}
+    assert decode_param(environment.pipes_param({"path": "/ä b"})) == {"path": "/ä b"}
 
 
 def test_the_environment_of_a_payload() -> None:
@@ -136,7 +139,7 @@ def test_the_environment_of_a_payload() -> None:
         "RAYSLURM_X": "old",
         "RAY_KEEP": "me",
     }
-    env = workspace.payload_environment(one, inherited, "/env/bin/python", "/run/d", "/s/m", {"RAY_ADDRESS": "mine:2"})
+    env = environment.payload_environment(one, inherited, "/env/bin/python", "/run/d", "/s/m", {"RAY_ADDRESS": "mine:2"})
     assert env["PATH"] == "/env/bin:/usr/bin" and env["RAY_KEEP"] == "me" and env["RAY_ADDRESS"] == "mine:2"
     assert "RAYSLURM_X" not in env
     assert decode_param(env["DAGSTER_PIPES_MESSAGES"]) == {"path": "/s/m"}
@@ -158,8 +161,8 @@ def test_workers_start_anew_only_for_what_they_do_not_inherit(
     extra: dict[str, str], worker_env: dict[str, str], job_env: dict[str, str] | None
 ) -> None:
     one = spec.PayloadSpec(argv=["x"], nonce="n", env=extra, data_dir="/data", uses_ray=True)
-    assert workspace.shared_variables(one) == {"RAYSLURM_DATA_DIR": "/data"}
-    env = workspace.payload_environment(one, {}, "/env/bin/python", "/run/d", "/s/m", {}, worker_env)
+    assert environment.shared_variables(one) == {"RAYSLURM_DATA_DIR": "/data"}
+    env = environment.payload_environment(one, {}, "/env/bin/python", "/run/d", "/s/m", {}, worker_env)
     job = json.loads(env["RAY_JOB_CONFIG_JSON_ENV_VAR"])
     assert job["metadata"] == {"rayslurm": "n"} and env["RAYSLURM_DATA_DIR"] == "/data"
     assert job.get("runtime_env") == (None if job_env is None else {"env_vars": job_env})
@@ -175,7 +178,7 @@ def test_the_work_dir_links_sources_and_extra_files(tmp_path: Path) -> None:
     extra.write_text("mine")
     work = tmp_path / "work"
     one = spec.PayloadSpec(argv=["x"], nonce="n", working_dir=str(source), extra_files=[str(extra)])
-    workspace.lay_out_work_dir(str(work), one)
+    environment.lay_out_work_dir(str(work), one)
     assert (work / "config.yaml").read_text() == "mine" and (source / "config.yaml").read_text() == "theirs"
     (work / "new.txt").write_text("x")
     assert not (source / "new.txt").exists()
@@ -200,7 +203,7 @@ def test_inputs_are_no_outputs(tmp_path: Path) -> None:
     (source / "old" / "plot.png").write_text("x")
     (source / "input.png").write_text("x")
     work = tmp_path / "work"
-    workspace.lay_out_work_dir(str(work), spec.PayloadSpec(argv=["x"], nonce="n", working_dir=str(source)))
+    environment.lay_out_work_dir(str(work), spec.PayloadSpec(argv=["x"], nonce="n", working_dir=str(source)))
     (work / "new.png").write_text("y")
     taken, left_out, failed = outputs.collect_outputs(str(work), str(tmp_path / "out"), ["**/*.png", "input.png"], 50)
     assert [entry["name"] for entry in taken] == ["new.png"] and "'input.png'" in left_out[0] and not failed
@@ -292,7 +295,7 @@ def test_descendants_are_found_and_ended() -> None:
     code = (
         "import os,sys,subprocess,time\n"
         "sys.path.insert(0, %r)\n"
-        "from dagster_rayslurm.runtime import processes, keeper\n"
+        "from dagster_rayslurm.runtime.process import processes; from dagster_rayslurm.runtime.process import keeper\n"
         "processes.become_subreaper()\n"
         # A grandchild in a session of its own, whose parent is gone: an orphan of nobody but the subreaper.
         "subprocess.run(['setsid','sh','-c','sleep 60 & sleep 0.1'])\n"
@@ -316,7 +319,7 @@ def test_environment_of_a_process_is_matched_exactly() -> None:
 
 @given(st.binary(max_size=400), st.lists(st.integers(1, 7), max_size=60))
 def test_bytes_of_any_kind_cut_anywhere_decode_alike(data: bytes, cuts: list[int]) -> None:
-    stream, text = streams._Stream("stdout"), ""
+    stream, text = output_streams._Stream("stdout"), ""
     rest = data
     for size in cuts:
         text += stream.decoder.decode(rest[:size])
@@ -329,7 +332,8 @@ def test_a_signal_just_after_the_runtimes_end_is_no_error() -> None:
     """There is nobody left to pass it on to, and what the runtime left behind is still to be ended."""
     program = textwrap.dedent("""
         import os, signal, subprocess, sys
-        from dagster_rayslurm.runtime import keeper, processes
+        from dagster_rayslurm.runtime.process import keeper
+        from dagster_rayslurm.runtime.process import processes
         wait = keeper._wait
         def waited(child):
             code = wait(child)
@@ -353,7 +357,8 @@ def test_a_session_without_its_slurmstepd_has_its_job_cancelled(node_id: str, tm
     (tmp_path / "scancel").chmod(0o755)
     program = textwrap.dedent("""
         import os, signal, sys, time
-        from dagster_rayslurm.runtime import keeper, own_job
+        from dagster_rayslurm.runtime.process import keeper
+        from dagster_rayslurm.runtime.process import self_cancel as own_job
         waits = []
         def main():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
@@ -381,7 +386,7 @@ def test_a_session_without_its_slurmstepd_has_its_job_cancelled(node_id: str, tm
 def test_what_a_timer_sets_for_at_once_holds_nothing_else_up() -> None:
     program = textwrap.dedent("""
         import os
-        from dagster_rayslurm.runtime.loop import Loop
+        from dagster_rayslurm.runtime.process.loop import Loop
         loop = Loop()
         reader, writer = os.pipe()
         loop.on_readable(reader, loop.stop)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource, SessionConfig
-from dagster_rayslurm.runtime import prestart
+from dagster_rayslurm.runtime.ray import prestart
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 

@@ -8,10 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime.admission import claim_of, misfit, time_known, time_needed, too_little_time
-from dagster_rayslurm.runtime.machine import Machine
-from dagster_rayslurm.runtime.queueing import Claim, FairQueue, fits
-from dagster_rayslurm.runtime.spec import PayloadSpec, RaySpec
+from dagster_rayslurm.runtime.node.resources import Machine
+from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, RaySpec
+from dagster_rayslurm.runtime.supervisor.queue import (
+    Claim,
+    FairQueue,
+    claim_of,
+    fits,
+    misfit,
+    time_known,
+    time_needed,
+    too_little_time,
+)
 
 Item = tuple[str, int, Claim]
 """Run, number within the run, claim."""

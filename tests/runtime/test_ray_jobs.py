@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dagster_rayslurm.runtime.processes import Process
-from dagster_rayslurm.runtime.ray_jobs import Parts, RayJobs
-from dagster_rayslurm.runtime.usage import Meter
+from dagster_rayslurm.runtime.node.usage import Meter, Parts, RayJobs
+from dagster_rayslurm.runtime.process.processes import Process
 
 PARENTS = {10: 1, 11: 10, 20: 1, 21: 20, 30: 21, 31: 30, 32: 21, 33: 21, 34: 21}
 """The driver 10 with a child; Ray below 20, its raylet 21, its workers 30, which has a child, to 34."""

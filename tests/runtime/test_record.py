@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime import record as r
+from dagster_rayslurm.runtime.protocol import record as r
 
 from ..conftest import small_disk
 

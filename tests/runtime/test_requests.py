@@ -14,19 +14,19 @@ from typing import Any
 import psutil
 import pytest
 
-from dagster_rayslurm.backends.process import runtime_command
-from dagster_rayslurm.backends.rundir import Layout, write_runtime_spec
+from dagster_rayslurm.backends.local_process import runtime_command
+from dagster_rayslurm.backends.run_dir import Layout, write_runtime_spec
 from dagster_rayslurm.backends.sessions import client as session_client
 from dagster_rayslurm.backends.sessions.client import Announcement, Unreachable, parse_announcement
 from dagster_rayslurm.backends.sessions.client import ask as ask_from_afar
-from dagster_rayslurm.connections.base import Completed
-from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.environments import InheritedEnvironment, resolve_environment
-from dagster_rayslurm.runtime.asking import ANSWER, AnswerLost, NobodyThere, ask
-from dagster_rayslurm.runtime.channel import derive
-from dagster_rayslurm.runtime.ports import control_ports
-from dagster_rayslurm.runtime.record import CANCEL, JOURNAL, PAYLOAD, SECRETS, SESSION, LineReader
-from dagster_rayslurm.runtime.spec import PayloadSpec, RaySpec, RuntimeSpec, to_json
+from dagster_rayslurm.runtime.node.ports import control_ports
+from dagster_rayslurm.runtime.protocol.record import CANCEL, JOURNAL, PAYLOAD, SECRETS, SESSION, LineReader
+from dagster_rayslurm.runtime.protocol.rpc import derive
+from dagster_rayslurm.runtime.protocol.rpc_call import ANSWER, AnswerLost, NobodyThere, ask
+from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, RaySpec, RuntimeSpec, to_json
+from dagster_rayslurm.ssh.base import Completed
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import wait_until
 

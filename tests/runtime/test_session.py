@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
-from dagster_rayslurm.backends.process import runtime_command, start_process
-from dagster_rayslurm.backends.rundir import Layout, write_runtime_spec
+from dagster_rayslurm.backends.local_process import runtime_command, start_process
+from dagster_rayslurm.backends.run_dir import Layout, write_runtime_spec
 from dagster_rayslurm.backends.sessions.local import SessionClient
-from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.environments import InheritedEnvironment, resolve_environment
-from dagster_rayslurm.runtime.record import JOURNAL, PAYLOAD, SECRETS, SESSION, LineReader
-from dagster_rayslurm.runtime.spec import PayloadSpec, RuntimeSpec, to_json
+from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, SECRETS, SESSION, LineReader
+from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, RuntimeSpec, to_json
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import small_disk, wait_until
 

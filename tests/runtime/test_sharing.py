@@ -15,17 +15,21 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.archive import install_runtime
-from dagster_rayslurm.runtime.installed import ray_mark
-from dagster_rayslurm.runtime.record import JOURNAL, PAYLOAD, LineReader
-from dagster_rayslurm.runtime.spec import PayloadSpec, to_json
+from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, LineReader
+from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, to_json
+from dagster_rayslurm.runtime.ray.version_watch import ray_mark
 
 BEGIN = """
 import json, os, sys, time
-from dagster_rayslurm.runtime import installed, machine, processes, scratch, supervisor
-from dagster_rayslurm.runtime.loop import Loop
-from dagster_rayslurm.runtime.end import End
-from dagster_rayslurm.runtime.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.admission import Closing, Misfit
+from dagster_rayslurm.runtime.ray import version_watch as installed
+from dagster_rayslurm.runtime.node import resources as machine
+from dagster_rayslurm.runtime.process import processes
+from dagster_rayslurm.runtime.process import scratch
+from dagster_rayslurm.runtime.supervisor import supervisor
+from dagster_rayslurm.runtime.process.loop import Loop
+from dagster_rayslurm.runtime.protocol.end import End
+from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
+from dagster_rayslurm.runtime.supervisor.queue import Closing, Misfit
 machine.detect = lambda *_, **__: machine.Machine("n1", 4, 0, 2**33, None)
 processes.become_subreaper()
 loop, base, said = Loop(), sys.argv[1], {}
@@ -408,7 +412,7 @@ def test_orphans_are_ended_once_nothing_runs(runtime: Runtime, tmp_path: Path) -
 
 
 COPY = """
-from dagster_rayslurm.runtime import outputs
+from dagster_rayslurm.runtime.payload import outputs
 real = outputs.collect_outputs
 def slowly(*args):
     time.sleep(%g)
@@ -447,8 +451,8 @@ def test_few_bytes_need_no_process(runtime: Runtime) -> None:
     runtime.add("a", "open('a.txt', 'w').write('x')", outputs=["*.txt"])
     runtime.add("b", LARGE, outputs=["*"], max_output_bytes=1000)
     runtime.run("""
-        from dagster_rayslurm.runtime import outputs
-        outputs.Aside = None
+        from dagster_rayslurm.runtime.payload import outputs
+        outputs.ForkedTask = None
         session(); submit("a"); submit("b"); when_done(end)
     """)
     assert [one["name"] for one in runtime.end("a")["outputs"]] == ["a.txt"]
@@ -504,7 +508,7 @@ cancel()
 def test_a_copier_that_dies_is_told(runtime: Runtime) -> None:
     runtime.add("a", LARGE, outputs=["*"])
     runtime.run("""
-        from dagster_rayslurm.runtime import outputs
+        from dagster_rayslurm.runtime.payload import outputs
         outputs.collect_outputs = lambda *_: 1 / 0
         session(); submit("a"); when_done(end)
     """)
@@ -554,7 +558,7 @@ def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:
 
 
 HANGS = """
-from dagster_rayslurm.runtime import template_process
+from dagster_rayslurm.runtime.payload import preload_server as template_process
 template_process._PATIENCE = 6.0  # Longer than a busy machine keeps the loop waiting.
 def ticking(last=None):
     now = loop.now()

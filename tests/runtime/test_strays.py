@@ -8,12 +8,13 @@ import sys
 
 PROGRAM = """
 import json, os, subprocess, sys, time
-from dagster_rayslurm.runtime import processes, strays
-from dagster_rayslurm.runtime.loop import Loop
+from dagster_rayslurm.runtime.process import processes
+from dagster_rayslurm.runtime.process import stray_processes as strays
+from dagster_rayslurm.runtime.process.loop import Loop
 
 processes.become_subreaper()
 loop, said, pids = Loop(), {}, {}
-strays = strays.Strays(loop)
+strays = strays.StrayProcesses(loop)
 own = loop.spawn(["sleep", "600"], lambda *_: None)
 LEAVE = ["sh", "-c", "env -i setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $!"]
 

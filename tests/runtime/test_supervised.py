@@ -12,17 +12,20 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.runtime.processes import signal_name
-from dagster_rayslurm.runtime.record import JOURNAL, PAYLOAD, LineReader
-from dagster_rayslurm.runtime.spec import PayloadSpec, to_json
-from dagster_rayslurm.runtime.time_limit import signal_number
+from dagster_rayslurm.runtime.process.processes import signal_name
+from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, LineReader
+from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, to_json
+from dagster_rayslurm.runtime.supervisor.time_limit import signal_number
 
 BEGIN = """
 import sys
-from dagster_rayslurm.runtime import processes, scratch, supervisor, time_limit
-from dagster_rayslurm.runtime.end import End
-from dagster_rayslurm.runtime.loop import Loop
-from dagster_rayslurm.runtime.spec import RuntimeSpec
+from dagster_rayslurm.runtime.process import processes
+from dagster_rayslurm.runtime.process import scratch
+from dagster_rayslurm.runtime.supervisor import supervisor
+from dagster_rayslurm.runtime.supervisor import time_limit
+from dagster_rayslurm.runtime.protocol.end import End
+from dagster_rayslurm.runtime.process.loop import Loop
+from dagster_rayslurm.runtime.protocol.spec import RuntimeSpec
 processes.become_subreaper()
 loop, run_dir = Loop(), sys.argv[1]
 runner = supervisor.Supervisor(loop, RuntimeSpec("c", None), scratch.Scratch())
@@ -111,11 +114,11 @@ def test_components_without_a_limit(tmp_path: Path, answer: str, again: bool) ->
 
 OTHERS = """
 from dataclasses import replace
-from dagster_rayslurm.runtime.spec import RaySpec
-from dagster_rayslurm.runtime.team import Member
-class Others:
+from dagster_rayslurm.runtime.protocol.spec import RaySpec
+from dagster_rayslurm.runtime.node.worker_node import WorkerNode
+class WorkerNodes:
     pids = []
-    members = {place: Member(place, "n%d" % place) for place in (1, 2)}
+    members = {place: WorkerNode(place, "n%d" % place) for place in (1, 2)}
     def measure(self, nonce, jobs): print("measured", nonce, file=sys.stderr)
     def collect(self, nonce, done):
         print("collected", nonce, file=sys.stderr)
@@ -123,7 +126,7 @@ class Others:
     def order(self, *_, **__): pass
     def dismiss(self): pass
     def wait_gone(self): pass
-runner.nodes.others = Others()
+runner.nodes.others = WorkerNodes()
 """
 
 
@@ -131,7 +134,7 @@ runner.nodes.others = Others()
 def test_other_nodes_measure_no_longer_after_a_defect(tmp_path: Path, where: str) -> None:
     program = OTHERS + (
         f"""
-from dagster_rayslurm.runtime.payload import Payload
+from dagster_rayslurm.runtime.payload.payload import Payload
 def broken(*args, **kwargs):
     raise KeyError("broken")
 if {where!r}:
@@ -189,7 +192,7 @@ def test_a_defect_of_the_runtime_ends_in_one_line_with_its_traceback_beside_it(t
 
 
 UNWRITABLE = """
-from dagster_rayslurm.runtime import record
+from dagster_rayslurm.runtime.protocol import record
 append, away = record.Appender.append, [False]
 def stale(self, data):
     if away[0] and self.path.endswith("journal.jsonl"):
@@ -234,7 +237,7 @@ runner.run()
 def test_a_defect_in_what_concerns_one_payload_ends_that_one(tmp_path: Path, where: str) -> None:
     program = f"""
         import os, shutil
-        from dagster_rayslurm.runtime.payload import Payload
+        from dagster_rayslurm.runtime.payload.payload import Payload
         real, other = Payload.{where}, run_dir + "/other"
         def broken(self, *args, **kwargs):
             if self.run_dir == run_dir:
@@ -262,7 +265,7 @@ def test_a_defect_in_what_concerns_one_payload_ends_that_one(tmp_path: Path, whe
 def test_messages_without_end_hold_nothing_up(tmp_path: Path) -> None:
     """Whoever writes them faster than they are copied: the payload's time limit counts all the same."""
     program = """
-        from dagster_rayslurm.runtime.messages import MessageFile
+        from dagster_rayslurm.runtime.payload.record import MessageFile
         copy = MessageFile.copy
         MessageFile.copy = lambda self, keep: copy(self, keep) or True
         payload = runner.submit(run_dir)
@@ -324,7 +327,7 @@ def test_what_nvidia_smi_leaves_behind_holds_nothing_up(tmp_path: Path) -> None:
 def test_a_defect_in_the_end_of_one_payload_leaves_the_others_theirs(tmp_path: Path) -> None:
     program = """
         import os, shutil
-        from dagster_rayslurm.runtime.payload import Payload
+        from dagster_rayslurm.runtime.payload.payload import Payload
         abandon, other = Payload.abandon, run_dir + "/other"
         def broken(self, end):
             if self.run_dir == run_dir:

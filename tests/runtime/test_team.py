@@ -18,23 +18,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime import allocation, machine, scratch, team
-from dagster_rayslurm.runtime.addresses import is_loopback, join_host_port, route_address
-from dagster_rayslurm.runtime.allocation import head_address
-from dagster_rayslurm.runtime.channel import Channel, derive
-from dagster_rayslurm.runtime.cluster import RayCluster
-from dagster_rayslurm.runtime.cluster_error import ClusterError
-from dagster_rayslurm.runtime.door import DoorError, listen
-from dagster_rayslurm.runtime.follower import Follower
-from dagster_rayslurm.runtime.footprint import footprint_error, runtime_footprint
-from dagster_rayslurm.runtime.loop import Loop
-from dagster_rayslurm.runtime.nodes import nodes_expected
-from dagster_rayslurm.runtime.ports import choose, control_ports
-from dagster_rayslurm.runtime.ray_arguments import start_arguments, symmetric_arguments
-from dagster_rayslurm.runtime.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.team import Member, Team
-from dagster_rayslurm.runtime.time_limit import parse_time_left
-from dagster_rayslurm.runtime.usage import merge
+from dagster_rayslurm.runtime.node import allocation, resources
+from dagster_rayslurm.runtime.node.addresses import is_loopback, join_host_port, route_address
+from dagster_rayslurm.runtime.node.allocation import head_address
+from dagster_rayslurm.runtime.node.ports import choose, control_ports
+from dagster_rayslurm.runtime.node.resources import footprint_error, runtime_footprint
+from dagster_rayslurm.runtime.node.usage import merge
+from dagster_rayslurm.runtime.node.worker_node import WorkerNode
+from dagster_rayslurm.runtime.nodes import head as nodes_head
+from dagster_rayslurm.runtime.nodes.head import ConnectedWorkers
+from dagster_rayslurm.runtime.nodes.node_agent import Follower
+from dagster_rayslurm.runtime.process import scratch
+from dagster_rayslurm.runtime.process.loop import Loop
+from dagster_rayslurm.runtime.protocol.end import ClusterError
+from dagster_rayslurm.runtime.protocol.rpc import Channel, derive
+from dagster_rayslurm.runtime.protocol.rpc_server import RpcServerError, listen
+from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
+from dagster_rayslurm.runtime.ray.cluster import RayCluster
+from dagster_rayslurm.runtime.ray.node_table import nodes_expected
+from dagster_rayslurm.runtime.ray.start_arguments import start_arguments, symmetric_arguments
+from dagster_rayslurm.runtime.supervisor.time_limit import parse_time_left
 
 KEY, OTHER_KEY = "aa" * 32, "bb" * 32
 
@@ -81,13 +84,13 @@ def test_a_loopback_address_is_not_announced_to_other_nodes(loopback: str) -> No
 def test_cpus_are_what_slurm_granted_where_nothing_confines(granted: str | None, count: int) -> None:
     if len(os.sched_getaffinity(0)) != os.cpu_count():
         pytest.skip("this process is confined to some CPUs")
-    assert machine.count_cpus({} if granted is None else {"SLURM_CPUS_ON_NODE": granted}) == count
+    assert resources.count_cpus({} if granted is None else {"SLURM_CPUS_ON_NODE": granted}) == count
 
 
 def test_a_confined_process_has_no_more_than_its_affinity() -> None:
     code = (
         "import os; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1]); "
-        "from dagster_rayslurm.runtime import machine; print(machine.count_cpus({'SLURM_CPUS_ON_NODE': '64'}))"
+        "from dagster_rayslurm.runtime.node import resources as machine; print(machine.count_cpus({'SLURM_CPUS_ON_NODE': '64'}))"
     )
     if len(os.sched_getaffinity(0)) == 1:
         pytest.skip("there is but one CPU")
@@ -96,11 +99,11 @@ def test_a_confined_process_has_no_more_than_its_affinity() -> None:
 
 
 def test_a_node_that_grants_less_than_was_asked_for_is_named() -> None:
-    node = machine.Machine("n7", num_cpus=2, num_gpus=0, memory=2**30, memory_limit=None)
+    node = resources.Machine("n7", num_cpus=2, num_gpus=0, memory=2**30, memory_limit=None)
     problem = footprint_error(runtime_footprint(RuntimeSpec("c", RaySpec(), asked_gpus=4)), node)
     assert problem is not None and "SlurmQueueConfig.gpus_per_node=4" in problem and "n7" in problem
     assert footprint_error(runtime_footprint(RuntimeSpec("c", RaySpec(num_cpus=2), asked_cpus=2)), node) is None
-    assert machine.from_facts(json.loads(json.dumps(node.facts()))) == node
+    assert resources.from_facts(json.loads(json.dumps(node.facts()))) == node
 
 
 @pytest.mark.parametrize(("workers", "nodes", "expected"), [(None, 4, 4), (0, 4, 1), (2, 4, 3), (9, 4, 4)])
@@ -110,7 +113,7 @@ def test_the_size_of_a_cluster(workers: int | None, nodes: int, expected: int) -
 
 def test_what_a_worker_is_started_with() -> None:
     """`ray start --address` refuses the options of a head."""
-    node = machine.Machine("n1", 4, 1, 64 * 2**30, memory_limit=None)
+    node = resources.Machine("n1", 4, 1, 64 * 2**30, memory_limit=None)
     words = start_arguments(RaySpec(labels={"a": "b"}), node, choose(head=False), "/tmp/r", "10.0.0.2", "10.0.0.1:4567")
     assert {"--address=10.0.0.1:4567", "--node-ip-address=10.0.0.2", "--num-cpus=4", "--labels=a=b", "--block"} <= set(words)
     assert not [word for word in words if word.startswith(("--head", "--port=", "--include-dashboard", "--dashboard-port="))]
@@ -180,11 +183,11 @@ class Head:
     def __init__(self, loop: Loop, ports: list[int]) -> None:
         self.loop = loop
         self.heard: list[tuple[str, str]] = []
-        self.passed_on: Callable[[Member, dict[str, Any]], None] = lambda *_: None
-        self.team = Team(loop, KEY, ports, ["n1", "n2", "n3"], lambda place: f"/nowhere/{place}", self._hear)
+        self.passed_on: Callable[[WorkerNode, dict[str, Any]], None] = lambda *_: None
+        self.team = ConnectedWorkers(loop, KEY, ports, ["n1", "n2", "n3"], lambda place: f"/nowhere/{place}", self._hear)
         self.port = ports[0]
 
-    def _hear(self, member: Member, message: dict[str, Any]) -> None:
+    def _hear(self, member: WorkerNode, message: dict[str, Any]) -> None:
         self.heard.append((member.name, message["event"]))
         self.passed_on(member, message)
 
@@ -208,7 +211,7 @@ class Head:
 
         def joined() -> None:
             events.append("proved")
-            channel.send(node_id=node_id, machine=machine.Machine(f"host{node_id}", 1, 0, 2**30, None).facts())
+            channel.send(node_id=node_id, machine=resources.Machine(f"host{node_id}", 1, 0, 2**30, None).facts())
 
         channel = Channel(self.loop, sock, key, "worker", joined, taken.append, lambda: events.append("gone"))
         return channel, taken, events
@@ -372,10 +375,10 @@ def test_figures_of_nodes_that_are_one_host(head: Head) -> None:
 
 def test_a_worker_that_comes_back_each_time_is_not_missed(head: Head, scratch_base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each loss has the whole of the time in which one that lives is back."""
-    monkeypatch.setattr(team, "COMES_BACK", 0.6)
+    monkeypatch.setattr(nodes_head, "COMES_BACK", 0.6)
     private = scratch.Scratch()
     failed: list[ClusterError] = []
-    node = machine.Machine("host0", 1, 0, 2**30, None)
+    node = resources.Machine("host0", 1, 0, 2**30, None)
     spec = RaySpec(min_nodes=3)
     one = RayCluster(head.loop, spec, lambda _: (), node, private, "t", lambda: None, failed.append, lambda *_: None)
     one.start(head.team, "127.0.0.1")
@@ -401,7 +404,7 @@ def test_a_worker_is_told_when_its_ray_counts(head: Head, scratch_base: Any) -> 
     """From then on its end is a loss; who comes late is told late."""
     private = scratch.Scratch()
     phases: list[str] = []
-    node = machine.Machine("host0", 1, 0, 2**30, None)
+    node = resources.Machine("host0", 1, 0, 2**30, None)
     cluster = RayCluster(
         head.loop,
         RaySpec(min_nodes=2),
@@ -451,7 +454,7 @@ def test_ray_that_cannot_be_laid_out_is_a_failure_in_one_sentence(head: Head, sc
     with open(private.ray_temp_dir, "w"):
         pass  # Where a directory is to be.
     failed: list[ClusterError] = []
-    node = machine.Machine("host0", 1, 0, 2**30, None)
+    node = resources.Machine("host0", 1, 0, 2**30, None)
     cluster = RayCluster(head.loop, RaySpec(), lambda _: (), node, private, "t", lambda: None, failed.append, lambda *_: None)
     cluster.start(head.team, "127.0.0.1")
     assert [error.reason for error in failed] == ["cluster-start"]
@@ -462,7 +465,7 @@ def test_ray_that_cannot_be_laid_out_is_a_failure_in_one_sentence(head: Head, sc
 def test_a_failure_that_nobody_heard_is_told_once_more(head: Head, scratch_base: Any) -> None:
     """The connection was lost just then; the head, which tells its order anew to one that is back, takes it for one failure."""
     private, own = scratch.Scratch(), scratch.Scratch()
-    node = machine.Machine("host1", 1, 0, 2**30, None)
+    node = resources.Machine("host1", 1, 0, 2**30, None)
     told: list[dict[str, Any]] = []
     spec = RuntimeSpec("c", RaySpec(health_check="echo unwell; false", min_nodes=1), control_key=KEY)
     worker = Follower(head.loop, spec, node, lambda _: own, lambda **said: told.append(said), lambda _: None)
@@ -492,7 +495,7 @@ def test_a_worker_takes_the_end_of_its_ray_for_a_loss_once_it_counted(tmp_path: 
     (tmp_path / "runtime.json").write_text(json.dumps(spec))
     program = textwrap.dedent("""
         import os, sys
-        from dagster_rayslurm.runtime import follower
+        from dagster_rayslurm.runtime.nodes import node_agent as follower
         class Stub(follower.RayStart):
             def start(self, address, gcs=None):
                 with open(self._log_path, "w") as log:
@@ -516,7 +519,7 @@ def test_a_worker_takes_the_end_of_its_ray_for_a_loss_once_it_counted(tmp_path: 
     assert process.stdout is not None and process.stderr is not None
     loop = Loop()
     heard: list[dict[str, Any]] = []
-    team = Team(loop, KEY, [port], ["n1", "n2"], str, lambda member, message: heard.append(message))
+    team = ConnectedWorkers(loop, KEY, [port], ["n1", "n2"], str, lambda member, message: heard.append(message))
     team.order([1], op="ray", gcs="127.0.0.1:1", attempt=1, nodes=2)
 
     def until(event: str) -> dict[str, Any]:
@@ -579,7 +582,7 @@ def test_a_taken_port_is_passed_over() -> None:
         free = control_ports(None, 1)
         with listen([port, *free]) as other:
             assert other.getsockname()[1] == free[0]
-        with pytest.raises(DoorError, match=str(port)):
+        with pytest.raises(RpcServerError, match=str(port)):
             listen([port])
 
 
@@ -590,7 +593,8 @@ def test_a_worker_goes_past_a_stranger_and_ends_without_its_head(tmp_path: Any) 
     (tmp_path / "runtime.json").write_text(json.dumps(spec))
     program = textwrap.dedent("""
         import sys
-        from dagster_rayslurm.runtime import team, worker
+        from dagster_rayslurm.runtime.nodes import head as team
+        from dagster_rayslurm.runtime.nodes import worker
         worker.SILENCE, worker.PING_INTERVAL, worker._INTRODUCTION = 2.0, 0.2, 0.5
         from dagster_rayslurm.runtime.__main__ import main
         sys.exit(main(["node", sys.argv[1]]))
@@ -601,7 +605,7 @@ def test_a_worker_goes_past_a_stranger_and_ends_without_its_head(tmp_path: Any) 
         time.sleep(0.5)
         loop = Loop()
         heard: list[str] = []
-        team = Team(loop, KEY, [port], ["n1", "n2"], str, lambda member, message: heard.append(message["event"]))
+        team = ConnectedWorkers(loop, KEY, [port], ["n1", "n2"], str, lambda member, message: heard.append(message["event"]))
 
         def look() -> None:
             if "joined" in heard:
@@ -633,7 +637,7 @@ WRONG_WORDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("word", WRONG_WORDS)
 def test_what_a_worker_says_wrongly_ends_its_connection_at_most(head: Head, word: dict[str, Any]) -> None:
-    def on_message(member: Member, message: dict[str, Any]) -> None:
+    def on_message(member: WorkerNode, message: dict[str, Any]) -> None:
         head.heard.append((member.name, message["event"]))
         if message["event"] == "wrong":
             raise KeyError("reason")

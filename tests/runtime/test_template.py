@@ -15,9 +15,14 @@ from typing import Any
 import pytest
 
 import dagster_rayslurm
-from dagster_rayslurm.runtime.forkable import Threads, changed, fork_problem, look_at_threads, shadowed
-from dagster_rayslurm.runtime.leave_ray import printed_since
-from dagster_rayslurm.runtime.templates import acts_at_import, command_problem, environment_problem, template_environment
+from dagster_rayslurm.runtime.payload.fork_safety import Threads, changed, fork_problem, look_at_threads, shadowed
+from dagster_rayslurm.runtime.payload.leave_ray import printed_since
+from dagster_rayslurm.runtime.payload.preload_server import (
+    acts_at_import,
+    command_problem,
+    environment_problem,
+    template_environment,
+)
 
 from ..conftest import MARK
 

@@ -9,14 +9,7 @@ import os
 import sys
 from typing import Any
 
-from dagster_rayslurm import (
-    BashLauncher,
-    ComputeResource,
-    SessionConfig,
-    SlurmQueueConfig,
-    SlurmResource,
-    SSHConnectionResource,
-)
+from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig, SlurmQueueConfig, SlurmResource, SSHConnectionResource
 
 from ..conftest import run_asset
 

@@ -15,17 +15,10 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm import (
-    BashLauncher,
-    ComputeResource,
-    SessionConfig,
-    SlurmQueueConfig,
-    SlurmResource,
-    SSHConnectionResource,
-)
-from dagster_rayslurm.connections.base import Connection
-from dagster_rayslurm.connections.openssh_options import control_path
-from dagster_rayslurm.connections.shared import connection_to
+from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig, SlurmQueueConfig, SlurmResource, SSHConnectionResource
+from dagster_rayslurm.ssh.base import Connection
+from dagster_rayslurm.ssh.openssh_options import control_path
+from dagster_rayslurm.ssh.pool import connection_to
 
 from ..conftest import Ran, pipes_script, run_asset, wait_until
 from ..connections.fixtures import end_master

@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.connections.base import Completed, Connection
-from dagster_rayslurm.connections.shared import new_connection
-from dagster_rayslurm.runtime.nodelist import expand_nodelist
+from dagster_rayslurm.runtime.protocol.slurm_text import expand_nodelist
 from dagster_rayslurm.slurm.accounting import ask_job
 from dagster_rayslurm.slurm.facts import JobFacts, memory_kill
 from dagster_rayslurm.slurm.queue import SharedQueue, ask_queue
 from dagster_rayslurm.slurm.states import Exited, JobView, JobWatch, Started, Submission, Timers, seen
+from dagster_rayslurm.ssh.base import Completed, Connection
+from dagster_rayslurm.ssh.pool import new_connection
 
 from ..conftest import wait_until
 

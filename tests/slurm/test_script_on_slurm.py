@@ -10,8 +10,8 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from dagster_rayslurm import SlurmQueueConfig
-from dagster_rayslurm.runtime.record import EXIT
-from dagster_rayslurm.slurm.refusal import explain, impossible
+from dagster_rayslurm.runtime.protocol.record import EXIT
+from dagster_rayslurm.slurm.errors import explain, impossible
 from dagster_rayslurm.slurm.request import FIELDS, JobRequest, make_request
 from dagster_rayslurm.slurm.script import LOG, render_script
 

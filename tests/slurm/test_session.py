@@ -15,7 +15,7 @@ import dagster as dg
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure, SlurmQueueConfig, SlurmResource
-from dagster_rayslurm.backends.sessions.search import SessionSearch
+from dagster_rayslurm.backends.sessions.acquire import SessionAcquisition
 from dagster_rayslurm.backends.slurm_job import SlurmJob
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
@@ -365,7 +365,7 @@ def test_an_interrupt_just_after_the_submission(session_compute: Make, script: A
         seen.append(job.job_id)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SessionSearch, "_wait", interrupted)
+    monkeypatch.setattr(SessionAcquisition, "_wait", interrupted)
     with pytest.raises(AssertionError, match="Execution was interrupted"):
         run_asset(session_compute(), script(WHERE))
     assert len(seen) == 1 and site.jobs() == [blocker]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource
-from dagster_rayslurm.connections.shared import close_connections
-from dagster_rayslurm.connections.ssh import SSHConnection
-from dagster_rayslurm.execution import tidying
+from dagster_rayslurm.execution import cleanup
+from dagster_rayslurm.ssh.connection import SSHConnection
+from dagster_rayslurm.ssh.pool import close_connections
 
 from ..conftest import pipes_script, run_asset
 from .fixtures import Site
@@ -45,7 +45,7 @@ def test_a_warm_step_runs_one_command_at_most(
     assert ran == []
     site.connection.write(f"{site.base}/.swept", b"")  # When it was swept first, there was nothing yet.
     close_connections()
-    tidying._last_sweep.clear()
+    cleanup._last_sweep.clear()
     step("third")
     assert len(ran) == 1 and "id -u" in ran[0][2], ran
     assert site.sh('ls -A "$1/runs"', site.base) == ""

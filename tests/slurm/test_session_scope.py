@@ -13,7 +13,7 @@ import dagster as dg
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig
-from dagster_rayslurm.backends.sessions import ending, run_end
+from dagster_rayslurm.backends.sessions import run_scope, run_scope_end
 
 from ..conftest import marked_processes, wait_until
 from .fixtures import Site
@@ -167,12 +167,12 @@ def test_whoever_waits_for_the_end_of_a_run_reaches_the_cluster_later(
     assert dg.materialize([one], resources={"compute": compute}).success and site.jobs()
     (key,) = site.sh('ls "$1/sessions"', site.base).split()
     away = site.ssh.model_copy(update={"port": 1})
-    session = run_end.slurm_session_of(away, site.base, key)
+    session = run_scope.slurm_session_of(away, site.base, key)
     waited: list[float] = []
 
     def back(pause: float) -> None:
         waited.append(pause)
         session["ssh"]["port"] = site.ssh.port if len(waited) == 2 else 1
 
-    ending.end_session(session, sleep=back)
+    run_scope_end.end_session(session, sleep=back)
     assert len(waited) == 2 and not site.jobs()

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.connections.base import Completed
 from dagster_rayslurm.slurm import submit as submit_module
 from dagster_rayslurm.slurm.accounting import ask_job
-from dagster_rayslurm.slurm.clock import ClusterClock
-from dagster_rayslurm.slurm.queue import ask_queue
+from dagster_rayslurm.slurm.commands import cleaned
+from dagster_rayslurm.slurm.queue import ClusterClock, ask_queue
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.script import parse_exit, render_script
 from dagster_rayslurm.slurm.submit import SubmissionRefused, Submitted, submit
-from dagster_rayslurm.slurm.surroundings import cleaned
+from dagster_rayslurm.ssh.base import Completed
 
 from ..conftest import wait_until
 from ..stack.access import Stack

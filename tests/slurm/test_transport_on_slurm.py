@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.backends.remote_sweep import sweep_remote
-from dagster_rayslurm.bundles import bundle_directory, bundle_files, delivery, install
-from dagster_rayslurm.connections.base import Connection
-from dagster_rayslurm.connections.shared import new_connection
+from dagster_rayslurm.backends.remote_cleanup import sweep_remote
 from dagster_rayslurm.environments import InheritedEnvironment, Interpreter, PreDeployedEnvironment
 from dagster_rayslurm.environments.check import check_environment_on
 from dagster_rayslurm.errors import StartError
-from dagster_rayslurm.runtime.spec import RaySpec
+from dagster_rayslurm.runtime.protocol.spec import RaySpec
+from dagster_rayslurm.ssh.base import Connection
+from dagster_rayslurm.ssh.pool import new_connection
+from dagster_rayslurm.upload import bundle_directory, bundle_files, deliver, install
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_two_machines_at_once(edge: Connection, base: str, source: Path, monkeyp
     (source / "big").write_bytes(os.urandom(6 * 2**20))
     made = bundle_directory(str(source))
     # Locks are this machine's: without them these are two machines.
-    monkeypatch.setattr("dagster_rayslurm.bundles.delivery._one_at_a_time", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("dagster_rayslurm.upload.deliver._one_at_a_time", lambda _: contextlib.nullcontext())
     found: list[Any] = []
     pair = [Counting(edge), Counting(edge)]
     threads = [threading.Thread(target=lambda each=each: found.append(install(each, base, [made]))) for each in pair]
@@ -207,7 +207,7 @@ def test_read_only_trees_are_swept(edge: Connection, base: str, source: Path, mo
     run(edge, "touch", "-d", "15 days ago", done.bundles[made], run_dir)
     removed = sweep_remote(edge, base, 14, every_minutes=0)
     assert sorted(removed) == [f"bundles/{made.name}", "runs/0123abcd-a-0123456789ab"]
-    monkeypatch.setattr(delivery, "_known", weakref.WeakKeyDictionary())  # As another process, or this one in a while.
+    monkeypatch.setattr(deliver, "_known", weakref.WeakKeyDictionary())  # As another process, or this one in a while.
     assert install(edge, base, [made]) == done
     assert run(edge, "sh", "-c", f'cd "$1" && {LISTING}', "sh", done.bundles[made]) == listing(source)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.ssh.local import LocalConnection
 
 _SQUEUE = """\
 #!/bin/sh

@@ -20,21 +20,21 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from dagster_rayslurm import archive
-from dagster_rayslurm.bundles import (
+from dagster_rayslurm.ssh.base import ConnectionLost
+from dagster_rayslurm.ssh.local import LocalConnection
+from dagster_rayslurm.upload import (
     Bundle,
     Limits,
     bundle,
     bundle_directory,
     bundle_files,
-    delivery,
+    deliver,
     install,
     make_bundle,
     scan,
     scan_files,
 )
-from dagster_rayslurm.bundles.manifest import largest
-from dagster_rayslurm.connections.base import ConnectionLost
-from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.upload.manifest import largest
 
 from ..conftest import small_disk
 
@@ -580,7 +580,7 @@ def test_what_is_there_costs_one_small_command(tree: Callable[..., Path], there:
     assert install(second, str(there), [made, small]) == done
     assert (second.commands, second.uploads) == (1, 0)
     assert install(second, str(there), [made, small]) == done and second.commands == 1  # This process knows.
-    monkeypatch.setattr("dagster_rayslurm.bundles.delivery._KNOWN_FOR", 0)
+    monkeypatch.setattr("dagster_rayslurm.upload.deliver._KNOWN_FOR", 0)
     assert install(second, str(there), [made, small]) == done and second.commands == 2
 
 
@@ -687,8 +687,8 @@ def test_one_of_many_threads_sends_it(tree: Callable[..., Path], there: Path) ->
 
 INSTALL = """
 import sys
-from dagster_rayslurm.bundles import bundle_directory, install
-from dagster_rayslurm.connections.local import LocalConnection
+from dagster_rayslurm.upload import bundle_directory, install
+from dagster_rayslurm.ssh.local import LocalConnection
 sys.stdin.readline()
 install(LocalConnection(), sys.argv[2], [bundle_directory(sys.argv[1])])
 """
@@ -782,8 +782,8 @@ def test_a_connection_that_stays_broken(there: Path) -> None:
 def test_a_file_system_that_does_not_answer(
     script: str, limit: str, doing: str, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, script, "sleep 60")
-    monkeypatch.setattr(delivery, limit, 1.0)
+    monkeypatch.setattr(deliver, script, "sleep 60")
+    monkeypatch.setattr(deliver, limit, 1.0)
     with pytest.raises(TimeoutError, match=rf"this machine: {doing} {there}.* took over 1 s and was ended; the file system of"):
         install(LocalConnection(), str(there), [])
 

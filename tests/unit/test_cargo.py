@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import BashLauncher
-from dagster_rayslurm.backends import cargo
+from dagster_rayslurm.backends import payload_files
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.plan import make_plan
 
@@ -28,17 +28,20 @@ def test_a_file_here_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mon
     def unreadable(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(script))
 
-    monkeypatch.setattr(cargo, "bundle_files", unreadable)
-    with pytest.raises(StartError, match=f"cannot be read on this machine: .*{script}") as caught, cargo.base_errors("/base"):
-        cargo.pack(plan, "/base", "/base/data")
+    monkeypatch.setattr(payload_files, "bundle_files", unreadable)
+    with (
+        pytest.raises(StartError, match=f"cannot be read on this machine: .*{script}") as caught,
+        payload_files.base_errors("/base"),
+    ):
+        payload_files.pack(plan, "/base", "/base/data")
     assert caught.value.kind == "configuration" and "remote_base" not in str(caught.value)
 
 
-def packed(script: Path, **launcher: Any) -> cargo.Cargo:
+def packed(script: Path, **launcher: Any) -> payload_files.PayloadFiles:
     plan = make_plan(
         payload_path=script, launcher=BashLauncher(**launcher), nonce="n", max_output_bytes=1, max_stdio_bytes=1, uses_pipes=False
     )
-    return cargo.pack(plan, "/base", "/base/data")
+    return payload_files.pack(plan, "/base", "/base/data")
 
 
 IMPORTS = """

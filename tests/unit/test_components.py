@@ -19,7 +19,7 @@ from dagster_rayslurm import (
     SlurmResource,
 )
 from dagster_rayslurm.components import arrange, component_specs, ray_across, request_for, settle
-from dagster_rayslurm.runtime.spec import ComponentSpec, NodeSpec, RaySpec
+from dagster_rayslurm.runtime.protocol.spec import ComponentSpec, NodeSpec, RaySpec
 
 PLAIN = RayLauncher()
 

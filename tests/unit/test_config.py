@@ -463,7 +463,7 @@ def test_odd_values_are_fine() -> None:
 
 
 def test_the_package_imports_neither_ray_nor_paramiko_nor_what_runs_payloads() -> None:
-    late = ("ray", "paramiko", "dagster_rayslurm.calls", "dagster_rayslurm.backends", "dagster_rayslurm.follow", "pathspec")
+    late = ("ray", "paramiko", "dagster_rayslurm.run_call", "dagster_rayslurm.backends", "dagster_rayslurm.follow", "pathspec")
     code = f"import dagster_rayslurm, sys; print([m for m in {late!r} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.connections import private_dir as private_dir_module
-from dagster_rayslurm.connections.frame import BYE, Frame, Output, frame
-from dagster_rayslurm.connections.known_hosts import KnownKey, Trust, add_key, judge, known_keys
-from dagster_rayslurm.connections.logins import SLOTS, login_slot
-from dagster_rayslurm.connections.openssh_askpass import choose
-from dagster_rayslurm.connections.openssh_options import control_path, jump_options, login_options, master_command
-from dagster_rayslurm.connections.outage import Outage
-from dagster_rayslurm.connections.private_dir import private_dir
+from dagster_rayslurm.ssh import private_dir as private_dir_module
+from dagster_rayslurm.ssh.backoff import Backoff
+from dagster_rayslurm.ssh.framed_command import BYE, Frame, Output, frame
+from dagster_rayslurm.ssh.known_hosts import KnownKey, Trust, add_key, judge, known_keys
+from dagster_rayslurm.ssh.login_slots import SLOTS, login_slot
+from dagster_rayslurm.ssh.openssh_askpass import choose
+from dagster_rayslurm.ssh.openssh_options import control_path, jump_options, login_options, master_command
+from dagster_rayslurm.ssh.private_dir import private_dir
 
 # -- known hosts ---------------------------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ def test_secrets_are_not_printed() -> None:
 
 def test_pauses_grow_with_the_outage_and_stay_bounded() -> None:
     for lasted, longest in ((0.0, 1.5), (60.0, 3.0), (86400.0, 30.0)):
-        outage = Outage(time.monotonic() - lasted)
+        outage = Backoff(time.monotonic() - lasted)
         pauses = [outage.pause() for _ in range(20)]
         assert max(pauses) <= longest + 0.1 and min(pauses) >= 0.1
         assert pauses[0] < pauses[-1]
@@ -300,7 +300,7 @@ def test_a_directory_that_somebody_else_made_is_not_used(tmp_path: Path, monkeyp
 
 
 def test_a_local_connection_needs_no_forward() -> None:
-    from dagster_rayslurm.connections.shared import connection_to
+    from dagster_rayslurm.ssh.pool import connection_to
 
     with socket.create_server(("127.0.0.1", 0)) as server, connection_to(None).forward(*server.getsockname()) as forward:
         assert (forward.host, forward.port) == server.getsockname()

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends import end_order, slurm_job
+from dagster_rayslurm.backends import cancel_request, slurm_job
 from dagster_rayslurm.backends.batch_job import BatchJob
-from dagster_rayslurm.backends.end_order import EndOrder
+from dagster_rayslurm.backends.cancel_request import CancelRequest
 from dagster_rayslurm.backends.slurm_job import SlurmJob
-from dagster_rayslurm.backends.together_batch import PartJob, _Shared
-from dagster_rayslurm.connections.base import Completed, ConnectionLost
-from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.follow import Evidence
+from dagster_rayslurm.separate.backend import PartJob, _Shared
+from dagster_rayslurm.ssh.base import Completed, ConnectionLost
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from .lines import Log
 
@@ -26,7 +26,7 @@ class Scene:
         self.now, self.failing = 1000.0, failing
         self.log, self.given = Log(), list[bool]()
         self.evidence = Evidence()
-        self.order = EndOrder(self._give, self.log)
+        self.order = CancelRequest(self._give, self.log)
 
     def _give(self, now: bool) -> None:
         self.given.append(now)
@@ -44,7 +44,7 @@ class Scene:
 def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Scene]:
     def make(failing: int) -> Scene:
         made = Scene(failing)
-        monkeypatch.setattr(end_order, "time", SimpleNamespace(monotonic=lambda: made.now))
+        monkeypatch.setattr(cancel_request, "time", SimpleNamespace(monotonic=lambda: made.now))
         return made
 
     return make

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SlurmQueueConfig
-from dagster_rayslurm.backends.sessions.fit import (
-    Offer,
-    Wish,
+from dagster_rayslurm.backends.sessions.matching import (
+    Capacity,
+    Requirements,
     across_rooms,
     alike,
     make_offer,
@@ -22,19 +22,19 @@ from dagster_rayslurm.backends.sessions.fit import (
 )
 from dagster_rayslurm.components import Component, arrange, ray_across, request_for, settle
 from dagster_rayslurm.launchers import Launcher
-from dagster_rayslurm.runtime.spec import RaySpec
+from dagster_rayslurm.runtime.protocol.spec import RaySpec
 from dagster_rayslurm.slurm.request import make_request
 
 
-def offer(launcher: Launcher, reuse: bool = True, **queue: Any) -> Offer:
+def offer(launcher: Launcher, reuse: bool = True, **queue: Any) -> Capacity:
     asked = SlurmQueueConfig(**queue)
     request = make_request(asked, launcher.footprint(), job_name="x", comment="")
     return make_offer(launcher.ray_spec(), reuse, asked, request)
 
 
-def wish(launcher: Launcher, **queue: Any) -> Wish:
+def wish(launcher: Launcher, **queue: Any) -> Requirements:
     own = SlurmQueueConfig(**queue) if queue else None
-    return Wish(launcher.ray_spec(), launcher.footprint(), own, own is not None)
+    return Requirements(launcher.ray_spec(), launcher.footprint(), own, own is not None)
 
 
 RAY = {
@@ -158,7 +158,7 @@ def test_a_payloads_own_time_limit() -> None:
     # It has as long as the session then, of which some has gone by.
     assert payload_time_limit(wish(BashLauncher(), time_limit="02:00:00"), session) is None
     assert payload_time_limit(wish(BashLauncher()), session) is None
-    resource_queue = Wish(None, (), SlurmQueueConfig(time_limit="30"), time_limited=False)
+    resource_queue = Requirements(None, (), SlurmQueueConfig(time_limit="30"), time_limited=False)
     assert payload_time_limit(resource_queue, session) is None and misfit(resource_queue, session) is None
 
 
@@ -215,15 +215,15 @@ def settled(launcher: Launcher, *components: HetComponent) -> tuple[Component, .
 BOTH = (component("cpu", CPU), component("gpu", GPU, resources={"disk": 2.0}))
 
 
-def across(launcher: Launcher = RayLauncher(), *components: HetComponent, reuse: bool = True) -> Offer:  # noqa: B008
+def across(launcher: Launcher = RayLauncher(), *components: HetComponent, reuse: bool = True) -> Capacity:  # noqa: B008
     parts = settled(launcher, *(components or BOTH))
     request = request_for(parts, job_name="x", comment="")
     return make_offer(ray_across(launcher, parts), reuse, parts[0].queue, request, parts)
 
 
-def wish_across(launcher: Launcher, *components: HetComponent, head: str | None = None, own: bool = True) -> Wish:
+def wish_across(launcher: Launcher, *components: HetComponent, head: str | None = None, own: bool = True) -> Requirements:
     parts = settled(launcher, *(components or BOTH))
-    return Wish(ray_across(launcher, parts), launcher.footprint(), time_limited=own, components=parts, head=head)
+    return Requirements(ray_across(launcher, parts), launcher.footprint(), time_limited=own, components=parts, head=head)
 
 
 def test_a_payload_takes_the_components_that_there_are() -> None:
@@ -323,11 +323,11 @@ def test_what_is_alike() -> None:
 
 
 def test_a_simulated_cluster_has_components_and_no_allocation() -> None:
-    here = Offer(across().ray, True, None)
-    assert misfit(Wish(wish_across(RayLauncher()).ray, ()), here) is None
-    assert misfit(Wish(wish_across(RayLauncher(min_nodes=2)).ray, ()), here) is None
-    assert "min_nodes=3" in (misfit(Wish(wish_across(RayLauncher(min_nodes=3)).ray, ()), here) or "")
-    assert "component_id='gpu'" in (misfit(Wish(wish_across(RayLauncher()).ray, (), head="gpu"), here) or "")
-    assert "has no 'x'" in (misfit(Wish(wish_across(RayLauncher(), component("x", {})).ray, ()), here) or "")
-    assert "asks for none" in (misfit(Wish(RayLauncher().ray_spec(), ()), here) or "")
-    assert "has no 'cpu'" in (misfit(Wish(wish_across(RayLauncher()).ray, ()), Offer(RaySpec(), True, None)) or "")
+    here = Capacity(across().ray, True, None)
+    assert misfit(Requirements(wish_across(RayLauncher()).ray, ()), here) is None
+    assert misfit(Requirements(wish_across(RayLauncher(min_nodes=2)).ray, ()), here) is None
+    assert "min_nodes=3" in (misfit(Requirements(wish_across(RayLauncher(min_nodes=3)).ray, ()), here) or "")
+    assert "component_id='gpu'" in (misfit(Requirements(wish_across(RayLauncher()).ray, (), head="gpu"), here) or "")
+    assert "has no 'x'" in (misfit(Requirements(wish_across(RayLauncher(), component("x", {})).ray, ()), here) or "")
+    assert "asks for none" in (misfit(Requirements(RayLauncher().ray_spec(), ()), here) or "")
+    assert "has no 'cpu'" in (misfit(Requirements(wish_across(RayLauncher()).ray, ()), Capacity(RaySpec(), True, None)) or "")

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.follow import Bookmark, Cadence, Follower, HandedOn
+from dagster_rayslurm.follow import Bookmark, Cadence, Follower, ReattachState
 from dagster_rayslurm.follow import follower as follower_module
-from dagster_rayslurm.runtime.record import JOURNAL, STDIO, encode
+from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, encode
 
 LOG = logging.getLogger("test")
 FAST = Cadence(busy=0.0, idle=0.0, waiting=0.0)
@@ -321,7 +321,7 @@ def test_who_goes_on_loses_nothing_and_repeats_a_batch_at_most(
     for lives in [*kills, -1]:
         dagster.lives = lives
         before, noted = len(dagster.output), files[STDIO][:offset].count(b"\n")
-        handed_on = HandedOn(offset, iter(list(dagster.log)), note)
+        handed_on = ReattachState(offset, iter(list(dagster.log)), note)
         follower = Follower(Growing(files, seed), "/run", "n", dagster, StepLog(dagster), FAST, handed_on=handed_on)
         with contextlib.redirect_stdout(dagster), contextlib.suppress(Killed):  # type: ignore[type-var]
             follower.follow(lambda _: None)
@@ -334,10 +334,12 @@ def test_who_goes_on_loses_nothing_and_repeats_a_batch_at_most(
 def test_a_batch_that_was_noted_is_not_repeated(capsys: Any) -> None:
     files = record_of([f"{number}\n" for number in range(3)], 0)
     notes: list[int] = []
-    Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST, handed_on=HandedOn(note=notes.append)).follow(lambda _: None)
+    Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST, handed_on=ReattachState(note=notes.append)).follow(
+        lambda _: None
+    )
     assert notes[-1] == len(files[STDIO]) and capsys.readouterr().out == "0\n1\n2\n"
     second = files[STDIO].index(b"\n") + 1
-    evidence = Follower(AtOnce(files), "/run", "n", Handler(), LOG, FAST, handed_on=HandedOn(second)).follow(lambda _: None)
+    evidence = Follower(AtOnce(files), "/run", "n", Handler(), LOG, FAST, handed_on=ReattachState(second)).follow(lambda _: None)
     assert capsys.readouterr().out == "1\n2\n" and evidence.output_tail() == "0\n1\n2"
 
 
@@ -345,7 +347,9 @@ def test_the_beginning_of_a_line_that_is_kept_is_not_noted(capsys: Any) -> None:
     files = record_of(["whole\n", "begun "], 0)
     files[JOURNAL] = b""
     notes: list[int] = []
-    follower = Follower(AtOnce(files), "/run", "n", Handler(), LOG, FAST, component="a", handed_on=HandedOn(note=notes.append))
+    follower = Follower(
+        AtOnce(files), "/run", "n", Handler(), LOG, FAST, component="a", handed_on=ReattachState(note=notes.append)
+    )
     follower.read_once()
     assert capsys.readouterr().out == "[a] whole\n" and notes == []
 

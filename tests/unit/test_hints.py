@@ -8,7 +8,7 @@ from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.outcome import Verdict
 from dagster_rayslurm.outcome.hints import with_hint
 from dagster_rayslurm.plan import Plan
-from dagster_rayslurm.runtime.spec import PayloadSpec
+from dagster_rayslurm.runtime.protocol.spec import PayloadSpec
 
 
 @pytest.fixture

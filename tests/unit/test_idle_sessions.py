@@ -8,8 +8,8 @@ import pytest
 
 from dagster_rayslurm.backends.sessions import idle
 from dagster_rayslurm.backends.sessions.idle import IdleSessions
-from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from .lines import Log
 
@@ -41,7 +41,7 @@ def row(job_id: int, state: str, **fields: Any) -> QueueRow:
 SESSION = row(12, "RUNNING", nodes="c[1-2]", name="rayslurm-session-default-0123456789ab")
 
 
-class Asked:
+class RunArguments:
     """Idle sessions below a base directory, and what they are asked."""
 
     def __init__(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,12 +68,12 @@ class Asked:
 
 
 @pytest.fixture
-def asked(base: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
-    return Asked(base, monkeypatch)
+def asked(base: Path, monkeypatch: pytest.MonkeyPatch) -> RunArguments:
+    return RunArguments(base, monkeypatch)
 
 
 @pytest.mark.parametrize("reason", ["Resources", "Priority"])
-def test_an_idle_session_ends_for_a_job_that_waits_for_its_nodes(asked: Asked, reason: str) -> None:
+def test_an_idle_session_ends_for_a_job_that_waits_for_its_nodes(asked: RunArguments, reason: str) -> None:
     asked.wait(reason, SESSION, partition="gpu,compute")
     assert asked.requests == [(KEY, "yield")]
     assert asked.log.lines == [f"[rayslurm] session {KEY} was idle and held c[1-2]: it ends, so that this job can start"]
@@ -95,20 +95,20 @@ def test_an_idle_session_ends_for_a_job_that_waits_for_its_nodes(asked: Asked, r
     ],
     ids=["another reason", "no session", "waits itself", "other nodes", "another base directory", "busy", "ends already"],
 )
-def test_no_other_session_is_asked(asked: Asked, reason: str, session: QueueRow, said: dict[str, Any]) -> None:
+def test_no_other_session_is_asked(asked: RunArguments, reason: str, session: QueueRow, said: dict[str, Any]) -> None:
     asked.announce(**said)
     asked.wait(reason, session)
     assert asked.requests == [] and asked.log.lines == []
 
 
-def test_a_session_that_got_a_payload_meanwhile_is_asked_again_later(asked: Asked) -> None:
+def test_a_session_that_got_a_payload_meanwhile_is_asked_again_later(asked: RunArguments) -> None:
     asked.answer = {"ok": False, "error": "busy"}
     for _ in range(2):
         asked.wait("Resources", SESSION)
     assert len(asked.requests) == 2 and asked.log.lines == []
 
 
-def test_a_session_that_stays_is_named_once_with_the_command_that_ends_it(asked: Asked) -> None:
+def test_a_session_that_stays_is_named_once_with_the_command_that_ends_it(asked: RunArguments) -> None:
     asked.answer = {"ok": False, "error": "kept"}
     for _ in range(2):
         asked.wait("Resources", SESSION)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends.left_behind import job_with, same_request
-from dagster_rayslurm.connections.local import LocalConnection
-from dagster_rayslurm.runtime.record import JOURNAL, PAYLOAD, RUNTIME, encode
+from dagster_rayslurm.backends.reattach import job_with, same_request
+from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, encode
 from dagster_rayslurm.slurm.submit import JOB_SCRIPT
+from dagster_rayslurm.ssh.local import LocalConnection
 
 SCRIPT = "#!/bin/sh\n# rayslurm: run {run}\n#SBATCH --comment='run {run}'\n#SBATCH --time={time}\nsrun x\n"
 

@@ -13,11 +13,11 @@ import pytest
 
 from dagster_rayslurm.backends import local as local_backend
 from dagster_rayslurm.backends.local import OwnRuntime
-from dagster_rayslurm.backends.rundir import Layout
+from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.backends.sessions import local
-from dagster_rayslurm.connections.known_hosts import add_key
 from dagster_rayslurm.environments import Interpreter
-from dagster_rayslurm.runtime.record import STATUS
+from dagster_rayslurm.runtime.protocol.record import STATUS
+from dagster_rayslurm.ssh.known_hosts import add_key
 
 from ..conftest import wait_until
 
@@ -97,7 +97,7 @@ def test_a_forked_child_keeps_no_lock(tmp_path: Path, of: str, monkeypatch: pyte
             fork()
     else:
         file = tmp_path / "known_hosts"
-        from dagster_rayslurm.connections import known_hosts
+        from dagster_rayslurm.ssh import known_hosts
 
         judge = known_hosts.judge
         monkeypatch.setattr(known_hosts, "judge", lambda *given: (fork(), judge(*given))[1])

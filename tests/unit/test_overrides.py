@@ -17,7 +17,7 @@ from dagster_rayslurm import (
     SlurmQueueConfig,
     SlurmResource,
 )
-from dagster_rayslurm.backends.sessions.setup import SessionSetup
+from dagster_rayslurm.backends.sessions.template import SessionSetup
 from dagster_rayslurm.environments import InheritedEnvironment
 from dagster_rayslurm.overrides import launcher_origins, merge_launcher, merge_queue, queue_origins
 from dagster_rayslurm.plan import make_plan

@@ -10,9 +10,9 @@ import pytest
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.batch_job import BatchJob
 from dagster_rayslurm.backends.ownership import FIRST, Ownership, in_words, name_of
-from dagster_rayslurm.connections.base import Completed, ConnectionLost
-from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.follow import Evidence
+from dagster_rayslurm.ssh.base import Completed, ConnectionLost
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from .lines import Log
 

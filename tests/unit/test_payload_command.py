@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dagster_rayslurm import BashLauncher, Launcher, RayLauncher
-from dagster_rayslurm.backends.cargo import pack
+from dagster_rayslurm.backends.payload_files import pack
 from dagster_rayslurm.config import check_environment
 from dagster_rayslurm.payload_command import parse_payload, script_of
 from dagster_rayslurm.plan import Plan, make_plan

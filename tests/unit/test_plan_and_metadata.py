@@ -17,7 +17,7 @@ from dagster_rayslurm.outcome.chart import usage_chart
 from dagster_rayslurm.outcome.metadata import failure_metadata, run_metadata
 from dagster_rayslurm.payload_command import parse_payload
 from dagster_rayslurm.plan import existing_files, fingerprint, run_dir_name
-from dagster_rayslurm.runtime.spec import RaySpec
+from dagster_rayslurm.runtime.protocol.spec import RaySpec
 from dagster_rayslurm.slurm.facts import JobFacts
 
 END: dict[str, Any] = {

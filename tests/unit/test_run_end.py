@@ -16,19 +16,19 @@ import dagster as dg
 import psutil
 import pytest
 
-from dagster_rayslurm.backends.rundir import Layout
-from dagster_rayslurm.backends.sessions import ending, run_end, run_end_watcher
-from dagster_rayslurm.backends.sessions.ending import end_session
-from dagster_rayslurm.backends.sessions.run_end import RunProcess, end_with_run, run_ended, run_process
-from dagster_rayslurm.connections.base import ConnectionFailed
-from dagster_rayslurm.connections.config import SSHConnectionResource
+from dagster_rayslurm.backends.run_dir import Layout
+from dagster_rayslurm.backends.sessions import run_scope, run_scope_end, run_scope_watcher
+from dagster_rayslurm.backends.sessions.run_scope import RunProcess, end_with_run, run_ended, run_process
+from dagster_rayslurm.backends.sessions.run_scope_end import end_session
+from dagster_rayslurm.ssh.base import ConnectionFailed
+from dagster_rayslurm.ssh.config import SSHConnectionResource
 
 from ..conftest import marked_processes, wait_until
 
 PROBE = """
 import os, sys
 import dagster as dg
-from dagster_rayslurm.backends.sessions.run_end import run_process
+from dagster_rayslurm.backends.sessions.run_scope import run_process
 
 @dg.op
 def asks():
@@ -66,13 +66,13 @@ def watchers() -> list[psutil.Process]:
     found = []
     for process in marked_processes(os.environ["PYTEST_OF_RAYSLURM"]):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if run_end_watcher.__file__ in process.cmdline():
+            if run_scope_watcher.__file__ in process.cmdline():
                 found.append(process)
     return found
 
 
 def session(home: Layout, key: str = "s-0123456789ab") -> dict[str, Any]:
-    return run_end.local_session_of(home, key)
+    return run_scope.local_session_of(home, key)
 
 
 @pytest.mark.parametrize("executor", [("in_process",), ("multiprocess", "spawn"), ("multiprocess", "forkserver")])
@@ -106,16 +106,16 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     package.mkdir(parents=True)
     for directory in (package, package.parent, package.parent.parent):
         (directory / "__init__.py").write_text("")
-    (package / "ending.py").write_text(
+    (package / "run_scope_end.py").write_text(
         f"import json\ndef end_session(session): open({str(path)!r}, 'w').write(json.dumps(session))\n"
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path / "fake"), *sys.path])
-    monkeypatch.setattr(run_end, "_functions", lambda: iter(()))
+    monkeypatch.setattr(run_scope, "_functions", lambda: iter(()))
     return path
 
 
 def test_it_waits_for_the_end_of_a_process(home: Layout, run: Any, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(run.pid, run_end_watcher.start_time(run.pid)))
+    monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(run.pid, run_scope_watcher.start_time(run.pid)))
     secret = {**session(home), "ssh": {"password": "hush-hush"}}
     for _ in range(3):
         end_with_run(home, "run", secret, None)
@@ -138,7 +138,7 @@ def test_it_waits_for_the_end_of_a_process(home: Layout, run: Any, ended: Path, 
 
 
 def test_two_sessions_of_a_run(home: Layout, run: Any, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(run.pid, run_end_watcher.start_time(run.pid)))
+    monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(run.pid, run_scope_watcher.start_time(run.pid)))
     for key in ("a-000000000000", "b-000000000000"):
         end_with_run(home, "run", session(home, key), None)
     assert wait_until(lambda: len(watchers()) == 2, 10)
@@ -147,7 +147,7 @@ def test_two_sessions_of_a_run(home: Layout, run: Any, ended: Path, monkeypatch:
 
 
 def test_the_run_of_this_process_tells_its_end(home: Layout, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(os.getpid(), run_end_watcher.start_time(os.getpid())))
+    monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(os.getpid(), run_scope_watcher.start_time(os.getpid())))
     end_with_run(home, "run", session(home), None)
     run_ended("another")
     time.sleep(0.3)
@@ -160,29 +160,29 @@ def test_the_run_of_this_process_tells_its_end(home: Layout, ended: Path, monkey
 @pytest.mark.parametrize("started", [None, "1"])
 def test_a_process_that_ended_before(home: Layout, run: Any, ended: Path, started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its id may be that of another by now."""
-    monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(run.pid, started))
+    monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(run.pid, started))
     end_with_run(home, "run", session(home), None)
     assert wait_until(ended.exists, 5) and wait_until(lambda: not watchers(), 5)
 
 
 def test_without_pidfd(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "pidfd_open")
-    monkeypatch.setattr(run_end_watcher, "_POLL", 0.05)
+    monkeypatch.setattr(run_scope_watcher, "_POLL", 0.05)
     reads, writes = os.pipe()
-    started = run_end_watcher.start_time(run.pid)
+    started = run_scope_watcher.start_time(run.pid)
     subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {run.pid}"])
     began = time.monotonic()
-    run_end_watcher.wait(run.pid, started, reads)
+    run_scope_watcher.wait(run.pid, started, reads)
     assert 0.2 < time.monotonic() - began < 5
     os.write(writes, b"end\n")
-    run_end_watcher.wait(os.getpid(), run_end_watcher.start_time(os.getpid()), reads)
+    run_scope_watcher.wait(os.getpid(), run_scope_watcher.start_time(os.getpid()), reads)
     for fd in (reads, writes):
         os.close(fd)
 
 
 def test_what_goes_wrong_is_in_a_log(home: Layout, run: Any, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(run.pid, None))
-    (Path(sys.path[0]) / "dagster_rayslurm/backends/sessions/ending.py").write_text(
+    monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(run.pid, None))
+    (Path(sys.path[0]) / "dagster_rayslurm/backends/sessions/run_scope_end.py").write_text(
         "def end_session(session): raise OSError('out of reach')"
     )
     end_with_run(home, "run", session(home), None)
@@ -193,7 +193,7 @@ def test_what_goes_wrong_is_in_a_log(home: Layout, run: Any, ended: Path, monkey
 
 
 def test_a_watcher_that_cannot_be_started_is_warned_of(home: Layout, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(os.getpid(), "1"))
+    monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(os.getpid(), "1"))
     home.base.write_text("this is no directory")
     end_with_run(home, "run", session(home), logging.getLogger("step"))
     assert "the session will not end with the run but after its idle_timeout" in caplog.text
@@ -206,7 +206,7 @@ def test_a_cluster_out_of_reach_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
         if len(tries) < 3:
             raise ConnectionFailed("the edge node is away", temporary=True)
 
-    monkeypatch.setattr(ending, "_end", end)
+    monkeypatch.setattr(run_scope_end, "_end", end)
     end_session({}, sleep=tries.append)
     assert tries == [1.0, 2.0, 5.0]
     tries.clear()
@@ -219,7 +219,7 @@ def test_a_login_that_is_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPa
     def end(_: Any) -> None:
         raise ConnectionFailed("the key is refused", temporary=False)
 
-    monkeypatch.setattr(ending, "_end", end)
+    monkeypatch.setattr(run_scope_end, "_end", end)
     with pytest.raises(ConnectionFailed):
         end_session({}, sleep=lambda _: pytest.fail("it was tried again"))
 
@@ -227,13 +227,13 @@ def test_a_login_that_is_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPa
 def test_a_login_survives_the_way(home: Layout) -> None:
     jump = SSHConnectionResource(host="gate", password="jump")
     ssh = SSHConnectionResource(host="edge", port=2222, key_passphrase="secret", jump_host=jump)
-    handed = json.loads(json.dumps(run_end.slurm_session_of(ssh, "/base", "key")))
+    handed = json.loads(json.dumps(run_scope.slurm_session_of(ssh, "/base", "key")))
     assert SSHConnectionResource(**handed["ssh"]) == ssh
-    assert run_end.slurm_session_of(None, "/base", "key")["ssh"] is None
+    assert run_scope.slurm_session_of(None, "/base", "key")["ssh"] is None
 
 
 def test_the_run_is_none_of_a_forked_child(home: Layout, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(os.getpid(), run_end_watcher.start_time(os.getpid())))
+    monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(os.getpid(), run_scope_watcher.start_time(os.getpid())))
     end_with_run(home, "run", session(home), None)
     child = os.fork()
     if child == 0:
@@ -247,7 +247,7 @@ def test_the_run_is_none_of_a_forked_child(home: Layout, ended: Path, monkeypatc
 
 
 def test_a_child_that_is_forked_while_another_thread_tells_does_not_hang(home: Layout) -> None:
-    with run_end._lock:
+    with run_scope._lock:
         child = os.fork()
         if child == 0:
             run_ended("run")
@@ -261,7 +261,7 @@ def test_a_child_that_is_forked_while_another_thread_tells_does_not_hang(home: L
 
 
 def test_the_base_directory_is_made_for_this_user_alone(home: Layout, run: Any, ended: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(run_end, "run_process", lambda: RunProcess(run.pid, None))
+    monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(run.pid, None))
     end_with_run(home, "run", session(home), None)
     assert [path.stat().st_mode & 0o777 for path in (home.base, home.sessions)] == [0o700, 0o700]
     assert wait_until(lambda: not watchers(), 5)

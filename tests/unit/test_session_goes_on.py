@@ -9,15 +9,15 @@ import pytest
 
 from dagster_rayslurm import RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
 from dagster_rayslurm.backends.base import Step
-from dagster_rayslurm.backends.left_behind import WISH
-from dagster_rayslurm.backends.rundir import Layout
+from dagster_rayslurm.backends.reattach import WISH
+from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
-from dagster_rayslurm.backends.sessions.setup import SessionSetup
+from dagster_rayslurm.backends.sessions.template import SessionSetup
 from dagster_rayslurm.environments import PreDeployedEnvironment
 from dagster_rayslurm.plan import Plan, make_plan
-from dagster_rayslurm.runtime.record import JOURNAL, PAYLOAD, encode
-from dagster_rayslurm.runtime.spec import to_json
+from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, encode
+from dagster_rayslurm.runtime.protocol.spec import to_json
 
 from .lines import Log
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends import end_order
+from dagster_rayslurm.backends import cancel_request
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.sessions import payload as session_payload
 from dagster_rayslurm.backends.sessions.payload import SessionPayload
-from dagster_rayslurm.connections.base import ConnectionLost
-from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.outcome import asks_slurm, judge
-from dagster_rayslurm.runtime.record import encode
+from dagster_rayslurm.runtime.protocol.record import encode
+from dagster_rayslurm.ssh.base import ConnectionLost
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from .lines import Log
 
@@ -110,7 +110,7 @@ class Scene:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (session_payload, end_order):
+    for module in (session_payload, cancel_request):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

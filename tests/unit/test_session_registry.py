@@ -19,28 +19,27 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm import BashLauncher, RunFailure, SlurmQueueConfig
 from dagster_rayslurm.backends import slurm_job
-from dagster_rayslurm.backends.sessions import search
-from dagster_rayslurm.backends.sessions.fit import make_offer
+from dagster_rayslurm.backends.sessions import acquire
+from dagster_rayslurm.backends.sessions.acquire import AcquiredSession, SessionAcquisition
 from dagster_rayslurm.backends.sessions.listing import list_generations
+from dagster_rayslurm.backends.sessions.matching import make_offer
 from dagster_rayslurm.backends.sessions.registry import (
-    Charter,
     Newest,
+    SessionManifest,
     SessionRegistry,
     charter_to_json,
     parse_charter,
     parse_newest,
 )
-from dagster_rayslurm.backends.sessions.search import Arrival, SessionSearch
 from dagster_rayslurm.backends.slurm_job import SlurmJob
-from dagster_rayslurm.connections.base import Completed, ConnectionFailed
-from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.errors import StartError
-from dagster_rayslurm.runtime import PROTOCOL_VERSION
-from dagster_rayslurm.slurm.answers import SlurmUnanswered
-from dagster_rayslurm.slurm.clock import ClusterClock
-from dagster_rayslurm.slurm.queue import SharedQueue, ask_queue
+from dagster_rayslurm.runtime.protocol.spec import PROTOCOL_VERSION
+from dagster_rayslurm.slurm.errors import SlurmUnanswered
+from dagster_rayslurm.slurm.queue import ClusterClock, SharedQueue, ask_queue
 from dagster_rayslurm.slurm.request import JobRequest, make_request
 from dagster_rayslurm.slurm.submit import ClaimTaken, SubmissionRefused, Submitted, submit
+from dagster_rayslurm.ssh.base import Completed, ConnectionFailed
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import wait_until
 from .lines import Log
@@ -119,10 +118,10 @@ class Cluster:
         for what, text in (("name", name), ("state", state)):
             (self.path / "jobs" / number / what).write_text(text)
 
-    def seek(self, passed: int = 0, timeout: float | None = None, log: Any = None) -> Arrival:
+    def seek(self, passed: int = 0, timeout: float | None = None, log: Any = None) -> AcquiredSession:
         return self.search(timeout, log).seek(passed)
 
-    def search(self, timeout: float | None = None, log: Any = None, commands: Any = None) -> SessionSearch:
+    def search(self, timeout: float | None = None, log: Any = None, commands: Any = None) -> SessionAcquisition:
         commands, log = commands or LocalConnection(), log or Log()
         registry = SessionRegistry(commands, str(self.directory))
         queue = SharedQueue(commands, str(self.path / "queue"), 0.2)
@@ -141,7 +140,7 @@ class Cluster:
             hold(self.watched(commands, queue, asked, submitted, registry.generation(number), timeout, log))
             return True
 
-        return SessionSearch(
+        return SessionAcquisition(
             commands=commands,
             registry=registry,
             queue=queue,
@@ -176,9 +175,9 @@ def request(name: str) -> JobRequest:
     return make_request(SlurmQueueConfig(), (), job_name=name, comment="")
 
 
-def charter(number: int) -> Charter:
+def charter(number: int) -> SessionManifest:
     launcher, queue = BashLauncher(), SlurmQueueConfig()
-    return Charter(number, make_offer(launcher.ray_spec(), False, queue, request("x")), ("python", "ask"))
+    return SessionManifest(number, make_offer(launcher.ray_spec(), False, queue, request("x")), ("python", "ask"))
 
 
 def files(number: int) -> dict[str, bytes]:
@@ -309,7 +308,7 @@ def test_a_job_that_was_not_written_down(cluster: Cluster) -> None:
 
 
 def test_a_young_claim_is_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "CLAIM_GRACE", 2.0)
+    monkeypatch.setattr(acquire, "CLAIM_GRACE", 2.0)
     (cluster.directory / "1").mkdir(parents=True)
     began = time.monotonic()
     assert cluster.seek().found.charter.generation == 2
@@ -477,7 +476,7 @@ GONE = ConnectionFailed("dev@edge:22 does not answer", temporary=True)
 
 @pytest.mark.parametrize("error", [GONE, OSError("Stale file handle")], ids=["connection", "file system"])
 def test_one_is_waited_for_out_of_reach(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
-    monkeypatch.setattr(search, "_OUT_OF_REACH", 0.1)
+    monkeypatch.setattr(acquire, "_OUT_OF_REACH", 0.1)
     cluster.set("state", "PENDING")
     connection, log = Flaky(), Log()
     with ThreadPoolExecutor(1) as pool:
@@ -494,7 +493,7 @@ def test_one_is_waited_for_out_of_reach(cluster: Cluster, monkeypatch: pytest.Mo
 
 
 def test_out_of_reach_for_too_long(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_OUT_OF_REACH", 0.1)
+    monkeypatch.setattr(acquire, "_OUT_OF_REACH", 0.1)
     cluster.set("state", "PENDING")
     cluster.patience = 1.5
     connection, log = Flaky(), Log()
@@ -525,7 +524,7 @@ def test_slurm_that_does_not_answer_ends_no_wait(cluster: Cluster, monkeypatch: 
 
 
 def test_slurm_that_does_not_answer_leaves_a_claim_alone(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_OUT_OF_REACH", 0.1)
+    monkeypatch.setattr(acquire, "_OUT_OF_REACH", 0.1)
     place = cluster.directory / "1"
     place.mkdir(parents=True)
     for name, content in files(1).items():
@@ -542,7 +541,7 @@ def test_slurm_that_does_not_answer_leaves_a_claim_alone(cluster: Cluster, monke
         place.joinpath("session.json").write_text(json.dumps({**ANNOUNCED, "cluster_id": "slurm-7", "job_id": "7"}))
         return ask_queue(connection)
 
-    monkeypatch.setattr(search, "ask_queue", silent)
+    monkeypatch.setattr(acquire, "ask_queue", silent)
     assert cluster.seek().found.announcement.job_id == "7"
     assert not place.joinpath("abandoned").exists() and cluster.jobs() == ["7"]
 

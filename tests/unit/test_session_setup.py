@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
-from dagster_rayslurm.backends.sessions.fit import misfit, offer_from_json, offer_to_json
-from dagster_rayslurm.backends.sessions.setup import Kind, SessionSetup, example_session_script
+from dagster_rayslurm.backends.sessions.matching import misfit, offer_from_json, offer_to_json
+from dagster_rayslurm.backends.sessions.template import SessionSetup, SessionTemplate, example_session_script
 from dagster_rayslurm.components import arrange, settle
 from dagster_rayslurm.environments import PreDeployedEnvironment
 from dagster_rayslurm.launchers import Launcher
 from dagster_rayslurm.plan import Plan, make_plan
-from dagster_rayslurm.runtime.spec import RuntimeSpec, from_json, to_json
+from dagster_rayslurm.runtime.protocol.spec import RuntimeSpec, from_json, to_json
 
 
 def component(name: str, head: bool = False, launcher: Any = None, **queue: Any) -> HetComponent:
@@ -55,11 +55,11 @@ def plan(one: SessionSetup) -> Plan:
     )
 
 
-def order(kind: Kind) -> list[str]:
+def order(kind: SessionTemplate) -> list[str]:
     return [each.component_id for each in kind.components]
 
 
-def fits(one: SessionSetup, kind: Kind | None = None) -> str | None:
+def fits(one: SessionSetup, kind: SessionTemplate | None = None) -> str | None:
     return misfit(one.wish(plan(one)), (kind or one.usual).offer(one.reuse))
 
 
@@ -147,7 +147,7 @@ def test_a_payload_without_ray() -> None:
     assert setup(CPU, GPU, launcher=BashLauncher()).usual.ray is None
 
 
-def key(one: SessionSetup, kind: Kind | None = None, apart: bool = False) -> str:
+def key(one: SessionSetup, kind: SessionTemplate | None = None, apart: bool = False) -> str:
     return one.key(kind or one.usual, "run", "/base", "/data", apart)
 
 

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.connections.base import Completed
-from dagster_rayslurm.connections.local import LocalConnection
-from dagster_rayslurm.runtime.nodelist import expand_nodelist
+from dagster_rayslurm.runtime.protocol.slurm_text import expand_nodelist
 from dagster_rayslurm.slurm.accounting import ask_job
-from dagster_rayslurm.slurm.answers import SlurmUnanswered
+from dagster_rayslurm.slurm.errors import SlurmUnanswered
 from dagster_rayslurm.slurm.facts import (
     SACCT_FIELDS,
     JobFacts,
@@ -25,6 +23,8 @@ from dagster_rayslurm.slurm.facts import (
     parse_size,
     state_word,
 )
+from dagster_rayslurm.ssh.base import Completed
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from .slurm_said import VERSIONS, said
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.connections.base import ConnectionLost
-from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.slurm.commands import SlurmCommands, job_environment, slurm_commands
+from dagster_rayslurm.ssh.base import ConnectionLost
+from dagster_rayslurm.ssh.local import LocalConnection
 
 pytestmark = pytest.mark.skipif(shutil.which("sbatch") is not None, reason="Slurm is on this machine")
 

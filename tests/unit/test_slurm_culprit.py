@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.connections.base import Completed, ConnectionLost
-from dagster_rayslurm.connections.local import LocalConnection
-from dagster_rayslurm.slurm.clock import ClusterClock
-from dagster_rayslurm.slurm.culprit import Findings, ask, findings
+from dagster_rayslurm.slurm.component_probe import Findings, ask, findings
+from dagster_rayslurm.slurm.queue import ClusterClock
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.submit import SubmissionRefused, submit
+from dagster_rayslurm.ssh.base import Completed, ConnectionLost
+from dagster_rayslurm.ssh.local import LocalConnection
 
 SBATCH = """#!/bin/sh
 printf '%s\\n' "$1" >>"$ASKED"

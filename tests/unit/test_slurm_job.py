@@ -11,13 +11,12 @@ import pytest
 from dagster_rayslurm import SlurmQueueConfig
 from dagster_rayslurm.backends import slurm_job
 from dagster_rayslurm.backends.slurm_job import SlurmJob, settling
-from dagster_rayslurm.connections.local import LocalConnection
 from dagster_rayslurm.follow.follower import OUT_OF_SIGHT
-from dagster_rayslurm.slurm.clock import ClusterClock
-from dagster_rayslurm.slurm.queue import SharedQueue
+from dagster_rayslurm.slurm.queue import ClusterClock, SharedQueue
 from dagster_rayslurm.slurm.request import make_request
 from dagster_rayslurm.slurm.states import JobView
 from dagster_rayslurm.slurm.submit import Submitted
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from .fake_slurm import FakeSlurm
 from .lines import Log

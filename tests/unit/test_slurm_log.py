@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.slurm.log import failed_tasks, node_number, telling_lines
+from dagster_rayslurm.slurm.job_log import failed_tasks, node_number, telling_lines
 
 NO_BINDING = "srun: cluster configuration lacks support for cpu binding\n"
 

@@ -13,11 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.connections.base import Completed, ConnectionLost
-from dagster_rayslurm.connections.local import LocalConnection
-from dagster_rayslurm.slurm.answers import SlurmUnanswered
-from dagster_rayslurm.slurm.clock import ClusterClock
-from dagster_rayslurm.slurm.queue import SNAPSHOT, SharedQueue, ask_queue, shared_queue
+from dagster_rayslurm.slurm.errors import SlurmUnanswered
+from dagster_rayslurm.slurm.queue import SNAPSHOT, ClusterClock, SharedQueue, ask_queue, shared_queue
 from dagster_rayslurm.slurm.snapshot import (
     QueueRow,
     QueueSnapshot,
@@ -27,6 +24,8 @@ from dagster_rayslurm.slurm.snapshot import (
     parse_time,
     render_snapshot,
 )
+from dagster_rayslurm.ssh.base import Completed, ConnectionLost
+from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import wait_until
 from .slurm_said import VERSIONS, said

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from dagster_rayslurm.slurm.surroundings import CLEAN, cleaned
+from dagster_rayslurm.slurm.commands import CLEAN, cleaned
 
 SET = {
     "SQUEUE_PARTITION": "gpu",

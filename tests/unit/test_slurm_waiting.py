@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from dagster_rayslurm.slurm.refusal import with_values
+from dagster_rayslurm.slurm.errors import with_values
+from dagster_rayslurm.slurm.pending_reasons import crowded, most_telling, never_starts, part_of, too_many_nodes, waiting_text, why
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
 from dagster_rayslurm.slurm.submit import jobs_found, kept_variables
-from dagster_rayslurm.slurm.waiting import crowded, most_telling, never_starts, part_of, too_many_nodes, waiting_text, why
 
 GPU = JobRequest("job", "why", partition="gpu", num_nodes=2, time_limit="9-0", component_id="gpu")
 REQUEST = JobRequest("job", "why", partition="compute", time_limit="9-0", component_id="cpu", others=(GPU,))

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from dagster_rayslurm import BashLauncher
-from dagster_rayslurm.backends.cargo import deliver, needs_of, pack
+from dagster_rayslurm.backends.payload_files import deliver, needs_of, pack
 from dagster_rayslurm.plan import make_plan
-from dagster_rayslurm.slurm.clock import ClusterClock
+from dagster_rayslurm.slurm.queue import ClusterClock
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.submit import JOB_SCRIPT, Needs, SubmissionRefused, submit
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends.rundir import Layout, sweep_old
-from dagster_rayslurm.connections.local import LocalConnection
-from dagster_rayslurm.execution.tidying import fetch_outputs
-from dagster_rayslurm.execution.underway import release_all
+from dagster_rayslurm.backends.run_dir import Layout, sweep_old
+from dagster_rayslurm.execution.cleanup import fetch_outputs
+from dagster_rayslurm.execution.run import release_all
 from dagster_rayslurm.follow import Evidence
+from dagster_rayslurm.ssh.local import LocalConnection
 
 
 @pytest.mark.parametrize("name", ["../../evil", "ABSOLUTE", "a/../../../evil"])

@@ -13,26 +13,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SlurmQueueConfig
-from dagster_rayslurm.backends.rundir import Layout
-from dagster_rayslurm.backends.together import LocalTogether, local_specs, meetings
-from dagster_rayslurm.backends.together_batch import PartJob, _Shared, job_specs
+from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.components import Component, arrange, component_specs, request_for
 from dagster_rayslurm.environments import Interpreter
 from dagster_rayslurm.errors import RETRYABLE, RunFailure
 from dagster_rayslurm.execution import Followed, Policy, follow_to_the_end
 from dagster_rayslurm.follow import Cadence, Evidence, Follower, follow_all
+from dagster_rayslurm.follow.multiplexed_output import MultiplexedOutput
 from dagster_rayslurm.follow.pipes import RecordReader
-from dagster_rayslurm.follow.prefixed import Prefixed
-from dagster_rayslurm.follow.reports import Reports, merge, merge_checks
 from dagster_rayslurm.modes import for_one, one_for_each
-from dagster_rayslurm.outcome import SUCCESS, Verdict, judge
-from dagster_rayslurm.outcome.metadata_together import failures_metadata, together_metadata, told_apart
-from dagster_rayslurm.outcome.together import Judged, judge_together
+from dagster_rayslurm.outcome import SUCCESS, Judged, Verdict, judge
 from dagster_rayslurm.plan import Plan, make_plan
-from dagster_rayslurm.runtime.allocation import from_environ, settle
-from dagster_rayslurm.runtime.gathering import Gathering, who_is_missing
-from dagster_rayslurm.runtime.record import JOURNAL, STDIO, encode
-from dagster_rayslurm.runtime.spec import RuntimeSpec, from_json, to_json
+from dagster_rayslurm.runtime.node.allocation import from_environ, settle
+from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, encode
+from dagster_rayslurm.runtime.protocol.spec import RuntimeSpec, from_json, to_json
+from dagster_rayslurm.runtime.separate.barrier import StartBarrier, who_is_missing
+from dagster_rayslurm.separate.backend import PartJob, SeparateLocalBackend, _Shared, job_specs, local_specs, meetings
+from dagster_rayslurm.separate.metadata import components_metadata, failures_metadata, told_apart
+from dagster_rayslurm.separate.reports import ComponentReportMerger, merge, merge_checks
+from dagster_rayslurm.separate.verdict import judge_components
 from dagster_rayslurm.slurm.facts import JobFacts
 
 # ---- When all start, and what ends them
@@ -43,7 +42,7 @@ def place(name: str) -> dict[str, Any]:
 
 
 def test_payloads_start_when_all_are_ready() -> None:
-    three = Gathering(["a", "b", "c"])
+    three = StartBarrier(["a", "b", "c"])
     assert three.ready("b", place("2")) == three.ready("a", place("1")) == []
     assert three.missing() == ["c"] and not three.started
     (order,) = three.ready("c", place("3"))
@@ -52,7 +51,7 @@ def test_payloads_start_when_all_are_ready() -> None:
 
 
 def test_only_the_first_failure_ends_the_others() -> None:
-    three = Gathering(["a", "b", "c"])
+    three = StartBarrier(["a", "b", "c"])
     for name in "abc":
         three.ready(name, place(name))
     assert three.ended("c", None, 0) == [] and not three.over
@@ -63,20 +62,20 @@ def test_only_the_first_failure_ends_the_others() -> None:
 
 
 def test_a_failure_before_the_start_leaves_nobody_to_start() -> None:
-    two = Gathering(["a", "b"])
+    two = StartBarrier(["a", "b"])
     two.ready("a", place("a"))
     assert two.ended("b", "no cluster", 0)[0]["op"] == "end" and two.exit_code == 1
     assert two.ready("b", place("b")) == [] and not two.started
 
 
 def test_success_of_all() -> None:
-    one = Gathering(["a"])
+    one = StartBarrier(["a"])
     assert one.ready("a", place("a"))[0]["op"] == "start"
     assert one.ended("a", None, 0) == [{"op": "over", "final": True}] and one.exit_code == 0
 
 
 def test_who_is_missing() -> None:
-    three = Gathering(["a", "b", "c"])
+    three = StartBarrier(["a", "b", "c"])
     three.ready("a", place("a"))
     said = who_is_missing(three, ["a", "b"], 310)
     assert "within 310 s" in said and "'b' (its cluster is not up)" in said and "'c' (no word from its runtime)" in said
@@ -196,11 +195,11 @@ def test_an_argument_that_is_no_boolean(value: Any) -> None:
 def test_a_mistake_shows_on_this_machine_as_on_the_cluster(tmp_path: Path, queue: Any, launcher: Any, words: str) -> None:
     bad = HetComponent(component_id="bad", queue=SlurmQueueConfig(**queue), launcher=launcher)
     components = arrange([HetComponent(component_id="good", queue=SlurmQueueConfig()), bad])
-    backend = LocalTogether(Layout(tmp_path), Interpreter("python"), components)
+    backend = SeparateLocalBackend(Layout(tmp_path), Interpreter("python"), components)
     with pytest.raises(ValueError, match=f"component '(bad|good)': .*{words}"):  # The limit and the signal are the whole job's.
         backend.check(plans_of(components))
     fine = parts(a=RayLauncher(), b=BashLauncher())
-    LocalTogether(Layout(tmp_path), Interpreter("python"), fine).check(plans_of(fine))
+    SeparateLocalBackend(Layout(tmp_path), Interpreter("python"), fine).check(plans_of(fine))
 
 
 # ---- Output
@@ -208,7 +207,7 @@ def test_a_mistake_shows_on_this_machine_as_on_the_cluster(tmp_path: Path, queue
 
 @given(st.lists(st.text(alphabet="ab \r\n", max_size=12), max_size=12))
 def test_prefixed_output_is_the_output_in_whole_lines(chunks: list[str]) -> None:
-    shown = Prefixed("> ")
+    shown = MultiplexedOutput("> ")
     text = "".join(shown.lines("stdout", chunk) for chunk in chunks) + "".join(rest for _, rest in shown.rest())
     written = "".join(chunks)
     assert text.replace("> ", "").rstrip() == written.rstrip()
@@ -217,7 +216,7 @@ def test_prefixed_output_is_the_output_in_whole_lines(chunks: list[str]) -> None
 
 
 def test_streams_do_not_mix_and_progress_bars_show() -> None:
-    shown = Prefixed("[gpu] ")
+    shown = MultiplexedOutput("[gpu] ")
     assert shown.lines("stdout", "be") == "" and shown.lines("stderr", "x\n") == "[gpu] x\n"
     assert shown.lines("stdout", "gin\nnext") == "[gpu] begin\n"
     assert shown.lines("stderr", "10%\r20%\r") == "[gpu] 10%\r"
@@ -418,8 +417,8 @@ def dagsters(message: Any) -> None:
     dg.PipesMessageHandler(None, RecordReader()).handle_message(message)  # type: ignore[arg-type]
 
 
-def collected(said: dict[str, list[dict[str, Any]]]) -> Reports:
-    reports = Reports(Handler(), said, dagsters)
+def collected(said: dict[str, list[dict[str, Any]]]) -> ComponentReportMerger:
+    reports = ComponentReportMerger(Handler(), said, dagsters)
     for component, materializations in said.items():
         for params in materializations:
             reports.of(component).handle_message({"method": "report_asset_materialization", "params": params})
@@ -428,7 +427,7 @@ def collected(said: dict[str, list[dict[str, Any]]]) -> Reports:
 
 def test_results_wait_for_all_and_ends_of_writers_come_last() -> None:
     handler = Handler()
-    reports = Reports(handler, ["cpu", "gpu"], dagsters)
+    reports = ComponentReportMerger(handler, ["cpu", "gpu"], dagsters)
     cpu, gpu = reports.of("cpu"), reports.of("gpu")
     gpu.handle_message({"method": "report_asset_materialization", "params": report(x=sent(1))})
     gpu.handle_message({"method": "closed", "params": None})
@@ -442,7 +441,7 @@ def test_results_wait_for_all_and_ends_of_writers_come_last() -> None:
 
 def test_checks_wait_for_all_too() -> None:
     handler = Handler()
-    reports = Reports(handler, ["cpu", "gpu"], dagsters)
+    reports = ComponentReportMerger(handler, ["cpu", "gpu"], dagsters)
     for component, passed in (("gpu", False), ("cpu", True)):
         reports.of(component).handle_message({"method": "report_asset_check", "params": check(passed=passed)})
     assert handler.messages == [] and reports.hand_over() == []
@@ -467,7 +466,7 @@ def test_checks_wait_for_all_too() -> None:
 )
 def test_what_dagster_refuses_is_refused_at_once_and_nobody_elses_fault(wrong: dict[str, Any], words: str) -> None:
     method = "report_asset_check" if "passed" in wrong else "report_asset_materialization"
-    reports = Reports(Handler(), ["cpu", "gpu"], dagsters)
+    reports = ComponentReportMerger(Handler(), ["cpu", "gpu"], dagsters)
     reports.of("gpu").handle_message({"method": "report_asset_materialization", "params": report(n=sent(1))})
     with pytest.raises(Exception, match=words):
         reports.of("cpu").handle_message({"method": method, "params": wrong})
@@ -475,7 +474,7 @@ def test_what_dagster_refuses_is_refused_at_once_and_nobody_elses_fault(wrong: d
 
 
 def test_an_end_that_dagster_refuses_is_told_of() -> None:
-    reports = Reports(Handler(), ["cpu", "gpu"], dagsters)
+    reports = ComponentReportMerger(Handler(), ["cpu", "gpu"], dagsters)
     reports.of("cpu").handle_message({"method": "closed", "params": {"exception": "no exception"}})
     reports.of("gpu").handle_message({"method": "closed", "params": None})
     ((component, error),) = reports.hand_over()
@@ -495,11 +494,11 @@ BY_OTHERS = judged("other-component", None, 2.0, "component 'x': its payload end
 
 
 def test_success_is_that_of_all() -> None:
-    assert judge_together({"a": judged(), "b": judged()}) == SUCCESS
+    assert judge_components({"a": judged(), "b": judged()}) == SUCCESS
 
 
 def test_the_failure_and_what_it_ended_are_named() -> None:
-    verdict = judge_together({"cpu": BY_OTHERS, "gpu": judged(exit_code=3), "io": judged()})
+    verdict = judge_components({"cpu": BY_OTHERS, "gpu": judged(exit_code=3), "io": judged()})
     assert verdict.kind == "payload"
     assert verdict.sentence == ("component 'gpu': the payload ended with exit code 3; component 'cpu' was ended because of that")
 
@@ -507,18 +506,18 @@ def test_the_failure_and_what_it_ended_are_named() -> None:
 def test_the_kind_is_that_of_the_first_and_retry_that_of_all() -> None:
     start = judged("cluster-start", None, 1.0, "no node")
     wrong = judged("environment", None, 2.0, "no ray")
-    verdict = judge_together({"a": wrong, "b": start, "c": BY_OTHERS, "d": BY_OTHERS})
+    verdict = judge_components({"a": wrong, "b": start, "c": BY_OTHERS, "d": BY_OTHERS})
     assert verdict.kind == "cluster-start" and verdict.retry is False and "cluster-start" in RETRYABLE
     assert "component 'a': the environment" in verdict.sentence and "component 'b': the Ray cluster" in verdict.sentence
     assert verdict.sentence.endswith("components 'c' and 'd' were ended because of that")
-    assert judge_together({"b": start, "c": BY_OTHERS}).retry is True
+    assert judge_components({"b": start, "c": BY_OTHERS}).retry is True
 
 
 def test_a_signal_to_all_runtimes_is_no_reason_where_one_of_them_died() -> None:
     """srun ends the others when one runtime is killed."""
     killed = Evidence(started_at=0.0, runtime_exit="exit code 137", culprit="the runtime on node g1 ended (Killed)")
     dead = Judged(judge(killed, uses_pipes=False, require_messages=False), killed)
-    verdict = judge_together({"cpu": judged("terminated", None, 5.0, "the runtime received SIGTERM"), "gpu": dead})
+    verdict = judge_components({"cpu": judged("terminated", None, 5.0, "the runtime received SIGTERM"), "gpu": dead})
     assert verdict.kind == "runtime" and verdict.sentence.startswith("component 'gpu': the runtime on node g1 ended")
     assert verdict.sentence.endswith("component 'cpu' was ended because of that")
 
@@ -531,32 +530,32 @@ def gone(**fields: Any) -> Judged:
 
 def test_a_runtime_that_ended_without_a_word_is_no_reason_before_a_failure_of_a_payload() -> None:
     both = {"b": gone(), "a": judged(exit_code=1, at=9.0), "c": BY_OTHERS}
-    verdict = judge_together(both)
+    verdict = judge_components(both)
     assert verdict.kind == "payload" and verdict.sentence.startswith(
         "component 'a': the payload ended with exit code 1; component"
     )
     assert "component 'b': the runtime ended" in verdict.sentence
     assert verdict.sentence.endswith("component 'c' was ended because of that")
     assert list(failures_metadata(both, None)) and not any("(c)" in key for key in failures_metadata(both, None))
-    assert judge_together({"a": judged(), "b": gone()}).kind == "runtime"
+    assert judge_components({"a": judged(), "b": gone()}).kind == "runtime"
     slurms = JobFacts(7, "OUT_OF_MEMORY")
-    assert judge_together({"a": judged(exit_code=1), "b": gone(job=slurms)}).kind == "allocation"
+    assert judge_components({"a": judged(exit_code=1), "b": gone(job=slurms)}).kind == "allocation"
 
 
 def test_components_that_did_not_get_what_they_asked_for_are_named() -> None:
     short = judged("allocation", None, 1.0, "2 CPUs, not 4")
-    assert judge_together({"a": short, "b": short}).sentence.startswith("components 'a' and 'b': ")
+    assert judge_components({"a": short, "b": short}).sentence.startswith("components 'a' and 'b': ")
 
 
 def test_what_befell_all_of_them_is_said_once() -> None:
     cancelled = judged("cancel", None, 1.0, "cancelled from Dagster")
-    verdict = judge_together({"a": cancelled, "b": cancelled})
+    verdict = judge_components({"a": cancelled, "b": cancelled})
     assert verdict == cancelled.verdict and "component" not in verdict.sentence
-    both = judge_together({"a": judged(exit_code=3), "b": judged(exit_code=3)})
+    both = judge_components({"a": judged(exit_code=3), "b": judged(exit_code=3)})
     assert both.sentence == "components 'a' and 'b': the payload ended with exit code 3"
-    partly = judge_together({"a": cancelled, "b": cancelled, "c": judged()})
+    partly = judge_components({"a": cancelled, "b": cancelled, "c": judged()})
     assert partly.sentence.startswith("components 'a' and 'b': the run was cancelled")
-    assert judge_together({"a": BY_OTHERS}).kind == "cancelled"
+    assert judge_components({"a": BY_OTHERS}).kind == "cancelled"
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["ok", "exit", "other", "terminated"]), min_size=1))
@@ -567,7 +566,7 @@ def test_every_failure_is_named(outcomes: dict[str, str]) -> None:
         "other": BY_OTHERS,
         "terminated": judged("terminated", None, 3.0, "SIGTERM"),
     }
-    verdict = judge_together({name: kinds[outcome] for name, outcome in outcomes.items()})
+    verdict = judge_components({name: kinds[outcome] for name, outcome in outcomes.items()})
     failed = {name for name, outcome in outcomes.items() if outcome != "ok"}
     assert (verdict.kind is None) == (not failed)
     alike = len(set(outcomes.values())) == 1 and verdict.kind == "cancelled"
@@ -596,7 +595,7 @@ def test_logs_of_the_job_are_everybodys_and_those_of_a_record_its_own() -> None:
 @pytest.mark.parametrize(("names", "ids"), [("a", ["7"]), ("ab", ["7+0", "7+1"])])
 def test_job_ids_are_those_that_slurm_shows(names: str, ids: list[str]) -> None:
     both = {name: Judged(SUCCESS, Evidence()) for name in names}
-    found = together_metadata({name: {} for name in names}, both, "slurm-hetjob", "7")
+    found = components_metadata({name: {} for name in names}, both, "slurm-hetjob", "7")
     assert [record.data["Slurm job ID"] for record in found["Components"].records] == ids
 
 

@@ -14,37 +14,37 @@ from pathlib import Path
 
 from dagster_pipes import PipesContextData
 
-from ...connections.base import Connection
-from ...connections.shared import connection_to
 from ...environments.check import check_environment_on
 from ...errors import StartError
 from ...follow import Cadence
 from ...interrupts import deferred_interrupts
 from ...plan import Plan
-from ...runtime.record import CANCEL, EXIT, PAYLOAD, RUNTIME, SECRETS, SESSION, Record
-from ...runtime.spec import to_json
-from ...slurm.cancellation import cancel_named
+from ...runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME, SECRETS, SESSION, Record
+from ...runtime.protocol.spec import to_json
+from ...slurm.cancel import cancel_named
 from ...slurm.commands import slurm_commands
 from ...slurm.config import SlurmResource
 from ...slurm.queue import SharedQueue, shared_queue
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
 from ...slurm.submit import JOB_SCRIPT, OFFER, ClaimTaken, SubmissionRefused, Submitted, submit
-from .. import left_behind
+from ...ssh.base import Connection
+from ...ssh.pool import connection_to
+from .. import reattach
 from ..base import Attempt, Hold, Step
 from ..batch import CLUSTER, absolute, check_paths, data_dir_of, nonce_of_cluster, sweep_in_background
-from ..cargo import base_errors, deliver, needs_of, pack
 from ..ownership import FIRST
-from ..rundir import Layout, run_files
+from ..payload_files import base_errors, deliver, needs_of, pack
+from ..run_dir import Layout, run_files
 from ..slurm_job import SlurmJob
-from .fit import Offer, across_rooms, alike, misfit, payload_time_limit, refused, wants
+from .acquire import AcquiredSession, SessionAcquisition
 from .idle import IdleSessions
 from .listing import end_generations, list_generations
+from .matching import Capacity, across_rooms, alike, misfit, payload_time_limit, refused, wants
 from .payload import SessionPayload
-from .registry import Charter, Found, SessionRegistry, charter_to_json
+from .registry import Found, SessionManifest, SessionRegistry, charter_to_json
 from .request import GONE, Request
-from .run_end import end_with_run, slurm_session_of
-from .search import Arrival, SessionSearch
-from .setup import Kind, SessionSetup, example_session_script, session_script
+from .run_scope import end_with_run, slurm_session_of
+from .template import SessionSetup, SessionTemplate, example_session_script, session_script
 
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
 """A payload's record begins before it is followed, and a warm step may be over in no time."""
@@ -105,7 +105,7 @@ class SessionBackend:
         payload = packed.payload
         asked = {
             PAYLOAD: to_json(dataclasses.replace(payload, step=step.step_key)).encode("utf-8"),
-            left_behind.WISH: self.setup.asked(packed, step.run_id, base, data_dir),
+            reattach.WISH: self.setup.asked(packed, step.run_id, base, data_dir),
         }
 
         def job_of(start: Record | None) -> str | None:
@@ -120,7 +120,7 @@ class SessionBackend:
                     return said.job_id if each.number == newest else None
             return None
 
-        return left_behind.job_with(self.connection, run_dir, payload.nonce, asked, job_of, step.log) is not None
+        return reattach.job_with(self.connection, run_dir, payload.nonce, asked, job_of, step.log) is not None
 
     def example(self, plan: Plan) -> str:
         setup = self.setup
@@ -178,7 +178,7 @@ class _Start:
         self._asked = self._setup.asked(self._plan, step.run_id, self._base, self._data_dir)
         # A launcher of the run's own that does not fit is known before anything is asked.
         self._apart = self._setup.misfit(plan) is not None
-        self._arrival: Arrival | None = None
+        self._arrival: AcquiredSession | None = None
         self._attempt: SessionPayload | None = None
         self._refusal = ""
         self._request = Request(
@@ -272,7 +272,7 @@ class _Start:
             break
         raise StartError("runtime", f"the session in Slurm job {found.announcement.job_id} refuses the payload: {said}")
 
-    def _files(self, offer: Offer) -> Mapping[str, str]:
+    def _files(self, offer: Capacity) -> Mapping[str, str]:
         """What the payload's run directory begins with, but for secrets."""
         cpus, gpus = wants(self._wish, offer)
         payload = dataclasses.replace(
@@ -287,7 +287,7 @@ class _Start:
         files = run_files(dataclasses.replace(self._plan, payload=payload, secret_env={}), self._context)
         first = {} if self._step.goes_on else {FIRST: b""}
         # There from the beginning: on NFS a name that was looked for in vain stays missing for up to a minute.
-        files = {**files, left_behind.WISH: self._asked, CANCEL: b"", **first}
+        files = {**files, reattach.WISH: self._asked, CANCEL: b"", **first}
         return {name: content.decode("utf-8") for name, content in files.items()}
 
     def _accepted(self, found: Found) -> None:
@@ -312,7 +312,7 @@ class _Start:
     def _queue(self) -> SharedQueue:
         return shared_queue(self._commands, str(self._backend.layout.queue), self._setup.slurm.poll_interval)
 
-    def _job(self, directory: str, job_id: str, cluster_id: str, offer: Offer | None) -> SlurmJob:
+    def _job(self, directory: str, job_id: str, cluster_id: str, offer: Capacity | None) -> SlurmJob:
         """The job of a session that is there, as far as it matters to a payload of it."""
         name = job_name(f"session-{self._setup.name}", cluster_id.removeprefix(CLUSTER))
         if offer is not None and offer.rooms:
@@ -339,7 +339,7 @@ class _Start:
             waiting_since=since,
         )
 
-    def _search(self, registry: SessionRegistry, kind: Kind) -> SessionSearch:
+    def _search(self, registry: SessionRegistry, kind: SessionTemplate) -> SessionAcquisition:
         queue = self._queue()
 
         def job_of(number: int, job_id: str, name: str, at: float) -> SlurmJob:
@@ -347,7 +347,7 @@ class _Start:
             since = queue.clock.now() - (time.monotonic() - self._began)
             return self._watched(request, Submitted(job_id, at), registry.generation(number), since)
 
-        return SessionSearch(
+        return SessionAcquisition(
             commands=self._commands,
             registry=registry,
             queue=queue,
@@ -359,7 +359,7 @@ class _Start:
             log=self._step.log,
         )
 
-    def _create(self, registry: SessionRegistry, kind: Kind, number: int, hold: Callable[[SlurmJob], None]) -> bool:
+    def _create(self, registry: SessionRegistry, kind: SessionTemplate, number: int, hold: Callable[[SlurmJob], None]) -> bool:
         """Claim a generation and submit its job, unless somebody else is faster."""
         step, setup = self._step, self._setup
         with base_errors(self._base):
@@ -370,7 +370,7 @@ class _Start:
         name = job_name(f"session-{setup.name}", nonce)
         request = kind.request(name, job_comment(step.run_id, step.step_key, step.partition_key))
         directory = registry.generation(number)
-        charter = Charter(number, kind.offer(setup.reuse), tuple(interpreter.start("-I", runtime, "ask")))
+        charter = SessionManifest(number, kind.offer(setup.reuse), tuple(interpreter.start("-I", runtime, "ask")))
         script = session_script(request, interpreter, runtime, directory, setup.slurm)
         files = {
             RUNTIME: to_json(setup.spec(f"{CLUSTER}{nonce}", kind, request, self._plan)).encode("utf-8"),

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...connections.base import Connection, ConnectionLost
-from ...runtime.asking import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NobodyThere
-from ...runtime.asking import ask as ask_over
-from ...slurm.surroundings import cleaned
+from ...runtime.protocol.rpc_call import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NobodyThere
+from ...runtime.protocol.rpc_call import ask as ask_over
+from ...slurm.commands import cleaned
+from ...ssh.base import Connection, ConnectionLost
 
 __all__ = ["Announcement", "AnswerLost", "Unreachable", "ask", "parse_announcement"]
 

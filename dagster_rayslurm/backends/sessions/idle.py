@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...connections.base import Connection
-from ...runtime.record import SESSION
+from ...runtime.protocol.record import SESSION
 from ...slurm.snapshot import QueueRow, QueueSnapshot
+from ...ssh.base import Connection
 from .client import parse_announcement
 from .listing import Generation, ask_session, list_generations
 

@@ -10,16 +10,16 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ...connections.base import Connection
 from ...errors import StartError
-from ...runtime.record import EXIT, SESSION
-from ...slurm.cancellation import cancel_named, wait_until_gone
+from ...runtime.protocol.record import EXIT, SESSION
+from ...slurm.cancel import cancel_named, wait_until_gone
 from ...slurm.commands import slurm_commands
 from ...slurm.queue import ask_queue
 from ...slurm.script import parse_exit
 from ...slurm.snapshot import QueueRow, QueueSnapshot
 from ...slurm.states import TERMINAL, WAITING
 from ...slurm.submit import ABANDONED, CREATOR, JOB_ID, OFFER
+from ...ssh.base import Connection
 from .client import Announcement, AnswerLost, Unreachable, ask, parse_announcement
 from .registry import FOREIGN, parse_charter
 

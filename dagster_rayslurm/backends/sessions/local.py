@@ -16,16 +16,16 @@ from typing import Any
 
 from ...archive import runtime_name
 from ...config import SessionConfig
-from ...connections.local import LocalConnection
 from ...environments import Interpreter
 from ...errors import StartError
 from ...follow import Evidence
 from ...plan import Plan, fingerprint
-from ...runtime.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
-from ...runtime.spec import ComponentSpec, RaySpec, RuntimeSpec
-from ...runtime.workspace import shared_variables
-from ..process import reap_later, runtime_command, start_process
-from ..rundir import Layout, write_runtime_spec
+from ...runtime.payload.environment import shared_variables
+from ...runtime.protocol.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
+from ...runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec
+from ...ssh.local import LocalConnection
+from ..local_process import reap_later, runtime_command, start_process
+from ..run_dir import Layout, write_runtime_spec
 
 _ANSWER_TIMEOUT = 30.0
 _START_TIMEOUT = 60.0

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...connections.base import Connection
 from ...follow import Evidence
 from ...interrupts import deferred_interrupts
-from ...runtime.record import JOURNAL, LineReader
+from ...runtime.protocol.record import JOURNAL, LineReader
+from ...ssh.base import Connection
 from ..base import Step
-from ..end_order import EndOrder, cancel_file, order_text, write_order
+from ..cancel_request import CancelRequest, cancel_file, order_text, write_order
 from ..slurm_job import STATE_DEADLINE, SlurmJob
 
 _QUIET = 2.0
@@ -84,7 +84,7 @@ class SessionPayload:
         self._step, self._log = step, step.log
         self._followed = False
         self._cancelled = False
-        self._order = EndOrder(self._give, step.log)
+        self._order = CancelRequest(self._give, step.log)
         self._ask_at = _ASK_AFTER
         self._forgotten_since: float | None = None
         """Since when it is known that the session no longer has the payload."""

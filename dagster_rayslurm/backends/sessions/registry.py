@@ -15,14 +15,14 @@ import time
 import weakref
 from dataclasses import dataclass
 
-from ...connections.base import Connection, ConnectionFailed
 from ...errors import StartError
-from ...runtime import PROTOCOL_VERSION
-from ...runtime.record import EXIT, SESSION
+from ...runtime.protocol.record import EXIT, SESSION
+from ...runtime.protocol.spec import PROTOCOL_VERSION
 from ...slurm.submit import ABANDONED, CREATOR, CURRENT, JOB_ID, OFFER
-from ..cargo import base_errors
+from ...ssh.base import Connection, ConnectionFailed
+from ..payload_files import base_errors
 from .client import Announcement, parse_announcement
-from .fit import Offer, offer_from_json, offer_to_json
+from .matching import Capacity, offer_from_json, offer_to_json
 
 WAITING = "waiting"
 """Directory of files of those who wait for a session to come up, touched by them."""
@@ -82,7 +82,7 @@ echo last
 
 
 @dataclass(frozen=True)
-class Charter:
+class SessionManifest:
     """What the maker of a generation wrote down for those who find it.
 
     Attributes:
@@ -92,17 +92,17 @@ class Charter:
     """
 
     generation: int
-    offer: Offer
+    offer: Capacity
     ask: tuple[str, ...]
 
 
-def charter_to_json(charter: Charter) -> bytes:
+def charter_to_json(charter: SessionManifest) -> bytes:
     """A charter as a file."""
     content = {"generation": charter.generation, "offer": offer_to_json(charter.offer), "ask": list(charter.ask)}
     return json.dumps({"protocol": PROTOCOL_VERSION, **content}).encode()
 
 
-def parse_charter(data: bytes) -> Charter | None:
+def parse_charter(data: bytes) -> SessionManifest | None:
     """The charter in a file; None if there is none, or it is damaged, or of another version."""
     try:
         found = json.loads(data)
@@ -111,7 +111,7 @@ def parse_charter(data: bytes) -> Charter | None:
             return None
         if not isinstance(ask, list) or not ask or not all(isinstance(word, str) for word in ask):
             return None
-        return Charter(number, offer_from_json(found["offer"]), tuple(ask))
+        return SessionManifest(number, offer_from_json(found["offer"]), tuple(ask))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -172,7 +172,7 @@ class Found:
     """
 
     directory: str
-    charter: Charter
+    charter: SessionManifest
     announcement: Announcement
 
 
@@ -239,7 +239,7 @@ class SessionRegistry:
         """
         return never_served(self._read(str(number), SESSION))
 
-    def _with_announcement(self, charter: Charter) -> Found | None:
+    def _with_announcement(self, charter: SessionManifest) -> Found | None:
         announcement = self.announcement(charter.generation)
         if announcement is None or announcement.protocol != PROTOCOL_VERSION or announcement.closing is not None:
             return None

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...connections.base import Connection, ConnectionFailed
 from ...errors import StartError
 from ...interrupts import delayed_interrupts
-from ...runtime.record import EXIT, JOURNAL, SECRETS, SESSION, LineReader
+from ...runtime.protocol.record import EXIT, JOURNAL, SECRETS, SESSION, LineReader
 from ...slurm.queue import SharedQueue, ask_queue
 from ...slurm.script import parse_exit
 from ...slurm.states import TERMINAL
+from ...ssh.base import Connection, ConnectionFailed
 from .client import AnswerLost, Unreachable, ask, parse_announcement
 from .registry import Found
 

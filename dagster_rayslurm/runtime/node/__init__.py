@@ -1,0 +1,1 @@
+"""This node: its resources, their use, its addresses and ports."""

@@ -1,0 +1,84 @@
+"""Addresses by which the nodes of a cluster find each other."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from typing import Optional
+
+from ..protocol.end import ClusterError
+from ..protocol.spec import RaySpec
+
+_IPV6 = "/proc/net/if_inet6"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address means another machine to each machine; False for a name."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def interface_address(interface: str) -> str:
+    """The IPv4 address of a network interface, or its IPv6 address if it has no other.
+
+    Raises:
+        ClusterError: if this node has no such interface, or it has no address.
+    """
+    request = struct.pack("256s", os.fsencode(interface)[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR of netdevice(7).
+        except OSError as error:
+            address = _ipv6_address(interface)
+            if address is not None:
+                return address
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise ClusterError(
+                "cluster-start",
+                "network_interface=%r has no address on node %s (%s); it has: %s"
+                % (interface, socket.gethostname(), error.strerror, known),
+            ) from None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6_address(interface: str) -> Optional[str]:
+    """The IPv6 address of an interface that other networks reach, too (proc(5)); None without one."""
+    try:
+        with open(_IPV6) as file:
+            rows = [line.split() for line in file]
+    except OSError:
+        return None
+    found = (row[0] for row in rows if row[5] == interface and row[3] == "00")  # Scope 00 is global.
+    return next((str(ipaddress.IPv6Address(int(digits, 16))) for digits in found), None)
+
+
+def route_address(host: str) -> Optional[str]:
+    """The address from which this node reaches a host; None if it has no route there."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # Nothing is sent: the kernel only looks for a route.
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def node_address(spec: RaySpec, gcs: str) -> Optional[str]:
+    """The address that a worker gives itself: of the interface it is told to use, else where the route to the head begins.
+
+    Raises:
+        ClusterError: the interface is not there.
+    """
+    if spec.network_interface:
+        return interface_address(spec.network_interface)
+    return route_address(gcs.rpartition(":")[0].strip("[]"))
+
+
+def join_host_port(host: str, port: int) -> str:
+    """ "HOST:PORT", with brackets around an IPv6 address."""
+    return "%s:%d" % ("[%s]" % host if ":" in host else host, port)

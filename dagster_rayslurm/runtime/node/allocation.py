@@ -1,0 +1,195 @@
+"""What Slurm says of this task: its job, the nodes of the step, and where the head is (srun(1), Slurm 22.05)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Dict, List, Mapping, MutableMapping, Optional, Sequence
+
+from ..protocol.slurm_text import expand_nodelist
+from .addresses import is_loopback, route_address
+from .resources import GPU_VARIABLES
+
+_ELSEWHERE = "192.0.2.1"
+"""An address on no network (RFC 5737): the route there is the default one."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One task's view of a step that has one task on each node.
+
+    Attributes:
+        job_id: Slurm's job id.
+        node_id: this node's place in `nodes`; the head is 0.
+        nodes: names of all nodes, the head's first.
+        head_addresses: where the head may be reached, the likeliest first; no loopback address if there are other nodes.
+        partition: partition of the job.
+        account: account of the job; empty where Slurm has no accounts.
+        restarts: how often Slurm has requeued the job.
+        groups: the nodes of each component of a heterogeneous job, in the job's order; empty for any other job.
+        job_ids: Slurm's job id of each component; empty for any other job.
+        partitions: the partition of each component; empty for any other job.
+        component_ids: the names of the components; empty if they have none.
+        first: the place of its first node in the step, where it is one component of several.
+    """
+
+    job_id: str
+    node_id: int
+    nodes: List[str]
+    head_addresses: List[str]
+    partition: str = ""
+    account: str = ""
+    restarts: int = 0
+    groups: List[List[str]] = field(default_factory=list)
+    job_ids: List[str] = field(default_factory=list)
+    partitions: List[str] = field(default_factory=list)
+    component_ids: List[str] = field(default_factory=list)
+    first: int = 0
+
+    def group_of(self, node_id: int) -> int:
+        """The component, counted from 0, of the node in a place."""
+        for group, nodes in enumerate(self.groups):
+            if node_id < len(nodes):
+                return group
+            node_id -= len(nodes)
+        return 0
+
+    def component_of(self, node_id: int) -> Optional[str]:
+        """The name of the component of the node in a place; None if it has none."""
+        return self.component_ids[self.group_of(node_id)] if self.component_ids else None
+
+    def of_own_group(self) -> "Allocation":
+        """What this task sees of the step if its own component is all there is; the same for any other job."""
+        if not self.groups:
+            return replace(self, component_ids=[])
+        group = self.group_of(self.node_id)
+        first = sum(map(len, self.groups[:group]))
+        nodes = self.groups[group]
+        # srun tells its own address alone, which is that of the first component's first node.
+        addresses = [address for address in self.head_addresses if address != nodes[0]] if group == 0 else []
+        return replace(
+            self,
+            job_id=self.job_ids[group],
+            node_id=self.node_id - first,
+            nodes=nodes,
+            head_addresses=[*addresses, nodes[0]],
+            partition=self.partitions[group],
+            groups=[],
+            job_ids=[],
+            partitions=[],
+            component_ids=[],
+            first=first,
+        )
+
+    def facts(self) -> Dict[str, Any]:
+        """What metadata tells of the allocation."""
+        facts = {"job_id": self.job_id, "partition": self.partition, "account": self.account, "nodes": self.nodes}
+        return {**facts, "components": self._component_facts()} if self.component_ids else facts
+
+    def _component_facts(self) -> List[Dict[str, Any]]:
+        """The components; Slurm counts those of a heterogeneous job from its own number, as in 17+0 and 17+1 (squeue(1))."""
+        if not self.groups:  # A single one makes no heterogeneous job.
+            groups = [(self.job_id, self.partition, self.nodes)]
+        else:
+            numbers = ["%s+%d" % (self.job_id, group) for group in range(len(self.groups))]
+            groups = list(zip(numbers, self.partitions, self.groups))
+        return [
+            {"component": name, "job_id": job_id, "partition": partition, "nodes": nodes}
+            for name, (job_id, partition, nodes) in zip(self.component_ids, groups)
+        ]
+
+
+def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
+    """The allocation of this task, or None outside of a Slurm step."""
+    if "SLURM_JOB_ID" not in environ or "SLURM_NODEID" not in environ:
+        return None
+    groups = [expand_nodelist(text) for text in _of_groups(environ, "SLURM_JOB_NODELIST")]
+    # The step's own list of a heterogeneous job is sorted, and its node ids go by component (tried on 22.05 and 24.11).
+    nodes = [node for group in groups for node in group]
+    nodes = nodes or expand_nodelist(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
+    # srun runs on the first node; the address is what that node's name means there, by its own /etc/hosts perhaps 127.0.1.1.
+    launch = environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    addresses = ["" if len(nodes) > 1 and is_loopback(launch) else launch, nodes[0]]
+    partitions = _of_groups(environ, "SLURM_JOB_PARTITION")
+    return Allocation(
+        job_id=environ["SLURM_JOB_ID"],
+        node_id=int(environ["SLURM_NODEID"]),
+        nodes=nodes,
+        head_addresses=[address for address in addresses if address],
+        partition=partitions[0] if partitions else environ.get("SLURM_JOB_PARTITION", ""),
+        account=environ.get("SLURM_JOB_ACCOUNT", ""),
+        restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        groups=groups,
+        job_ids=_of_groups(environ, "SLURM_JOB_ID"),
+        partitions=partitions,
+    )
+
+
+def head_address(allocation: Allocation) -> str:
+    """The address by which the head is known to the other nodes of its allocation; alone, any of its own will do.
+
+    Without one that Slurm tells, it is the address at which the route to another node begins.
+    """
+    known, *_ = allocation.head_addresses
+    name, *others = allocation.nodes
+    if not others or known != name:
+        return known
+    for host in (others[0], _ELSEWHERE):
+        address = route_address(host)
+        if address is not None and not is_loopback(address):
+            return address
+    return name  # The others know it, or nobody does.
+
+
+def own_variables(environ: Mapping[str, str], group: int) -> Dict[str, Optional[str]]:
+    """What variables of a task in a heterogeneous job must be, so that they tell of its own component; None for unset.
+
+    Every task has those of the first component, or of the last (srun(1); tried on Slurm 22.05 and 24.11).
+
+    Args:
+        environ: the task's environment.
+        group: its component, counted from 0.
+    """
+    own = {name: environ.get("%s_HET_GROUP_%d" % (name, group)) for name in _OF_A_COMPONENT}
+    if environ.get("SLURM_GPUS_ON_NODE", "0") == "0" and not environ.get("SLURM_STEP_GPUS"):
+        # srun sets these where there are GPUs; here they are those of the first node, where the job's script ran.
+        own.update(dict.fromkeys(GPU_VARIABLES))
+    return own
+
+
+def settle(environ: MutableMapping[str, str], here: Allocation, component_ids: Sequence[str]) -> Allocation:
+    """Have the variables of a task tell of its own component, and its components have names.
+
+    Args:
+        environ: the task's environment.
+        here: the task's allocation.
+        component_ids: the names of its components, as they were asked for; empty if it has none.
+
+    Raises:
+        ValueError: Slurm's step has others.
+    """
+    if here.groups:
+        change(environ, own_variables(environ, here.group_of(here.node_id)))
+    if component_ids and len(component_ids) != max(1, len(here.groups)):
+        raise ValueError(
+            "the start record has %d components (%s), and Slurm's step %d"
+            % (len(component_ids), ", ".join(component_ids), max(1, len(here.groups)))
+        )
+    return replace(here, component_ids=list(component_ids))
+
+
+def change(environ: MutableMapping[str, str], changes: Mapping[str, Optional[str]]) -> None:
+    """Set variables, and unset those that are None."""
+    for name, value in changes.items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
+
+
+_OF_A_COMPONENT = ("SLURM_JOB_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE")
+
+
+def _of_groups(environ: Mapping[str, str], name: str) -> List[str]:
+    """The values of a variable for each component of a heterogeneous job; empty for any other job."""
+    size = int(environ.get("SLURM_HET_SIZE") or 0)
+    return [environ.get("%s_HET_GROUP_%d" % (name, group), "") for group in range(size)]

@@ -1,0 +1,86 @@
+"""A worker node as the head sees it, and the interface of all worker nodes together."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Protocol
+
+from ..process.loop import Loop
+from ..protocol.heartbeat import COMES_BACK, Peer
+from ..protocol.rpc import Message
+
+
+class Identity(NamedTuple):
+    """What a node is known by; `component` is None where an allocation has none."""
+
+    hostname: str
+    component: Optional[str]
+
+
+def named(hostname: str, component: Optional[str]) -> str:
+    """A node in words: "g1", or "g1 (component gpu)"."""
+    return hostname if component is None else "%s (component %s)" % (hostname, component)
+
+
+class WorkerNode(Peer):
+    """One other node."""
+
+    def __init__(self, node_id: int, name: str, component: Optional[str] = None) -> None:
+        super().__init__()
+        self.node_id = node_id
+        self.name = name
+        self.component = component
+        self.machine: Dict[str, Any] = {}
+        self.orders: Dict[str, Message] = {}
+        self.losses = 0
+        """How often it was lost so far."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether it has been here, even if it is lost by now."""
+        return bool(self.machine)
+
+    @property
+    def hostname(self) -> str:
+        """What the node calls itself, and Ray calls it; Slurm's name may be another one."""
+        return str(self.machine.get("hostname") or self.name)
+
+    @property
+    def title(self) -> str:
+        """The node in words."""
+        return named(self.name, self.component)
+
+    @property
+    def identity(self) -> Identity:
+        """What it is known by in Ray's table of nodes."""
+        return Identity(self.hostname, self.component)
+
+    def await_back(self, loop: Loop, missed: Callable[[], None]) -> None:
+        """Call `missed` if it does not come back in time; one that does has the whole of its time again."""
+        losses = self.losses
+        loop.call_later(COMES_BACK, lambda: missed() if not self.here and self.losses == losses else None)
+
+    def facts(self) -> Dict[str, Any]:
+        """What it grants as far as that is known, and whether it can be reached."""
+        return {
+            "name": self.name,
+            "cpus": self.machine.get("num_cpus"),
+            "gpus": self.machine.get("num_gpus"),
+            "here": self.here,
+            "component": self.component,
+        }
+
+
+class WorkerNodes(Protocol):
+    """The other nodes, wherever they are; `ConnectedWorkers` says what each of these does."""
+
+    @property
+    def members(self) -> Mapping[int, WorkerNode]: ...
+    @property
+    def pids(self) -> List[int]: ...
+    def order(self, places: Iterable[int], **order: Any) -> None: ...
+    def facts(self) -> List[Dict[str, Any]]: ...
+    def log_tail(self, member: WorkerNode) -> str: ...
+    def measure(self, nonce: str, jobs: Optional[List[str]]) -> None: ...
+    def collect(self, nonce: str, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None: ...
+    def dismiss(self) -> None: ...
+    def wait_gone(self, patience: float) -> None: ...

@@ -1,0 +1,1 @@
+"""One payload: its process, output, record and measurement."""

@@ -1,0 +1,1 @@
+"""Processes of the runtime: event loop, keeper, subprocesses, scratch directories."""

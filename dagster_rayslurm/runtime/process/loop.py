@@ -1,0 +1,175 @@
+"""One thread that waits for everything: file descriptors, timers, signals and exits of child processes.
+
+One thread that waits for everything at once: file descriptors, timers, signals and the ends of processes.
+
+Timers by name, of which a new one takes the place of the one before.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+ExitCallback = Callable[[int, Any], None]
+"""Called with the exit status (negative: the signal) and the `resource.struct_rusage` of a process."""
+
+
+class Timer:
+    """A call that is due later, until it is cancelled."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call: Optional[Callable[[], None]] = call
+
+    def cancel(self) -> None:
+        self.call = None
+
+
+class Loop:
+    """Reacts to what happens, one callback after another, so that no state needs a lock."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._timers: List[Tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._children: Dict[int, Tuple[Optional["subprocess.Popen[bytes]"], ExitCallback]] = {}
+        self._signals: Dict[int, Callable[[int], None]] = {}
+        self._stopping = False
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)
+        self._wakeup = reader
+        self._wakeup_writer = writer
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.on_readable(reader.fileno(), self._wake)
+
+    def on_readable(self, fd: int, call: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, call)
+
+    def on_writable(self, fd: int, call: Callable[[], None]) -> None:
+        """Have something called while a descriptor takes data; for a socket, that it is connected, or cannot be."""
+        self._selector.register(fd, selectors.EVENT_WRITE, call)
+
+    def forget(self, fd: int) -> None:
+        """Stop watching a descriptor; one that is not watched is ignored."""
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    @staticmethod
+    def now() -> float:
+        """Seconds of the clock that timers go by."""
+        return time.monotonic()
+
+    def call_later(self, delay: float, call: Callable[[], None]) -> Timer:
+        timer = Timer(call)
+        heapq.heappush(self._timers, (time.monotonic() + delay, next(self._order), timer))
+        return timer
+
+    def on_signal(self, signum: int, call: Callable[[int], None]) -> None:
+        self._signals[signum] = call
+        signal.signal(signum, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked it until somebody listens.
+
+    def spawn(self, argv: Sequence[str], on_exit: ExitCallback, **options: Any) -> int:
+        """Start a process in a session of its own and be told of its end.
+
+        Returns:
+            The process id, which is its process group too.
+
+        Raises:
+            OSError: the program could not be started.
+        """
+        process: "subprocess.Popen[bytes]" = subprocess.Popen(argv, start_new_session=True, **options)
+        self._children[process.pid] = (process, on_exit)
+        return process.pid
+
+    def adopt(self, pid: int, on_exit: ExitCallback) -> None:
+        """Be told of the end of a child that another process started for this one, which is a subreaper."""
+        self._children[pid] = (None, on_exit)
+
+    def children(self) -> List[int]:
+        """Process ids started or adopted here that have not ended."""
+        return list(self._children)
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def run(self) -> None:
+        """React until `stop()`."""
+        while not self._stopping:
+            timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            for key, _ in self._selector.select(timeout):
+                if self._selector.get_map().get(key.fd) is key:  # An earlier callback of this round may have closed it.
+                    key.data()
+            now = time.monotonic()  # What a timer sets for at once has its turn after all else that is due.
+            while self._timers and self._timers[0][0] <= now:
+                timer = heapq.heappop(self._timers)[2]
+                if timer.call is not None:
+                    timer.call()
+
+    def resume(self, seconds: float) -> None:
+        """React once more after the end, until `stop()` or for so many seconds."""
+        self._stopping = False
+        timer = self.call_later(seconds, self.stop)
+        self.run()
+        timer.cancel()
+
+    def _wake(self) -> None:
+        received = set(self._wakeup.recv(4096))
+        # Before the ends of children: a signal to all processes here explains why they ended.
+        for signum in received & set(self._signals):
+            self._signals[signum](signum)
+        if signal.SIGCHLD in received:
+            self.reap()
+
+    def reap(self) -> None:
+        """Collect every ended child, adopted orphans included, and tell those who asked."""
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._children:
+                process, on_exit = self._children.pop(pid)
+                code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                if process is not None:
+                    process.returncode = code  # Popen must not wait for a process that is already collected.
+                on_exit(code, usage)
+
+
+class Timers:
+    """The timers of one thing.
+
+    Args:
+        loop: where they run.
+        safely: makes the calls.
+    """
+
+    def __init__(self, loop: Loop, safely: Callable[[Callable[[], None]], None] = lambda call: call()) -> None:
+        self._loop = loop
+        self._safely = safely
+        self._timers: Dict[str, Timer] = {}
+
+    def due(self, name: str, delay: float, call: Callable[[], None]) -> None:
+        """Have `call` made later, instead of what was due under this name."""
+        self.cancel(name)
+        self._timers[name] = self._loop.call_later(delay, lambda: self._safely(call))
+
+    def cancel(self, name: str) -> None:
+        """Have nothing called that is due under this name."""
+        if name in self._timers:
+            self._timers.pop(name).cancel()
+
+    def cancel_all(self) -> None:
+        """Have nothing called any more."""
+        for name in list(self._timers):
+            self.cancel(name)

@@ -1,0 +1,1 @@
+"""What runtimes and the Dagster host exchange: start records, run records, RPC."""

@@ -1,0 +1,70 @@
+"""Parsers for Slurm's node lists and durations. Pure.
+
+Slurm's short form of a list of nodes, as in `SLURM_JOB_NODELIST`. Pure.
+
+Spans of time as Slurm's programs print them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import List, Optional
+
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_PART = re.compile(r"\[([^][]*)\]")
+_WORD = re.compile(r"(?:\[[^]]*\]|[^,])+")
+
+MOST_NODES = 1 << 20
+"""No cluster is larger; a list that says so is damaged, and would fill the memory."""
+
+
+def expand_nodelist(text: str) -> List[str]:
+    """The nodes of a list such as `c[1-2,05-07],x3,rack[1-2]n[01-03]`, in its order.
+
+    What `scontrol show hostnames` prints (Slurm 22.05 and 24.11): numbers keep the width of a range's first one, and
+    where a name has several brackets the last one runs fastest. "" and what Slurm prints for no node, `(null)` and
+    `None assigned`, are empty lists.
+
+    Raises:
+        ValueError: it is not such a list.
+    """
+    if text.strip() in ("", "(null)", "None assigned", "None"):
+        return []
+    nodes: List[str] = []
+    for word in _WORD.findall(text.strip()):
+        pieces = _PART.split(word)  # Literals at even places, the inside of brackets at odd ones.
+        if any(bracket in literal for literal in pieces[::2] for bracket in "[]"):
+            raise ValueError("%r is not a list of nodes: a bracket is left over in %r" % (text, word))
+        choices = [_numbers(piece, text) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        count = 1
+        for choice in choices:
+            count *= len(choice)
+        if len(nodes) + count > MOST_NODES:
+            raise ValueError("%r is not a list of nodes: it names more than %d" % (text[:200], MOST_NODES))
+        nodes += [name for name in map("".join, itertools.product(*choices)) if name]
+    return nodes
+
+
+def _numbers(inside: str, text: str) -> List[str]:
+    """The numbers of one pair of brackets, as they are written in names."""
+    numbers: List[str] = []
+    for part in inside.split(","):
+        match = _RANGE.fullmatch(part)
+        low, high = (match.group(1), match.group(2) or match.group(1)) if match else ("1", "0")
+        if int(low) > int(high) or int(high) - int(low) >= MOST_NODES:
+            raise ValueError("%r is not a list of nodes: [%s] is no range" % (text[:200], inside[:200]))
+        numbers += ["%0*d" % (len(low), number) for number in range(int(low), int(high) + 1)]
+    return numbers
+
+
+_DURATION = re.compile(r"(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]+)?)")
+
+
+def parse_duration(text: str) -> Optional[float]:
+    """Seconds of "[D-]HH:MM:SS" or "MM:SS.mmm"; None for "UNLIMITED" and the like (squeue(1), sacct(1), Slurm 22.05)."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        return None
+    days, hours, minutes = (int(part or 0) for part in match.groups()[:3])
+    return 86400.0 * days + 3600 * hours + 60 * minutes + float(match.group(4))

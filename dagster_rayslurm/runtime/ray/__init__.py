@@ -1,0 +1,1 @@
+"""One Ray cluster: start, watch, check for leaks."""

@@ -1,0 +1,76 @@
+"""The nodes of a Ray cluster as its GCS tells of them: which is which, who is missing, what there is in all. Pure.
+
+A node is known by its host and its component: two components may have a node each on one host.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterable, List, Set
+
+from ..node.worker_node import Identity, named
+from ..protocol.spec import RaySpec
+
+Node = Dict[str, Any]
+Nodes = Dict[str, Node]
+"""Nodes by Ray's id of them."""
+
+
+def title(node: Node) -> str:
+    """A node of a table in words."""
+    return named(str(node.get("hostname")), node.get("component"))
+
+
+def within(spec: RaySpec, nodes: Nodes) -> Nodes:
+    """The table as it is for this cluster: without components, a label of that name is the user's own."""
+    if spec.components:
+        return nodes
+    return {node_id: {**node, "component": None} for node_id, node in nodes.items()}
+
+
+def nodes_expected(spec: RaySpec, available: int) -> int:
+    """Nodes that a cluster shall have when it is complete."""
+    return available if spec.max_workers is None else min(available, 1 + spec.max_workers)
+
+
+def alive(nodes: Nodes) -> List[Node]:
+    """Those that live."""
+    return [node for node in nodes.values() if node["alive"]]
+
+
+def present(nodes: Nodes) -> Set[Identity]:
+    """What those that live are known by."""
+    return {Identity(node["hostname"], node.get("component")) for node in alive(nodes)}
+
+
+def in_order(nodes: Nodes, components: Iterable[str]) -> List[Node]:
+    """All of them, the head first, then by component as the allocation has them, then by name."""
+    places: Dict[Any, int] = {component: place for place, component in enumerate(components)}
+    return sorted(
+        nodes.values(), key=lambda node: (not node["head"], places.get(node.get("component"), len(places)), node["hostname"])
+    )
+
+
+def lost(before: Nodes, after: Nodes) -> List[Node]:
+    """Those that lived, and do not any more."""
+    gone = [node_id for node_id, node in before.items() if node["alive"] and not after.get(node_id, {}).get("alive")]
+    return [after.get(node_id, before[node_id]) for node_id in gone]
+
+
+def in_words(nodes: Nodes, components: Iterable[str]) -> str:
+    """The living nodes, and what Ray schedules on them: of all, or of each component."""
+    here = alive(nodes)
+    head = next(node["hostname"] for node in here if node["head"])
+    where = head if len(here) == 1 else "%d nodes, the head is %s" % (len(here), head)
+    parts = [(name, [node for node in here if node.get("component") == name]) for name in components]
+    if len(parts) < 2:
+        return "%s (%s)" % (where, _totals(here))
+    words = ["%s: %d node%s, %s" % (name, len(own), "" if len(own) == 1 else "s", _totals(own)) for name, own in parts]
+    return "%s (%s)" % (where, "; ".join(words))
+
+
+def _totals(nodes: Iterable[Node]) -> str:
+    total: Dict[str, float] = {}
+    for node in nodes:
+        for name in ("CPU", "GPU"):
+            total[name] = total.get(name, 0.0) + node["resources"].get(name, 0.0)
+    return ", ".join("%s %g" % (name, amount) for name, amount in sorted(total.items()) if amount) or "no CPU"

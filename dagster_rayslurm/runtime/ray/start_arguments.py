@@ -1,0 +1,98 @@
+"""What Ray is started with on a node: arguments and environment (Ray 2.60). Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import Dict, List, Optional
+
+from ..node import ports
+from ..node.resources import Machine, usable_memory
+from ..protocol.spec import RaySpec
+
+_STORE_SHARE = 0.3
+"""Part of the memory that the object store gets by default, as in Ray."""
+
+_SMALLEST_STORE = 75 * 2**20
+"""Bytes of the smallest object store that Ray 2.60 starts with."""
+
+IMPATIENT = {"RAY_raylet_client_connect_timeout_milliseconds": "20", "RAY_raylet_client_num_connect_attempts": "500"}
+"""Ray 2.60's raylet connects to its object store before that listens, and then sleeps: 10 s at most, but not in steps of 1 s."""
+
+
+def start_arguments(
+    spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
+) -> List[str]:
+    """The arguments of `ray start` (Ray 2.60).
+
+    Args:
+        spec: the cluster that is asked for.
+        machine: what this node grants.
+        chosen: the node's ports.
+        temp_dir: Ray's own directory.
+        address: the address of this node; None for the one that Ray finds.
+        gcs: "HOST:PORT" of the head to join; None for the head itself.
+    """
+    arguments = ["--block", "--head"] if gcs is None else ["--block", "--address=" + gcs]
+    if gcs is None:
+        arguments.append("--include-dashboard=%s" % ("true" if spec.dashboard else "false"))
+    if address:
+        arguments.append("--node-ip-address=" + address)
+    return arguments + _node_arguments(spec, machine, chosen, temp_dir)
+
+
+def symmetric_arguments(
+    spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_dir: str, gcs: str, head: bool, nodes: int, entrypoint: List[str]
+) -> List[str]:
+    """The arguments of `ray symmetric-run` (Ray 2.60), which starts the head where `gcs` is and workers elsewhere."""
+    arguments = ["--address=" + gcs, "--min-nodes=%d" % nodes]
+    if head:
+        arguments.append("--include-dashboard=%s" % ("true" if spec.dashboard else "false"))
+    own = [option for option in _node_arguments(spec, machine, chosen, temp_dir) if not option.startswith("--port=")]
+    return [*arguments, *own, "--", *entrypoint]
+
+
+def _node_arguments(spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_dir: str) -> List[str]:
+    """What every node says of itself."""
+    arguments = ["--disable-usage-stats", "--temp-dir=" + temp_dir, *chosen.options]
+    arguments.append("--num-cpus=%d" % (machine.num_cpus if spec.num_cpus is None else spec.num_cpus))
+    arguments.append("--num-gpus=%d" % (machine.num_gpus if spec.num_gpus is None else spec.num_gpus))
+    store = spec.object_store_memory
+    if store is not None:
+        arguments.append("--object-store-memory=%d" % store)
+    if machine.memory_limit is not None:
+        # Ray 2.60 looks at the machine and the root cgroup, not at what Slurm granted to the job.
+        usable = usable_memory(machine)
+        if store is None:
+            store = int(usable * _STORE_SHARE)
+            arguments.append("--object-store-memory=%d" % store)
+        arguments.append("--memory=%d" % max(usable - store, 2**20))
+    if spec.resources:
+        arguments.append("--resources=" + json.dumps(spec.resources))
+    if spec.labels:
+        arguments.append("--labels=" + ",".join("%s=%s" % item for item in sorted(spec.labels.items())))
+    return arguments + spec.ray_args
+
+
+def granted_defaults(machine: Machine) -> Dict[str, str]:
+    """The variables by which a Ray that a payload starts itself takes by default what was granted (Ray 2.60).
+
+    A `ray.init` that connects to a cluster reads none of them. Ray has no variable for a default number of CPUs
+    (`RAY_OVERRIDE_RESOURCES` would also override an explicit `num_cpus`), but counts as Python does, and Python 3.13 has one.
+    """
+    env = {"PYTHON_CPU_COUNT": str(machine.num_cpus)}
+    if machine.memory_limit is not None:
+        usable = usable_memory(machine)
+        store = max(int(usable * _STORE_SHARE), _SMALLEST_STORE)
+        env["RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"] = str(store)
+        env["RAY_OVERRIDE_RESOURCES"] = json.dumps({"memory": max(usable - store, 2**20)})
+    return env
+
+
+def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:
+    """What every process of a cluster needs in its environment, drivers included."""
+    env = {"RAY_USAGE_STATS_ENABLED": "0"}
+    if spec.auth == "token":
+        env.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=token_path)
+    else:
+        env.update(RAY_AUTH_MODE="disabled")
+    return env

@@ -1,0 +1,1 @@
+"""The separate topology: components start together and fail together."""

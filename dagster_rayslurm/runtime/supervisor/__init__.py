@@ -1,0 +1,1 @@
+"""The head's runtime: queue, clusters, requests, shutdown."""

@@ -1,0 +1,20 @@
+"""How files of this machine get to the cluster: as immutable directories that are named by their content."""
+
+from .bundle import Bundle, bundle_directory, bundle_files, make_bundle
+from .deliver import Installed, install
+from .manifest import Entry, Limits, Manifest
+from .tree import scan, scan_files
+
+__all__ = [
+    "Bundle",
+    "Entry",
+    "Installed",
+    "Limits",
+    "Manifest",
+    "bundle_directory",
+    "bundle_files",
+    "install",
+    "make_bundle",
+    "scan",
+    "scan_files",
+]
