@@ -18,7 +18,7 @@ import dagster as dg
 import pytest
 
 from dagster_rayslurm import ComputeResource
-from stack.link import Transport
+from stack.link import Link
 
 from ..conftest import pipes_script, wait_until
 from ..connections.sshd import Sshd
@@ -394,7 +394,7 @@ class Held:
     """
 
     def __init__(
-        self, phase: str, process: "subprocess.Popen[bytes]", let_on: Callable[[], Any], fields: Any, link: Transport
+        self, phase: str, process: "subprocess.Popen[bytes]", let_on: Callable[[], Any], fields: Any, link: Link
     ) -> None:
         self.phase = phase
         self.process = process
@@ -413,7 +413,7 @@ def held_in(phase: str, dagster: Dagster, mode: str, **fields: Any) -> Iterator[
             sbatch = stack.enter_context(held_sbatch(site, "before" if phase == "submitting" else "after"))
             host, port = sbatch.host, sbatch.port
         wire = stack.enter_context(Wire(host, port, rate=200_000 if phase == "uploading" else None))
-        link = stack.enter_context(Transport("127.0.0.1", wire.port))
+        link = stack.enter_context(Link("127.0.0.1", wire.port))
         ssh = {"host": "127.0.0.1", "port": link.port, "host_key_checking": "off", "keepalive": 1, **fields.pop("ssh", {})}
         if phase == "uploading":
             fields["arguments"] = {"extra_files": [str(big_file(dagster.home / "big", 4_000_000))]}

@@ -88,7 +88,7 @@ SESSION = """
 import dataclasses
 from dagster_rayslurm.runtime.node import allocation
 from dagster_rayslurm.runtime.protocol import start_files as intake
-from dagster_rayslurm.runtime.nodes import head as team
+from dagster_rayslurm.runtime.node import worker_node
 machine.detect = lambda *_, **__: machine.Machine("here", 4, 0, 2**33, None)
 spec = intake.load_spec(base)
 runner = supervisor.Supervisor(loop, spec, scratch.Scratch(), allocation.from_environ(os.environ), base)
@@ -232,7 +232,7 @@ def test_a_node_that_does_not_come_back_drains_a_session_without_a_cluster(nodes
     said = pair.run(
         SESSION
         + f"""
-team.COMES_BACK = 1.0
+worker_node.COMES_BACK = 1.0
 submit("one")
 def look():
     if not all(m.here for m in runner.nodes.others.members.values()):

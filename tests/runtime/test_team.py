@@ -18,14 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime.node import allocation, resources
+from dagster_rayslurm.runtime.node import allocation, resources, worker_node
 from dagster_rayslurm.runtime.node.addresses import is_loopback, join_host_port, route_address
 from dagster_rayslurm.runtime.node.allocation import head_address
 from dagster_rayslurm.runtime.node.ports import choose, control_ports
 from dagster_rayslurm.runtime.node.resources import footprint_error, runtime_footprint
 from dagster_rayslurm.runtime.node.usage import merge
 from dagster_rayslurm.runtime.node.worker_node import WorkerNode
-from dagster_rayslurm.runtime.nodes import head as nodes_head
 from dagster_rayslurm.runtime.nodes.head import ConnectedWorkers
 from dagster_rayslurm.runtime.nodes.node_agent import Follower
 from dagster_rayslurm.runtime.process import scratch
@@ -375,7 +374,7 @@ def test_figures_of_nodes_that_are_one_host(head: Head) -> None:
 
 def test_a_worker_that_comes_back_each_time_is_not_missed(head: Head, scratch_base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each loss has the whole of the time in which one that lives is back."""
-    monkeypatch.setattr(nodes_head, "COMES_BACK", 0.6)
+    monkeypatch.setattr(worker_node, "COMES_BACK", 0.6)
     private = scratch.Scratch()
     failed: list[ClusterError] = []
     node = resources.Machine("host0", 1, 0, 2**30, None)
