@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..runtime.protocol.end import EndReason
 from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, LineReader, Record
 from ..slurm.submit import JOB_SCRIPT
 from ..ssh.base import Connection
@@ -48,7 +49,7 @@ def job_with(
     there = {name: connection.read(os.path.join(run_dir, name), 0, _MOST_BYTES) for name in asked}
     start, end = _start_and_end(connection, run_dir, nonce)
     if end is not None:
-        succeeded = end["reason"] == "exit" and end["exit_code"] == 0
+        succeeded = end["reason"] == EndReason.EXIT and end["exit_code"] == 0
         if start is None or not succeeded or not same_request(there, asked):
             return None
         return str(start["allocation"]["job_id"])

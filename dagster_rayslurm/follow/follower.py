@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import without_colours
+from ..runtime.protocol.end import EndReason
 from ..runtime.protocol.record import JOURNAL, STDIO, LineReader, Record
 from ..ssh.base import ConnectionFailed
 from .bookmark import ReattachState
@@ -266,7 +267,7 @@ class Follower:
     def _complete(self) -> bool:
         """Whether the `end` and all the output before it are in."""
         end = self.evidence.end
-        if end is None or (self._requeue and end["reason"] == "terminated"):
+        if end is None or (self._requeue and end["reason"] == EndReason.TERMINATED):
             return False
         return not self._bytes_missing()
 

@@ -11,28 +11,29 @@ from typing import Any
 from ..errors import without_colours
 from ..follow import Evidence
 from ..runtime.process import processes
+from ..runtime.protocol.end import EndReason
 from ..runtime.protocol.record import Record
 from ..slurm.job_log import telling_lines
 from ..slurm.job_verdict import job_sentence
 from .traceback_text import exception_in_words, read_traceback, shortened, traceback_of
 
-_REASONS = {
-    "allocation": "allocation",
-    "cancel": "cancelled",
-    "cluster-start": "cluster-start",
-    "cluster-lost": "cluster-lost",
-    "environment": "environment",
-    "other-component": "cancelled",
-    "record": "record",
-    "returned": "allocation",
-    "runtime": "runtime",
-    "spawn": "payload",
-    "terminated": "cancelled",
-    "timeout": "allocation",
+_REASONS: dict[str, str] = {
+    EndReason.ALLOCATION: "allocation",
+    EndReason.CANCEL: "cancelled",
+    EndReason.CLUSTER_START: "cluster-start",
+    EndReason.CLUSTER_LOST: "cluster-lost",
+    EndReason.ENVIRONMENT: "environment",
+    EndReason.OTHER_COMPONENT: "cancelled",
+    EndReason.RECORD: "record",
+    EndReason.RETURNED: "allocation",
+    EndReason.RUNTIME: "runtime",
+    EndReason.SPAWN: "payload",
+    EndReason.TERMINATED: "cancelled",
+    EndReason.TIMEOUT: "allocation",
 }
 """Kinds for the reasons of an `end` that is not the payload's own."""
 
-_RETRY = {"returned": True, "timeout": False}
+_RETRY: dict[str, bool] = {EndReason.RETURNED: True, EndReason.TIMEOUT: False}
 """Whether another attempt may succeed, where the kind alone does not say: a payload that was never started, and one that
 takes longer than it may."""
 
@@ -77,11 +78,11 @@ def asks_slurm(evidence: Evidence) -> bool:
     end = evidence.end
     if end is None:
         return not evidence.interrupted and evidence.unrecorded is None
-    if end["reason"] == "cluster-lost":
+    if end["reason"] == EndReason.CLUSTER_LOST:
         # Slurm may have ended the nodes of one component, which the head's node saw nothing of.
         allocation = (end.get("context") or {}).get("allocation") or {}
         return len(allocation.get("components") or ()) > 1
-    return end["reason"] == "terminated" or (end["reason"] == "exit" and _killed(end))
+    return end["reason"] == EndReason.TERMINATED or (end["reason"] == EndReason.EXIT and _killed(end))
 
 
 def _killed(end: Record) -> bool:
@@ -107,7 +108,7 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
     if end is None:
         return _without_end(evidence)
     reason = end["reason"]
-    if reason != "exit":
+    if reason != EndReason.EXIT:
         return Verdict(_REASONS.get(reason, "runtime"), _sentence_of(reason, end.get("message")), _RETRY.get(reason))
     if end["signal"] is not None:
         return Verdict("payload", f"the payload was killed by {signal_name(end['signal'])}{_hint(end['signal'])}")
@@ -181,8 +182,8 @@ def judge_job(evidence: Evidence) -> Verdict | None:
     end = evidence.end
     # The first node's log tells nothing if srun ended it before it got that far, as another one had failed.
     log = "\n".join([evidence.runtime_log, *evidence.tails.values()])
-    found = job_sentence(evidence.job, log, terminated=end is not None and end["reason"] == "terminated", silent=silent)
-    if found is None or (end is not None and end["reason"] == "exit" and not evidence.job.out_of_memory):
+    found = job_sentence(evidence.job, log, terminated=end is not None and end["reason"] == EndReason.TERMINATED, silent=silent)
+    if found is None or (end is not None and end["reason"] == EndReason.EXIT and not evidence.job.out_of_memory):
         return None  # A payload that somebody killed, in a job that goes on or came to its end.
     if found[0] == "runtime" and evidence.culprit is not None:
         return Verdict("runtime", f"{evidence.culprit}, and Slurm ended those of all nodes")

@@ -117,7 +117,7 @@ def _warn_before_limit(runner, here, payload):  # type: (supervisor.Supervisor, 
 def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
     """Be one node of a session's Slurm step: the first takes requests until the session is idle or its time is over."""
     from .protocol import rpc
-    from .protocol.end import End
+    from .protocol.end import End, EndReason
     from .supervisor import session_server, time_limit
 
     def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
@@ -133,7 +133,7 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
         runner.lifetime.time_left = limit.left
         if spec.warn_before_limit is not None:
             time_limit.warn_payloads(limit, spec.warn_before_limit, spec.warn_signal, lambda: runner.payloads)
-        end = End("timeout", "the session's allocation came to its time limit")
+        end = End(EndReason.TIMEOUT, "the session's allocation came to its time limit")
         limit.when(_LAST_CALL, lambda _: runner.close(end, grace=_LAST_CALL / 2))
         assert spec.control_key is not None
         # A key of their own: a worker and somebody with a request must not take each other's door for theirs.

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import may_retry
 from ..outcome import SUCCESS, Judged, Verdict, judge_job
+from ..runtime.protocol.end import EndReason
 
 _UNEXPLAINED = 1
 """Rank of a runtime that ended without a word: of itself, or as srun ended it after another one."""
-_CAUSED_BY_OTHERS = {"terminated": 2, "other-component": 3}
+_CAUSED_BY_OTHERS = {EndReason.TERMINATED: 2, EndReason.OTHER_COMPONENT: 3}
 """Ranks of ends for the reasons that come from elsewhere."""
 
 _OF_THE_WHOLE = ("allocation", "cancelled", "connection")
@@ -26,7 +27,7 @@ def _rank(judged: Judged) -> int:
 def _of_the_job(judged: Judged) -> bool:
     """Whether the failure may be the job's, and not this component's alone."""
     # A component with fewer resources than it asked for has the same kind, but fails alone.
-    return judged.verdict.kind in _OF_THE_WHOLE and (judged.evidence.end or {}).get("reason") != "allocation"
+    return judged.verdict.kind in _OF_THE_WHOLE and (judged.evidence.end or {}).get("reason") != EndReason.ALLOCATION
 
 
 def _ended_at(judged: Judged) -> float:

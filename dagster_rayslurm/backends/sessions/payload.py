@@ -11,6 +11,7 @@ from typing import Any
 
 from ...follow import Evidence
 from ...interrupts import deferred_interrupts
+from ...runtime.protocol.end import EndReason
 from ...runtime.protocol.record import JOURNAL, LineReader
 from ...ssh.base import Connection
 from ..base import Step
@@ -175,7 +176,7 @@ class SessionPayload:
 
     def explain(self, evidence: Evidence) -> None:
         # A payload that was killed leaves its session as it was: Slurm will not come to a final word on that.
-        alone = evidence.end is not None and evidence.end["reason"] == "exit"
+        alone = evidence.end is not None and evidence.end["reason"] == EndReason.EXIT
         self._job.explain(evidence, patience=0.0 if alone else STATE_DEADLINE)
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ import socket
 import struct
 from typing import Optional
 
-from ..protocol.end import ClusterError
+from ..protocol.end import ClusterError, EndReason
 from ..protocol.spec import RaySpec
 
 _IPV6 = "/proc/net/if_inet6"
@@ -39,7 +39,7 @@ def interface_address(interface: str) -> str:
                 return address
             known = ", ".join(name for _, name in socket.if_nameindex())
             raise ClusterError(
-                "cluster-start",
+                EndReason.CLUSTER_START,
                 "network_interface=%r has no address on node %s (%s); it has: %s"
                 % (interface, socket.gethostname(), error.strerror, known),
             ) from None

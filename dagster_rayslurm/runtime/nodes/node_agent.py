@@ -12,7 +12,7 @@ from ..node.usage import Gauges, RayJobs, Sampler
 from ..process.loop import Loop
 from ..process.scratch import Scratch
 from ..process.stray_processes import StrayProcesses
-from ..protocol.end import ClusterError
+from ..protocol.end import ClusterError, EndReason
 from ..protocol.spec import RaySpec, RuntimeSpec, from_fields, node_spec
 from ..ray.cluster_dir import clear_away, token_of, worker_env_of
 from ..ray.prestart import logs_of
@@ -91,7 +91,7 @@ class Follower:
                 raise
             traceback.print_exc()
             said = "node %s: %s: %s" % (self._machine.name, type(error).__name__, error)
-            self._tell_failed(order, ClusterError("cluster-start", said), {})
+            self._tell_failed(order, ClusterError(EndReason.CLUSTER_START, said), {})
 
     def end(self) -> None:
         """End all of Ray on this node at once."""
@@ -163,7 +163,7 @@ class Follower:
             try:
                 place = self._place(key)
             except OSError as error:
-                why = ClusterError("cluster-start", "node %s: %s" % (self._machine.name, error))
+                why = ClusterError(EndReason.CLUSTER_START, "node %s: %s" % (self._machine.name, error))
                 self._say(str(why))
                 return self._tell_failed(order, why, {})
         self._start_anew(order, key, attempt, place)

@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, List, Optional, Set
 
 from ..process import processes
 from ..process.loop import Loop, Timers
-from ..protocol.end import End, Ending, defect
+from ..protocol.end import End, Ending, EndReason, defect
 from ..protocol.record import RunRecord, tail_lines
 from ..protocol.spec import PayloadSpec
 from .context import Setting
@@ -105,7 +105,7 @@ class Payload:
             self._messages = MessageFile(setting.messages_path)
             lay_out_work_dir(self._work_dir, self.spec)
         except OSError as error:
-            return self._finish(End("record", "the run cannot be laid out: %s" % error))
+            return self._finish(End(EndReason.RECORD, "the run cannot be laid out: %s" % error))
         argv = list(self.spec.argv)
         if argv[0] in ("python", "python3"):
             argv[0] = sys.executable  # The environment's Python started this runtime.
@@ -134,7 +134,7 @@ class Payload:
         """The process has started, or cannot be."""
         if error is not None:
             why = why_not_started(error, argv[0], self._work_dir)
-            return self._finish(End("spawn", "the command %r cannot be started: %s" % (argv[0], why)))
+            return self._finish(End(EndReason.SPAWN, "the command %r cannot be started: %s" % (argv[0], why)))
         self.record.note({"type": "context", "context": self.context})
         self.record.phase("running", "payload started (pid %s)" % self._process.pid)
         if self._process.why_fresh is not None:
@@ -144,7 +144,7 @@ class Payload:
             self.record.phase("running", "the payload gets %s now, which was due before it started" % name)
             self.signal(signum)
         if self.spec.time_limit is not None:
-            late = End("timeout", "the payload took longer than its time limit of %g s" % self.spec.time_limit)
+            late = End(EndReason.TIMEOUT, "the payload took longer than its time limit of %g s" % self.spec.time_limit)
             self._timers.due("limit", self.spec.time_limit, lambda: self.end_early(late))
         self._timers.due("messages", _MESSAGE_POLL, self._copy_messages)
         self._timers.due("sync", _SYNC_INTERVAL, self._sync)
@@ -163,12 +163,12 @@ class Payload:
         """
         grace = self.spec.grace_period if grace is None else grace
         if self._outputs is not None and not self.ended:
-            if end.reason != "record":  # Nothing but the `end` is still to be recorded.
+            if end.reason != EndReason.RECORD:  # Nothing but the `end` is still to be recorded.
                 self._cut = self._cut or end
                 self._kill_within(grace)
             return
         itself = self.ending.exit is not None and "settling" not in self._awaited
-        if self.ended or (itself and end.reason != "record"):
+        if self.ended or (itself and end.reason != EndReason.RECORD):
             return  # It ended by itself first, and that is the truth.
         self.ending.decide(end)
         if self._process.pid is None:
@@ -253,7 +253,7 @@ class Payload:
     def _unrecordable(self, why: str) -> None:
         """A record that cannot be kept ends the payload, because results would be lost."""
         if not self.ended:
-            self.end_early(End("record", why))
+            self.end_early(End(EndReason.RECORD, why))
 
     def _kill_within(self, grace: float) -> None:
         """Have it killed after so many seconds, unless that is to happen earlier anyway."""
@@ -296,7 +296,7 @@ class Payload:
 
     def _take_exit(self, code: int, rusage: Any) -> None:
         assert self._process.pid is not None and self._measurement is not None and self._setting is not None
-        self.ending.exit = End("exit", exit_code=code) if code >= 0 else End("exit", signal=-code)
+        self.ending.exit = End(EndReason.EXIT, exit_code=code) if code >= 0 else End(EndReason.EXIT, signal=-code)
         measured = functools.partial(self.safely, functools.partial(self._have, "usage"))
         if self._measurement.end(self._process.pid, rusage, str(self.context.get("hostname")), measured):
             self._awaited.add("usage")

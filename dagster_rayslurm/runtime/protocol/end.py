@@ -1,22 +1,50 @@
-"""How a payload or a Ray cluster ended.
-
-How a payload ended.
-
-Why there is no Ray cluster, or none any more.
-"""
+"""How a payload or a Ray cluster ended."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import Enum
 from typing import Optional
+
+
+class EndReason(str, Enum):
+    """Why a payload ended, as the `end` record says it; `outcome.verdict` maps each to a kind of failure."""
+
+    EXIT = "exit"
+    """The payload's process ended by itself: see its exit code or signal."""
+    CANCEL = "cancel"
+    """Dagster or `cleanup_cluster` asked for the end."""
+    TERMINATED = "terminated"
+    """The runtime received a signal, for instance from Slurm."""
+    TIMEOUT = "timeout"
+    """The payload's or the allocation's time limit."""
+    RETURNED = "returned"
+    """The session did not start the payload and gives it back."""
+    ALLOCATION = "allocation"
+    """The allocation has fewer resources than asked for."""
+    ENVIRONMENT = "environment"
+    """The environment lacks Ray, or has another version."""
+    SPAWN = "spawn"
+    """The command cannot be started."""
+    CLUSTER_START = "cluster-start"
+    CLUSTER_LOST = "cluster-lost"
+    RECORD = "record"
+    """The run directory cannot be written."""
+    OTHER_COMPONENT = "other-component"
+    """Separate topology: another component failed."""
+    RUNTIME = "runtime"
+    """A defect of the runtime."""
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
 class End:
-    """How a payload ended. `reason` is one of the words of the `end` record; see `dagster_rayslurm.outcome`."""
+    """How a payload ended."""
 
-    reason: str
+    reason: EndReason
     message: Optional[str] = None
     exit_code: Optional[int] = None
     signal: Optional[int] = None
@@ -25,7 +53,7 @@ class End:
 def defect(error: BaseException) -> End:
     """The end of a payload that a defect of the runtime has ended: one line; where it happened is in the tail."""
     said = " ".join(str(error).split())
-    return End("runtime", type(error).__name__ + (": " + said if said else ""))
+    return End(EndReason.RUNTIME, type(error).__name__ + (": " + said if said else ""))
 
 
 class Ending:
@@ -52,7 +80,7 @@ class Ending:
     @property
     def terminated(self) -> bool:
         """Whether a signal from outside ended the run, so that Slurm may run it again."""
-        return self.verdict is not None and self.verdict.reason == "terminated"
+        return self.verdict is not None and self.verdict.reason == EndReason.TERMINATED
 
     @property
     def exit_code(self) -> int:
@@ -77,10 +105,10 @@ class ClusterError(Exception):
     """The cluster did not start or was lost.
 
     Attributes:
-        reason: "environment", "cluster-start" or "cluster-lost", as in the `end` record.
+        reason: ENVIRONMENT, CLUSTER_START or CLUSTER_LOST.
     """
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: EndReason, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 

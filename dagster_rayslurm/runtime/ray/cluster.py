@@ -18,7 +18,7 @@ from ..node.resources import Footprint, Machine, footprint_error, from_facts
 from ..node.worker_node import WorkerNode, WorkerNodes
 from ..process.loop import Loop, Timer
 from ..process.scratch import Scratch
-from ..protocol.end import ClusterError
+from ..protocol.end import ClusterError, EndReason
 from ..protocol.spec import RaySpec, node_spec
 from . import node_table
 from .leak_check import LeakQuery, Tables
@@ -237,7 +237,7 @@ class RayCluster:
         self._loop.call_later(0.0, self._see_who_is_here)
         problem = footprint_error(self._footprint(self._machine.component), self._machine)
         if problem:
-            return self._fail(ClusterError("cluster-start", problem))
+            return self._fail(ClusterError(EndReason.CLUSTER_START, problem))
         self._deadline = self._loop.call_later(self.spec.startup_timeout, self._too_late)
         try:
             if self.spec.node_ip_address:
@@ -289,12 +289,12 @@ class RayCluster:
         if event == "joined":
             problem = footprint_error(self._footprint(member.component), from_facts(member.machine))
             if problem:
-                self._give_up(member, ClusterError("cluster-start", problem))
+                self._give_up(member, ClusterError(EndReason.CLUSTER_START, problem))
         elif event == "failed" and (message.get("cluster", ""), message.get("attempt")) == (self.key, self._attempt):
             if not self._joining.is_news(member, self._attempt):
                 return
             self._joining.keep_tails(member, message.get("tails", {}))
-            self._give_up(member, ClusterError(message["reason"], message["message"]))
+            self._give_up(member, ClusterError(EndReason(message["reason"]), message["message"]))
         elif event == "lost":
             if self.ready:
                 self._on_phase("node-lost", "node %s is lost: %s" % (member.title, message["message"]))
@@ -318,7 +318,9 @@ class RayCluster:
         """A worker that was lost while the cluster started had time enough to come back."""
         if not self.ready and not self._failed:
             self._joining.keep_log(member)
-            self._give_up(member, ClusterError("cluster-start", "node %s was lost while the cluster started" % member.title))
+            self._give_up(
+                member, ClusterError(EndReason.CLUSTER_START, "node %s was lost while the cluster started" % member.title)
+            )
 
     def _gcs_chosen(self, gcs: str) -> None:
         """Have the workers join; they start while the head does."""
@@ -342,14 +344,14 @@ class RayCluster:
         elif kind == "unschedulable":
             self._on_phase(UNSCHEDULABLE, event["message"])
         elif kind == "gcs-lost" and self.ready:
-            self._fail(ClusterError("cluster-lost", "the GCS on node %s is gone" % self._machine.name))
+            self._fail(ClusterError(EndReason.CLUSTER_LOST, "the GCS on node %s is gone" % self._machine.name))
 
     def _take_nodes(self, nodes: node_table.Nodes) -> None:
         before, self.nodes = self.nodes, node_table.within(self.spec, nodes)
         if self.ready:
             for gone in node_table.lost(before, self.nodes):
                 if gone["head"]:
-                    return self._fail(ClusterError("cluster-lost", "the GCS reports the head node as dead"))
+                    return self._fail(ClusterError(EndReason.CLUSTER_LOST, "the GCS reports the head node as dead"))
                 self._on_phase("node-lost", "Ray on node %s is dead, the others go on" % node_table.title(gone))
                 self._on_node_lost(node_table.title(gone))
             return self._count_in()
@@ -406,14 +408,14 @@ class RayCluster:
         started = self._ray is not None and self._ray.started
         if not started:
             return self._fail(
-                ClusterError("cluster-start", "the health check did not end on node %s %s" % (self._machine.name, limit))
+                ClusterError(EndReason.CLUSTER_START, "the health check did not end on node %s %s" % (self._machine.name, limit))
             )
         alive = node_table.alive(self.nodes)
         if not alive:
-            return self._fail(ClusterError("cluster-start", "Ray was not up on node %s %s" % (self._machine.name, limit)))
+            return self._fail(ClusterError(EndReason.CLUSTER_START, "Ray was not up on node %s %s" % (self._machine.name, limit)))
         if len(alive) >= self._joining.needed:
-            return self._fail(ClusterError("cluster-start", "`ray symmetric-run` did not start its command " + limit))
-        self._fail(ClusterError("cluster-start", self._joining.who_is_missing(self.nodes) + " " + limit))
+            return self._fail(ClusterError(EndReason.CLUSTER_START, "`ray symmetric-run` did not start its command " + limit))
+        self._fail(ClusterError(EndReason.CLUSTER_START, self._joining.who_is_missing(self.nodes) + " " + limit))
 
     def _fail(self, error: ClusterError) -> None:
         if self._failed:

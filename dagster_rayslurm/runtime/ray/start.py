@@ -22,7 +22,7 @@ from ..node.resources import Machine
 from ..process import processes
 from ..process.loop import Loop
 from ..process.scratch import Scratch
-from ..protocol.end import ClusterError, last_words
+from ..protocol.end import ClusterError, EndReason, last_words
 from ..protocol.record import split_lines, tail_file
 from ..protocol.spec import RAY_COORDINATES, RaySpec
 from .prestart import AT_FIRST_DRIVER, logs_of
@@ -185,7 +185,7 @@ class RayStart:
                     self._machine.name,
                     tail_file(log, lines=5).strip() or "it printed nothing",
                 )
-                return self._fail(ClusterError("cluster-start", why))
+                return self._fail(ClusterError(EndReason.CLUSTER_START, why))
             self._start_ray()
 
         with open(log, "wb") as output:
@@ -203,9 +203,9 @@ class RayStart:
         try:
             self._prepare_and_spawn()
         except ports.PortError as error:
-            self._fail(ClusterError("cluster-start", "node %s: %s" % (self._machine.name, error)))
+            self._fail(ClusterError(EndReason.CLUSTER_START, "node %s: %s" % (self._machine.name, error)))
         except OSError as error:
-            self._fail(ClusterError("cluster-start", "node %s: Ray cannot be started: %s" % (self._machine.name, error)))
+            self._fail(ClusterError(EndReason.CLUSTER_START, "node %s: Ray cannot be started: %s" % (self._machine.name, error)))
 
     def _prepare_and_spawn(self) -> None:
         self.started = True
@@ -296,7 +296,7 @@ class RayStart:
                     preexec_fn=processes.die_with_parent(),
                 )
         except OSError as error:
-            self._fail(ClusterError("environment", "%s cannot be started: %s" % (sys.executable, error.strerror)))
+            self._fail(ClusterError(EndReason.ENVIRONMENT, "%s cannot be started: %s" % (sys.executable, error.strerror)))
         finally:
             for fd in kept:
                 os.close(fd)
@@ -331,9 +331,9 @@ class RayStart:
 
     def _take(self, event: Event) -> None:
         if event["event"] == "environment":
-            self._problem = ClusterError("environment", "node %s: %s" % (self._machine.name, event["message"]))
+            self._problem = ClusterError(EndReason.ENVIRONMENT, "node %s: %s" % (self._machine.name, event["message"]))
         elif event["event"] == "watch-failed":
-            self._problem = ClusterError("cluster-start", "the GCS cannot be asked for its nodes: " + event["message"])
+            self._problem = ClusterError(EndReason.CLUSTER_START, "the GCS cannot be asked for its nodes: " + event["message"])
             self._kill()
         elif not self._over:
             if event["event"] == "entrypoint":
@@ -361,7 +361,7 @@ class RayStart:
         what = "`ray symmetric-run`" if self._spec.launch_style == "symmetric-run" else "`ray start`"
         node = self._machine.name
         if self.ready:
-            return self._fail(ClusterError("cluster-lost", "Ray on node %s ended with %s" % (node, how)))
+            return self._fail(ClusterError(EndReason.CLUSTER_LOST, "Ray on node %s ended with %s" % (node, how)))
         if self._problem is not None:
             return self._fail(self._problem)
         clash = any(_CLASH.search(text) for text in self.log_tails().values())
@@ -373,10 +373,10 @@ class RayStart:
             return self._start_ray()
         if slow:
             why += " on node %s, %d times: it is overloaded, or the file system of its environment is slow"
-            return self._fail(ClusterError("cluster-start", why % (node, self._attempt)))
+            return self._fail(ClusterError(EndReason.CLUSTER_START, why % (node, self._attempt)))
         said = last_words(tail_file(self._log_path))
         how += " before Ray was up" + (said and ": " + said)
-        self._fail(ClusterError("cluster-start", "%s on node %s ended with %s" % (what, node, how)))
+        self._fail(ClusterError(EndReason.CLUSTER_START, "%s on node %s ended with %s" % (what, node, how)))
 
     def _fail(self, error: ClusterError) -> None:
         if not self._over:

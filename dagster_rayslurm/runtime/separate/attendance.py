@@ -15,7 +15,7 @@ from ..node.resources import Machine, detect, visible_gpus
 from ..nodes.simulated import cast
 from ..payload.payload import Payload
 from ..process.processes import signal_name
-from ..protocol.end import End
+from ..protocol.end import End, EndReason
 from ..protocol.spec import BarrierSpec, RuntimeSpec, SpecError
 from ..protocol.start_files import take_secrets
 from ..supervisor.supervisor import Supervisor
@@ -88,7 +88,7 @@ class BarrierParticipant:
             if alone or self._over:
                 self._runner.loop.stop()  # Slurm gives this process little time.
             how = payload.ending.how
-            if how is not None and how.reason == "other-component" and not self._ending:
+            if how is not None and how.reason == EndReason.OTHER_COMPONENT and not self._ending:
                 self._side.forget_absent()  # Whoever asked for the run knows better who is gone.
 
         payload.on_ended.append(ended)
@@ -125,13 +125,13 @@ class BarrierParticipant:
             self._open = True
             self._runner.look_again()
         elif op == "give-up":
-            payload.end_early(End("cluster-start", order["why"]))
+            payload.end_early(End(EndReason.CLUSTER_START, order["why"]))
         elif order["component"] == self._spec.component_id:
             if op == "end" and not payload.ended:
-                payload.end_early(End("runtime", "the other components have given this one up: " + order["why"]))
+                payload.end_early(End(EndReason.RUNTIME, "the other components have given this one up: " + order["why"]))
         elif op == "end":
             self._ending = True
-            payload.end_early(End("other-component", "component %r: %s" % (order["component"], order["why"])))
+            payload.end_early(End(EndReason.OTHER_COMPONENT, "component %r: %s" % (order["component"], order["why"])))
         elif op == "told":
             payload.phase("component", "component %r: %s" % (order["component"], order["what"]))
 
@@ -139,7 +139,7 @@ class BarrierParticipant:
         """All is over; a payload that the others have given up ends first."""
         if not payload.ended:
             self._over = True
-            return payload.end_early(End("runtime", "the other components have ended without this one"))
+            return payload.end_early(End(EndReason.RUNTIME, "the other components have ended without this one"))
         if final and self._runner.spec.requeue:
             with contextlib.suppress(OSError, SpecError):
                 take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
@@ -182,7 +182,7 @@ def failure_of(payload: Payload) -> Optional[str]:
     end = payload.ending.how
     if end is None:
         return "its payload did not run"
-    if end.reason != "exit":
+    if end.reason != EndReason.EXIT:
         return end.message or end.reason
     if end.signal is not None:
         return "its payload was killed by %s" % signal_name(end.signal)

@@ -10,7 +10,7 @@ from ..node.worker_node import WorkerNode, WorkerNodes
 from ..payload.payload import Payload
 from ..process.loop import Loop
 from ..process.scratch import Scratch
-from ..protocol.end import ClusterError, End
+from ..protocol.end import ClusterError, End, EndReason
 from ..protocol.spec import PayloadSpec, RuntimeSpec, node_spec
 from ..ray.cluster import RayCluster
 from ..ray.cluster_dir import ClusterDir, ClusterDirs, clear_away, token_of, worker_env_of
@@ -102,7 +102,7 @@ class Clusters:
         try:
             corner = self._corners.take()
         except OSError as error:
-            return payload.end_early(End("cluster-start", "no directory for its cluster: %s" % error))
+            return payload.end_early(End(EndReason.CLUSTER_START, "no directory for its cluster: %s" % error))
 
         def failed(error: ClusterError) -> None:
             for name, text in cluster.log_tails().items():

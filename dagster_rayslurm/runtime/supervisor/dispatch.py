@@ -15,7 +15,7 @@ from ..payload.preload_server import Templates
 from ..process.loop import Loop, Timers
 from ..process.scratch import Scratch
 from ..process.stray_processes import StrayProcesses
-from ..protocol.end import End
+from ..protocol.end import End, EndReason
 from ..protocol.spec import RuntimeSpec
 from ..ray.cluster import RayCluster
 from ..ray.version_watch import RayVersionWatch
@@ -96,7 +96,7 @@ class Dispatcher:
             if payload is None:
                 break
             if payload.spec.uses_ray and self.ray_has_changed():
-                payload.end_early(End("returned", "the session gives the payload back unstarted: " + RAY_CHANGED))
+                payload.end_early(End(EndReason.RETURNED, "the session gives the payload back unstarted: " + RAY_CHANGED))
             if not payload.ended:  # One that was cancelled in the queue is on its way out.
                 self._begin(payload)
         for place, payload in enumerate(self._roster.waiting, 1):
@@ -112,7 +112,7 @@ class Dispatcher:
         left = self._lifetime.time_left()
         self._timers.cancel("late")
         for payload, why in self._roster.late(left):
-            payload.end_early(End("returned", "the session gives the payload back unstarted: " + why))
+            payload.end_early(End(EndReason.RETURNED, "the session gives the payload back unstarted: " + why))
         if left is not None and self._roster.waiting:
             self._timers.due("late", _LATE_INTERVAL, self.pump)
 

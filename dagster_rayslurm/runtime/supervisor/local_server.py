@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, Optional, Set, Tuple
 
 from ..payload.payload import Payload
 from ..process.loop import Loop
-from ..protocol.end import End
+from ..protocol.end import End, EndReason
 from ..protocol.record import CANCEL, SESSION, split_lines, write_atomically
 from ..protocol.rpc_server import Acceptor
 from ..protocol.spec import SpecError
@@ -28,8 +28,8 @@ _MAX_REQUEST = 2**21
 _CANCEL_POLL = 0.5
 """Seconds between two looks at the file that cancels a run; one small read each."""
 
-ORPHANED = End("cancel", "the Dagster process that asked for the run is gone")
-CANCELLED = End("cancel", "cancelled from Dagster")
+ORPHANED = End(EndReason.CANCEL, "the Dagster process that asked for the run is gone")
+CANCELLED = End(EndReason.CANCEL, "cancelled from Dagster")
 
 
 class _Lines:
@@ -91,7 +91,7 @@ def _cancel(payload: Payload, request: Any) -> None:
     """Cancel a payload, if that is what is asked for: the payload itself can write such a file, with anything in it."""
     if isinstance(request, dict) and request.get("op") == "cancel":
         gone = request.get("gone")
-        end = CANCELLED if gone is None else End("other-component", "component %r: its runtime is gone" % (gone,))
+        end = CANCELLED if gone is None else End(EndReason.OTHER_COMPONENT, "component %r: its runtime is gone" % (gone,))
         payload.end_early(end, grace=0 if request.get("now") else None)
 
 
@@ -186,7 +186,7 @@ class _Client:
             _cancel(self._payload, request)
             return None
         if op == "stop":
-            self._supervisor.close(End("cancel", "the Ray cluster was ended by cleanup_cluster"))
+            self._supervisor.close(End(EndReason.CANCEL, "the Ray cluster was ended by cleanup_cluster"))
             return {"ok": True}
         if op == "describe":
             return dict(self._supervisor.describe(), ok=True)

@@ -15,7 +15,7 @@ import traceback
 from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..node.allocation import Allocation
-from ..protocol.end import End
+from ..protocol.end import End, EndReason
 from ..protocol.record import JOURNAL, SECRETS, SESSION, write_atomically
 from ..protocol.rpc import Channel, Message
 from ..protocol.rpc_server import RpcServer
@@ -27,7 +27,7 @@ from .supervisor import Supervisor
 _LOOK_INTERVAL = 1.0
 """Seconds between two looks at whether the session takes payloads, and its announcement stands."""
 
-_ENDED = End("cancel", "its session was ended by cleanup_cluster")
+_ENDED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
 
 
 class RequestServer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Callable, Optional
 
 from ..process.loop import Loop, Timers
-from ..protocol.end import End
+from ..protocol.end import End, EndReason
 from ..protocol.spec import RuntimeSpec
 from .queue import PayloadQueue
 
@@ -18,7 +18,7 @@ _LAST_REASON = 5.0
 _AT_REST = 5.0
 """Seconds without a payload after which a session gives way to others; the next step of the same run may take a few."""
 
-_PROPER = ("cancel", "terminated", "timeout")
+_PROPER = (EndReason.CANCEL, EndReason.TERMINATED, EndReason.TIMEOUT)
 """Reasons for which a session may end that has served nobody."""
 
 
@@ -96,7 +96,7 @@ class ShutdownPolicy:
         if idle is None or idle < _AT_REST or not self._roster.served:
             return False
         if self.ending is None:
-            self._on_idle(End("cancel", "it was idle, and another job of its user waits for its nodes"))
+            self._on_idle(End(EndReason.CANCEL, "it was idle, and another job of its user waits for its nodes"))
         return True
 
     def settle(self) -> None:
@@ -111,5 +111,5 @@ class ShutdownPolicy:
             self._loop.call_later(_LAST_WORD if self._roster.served else _LAST_REASON, self._loop.stop)
         elif self._idle_timeout is not None:
             self._idle_since = self._loop.now()
-            end = End("cancel", "it was idle for %g s" % self._idle_timeout)
+            end = End(EndReason.CANCEL, "it was idle for %g s" % self._idle_timeout)
             self._timers.due("idle", self._idle_timeout, lambda: self._on_idle(end))

@@ -25,7 +25,7 @@ from ..payload.preload_server import Templates
 from ..process import processes, scratch
 from ..process.loop import Loop
 from ..process.stray_processes import StrayProcesses
-from ..protocol.end import ClusterError, End, defect
+from ..protocol.end import ClusterError, End, EndReason, defect
 from ..protocol.record import PAYLOAD, RunRecord, tail_lines
 from ..protocol.spec import PROTOCOL_VERSION, PayloadSpec, RuntimeSpec, SpecError, from_json
 from ..protocol.start_files import read_text, take_secrets
@@ -165,7 +165,7 @@ class Supervisor:
             if self.cluster is None:
                 problem = footprint_error(runtime_footprint(self.spec, self.nodes.machine.component), self.nodes.machine)
                 if problem:
-                    self.close(End("allocation", problem))
+                    self.close(End(EndReason.ALLOCATION, problem))
             self.lifetime.settle()
             self.loop.run()
         except BaseException as error:
@@ -263,8 +263,8 @@ class Supervisor:
             queued: how those end that never started; None for the same.
         """
         self.lifetime.end(end)
-        if end.reason == "timeout" and queued is None:
-            queued = End("returned", "%s before the payload's turn came" % end.message)
+        if end.reason == EndReason.TIMEOUT and queued is None:
+            queued = End(EndReason.RETURNED, "%s before the payload's turn came" % end.message)
         for payload in self._roster.waiting:
             payload.end_early(queued or end, grace)
         for payload in list(self._roster.running):
@@ -378,7 +378,7 @@ class Supervisor:
         again = self.lifetime.ending_for > _SAME_SIGNAL
         name = signal.Signals(signum).name
         self.nodes.tell(op="ending")  # Those that were signalled, too, stay until all is over.
-        self.close(End("terminated", "the runtime received %s" % name), grace=0 if again else None)
+        self.close(End(EndReason.TERMINATED, "the runtime received %s" % name), grace=0 if again else None)
         if not len(self._roster):
             self.on_signal_at_rest(signum)
 
