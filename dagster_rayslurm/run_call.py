@@ -34,7 +34,7 @@ from .components import Component, arrange, component_specs, ray_across, request
 from .config import SessionConfig, check_environment, resolve_variables
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, resolve_environment
 from .environments.resolve import path_on_cluster
-from .errors import RunFailure, one_sentence
+from .errors import FailureKind, RunFailure, one_sentence
 from .execution import Policy, execute, start_errors
 from .launchers import Launcher, RayLauncher
 from .overrides import launcher_origins, merge_launcher, merge_queue, queue_origins, session_queue
@@ -413,4 +413,4 @@ def _configuration_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise RunFailure("configuration", one_sentence(error)) from None
+        raise RunFailure(FailureKind.CONFIGURATION, one_sentence(error)) from None

@@ -19,7 +19,7 @@ from ..components import Component, component_specs, request_for
 from ..environments import Environment, Interpreter
 from ..environments.check import check_environment_on
 from ..environments.resolve import path_on_cluster
-from ..errors import StartError
+from ..errors import FailureKind, StartError
 from ..follow import Cadence
 from ..interrupts import deferred_interrupts
 from ..plan import Plan
@@ -285,7 +285,7 @@ def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
     jobs = [row.job_id for row in own if row.leads and row.state not in TERMINAL]
     for job_id in jobs:
         if not wait_until_gone(commands, job_id):
-            raise StartError("runtime", f"Slurm does not confirm the end of job {job_id}; run `scancel {job_id}`")
+            raise StartError(FailureKind.RUNTIME, f"Slurm does not confirm the end of job {job_id}; run `scancel {job_id}`")
     return bool(jobs)
 
 

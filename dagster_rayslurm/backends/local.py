@@ -18,7 +18,7 @@ from dagster_pipes import PipesContextData
 from ..components import on_one_machine
 from ..config import SessionConfig
 from ..environments import Interpreter
-from ..errors import StartError
+from ..errors import FailureKind, StartError
 from ..follow import Cadence, Evidence
 from ..outcome import exit_in_words
 from ..plan import Plan
@@ -87,7 +87,7 @@ class LocalBackend:
         offered = self._here(self.offered, self.components)
         problem = misfit(Requirements(wanted, (), head=self.head), Capacity(_as_granted(offered, wanted), True, None))
         if problem is not None and session.on_misfit == "error":
-            raise StartError("configuration", refused(problem))
+            raise StartError(FailureKind.CONFIGURATION, refused(problem))
         return offered if problem is None else wanted
 
     def sweep(self, retention_days: float) -> None:  # noqa: ARG002

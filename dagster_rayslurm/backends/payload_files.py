@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import StartError
+from ..errors import FailureKind, StartError
 from ..plan import Plan, relocate
 from ..slurm.submit import Needs
 from ..ssh.base import Connection, ConnectionFailed, Progress
@@ -72,9 +72,9 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
             bundles["script"] = bundle_files({os.path.basename(plan.script): plan.script}, what="payload_path")
             left = modules_beside(plan.script)
     except ValueError as error:
-        raise StartError("configuration", str(error)) from None
+        raise StartError(FailureKind.CONFIGURATION, str(error)) from None
     except OSError as error:
-        raise StartError("configuration", f"a file of the payload cannot be read on this machine: {error}") from None
+        raise StartError(FailureKind.CONFIGURATION, f"a file of the payload cannot be read on this machine: {error}") from None
     places = {what: place_of(base, bundle) for what, bundle in bundles.items()}
     script = None
     if plan.script:
@@ -127,7 +127,7 @@ def deliver(connection: Connection, base: str, cargo: PayloadFiles, log: Any, af
     try:
         installed = install(connection, base, list(cargo.bundles.values()), _progress(log), afresh, warn)
     except ValueError as error:
-        raise StartError("configuration", str(error)) from None
+        raise StartError(FailureKind.CONFIGURATION, str(error)) from None
     log.debug(f"[rayslurm] delivered {', '.join(cargo.bundles) or 'nothing'} to {connection.place}")
     return installed.runtime
 
@@ -160,7 +160,7 @@ def base_errors(base: object) -> Iterator[None]:
         raise
     except OSError as error:
         raise StartError(
-            "configuration",
+            FailureKind.CONFIGURATION,
             f"remote_base: {base} cannot be used: {error}; choose a directory of your own that the edge and the "
             "compute nodes share",
         ) from None

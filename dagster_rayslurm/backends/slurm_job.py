@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from ..errors import RunFailure
+from ..errors import FailureKind, RunFailure
 from ..follow import Evidence
 from ..follow.follower import OUT_OF_SIGHT
 from ..interrupts import deferred_interrupts
@@ -234,7 +234,9 @@ class SlurmJob:
         view, now = self.view, self._queue.clock.now()
         never = self._never() if view.kind == "pending" else None
         if never:
-            raise RunFailure("submission", f"Slurm job {self.job_id} can never start: {never}", self.metadata(Evidence()))
+            raise RunFailure(
+                FailureKind.SUBMISSION, f"Slurm job {self.job_id} can never start: {never}", self.metadata(Evidence())
+            )
         if self._queue_timeout is None or now - self._waiting_since <= self._queue_timeout or view.kind == "running":
             return
         # The shared view is of some seconds ago; a job that has just started must not be taken for one that waits.
@@ -242,7 +244,7 @@ class SlurmJob:
         view = self.view
         if view.kind == "pending":
             raise RunFailure(
-                "allocation",
+                FailureKind.ALLOCATION,
                 f"Slurm job {self.job_id} was still waiting after queue_timeout={self._queue_timeout:g} s: "
                 + (why(view.reason, self._rows, self._request) or "no reason is known"),
                 self.metadata(Evidence()),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ..errors import StartError
+from ..errors import FailureKind, StartError
 from ..runtime.protocol.spec import RaySpec
 from ..runtime.ray.node_main import refuse_version
 from ..slurm.commands import slurm_commands
@@ -126,7 +126,7 @@ def check_environment_on(
     try:
         path = expand_home(connection, path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection)))
     except ValueError as error:
-        raise StartError("configuration", str(error)) from None
+        raise StartError(FailureKind.CONFIGURATION, str(error)) from None
     at, known = _known.get(connection, {}).get(path, (0.0, None))
     if known is not None and time.monotonic() - at < _TRUSTED_SECONDS and refusal(known, path, ray, needs_pipes) is None:
         return known.interpreter
@@ -221,7 +221,7 @@ _NOT_STARTED = {
 
 
 def _failed(sentence: str, connection: Connection) -> StartError:
-    return StartError("environment", f"environment: on {connection.place} {sentence}")
+    return StartError(FailureKind.ENVIRONMENT, f"environment: on {connection.place} {sentence}")
 
 
 def _parse(found: str, answer: str, path: str, is_python: bool) -> Facts:

@@ -11,7 +11,7 @@ from functools import partial
 import dagster as dg
 
 from ..backends.base import Attempt
-from ..errors import RunFailure
+from ..errors import FailureKind, RunFailure
 from ..follow import Evidence, Follower, follow_all
 from ..interrupts import deferred_interrupts
 from ..outcome import judge
@@ -85,7 +85,7 @@ def follow_to_the_end(
             log = f": {lines[-1]}" if (lines := telling_lines(evidence.runtime_log)) else ""
             sentence = f"{each.whose}the runtime did not start within runtime_start_timeout={limit:g} s{log}"
             metadata = {**failure_metadata(evidence, None), **each.attempt.metadata(evidence)}
-            raise RunFailure("runtime", sentence, metadata)
+            raise RunFailure(FailureKind.RUNTIME, sentence, metadata)
         return each.attempt.ended(evidence)
 
     try:

@@ -21,7 +21,7 @@ from ..backends.base import Attempt, Backend, GoesOn, Hold, Place, Step
 from ..backends.ownership import FIRST, Ownership, name_of
 from ..backends.run_dir import FOLLOWED
 from ..completed import CompletedRun
-from ..errors import RunFailure, StartError
+from ..errors import FailureKind, RunFailure, StartError
 from ..follow import Bookmark, Evidence, Follower, ReattachState
 from ..follow.pipes import RecordContextInjector, RecordReader, pipes_session
 from ..outcome import Judged, Verdict, asks_slurm, judge
@@ -202,13 +202,13 @@ class PayloadRun:
         not_copied = end.get("outputs_failed") or []
         self._stranded = self._stranded or error is not None or bool(not_copied)
         if verdict.kind is None and error is not None:
-            return Verdict("record", f"the payload succeeded, but its outputs cannot be brought back: {error}")
+            return Verdict(FailureKind.RECORD, f"the payload succeeded, but its outputs cannot be brought back: {error}")
         if verdict.kind is None and not_copied:
             sentence = (
                 f"the payload succeeded, but an output could not be copied, which stays in the run directory: {not_copied[0]}"
             )
             others = f"; the others are in {outputs}" if end.get("outputs") else ""
-            return Verdict("record", sentence + others)
+            return Verdict(FailureKind.RECORD, sentence + others)
         return verdict
 
     def clean_up(self, verdict: Verdict) -> str | None:
@@ -243,7 +243,7 @@ class PayloadRun:
 def handed_over(successor: str) -> RunFailure:
     """What an attempt ends with whose payload another one has taken over."""
     return RunFailure(
-        "superseded",
+        FailureKind.SUPERSEDED,
         f"{successor} has gone on with this payload, because this attempt was taken for dead: its result counts, and this "
         "attempt has neither ended nor judged the payload",
     )
@@ -276,9 +276,9 @@ def start_errors() -> Iterator[None]:
     except StartError as error:
         raise RunFailure(error.kind, str(error), retry=error.retry) from None
     except ConnectionFailed as error:
-        raise RunFailure("connection", f"the run cannot be started: {error}", retry=error.temporary) from error
+        raise RunFailure(FailureKind.CONNECTION, f"the run cannot be started: {error}", retry=error.temporary) from error
     except OSError as error:
-        raise RunFailure("record", f"the run cannot be started: {error}") from error
+        raise RunFailure(FailureKind.RECORD, f"the run cannot be started: {error}") from error
 
 
 def execute(

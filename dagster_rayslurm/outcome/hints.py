@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..errors import FailureKind
 from ..follow import Evidence
 from ..plan import Plan
 from .verdict import Verdict
@@ -16,7 +17,7 @@ from .verdict import Verdict
 
 def with_hint(verdict: Verdict, plan: Plan, evidence: Evidence) -> Verdict:
     """A verdict whose sentence says what to do, where that is known."""
-    if verdict.kind != "payload":
+    if verdict.kind != FailureKind.PAYLOAD:
         return verdict
     context: Mapping[str, Any] = (evidence.end or {}).get("context") or {}
     for pattern, hint_of in _HINTS.items():

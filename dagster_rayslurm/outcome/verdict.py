@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import without_colours
+from ..errors import FailureKind, without_colours
 from ..follow import Evidence
 from ..runtime.process import processes
 from ..runtime.protocol.end import EndReason
@@ -17,19 +17,19 @@ from ..slurm.job_log import telling_lines
 from ..slurm.job_verdict import job_sentence
 from .traceback_text import exception_in_words, read_traceback, shortened, traceback_of
 
-_REASONS: dict[str, str] = {
-    EndReason.ALLOCATION: "allocation",
-    EndReason.CANCEL: "cancelled",
-    EndReason.CLUSTER_START: "cluster-start",
-    EndReason.CLUSTER_LOST: "cluster-lost",
-    EndReason.ENVIRONMENT: "environment",
-    EndReason.OTHER_COMPONENT: "cancelled",
-    EndReason.RECORD: "record",
-    EndReason.RETURNED: "allocation",
-    EndReason.RUNTIME: "runtime",
-    EndReason.SPAWN: "payload",
-    EndReason.TERMINATED: "cancelled",
-    EndReason.TIMEOUT: "allocation",
+_REASONS: dict[str, FailureKind] = {
+    EndReason.ALLOCATION: FailureKind.ALLOCATION,
+    EndReason.CANCEL: FailureKind.CANCELLED,
+    EndReason.CLUSTER_START: FailureKind.CLUSTER_START,
+    EndReason.CLUSTER_LOST: FailureKind.CLUSTER_LOST,
+    EndReason.ENVIRONMENT: FailureKind.ENVIRONMENT,
+    EndReason.OTHER_COMPONENT: FailureKind.CANCELLED,
+    EndReason.RECORD: FailureKind.RECORD,
+    EndReason.RETURNED: FailureKind.ALLOCATION,
+    EndReason.RUNTIME: FailureKind.RUNTIME,
+    EndReason.SPAWN: FailureKind.PAYLOAD,
+    EndReason.TERMINATED: FailureKind.CANCELLED,
+    EndReason.TIMEOUT: FailureKind.ALLOCATION,
 }
 """Kinds for the reasons of an `end` that is not the payload's own."""
 
@@ -52,12 +52,12 @@ class Verdict:
     """The truth about a run.
 
     Attributes:
-        kind: None for success, else one of `errors.KINDS`.
+        kind: None for success.
         sentence: what happened.
         retry: whether another attempt may succeed; None for what the kind says.
     """
 
-    kind: str | None
+    kind: FailureKind | None
     sentence: str
     retry: bool | None = None
 
@@ -109,13 +109,13 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
         return _without_end(evidence)
     reason = end["reason"]
     if reason != EndReason.EXIT:
-        return Verdict(_REASONS.get(reason, "runtime"), _sentence_of(reason, end.get("message")), _RETRY.get(reason))
+        return Verdict(_REASONS.get(reason, FailureKind.RUNTIME), _sentence_of(reason, end.get("message")), _RETRY.get(reason))
     if end["signal"] is not None:
-        return Verdict("payload", f"the payload was killed by {signal_name(end['signal'])}{_hint(end['signal'])}")
+        return Verdict(FailureKind.PAYLOAD, f"the payload was killed by {signal_name(end['signal'])}{_hint(end['signal'])}")
     if evidence.exception is not None:
-        return Verdict("payload", f"the payload raised {_exception(evidence.exception, evidence)}")
+        return Verdict(FailureKind.PAYLOAD, f"the payload raised {_exception(evidence.exception, evidence)}")
     if end["exit_code"] != 0:
-        return Verdict("payload", _exit_sentence(end["exit_code"], evidence))
+        return Verdict(FailureKind.PAYLOAD, _exit_sentence(end["exit_code"], evidence))
     return _judge_messages(evidence, uses_pipes and require_messages)
 
 
@@ -156,18 +156,18 @@ def _nodes(evidence: Evidence) -> dict[str, str]:
 
 def _judge_messages(evidence: Evidence, required: bool) -> Verdict:
     if evidence.message_error:
-        return Verdict("pipes", f"the payload succeeded, but Dagster refused a Pipes message: {evidence.message_error}")
+        return Verdict(FailureKind.PIPES, f"the payload succeeded, but Dagster refused a Pipes message: {evidence.message_error}")
     if evidence.damaged_lines:
-        return Verdict("record", f"{evidence.damaged_lines} lines of the record are damaged, so results may be missing")
+        return Verdict(FailureKind.RECORD, f"{evidence.damaged_lines} lines of the record are damaged, so results may be missing")
     if required and not evidence.opened:
         return Verdict(
-            "pipes",
+            FailureKind.PIPES,
             "the payload ended with exit code 0 but never opened Dagster Pipes: call dagster_pipes.open_dagster_pipes() "
             "in it, or run it with uses_pipes=False",
         )
     if required and evidence.closed < evidence.opened:
         return Verdict(
-            "pipes",
+            FailureKind.PIPES,
             "the payload ended with exit code 0 without closing Dagster Pipes, so its last results may be missing: use "
             "`with open_dagster_pipes() as pipes:`, and do not leave by os._exit()",
         )
@@ -185,9 +185,9 @@ def judge_job(evidence: Evidence) -> Verdict | None:
     found = job_sentence(evidence.job, log, terminated=end is not None and end["reason"] == EndReason.TERMINATED, silent=silent)
     if found is None or (end is not None and end["reason"] == EndReason.EXIT and not evidence.job.out_of_memory):
         return None  # A payload that somebody killed, in a job that goes on or came to its end.
-    if found[0] == "runtime" and evidence.culprit is not None:
-        return Verdict("runtime", f"{evidence.culprit}, and Slurm ended those of all nodes")
-    if evidence.queued and end is None and found[0] != "cancelled":
+    if found[0] == FailureKind.RUNTIME and evidence.culprit is not None:
+        return Verdict(FailureKind.RUNTIME, f"{evidence.culprit}, and Slurm ended those of all nodes")
+    if evidence.queued and end is None and found[0] != FailureKind.CANCELLED:
         # What ended the session was not this payload's doing.
         return Verdict(found[0], _sentence_of("returned", found[1]), _RETRY["returned"])
     return Verdict(*found)
@@ -195,20 +195,20 @@ def judge_job(evidence: Evidence) -> Verdict | None:
 
 def _without_end(evidence: Evidence) -> Verdict:
     if evidence.interrupted:
-        return Verdict("cancelled", "the run was cancelled, and the runtime was killed before it could say how")
+        return Verdict(FailureKind.CANCELLED, "the run was cancelled, and the runtime was killed before it could say how")
     if evidence.unrecorded is not None:
         sentence = f"the payload has ended, but how is not in its record, so it may have succeeded: {evidence.unrecorded}"
-        return Verdict("record", sentence)
+        return Verdict(FailureKind.RECORD, sentence)
     if evidence.unreachable is not None:
         sentence = f"the record of the run was out of reach for too long, and the run may go on: {evidence.unreachable}"
-        return Verdict("connection", sentence, retry=False)
+        return Verdict(FailureKind.CONNECTION, sentence, retry=False)
     if evidence.runtime_exit is None:
-        return Verdict("runtime", "the record has no end and nothing is known of the runtime")
+        return Verdict(FailureKind.RUNTIME, "the record has no end and nothing is known of the runtime")
     if evidence.culprit is not None:
-        return Verdict("runtime", f"{evidence.culprit}, before the payload's end was recorded")
+        return Verdict(FailureKind.RUNTIME, f"{evidence.culprit}, before the payload's end was recorded")
     log = (telling_lines(evidence.runtime_log) or [""])[-1]
     sentence = f"the runtime ended ({evidence.runtime_exit}) before the payload's end was recorded"
-    return Verdict("runtime", f"{sentence}: {log}" if log else sentence)
+    return Verdict(FailureKind.RUNTIME, f"{sentence}: {log}" if log else sentence)
 
 
 def _sentence_of(reason: str, message: str | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..errors import may_retry
+from ..errors import FailureKind, may_retry
 from ..outcome import SUCCESS, Judged, Verdict, judge_job
 from ..runtime.protocol.end import EndReason
 
@@ -13,7 +13,7 @@ _UNEXPLAINED = 1
 _CAUSED_BY_OTHERS = {EndReason.TERMINATED: 2, EndReason.OTHER_COMPONENT: 3}
 """Ranks of ends for the reasons that come from elsewhere."""
 
-_OF_THE_WHOLE = ("allocation", "cancelled", "connection")
+_OF_THE_WHOLE = (FailureKind.ALLOCATION, FailureKind.CANCELLED, FailureKind.CONNECTION)
 """Kinds that befall all components at once, such as the end of their job, if all of them tell the same."""
 
 
@@ -59,7 +59,7 @@ def judge_components(judged: Mapping[str, Judged]) -> Verdict:
     others = [component for component in failed if component not in own]
     if others:
         sentences.append(f"{_named(others)} {'were' if len(others) > 1 else 'was'} ended because of that")
-    retry = all(may_retry(each.verdict.kind or "", each.verdict.retry) for each in own.values())
+    retry = all(may_retry(each.verdict.kind, each.verdict.retry) for each in own.values())
     return Verdict(first.verdict.kind, "; ".join(sentences), retry)
 
 

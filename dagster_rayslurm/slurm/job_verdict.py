@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
+from ..errors import FailureKind
 from .facts import JobFacts, memory_kill
 
-Found = tuple[str, str, bool | None]
+Found = tuple[FailureKind, str, bool | None]
 """Kind of failure, sentence, and whether another attempt may succeed (None for what the kind says)."""
 
 _WHY_IT_WAITED = ("BeginTime", "JobHeldAdmin", "JobHeldUser", "Licenses", "Priority", "Reservation", "Resources")
@@ -46,34 +47,46 @@ def job_sentence(job: JobFacts, log: str, terminated: bool, silent: bool) -> Fou
     if job.out_of_memory or killed:
         said = f" ({killed})" if killed else _measured(told)
         sentence = f"OUT_OF_MEMORY: {which}{where} used more memory than it was granted{_granted(told)}{said}"
-        return "allocation", f"{sentence}; ask for more with SlurmQueueConfig.mem or mem_per_cpu", False
+        return FailureKind.ALLOCATION, f"{sentence}; ask for more with SlurmQueueConfig.mem or mem_per_cpu", False
     state = job.final_state
     if state in ("TIMEOUT", "DEADLINE"):
         what = "time limit" if state == "TIMEOUT" else "deadline"
         limit = f" of {_duration(job.time_limit)}" if job.time_limit else ""
         ran = f" after {_duration(job.elapsed)}" if job.elapsed else ""
-        return "allocation", f"{state}: {which} was ended at its {what}{limit}{ran}; raise SlurmQueueConfig.time_limit", False
+        return (
+            FailureKind.ALLOCATION,
+            f"{state}: {which} was ended at its {what}{limit}{ran}; raise SlurmQueueConfig.time_limit",
+            False,
+        )
     if state in _LOST_NODES or job.state == "REVOKED":
         lost = state or job.state
-        return "allocation", f"{lost}: {which}{where} is lost, {_LOST_NODES[lost]}{_reason(job)}", True
+        return FailureKind.ALLOCATION, f"{lost}: {which}{where} is lost, {_LOST_NODES[lost]}{_reason(job)}", True
     if state == "CANCELLED":
-        return "cancelled", f"{which} was cancelled{_by(job)}{'' if job.reason in _WHY_IT_WAITED else _reason(job)}", None
+        return (
+            FailureKind.CANCELLED,
+            f"{which} was cancelled{_by(job)}{'' if job.reason in _WHY_IT_WAITED else _reason(job)}",
+            None,
+        )
     if terminated and state is None:
         code = f", exit code {job.exit_code}" if job.exit_code else ""
         ends = f"{which}{where} is {job.state}{_reason(job)}{code}; `sacct -j {job.job_id}` may tell more by now"
         if job.state == "COMPLETING":  # Jobs that fail by themselves have a reason.
-            return "cancelled", f"the job was ended from outside, and Slurm does not say yet by whom: {ends}", None
-        return "runtime", f"the runtime got a signal from outside, and Slurm does not say why: {ends}", None
+            return FailureKind.CANCELLED, f"the job was ended from outside, and Slurm does not say yet by whom: {ends}", None
+        return FailureKind.RUNTIME, f"the runtime got a signal from outside, and Slurm does not say why: {ends}", None
     if terminated:
         what = f"the runtime got a signal from outside, though Slurm cancelled nothing: {which}{where} is {state}"
-        return "runtime", f"{what}; the runtime of another node died, or somebody signalled it (see the nodes' logs)", None
+        return (
+            FailureKind.RUNTIME,
+            f"{what}; the runtime of another node died, or somebody signalled it (see the nodes' logs)",
+            None,
+        )
     unseen = _NOT_STARTED.search(log)
     if unseen and state == "FAILED":
         what = f"{which}{where} cannot start {unseen[1]}: {unseen[2]}"
-        return "environment", f"{what}; name an environment that the compute nodes see at this path, and can run", None
+        return FailureKind.ENVIRONMENT, f"{what}; name an environment that the compute nodes see at this path, and can run", None
     if silent and state in ("FAILED", "COMPLETED"):
         return (
-            "allocation",
+            FailureKind.ALLOCATION,
             f"{state}: {which}{where} ended before it could write into its run directory{_reason(job)}; "
             "SlurmResource.remote_base must be on a file system that the edge and the compute nodes share",
             False,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..errors import FailureKind
 from ..ssh.backoff import Backoff
 from ..ssh.base import Completed, Connection, ConnectionFailed, ConnectionLost
 from . import component_probe
@@ -109,7 +110,7 @@ class SubmissionRefused(Exception):
         about: the component that is refused; None if it may be any, or there is none.
     """
 
-    def __init__(self, kind: str, sentence: str, retry: bool = False, about: JobRequest | None = None) -> None:
+    def __init__(self, kind: FailureKind, sentence: str, retry: bool = False, about: JobRequest | None = None) -> None:
         super().__init__(sentence)
         self.kind = kind
         self.retry = retry
@@ -230,7 +231,7 @@ def submit(
 
 def _silent(commands: Connection, run_dir: str) -> SubmissionRefused:
     sentence = f"submitting from {run_dir} on {commands.place} took over {_TIMEOUT:g} s and was ended"
-    return SubmissionRefused("submission", f"{sentence}: sbatch, or the file system there, does not answer", retry=True)
+    return SubmissionRefused(FailureKind.SUBMISSION, f"{sentence}: sbatch, or the file system there, does not answer", retry=True)
 
 
 def kept_variables(request: JobRequest) -> list[str]:
@@ -259,36 +260,36 @@ def _refusal(commands: Connection, done: Completed, run_dir: str, request: JobRe
     base = re.split("/(?:runs|sessions)/", run_dir)[0]
     if done.returncode in (70, 71):
         return SubmissionRefused(
-            "configuration",
+            FailureKind.CONFIGURATION,
             f"remote_base: {base} cannot be written on {commands.place}: {said.splitlines()[-1] if said else 'no reason given'}; "
             "choose a directory of your own that the edge and the compute nodes share",
         )
     if done.returncode == _MISSING:
         return SubmissionRefused(
-            "configuration",
+            FailureKind.CONFIGURATION,
             f"remote_base: files that were sent to {base} on {commands.place} disappear again; end what removes them",
         )
     if done.returncode == 127:
         return SubmissionRefused(
-            "submission",
+            FailureKind.SUBMISSION,
             f"sbatch is not found on {commands.place}, by a login shell neither; add its directory to PATH there",
         )
     if done.returncode == 0:
         answer = done.stdout.decode("utf-8", "replace").partition("\n")[2].strip()[:200]
         return SubmissionRefused(
-            "submission",
+            FailureKind.SUBMISSION,
             f"sbatch on {commands.place} printed {answer!r} where the id of the job was expected {said[-200:]}".rstrip(),
         )
     if done.returncode > 128 and not _SPOKEN.search(said):
         return SubmissionRefused(
-            "submission", f"sbatch was ended by signal {done.returncode - 128} on {commands.place}", retry=True
+            FailureKind.SUBMISSION, f"sbatch was ended by signal {done.returncode - 128} on {commands.place}", retry=True
         )
     passing = is_temporary(said)
     found = component_probe.ask(commands, request, kept_variables(request), run_dir, alone=bool(request.others) and not passing)
     if found.about is not None:
         sentence = f"component {found.about.component_id!r}: {explain(found.said, found.partitions)}"
-        return SubmissionRefused("submission", sentence, about=found.about)
-    return SubmissionRefused("submission", explain(said, found.partitions), retry=passing)
+        return SubmissionRefused(FailureKind.SUBMISSION, sentence, about=found.about)
+    return SubmissionRefused(FailureKind.SUBMISSION, explain(said, found.partitions), retry=passing)
 
 
 def _find(commands: Connection, job_name: str, patience: float) -> str | None:

@@ -238,8 +238,8 @@ def test_the_stack_is_as_its_readme_says() -> None:
 
 
 def test_the_kinds_of_failure_are_all_explained() -> None:
-    from dagster_rayslurm.errors import KINDS, RunFailure
+    from dagster_rayslurm.errors import FailureKind, RunFailure
 
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| .* \| (yes|no) \|$", README, re.MULTILINE))
-    assert set(rows) == set(KINDS)
+    assert set(rows) == set(FailureKind)
     assert {kind: RunFailure(kind, "x").allow_retries for kind in rows} == {kind: says == "yes" for kind, says in rows.items()}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.errors import KINDS, RunFailure
+from dagster_rayslurm.errors import FailureKind, RunFailure
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.outcome import exit_in_words, judge, signal_name
 from dagster_rayslurm.slurm.facts import JobFacts
@@ -49,7 +49,7 @@ def test_the_whole_of_it_is_success() -> None:
 )
 def test_anything_less_is_a_failure_with_a_sentence(change: dict[str, Any]) -> None:
     verdict = judge(Evidence(**{**GOOD, **change}), True, True)
-    assert verdict.kind in KINDS and verdict.sentence and "\n" not in verdict.sentence
+    assert isinstance(verdict.kind, FailureKind) and verdict.sentence and "\n" not in verdict.sentence
 
 
 @given(
@@ -81,7 +81,7 @@ def test_words_for_exits() -> None:
 
 
 def test_only_what_may_be_better_next_time_may_be_retried() -> None:
-    retried = {kind for kind in KINDS if RunFailure(kind, "x").allow_retries}
+    retried = {kind for kind in FailureKind if RunFailure(kind, "x").allow_retries}
     assert {"configuration", "environment", "cancelled", "submission"}.isdisjoint(retried)
     assert {"cluster-lost", "runtime", "connection", "payload"} <= retried
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ...errors import RunFailure
+from ...errors import FailureKind, RunFailure
 from ...follow import Cadence, Evidence
 from ...interrupts import deferred_interrupts
 from ...outcome import judge, judge_job
@@ -322,7 +322,7 @@ class SessionAcquisition:
         job.explain(evidence)
         verdict = judge(evidence, uses_pipes=False, require_messages=False)
         sentence = f"the session did not come up: {verdict.sentence}"
-        return RunFailure(verdict.kind or "runtime", sentence, self._metadata(job, evidence), verdict.retry)
+        return RunFailure(verdict.kind or FailureKind.RUNTIME, sentence, self._metadata(job, evidence), verdict.retry)
 
     def _closed(self, job: SlurmJob) -> RunFailure:
         """What keeps a session from taking anything, though it had announced itself."""
@@ -333,16 +333,16 @@ class SessionAcquisition:
         evidence = Evidence(runtime_exit=why, started_at=0.0)  # It has written something, so its files can be seen.
         job.explain(evidence, patience=_CLOSED_FOR)
         verdict = judge_job(evidence)
-        if verdict is not None and verdict.kind in ("allocation", "environment"):
+        if verdict is not None and verdict.kind in (FailureKind.ALLOCATION, FailureKind.ENVIRONMENT):
             return RunFailure(verdict.kind, f"{sentence}; {verdict.sentence}", self._metadata(job, evidence), verdict.retry)
-        return RunFailure("cluster-start", sentence, self._metadata(job, evidence))
+        return RunFailure(FailureKind.CLUSTER_START, sentence, self._metadata(job, evidence))
 
     def _silent(self, job: SlurmJob) -> RunFailure:
         evidence = Evidence()
         job.explain(evidence, patience=0.0)
         log = f": {lines[-1]}" if (lines := telling_lines(evidence.runtime_log)) else ""
         sentence = f"the session's runtime did not start within runtime_start_timeout={self._start_timeout:g} s{log}"
-        return RunFailure("runtime", sentence, self._metadata(job, evidence))
+        return RunFailure(FailureKind.RUNTIME, sentence, self._metadata(job, evidence))
 
     def _metadata(self, job: SlurmJob, evidence: Evidence) -> dict[str, Any]:
         where = f"{job.place}:{job.directory}" if job.place else job.directory

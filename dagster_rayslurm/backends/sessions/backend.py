@@ -15,7 +15,7 @@ from pathlib import Path
 from dagster_pipes import PipesContextData
 
 from ...environments.check import check_environment_on
-from ...errors import StartError
+from ...errors import FailureKind, StartError
 from ...follow import Cadence
 from ...interrupts import deferred_interrupts
 from ...plan import Plan
@@ -233,9 +233,9 @@ class _Start:
                 return False
             if problem is not None:
                 if self._apart or self._setup.session.on_misfit == "error":
-                    raise StartError("configuration", problem if self._apart else refused(problem))
+                    raise StartError(FailureKind.CONFIGURATION, problem if self._apart else refused(problem))
                 if alike(self._setup.own(self._plan).offer(self._setup.reuse), found.charter.offer):
-                    raise StartError("configuration", f"{problem}; a session of its own would be given no more")
+                    raise StartError(FailureKind.CONFIGURATION, f"{problem}; a session of its own would be given no more")
                 self._step.log.info(f"[rayslurm] another session is needed: {problem}")
                 return True
             passed = found.charter.generation
@@ -270,7 +270,7 @@ class _Start:
                 self._step.log.info(f"[rayslurm] Slurm job {found.announcement.job_id} takes no more payloads: {said}")
                 return None
             break
-        raise StartError("runtime", f"the session in Slurm job {found.announcement.job_id} refuses the payload: {said}")
+        raise StartError(FailureKind.RUNTIME, f"the session in Slurm job {found.announcement.job_id} refuses the payload: {said}")
 
     def _files(self, offer: Capacity) -> Mapping[str, str]:
         """What the payload's run directory begins with, but for secrets."""

@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ...errors import StartError
+from ...errors import FailureKind, StartError
 from ...runtime.protocol.record import EXIT, SESSION
 from ...slurm.cancel import cancel_named, wait_until_gone
 from ...slurm.commands import slurm_commands
@@ -208,4 +208,4 @@ def _end(connection: Connection, commands: Connection, generation: Generation, r
         except (Unreachable, AnswerLost):
             asked = False
     if not wait_until_gone(commands, row.job_id, _PATIENCE if asked else 0.0):
-        raise StartError("runtime", f"Slurm does not confirm the end of job {row.job_id}; run `scancel {row.job_id}`")
+        raise StartError(FailureKind.RUNTIME, f"Slurm does not confirm the end of job {row.job_id}; run `scancel {row.job_id}`")

@@ -17,7 +17,7 @@ from typing import Any
 from ...archive import runtime_name
 from ...config import SessionConfig
 from ...environments import Interpreter
-from ...errors import StartError
+from ...errors import FailureKind, StartError
 from ...follow import Evidence
 from ...plan import Plan, fingerprint
 from ...runtime.payload.environment import shared_variables
@@ -180,7 +180,7 @@ def submit(
             answer = client.ask(**request)
         except TimeoutError:
             client.close()
-            raise StartError("cluster-start", _stalled(directory, announced)) from None
+            raise StartError(FailureKind.CLUSTER_START, _stalled(directory, announced)) from None
         if answer["ok"] or (answer["error"] == "gone" and _was_accepted(run_dir)):
             return SharedRuntime(client, announced["cluster_id"], directory)
         client.close()
@@ -188,7 +188,7 @@ def submit(
         if answer["error"] not in ("closing", "gone"):
             break
     raise StartError(
-        "cluster-start", f"the warm session {directory.name} does not take the payload: {refused or 'it keeps ending'}"
+        FailureKind.CLUSTER_START, f"the warm session {directory.name} does not take the payload: {refused or 'it keeps ending'}"
     )
 
 
@@ -253,7 +253,8 @@ def end_directory(directory: Path) -> None:
             ask(directory, announced, "stop")
         time.sleep(0.1)
     pid = (announced or {}).get("pid")
-    raise StartError("runtime", f"the warm session {directory.name} (pid {pid}) was asked to end and goes on; end that process")
+    message = f"the warm session {directory.name} (pid {pid}) was asked to end and goes on; end that process"
+    raise StartError(FailureKind.RUNTIME, message)
 
 
 def ask(directory: Path, announced: dict[str, Any], op: str) -> dict[str, Any]:
@@ -269,7 +270,7 @@ def ask(directory: Path, announced: dict[str, Any], op: str) -> dict[str, Any]:
         finally:
             client.close()
     except TimeoutError:
-        raise StartError("runtime", _stalled(directory, announced)) from None
+        raise StartError(FailureKind.RUNTIME, _stalled(directory, announced)) from None
     except OSError:
         return {"ok": False, "error": "gone"}
 
@@ -282,7 +283,7 @@ def _refuse_misfit(layout: Layout, name: str, directory: Path) -> None:
     for other in _directories(layout):
         if other != directory and other.name.rpartition("-")[0] == name and _announced(other) is not None:
             raise StartError(
-                "cluster-start",
+                FailureKind.CLUSTER_START,
                 f"session {name!r} is alive with another cluster than this launcher asks for; use the same launcher, "
                 'another session name, or SessionConfig(on_misfit="new-session")',
             )
@@ -346,4 +347,5 @@ def _start(
         process.terminate()
         reap_later(process)
         log = tail_file(str(directory / RUNTIME_LOG), lines=5).strip()
-        raise StartError("cluster-start", f"the warm session {directory.name} did not start: {log or 'its runtime said nothing'}")
+        message = f"the warm session {directory.name} did not start: {log or 'its runtime said nothing'}"
+        raise StartError(FailureKind.CLUSTER_START, message)

@@ -15,7 +15,7 @@ import time
 import weakref
 from dataclasses import dataclass
 
-from ...errors import StartError
+from ...errors import FailureKind, StartError
 from ...runtime.protocol.record import EXIT, SESSION
 from ...runtime.protocol.spec import PROTOCOL_VERSION
 from ...slurm.submit import ABANDONED, CREATOR, CURRENT, JOB_ID, OFFER
@@ -260,7 +260,8 @@ class SessionRegistry:
             raise OSError(f"{self._commands.place}: {self.directory} cannot be read: {said[-300:]!r}") from None
         if newest.number >= _MOST_GENERATIONS:
             where = f"{self._commands.place}:{self.generation(newest.number)}"
-            raise StartError("configuration", f"{where} leaves no number for another allocation of this session: remove it")
+            message = f"{where} leaves no number for another allocation of this session: remove it"
+            raise StartError(FailureKind.CONFIGURATION, message)
         return newest
 
     def wait_at(self, number: int, who: str) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...errors import StartError
+from ...errors import FailureKind, StartError
 from ...interrupts import delayed_interrupts
 from ...runtime.protocol.record import EXIT, JOURNAL, SECRETS, SESSION, LineReader
 from ...slurm.queue import SharedQueue, ask_queue
@@ -116,14 +116,14 @@ class Request:
                 in_reach, answer, self._why = False, None, str(error)
             if answer is not None:
                 if answer.get("error") == "record":
-                    raise StartError("record", f"{self._name(found)}, {self._commands.place}: {answer.get('message')}")
+                    raise StartError(FailureKind.RECORD, f"{self._name(found)}, {self._commands.place}: {answer.get('message')}")
                 if answer.get("error") != "missing-secrets":
                     return answer
                 # They were swept; or written on the edge node a moment ago, and another node does not see them yet.
                 self._why = str(answer.get("message"))
                 without_secrets += 1
                 if without_secrets > _REWRITES:
-                    raise StartError("record", f"{self._name(found)} cannot read what was written for it: {self._why}")
+                    raise StartError(FailureKind.RECORD, f"{self._name(found)} cannot read what was written for it: {self._why}")
                 self._write_secrets()
             now = time.monotonic()
             if in_reach is not before:
@@ -297,14 +297,14 @@ class Request:
         job_id, place = found.announcement.job_id, self._commands.place
         if self.unsettled and not in_reach:
             return StartError(
-                "connection",
+                FailureKind.CONNECTION,
                 f"{self._name(found)} may have accepted the payload, which may run, and the edge node was out of reach for "
                 f"{self._patience:g} s: {self._why}",
                 retry=False,
             )
         if self.unsettled:
             return StartError(
-                "runtime",
+                FailureKind.RUNTIME,
                 f"{self._name(found)} was asked to run the payload, which may run, and has not answered for {_SILENT_FOR:g} s: "
                 f"{self._why}; see {self._run_dir} on {place}, where `scancel {job_id}` ends the session and all it runs",
                 retry=False,
@@ -313,7 +313,8 @@ class Request:
             remedy = f"Slurm says that it runs; run `scancel {job_id}` on {place}, then try again"
         else:
             remedy = f"whether it lives cannot be found out; see `squeue --job {job_id}` on {place}"
-        return StartError("cluster-start", f"{self._name(found)} does not answer within {_SILENT_FOR:g} s: {self._why}; {remedy}")
+        message = f"{self._name(found)} does not answer within {_SILENT_FOR:g} s: {self._why}; {remedy}"
+        return StartError(FailureKind.CLUSTER_START, message)
 
     def withdraw(self) -> None:
         """Withdraw the request, or find out that it was accepted after all, for somebody who is about to cancel it."""
