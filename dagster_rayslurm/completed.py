@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 if TYPE_CHECKING:
-    from .backends.base import Attempt
+    from .backends.base import RunningPayload
 
 
 class CompletedRun(dg.PipesClientCompletedInvocation):
@@ -24,7 +24,7 @@ class CompletedRun(dg.PipesClientCompletedInvocation):
         outputs: local paths of the files that `outputs=` asked for.
     """
 
-    def __init__(self, session: Any, metadata: Mapping[str, Any], attempt: Attempt, outputs: list[Path]) -> None:
+    def __init__(self, session: Any, metadata: Mapping[str, Any], attempt: RunningPayload, outputs: list[Path]) -> None:
         super().__init__(session, metadata=metadata)
         self.cluster_id = attempt.cluster_id
         self.job_id = attempt.job_id

@@ -21,7 +21,7 @@ import dagster as dg
 from dagster_pipes import PipesExtras
 
 from . import modes
-from .backends.base import Attempt, Attempts, Backend, Plans
+from .backends.base import Backend, Plans, RunningPayload, RunningPayloads
 from .backends.batch import BatchBackend, cancel_cluster
 from .backends.local import LocalBackend
 from .backends.run_dir import Layout
@@ -99,7 +99,7 @@ class Call:
     components: tuple[HetComponent, ...] | None
 
 
-def backend_for(setting: Setting, call: Call) -> Backend[Plan, Attempt]:
+def backend_for(setting: Setting, call: Call) -> Backend[Plan, RunningPayload]:
     """What runs the one payload of a call.
 
     Raises:
@@ -132,7 +132,7 @@ def backend_for(setting: Setting, call: Call) -> Backend[Plan, Attempt]:
     return _batch(setting, setting.slurm, call)
 
 
-def together_for(setting: Setting, call: Call) -> Backend[Plans, Attempts]:
+def together_for(setting: Setting, call: Call) -> Backend[Plans, RunningPayloads]:
     """What runs the payloads of a call, one for each component.
 
     Raises:

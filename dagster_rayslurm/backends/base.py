@@ -27,7 +27,7 @@ class Step:
         step_key: its step.
         partition_key: the partition, or None.
         log: the step's log.
-        goes_on: whether it goes on with what an attempt before it has started.
+        reattached: whether it goes on with what an attempt before it has started.
         owner: whether this attempt owns the payload; None where nobody else can go on with it.
     """
 
@@ -35,13 +35,13 @@ class Step:
     step_key: str
     partition_key: str | None
     log: Any
-    goes_on: bool = False
+    reattached: bool = False
     owner: Ownership | None = None
 
     @property
-    def lost_to(self) -> str | None:
+    def new_owner(self) -> str | None:
         """Who is known to have taken the payload over, in words."""
-        return None if self.owner is None else self.owner.lost_to
+        return None if self.owner is None else self.owner.new_owner
 
     def may_end(self) -> bool:
         """Whether this attempt may end the payload, because nobody else goes on with it or will.
@@ -49,14 +49,14 @@ class Step:
         Raises:
             OSError: that cannot be found out.
         """
-        return self.owner is None or self.owner.keep()
+        return self.owner is None or self.owner.confirm()
 
     def should_end(self) -> bool:
         """The same, for a payload that has to be ended even where that cannot be found out."""
-        return self.owner is None or self.owner.is_ours()
+        return self.owner is None or self.owner.confirm_best_effort()
 
 
-class Attempt(Protocol):
+class RunningPayload(Protocol):
     """A runtime at work on one payload.
 
     Attributes:
@@ -79,7 +79,7 @@ class Attempt(Protocol):
     @property
     def requeue(self) -> bool: ...
 
-    def ended(self, evidence: Evidence) -> str | None:
+    def poll(self, evidence: Evidence) -> str | None:
         """How the runtime ended, in words; None while it lives.
 
         Raises:
@@ -108,7 +108,7 @@ class Attempt(Protocol):
         ...
 
 
-Hold = Callable[[Attempt], None]
+Register = Callable[[RunningPayload], None]
 """Takes note of an attempt, which is let go of whatever comes."""
 
 
@@ -149,7 +149,7 @@ class Backend(Place, Protocol[P, A]):
         """
         ...
 
-    def start(self, plan: P, run_dir: str, context: PipesContextData, step: Step, hold: Hold, /) -> A:
+    def start(self, plan: P, run_dir: str, context: PipesContextData, step: Step, hold: Register, /) -> A:
         """Make a run directory, with one for each component in it if there are some, and get runtimes to work there.
 
         Args:
@@ -171,10 +171,10 @@ class Backend(Place, Protocol[P, A]):
 
 
 @runtime_checkable
-class GoesOn(Protocol):
+class CanReattach(Protocol):
     """A backend whose payloads outlive the Dagster process that started them, for another one to go on with."""
 
-    def goes_on(self, plan: Plan, run_dir: str, step: Step) -> bool:
+    def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         """Whether what an attempt before started in a run directory is this plan, and still of use; then `start` goes on with it.
 
         Raises:
@@ -185,5 +185,5 @@ class GoesOn(Protocol):
 
 
 Plans = Mapping[str, Plan]
-Attempts = Mapping[str, Attempt]
+RunningPayloads = Mapping[str, RunningPayload]
 """By component, in the job's order."""

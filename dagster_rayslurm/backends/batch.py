@@ -40,9 +40,9 @@ from ..ssh.base import Connection
 from ..ssh.pool import connection_to
 from ..ssh.remote_path import check_no_variable, expand_home, is_rooted
 from . import reattach
-from .base import Hold, Step
+from .base import Register, Step
 from .batch_job import BatchJob
-from .ownership import FIRST
+from .ownership import FIRST_OWNER
 from .payload_files import PayloadFiles, base_errors, deliver, needs_of, pack
 from .remote_cleanup import sweep_remote
 from .run_dir import Layout, run_files
@@ -99,10 +99,10 @@ class BatchBackend:
     def sweep(self, retention_days: float) -> None:
         sweep_in_background(self.connection, str(self.layout.base), retention_days)
 
-    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> BatchJob:
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Register) -> BatchJob:
         cargo, request, asked = self._asked(plan, run_dir, step)
         plan = cargo.plan
-        files = {**run_files(plan, context), **asked, CANCEL: b"", EXIT: b"", FIRST: b""}
+        files = {**run_files(plan, context), **asked, CANCEL: b"", EXIT: b"", FIRST_OWNER: b""}
         commands, cluster_id = slurm_commands(self.connection), f"{CLUSTER}{plan.payload.nonce}"
 
         def attempt_at(job: SlurmJob) -> BatchJob:
@@ -113,7 +113,7 @@ class BatchBackend:
         needs = needs_of(self.connection, str(self.layout.base), [cargo], step.log)
         return self.submit_job(run_dir, files, request, step, attempt_at, needs)
 
-    def goes_on(self, plan: Plan, run_dir: str, step: Step) -> bool:
+    def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         _, request, asked = self._asked(plan, run_dir, step)
         commands = slurm_commands(self.connection)
 
@@ -209,7 +209,7 @@ class BatchBackend:
                 cancel_named(commands, request.job_name, step.log)
             raise
         which, place = f"Slurm job {submitted.job_id} ({request.job_name})", self.connection.place
-        if step.goes_on:
+        if step.reattached:
             step.log.info(f"[rayslurm] going on with {which} on {place}")
         else:
             step.log.info(f"[rayslurm] submitted {which} to {request.where} on {place}")

@@ -11,7 +11,7 @@ from ..follow import Evidence
 from ..slurm.commands import cleaned
 from ..ssh.base import Connection, ConnectionFailed
 from .base import Step
-from .cancel_request import CancelRequest, write_order
+from .cancel_request import CancelRequest, write_cancel_request
 from .slurm_job import SlurmJob
 
 _PATIENCE = 5.0
@@ -64,13 +64,13 @@ class BatchJob:
     def requeue(self) -> bool:
         return self._job.requeue
 
-    def ended(self, evidence: Evidence) -> str | None:
+    def poll(self, evidence: Evidence) -> str | None:
         job, started_at = self._job, self._started_at(evidence)
         # Where the runtime could not be reached just now nobody can be asked either.
-        away = self._started and isinstance(self._order.problem, ConnectionFailed)
+        away = self._started and isinstance(self._order.error, ConnectionFailed)
         seen = not away and job.observe(started_at)
         self._started = started_at is not None and job.view.kind != "pending"
-        self._order.see_to(evidence)
+        self._order.resend_for(evidence)
         if not seen:
             return None
         with contextlib.suppress(OSError):
@@ -79,11 +79,11 @@ class BatchJob:
             self._keep_fresh()
             if not self._started and not job.view.over and not job.cancelled:
                 job.tell()
-                job.give_up_waiting()
-        return job.how_it_ended(self._started)
+                job.check_waiting()
+        return job.end_description(self._started)
 
     def cancel(self, now: bool = False) -> None:
-        self._order.issue(now)
+        self._order.send(now)
 
     def _give(self, now: bool) -> None:
         """Have the payload ended, by Slurm if its runtime is not known to be at work.
@@ -103,12 +103,12 @@ class BatchJob:
             return
         self._ending = True
         # The runtime ends the payload with Ray alive; scancel would hit all of Ray at the same moment.
-        write_order(self._commands, self._directory, now)
+        write_cancel_request(self._commands, self._directory, now)
 
     def kill(self) -> None:
         if self._step.should_end():
             self._job.cancelled = True
-            self._job.confirm_gone()
+            self._job.cancel_until_gone()
 
     def explain(self, evidence: Evidence) -> None:
         if evidence.job is None:
@@ -116,7 +116,7 @@ class BatchJob:
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         metadata = self._job.metadata(evidence)
-        if evidence.started_at is not None and not self._step.goes_on:
+        if evidence.started_at is not None and not self._step.reattached:
             # The clocks of a node and of the edge may differ: nothing has started after it was heard of.
             started_at = min(evidence.started_at, self._heard[1] if self._heard else self._job.now())
             metadata["Queue wait (s)"] = round(max(0.0, started_at - self._job.submitted_at), 2)
@@ -129,12 +129,12 @@ class BatchJob:
             return  # Nobody can be told, and the job may go on.
         if self._job.cancelled or (not evidence.started and not self._job.view.over):
             if self._step.should_end():
-                self._job.confirm_gone()
+                self._job.cancel_until_gone()
         elif (self._ending or evidence.nodes_lost or reason in _SRUN_MAY_WAIT) and self._step.should_end():
             if reason == _TERMINATED and not self._ending:
                 self.explain(evidence)  # Slurm's reason, while it is not the cancellation to come.
             self._job.cancelled = self._ending
-            self._job.confirm_gone(_PATIENCE)
+            self._job.cancel_until_gone(_PATIENCE)
 
     def _started_at(self, evidence: Evidence) -> float | None:
         """When the job's record started, if it has."""

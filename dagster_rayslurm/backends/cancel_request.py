@@ -16,17 +16,17 @@ _INTERVAL = 1.0
 """Seconds between two tries."""
 
 
-def cancel_file(run_dir: str) -> str:
+def cancel_path(run_dir: str) -> str:
     """Where a runtime finds what it is asked for."""
     return os.path.join(run_dir, CANCEL)
 
 
-def order_text(now: bool) -> str:
+def cancel_request_json(now: bool) -> str:
     """What is written there."""
     return json.dumps({"op": "cancel", "now": now})
 
 
-def write_order(connection: Connection, run_dir: str, now: bool) -> None:
+def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> None:
     """Ask the runtime at work in a run directory to end its payload.
 
     Args:
@@ -37,7 +37,7 @@ def write_order(connection: Connection, run_dir: str, now: bool) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    connection.write(cancel_file(run_dir), order_text(now).encode())
+    connection.write(cancel_path(run_dir), cancel_request_json(now).encode())
 
 
 class CancelRequest:
@@ -49,44 +49,44 @@ class CancelRequest:
 
     Attributes:
         now: whether it leaves no time; None if there is no order.
-        arrived: whether it need not be given again.
-        problem: why it could not be given the last time.
-        tried_at: when that was, or when it arrived, by this machine's monotonic clock.
+        delivered: whether it need not be given again.
+        error: why it could not be given the last time.
+        sent_at: when that was, or when it arrived, by this machine's monotonic clock.
     """
 
     def __init__(self, give: Callable[[bool], Any], log: Any) -> None:
         self.now: bool | None = None
-        self.arrived = False
-        self.problem: OSError | None = None
-        self.tried_at = 0.0
+        self.delivered = False
+        self.error: OSError | None = None
+        self.sent_at = 0.0
         self._give = give
         self._log = log
         self._told = False
 
-    def issue(self, now: bool) -> None:
+    def send(self, now: bool) -> None:
         """Give it, unless it was given before; one that leaves no time takes the place of one that does."""
         if self.now is None or now > self.now:
-            self.now, self.arrived = now, False
+            self.now, self.delivered = now, False
             self._try(now)
 
-    def repeat(self) -> None:
+    def resend(self) -> None:
         """Give it again, if it has not arrived and was not given just now; for whoever waits for the end."""
-        if self.now is not None and not self.arrived and time.monotonic() - self.tried_at >= _INTERVAL:
+        if self.now is not None and not self.delivered and time.monotonic() - self.sent_at >= _INTERVAL:
             self._try(self.now)
 
-    def see_to(self, evidence: Evidence) -> None:
+    def resend_for(self, evidence: Evidence) -> None:
         """The same, for a payload that is followed: nobody waits on if it was to end at once and cannot be told."""
-        self.repeat()
-        if self.now and self.problem is not None:
-            evidence.unreachable = str(self.problem)
+        self.resend()
+        if self.now and self.error is not None:
+            evidence.unreachable = str(self.error)
 
     def _try(self, now: bool) -> None:
         try:
             self._give(now)
-            self.arrived, self.problem = True, None
+            self.delivered, self.error = True, None
         except OSError as error:
-            self.problem = error
+            self.error = error
             if not self._told:
                 self._told = True
                 self._log.warning(f"[rayslurm] the payload cannot be told to end, which is tried again: {error}")
-        self.tried_at = time.monotonic()
+        self.sent_at = time.monotonic()

@@ -29,11 +29,11 @@ from ..runtime.process import processes
 from ..runtime.protocol.record import RUNTIME_LOG, STATUS, tail_file
 from ..runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec
 from ..ssh.local import LocalConnection
-from .base import Attempt, Hold, Step
+from .base import Register, RunningPayload, Step
 from .local_process import example_command, reap_later, runtime_command, start_process
 from .run_dir import Layout, run_files, write_run_dir, write_runtime_spec
 from .sessions import local as local_session
-from .sessions.local import LocalAttempt
+from .sessions.local import LocalPayload
 from .sessions.matching import Capacity, Requirements, misfit, refused, wants
 from .sessions.run_scope import end_with_run, local_session_of
 
@@ -93,8 +93,8 @@ class LocalBackend:
     def sweep(self, retention_days: float) -> None:  # noqa: ARG002
         return  # This machine is swept in every mode.
 
-    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> Attempt:
-        attempt: Attempt
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Register) -> RunningPayload:
+        attempt: RunningPayload
         if plan.ray is not None:
             plan = replace(plan, ray=self._here(plan.ray, plan.components))
         elif self.simulate:
@@ -175,7 +175,7 @@ def footprints(plan: Plan) -> list[tuple[str, Footprint]]:
     return [(place, tuple(want for want in footprint if want.unit != "GPUs")) for place, footprint in found]
 
 
-class OwnRuntime(LocalAttempt):
+class OwnRuntime(LocalPayload):
     """A runtime of one payload's own. Its standard input is the lifeline: it ends when Dagster does."""
 
     def __init__(self, layout: Layout, interpreter: Interpreter, run_dir: str, cluster_id: str) -> None:
@@ -184,7 +184,7 @@ class OwnRuntime(LocalAttempt):
         command = runtime_command(layout, interpreter, "run", run_dir)
         self._process = start_process(command, run_dir, subprocess.PIPE)
 
-    def ended(self, evidence: Evidence) -> str | None:  # noqa: ARG002
+    def poll(self, evidence: Evidence) -> str | None:  # noqa: ARG002
         code = self._process.poll()
         return None if code is None else exit_in_words(code)
 
@@ -198,7 +198,7 @@ class OwnRuntime(LocalAttempt):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            return  # It is gone already; `ended` tells.
+            return  # It is gone already; `poll` tells.
 
     def kill(self) -> None:
         if self._process.poll() is not None:

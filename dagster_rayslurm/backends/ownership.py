@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from ..ssh.base import Completed, Connection, ConnectionLost
 
-FIRST = "owner.first"
+FIRST_OWNER = "owner.first"
 """The file as it is before anybody has taken the payload over: its owner is the attempt that started it."""
 
 _PREFIX = "owner."
@@ -34,22 +34,22 @@ class Ownership:
     Args:
         connection: reaches the run directory.
         run_dir: the run directory of the payload.
-        name: the file name of this attempt: `FIRST`, or what `name_of` gives.
+        name: the file name of this attempt: `FIRST_OWNER`, or what `owner_file` gives.
         successor: finds the Dagster run that goes on with this payload, by Dagster's event log; None if there is none.
 
     Attributes:
-        lost_to: who has taken the payload over, in words; None as far as is known nobody has.
+        new_owner: who has taken the payload over, in words; None as far as is known nobody has.
     """
 
     def __init__(self, connection: Connection, run_dir: str, name: str, successor: Callable[[], str | None]) -> None:
-        self.lost_to: str | None = None
+        self.new_owner: str | None = None
         self._connection = connection
         self._run_dir = run_dir
         self._name = name
         self._successor = successor
         self._kept = False
 
-    def take(self) -> bool:
+    def take_over(self) -> bool:
         """Take the payload over; False if its owner has begun to end or to judge it.
 
         Raises:
@@ -71,7 +71,7 @@ class Ownership:
                 return True
         raise OSError(f"{self._run_dir}: others take the payload over at the same time")
 
-    def keep(self, remove: bool = False) -> bool:
+    def confirm(self, remove: bool = False) -> bool:
         """Make sure that nobody takes the payload over from now on; False if somebody has.
 
         Args:
@@ -80,23 +80,23 @@ class Ownership:
         Raises:
             OSError: that cannot be found out.
         """
-        if self.lost_to is None and not self._kept:
+        if self.new_owner is None and not self._kept:
             judged = self._name + _JUDGED
             try:
                 self._rename(self._name, judged)
             except FileNotFoundError:
-                self.lost_to = self._who(judged)
-            self._kept = self.lost_to is None
+                self.new_owner = self._who(judged)
+            self._kept = self.new_owner is None
         if remove and self._kept:
             self._connection.remove(self._run_dir)
         return self._kept
 
-    def is_ours(self) -> bool:
+    def confirm_best_effort(self) -> bool:
         """The same, for a payload that has to be ended even where that cannot be found out."""
         try:
-            return self.keep()
+            return self.confirm()
         except OSError:
-            return self.lost_to is None
+            return self.new_owner is None
 
     def _who(self, judged: str) -> str | None:
         """Who has taken the payload over, after this attempt's file was not there; None if nobody has.
@@ -109,7 +109,7 @@ class Ownership:
             return None  # Renamed by an earlier try, whose answer was lost.
         others = [name for name in owners if name != self._name]
         if others:
-            return in_words(others[0])
+            return owner_in_words(others[0])
         # Without any such file the directory was removed, by a successor or by hand. The listing of a network file system
         # may be old, and still have this attempt's own file.
         successor = self._successor()
@@ -143,12 +143,12 @@ class Ownership:
         raise AssertionError("unreachable")
 
 
-def name_of(run_id: str) -> str:
+def owner_file(run_id: str) -> str:
     """The file name of an attempt of this process that takes a payload over."""
     return f"{_PREFIX}{run_id}.{os.getpid()}.{re.sub('[^A-Za-z0-9.-]', '_', socket.gethostname())}.{secrets.token_hex(4)}"
 
 
-def in_words(name: str) -> str:
+def owner_in_words(name: str) -> str:
     """Who the owner is, by the file name."""
     run_id, _, rest = name.removeprefix(_PREFIX).removesuffix(_JUDGED).partition(".")
     pid, _, rest = rest.partition(".")

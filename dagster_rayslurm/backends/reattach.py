@@ -12,7 +12,7 @@ from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, LineReader, Rec
 from ..slurm.submit import JOB_SCRIPT
 from ..ssh.base import Connection
 
-WISH = "wish.json"
+REQUIREMENTS_FILE = "wish.json"
 """File of a run directory in a session: what the payload asked for, before the session made anything of it."""
 
 _MOST_BYTES = 4 * 1024 * 1024
@@ -20,7 +20,7 @@ _WHO_ASKS = (b"# rayslurm: ", b"#SBATCH --comment=")
 _BY_CHANCE: dict[str, Any] = {"control_key": None, "control_ports": []}
 """Members of a runtime's start record that are made up for each."""
 _OF_THE_SESSION = ("run_id", "ray", "want_cpus", "want_gpus", "time_limit")
-"""Members of a payload's start record that say who asks, and what a session made of the request; `WISH` has what was asked."""
+"""Members of a payload's start record that name the caller, or that a session chose for the payload."""
 
 
 def job_with(
@@ -77,8 +77,8 @@ def _request(files: Mapping[str, bytes]) -> list[Any] | None:
             request.append({**json.loads(files[RUNTIME]), **_BY_CHANCE})
     except ValueError:
         return None
-    if WISH in files:
-        request.append(files[WISH])
+    if REQUIREMENTS_FILE in files:
+        request.append(files[REQUIREMENTS_FILE])
     request += [line for line in files.get(JOB_SCRIPT, b"").splitlines() if not line.startswith(_WHO_ASKS)]
     return request
 

@@ -224,7 +224,7 @@ class SlurmJob:
             for row in self._snapshot.parts(self.number):
                 self._too_large = too_many_nodes(row, self._request, sizes)
 
-    def give_up_waiting(self) -> None:
+    def check_waiting(self) -> None:
         """End a job that cannot start as it was asked for, or has waited as long as its user allows.
 
         Raises:
@@ -260,7 +260,7 @@ class SlurmJob:
         never = impossible(self.view.reason, self._request.partition)
         return with_values(never, self._request) if never else None
 
-    def how_it_ended(self, started: bool, recorded: bool = True) -> str | None:
+    def end_description(self, started: bool, recorded: bool = True) -> str | None:
         """How the job ended, in words; None while it lives, and for a moment after: what it wrote may arrive later.
 
         Args:
@@ -351,7 +351,7 @@ class SlurmJob:
             self._trouble = trouble
             self.log.warning(f"[rayslurm] the job goes on, but its state cannot be asked for: {trouble}")
 
-    def confirm_gone(self, patience: float = 0.0) -> None:
+    def cancel_until_gone(self, patience: float = 0.0) -> None:
         """Repeat the cancellation until Slurm agrees that the job is over; a job that does not go is waited for once."""
         if self._confirmed:
             return

@@ -10,7 +10,7 @@ from functools import partial
 
 import dagster as dg
 
-from ..backends.base import Attempt
+from ..backends.base import RunningPayload
 from ..errors import FailureKind, RunFailure
 from ..follow import Evidence, Follower, follow_all
 from ..interrupts import deferred_interrupts
@@ -26,7 +26,7 @@ _CANCEL_MARGIN = 15.0
 
 
 @dataclass(frozen=True)
-class Followed:
+class FollowedPayload:
     """One payload at work.
 
     Attributes:
@@ -39,7 +39,7 @@ class Followed:
 
     plan: Plan
     run_dir: str
-    attempt: Attempt
+    attempt: RunningPayload
     follower: Follower
     component: str | None = None
 
@@ -59,8 +59,8 @@ class Followed:
         return {**self.attempt.metadata(self.evidence), **run_metadata(self.evidence.known, mode, self.attempt.cluster_id)}
 
 
-def follow_to_the_end(
-    followed: Sequence[Followed], policy: Policy, context: dg.OpExecutionContext, lost: Callable[[], bool] = lambda: False
+def follow_until_end(
+    followed: Sequence[FollowedPayload], policy: Policy, context: dg.OpExecutionContext, lost: Callable[[], bool] = lambda: False
 ) -> None:
     """Follow payloads; when interrupted, end them, take what they still say, and let the interrupt go on.
 
@@ -86,7 +86,7 @@ def follow_to_the_end(
             sentence = f"{each.whose}the runtime did not start within runtime_start_timeout={limit:g} s{log}"
             metadata = {**failure_metadata(evidence, None), **each.attempt.metadata(evidence)}
             raise RunFailure(FailureKind.RUNTIME, sentence, metadata)
-        return each.attempt.ended(evidence)
+        return each.attempt.poll(evidence)
 
     try:
         follow_all([(each.follower, partial(ended_or_stuck, place)) for place, each in enumerate(followed)])
@@ -108,10 +108,10 @@ def follow_to_the_end(
                 raise
             interrupt = error
 
-            def ended(attempt: Attempt, evidence: Evidence) -> str | None:
+            def ended(attempt: RunningPayload, evidence: Evidence) -> str | None:
                 if interrupted_again():
                     attempt.cancel(now=True)
-                said = attempt.ended(evidence)
+                said = attempt.poll(evidence)
                 if lost():
                     raise interrupt
                 return said

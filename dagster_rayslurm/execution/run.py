@@ -17,14 +17,14 @@ from typing import Any
 import dagster as dg
 from dagster_pipes import PipesContextData, PipesExtras
 
-from ..backends.base import Attempt, Backend, GoesOn, Hold, Place, Step
-from ..backends.ownership import FIRST, Ownership, name_of
+from ..backends.base import Backend, CanReattach, Place, Register, RunningPayload, Step
+from ..backends.ownership import FIRST_OWNER, Ownership, owner_file
 from ..backends.run_dir import FOLLOWED
 from ..completed import CompletedRun
 from ..errors import FailureKind, RunFailure, StartError
 from ..follow import Bookmark, Evidence, Follower, ReattachState
 from ..follow.pipes import RecordContextInjector, RecordReader, pipes_session
-from ..outcome import Judged, Verdict, asks_slurm, judge
+from ..outcome import Judged, Verdict, judge, needs_job_facts
 from ..outcome.figures import Metadata
 from ..outcome.hints import with_hint
 from ..outcome.metadata import failure_metadata
@@ -32,10 +32,10 @@ from ..plan import Plan, nonce_of, run_dir_name
 from ..runtime.protocol.record import SECRETS, component_dir
 from ..ssh.base import ConnectionFailed
 from .cleanup import Policy, discard, fetch_outputs, sweep, what_is_missing
-from .follow_run import Followed, follow_to_the_end
+from .follow_run import FollowedPayload, follow_until_end
 from .reattach import Notes
 
-Start = Callable[[Mapping[Any, Plan], str, PipesContextData, Step, Hold], Mapping[Any, Attempt]]
+Start = Callable[[Mapping[Any, Plan], str, PipesContextData, Step, Register], Mapping[Any, RunningPayload]]
 """As `Backend.start`, for plans by component: the runtimes by component."""
 
 
@@ -56,7 +56,7 @@ class PayloadRun:
         step_key = context.get_step_execution_context().step.key
         partition_key = context.partition_key if context.has_partition_key else None
         name = run_dir_name(context.run.run_id, step_key, next(iter(plans.values())).payload.nonce)
-        self.parts: list[Followed] = []
+        self.parts: list[FollowedPayload] = []
         self._context, self._plans, self._place, self._policy = context, plans, place, policy
         self._step = Step(context.run.run_id, step_key, partition_key, context.log)
         self._name = name
@@ -69,7 +69,7 @@ class PayloadRun:
         """Whether outputs are still where the payload ran."""
 
     def may_go_on(self, goes_on: Callable[[Plan, str, Step], bool]) -> None:
-        """Let a payload that an attempt before started, and left behind, be this one: see `GoesOn`."""
+        """Let a payload that an attempt before started, and left behind, be this one: see `CanReattach`."""
         self._goes_on = goes_on
 
     def _take_up(self, goes_on: Callable[[Plan, str, Step], bool]) -> None:
@@ -77,18 +77,18 @@ class PayloadRun:
         notes = Notes(self._context, self._step.step_key)
         name = notes.before()
         connection, runs = self._place.connection, self._place.layout.runs
-        owner = Ownership(connection, str(runs / self._name), FIRST, notes.successor)
+        owner = Ownership(connection, str(runs / self._name), FIRST_OWNER, notes.successor)
         if name is not None:
             (plan,) = self._plans.values()
             same = replace(plan, payload=replace(plan.payload, nonce=nonce_of(name)))
-            later = Ownership(connection, str(runs / name), name_of(self._step.run_id), notes.successor)
-            if goes_on(same, str(runs / name), self._step) and later.take():
+            later = Ownership(connection, str(runs / name), owner_file(self._step.run_id), notes.successor)
+            if goes_on(same, str(runs / name), self._step) and later.take_over():
                 self._plans, self._name, owner = {None: same}, name, later
-                self._step = replace(self._step, goes_on=True)
+                self._step = replace(self._step, reattached=True)
         self._step = replace(self._step, owner=owner)
         self._bookmark = Bookmark(self._policy.home.runs / f"{self._name}{FOLLOWED}")
         self._handed_on = ReattachState(note=self._bookmark.note)
-        if self._step.goes_on:
+        if self._step.reattached:
             offset = self._bookmark.read() if notes.output_stays else 0
             self._handed_on = replace(self._handed_on, offset=offset, logged=notes.logged(self._name))
             self._context.log.warning(
@@ -108,7 +108,7 @@ class PayloadRun:
         Raises:
             RunFailure: they cannot be started.
         """
-        held: list[Attempt] = []
+        held: list[RunningPayload] = []
         try:
             with start_errors():
                 sweep(self._place, self._policy)
@@ -118,12 +118,12 @@ class PayloadRun:
                 assert injector.context_data is not None
                 attempts = start(self._plans, self._run_dir, injector.context_data, self._step, held.append)
             self.parts = [self._followed(component, attempts[component], handler_of(component)) for component in self._plans]
-            follow_to_the_end(self.parts, self._policy, self._context, lambda: self._step.lost_to is not None)
+            follow_until_end(self.parts, self._policy, self._context, lambda: self._step.new_owner is not None)
         except BaseException as error:
             self._step_back(error)
             if self.parts:
                 self._forget()
-            theirs = self._step.goes_on and not self.parts  # Of a payload that may well run on.
+            theirs = self._step.reattached and not self.parts  # Of a payload that may well run on.
             if self._run_dir and not theirs and not self._policy.keeps(failed=True):
                 discard(self._place.connection, self._run_dir)
             raise
@@ -138,15 +138,15 @@ class PayloadRun:
         Raises:
             RunFailure: there is one. An interrupt goes on as it is.
         """
-        if self._step.lost_to is None:
+        if self._step.new_owner is None:
             return
-        failure = handed_over(self._step.lost_to)
+        failure = handed_over(self._step.new_owner)
         if not isinstance(error, Exception):
             self._context.log.warning(f"[rayslurm] {failure.description}")
             raise error
         raise failure from None
 
-    def _followed(self, component: str | None, attempt: Attempt, handler: Any) -> Followed:
+    def _followed(self, component: str | None, attempt: RunningPayload, handler: Any) -> FollowedPayload:
         plan, run_dir, place = self._plans[component], self._dir_of(component), self._place
         follower = Follower(
             place.connection,
@@ -160,16 +160,16 @@ class PayloadRun:
             component,
             self._handed_on,
         )
-        return Followed(plan, run_dir, attempt, follower, component)
+        return FollowedPayload(plan, run_dir, attempt, follower, component)
 
     def _dir_of(self, component: str | None) -> str:
         return self._run_dir if component is None else component_dir(self._run_dir, component)
 
-    def _let_go(self, held: list[Attempt]) -> None:
+    def _let_go(self, held: list[RunningPayload]) -> None:
         """Let go of runtimes, each of them whatever becomes of the others; of secrets first."""
         try:
             for component, plan in self._plans.items():
-                if plan.secret_env and self._run_dir and self._step.lost_to is None:
+                if plan.secret_env and self._run_dir and self._step.new_owner is None:
                     # The runtime takes them first thing; one that never came to it must not leave them.
                     discard(self._place.connection, os.path.join(self._dir_of(component), SECRETS))
         finally:
@@ -188,8 +188,8 @@ class PayloadRun:
         """What became of the payloads, by component; their outputs are brought back."""
         return {part.component: Judged(self._judge(part), part.evidence) for part in self.parts}
 
-    def _judge(self, part: Followed) -> Verdict:
-        if asks_slurm(part.evidence) and not part.evidence.cut_off:
+    def _judge(self, part: FollowedPayload) -> Verdict:
+        if needs_job_facts(part.evidence) and not part.evidence.cut_off:
             part.attempt.explain(part.evidence)
         verdict = judge(part.evidence, part.plan.uses_pipes, self._policy.require_messages)
         verdict = with_hint(verdict, part.plan, part.evidence)
@@ -224,9 +224,9 @@ class PayloadRun:
                 discard(self._place.connection, self._run_dir)
         elif not cut_off:
             with suppress(OSError):
-                self._step.owner.keep(remove=removed)
-        if self._step.lost_to is not None:
-            raise handed_over(self._step.lost_to)
+                self._step.owner.confirm(remove=removed)
+        if self._step.new_owner is not None:
+            raise handed_over(self._step.new_owner)
         if removed or not cut_off:
             self._forget()
         place = self.parts[0].attempt.place
@@ -249,7 +249,7 @@ def handed_over(successor: str) -> RunFailure:
     )
 
 
-def release_all(held: Sequence[Attempt], evidence: Mapping[Attempt, Evidence]) -> None:
+def release_all(held: Sequence[RunningPayload], evidence: Mapping[RunningPayload, Evidence]) -> None:
     """Let go of attempts, of each whatever becomes of the others.
 
     Args:
@@ -282,7 +282,7 @@ def start_errors() -> Iterator[None]:
 
 
 def execute(
-    context: dg.OpExecutionContext, plan: Plan, backend: Backend[Plan, Attempt], policy: Policy, extras: PipesExtras | None
+    context: dg.OpExecutionContext, plan: Plan, backend: Backend[Plan, RunningPayload], policy: Policy, extras: PipesExtras | None
 ) -> CompletedRun:
     """Run a plan and wait for it.
 
@@ -297,8 +297,8 @@ def execute(
         RunFailure: it did not succeed.
     """
     run = PayloadRun(context, {None: plan}, backend, policy)
-    if isinstance(backend, GoesOn):
-        run.may_go_on(backend.goes_on)
+    if isinstance(backend, CanReattach):
+        run.may_go_on(backend.can_reattach)
     reader, injector = RecordReader(), RecordContextInjector(context)
     with pipes_session(context, injector, reader, extras, plan.uses_pipes) as session:
         run.follow(lambda plans, *how: {None: backend.start(plans[None], *how)}, injector, lambda _: reader.handler)

@@ -73,7 +73,7 @@ class Judged:
     evidence: Evidence
 
 
-def asks_slurm(evidence: Evidence) -> bool:
+def needs_job_facts(evidence: Evidence) -> bool:
     """Whether Slurm may know more of the end than the record: there is no `end`, or a signal from outside made it."""
     end = evidence.end
     if end is None:
@@ -102,7 +102,7 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
         Success only for an `end` with exit code 0, Pipes closed without an exception, and every message used.
     """
     end = evidence.end
-    by_slurm = judge_job(evidence) if asks_slurm(evidence) else None
+    by_slurm = judge_job(evidence) if needs_job_facts(evidence) else None
     if by_slurm is not None:
         return by_slurm
     if end is None:

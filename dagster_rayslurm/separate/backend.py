@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from dagster_pipes import PipesContextData
 
-from ..backends.base import Attempt, Attempts, Hold, Plans, Step
+from ..backends.base import Plans, Register, RunningPayload, RunningPayloads, Step
 from ..backends.batch import CLUSTER, BatchBackend, check_paths, data_dir_of, job_script, runtime_spec
 from ..backends.batch_job import BatchJob
 from ..backends.local import LOCAL_CADENCE, OwnRuntime
@@ -66,7 +66,7 @@ def check_components(components: Sequence[Component], plans: Plans) -> None:
             )
 
 
-def meetings(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
+def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
     """How the runtimes of components meet.
 
     Args:
@@ -93,7 +93,7 @@ def meetings(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
 
 def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
     """The start records of runtimes on this machine, each with what all of them ask of it."""
-    meeting = meetings(plans, secrets.token_hex(32))
+    meeting = barrier_specs(plans, secrets.token_hex(32))
     token = secrets.token_hex(32)
     wants = [_wants(each, plans[each.component_id]) for each in components]
     return {
@@ -138,13 +138,13 @@ class _Part(OwnRuntime):
         self._evidence = Evidence()
         self._forsaken = False
 
-    def ended(self, evidence: Evidence) -> str | None:
+    def poll(self, evidence: Evidence) -> str | None:
         self._evidence = evidence
         gone = [each._component for each in self._parts if each._evidence.runtime_exit and each._evidence.end is None]
         if gone and not self._forsaken:
             self._forsaken = True
             self._request(op="cancel", gone=gone[0])
-        return super().ended(evidence)
+        return super().poll(evidence)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class SeparateLocalBackend:
     def sweep(self, retention_days: float) -> None:  # noqa: ARG002
         return  # This machine is swept in every mode.
 
-    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> Attempts:  # noqa: ARG002
+    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, hold: Register) -> RunningPayloads:  # noqa: ARG002
         plans = {name: replace(plan, ray=plan.ray and replace(plan.ray, simulate=self.simulate)) for name, plan in plans.items()}
         nonce = next(iter(plans.values())).payload.nonce
         specs = local_specs(f"local-{nonce}", plans, self.components)
@@ -180,7 +180,7 @@ class SeparateLocalBackend:
             directory = component_dir(run_dir, component)
             write_run_dir(self.connection, directory, run_files(plan, context))
             write_runtime_spec(self.connection, directory, specs[component])
-        attempts: dict[str, Attempt] = {}
+        attempts: dict[str, RunningPayload] = {}
         parts: list[_Part] = []
         for component in plans:
             directory = component_dir(run_dir, component)
@@ -235,7 +235,7 @@ class SeparateBatchBackend:
     def sweep(self, retention_days: float) -> None:
         self.batch.sweep(retention_days)
 
-    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> Attempts:
+    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, hold: Register) -> RunningPayloads:
         base, connection = str(self.layout.base), self.connection
         cargos = {component: pack(plan, base, data_dir_of(connection, self.layout, plan)) for component, plan in plans.items()}
         for cargo in cargos.values():
@@ -264,9 +264,9 @@ class SeparateBatchBackend:
             own = {**run_files(plan, context), RUNTIME: to_json(specs[component]).encode("utf-8"), CANCEL: b""}
             files.update({f"{COMPONENTS}/{component}/{name}": content for name, content in own.items()})
 
-        def attempts_at(job: SlurmJob) -> Attempts:
-            commands, shared = slurm_commands(connection), _Shared()
-            views = {each: PartJob(job, commands, cluster_id, component_dir(run_dir, each), shared) for each in plans}
+        def attempts_at(job: SlurmJob) -> RunningPayloads:
+            commands, shared = slurm_commands(connection), SharedJobState()
+            views = {each: ComponentJob(job, commands, cluster_id, component_dir(run_dir, each), shared) for each in plans}
             for view in views.values():
                 hold(view)
             return views
@@ -288,7 +288,7 @@ def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Se
     other's for theirs.
     """
     secret = secrets.token_hex(32)
-    meeting = meetings(plans, derive(secret, "meeting"))
+    meeting = barrier_specs(plans, derive(secret, "meeting"))
     specs = {}
     for part, each in zip(request.parts, components, strict=True):
         component = each.component_id
@@ -303,7 +303,7 @@ def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Se
 
 
 @dataclass
-class _Shared:
+class SharedJobState:
     """What the views of one job know together.
 
     Attributes:
@@ -315,7 +315,7 @@ class _Shared:
     explained: Evidence | None = None
 
 
-class PartJob(BatchJob):
+class ComponentJob(BatchJob):
     """One component's payload in a job that others share.
 
     Args:
@@ -326,7 +326,7 @@ class PartJob(BatchJob):
         shared: what is known of the whole job.
     """
 
-    def __init__(self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str, shared: _Shared) -> None:
+    def __init__(self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str, shared: SharedJobState) -> None:
         super().__init__(job, commands, cluster_id, directory)
         self._shared = shared
 

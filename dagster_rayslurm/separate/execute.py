@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import dagster as dg
 from dagster_pipes import PipesExtras
 
-from ..backends.base import Attempt, Backend
+from ..backends.base import Backend, RunningPayload
 from ..completed import CompletedRun
 from ..errors import RunFailure
 from ..execution.cleanup import Policy
@@ -15,14 +15,14 @@ from ..execution.run import PayloadRun
 from ..follow.pipes import RecordContextInjector, RecordReader, pipes_session
 from ..plan import Plan
 from .metadata import components_metadata, failures_metadata
-from .reports import ComponentReportMerger
+from .reports import ReportMerger
 from .verdict import judge_components
 
 
 def execute_separate(
     context: dg.OpExecutionContext,
     plans: Mapping[str, Plan],
-    backend: Backend[Mapping[str, Plan], Mapping[str, Attempt]],
+    backend: Backend[Mapping[str, Plan], Mapping[str, RunningPayload]],
     policy: Policy,
     extras: PipesExtras | None,
 ) -> CompletedRun:
@@ -44,9 +44,7 @@ def execute_separate(
     expected = any(plan.uses_pipes for plan in plans.values())
     with pipes_session(context, injector, reader, extras, expected) as session:
         # A handler of its own for each: what is tried out there goes nowhere.
-        reports = ComponentReportMerger(
-            reader.handler, plans, lambda each: dg.PipesMessageHandler(context, reader).handle_message(each)
-        )
+        reports = ReportMerger(reader.handler, plans, lambda each: dg.PipesMessageHandler(context, reader).handle_message(each))
         run.follow(lambda plans, *how: backend.start(plans, *how), injector, reports.of)
         parts = dict(zip(plans, run.parts, strict=True))
         for component, error in reports.hand_over():

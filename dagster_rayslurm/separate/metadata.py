@@ -12,7 +12,7 @@ from ..outcome.chart import MIB
 from ..outcome.figures import Metadata, cpus_of
 from ..outcome.metadata import failure_metadata
 from ..runtime.protocol.record import Record
-from .verdict import by_themselves
+from .verdict import root_failures
 
 _IN_TABLE = (
     "CPU efficiency (%)",
@@ -38,7 +38,7 @@ def components_metadata(own: Mapping[str, Metadata], judged: Mapping[str, Judged
         job_id: Slurm's id of the job that they share; None where there is no Slurm.
     """
     apart = {component: {key: value for key, value in found.items() if key not in _IN_TABLE} for component, found in own.items()}
-    metadata = {"Execution mode": mode, **told_apart(apart)}
+    metadata = {"Execution mode": mode, **merge_metadata(apart)}
     rows = [
         _row(component, _job_id(job_id, place, len(own)), judged[component].evidence.known) for place, component in enumerate(own)
     ]
@@ -56,15 +56,15 @@ def failures_metadata(judged: Mapping[str, Judged], run_dir: str | None) -> Meta
         judged: what became of each component's payload.
         run_dir: where the run's directory is, in words; None if it is gone.
     """
-    metadata = told_apart(
-        {component: failure_metadata(each.evidence, None) for component, each in by_themselves(judged).items()}, always=True
+    metadata = merge_metadata(
+        {component: failure_metadata(each.evidence, None) for component, each in root_failures(judged).items()}, always=True
     )
     if run_dir is not None:
         metadata["Run directory"] = dg.MetadataValue.path(run_dir)
     return metadata
 
 
-def told_apart(own: Mapping[str, Metadata], always: bool = False) -> Metadata:
+def merge_metadata(own: Mapping[str, Metadata], always: bool = False) -> Metadata:
     """The metadata of all components: once what is the same for all of them, the rest with the component's name.
 
     Args:

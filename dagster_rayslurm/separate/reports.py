@@ -32,7 +32,7 @@ class ReportedTwice(ValueError):
         self.component = component
 
 
-class ComponentReportMerger:
+class ReportMerger:
     """The Pipes messages of several payloads on their way to Dagster's one handler.
 
     Results count when all have ended, as only then it is known what all of them say; so do the ends of the writers, after
@@ -100,7 +100,7 @@ class ComponentReportMerger:
 class ComponentReports:
     """What the follower of one payload takes for Dagster's handler."""
 
-    def __init__(self, reports: ComponentReportMerger, component: str) -> None:
+    def __init__(self, reports: ReportMerger, component: str) -> None:
         self._reports = reports
         self._component = component
 

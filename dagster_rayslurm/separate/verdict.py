@@ -47,7 +47,7 @@ def judge_components(judged: Mapping[str, Judged]) -> Verdict:
     failed = {component: each for component, each in judged.items() if each.verdict.kind is not None}
     if not failed:
         return SUCCESS
-    own = by_themselves(failed)
+    own = root_failures(failed)
     first = next(iter(own.values()))
     assert first.verdict.kind is not None
     if _of_the_job(first) and len(own) == len(judged) and len({each.verdict for each in own.values()}) == 1:
@@ -63,7 +63,7 @@ def judge_components(judged: Mapping[str, Judged]) -> Verdict:
     return Verdict(first.verdict.kind, "; ".join(sentences), retry)
 
 
-def by_themselves(judged: Mapping[str, Judged]) -> dict[str, Judged]:
+def root_failures(judged: Mapping[str, Judged]) -> dict[str, Judged]:
     """Those that failed by themselves, the first one first; if there is none, those that come nearest to it."""
     failed = {component: each for component, each in judged.items() if each.verdict.kind is not None}
     last = max(_UNEXPLAINED, min((_rank(each) for each in failed.values()), default=0))

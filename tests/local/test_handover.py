@@ -24,7 +24,7 @@ import dagster as dg
 import dagster_rayslurm.run_call as calls
 from dagster_rayslurm import BashLauncher, ComputeResource
 from dagster_rayslurm.backends.base import Step
-from dagster_rayslurm.backends.ownership import FIRST
+from dagster_rayslurm.backends.ownership import FIRST_OWNER
 from dagster_rayslurm.backends.run_dir import Layout, run_files, write_run_dir
 from dagster_rayslurm.backends.sessions.payload import SessionPayload
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -41,7 +41,7 @@ class Job:
         return not self._run_dir.exists() or (self._run_dir / "exit").exists()
     def observe(self, *_, **__):
         return True
-    def how_it_ended(self, started):
+    def end_description(self, started):
         return "the job is over" if self.over else None
     def explain(self, *_, **__):
         pass
@@ -59,8 +59,8 @@ class Outliving:
     def example(self, plan): return ""
     def start(self, plan, run_dir, context, step, hold):
         nonce = plan.payload.nonce
-        if not step.goes_on:
-            write_run_dir(self.connection, run_dir, {{**run_files(plan, context), FIRST: b""}})
+        if not step.reattached:
+            write_run_dir(self.connection, run_dir, {{**run_files(plan, context), FIRST_OWNER: b""}})
             subprocess.Popen([sys.executable, {runtime!r}, run_dir, nonce, str(BASE)], start_new_session=True)
         attempt = SessionPayload(
             connection=self.connection, job=Job(run_dir), cluster_id="c", name="s", run_dir=run_dir, nonce=nonce, reused=None,
@@ -69,7 +69,7 @@ class Outliving:
         hold(attempt)
         print("attached", step.run_id, flush=True)
         return attempt
-    def goes_on(self, plan, run_dir, step):
+    def can_reattach(self, plan, run_dir, step):
         return Path(run_dir, "journal.jsonl").exists()
 
 calls.backend_for = lambda *_: Outliving()

@@ -12,7 +12,7 @@ from dagster_rayslurm.backends.batch_job import BatchJob
 from dagster_rayslurm.backends.cancel_request import CancelRequest
 from dagster_rayslurm.backends.slurm_job import SlurmJob
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.separate.backend import PartJob, _Shared
+from dagster_rayslurm.separate.backend import ComponentJob, SharedJobState
 from dagster_rayslurm.ssh.base import Completed, ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -37,7 +37,7 @@ class Scene:
         until = self.now + seconds
         while self.now < until:
             self.now += 0.1
-            self.order.see_to(self.evidence)
+            self.order.resend_for(self.evidence)
 
 
 @pytest.fixture
@@ -53,33 +53,33 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Scene]:
 def test_nothing_is_ordered_before_somebody_does(scene: Callable[[int], Scene]) -> None:
     there = scene(0)
     there.wait(5)
-    assert there.given == [] and there.order.now is None and not there.order.arrived
+    assert there.given == [] and there.order.now is None and not there.order.delivered
 
 
 def test_it_is_given_each_second_until_it_has_arrived(scene: Callable[[int], Scene]) -> None:
     there = scene(4)
-    there.order.issue(False)
+    there.order.send(False)
     there.wait(3)
-    assert 3 <= len(there.given) <= 4 and not there.order.arrived and there.evidence.unreachable is None
+    assert 3 <= len(there.given) <= 4 and not there.order.delivered and there.evidence.unreachable is None
     there.wait(10)
-    assert there.given == 5 * [False] and there.order.arrived and there.order.problem is None
+    assert there.given == 5 * [False] and there.order.delivered and there.order.error is None
     assert there.log.lines == ["[rayslurm] the payload cannot be told to end, which is tried again: no way"]
 
 
 def test_one_that_leaves_no_time_is_given_at_once_and_once(scene: Callable[[int], Scene]) -> None:
     there = scene(0)
     for now in (False, False, True, True, False):
-        there.order.issue(now)
+        there.order.send(now)
         there.wait(2)
     assert there.given == [False, True] and there.order.now
 
 
 def test_nobody_waits_for_one_that_leaves_no_time_and_cannot_be_given(scene: Callable[[int], Scene]) -> None:
     there = scene(1000)
-    there.order.issue(False)
+    there.order.send(False)
     there.wait(60)
     assert there.evidence.unreachable is None
-    there.order.issue(True)
+    there.order.send(True)
     there.wait(0.1)
     assert there.evidence.unreachable == "no way" and len(there.log.lines) == 1
 
@@ -97,24 +97,24 @@ class Job:
     def observe(self, *_: Any) -> bool:
         return True
 
-    def how_it_ended(self, started: bool) -> None:
+    def end_description(self, started: bool) -> None:
         return None
 
     def now(self) -> float:
         return 0.0
 
-    confirm_gone = SlurmJob.confirm_gone
+    cancel_until_gone = SlurmJob.cancel_until_gone
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_job_that_does_not_go_is_waited_for_once(parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever kills it and then lets go of it, and for how many payloads."""
-    job, shared = Job(tmp_path), _Shared()
+    job, shared = Job(tmp_path), SharedJobState()
     waits: list[int] = []
     monkeypatch.setattr(slurm_job, "wait_until_gone", lambda _, job_id, patience: waits.append(job_id))
     attempts: list[BatchJob] = [BatchJob(job, LocalConnection(), "c")]  # type: ignore[arg-type]
     if parts > 1:
-        attempts = [PartJob(job, LocalConnection(), "c", f"{tmp_path}/{name}", shared) for name in "ab"]  # type: ignore[arg-type]
+        attempts = [ComponentJob(job, LocalConnection(), "c", f"{tmp_path}/{name}", shared) for name in "ab"]  # type: ignore[arg-type]
     for attempt in attempts:
         attempt.kill()
     for attempt in attempts:
@@ -135,11 +135,11 @@ def test_whom_a_job_is_to_be_ended_by(tmp_path: Path, monkeypatch: pytest.Monkey
     attempt = BatchJob(job, commands, "c")  # type: ignore[arg-type]
     attempt.cancel()
     for _ in range(2):
-        attempt._order.tried_at -= 1.0
-        attempt.ended(Evidence())
+        attempt._order.sent_at -= 1.0
+        attempt.poll(Evidence())
     assert asked == 3 * ["scancel 7"] and not order.exists() and job.cancelled
     for _ in range(2):
-        attempt._order.tried_at -= 1.0
-        attempt.ended(Evidence(started_at=1.0))
+        attempt._order.sent_at -= 1.0
+        attempt.poll(Evidence(started_at=1.0))
     assert len(asked) == 3 and order.read_text() == '{"op": "cancel", "now": false}'
     assert len(job.log.lines) == 1 and "Unable to contact" in job.log.lines[0]

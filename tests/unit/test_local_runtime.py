@@ -29,7 +29,7 @@ def test_a_runtime_that_has_ended_is_not_ended_again(tmp_path: Path) -> None:
         run_dir = tmp_path / "run"
         run_dir.mkdir()
         runtime = OwnRuntime(Layout(tmp_path), Interpreter(sys.executable), str(run_dir), "local-n")  # Finds nothing to run.
-        assert wait_until(lambda: runtime.ended(None) is not None, 60)  # type: ignore[arg-type]
+        assert wait_until(lambda: runtime.poll(None) is not None, 60)  # type: ignore[arg-type]
         (run_dir / STATUS).write_text(json.dumps({"runtime_pid": innocent.pid}))
         runtime.kill()
         runtime.release(None)  # type: ignore[arg-type]

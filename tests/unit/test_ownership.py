@@ -9,7 +9,7 @@ import pytest
 
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.batch_job import BatchJob
-from dagster_rayslurm.backends.ownership import FIRST, Ownership, in_words, name_of
+from dagster_rayslurm.backends.ownership import FIRST_OWNER, Ownership, owner_file, owner_in_words
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.ssh.base import Completed, ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -21,7 +21,7 @@ from .lines import Log
 def run_dir(tmp_path: Path) -> Path:
     path = tmp_path / "run dir"
     path.mkdir()
-    (path / FIRST).write_bytes(b"")
+    (path / FIRST_OWNER).write_bytes(b"")
     return path
 
 
@@ -46,64 +46,64 @@ class AnswersLost(LocalConnection):
 
 
 def first(run_dir: Path, successor: str | None = None, connection: LocalConnection | None = None) -> Ownership:
-    return Ownership(connection or LocalConnection(), str(run_dir), FIRST, lambda: successor)
+    return Ownership(connection or LocalConnection(), str(run_dir), FIRST_OWNER, lambda: successor)
 
 
 def later(run_dir: Path, run_id: str = "run-b", connection: LocalConnection | None = None) -> Ownership:
-    return Ownership(connection or LocalConnection(), str(run_dir), name_of(run_id), lambda: None)
+    return Ownership(connection or LocalConnection(), str(run_dir), owner_file(run_id), lambda: None)
 
 
 def test_the_owner_steps_back_once_another_attempt_has_taken_the_payload_over(run_dir: Path) -> None:
     a, b = first(run_dir), later(run_dir)
-    assert b.take() and not a.keep() and not a.is_ours() and not a.keep(remove=True)
-    assert a.lost_to is not None and a.lost_to.startswith("run run-b (process ")
-    assert run_dir.exists() and b.keep() and b.is_ours() and b.lost_to is None
+    assert b.take_over() and not a.confirm() and not a.confirm_best_effort() and not a.confirm(remove=True)
+    assert a.new_owner is not None and a.new_owner.startswith("run run-b (process ")
+    assert run_dir.exists() and b.confirm() and b.confirm_best_effort() and b.new_owner is None
 
 
 def test_nobody_takes_over_what_its_owner_has_begun_to_end(run_dir: Path) -> None:
     a, b = first(run_dir), later(run_dir)
-    assert a.keep() and not b.take() and a.keep() and a.lost_to is None
+    assert a.confirm() and not b.take_over() and a.confirm() and a.new_owner is None
 
 
 def test_the_last_of_several_attempts_owns_the_payload(run_dir: Path) -> None:
     a, b, c = first(run_dir), later(run_dir), later(run_dir, "run-c")
-    assert b.take() and c.take() and not a.keep() and not b.keep() and c.keep()
-    assert b.lost_to is not None and b.lost_to.startswith("run run-c ")
+    assert b.take_over() and c.take_over() and not a.confirm() and not b.confirm() and c.confirm()
+    assert b.new_owner is not None and b.new_owner.startswith("run run-c ")
 
 
 def test_the_owner_removes_the_run_directory(run_dir: Path) -> None:
     a, b = first(run_dir), later(run_dir)
-    assert a.keep(remove=True) and not run_dir.exists() and not b.take()
+    assert a.confirm(remove=True) and not run_dir.exists() and not b.take_over()
 
 
 def test_the_owner_removes_the_run_directory_after_it_has_ended_the_payload(run_dir: Path) -> None:
     a = first(run_dir)
-    assert a.keep() and run_dir.exists() and a.keep(remove=True) and not run_dir.exists()
+    assert a.confirm() and run_dir.exists() and a.confirm(remove=True) and not run_dir.exists()
 
 
-@pytest.mark.parametrize(("successor", "lost_to"), [("run-b", "run run-b"), (None, None)])
+@pytest.mark.parametrize(("successor", "new_owner"), [("run-b", "run run-b"), (None, None)])
 def test_a_run_directory_that_is_gone_was_removed_by_a_successor_or_by_hand(
-    run_dir: Path, successor: str | None, lost_to: str | None
+    run_dir: Path, successor: str | None, new_owner: str | None
 ) -> None:
     a = first(run_dir, successor)
     shutil.rmtree(run_dir)
-    assert a.keep(remove=True) is (lost_to is None) and a.lost_to == lost_to
+    assert a.confirm(remove=True) is (new_owner is None) and a.new_owner == new_owner
 
 
 @pytest.mark.parametrize("remove", [True, False])
 def test_an_answer_that_is_lost_changes_nothing(run_dir: Path, remove: bool) -> None:
-    assert first(run_dir, connection=AnswersLost()).keep(remove) and run_dir.exists() is not remove
+    assert first(run_dir, connection=AnswersLost()).confirm(remove) and run_dir.exists() is not remove
 
 
 def test_a_take_over_whose_answer_is_lost_is_one(run_dir: Path) -> None:
     b = later(run_dir, connection=AnswersLost())
-    assert b.take() and b.take() and b.keep()
+    assert b.take_over() and b.take_over() and b.confirm()
 
 
 def test_a_run_directory_of_the_first_version_can_be_taken_over(run_dir: Path) -> None:
-    (run_dir / FIRST).unlink()
+    (run_dir / FIRST_OWNER).unlink()
     a, b = first(run_dir), later(run_dir)
-    assert a.keep() and b.take() and b.keep()
+    assert a.confirm() and b.take_over() and b.confirm()
 
 
 def test_an_owner_that_cannot_be_asked_for_is_not_known(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,12 +114,12 @@ def test_an_owner_that_cannot_be_asked_for_is_not_known(run_dir: Path, monkeypat
 
     monkeypatch.setattr(LocalConnection, "rename", denied)
     with pytest.raises(OSError, match="Permission denied"):
-        a.keep()
-    assert a.is_ours() and a.lost_to is None
+        a.confirm()
+    assert a.confirm_best_effort() and a.new_owner is None
 
 
 def test_the_owner_is_told_in_words() -> None:
-    assert in_words("owner.0-1-2.77.node.example.org.abcd.judged") == "run 0-1-2 (process 77 on node.example.org)"
+    assert owner_in_words("owner.0-1-2.77.node.example.org.abcd.judged") == "run 0-1-2 (process 77 on node.example.org)"
 
 
 class Job:
@@ -131,7 +131,7 @@ class Job:
         self.kind, self.over, self.cancelled = "running", False, False
         self.confirmed = 0
 
-    def confirm_gone(self, *_: Any) -> None:
+    def cancel_until_gone(self, *_: Any) -> None:
         self.confirmed += 1
 
     def observe(self, *_: Any) -> bool:
@@ -143,12 +143,12 @@ def test_a_job_that_another_attempt_has_taken_over_is_not_ended(run_dir: Path, s
     connection, job = LocalConnection(), Job(str(run_dir))
     step = Step("run", "step", None, job.log, owner=first(run_dir))
     attempt = BatchJob(job, connection, "c", step=step)  # type: ignore[arg-type]
-    assert later(run_dir).take()
+    assert later(run_dir).take_over()
     evidence = Evidence(started_at=1.0 if started else None)
-    attempt.ended(evidence)
+    attempt.poll(evidence)
     attempt.cancel()
     attempt.cancel(now=True)
     attempt.kill()
     attempt.release(evidence)
     assert not job.confirmed and not job.cancelled and not (run_dir / "cancel.json").exists()
-    assert step.lost_to is not None
+    assert step.new_owner is not None

@@ -9,7 +9,7 @@ import pytest
 
 from dagster_rayslurm import RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
 from dagster_rayslurm.backends.base import Step
-from dagster_rayslurm.backends.reattach import WISH
+from dagster_rayslurm.backends.reattach import REQUIREMENTS_FILE
 from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
@@ -37,7 +37,7 @@ def asking(base: Path, **fields: Any) -> tuple[SessionBackend, Plan]:
 
 
 @pytest.mark.parametrize(
-    ("other", "goes_on"),
+    ("other", "expected"),
     [
         ({}, True),
         ({"own_launcher": RayLauncher(num_cpus_per_node=1)}, False),
@@ -48,7 +48,7 @@ def asking(base: Path, **fields: Any) -> tuple[SessionBackend, Plan]:
     ids=["the same", "launcher", "time limit", "nodes", "reuse"],
 )
 def test_a_retry_that_asks_for_something_else_begins_anew(
-    other: dict[str, Any], goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    other: dict[str, Any], expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Step(run_id="r", step_key="s", partition_key=None, log=Log())
     first, plan = asking(tmp_path)
@@ -57,11 +57,11 @@ def test_a_retry_that_asks_for_something_else_begins_anew(
     run_dir = tmp_path / "runs" / "r-s-n"
     run_dir.mkdir(parents=True)
     (run_dir / PAYLOAD).write_text(to_json(dataclasses.replace(accepted, data_dir=str(tmp_path / "data"))))
-    (run_dir / WISH).write_bytes(asked)
+    (run_dir / REQUIREMENTS_FILE).write_bytes(asked)
     (run_dir / JOURNAL).write_bytes(encode({"type": "start", "cluster_id": CLUSTER, "allocation": {"job_id": "7"}}))
     said = SimpleNamespace(cluster_id=CLUSTER, job_id="7")
     there = [SimpleNamespace(announcement=said, exit_code=None, key="ours-1", number=1)]
     monkeypatch.setattr(session_backend, "list_generations", lambda *_: there)
 
     now, plan = asking(tmp_path, **other)
-    assert now.goes_on(plan, str(run_dir), step) is goes_on
+    assert now.can_reattach(plan, str(run_dir), step) is expected

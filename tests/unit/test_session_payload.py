@@ -12,7 +12,7 @@ from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.sessions import payload as session_payload
 from dagster_rayslurm.backends.sessions.payload import SessionPayload
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome import asks_slurm, judge
+from dagster_rayslurm.outcome import judge, needs_job_facts
 from dagster_rayslurm.runtime.protocol.record import encode
 from dagster_rayslurm.ssh.base import ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -46,7 +46,7 @@ class Job:
     def observe(self, *_: Any, **__: Any) -> bool:
         return True
 
-    def how_it_ended(self, started: bool) -> str | None:
+    def end_description(self, started: bool) -> str | None:
         return self.how
 
 
@@ -55,14 +55,14 @@ class Owner:
 
     def __init__(self) -> None:
         self.owns: bool | OSError = True
-        self.lost_to = None
+        self.new_owner = None
 
     def keep(self) -> bool:
         if isinstance(self.owns, OSError):
             raise self.owns
         return self.owns
 
-    def is_ours(self) -> bool:
+    def confirm_best_effort(self) -> bool:
         return self.owns is not False
 
 
@@ -141,7 +141,7 @@ def test_one_that_could_not_be_told_at_once_is_told_again(scene: Scene, clock: C
     evidence = Evidence(started_at=1.0, heard_at=clock.now)
     for _ in range(100):
         clock.sleep(0.1)
-        scene.payload.ended(evidence)
+        scene.payload.poll(evidence)
     assert scene.cancel == {"op": "cancel", "now": False} and tries == [4]
     assert len([line for line in scene.log.lines if "tried again: no way" in line]) == 1
 
@@ -174,7 +174,7 @@ def silent_for(scene: Scene, clock: Clock, evidence: Evidence, seconds: float) -
     until = clock.now + seconds
     while clock.now < until:
         clock.sleep(1.0)
-        how = scene.payload.ended(evidence)
+        how = scene.payload.poll(evidence)
         if how is not None:
             return how
     return None
@@ -202,7 +202,7 @@ def test_one_that_has_ended_without_a_record(scene: Scene, clock: Clock) -> None
     began = clock.now
     evidence.runtime_exit = silent_for(scene, clock, evidence, 3600)
     assert evidence.runtime_exit is not None and 150 <= clock.now - began < 160 and scene.asked == 2
-    assert not asks_slurm(evidence)
+    assert not needs_job_facts(evidence)
     verdict = judge(evidence, uses_pipes=True, require_messages=True)
     assert verdict.kind == "record" and not verdict.retry
     assert str(scene.run_dir) in verdict.sentence and "may have succeeded" in verdict.sentence
@@ -236,6 +236,6 @@ def test_a_payload_is_not_told_to_end_before_its_owner_is_known(scene: Scene) ->
     scene.payload.cancel()
     assert scene.cancel is None
     scene.owner.owns = True
-    scene.payload._order.tried_at = 0.0
-    scene.payload.ended(Evidence())
+    scene.payload._order.sent_at = 0.0
+    scene.payload.poll(Evidence())
     assert scene.cancel == {"op": "cancel", "now": False}

@@ -67,11 +67,11 @@ def test_a_log_that_says_why_there_is_no_record_is_believed_before_that(
     job._watch = replace(job._watch, final=view)
     (tmp_path / "slurm.log").write_text(f"{TASK_FAILED}\nsrun: Terminating StepId=1.0\n")
     (tmp_path / "node-0.log").write_text(log)
-    assert job.how_it_ended(started) is None, "it may just not be there yet"
+    assert job.end_description(started) is None, "it may just not be there yet"
     monkeypatch.setattr(slurm_job, "_UNSEEN", 0.0)
-    assert (job.how_it_ended(started) is None) == waits
+    assert (job.end_description(started) is None) == waits
     monkeypatch.setattr(slurm_job, "OUT_OF_SIGHT", 0.0)
-    assert job.how_it_ended(started) is not None
+    assert job.end_description(started) is not None
 
 
 @pytest.mark.parametrize("view", [over(exit_code=137), over("CANCELLED", 3), over("NODE_FAIL"), over("TIMEOUT", 143), LOST])

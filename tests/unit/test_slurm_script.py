@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.backends.cancel_request import order_text
+from dagster_rayslurm.backends.cancel_request import cancel_request_json
 from dagster_rayslurm.runtime.protocol.record import CANCEL, COMPONENTS, EXIT, node_log
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.script import LOG, escape_pattern, parse_exit, render_script, sbatch_quote
@@ -381,7 +381,7 @@ def test_the_exit_code_is_appended_and_passed_on(tmp_path: Path, shell: str, cod
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("directory", ["", f"{COMPONENTS}/gpu"])
 @pytest.mark.parametrize(
-    ("order", "code", "cancels"), [(order_text(False), 1, True), (order_text(True), 0, False), ("", 1, False)]
+    ("order", "code", "cancels"), [(cancel_request_json(False), 1, True), (cancel_request_json(True), 0, False), ("", 1, False)]
 )
 def test_a_cancelled_run_has_slurm_cancel_its_job(
     tmp_path: Path, shell: str, directory: str, order: str, code: int, cancels: bool

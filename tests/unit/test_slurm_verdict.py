@@ -7,7 +7,7 @@ import pytest
 
 from dagster_rayslurm.errors import FailureKind
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome import asks_slurm, judge
+from dagster_rayslurm.outcome import judge, needs_job_facts
 from dagster_rayslurm.slurm.facts import JobFacts, StepFacts
 
 END: dict[str, Any] = {"type": "end", "reason": "exit", "exit_code": 0, "signal": None, "message": None}
@@ -50,7 +50,7 @@ def job(state: str, **fields: Any) -> JobFacts:
 @pytest.mark.parametrize("end", [None, TERMINATED], ids=["no end", "terminated"])
 def test_what_slurm_did(end: Any, facts: JobFacts, log: str, kind: str, retry: bool | None, words: list[str]) -> None:
     evidence = Evidence(end=end, job=facts, runtime_log=log, runtime_exit="Slurm calls the job so", started_at=1.0)
-    assert asks_slurm(evidence)
+    assert needs_job_facts(evidence)
     verdict = judge(evidence, True, True)
     assert (verdict.kind, verdict.retry) == (kind, retry) and isinstance(verdict.kind, FailureKind)
     assert all(word in verdict.sentence for word in words), verdict.sentence
@@ -105,7 +105,7 @@ def test_without_an_answer_of_slurm_the_record_decides() -> None:
 def test_a_killed_payload_in_a_job_that_came_to_its_end() -> None:
     for state in ("FAILED", "COMPLETED", "RUNNING", "CANCELLED"):
         evidence = Evidence(end=KILLED, job=job(state), started_at=1.0)
-        assert asks_slurm(evidence) and judge(evidence, True, True).kind == "payload"
+        assert needs_job_facts(evidence) and judge(evidence, True, True).kind == "payload"
     assert judge(Evidence(end=KILLED, job=job("OUT_OF_MEMORY"), started_at=1.0), True, True).kind == "allocation"
 
 
@@ -113,7 +113,7 @@ def test_a_killed_payload_in_a_job_that_came_to_its_end() -> None:
 def test_success_is_final(state: str) -> None:
     """What happens to the job after the `end` is nobody's business, and nobody asks."""
     evidence = Evidence(end=END, opened=1, closed=1, job=job(state), started_at=1.0)
-    assert not asks_slurm(evidence) and judge(evidence, True, True).kind is None
+    assert not needs_job_facts(evidence) and judge(evidence, True, True).kind is None
 
 
 @pytest.mark.parametrize("state", ["COMPLETED", "RUNNING", "COMPLETING", "NEW_STATE_OF_2030"])
@@ -167,7 +167,7 @@ def test_the_component_that_explains_the_end_is_named(end: Any, facts: JobFacts,
 def test_a_cluster_that_lost_a_component_may_have_lost_it_to_slurm() -> None:
     end = {**END, "reason": "cluster-lost", "exit_code": None, "message": "n2 is gone"}
     two = {"allocation": {"components": [{"component": "cpu"}, {"component": "gpu"}]}}
-    assert not asks_slurm(Evidence(end=end)) and asks_slurm(Evidence(end={**end, "context": two}))
+    assert not needs_job_facts(Evidence(end=end)) and needs_job_facts(Evidence(end={**end, "context": two}))
     lost = judge(Evidence(end={**end, "context": two}, job=CANCELLED, started_at=1.0), True, True)
     assert lost.kind == "cancelled" and "'gpu'" in lost.sentence
     plain = judge(Evidence(end={**end, "context": two}, job=job("FAILED"), started_at=1.0), True, True)

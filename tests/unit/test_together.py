@@ -17,7 +17,7 @@ from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.components import Component, arrange, component_specs, request_for
 from dagster_rayslurm.environments import Interpreter
 from dagster_rayslurm.errors import RETRYABLE, RunFailure
-from dagster_rayslurm.execution import Followed, Policy, follow_to_the_end
+from dagster_rayslurm.execution import FollowedPayload, Policy, follow_until_end
 from dagster_rayslurm.follow import Cadence, Evidence, Follower, follow_all
 from dagster_rayslurm.follow.multiplexed_output import MultiplexedOutput
 from dagster_rayslurm.follow.pipes import RecordReader
@@ -28,9 +28,16 @@ from dagster_rayslurm.runtime.node.allocation import from_environ, settle
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, encode
 from dagster_rayslurm.runtime.protocol.spec import RuntimeSpec, from_json, to_json
 from dagster_rayslurm.runtime.separate.barrier import StartBarrier, who_is_missing
-from dagster_rayslurm.separate.backend import PartJob, SeparateLocalBackend, _Shared, job_specs, local_specs, meetings
-from dagster_rayslurm.separate.metadata import components_metadata, failures_metadata, told_apart
-from dagster_rayslurm.separate.reports import ComponentReportMerger, merge, merge_checks
+from dagster_rayslurm.separate.backend import (
+    ComponentJob,
+    SeparateLocalBackend,
+    SharedJobState,
+    barrier_specs,
+    job_specs,
+    local_specs,
+)
+from dagster_rayslurm.separate.metadata import components_metadata, failures_metadata, merge_metadata
+from dagster_rayslurm.separate.reports import ReportMerger, merge, merge_checks
 from dagster_rayslurm.separate.verdict import judge_components
 from dagster_rayslurm.slurm.facts import JobFacts
 
@@ -155,7 +162,7 @@ def test_runtimes_of_this_machine_know_what_all_ask_for() -> None:
 
 def test_the_host_may_have_an_address_of_its_own() -> None:
     components = parts(a=RayLauncher(head_node_address="10.1.1.1", port_range="20000-20299"), b=RayLauncher())
-    meeting = meetings(plans_of(components), "aa")["b"]
+    meeting = barrier_specs(plans_of(components), "aa")["b"]
     assert meeting.hosts == ["10.1.1.1"] and all(20000 <= port <= 20299 for port in meeting.ports)
 
 
@@ -234,7 +241,7 @@ class Stuck:
         self.never = never
         self.killed = False
 
-    def ended(self, evidence: Evidence) -> str | None:
+    def poll(self, evidence: Evidence) -> str | None:
         if self.never:
             raise RunFailure("submission", "Slurm job 7 can never start")
         return None
@@ -255,7 +262,7 @@ def test_the_last_line_is_shown_though_another_component_never_starts(tmp_path: 
     components = parts(a=BashLauncher(), b=BashLauncher())
     plans, fast = plans_of(components), Cadence(busy=0.0, idle=0.0, waiting=0.0)
     followed = [
-        Followed(
+        FollowedPayload(
             plans[name],
             f"/{name}",
             Stuck(never=name == "b"),  # type: ignore[arg-type]
@@ -266,7 +273,7 @@ def test_the_last_line_is_shown_though_another_component_never_starts(tmp_path: 
     ]
     policy = Policy("local", True, "none", 1, 60, 60, Layout(tmp_path))
     with pytest.raises(RunFailure, match="can never start"):
-        follow_to_the_end(followed, policy, None)  # type: ignore[arg-type]
+        follow_until_end(followed, policy, None)  # type: ignore[arg-type]
     assert capsys.readouterr().out == "[a] one\n[a] unfinished\n"
     assert all(each.attempt.killed for each in followed)  # type: ignore[attr-defined]
 
@@ -417,8 +424,8 @@ def dagsters(message: Any) -> None:
     dg.PipesMessageHandler(None, RecordReader()).handle_message(message)  # type: ignore[arg-type]
 
 
-def collected(said: dict[str, list[dict[str, Any]]]) -> ComponentReportMerger:
-    reports = ComponentReportMerger(Handler(), said, dagsters)
+def collected(said: dict[str, list[dict[str, Any]]]) -> ReportMerger:
+    reports = ReportMerger(Handler(), said, dagsters)
     for component, materializations in said.items():
         for params in materializations:
             reports.of(component).handle_message({"method": "report_asset_materialization", "params": params})
@@ -427,7 +434,7 @@ def collected(said: dict[str, list[dict[str, Any]]]) -> ComponentReportMerger:
 
 def test_results_wait_for_all_and_ends_of_writers_come_last() -> None:
     handler = Handler()
-    reports = ComponentReportMerger(handler, ["cpu", "gpu"], dagsters)
+    reports = ReportMerger(handler, ["cpu", "gpu"], dagsters)
     cpu, gpu = reports.of("cpu"), reports.of("gpu")
     gpu.handle_message({"method": "report_asset_materialization", "params": report(x=sent(1))})
     gpu.handle_message({"method": "closed", "params": None})
@@ -441,7 +448,7 @@ def test_results_wait_for_all_and_ends_of_writers_come_last() -> None:
 
 def test_checks_wait_for_all_too() -> None:
     handler = Handler()
-    reports = ComponentReportMerger(handler, ["cpu", "gpu"], dagsters)
+    reports = ReportMerger(handler, ["cpu", "gpu"], dagsters)
     for component, passed in (("gpu", False), ("cpu", True)):
         reports.of(component).handle_message({"method": "report_asset_check", "params": check(passed=passed)})
     assert handler.messages == [] and reports.hand_over() == []
@@ -466,7 +473,7 @@ def test_checks_wait_for_all_too() -> None:
 )
 def test_what_dagster_refuses_is_refused_at_once_and_nobody_elses_fault(wrong: dict[str, Any], words: str) -> None:
     method = "report_asset_check" if "passed" in wrong else "report_asset_materialization"
-    reports = ComponentReportMerger(Handler(), ["cpu", "gpu"], dagsters)
+    reports = ReportMerger(Handler(), ["cpu", "gpu"], dagsters)
     reports.of("gpu").handle_message({"method": "report_asset_materialization", "params": report(n=sent(1))})
     with pytest.raises(Exception, match=words):
         reports.of("cpu").handle_message({"method": method, "params": wrong})
@@ -474,7 +481,7 @@ def test_what_dagster_refuses_is_refused_at_once_and_nobody_elses_fault(wrong: d
 
 
 def test_an_end_that_dagster_refuses_is_told_of() -> None:
-    reports = ComponentReportMerger(Handler(), ["cpu", "gpu"], dagsters)
+    reports = ReportMerger(Handler(), ["cpu", "gpu"], dagsters)
     reports.of("cpu").handle_message({"method": "closed", "params": {"exception": "no exception"}})
     reports.of("gpu").handle_message({"method": "closed", "params": None})
     ((component, error),) = reports.hand_over()
@@ -583,8 +590,8 @@ def test_logs_of_the_job_are_everybodys_and_those_of_a_record_its_own() -> None:
             self.asked += 1
             evidence.runtime_log, evidence.tails["runtime on c1"] = "srun: error: c1: task 0: Killed", "a log"
 
-    job, shared = Job(), _Shared()
-    parts = [PartJob(job, None, "c", f"/run/{name}", shared) for name in "ab"]  # type: ignore[arg-type]
+    job, shared = Job(), SharedJobState()
+    parts = [ComponentJob(job, None, "c", f"/run/{name}", shared) for name in "ab"]  # type: ignore[arg-type]
     own, other = Evidence(tails={"ray of a": "mine"}), Evidence()
     for part, evidence in zip(parts, (own, other), strict=True):
         part.explain(evidence)
@@ -600,9 +607,9 @@ def test_job_ids_are_those_that_slurm_shows(names: str, ids: list[str]) -> None:
 
 
 def test_metadata_of_all_are_told_apart() -> None:
-    found = told_apart({"a": {"Ray version": "2", "Usage": 1, "Mine": 0}, "b": {"Ray version": "2", "Usage": 2}})
+    found = merge_metadata({"a": {"Ray version": "2", "Usage": 1, "Mine": 0}, "b": {"Ray version": "2", "Usage": 2}})
     assert found == {"Ray version": "2", "Usage (a)": 1, "Usage (b)": 2, "Mine (a)": 0}
-    assert told_apart({"a": {"Exit code": 1, "Slurm state": "FAILED"}}, always=True) == {
+    assert merge_metadata({"a": {"Exit code": 1, "Slurm state": "FAILED"}}, always=True) == {
         "Exit code (a)": 1,
         "Slurm state": "FAILED",
     }

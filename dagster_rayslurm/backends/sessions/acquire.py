@@ -236,7 +236,7 @@ class SessionAcquisition:
             if job.observe():
                 view = job.view
                 alive = alive or view.kind in ("pending", "running") or view.exit_code is not None
-                how = job.how_it_ended(started=False, recorded=False)
+                how = job.end_description(started=False, recorded=False)
                 if how is not None:
                     if not alive or self._patiently(lambda: self._registry.is_abandoned(number)):
                         return None
@@ -244,7 +244,7 @@ class SessionAcquisition:
                 if not view.over:
                     job.tell()
                     with contextlib.suppress(OSError):  # Slurm that does not answer says nothing about the job.
-                        job.give_up_waiting()
+                        job.check_waiting()
                 if view.kind != "running":
                     running_since = None
                 elif running_since is None:
@@ -314,7 +314,7 @@ class SessionAcquisition:
         if last:
             self._log.info(f"[rayslurm] nobody waits for the session any more: cancelling Slurm job {job.job_id}")
             job.cancelled = True
-            job.confirm_gone()
+            job.cancel_until_gone()
 
     def _never_came(self, job: SlurmJob, how: str) -> RunFailure:
         """What keeps a session from coming up, as for a payload in a job of its own."""

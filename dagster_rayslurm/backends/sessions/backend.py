@@ -30,9 +30,9 @@ from ...slurm.submit import JOB_SCRIPT, OFFER, ClaimTaken, SubmissionRefused, Su
 from ...ssh.base import Connection
 from ...ssh.pool import connection_to
 from .. import reattach
-from ..base import Attempt, Hold, Step
+from ..base import Register, RunningPayload, Step
 from ..batch import CLUSTER, absolute, check_paths, data_dir_of, nonce_of_cluster, sweep_in_background
-from ..ownership import FIRST
+from ..ownership import FIRST_OWNER
 from ..payload_files import base_errors, deliver, needs_of, pack
 from ..run_dir import Layout, run_files
 from ..slurm_job import SlurmJob
@@ -96,16 +96,16 @@ class SessionBackend:
     def sweep(self, retention_days: float) -> None:
         sweep_in_background(self.connection, str(self.layout.base), retention_days)
 
-    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Hold) -> Attempt:
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Register) -> RunningPayload:
         return _Start(self, plan, run_dir, context, step, hold).run()
 
-    def goes_on(self, plan: Plan, run_dir: str, step: Step) -> bool:
+    def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         base, data_dir = str(self.layout.base), data_dir_of(self.connection, self.layout, plan)
         packed = pack(plan, base, data_dir).plan
         payload = packed.payload
         asked = {
             PAYLOAD: to_json(dataclasses.replace(payload, step=step.step_key)).encode("utf-8"),
-            reattach.WISH: self.setup.asked(packed, step.run_id, base, data_dir),
+            reattach.REQUIREMENTS_FILE: self.setup.asked(packed, step.run_id, base, data_dir),
         }
 
         def job_of(start: Record | None) -> str | None:
@@ -162,7 +162,7 @@ class _Start:
         run_dir: str,
         context: PipesContextData,
         step: Step,
-        hold: Hold,
+        hold: Register,
     ) -> None:
         self._began = time.monotonic()
         self._backend, self._setup = backend, backend.setup
@@ -285,9 +285,9 @@ class _Start:
             time_limit=payload_time_limit(self._wish, offer),
         )
         files = run_files(dataclasses.replace(self._plan, payload=payload, secret_env={}), self._context)
-        first = {} if self._step.goes_on else {FIRST: b""}
+        first = {} if self._step.reattached else {FIRST_OWNER: b""}
         # There from the beginning: on NFS a name that was looked for in vain stays missing for up to a minute.
-        files = {**files, reattach.WISH: self._asked, CANCEL: b"", **first}
+        files = {**files, reattach.REQUIREMENTS_FILE: self._asked, CANCEL: b"", **first}
         return {name: content.decode("utf-8") for name, content in files.items()}
 
     def _accepted(self, found: Found) -> None:
@@ -301,8 +301,8 @@ class _Start:
             run_dir=self._run_dir,
             nonce=self._plan.payload.nonce,
             # Of one that another process put to it nobody here knows how it came there.
-            reused=None if self._step.goes_on else self._arrival.reused,
-            waited=None if self._step.goes_on else time.monotonic() - self._began,
+            reused=None if self._step.reattached else self._arrival.reused,
+            waited=None if self._step.reattached else time.monotonic() - self._began,
             poll_interval=self._setup.slurm.poll_interval,
             describe=lambda: self._request.describe(found),
             step=self._step,

@@ -85,7 +85,7 @@ class SessionClient:
         self._socket.close()
 
 
-class LocalAttempt:
+class LocalPayload:
     """What every runtime on this machine has in common: there is no Slurm."""
 
     job_id: str | None = None
@@ -97,7 +97,7 @@ class LocalAttempt:
         return {}
 
 
-class SharedRuntime(LocalAttempt):
+class SharedRuntime(LocalPayload):
     """A payload in a session's runtime; the connection is its lifeline."""
 
     def __init__(self, client: SessionClient, cluster_id: str, directory: Path) -> None:
@@ -105,14 +105,14 @@ class SharedRuntime(LocalAttempt):
         self._client = client
         self._directory = directory
 
-    def ended(self, evidence: Evidence) -> str | None:  # noqa: ARG002
+    def poll(self, evidence: Evidence) -> str | None:  # noqa: ARG002
         return "its session closed the connection" if self._client.at_end() else None
 
     def cancel(self, now: bool = False) -> None:
         try:
             self._client.send(op="cancel", now=now)
         except (BrokenPipeError, ConnectionResetError):
-            return  # It is gone already; `ended` tells.
+            return  # It is gone already; `poll` tells.
 
     def kill(self) -> None:
         return  # The session serves others; the end of the connection cancels what it still runs for this one.

@@ -15,7 +15,7 @@ from ...runtime.protocol.end import EndReason
 from ...runtime.protocol.record import JOURNAL, LineReader
 from ...ssh.base import Connection
 from ..base import Step
-from ..cancel_request import CancelRequest, cancel_file, order_text, write_order
+from ..cancel_request import CancelRequest, cancel_path, cancel_request_json, write_cancel_request
 from ..slurm_job import STATE_DEADLINE, SlurmJob
 
 _QUIET = 2.0
@@ -94,9 +94,9 @@ class SessionPayload:
     def place(self) -> str:
         return self._job.place
 
-    def ended(self, evidence: Evidence) -> str | None:
+    def poll(self, evidence: Evidence) -> str | None:
         self._followed = True
-        self._order.see_to(evidence)
+        self._order.resend_for(evidence)
         silence = time.monotonic() - evidence.heard_at
         if self._is_forgotten(silence):
             evidence.unrecorded = (
@@ -107,7 +107,7 @@ class SessionPayload:
         if silence < _QUIET and not self._job.view.over:
             return None
         self._job.observe(evidence.started_at, ask=silence >= self._poll_interval)
-        return self._job.how_it_ended(started=True)
+        return self._job.end_description(started=True)
 
     def _is_forgotten(self, silence: float) -> bool:
         """Whether the session has not had the payload for a while, and yet nothing more was written."""
@@ -126,7 +126,7 @@ class SessionPayload:
 
     def cancel(self, now: bool = False) -> None:
         self._cancelled = True
-        self._order.issue(now)
+        self._order.send(now)
 
     def _give(self, now: bool) -> None:
         """Tell the session to end the payload.
@@ -135,7 +135,7 @@ class SessionPayload:
             OSError: it cannot be told.
         """
         if self._step.may_end():
-            write_order(self._connection, self._run_dir, now)
+            write_cancel_request(self._connection, self._run_dir, now)
 
     def kill(self) -> None:
         """End the payload without grace. The session, which serves others, is left alone."""
@@ -144,24 +144,24 @@ class SessionPayload:
                 return
             began = time.monotonic()
             self.cancel(now=True)
-            order, file = self._order, cancel_file(self._run_dir)
+            order, file = self._order, cancel_path(self._run_dir)
             while not self._is_over():
                 now = time.monotonic()
-                if order.arrived and now - max(began, order.tried_at) > _KILL_DEADLINE:
+                if order.delivered and now - max(began, order.sent_at) > _KILL_DEADLINE:
                     self._log.error(
                         f"[rayslurm] the payload may still run: {file} tells it to end, and session {self._name} does not say "
                         f"that it has; run `scancel {self.job_id}` on {self._connection.place} to end the session and all it runs"
                     )
                     return
-                if not order.arrived and now - began > _TELL_DEADLINE:
+                if not order.delivered and now - began > _TELL_DEADLINE:
                     self._log.error(
-                        f"[rayslurm] the payload may still run, as it could not be told to end ({order.problem}); run "
-                        f"`echo '{order_text(True)}' > {shlex.quote(file)}` on {self._connection.place}, or "
+                        f"[rayslurm] the payload may still run, as it could not be told to end ({order.error}); run "
+                        f"`echo '{cancel_request_json(True)}' > {shlex.quote(file)}` on {self._connection.place}, or "
                         f"`scancel {self.job_id}` to end session {self._name} and all it runs"
                     )
                     return
                 time.sleep(_LOOK_INTERVAL)
-                order.repeat()
+                order.resend()
 
     def _is_over(self) -> bool:
         """Whether its end is written, or its session has ended."""
