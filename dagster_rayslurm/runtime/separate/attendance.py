@@ -14,11 +14,12 @@ from ..node.allocation import Allocation, change
 from ..node.resources import Machine, detect, visible_gpus
 from ..nodes.simulated import cast
 from ..payload.payload import Payload
+from ..process.loop import Loop
 from ..process.processes import signal_name
 from ..protocol.end import End, EndReason
 from ..protocol.spec import BarrierSpec, RuntimeSpec, SpecError
 from ..protocol.start_files import take_secrets
-from ..supervisor.supervisor import Supervisor
+from ..supervisor.supervisor import Hooks, Supervisor
 from .barrier import Order, Place
 from .rendezvous import Guest, Host
 
@@ -31,7 +32,7 @@ _FRESH_INTERVAL = 600.0
 _HERE = "127.0.0.1"
 
 
-class BarrierParticipant:
+class BarrierParticipant(Hooks):
     """Holds a payload back until the payloads of all components may start, and tells the others of its end.
 
     Args:
@@ -67,10 +68,7 @@ class BarrierParticipant:
             self._side = Host(runner.loop, spec, self._take, loopback=hosts is None)
         else:
             self._side = Guest(runner.loop, spec, [*(hosts or [_HERE]), *spec.hosts], self._take)
-        runner.gate = self._may_start
-        runner.lifetime.leave = lambda: None  # It stays until all is over.
-        runner.on_signal_at_rest = self._interrupted
-        runner.on_lost_at_rest = lambda why: self._side.tell("its cluster is lost: " + why)
+        runner.hooks = self
         self._keep_fresh()
 
     @property
@@ -97,8 +95,8 @@ class BarrierParticipant:
         """Leave, the first component's runtime after the others."""
         self._side.close()
 
-    def _may_start(self, payload: Payload) -> bool:
-        """The supervisor's gate: asked whenever nothing of this component's own is in the payload's way."""
+    def may_start(self, payload: Payload) -> bool:
+        """Whether all components are ready; the first call, when nothing of this component holds it up, says that it is."""
         if not self._ready:
             self._ready = True
             others = [each for each in self._spec.components if each != self._spec.component_id]
@@ -145,10 +143,17 @@ class BarrierParticipant:
                 take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
         self._runner.loop.stop()
 
-    def _interrupted(self, signum: int) -> None:
+    def finished(self, loop: Loop) -> None:
+        """Keep the runtime until all components have ended."""
+
+    def cluster_lost(self, why: str) -> None:
+        """Tell the other components."""
+        self._side.tell("its cluster is lost: " + why)
+
+    def interrupted(self, loop: Loop, signum: int) -> None:
         """A signal to a runtime whose own payload has ended: its cluster, and the job if this is the host, ends early."""
         if self._side.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum):
-            self._runner.loop.stop()
+            loop.stop()
 
     def _keep_fresh(self) -> None:
         with contextlib.suppress(OSError):

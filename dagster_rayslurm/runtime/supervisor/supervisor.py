@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Dict, List, Optional
 
 from ..node import resources
 from ..node.allocation import Allocation
@@ -51,6 +51,28 @@ _LATECOMERS = 15.0
 """Seconds that this runtime outlasts its work for nodes whose runtimes have not come yet; signals reach them without it."""
 
 
+class Hooks:
+    """What a subclass may decide or learn; the base class changes nothing. Set it as `Supervisor.hooks`.
+
+    `Payload.on_ended` tells of the end of one payload.
+    """
+
+    def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
+        """Whether a payload may start whose cluster is up; call `Supervisor.look_again` once the answer changes."""
+        return True
+
+    def finished(self, loop: Loop) -> None:
+        """The last payload has ended and no other one will come."""
+        loop.stop()
+
+    def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
+        """The runtime received a signal while it had no payload."""
+        loop.stop()
+
+    def cluster_lost(self, why: str) -> None:
+        """The warm cluster was lost while the runtime had no payload."""
+
+
 class Supervisor:
     """Runs payloads, on one Ray cluster if the spec has one, else on one of each payload's own.
 
@@ -77,12 +99,7 @@ class Supervisor:
         self.spec = spec = self.nodes.spec
         self.exit_code = 0
         """What the last payload's end makes of this process's own, so that Slurm's books tell the same."""
-        self.gate: Callable[[Payload], bool] = lambda _: True
-        """Asked whether a payload may start whose cluster is up."""
-        self.on_signal_at_rest: Callable[[int], None] = lambda _: loop.stop()
-        """Called with a signal that comes when there is no payload to end."""
-        self.on_lost_at_rest: Callable[[str], None] = lambda _: None
-        """Called with why the warm cluster is lost when there is no payload to be told."""
+        self.hooks = Hooks()
         self._scratch = private
         self._unwritten: List[Payload] = []
         """Those whose `end` could not be written yet."""
@@ -92,6 +109,7 @@ class Supervisor:
         loop.call_later(_FRESH_INTERVAL, self._keep_fresh)
         self._roster = PayloadQueue(spec, lambda payload: self._dispatch.claims(payload), loop.now)
         self.lifetime = ShutdownPolicy(loop, spec, self._roster, allocation is not None, self.close)
+        self.lifetime.leave = lambda: self.hooks.finished(loop)
         is_session = self.lifetime.is_session
         self._templates = Templates(loop, private.join("preload")) if is_session else None
         self._leftovers = LeakWatch(loop, lambda: self.cluster)
@@ -119,7 +137,7 @@ class Supervisor:
             self._roster,
             self.clusters,
             self.lifetime,
-            lambda payload: self.gate(payload),
+            lambda payload: self.hooks.may_start(payload),
             RayVersionWatch() if is_session else None,
             self._templates,
             self._leftovers,
@@ -359,7 +377,7 @@ class Supervisor:
             if not self.served:  # Nobody has a record; whoever waits for the session looks at this node's log.
                 print("rayslurm: the end of %s:\n%s" % (name, tail_lines(text)), file=sys.stderr)
         if not len(self._roster):
-            self.on_lost_at_rest(str(error))
+            self.hooks.cluster_lost(str(error))
         queued = End(error.reason, "the payload never started: " + str(error)) if self.cluster.ready else None
         self.close(End(error.reason, str(error)), LOST_GRACE, queued)
 
@@ -380,7 +398,7 @@ class Supervisor:
         self.nodes.tell(op="ending")  # Those that were signalled, too, stay until all is over.
         self.close(End(EndReason.TERMINATED, "the runtime received %s" % name), grace=0 if again else None)
         if not len(self._roster):
-            self.on_signal_at_rest(signum)
+            self.hooks.interrupted(self.loop, signum)
 
     def _abort(self, error: BaseException) -> None:
         end = defect(error)
