@@ -15,7 +15,6 @@ from pathlib import Path
 
 from ..backends.base import Place
 from ..backends.run_dir import Layout, sweep_old
-from ..follow import Evidence
 from ..runtime.protocol.record import Record
 from ..runtime.protocol.spec import is_passable
 from ..ssh.base import Connection, ConnectionFailed
@@ -50,26 +49,30 @@ _SWEEP_INTERVAL = 3600.0
 _last_sweep: dict[tuple[str, Path], float] = {}
 
 
-def fetch_outputs(evidence: Evidence, connection: Connection, run_dir: str, outputs: Path, patience: float) -> OSError | None:
-    """Copy the outputs of a payload to this machine; what keeps them from it, or None.
+def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Path, patience: float) -> None:
+    """Copy the outputs of a payload from its working directory to this machine.
 
     Args:
-        evidence: names them.
+        end: the payload's `end`, which names them; its `outputs_failed` becomes one sentence for each that cannot be copied.
         connection: how to reach them.
         run_dir: the payload's run directory.
         outputs: where they go.
         patience: seconds for which the connection may be lost.
+
+    Raises:
+        OSError: the connection is lost, or the record names a file elsewhere.
     """
-    try:
-        for entry in evidence.end["outputs"] if evidence.end is not None else ():
-            name = entry["name"]
-            if os.path.isabs(name) or ".." in name.split("/") or not is_passable(name):
-                # The record is as good as the account over there; this machine is not that account's to write to.
-                raise OSError(f"the record names {name!r}, which leaves the directory of outputs")
-            _bring_back(connection, os.path.join(run_dir, "outputs", name), str(outputs / name), patience)
-    except OSError as error:
-        return error
-    return None
+    failed = end["outputs_failed"] = list(end.get("outputs_failed") or ())
+    for name in [entry["name"] for entry in end["outputs"]]:
+        if os.path.isabs(name) or ".." in name.split("/") or not is_passable(name):
+            # The record is as good as the account over there; this machine is not that account's to write to.
+            raise OSError(f"the record names {name!r}, which leaves the directory of outputs")
+        try:
+            _bring_back(connection, os.path.join(run_dir, "work", name), str(outputs / name), patience)
+        except ConnectionFailed:
+            raise
+        except OSError as error:
+            failed.append(f"{name}: {error.strerror or error}")
 
 
 def _bring_back(connection: Connection, source: str, target: str, patience: float) -> None:

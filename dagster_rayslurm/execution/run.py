@@ -195,20 +195,21 @@ class PayloadRun:
         verdict = with_hint(verdict, part.plan, part.evidence)
         outputs = self._outputs if part.component is None else self._outputs / part.component
         patience = self._policy.connection_loss_timeout
-        error = fetch_outputs(part.evidence, self._place.connection, part.run_dir, outputs, patience)
-        end = part.evidence.end or {}
+        end = part.evidence.end or {"outputs": []}
+        error = None
+        try:
+            fetch_outputs(end, self._place.connection, part.run_dir, outputs, patience)
+        except OSError as failed:
+            error = failed
         for warning in what_is_missing(end, verdict.kind is None):
             self._context.log.warning(f"[rayslurm] {part.whose}{warning}")
-        not_copied = end.get("outputs_failed") or []
+        not_copied = end["outputs_failed"]
         self._stranded = self._stranded or error is not None or bool(not_copied)
         if verdict.kind is None and error is not None:
             return Verdict(FailureKind.RECORD, f"the payload succeeded, but its outputs cannot be brought back: {error}")
         if verdict.kind is None and not_copied:
-            sentence = (
-                f"the payload succeeded, but an output could not be copied, which stays in the run directory: {not_copied[0]}"
-            )
-            others = f"; the others are in {outputs}" if end.get("outputs") else ""
-            return Verdict(FailureKind.RECORD, sentence + others)
+            sentence = f"the payload succeeded, but an output could not be copied to {outputs}"
+            return Verdict(FailureKind.RECORD, f"{sentence}, and stays in the run directory: {not_copied[0]}")
         return verdict
 
     def clean_up(self, verdict: Verdict) -> str | None:

@@ -236,7 +236,6 @@ def test_an_output_that_cannot_be_copied_is_a_failure_that_loses_nothing(keep: s
         assert failure.metadata["Outputs left out"].value.strip() == "large: No space left on device"
         run_dir = Path(str(failure.metadata["Run directory"].value))
         assert (run_dir / "work" / "large").stat().st_size > 1_000_000
-        assert not (run_dir / "outputs" / "large").exists()
         brought_back = list((disk / "outputs").glob("*/*"))
         assert [path.name for path in brought_back] == ["small"] and str(brought_back[0].parent) in sentence
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
+import glob
 import json
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -20,7 +19,8 @@ from hypothesis import strategies as st
 from dagster_rayslurm import archive
 from dagster_rayslurm.archive import build_runtime, install_runtime, runtime_name
 from dagster_rayslurm.runtime.node import usage
-from dagster_rayslurm.runtime.payload import environment, output_streams, outputs
+from dagster_rayslurm.runtime.payload import environment, output_streams
+from dagster_rayslurm.runtime.payload.outputs import OutputSearch
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.processes import Process
 from dagster_rayslurm.runtime.protocol import spec
@@ -184,17 +184,40 @@ def test_the_work_dir_links_sources_and_extra_files(tmp_path: Path) -> None:
     assert not (source / "new.txt").exists()
 
 
-def test_outputs_smallest_first_within_the_cap(tmp_path: Path) -> None:
-    work, target = tmp_path / "work[1]", tmp_path / "out"
+def find_outputs(work_dir: Path, patterns: list[str], max_bytes: int = 50) -> OutputSearch:
+    search = OutputSearch(str(work_dir), patterns, max_bytes)
+    for _ in search.run():
+        continue
+    return search
+
+
+def names(search: OutputSearch) -> list[object]:
+    return [entry["name"] for entry in search.files]
+
+
+def test_outputs_are_listed_smallest_first_within_the_limit(tmp_path: Path) -> None:
+    work = tmp_path / "work[1]"
     (work / "sub").mkdir(parents=True)
     (work / "a.png").write_bytes(b"1" * 10)
     (work / "sub" / "b.png").write_bytes(b"2" * 20)
     (work / "big.png").write_bytes(b"3" * 1000)
-    taken, left_out, failed = outputs.collect_outputs(str(work), str(target), ["**/*.png", "*.csv"], 50)
-    assert [entry["name"] for entry in taken] == ["a.png", "sub/b.png"]
-    assert (target / "sub" / "b.png").read_bytes() == b"2" * 20
-    assert any("big.png (1000 bytes)" in line for line in left_out) and any("'*.csv'" in line for line in left_out)
-    assert not failed
+    found = find_outputs(work, ["**/*.png", "*.csv"])
+    assert found.files == [{"name": "a.png", "size": 10}, {"name": "sub/b.png", "size": 20}]
+    assert [line for line in found.left_out if "big.png (1000 bytes)" in line] and "'*.csv'" in found.left_out[0]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["**", "**/*", "**/*.x", "a/**", "a/**/*.x", "**/b/*", "*/**/c.x", "**/**/c.x", "a/b/c.x", ".h/*", "**/.h.x", "?/[ab]/*"],
+)
+def test_output_patterns_match_as_glob_does(tmp_path: Path, pattern: str) -> None:
+    for name in ("c.x", "a/c.x", "a/b/c.x", "a/b/d", ".h/c.x", "a/.h/c.x", "a/.h.x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    expected = {
+        os.path.relpath(path, tmp_path) for path in glob.glob(f"{tmp_path}/{pattern}", recursive=True) if os.path.isfile(path)
+    }
+    assert set(names(find_outputs(tmp_path, [pattern]))) == expected
 
 
 def test_inputs_are_no_outputs(tmp_path: Path) -> None:
@@ -205,8 +228,8 @@ def test_inputs_are_no_outputs(tmp_path: Path) -> None:
     work = tmp_path / "work"
     environment.lay_out_work_dir(str(work), spec.PayloadSpec(argv=["x"], nonce="n", working_dir=str(source)))
     (work / "new.png").write_text("y")
-    taken, left_out, failed = outputs.collect_outputs(str(work), str(tmp_path / "out"), ["**/*.png", "input.png"], 50)
-    assert [entry["name"] for entry in taken] == ["new.png"] and "'input.png'" in left_out[0] and not failed
+    found = find_outputs(work, ["**/*.png", "input.png"])
+    assert names(found) == ["new.png"] and "'input.png'" in found.left_out[0]
 
 
 def test_the_archive_has_sub_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,55 +246,28 @@ def test_the_archive_has_sub_packages(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done.stdout == f"{archive.PACKAGE}\n", done.stderr
 
 
-def test_one_output_that_cannot_be_copied_does_not_affect_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work, target = tmp_path / "work", tmp_path / "out"
-    work.mkdir()
-    for name in ("a-unreadable", "b-vanished", "good"):
-        (work / name).write_text("x")
-    copy = shutil.copyfile
-
-    def copyfile(source: str, copied_to: str) -> None:
-        copy(source, copied_to)
-        if source.endswith("a-unreadable"):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), source)
-        if source.endswith("b-vanished"):
-            os.unlink(source)
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
-
-    monkeypatch.setattr(shutil, "copyfile", copyfile)
-    taken, left_out, failed = outputs.collect_outputs(str(work), str(target), ["*"], 50)
-    assert [entry["name"] for entry in taken] == ["good"] == os.listdir(target)
-    assert failed == ["a-unreadable: Permission denied"]
-    assert left_out == ["b-vanished was removed before it could be copied"]
-
-
-def test_a_file_that_vanishes_while_it_is_looked_for_is_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "gone").write_text("x")
-    (tmp_path / "good").write_text("x")
-    matches = outputs._matches
-
-    def vanishing(work_dir: str, pattern: str) -> list[str]:
-        found = matches(work_dir, pattern)
-        (tmp_path / "gone").unlink()
-        return found
-
-    monkeypatch.setattr(outputs, "_matches", vanishing)
-    taken, left_out, failed = outputs.collect_outputs(str(tmp_path), str(tmp_path / "out"), ["*"], 50)
-    assert ([entry["name"] for entry in taken], left_out, failed) == (["good"], [], [])
+def test_a_file_that_vanishes_during_the_search_is_no_output(tmp_path: Path) -> None:
+    for name in ("gone", "good"):
+        (tmp_path / name).write_text("x")
+    search = OutputSearch(str(tmp_path), ["gone", "good"], 50)
+    steps = search.run()
+    next(steps)
+    (tmp_path / "gone").unlink()
+    list(steps)
+    assert names(search) == ["good"] and search.left_out == ["no file that the payload made matches 'gone'"]
 
 
 def test_the_names_of_many_outputs_fit_into_the_end(tmp_path: Path) -> None:
     for number in range(200):
         (tmp_path / f"{number}.png").write_text("x")
-    left_out = outputs.collect_outputs(str(tmp_path), str(tmp_path / "out"), ["*"], 0).left_out
+    left_out = find_outputs(tmp_path, ["*"], 0).left_out
     assert len(left_out) == 51 and left_out[-1] == "and 150 more"
 
 
 def test_outputs_cannot_climb_out(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "secret").write_text("x")
-    taken, *_ = outputs.collect_outputs(str(tmp_path / "work"), str(tmp_path / "out"), ["../secret"], 50)
-    assert taken == []
+    assert find_outputs(tmp_path / "work", ["../secret"]).files == []
 
 
 def test_usage_counts_only_its_own_window() -> None:

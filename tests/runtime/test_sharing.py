@@ -411,108 +411,62 @@ def test_orphans_are_ended_once_nothing_runs(runtime: Runtime, tmp_path: Path) -
     assert (said["during"], said["after"], said["template"]) == (True, False, True)
 
 
-COPY = """
+LARGE = "open('large.bin', 'wb').write(bytes(5 * 2**20)); open('small.txt', 'w').write('x')"
+SLOW_SEARCH = """
 from dagster_rayslurm.runtime.payload import outputs
-real = outputs.collect_outputs
-def slowly(*args):
-    time.sleep(%g)
-    return real(*args)
-outputs.collect_outputs = slowly
+run = outputs.OutputSearch.run
+def slowly(search):
+    until = loop.now() + %g
+    while loop.now() < until:
+        time.sleep(0.02)
+        yield
+    yield from run(search)
+outputs.OutputSearch.run = slowly
 ticks = []
 def tick():
     ticks.append(loop.now())
     loop.call_later(0.02, tick)
 tick()
-def copying(patience=100):
-    if loop.children() and patience:  # One that has said all is collected a moment later.
-        return loop.call_later(0.02, lambda: copying(patience - 1))
-    said.update(gap=max(b - a for a, b in zip(ticks, ticks[1:])), children=loop.children())
+def finish():
+    said.update(gap=max(b - a for a, b in zip(ticks, ticks[1:])))
     loop.stop()
 """
-LARGE = "open('large.bin', 'wb').write(bytes(5 * 2**20)); open('small.txt', 'w').write('x')"
 
 
-def test_large_outputs_are_copied_beside_all_else(runtime: Runtime) -> None:
+def test_a_long_search_for_outputs_holds_nobody_up(runtime: Runtime) -> None:
     runtime.add("a", LARGE, outputs=["*.bin", "*.txt", "*.csv"], max_output_bytes=2**23)
     runtime.add("b", "pass", run_id="other")
-    said = runtime.run(COPY % 3 + "session(max_concurrent_payloads=2); submit('a'); submit('b'); when_done(copying)")
+    said = runtime.run(SLOW_SEARCH % 3 + "session(max_concurrent_payloads=2); submit('a'); submit('b'); when_done(finish)")
     a, b = runtime.end("a"), runtime.end("b")
-    assert (a["reason"], a["exit_code"]) == ("exit", 0) and a["outputs"] == [
-        {"name": "small.txt", "size": 1},
-        {"name": "large.bin", "size": 5 * 2**20},
-    ]
-    assert a["outputs_left_out"] == ["no file that the payload made matches '*.csv'"] and b["exit_code"] == 0
-    assert (runtime.path / "a" / "outputs" / "large.bin").stat().st_size == 5 * 2**20
-    assert said["gap"] < 2 and said["children"] == []
-    assert [record["message"] for record in runtime.records("a") if record.get("phase") == "outputs"]
+    assert (a["reason"], a["exit_code"], b["exit_code"]) == ("exit", 0, 0)
+    assert a["outputs"] == [{"name": "small.txt", "size": 1}, {"name": "large.bin", "size": 5 * 2**20}]
+    assert a["outputs_left_out"] == ["no file that the payload made matches '*.csv'"] and said["gap"] < 2
 
 
-def test_few_bytes_need_no_process(runtime: Runtime) -> None:
-    runtime.add("a", "open('a.txt', 'w').write('x')", outputs=["*.txt"])
-    runtime.add("b", LARGE, outputs=["*"], max_output_bytes=1000)
-    runtime.run("""
-        from dagster_rayslurm.runtime.payload import outputs
-        outputs.ForkedTask = None
-        session(); submit("a"); submit("b"); when_done(end)
-    """)
-    assert [one["name"] for one in runtime.end("a")["outputs"]] == ["a.txt"]
-    assert [one["name"] for one in runtime.end("b")["outputs"]] == ["small.txt"]
-
-
-def test_copying_that_hangs_ends_with_what_ends_the_payload(runtime: Runtime) -> None:
-    """It has the grace period, as the payload itself; what is not there then was no success."""
+def test_a_search_for_outputs_ends_with_what_ends_the_payload(runtime: Runtime) -> None:
     for name in "abc":
         runtime.add(name, LARGE, outputs=["*"], run_id=name, grace_period=0.5, time_limit=30.0)
-    said = runtime.run(
-        COPY % 60
+    runtime.run(
+        SLOW_SEARCH % 60
         + """
 session(max_concurrent_payloads=3)
 payloads = [submit(name) for name in "abc"]
 def cancel():
-    if not all(payload.pids and payload.pid is None for payload in payloads):
-        return loop.call_later(0.02, cancel)
+    if not all(payload.ending.exit is not None for payload in payloads):
+        return loop.call_later(0.5, cancel)
     payloads[0].end_early(End("cancel", "not wanted"))
     payloads[0].end_early(End("timeout", "too late"))
     payloads[1].end_early(End("timeout", "too late"), 0)
     payloads[2].abandon(End("runtime", "a defect"))
-    when_done(lambda: loop.call_later(0.2, copying))
+    when_done(finish)
 cancel()
 """
     )
     ends = [runtime.end(name) for name in "abc"]
     assert [end["reason"] for end in ends] == ["cancel", "timeout", "runtime"]
     assert [end["outputs_left_out"] for end in ends] == [
-        [f"all of them: {why} while they were copied"] for why in ("not wanted", "too late", "a defect")
+        [f"all of them: {why} while they were searched for"] for why in ("not wanted", "too late", "a defect")
     ]
-    assert said["children"] == [] and said["gap"] < 2
-
-
-def test_copying_that_ends_within_the_grace_period_is_the_truth(runtime: Runtime) -> None:
-    runtime.add("a", LARGE, outputs=["*"], grace_period=10.0)
-    runtime.run(
-        COPY % 1
-        + """
-session()
-payload = submit("a")
-def cancel():
-    if payload.pid is not None or not payload.pids:
-        return loop.call_later(0.02, cancel)
-    runner.close(End("timeout", "time is up"))
-cancel()
-"""
-    )
-    end = runtime.end("a")
-    assert (end["reason"], end["exit_code"], len(end["outputs"])) == ("exit", 0, 2)
-
-
-def test_a_copier_that_dies_is_told(runtime: Runtime) -> None:
-    runtime.add("a", LARGE, outputs=["*"])
-    runtime.run("""
-        from dagster_rayslurm.runtime.payload import outputs
-        outputs.collect_outputs = lambda *_: 1 / 0
-        session(); submit("a"); when_done(end)
-    """)
-    assert runtime.end("a")["outputs_failed"] == ["all of them: the process that copied them failed"]
 
 
 def test_asking_again_never_lengthens_the_wait(runtime: Runtime) -> None:

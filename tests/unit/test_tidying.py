@@ -1,6 +1,8 @@
 """What a run leaves: outputs that come back, attempts that are let go of, what is removed and what a removal may meet."""
 
+import errno
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,33 @@ def test_outputs_stay_in_their_directory_whatever_a_record_says(tmp_path: Path, 
     """The account over there must not be able to write to this machine."""
     target = str(tmp_path / "evil") if name == "ABSOLUTE" else name
     run_dir, outputs = tmp_path / "run", tmp_path / "home" / "outputs"
-    for path in (run_dir / "outputs" / "good", run_dir / "outputs" / target):
+    for path in (run_dir / "work" / "good", run_dir / "work" / target):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("content")
     before = sorted(tmp_path.rglob("*"))
-    evidence = Evidence(end={"outputs": [{"name": target}, {"name": "good"}]})
-    error = fetch_outputs(evidence, LocalConnection(), str(run_dir), outputs, 1.0)
-    assert error is not None and target in str(error) and sorted(tmp_path.rglob("*")) == before
-    assert fetch_outputs(Evidence(end={"outputs": [{"name": "good"}]}), LocalConnection(), str(run_dir), outputs, 1.0) is None
+    end: dict[str, Any] = {"outputs": [{"name": target}, {"name": "good"}]}
+    with pytest.raises(OSError, match=re.escape(repr(target))):
+        fetch_outputs(end, LocalConnection(), str(run_dir), outputs, 1.0)
+    assert sorted(tmp_path.rglob("*")) == before
+    end = {"outputs": [{"name": "gone"}, {"name": "good"}]}
+    fetch_outputs(end, LocalConnection(), str(run_dir), outputs, 1.0)
     assert (outputs / "good").read_text() == "content"
+    assert end["outputs_failed"] == ["gone: No such file or directory"]
+
+
+def test_one_output_that_cannot_be_copied_does_not_affect_the_others(tmp_path: Path) -> None:
+    class Unreadable(LocalConnection):
+        def download(self, path: str, local_path: str, progress: Any = None) -> None:
+            if path.endswith("secret"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            super().download(path, local_path, progress)
+
+    (tmp_path / "work").mkdir()
+    for name in ("good", "secret"):
+        (tmp_path / "work" / name).write_text(name)
+    end: dict[str, Any] = {"outputs": [{"name": "secret"}, {"name": "good"}]}
+    fetch_outputs(end, Unreadable(), str(tmp_path), tmp_path / "outputs", 1.0)
+    assert os.listdir(tmp_path / "outputs") == ["good"] and end["outputs_failed"] == ["secret: Permission denied"]
 
 
 def test_what_cannot_be_swept_keeps_nobody_from_running(tmp_path: Path) -> None:

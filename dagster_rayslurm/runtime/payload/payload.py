@@ -23,14 +23,14 @@ from .context import Setting
 from .environment import Environment, lay_out_work_dir, payload_environment
 from .measurement import Measurement
 from .output_streams import OutputStreams
-from .outputs import NOTHING, Collected, Collection
+from .outputs import OutputSearch
 from .preload_server import Templates
 from .process import PayloadProcess, why_not_started
 from .record import MessageFile, PayloadRecord
 
 _MESSAGE_POLL = 0.1
-_MESSAGE_TURN = 0.1
-"""Seconds for which messages are copied at a stretch: whoever writes them without end must not hold up all else."""
+_TURN = 0.1
+"""Seconds for which messages are copied, or outputs searched for, at a stretch: other payloads must not wait longer."""
 _SYNC_INTERVAL = 0.2
 _DRAIN_DEADLINE = 5.0
 _SIGNAL_MARGIN = 0.25
@@ -85,6 +85,7 @@ class Payload:
         self._timers = Timers(loop, self.safely)
         self._due_signals: List[int] = []
         self._started_at: Optional[float] = None
+        self._ended_at = 0.0
         self._setting: Optional[Setting] = None
         self._messages: Optional[MessageFile] = None
         self._measurement: Optional[Measurement] = None
@@ -92,9 +93,7 @@ class Payload:
         self._awaited: Set[str] = set()
         """What the `end` waits for once the process has ended."""
         self._finishing = False
-        self._outputs: Optional[Collection] = None
-        self._cut: Optional[End] = None
-        """Why the copying of outputs is cut short."""
+        self._outputs: Optional[OutputSearch] = None
         self._told_ended = False
 
     def start(self, setting: Setting) -> None:
@@ -159,13 +158,12 @@ class Payload:
         """End the payload for a reason of the runtime's own: SIGTERM to its group, SIGKILL after the grace period.
 
         The first reason stands; asking again shortens the wait if `grace` is shorter, and never lengthens it. Outputs that are
-        still being copied get the grace period, too; without them the reason is how the payload ended.
+        still being searched for are given up, and the reason is how the payload ended.
         """
         grace = self.spec.grace_period if grace is None else grace
         if self._outputs is not None and not self.ended:
             if end.reason != EndReason.RECORD:  # Nothing but the `end` is still to be recorded.
-                self._cut = self._cut or end
-                self._kill_within(grace)
+                self._give_up_outputs(end)
             return
         itself = self.ending.exit is not None and "settling" not in self._awaited
         if self.ended or (itself and end.reason != EndReason.RECORD):
@@ -196,12 +194,6 @@ class Payload:
     def pid(self) -> Optional[int]:
         """Its process, while that runs."""
         return self._process.pid if self.ending.exit is None else None
-
-    @property
-    def pids(self) -> List[int]:
-        """The processes that work for it here; what is below them is its own, too."""
-        copying = self._outputs.pid if self._outputs is not None else None
-        return [pid for pid in (self.pid, copying) if pid is not None]
 
     def phase(self, name: str, message: str) -> None:
         """Tell the user what happens now, unless the payload has ended."""
@@ -237,18 +229,18 @@ class Payload:
         self._process.give_up()
         self._timers.cancel_all()
         self._streams.close()
-        for pid in self.pids:
-            processes.signal_group(pid, signal.SIGKILL)
+        if self.pid is not None:
+            self._process.kill()
         self._process.kill_leftovers()
-        self.record.end(self._end_record(end, time.time()))
+        self._ended_at, self._outputs = time.time(), None
+        self.record.end(self._end_record(end))
         self._tell_ended()
 
     def abandon(self, end: End) -> None:
         """Write the `end` without waiting for the process, which the caller ends with everything else."""
         if not self.ended:
-            self._cut = self._cut or end
             self._finish(end)
-            self._cut_outputs()
+            self._give_up_outputs(end)
 
     def _unrecordable(self, why: str) -> None:
         """A record that cannot be kept ends the payload, because results would be lost."""
@@ -260,19 +252,7 @@ class Payload:
         at = self.loop.now() + grace
         if self._kill_at is None or at < self._kill_at:
             self._kill_at = at
-            self._timers.due("kill", grace, self._kill)
-
-    def _kill(self) -> None:
-        if self._outputs is not None:
-            self._cut_outputs()
-        else:
-            self._process.kill()
-
-    def _cut_outputs(self) -> None:
-        """Write the `end` without the outputs that are still being copied."""
-        if self._outputs is not None and self._cut is not None and not self.ended:
-            self.ending.decide(self._cut)  # A success would have them all.
-            self._outputs.cut(self._cut.message or self._cut.reason)
+            self._timers.due("kill", grace, self._process.kill)
 
     def _take_output(self, stream: str, text: str) -> None:
         self.record.output(stream, text)
@@ -280,7 +260,7 @@ class Payload:
     def _copy_messages(self) -> None:
         """Copy what messages there are, and see later whether there are more."""
         assert self._messages is not None
-        until, more = self.loop.now() + _MESSAGE_TURN, True
+        until, more = self.loop.now() + _TURN, True
         while more and not self._finishing and self.loop.now() < until:
             more = self._messages.copy(self.record.keep)
         if not self._finishing:
@@ -304,7 +284,7 @@ class Payload:
         if self._setting.audit is not None:
             self._awaited.add("audit")
             self._setting.audit(lambda leaks: self.safely(lambda: self._take_leaks(leaks)))
-        self._kill()
+        self._process.kill()
         self._process.kill_leftovers()
         if code != 0 and self.ending.verdict is None:
             self._awaited.add("settling")
@@ -349,30 +329,37 @@ class Payload:
             self._messages.remove()
             end = self.ending.verdict or end  # Copying the last messages may itself have failed.
         self._timers.cancel_all()
-        self._kill_at = None
-        ended_at = time.time()
-        target = os.path.join(self.run_dir, "outputs")
-        patterns = self.spec.outputs if self._started_at is not None else []
+        self._ended_at = time.time()
+        if self._started_at is None or not self.spec.outputs:
+            return self._conclude(end)
+        self._outputs = OutputSearch(self._work_dir, self.spec.outputs, self.spec.max_output_bytes)
+        search = self._outputs.run()
 
-        def copied(outputs: Collected) -> None:
-            self.safely(lambda: self._conclude(end, ended_at, outputs))
+        def advance() -> None:
+            until = self.loop.now() + _TURN
+            for _ in search:
+                if self.loop.now() > until:
+                    return self._timers.due("outputs", 0.0, advance)
+            self._conclude(end)
 
-        outputs = Collection(self.loop, self._work_dir, target, patterns, self.spec.max_output_bytes, copied)
-        if not self.ended:
-            self._outputs = outputs
-            self.record.phase("outputs", "copying the outputs")
+        advance()
 
-    def _conclude(self, end: End, ended_at: float, outputs: Collected) -> None:
+    def _give_up_outputs(self, end: End) -> None:
+        """Write the `end` without the outputs that are still being searched for."""
+        if self._outputs is not None and not self.ended:
+            self.ending.decide(end)  # A success would have them all.
+            self._outputs.files = []
+            self._outputs.left_out = ["all of them: %s while they were searched for" % (end.message or end.reason)]
+            self._conclude(end)
+
+    def _conclude(self, end: End) -> None:
         """Write the one `end`."""
-        if self.ended:
-            return  # A defect has ended it.
         self._timers.cancel_all()
-        end = self.ending.verdict or end
         self.ended = True
-        self.record.end(self._end_record(end, ended_at, outputs))
+        self.record.end(self._end_record(self.ending.verdict or end))
         self._tell_ended()
 
-    def _end_record(self, end: End, ended_at: float, outputs: Collected = NOTHING) -> Dict[str, Any]:
+    def _end_record(self, end: End) -> Dict[str, Any]:
         process = self.ending.exit or end
         return {
             "type": "end",
@@ -382,12 +369,11 @@ class Payload:
             "exit_code": process.exit_code,
             "signal": process.signal,
             "started_at": self._started_at,
-            "ended_at": ended_at,
+            "ended_at": self._ended_at,
             "pipes_messages": self._messages.count if self._messages else 0,
             "usage": self._measurement.so_far() if self._measurement is not None else {},
-            "outputs": outputs.taken,
-            "outputs_left_out": outputs.left_out,
-            "outputs_failed": outputs.failed,
+            "outputs": self._outputs.files if self._outputs is not None else [],
+            "outputs_left_out": self._outputs.left_out if self._outputs is not None else [],
             "context": self.context,
         }
 

@@ -170,6 +170,6 @@ class Dispatcher:
 
     def _others(self, payload: Payload) -> List[int]:
         """The processes that, with all below them, are not this payload's."""
-        drivers = [pid for other in self._roster.running if other is not payload for pid in other.pids]
+        drivers = [other.pid for other in self._roster.running if other is not payload and other.pid is not None]
         templates = self._templates.pids() if self._templates is not None else []
         return drivers + templates + self._clusters.others(payload)

@@ -353,7 +353,7 @@ class Supervisor:
             member.await_back(self.loop, lambda: self._node_lost(member.title))
 
     def _drivers(self) -> List[int]:
-        return [pid for payload in self._roster.running for pid in payload.pids]
+        return [payload.pid for payload in self._roster.running if payload.pid is not None]
 
     def _tell_of_memory(self, message: str, killed: bool) -> None:
         """Tell all payloads that run of a node that is nearly full, and count the Ray workers killed while each ran."""
