@@ -27,8 +27,8 @@ from .backends.local import LocalBackend
 from .backends.run_dir import Layout
 from .backends.sessions import local as local_session
 from .backends.sessions.backend import SessionBackend, end_session
-from .backends.sessions.matching import head_wanted
-from .backends.sessions.template import SessionSetup
+from .backends.sessions.matching import required_head
+from .backends.sessions.session_job import SessionSetup
 from .completed import CompletedRun
 from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
 from .config import SessionConfig, check_environment, resolve_variables
@@ -113,7 +113,7 @@ def backend_for(setting: Setting, call: Call) -> Backend[Plan, RunningPayload]:
             setting.session if setting.reuse else None,
             offered,
             asked,
-            head_wanted(call.launcher, call.components),
+            required_head(call.launcher, call.components),
             setting.simulate,
         )
     if setting.mode == modes.SESSION:

@@ -34,7 +34,7 @@ from .local_process import example_command, reap_later, runtime_command, start_p
 from .run_dir import Layout, run_files, write_run_dir, write_runtime_spec
 from .sessions import local as local_session
 from .sessions.local import LocalPayload
-from .sessions.matching import Capacity, Requirements, misfit, refused, wants
+from .sessions.matching import Capacity, Requirements, claimed_resources, misfit, misfit_error
 from .sessions.run_scope import end_with_run, local_session_of
 
 LOCAL_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
@@ -85,9 +85,9 @@ class LocalBackend:
         if self.offered is None:
             return wanted
         offered = self._here(self.offered, self.components)
-        problem = misfit(Requirements(wanted, (), head=self.head), Capacity(_as_granted(offered, wanted), True, None))
+        problem = misfit(Requirements(wanted, (), head=self.head), Capacity(_as_granted(offered, wanted), True))
         if problem is not None and session.on_misfit == "error":
-            raise StartError(FailureKind.CONFIGURATION, refused(problem))
+            raise StartError(FailureKind.CONFIGURATION, misfit_error(problem))
         return offered if problem is None else wanted
 
     def sweep(self, retention_days: float) -> None:  # noqa: ARG002
@@ -103,7 +103,7 @@ class LocalBackend:
                 step.log.info(f"[rayslurm] {problem}; local mode starts the payload all the same")
         if plan.ray is not None and self.session is not None:
             ray = self._cluster(plan.ray, self.session)
-            cpus, gpus = wants(Requirements(plan.ray, plan.footprint), Capacity(ray, True, None))
+            cpus, gpus = claimed_resources(Requirements(plan.ray, plan.footprint), Capacity(ray, True))
             payload = replace(plan.payload, run_id=step.run_id, step=step.step_key, want_cpus=cpus, want_gpus=gpus)
             plan = replace(plan, payload=payload)
         write_run_dir(self.connection, run_dir, run_files(plan, context))

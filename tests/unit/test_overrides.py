@@ -17,7 +17,7 @@ from dagster_rayslurm import (
     SlurmQueueConfig,
     SlurmResource,
 )
-from dagster_rayslurm.backends.sessions.template import SessionSetup
+from dagster_rayslurm.backends.sessions.session_job import SessionSetup
 from dagster_rayslurm.environments import InheritedEnvironment
 from dagster_rayslurm.overrides import launcher_origins, merge_launcher, merge_queue, queue_origins
 from dagster_rayslurm.plan import make_plan
@@ -159,8 +159,8 @@ def test_a_session_is_asked_for_what_the_call_changes_and_no_more() -> None:
     fits = session_setup(SlurmQueueConfig(num_nodes=1))
     assert fits.misfit(plan) is None
     # Only a time limit that the call sets is the payload's own.
-    assert not fits.wish(plan).time_limited
-    assert session_setup(SlurmQueueConfig(time_limit="01:00:00")).wish(plan).time_limited
+    assert not fits.required(plan).time_limited
+    assert session_setup(SlurmQueueConfig(time_limit="01:00:00")).required(plan).time_limited
     larger = session_setup(SlurmQueueConfig(num_nodes=3))
     assert "num_nodes=3" in (larger.misfit(plan) or "")
     queue = larger.own(plan).queue

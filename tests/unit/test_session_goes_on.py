@@ -13,7 +13,7 @@ from dagster_rayslurm.backends.reattach import REQUIREMENTS_FILE
 from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
-from dagster_rayslurm.backends.sessions.template import SessionSetup
+from dagster_rayslurm.backends.sessions.session_job import SessionSetup
 from dagster_rayslurm.environments import PreDeployedEnvironment
 from dagster_rayslurm.plan import Plan, make_plan
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, encode
@@ -52,7 +52,7 @@ def test_a_retry_that_asks_for_something_else_begins_anew(
 ) -> None:
     step = Step(run_id="r", step_key="s", partition_key=None, log=Log())
     first, plan = asking(tmp_path)
-    asked = first.setup.asked(plan, "r", str(tmp_path), str(tmp_path / "data"))
+    asked = first.setup.fingerprint(plan, "r", str(tmp_path), str(tmp_path / "data"))
     accepted = dataclasses.replace(plan.payload, run_id="r", step="s", ray=None, want_cpus=2, time_limit=60.0)
     run_dir = tmp_path / "runs" / "r-s-n"
     run_dir.mkdir(parents=True)

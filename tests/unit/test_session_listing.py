@@ -10,9 +10,9 @@ import pytest
 from dagster_rayslurm import RayLauncher, SlurmQueueConfig
 from dagster_rayslurm.backends.sessions import listing as session_listing
 from dagster_rayslurm.backends.sessions.listing import end_sessions, job_of, list_generations, parse_listing, state_of
-from dagster_rayslurm.backends.sessions.matching import make_offer
+from dagster_rayslurm.backends.sessions.matching import Requirements
 from dagster_rayslurm.backends.sessions.registry import SessionManifest, charter_to_json
-from dagster_rayslurm.components import Component, request_for
+from dagster_rayslurm.components import Component
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -107,11 +107,9 @@ def test_a_job_of_components_is_known_by_its_first() -> None:
 
 def test_what_its_directory_tells_of_components(base: Path) -> None:
     queue = SlurmQueueConfig(partition="gpu")
-    parts = [Component(name, queue, RayLauncher()) for name in ("gpu", "cpu")]
-    request = request_for(parts, job_name="x", comment="")
-    offer = json.dumps(
-        json.loads(charter_to_json(SessionManifest(1, make_offer(None, False, queue, request, parts), ("python", "ask"))))
-    )
+    parts = tuple(Component(name, queue, RayLauncher()) for name in ("gpu", "cpu"))
+    capacity = Requirements(None, (), queue, parts).capacity(reuse=False)
+    offer = charter_to_json(SessionManifest(1, capacity, ("python", "ask"))).decode()
     write(base, 1, job_id="12\n", offer_json=offer, session_json=json.dumps({**ANNOUNCED, "heterogeneous": True}))
     write(base, 2, job_id="13\n", session_json=json.dumps(ANNOUNCED))
     one, other = list_generations(LocalConnection(), str(base))

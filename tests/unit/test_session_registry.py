@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm import BashLauncher, RunFailure, SlurmQueueConfig
+from dagster_rayslurm import RunFailure, SlurmQueueConfig
 from dagster_rayslurm.backends import slurm_job
 from dagster_rayslurm.backends.sessions import acquire
 from dagster_rayslurm.backends.sessions.acquire import AcquiredSession, SessionAcquisition
 from dagster_rayslurm.backends.sessions.listing import list_generations
-from dagster_rayslurm.backends.sessions.matching import make_offer
+from dagster_rayslurm.backends.sessions.matching import Requirements
 from dagster_rayslurm.backends.sessions.registry import (
     Newest,
     SessionManifest,
@@ -176,8 +176,7 @@ def request(name: str) -> JobRequest:
 
 
 def charter(number: int) -> SessionManifest:
-    launcher, queue = BashLauncher(), SlurmQueueConfig()
-    return SessionManifest(number, make_offer(launcher.ray_spec(), False, queue, request("x")), ("python", "ask"))
+    return SessionManifest(number, Requirements(None, ()).capacity(reuse=False), ("python", "ask"))
 
 
 def files(number: int) -> dict[str, bytes]:

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm import BashLauncher, SlurmQueueConfig
 from dagster_rayslurm.backends.sessions import request as session_request
 from dagster_rayslurm.backends.sessions.client import Announcement, AnswerLost, Unreachable
-from dagster_rayslurm.backends.sessions.matching import make_offer
+from dagster_rayslurm.backends.sessions.matching import Requirements
 from dagster_rayslurm.backends.sessions.registry import Found, SessionManifest
 from dagster_rayslurm.backends.sessions.request import Request
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.runtime.protocol.record import encode
-from dagster_rayslurm.slurm.request import make_request
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
 from dagster_rayslurm.ssh.base import ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -90,10 +88,9 @@ class Way:
     def found(self, number: int = 1) -> Found:
         directory = self.path / "sessions" / str(number)
         directory.mkdir(parents=True, exist_ok=True)
-        queue = SlurmQueueConfig()
-        offer = make_offer(None, False, queue, make_request(queue, BashLauncher().footprint(), job_name="x", comment=""))
+        capacity = Requirements(None, ()).capacity(reuse=False)
         announcement = Announcement(f"slurm-{number}", str(number), ("n",), 1, "00", 1, None, "n")
-        return Found(str(directory), SessionManifest(number, offer, ("ask",)), announcement)
+        return Found(str(directory), SessionManifest(number, capacity, ("ask",)), announcement)
 
     def put(self, number: int = 1) -> dict[str, Any]:
         return self.request.put(self.found(number), {"payload.json": "{}"}, [])

@@ -39,12 +39,21 @@ from ..slurm_job import SlurmJob
 from .acquire import AcquiredSession, SessionAcquisition
 from .idle import IdleSessions
 from .listing import end_generations, list_generations
-from .matching import Capacity, across_rooms, alike, misfit, payload_time_limit, refused, wants
+from .matching import (
+    Capacity,
+    Requirements,
+    claimed_resources,
+    misfit,
+    misfit_error,
+    own_cluster,
+    payload_time_limit,
+    same_capacity,
+)
 from .payload import SessionPayload
 from .registry import Found, SessionManifest, SessionRegistry, charter_to_json
 from .request import GONE, Request
 from .run_scope import end_with_run, slurm_session_of
-from .template import SessionSetup, SessionTemplate, example_session_script, session_script
+from .session_job import SessionSetup
 
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
 """A payload's record begins before it is followed, and a warm step may be over in no time."""
@@ -89,8 +98,8 @@ class SessionBackend:
         if problem is None:
             return
         if setup.session.on_misfit == "error":
-            raise ValueError(refused(problem))
-        if problem := misfit(setup.wish(plan), setup.own(plan).offer(setup.reuse)):
+            raise ValueError(misfit_error(problem))
+        if problem := misfit(setup.required(plan), setup.own(plan).capacity(setup.reuse)):
             raise ValueError(problem)
 
     def sweep(self, retention_days: float) -> None:
@@ -105,7 +114,7 @@ class SessionBackend:
         payload = packed.payload
         asked = {
             PAYLOAD: to_json(dataclasses.replace(payload, step=step.step_key)).encode("utf-8"),
-            reattach.REQUIREMENTS_FILE: self.setup.asked(packed, step.run_id, base, data_dir),
+            reattach.REQUIREMENTS_FILE: self.setup.fingerprint(packed, step.run_id, base, data_dir),
         }
 
         def job_of(start: Record | None) -> str | None:
@@ -123,8 +132,7 @@ class SessionBackend:
         return reattach.job_with(self.connection, run_dir, payload.nonce, asked, job_of, step.log) is not None
 
     def example(self, plan: Plan) -> str:
-        setup = self.setup
-        return example_session_script(setup, setup.usual if setup.misfit(plan) is None else setup.own(plan))
+        return self.setup.example_script(plan)
 
 
 def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
@@ -174,8 +182,8 @@ class _Start:
         self._cargo.warn(step.log)
         self._plan = self._cargo.plan
         self._run_dir, self._context, self._step, self._hold = run_dir, context, step, hold
-        self._wish = self._setup.wish(plan)
-        self._asked = self._setup.asked(self._plan, step.run_id, self._base, self._data_dir)
+        self._wish = self._setup.required(plan)
+        self._asked = self._setup.fingerprint(self._plan, step.run_id, self._base, self._data_dir)
         # A launcher of the run's own that does not fit is known before anything is asked.
         self._apart = self._setup.misfit(plan) is not None
         self._arrival: AcquiredSession | None = None
@@ -215,7 +223,7 @@ class _Start:
 
     def _try_session(self) -> bool:
         """Go from generation to generation of one session; whether the payload needs another session."""
-        kind = self._setup.own(self._plan) if self._apart else self._setup.usual
+        kind = self._setup.own(self._plan) if self._apart else self._setup.default
         key = self._setup.key(kind, self._step.run_id, self._base, self._data_dir, self._apart)
         if self._setup.session.scope == "run":
             session = slurm_session_of(self._setup.slurm.ssh, self._base, key)
@@ -233,8 +241,8 @@ class _Start:
                 return False
             if problem is not None:
                 if self._apart or self._setup.session.on_misfit == "error":
-                    raise StartError(FailureKind.CONFIGURATION, problem if self._apart else refused(problem))
-                if alike(self._setup.own(self._plan).offer(self._setup.reuse), found.charter.offer):
+                    raise StartError(FailureKind.CONFIGURATION, problem if self._apart else misfit_error(problem))
+                if same_capacity(self._setup.own(self._plan).capacity(self._setup.reuse), found.charter.offer):
                     raise StartError(FailureKind.CONFIGURATION, f"{problem}; a session of its own would be given no more")
                 self._step.log.info(f"[rayslurm] another session is needed: {problem}")
                 return True
@@ -274,12 +282,12 @@ class _Start:
 
     def _files(self, offer: Capacity) -> Mapping[str, str]:
         """What the payload's run directory begins with, but for secrets."""
-        cpus, gpus = wants(self._wish, offer)
+        cpus, gpus = claimed_resources(self._wish, offer)
         payload = dataclasses.replace(
             self._plan.payload,
             run_id=self._step.run_id,
             step=self._step.step_key,
-            ray=None if offer.reuse else across_rooms(self._plan.ray, offer),
+            ray=None if offer.reuse else own_cluster(self._plan.ray, offer),
             want_cpus=cpus,
             want_gpus=gpus,
             time_limit=payload_time_limit(self._wish, offer),
@@ -312,17 +320,14 @@ class _Start:
     def _queue(self) -> SharedQueue:
         return shared_queue(self._commands, str(self._backend.layout.queue), self._setup.slurm.poll_interval)
 
-    def _job(self, directory: str, job_id: str, cluster_id: str, offer: Capacity | None) -> SlurmJob:
+    def _job(self, directory: str, job_id: str, cluster_id: str, offer: Capacity) -> SlurmJob:
         """The job of a session that is there, as far as it matters to a payload of it."""
         name = job_name(f"session-{self._setup.name}", cluster_id.removeprefix(CLUSTER))
-        if offer is not None and offer.rooms:
-            parts = [
-                JobRequest(name, "", partition=room.queue["partition"], component_id=room.component_id) for room in offer.rooms
-            ]
-            request = dataclasses.replace(parts[0], others=tuple(parts[1:]))
-        else:
-            queue = offer.queue if offer is not None else None
-            request = JobRequest(name, "", partition=queue["partition"] if queue is not None else None)
+        first, *others = [
+            JobRequest(name, "", partition=queue["partition"], component_id=component)
+            for component, queue in offer.queues.items()
+        ]
+        request = dataclasses.replace(first, others=tuple(others))
         return self._watched(request, Submitted(job_id, 0.0), directory)
 
     def _watched(self, request: JobRequest, submitted: Submitted, directory: str, since: float | None = None) -> SlurmJob:
@@ -339,11 +344,11 @@ class _Start:
             waiting_since=since,
         )
 
-    def _search(self, registry: SessionRegistry, kind: SessionTemplate) -> SessionAcquisition:
+    def _search(self, registry: SessionRegistry, kind: Requirements) -> SessionAcquisition:
         queue = self._queue()
 
         def job_of(number: int, job_id: str, name: str, at: float) -> SlurmJob:
-            request = dataclasses.replace(kind.request(), job_name=name)
+            request = dataclasses.replace(kind.job_request(), job_name=name)
             since = queue.clock.now() - (time.monotonic() - self._began)
             return self._watched(request, Submitted(job_id, at), registry.generation(number), since)
 
@@ -359,7 +364,7 @@ class _Start:
             log=self._step.log,
         )
 
-    def _create(self, registry: SessionRegistry, kind: SessionTemplate, number: int, hold: Callable[[SlurmJob], None]) -> bool:
+    def _create(self, registry: SessionRegistry, kind: Requirements, number: int, hold: Callable[[SlurmJob], None]) -> bool:
         """Claim a generation and submit its job, unless somebody else is faster."""
         step, setup = self._step, self._setup
         with base_errors(self._base):
@@ -368,12 +373,12 @@ class _Start:
             runtime = deliver(self._connection, self._base, self._cargo, step.log)
         nonce = secrets.token_hex(6)
         name = job_name(f"session-{setup.name}", nonce)
-        request = kind.request(name, job_comment(step.run_id, step.step_key, step.partition_key))
+        request = kind.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
         directory = registry.generation(number)
-        charter = SessionManifest(number, kind.offer(setup.reuse), tuple(interpreter.start("-I", runtime, "ask")))
-        script = session_script(request, interpreter, runtime, directory, setup.slurm)
+        charter = SessionManifest(number, kind.capacity(setup.reuse), tuple(interpreter.start("-I", runtime, "ask")))
+        script = setup.script(request, interpreter, runtime, directory)
         files = {
-            RUNTIME: to_json(setup.spec(f"{CLUSTER}{nonce}", kind, request, self._plan)).encode("utf-8"),
+            RUNTIME: to_json(setup.runtime_spec(f"{CLUSTER}{nonce}", kind, request, self._plan)).encode("utf-8"),
             JOB_SCRIPT: script.encode("utf-8", "surrogateescape"),
             OFFER: charter_to_json(charter),
             SESSION: b"",

@@ -123,7 +123,7 @@ def _generation(base: str, key: str, number: int, files: Mapping[str, bytes]) ->
         exit_code=None if job_id is None else parse_exit(files.get(EXIT, b""), job_id),
         announcement=announcement,
         start=charter.ask if charter is not None else (),
-        components=tuple(room.component_id for room in charter.offer.rooms) if charter is not None else (),
+        components=tuple(charter.offer.components) if charter is not None else (),
     )
 
 

@@ -22,7 +22,7 @@ from ...slurm.submit import ABANDONED, CREATOR, CURRENT, JOB_ID, OFFER
 from ...ssh.base import Connection, ConnectionFailed
 from ..payload_files import base_errors
 from .client import Announcement, parse_announcement
-from .matching import Capacity, offer_from_json, offer_to_json
+from .matching import Capacity, capacity_from_json, capacity_to_json
 
 WAITING = "waiting"
 """Directory of files of those who wait for a session to come up, touched by them."""
@@ -98,7 +98,7 @@ class SessionManifest:
 
 def charter_to_json(charter: SessionManifest) -> bytes:
     """A charter as a file."""
-    content = {"generation": charter.generation, "offer": offer_to_json(charter.offer), "ask": list(charter.ask)}
+    content = {"generation": charter.generation, "offer": capacity_to_json(charter.offer), "ask": list(charter.ask)}
     return json.dumps({"protocol": PROTOCOL_VERSION, **content}).encode()
 
 
@@ -111,7 +111,7 @@ def parse_charter(data: bytes) -> SessionManifest | None:
             return None
         if not isinstance(ask, list) or not ask or not all(isinstance(word, str) for word in ask):
             return None
-        return SessionManifest(number, offer_from_json(found["offer"]), tuple(ask))
+        return SessionManifest(number, capacity_from_json(found["offer"]), tuple(ask))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

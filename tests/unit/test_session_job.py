@@ -1,4 +1,4 @@
-"""Which session a payload goes to, and what its job and its runtime are told; above all where it has components."""
+"""The job of a session: requirements, key, start record and script, with and without components."""
 
 import dataclasses
 import json
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
-from dagster_rayslurm.backends.sessions.matching import misfit, offer_from_json, offer_to_json
-from dagster_rayslurm.backends.sessions.template import SessionSetup, SessionTemplate, example_session_script
+from dagster_rayslurm.backends.sessions.matching import Requirements, capacity_from_json, capacity_to_json, misfit
+from dagster_rayslurm.backends.sessions.session_job import SessionSetup
 from dagster_rayslurm.components import arrange, settle
 from dagster_rayslurm.environments import PreDeployedEnvironment
 from dagster_rayslurm.launchers import Launcher
@@ -55,17 +55,17 @@ def plan(one: SessionSetup) -> Plan:
     )
 
 
-def order(kind: SessionTemplate) -> list[str]:
-    return [each.component_id for each in kind.components]
+def order(required: Requirements) -> list[str]:
+    return [each.component_id for each in required.components]
 
 
-def fits(one: SessionSetup, kind: SessionTemplate | None = None) -> str | None:
-    return misfit(one.wish(plan(one)), (kind or one.usual).offer(one.reuse))
+def problem_of(one: SessionSetup, session: Requirements | None = None) -> str | None:
+    return misfit(one.required(plan(one)), (session or one.default).capacity(one.reuse))
 
 
-def test_one_job_of_all_components() -> None:
-    usual = setup(CPU, GPU, session={"time_limit": "00:20:00"}).usual
-    request = usual.request("name", "comment")
+def test_components_make_one_heterogeneous_job() -> None:
+    usual = setup(CPU, GPU, session={"time_limit": "00:20:00"}).default
+    request = usual.job_request("name", "comment")
     assert [part.component_id for part in request.parts] == ["cpu", "gpu"]
     assert [(part.partition, part.num_nodes, part.cpus_per_node, part.gpus_per_node) for part in request.parts] == [
         ("compute", 2, 4, None),
@@ -76,59 +76,59 @@ def test_one_job_of_all_components() -> None:
     assert usual.ray.components[1].num_gpus == 1
 
 
-def test_what_one_component_says_of_the_job_counts_for_all() -> None:
-    usual = setup(CPU, component("gpu", time_limit="00:30:00", requeue=True, signal_before_timeout="USR1@60")).usual
-    request = usual.request()
+def test_job_options_of_one_component_apply_to_all() -> None:
+    usual = setup(CPU, component("gpu", time_limit="00:30:00", requeue=True, signal_before_timeout="USR1@60")).default
+    request = usual.job_request()
     assert {part.time_limit for part in request.parts} == {"00:30:00"}
     assert not any(part.requeue for part in request.parts)  # It would know nothing of what it had accepted.
     assert usual.queue.signal_before_timeout == "USR1@60"
 
 
-def test_nodes_of_a_session_are_those_of_its_components() -> None:
+def test_num_nodes_contradicts_components() -> None:
     with pytest.raises(ValueError, match=r"SessionConfig.num_nodes=3 .*num_nodes in the queue of each component"):
-        setup(CPU, GPU, session={"num_nodes": 3}).usual  # noqa: B018
-    assert setup(session={"num_nodes": 3}).usual.queue.num_nodes == 3
+        setup(CPU, GPU, session={"num_nodes": 3}).default  # noqa: B018
+    assert setup(session={"num_nodes": 3}).default.queue.num_nodes == 3
 
 
 def test_the_head_comes_first() -> None:
-    assert order(setup(CPU, GPU).usual) == ["cpu", "gpu"]
-    assert order(setup(CPU, component("gpu", head=True)).usual) == ["gpu", "cpu"]
+    assert order(setup(CPU, GPU).default) == ["cpu", "gpu"]
+    assert order(setup(CPU, component("gpu", head=True)).default) == ["gpu", "cpu"]
     # The launcher of sessions has the last word on those; what a payload wants beside decides of its own alone.
     one = setup(CPU, component("gpu", head=True), launcher=RayLauncher(component_id="cpu"))
-    assert order(one.usual) == ["cpu", "gpu"] and fits(one) is None
-    assert fits(dataclasses.replace(one, own_launcher=BashLauncher())) is None
+    assert order(one.default) == ["cpu", "gpu"] and problem_of(one) is None
+    assert problem_of(dataclasses.replace(one, own_launcher=BashLauncher())) is None
 
 
-def test_a_payload_that_must_run_in_a_component() -> None:
+def test_a_payload_with_a_component_id_gets_a_session_with_its_head_there() -> None:
     one = setup(CPU, GPU, own_launcher=RayLauncher(component_id="gpu"))
-    problem = fits(one)
+    problem = problem_of(one)
     assert problem and "RayLauncher.component_id='gpu'" in problem
     own = one.own(plan(one))
-    assert order(own) == ["gpu", "cpu"] and fits(one, own) is None
+    assert order(own) == ["gpu", "cpu"] and problem_of(one, own) is None
     with pytest.raises(ValueError, match="there is no component 'x'"):
-        setup(CPU, GPU, own_launcher=RayLauncher(component_id="x")).wish(plan(setup(CPU, GPU)))
+        setup(CPU, GPU, own_launcher=RayLauncher(component_id="x")).required(plan(setup(CPU, GPU)))
 
 
-def test_components_of_a_runs_own() -> None:
+def test_own_components_of_a_run() -> None:
     more = component("gpu", partition="gpu", gpus_per_node=4, time_limit="02:00:00")
     one = setup(CPU, GPU, own_components=(more,), session={"time_limit": "03:00:00"})
-    assert "component 'gpu': SlurmQueueConfig.gpus_per_node=4" in (fits(one) or "")
+    assert "component 'gpu': SlurmQueueConfig.gpus_per_node=4" in (problem_of(one) or "")
     own = one.own(plan(one))
-    assert order(own) == ["gpu"] and fits(one, own) is None
+    assert order(own) == ["gpu"] and problem_of(one, own) is None
     assert own.queue.time_limit == "03:00:00"  # It lives no shorter than the usual one.
     less = setup(CPU, GPU, own_components=(component("gpu", gpus_per_node=1),))
-    assert fits(less) is None
+    assert problem_of(less) is None
     marked = setup(CPU, GPU, own_components=(component("cpu"), component("gpu", head=True)))
-    assert "component_id='gpu'" in (fits(marked) or "") and order(marked.own(plan(marked))) == ["gpu", "cpu"]
+    assert "component_id='gpu'" in (problem_of(marked) or "") and order(marked.own(plan(marked))) == ["gpu", "cpu"]
     beside = setup(own_components=(CPU, GPU))
-    assert "the session has none" in (fits(beside) or "") and fits(beside, beside.own(plan(beside))) is None
+    assert "the session has none" in (problem_of(beside) or "") and problem_of(beside, beside.own(plan(beside))) is None
 
 
-def test_components_of_a_runs_own_where_the_usual_ones_make_no_session() -> None:
+def test_own_components_replace_impossible_default_ones() -> None:
     one = setup(CPU, launcher=RayLauncher(component_id="z"), own_components=(component("z", time_limit="00:05:00"),))
     assert "there is no component 'z'" in (one.misfit(plan(one)) or "")
     own = one.own(plan(one))
-    assert order(own) == ["z"] and own.queue.time_limit == "00:05:00" and fits(one, own) is None
+    assert order(own) == ["z"] and own.queue.time_limit == "00:05:00" and problem_of(one, own) is None
     with pytest.raises(ValueError, match="there is no component 'z'"):
         dataclasses.replace(one, own_components=None).misfit(plan(one))
     with pytest.raises(ValueError, match=r"SessionConfig\.num_nodes=3"):
@@ -137,21 +137,21 @@ def test_components_of_a_runs_own_where_the_usual_ones_make_no_session() -> None
 
 def test_a_payload_without_ray() -> None:
     one = setup(CPU, GPU, own_launcher=BashLauncher(num_cpus=3))
-    assert fits(one) is None
+    assert problem_of(one) is None
     more = setup(CPU, GPU, own_launcher=BashLauncher(num_cpus=9))
-    assert "BashLauncher.num_cpus=9" in (misfit(more.wish(plan(one)), more.usual.offer(True)) or "")
+    assert "BashLauncher.num_cpus=9" in (misfit(more.required(plan(one)), more.default.capacity(True)) or "")
     with pytest.raises(ValueError, match=r"component 'cpu': BashLauncher\.num_cpus=9 is more than"):
-        more.own(plan(one)).offer(True)
+        more.own(plan(one)).capacity(True)
     at_gpu = setup(CPU, GPU, launcher=RayLauncher(component_id="gpu"), own_launcher=BashLauncher(num_gpus=1))
-    assert fits(at_gpu) is None and order(at_gpu.own(plan(at_gpu))) == ["gpu", "cpu"]
-    assert setup(CPU, GPU, launcher=BashLauncher()).usual.ray is None
+    assert problem_of(at_gpu) is None and order(at_gpu.own(plan(at_gpu))) == ["gpu", "cpu"]
+    assert setup(CPU, GPU, launcher=BashLauncher()).default.ray is None
 
 
-def key(one: SessionSetup, kind: SessionTemplate | None = None, apart: bool = False) -> str:
-    return one.key(kind or one.usual, "run", "/base", "/data", apart)
+def key(one: SessionSetup, apart: bool = False) -> str:
+    return one.key(one.default, "run", "/base", "/data", apart)
 
 
-def test_all_of_it_tells_sessions_apart() -> None:
+def test_the_key_tells_sessions_apart() -> None:
     one = setup(CPU, GPU)
     assert key(one) == key(setup(CPU, GPU))
     others = [
@@ -173,31 +173,30 @@ def test_all_of_it_tells_sessions_apart() -> None:
     assert len({key(each, apart=True) for each in named}) == 9  # The time limit stood in the session's configuration.
 
 
-def test_what_the_runtime_is_told() -> None:
+def test_the_start_record_of_the_runtime() -> None:
     one = setup(CPU, GPU)
-    usual = one.usual
-    spec = one.spec("slurm-1", usual, usual.request(), plan(one))
+    usual = one.default
+    spec = one.runtime_spec("slurm-1", usual, usual.job_request(), plan(one))
     assert [(each.component_id, each.num_nodes, each.asked_cpus, each.asked_gpus) for each in spec.components] == [
         ("cpu", 2, 4, None),
         ("gpu", 1, None, 2),
     ]
     assert spec.asked_cpus is None and spec.ray == usual.ray and from_json(RuntimeSpec, to_json(spec)) == spec
     fresh = dataclasses.replace(one, reuse=False)
-    assert fresh.spec("slurm-1", usual, usual.request(), plan(one)).ray is None
+    assert fresh.runtime_spec("slurm-1", usual, usual.job_request(), plan(one)).ray is None
     plain = setup(launcher=RayLauncher(num_cpus_per_node=2))
-    spec = plain.spec("slurm-1", plain.usual, plain.usual.request(), plan(plain))
+    spec = plain.runtime_spec("slurm-1", plain.default, plain.default.job_request(), plan(plain))
     assert spec.components == [] and spec.asked_cpus == 2
 
 
-def test_what_others_read_of_it() -> None:
-    offer = setup(CPU, GPU).usual.offer(True)
-    assert offer_from_json(json.loads(json.dumps(offer_to_json(offer)))) == offer
-    assert offer.queue is None and [room.component_id for room in offer.rooms] == ["cpu", "gpu"]
-    assert offer.leader is not None and offer.leader["partition"] == "compute"
+def test_the_capacity_survives_json() -> None:
+    capacity = setup(CPU, GPU).default.capacity(True)
+    assert capacity_from_json(json.loads(json.dumps(capacity_to_json(capacity)))) == capacity
+    assert capacity.components == ["cpu", "gpu"] and capacity.queues["cpu"]["partition"] == "compute"
 
 
-def test_its_script() -> None:
+def test_the_batch_script() -> None:
     one = setup(CPU, GPU)
-    script = example_session_script(one, one.usual)
+    script = one.example_script(plan(one))
     first, _, second = script.partition("#SBATCH hetjob")
     assert "--partition=compute" in first and "--partition=gpu" in second and second.count(" session ") == 1

@@ -1,0 +1,200 @@
+"""The job of a session: which session a payload gets, its directory, start record and batch script. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ...archive import runtime_name
+from ...components import arrange, component_specs, ray_across, settle
+from ...config import SessionConfig, time_limit_seconds
+from ...environments import Environment, Interpreter
+from ...environments.resolve import path_on_cluster
+from ...launchers import Launcher, RayLauncher
+from ...modes import check_session
+from ...overrides import merge_queue, session_queue
+from ...plan import Plan
+from ...runtime.node.ports import control_ports
+from ...runtime.payload.environment import shared_variables
+from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec
+from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource, split_signal
+from ...slurm.request import JobRequest, job_comment, job_name
+from ...slurm.script import render_script
+from .matching import Requirements, misfit, required_head
+
+
+@dataclass(frozen=True)
+class SessionSetup:
+    """How a resource uses sessions, and what one run changes.
+
+    Attributes:
+        slurm: the cluster.
+        own_queue: what this run changes in the queue of sessions; None for nothing.
+        environment: the Python environment on the cluster.
+        session: how sessions are shared.
+        launcher: the launcher for which sessions are created.
+        reuse: whether the Ray cluster stays warm between payloads.
+        components: the components of a session's job, instead of the cluster's queue; empty where all nodes are alike.
+        own_components: the components of this run; None for those of sessions.
+        own_launcher: the launcher of this run; None for that of sessions.
+    """
+
+    slurm: SlurmResource
+    own_queue: SlurmQueueConfig | None
+    environment: Environment
+    session: SessionConfig
+    launcher: Launcher
+    reuse: bool
+    components: tuple[HetComponent, ...] = ()
+    own_components: tuple[HetComponent, ...] | None = None
+    own_launcher: Launcher | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the session, without its fingerprint."""
+        return self.session.name or "default"
+
+    @cached_property
+    def default(self) -> Requirements:
+        """Requirements of the default session, which serves payloads without overrides.
+
+        Raises:
+            ValueError: the components contradict each other, or the session's configuration.
+        """
+        if not self.components:
+            queue = session_queue(self.slurm.queue, self.session)
+            return Requirements(self.launcher.ray_spec(), self.launcher.footprint(), queue)
+        check_session(self.session, self.components)
+        parts = settle(self.launcher, arrange(self.components, _component_of(self.launcher)))
+        ray = ray_across(self.launcher, parts)
+        required = Requirements(ray, self.launcher.footprint(), parts[0].queue, parts)
+        return required.with_time_limit(self.session.time_limit) if self.session.time_limit is not None else required
+
+    def required(self, plan: Plan) -> Requirements:
+        """What this run's payload requires."""
+        own = self.own_components is not None
+        components = self.components if self.own_components is None else self.own_components
+        if not components:
+            queue = merge_queue(self.default.queue, self.own_queue)
+            limited = self.own_queue is not None and "time_limit" in self.own_queue.model_fields_set
+            return Requirements(plan.ray, plan.footprint, queue, time_limited=limited)
+        launcher = self.own_launcher or self.launcher
+        # The head stays where sessions have it, unless the run brings components or names one.
+        head = _component_of(launcher) or (None if own else _component_of(self.launcher))
+        parts = settle(launcher, arrange(components, head))
+        wanted_head = required_head(launcher, self.own_components)
+        required = Requirements(plan.ray, plan.footprint, parts[0].queue, parts, time_limited=own, head=wanted_head)
+        return required if own else required.with_time_limit(self.default.queue.time_limit)
+
+    def own(self, plan: Plan) -> Requirements:
+        """Requirements of the session for a payload that does not fit the default session; it lives at least as long."""
+        required = self.required(plan)
+        limits = [required.queue.time_limit]
+        with suppress(ValueError):  # The run's own components may replace some that contradict each other.
+            limits.append(self.default.queue.time_limit)
+        return required.with_time_limit(max(limits, key=lambda text: time_limit_seconds(text) or float("inf")))
+
+    def misfit(self, plan: Plan) -> str | None:
+        """What the payload requires and the default session does not offer; None if it fits.
+
+        Raises:
+            ValueError: the default session is impossible, and the run brings no components in place of its own.
+        """
+        required = self.required(plan)
+        try:
+            capacity = self.default.capacity(self.reuse)
+        except ValueError as error:
+            if not self.own_components or self.session.num_nodes is not None:
+                raise
+            return f"there is no session for all payloads: {error}"
+        return misfit(required, capacity)
+
+    def key(self, required: Requirements, run_id: str, base: str, data_dir: str, apart: bool) -> str:
+        """The name of a session's directory: the session's name and a fingerprint of all that tells sessions apart.
+
+        Args:
+            required: what the session is created with.
+            run_id: the Dagster run.
+            base: the base directory on the cluster.
+            data_dir: the directory that payloads share.
+            apart: whether this is a session for a payload that does not fit the one of that name.
+        """
+        config = self.session
+        what: dict[str, Any] = {
+            "base": base,
+            "runtime": [PROTOCOL_VERSION, runtime_name()],
+            "environment": path_on_cluster(self.environment, over_ssh=self.slurm.ssh is not None),
+            "data_dir": data_dir,
+            "reuse": self.reuse,
+            "run": run_id if config.scope == "run" else None,
+        }
+        if config.name is None or apart:
+            # How long to wait for a cluster says nothing about the cluster.
+            ray = None if required.ray is None else dataclasses.replace(required.ray, startup_timeout=0.0)
+            what |= _as_json(dataclasses.replace(required, ray=ray)) | {"site": self.slurm.site}
+            what |= {"concurrent": config.max_concurrent_payloads, "idle": config.idle_timeout, "yields": config.yield_when_idle}
+        text = json.dumps(what, sort_keys=True)
+        return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+    def fingerprint(self, plan: Plan, run_id: str, base: str, data_dir: str) -> bytes:
+        """What a payload asks for, as text: a retry reattaches only if its text is the same. Arguments as for `key`."""
+        required, apart = self.required(plan), self.misfit(plan) is not None
+        session = self.key(self.own(plan) if apart else self.default, run_id, base, data_dir, apart)
+        what = {"session": session, "time_limited": required.time_limited, "head": required.head, **_as_json(required)}
+        return json.dumps(what, sort_keys=True).encode()
+
+    def runtime_spec(self, cluster_id: str, required: Requirements, request: JobRequest, plan: Plan) -> RuntimeSpec:
+        """The start record of a session's runtime."""
+        signal_name, before = split_signal(required.queue.signal_before_timeout)
+        components = component_specs(request)
+        return RuntimeSpec(
+            cluster_id,
+            required.ray if self.reuse else None,
+            idle_timeout=self.session.idle_timeout,
+            yield_when_idle=self.session.yield_when_idle,
+            max_concurrent_payloads=self.session.max_concurrent_payloads,
+            control_key=secrets.token_hex(32),
+            control_ports=control_ports(required.ray.port_range if required.ray is not None else None),
+            # With components, each component states what its nodes were asked for.
+            asked_cpus=None if components else request.cpus_per_node,
+            asked_gpus=None if components else request.gpus_per_node,
+            components=components,
+            warn_before_limit=before,
+            warn_signal=signal_name,
+            worker_env=shared_variables(plan.payload),
+            preload=self.launcher.preload if isinstance(self.launcher, RayLauncher) else [],
+        )
+
+    def script(self, request: JobRequest, interpreter: Interpreter, runtime: str, directory: str) -> str:
+        """The batch script that starts the session's runtime on all nodes."""
+        return render_script(request, interpreter.start("-I", runtime, "session", directory), directory, self.slurm.site)
+
+    def example_script(self, plan: Plan) -> str:
+        """The batch script of a payload's session, with words in capitals for what is known only at submission."""
+        required = self.default if self.misfit(plan) is None else self.own(plan)
+        request = required.job_request(job_name(f"session-{self.name}", "NONCE"), job_comment("RUN", "STEP", None))
+        base = self.slurm.remote_base
+        directory = f"{base}/sessions/{self.name}-FINGERPRINT/GENERATION"
+        return self.script(request, Interpreter("ENVIRONMENT/bin/python"), f"{base}/runtime/RUNTIME.pyz", directory)
+
+
+def _component_of(launcher: Launcher) -> str | None:
+    return launcher.component_id if isinstance(launcher, RayLauncher) else None
+
+
+def _as_json(required: Requirements) -> dict[str, Any]:
+    return {
+        "ray": None if required.ray is None else dataclasses.asdict(required.ray),
+        "footprint": required.footprint,
+        "queue": required.queue.model_dump(mode="json"),
+        "components": [
+            [each.component_id, each.queue.model_dump(mode="json"), each.launcher.footprint(), each.payload_wants]
+            for each in required.components
+        ],
+    }
