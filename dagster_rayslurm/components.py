@@ -8,55 +8,20 @@ What sbatch makes of options that only some components have was tried on Slurm 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from .config import time_limit_seconds
 from .launchers import Launcher, RayLauncher
 from .runtime.node.resources import Footprint
 from .runtime.protocol.spec import LABEL, RESOURCE, ComponentSpec, NodeSpec, RaySpec
-from .slurm.config import HetComponent, SlurmQueueConfig, split_signal
+from .slurm.config import HetComponent, SlurmQueueConfig
+from .slurm.fields import INHERITED_OPTIONS, SBATCH_FIELDS, Inheritance
 from .slurm.request import JobRequest, make_request
 
+_WHOLE_JOB = {field.name: field.meaning for field in SBATCH_FIELDS if field.inheritance is Inheritance.WHOLE_JOB}
+_INHERITED = tuple(field.name for field in SBATCH_FIELDS if field.inheritance is Inheritance.INHERITED)
 _MOST = 128
 """Components of one job (MAX_HET_JOB_COMPS in Slurm's source)."""
-_SHARED: Mapping[str, Callable[[Any], Any]] = {
-    "time_limit": time_limit_seconds,
-    "requeue": bool,
-    "signal_before_timeout": split_signal,
-}
-"""Fields of a queue that are the whole job's, as its components begin and end together, and what their values mean."""
-_HANDED_ON = ("mem", "account", "qos", "reservation")
-"""Fields that sbatch hands on to the components that follow, and that nothing resets."""
-_OPTIONS_HANDED_ON = (
-    "acctg-freq",
-    "begin",
-    "cluster-constraint",
-    "deadline",
-    "delay-boot",
-    "dependency",
-    "distribution",
-    "export",
-    "export-file",
-    "get-user-env",
-    "hint",
-    "hold",
-    "ignore-pbs",
-    "immediate",
-    "kill-on-invalid-dep",
-    "mcs-label",
-    "nice",
-    "no-kill",
-    "oom-kill-step",
-    "priority",
-    "profile",
-    "propagate",
-    "time-min",
-    "wckey",
-)
-"""Options without a field of their own that it hands on: those that "Heterogeneous Job Support" in Slurm's documentation lists,
-and `hint`, `kill-on-invalid-dep` and `oom-kill-step`, which it leaves out and which were seen in later components."""
 _OF_NODES = (
     "num_cpus_per_node",
     "num_gpus_per_node",
@@ -124,7 +89,7 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
 def _share(queues: list[SlurmQueueConfig], names: list[str]) -> list[SlurmQueueConfig]:
     """The queues, with what is the whole job's said by all of them if one says it; a field at its default says nothing."""
     common = {}
-    for field, meaning in _SHARED.items():
+    for field, meaning in _WHOLE_JOB.items():
         default = SlurmQueueConfig.model_fields[field].default
         values = {name: getattr(queue, field) for name, queue in zip(names, queues, strict=True)}
         said = {name: value for name, value in values.items() if meaning(value) != meaning(default)}
@@ -139,7 +104,7 @@ def _share(queues: list[SlurmQueueConfig], names: list[str]) -> list[SlurmQueueC
 
 def _check_inheritance(queues: Sequence[tuple[str, SlurmQueueConfig]]) -> None:
     """Refuse what sbatch would hand on from one component to those after it, or mix up."""
-    for field in _HANDED_ON:
+    for field in _INHERITED:
         before: tuple[str, str] | None = None
         for name, queue in queues:
             if before is not None and getattr(queue, field) is None:
@@ -170,9 +135,9 @@ def _check_inheritance(queues: Sequence[tuple[str, SlurmQueueConfig]]) -> None:
 def _handed_on(written: str) -> str | None:
     """The option that sbatch hands on, as it takes any beginning of a name; None for one that it resets."""
     name = written.partition("=")[0].removeprefix("--")
-    if name in _OPTIONS_HANDED_ON:
+    if name in INHERITED_OPTIONS:
         return name
-    longer = [option for option in _OPTIONS_HANDED_ON if name and option.startswith(name)]
+    longer = [option for option in INHERITED_OPTIONS if name and option.startswith(name)]
     return longer[0] if len(longer) == 1 else None
 
 
@@ -294,7 +259,7 @@ def request_for(components: Sequence[Component], *, job_name: str, comment: str)
             raise ValueError(f"component {each.component_id!r}: {error}") from None
         requests.append(replace(request, component_id=each.component_id))
     first, *others = requests
-    return replace(first, others=tuple(others))
+    return replace(first, further_components=tuple(others))
 
 
 def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int) -> RaySpec:
@@ -319,6 +284,6 @@ def component_specs(request: JobRequest) -> list[ComponentSpec]:
     """What the runtime is told of a job's components; nothing of a job that has none."""
     return [
         ComponentSpec(part.component_id, part.num_nodes, part.cpus_per_node, part.gpus_per_node)
-        for part in request.parts
+        for part in request.components
         if part.component_id is not None
     ]

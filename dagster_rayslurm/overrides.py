@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from .config import SessionConfig, StrictConfig
 from .launchers import Launcher
 from .slurm.config import SlurmQueueConfig
-from .slurm.request import asks_for_gpus
+from .slurm.fields import requests_gpus
 
 C = TypeVar("C", bound=StrictConfig)
 
@@ -59,7 +59,7 @@ def _ruled_out(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str, An
     if given.get("mem_per_cpu") is not None:
         changes["mem"] = None
     options = given.get("extra_sbatch", ())
-    if any(map(asks_for_gpus, options)):
+    if any(map(requests_gpus, options)):
         changes |= {"gpus_per_node": None, "gpu_type": None}
     elif given.get("gpus_per_node", ...) in (0, None):
         changes["gpu_type"] = None
@@ -73,7 +73,7 @@ def _ruled_out(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str, An
 
 def _contradicts(option: str, given: Mapping[str, Any]) -> bool:
     """Whether an option of `extra_sbatch` means what a given field says."""
-    gpus = given.get("gpus_per_node") is not None and asks_for_gpus(option)
+    gpus = given.get("gpus_per_node") is not None and requests_gpus(option)
     return gpus or ("exclusive" in given and option.startswith("--exclusive="))
 
 

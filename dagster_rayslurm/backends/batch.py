@@ -31,11 +31,11 @@ from ..runtime.ray.node_table import nodes_expected
 from ..slurm.cancel import cancel_named, wait_until_gone
 from ..slurm.commands import slurm_commands
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
-from ..slurm.queue import ask_queue, shared_queue
+from ..slurm.queue import fetch_queue, shared_queue
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request
 from ..slurm.script import render_script
 from ..slurm.states import TERMINAL
-from ..slurm.submit import JOB_ID, JOB_SCRIPT, Needs, SubmissionRefused, submit
+from ..slurm.submit import JOB_ID, JOB_SCRIPT, RequiredFiles, SubmissionRefused, submit
 from ..ssh.base import Connection
 from ..ssh.pool import connection_to
 from ..ssh.remote_path import check_no_variable, expand_home, is_rooted
@@ -118,8 +118,8 @@ class BatchBackend:
         commands = slurm_commands(self.connection)
 
         def job_of(_: object) -> str | None:
-            rows = ask_queue(commands).named(request.job_name)
-            return next((str(row.job_id) for row in rows if row.leads and row.state not in TERMINAL), None)
+            rows = fetch_queue(commands).named(request.job_name)
+            return next((str(row.job_id) for row in rows if row.is_leader and row.state not in TERMINAL), None)
 
         job_id = reattach.job_with(self.connection, run_dir, plan.payload.nonce, asked, job_of, step.log)
         if job_id is not None:
@@ -167,7 +167,7 @@ class BatchBackend:
         request: JobRequest,
         step: Step,
         attempt_at: Callable[[SlurmJob], T],
-        needs: Needs,
+        needs: RequiredFiles,
     ) -> T:
         """Submit a job, or make sure that there is none; or go on with the one that the run directory names.
 
@@ -201,8 +201,8 @@ class BatchBackend:
                 idle_sessions=IdleSessions(self.connection, str(self.layout.base), step.log),
             )
             attempt = attempt_at(job)
-        except SubmissionRefused as error:
-            raise StartError(error.kind, error.with_values(request), error.retry) from None
+        except SubmissionRefused:
+            raise
         except BaseException:
             # Interrupted or cut off: whether Slurm has taken the job is not known, so it is cancelled by its name.
             with deferred_interrupts():
@@ -212,7 +212,7 @@ class BatchBackend:
         if step.reattached:
             step.log.info(f"[rayslurm] going on with {which} on {place}")
         else:
-            step.log.info(f"[rayslurm] submitted {which} to {request.where} on {place}")
+            step.log.info(f"[rayslurm] submitted {which} to {request.partitions_text} on {place}")
         return attempt
 
     @property
@@ -281,8 +281,8 @@ def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
     if nonce is None:
         return False
     commands = slurm_commands(connection_to(slurm.ssh))
-    own = [row for row in ask_queue(commands).rows if is_job_of(row.name, nonce)]
-    jobs = [row.job_id for row in own if row.leads and row.state not in TERMINAL]
+    own = [row for row in fetch_queue(commands).rows if is_job_of(row.name, nonce)]
+    jobs = [row.job_id for row in own if row.is_leader and row.state not in TERMINAL]
     for job_id in jobs:
         if not wait_until_gone(commands, job_id):
             raise StartError(FailureKind.RUNTIME, f"Slurm does not confirm the end of job {job_id}; run `scancel {job_id}`")

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..follow import Evidence
-from ..slurm.commands import cleaned
+from ..slurm.commands import without_option_variables
+from ..slurm.states import JobPhase
 from ..ssh.base import Connection, ConnectionFailed
 from .base import Step
 from .cancel_request import CancelRequest, write_cancel_request
@@ -54,7 +55,7 @@ class BatchJob:
 
     @property
     def waiting(self) -> bool:
-        return not self._started and self._job.view.kind not in ("running", "ended", "lost")
+        return not self._started and self._job.view.phase in (JobPhase.UNKNOWN, JobPhase.PENDING)
 
     @property
     def place(self) -> str:
@@ -69,7 +70,7 @@ class BatchJob:
         # Where the runtime could not be reached just now nobody can be asked either.
         away = self._started and isinstance(self._order.error, ConnectionFailed)
         seen = not away and job.observe(started_at)
-        self._started = started_at is not None and job.view.kind != "pending"
+        self._started = started_at is not None and job.view.phase != JobPhase.PENDING
         self._order.resend_for(evidence)
         if not seen:
             return None
@@ -95,7 +96,7 @@ class BatchJob:
             return
         if not self._started:
             self._job.cancelled = True
-            done = self._commands.run(cleaned(["scancel", self._job.job_id]), timeout=60)
+            done = self._commands.run(without_option_variables(["scancel", self._job.job_id]), timeout=60)
             # In 22.05 it exits with 0 even where it could not reach slurmctld; of a job that is over it says nothing.
             errors = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "error:" in line]
             if done.returncode or errors:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import FailureKind, StartError
 from ..plan import Plan, relocate
-from ..slurm.submit import Needs
+from ..slurm.submit import RequiredFiles
 from ..ssh.base import Connection, ConnectionFailed, Progress
 from ..upload import Bundle, bundle_directory, bundle_files, install
 from ..upload.deliver import place_of, runtime_place
@@ -132,7 +132,7 @@ def deliver(connection: Connection, base: str, cargo: PayloadFiles, log: Any, af
     return installed.runtime
 
 
-def needs_of(connection: Connection, base: str, cargos: Sequence[PayloadFiles], log: Any) -> Needs:
+def needs_of(connection: Connection, base: str, cargos: Sequence[PayloadFiles], log: Any) -> RequiredFiles:
     """What a job looks for that runs these plans, and how it is brought there again.
 
     Args:
@@ -148,7 +148,7 @@ def needs_of(connection: Connection, base: str, cargos: Sequence[PayloadFiles], 
             for cargo in cargos:
                 deliver(connection, base, cargo, log, afresh=True)
 
-    return Needs([runtime_place(base), *(place for cargo in cargos for place in cargo.places(base))], restore)
+    return RequiredFiles([runtime_place(base), *(place for cargo in cargos for place in cargo.places(base))], restore)
 
 
 @contextmanager

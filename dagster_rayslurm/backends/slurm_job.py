@@ -12,19 +12,25 @@ from ..follow import Evidence
 from ..follow.follower import OUT_OF_SIGHT
 from ..interrupts import deferred_interrupts
 from ..runtime.protocol.record import EXIT, node_log, tail_lines
-from ..slurm.accounting import ask_job
+from ..slurm.accounting import JobFacts, fetch_job_facts
 from ..slurm.cancel import ASK_INTERVAL, wait_until_gone
-from ..slurm.commands import cleaned
-from ..slurm.errors import impossible, with_values
-from ..slurm.facts import JobFacts
-from ..slurm.job_log import failed_tasks, node_number, telling_lines
-from ..slurm.pending_reasons import crowded, most_telling, never_starts, too_many_nodes, waiting_text, why
-from ..slurm.queue import SharedQueue, ask_queue
+from ..slurm.commands import without_option_variables
+from ..slurm.errors import impossible, with_requested_values
+from ..slurm.job_log import failed_tasks, node_number, relevant_lines
+from ..slurm.pending_reasons import (
+    most_informative_row,
+    never_starts,
+    partition_too_small,
+    pending_reason,
+    too_many_nodes,
+    waiting_text,
+)
+from ..slurm.queue import SharedQueue, fetch_queue
 from ..slurm.request import JobRequest
 from ..slurm.script import LOG, parse_exit
 from ..slurm.snapshot import QueueRow, QueueSnapshot, parse_count
-from ..slurm.states import TERMINAL, Exited, JobView, JobWatch, Started, Submission, seen
-from ..slurm.submit import Submitted
+from ..slurm.states import TERMINAL, Exited, JobPhase, JobStatus, JobWatch, Started, seen
+from ..slurm.submit import SubmittedJob
 from ..ssh.base import Connection
 from .sessions.idle import IdleSessions
 
@@ -74,7 +80,7 @@ class SlurmJob:
         commands: Connection,
         queue: SharedQueue,
         request: JobRequest,
-        submitted: Submitted,
+        submitted: SubmittedJob,
         directory: str,
         queue_timeout: float | None,
         over_ssh: bool,
@@ -95,7 +101,7 @@ class SlurmJob:
         self._queue_timeout = queue_timeout
         self._over_ssh = over_ssh
         self._waiting_since = submitted.at if waiting_since is None else waiting_since
-        self._watch = JobWatch(Submission(self.number, submitted.at, request.requeue))
+        self._watch = JobWatch(submitted.at, request.requeue)
         self._exit_looked = time.monotonic()
         self._told = ""
         self._trouble: str | None = None
@@ -124,7 +130,7 @@ class SlurmJob:
         return self._queue.clock.now()
 
     @property
-    def view(self) -> JobView:
+    def view(self) -> JobStatus:
         """What the job is, as far as was seen."""
         return self._watch.view
 
@@ -164,21 +170,21 @@ class SlurmJob:
         if not self.cancelled:
             now = self._queue.clock.now()
             too_early = 0 <= now - self._submitted.at < _FIRST_LOOK
-            snapshot = None if too_early else self._queue.look(now)
+            snapshot = None if too_early else self._queue.latest(now)
         elif local - self._asked_at >= ASK_INTERVAL:
             self._asked_at = local
-            snapshot = ask_queue(self._commands)  # Somebody waits for this one, so it may cost a question of its own.
+            snapshot = fetch_queue(self._commands)  # Somebody waits for this one, so it may cost a question of its own.
         else:
             snapshot = None
         if snapshot is not None:
             self._see(snapshot)
-        if self._queue.trouble:
-            self._complain(self._queue.trouble)
+        if self._queue.error:
+            self._complain(self._queue.error)
 
     def _see(self, snapshot: QueueSnapshot) -> None:
         self._watch = self._watch.after(seen(snapshot, self.number))
         self._snapshot = snapshot
-        rows = snapshot.parts(self.number)
+        rows = snapshot.components(self.number)
         self._rows = rows if len(rows) > 1 else ()
 
     def _look_for_exit(self) -> None:
@@ -192,17 +198,17 @@ class SlurmJob:
     def tell(self) -> None:
         """Say why the job waits, whenever that changes, and have idle sessions make way for it."""
         view = self.view
-        if view.kind != "pending":
+        if view.phase != JobPhase.PENDING:
             return
-        row = most_telling(self._rows)
+        row = most_informative_row(self._rows)
         at = view.expected_start if row is None else row.start
-        text = waiting_text(why(view.reason, self._rows, self._request), at, self._queue.clock.now())
+        text = waiting_text(pending_reason(view.reason, self._rows, self._request), at, self._queue.clock.now())
         if text and text != self._told:
             self._told = text
             self.log.info(f"[rayslurm] Slurm job {self.job_id} is {text}")
         if self._idle_sessions is not None and self._snapshot is not None:
             with contextlib.suppress(OSError):  # Who cannot be reached now is asked at the next look.
-                self._idle_sessions.make_way(self._snapshot, self._snapshot.parts(self.number))
+                self._idle_sessions.make_way(self._snapshot, self._snapshot.components(self.number))
         if not self._counted and (self._rows or view.reason == "PartitionNodeLimit"):
             self._counted = True
             self._count()
@@ -213,15 +219,15 @@ class SlurmJob:
         Raises:
             OSError: Slurm cannot be asked.
         """
-        done = self._commands.run(cleaned(["sinfo", "--noheader", "--all", "--format=%R|%D"]), timeout=60)
+        done = self._commands.run(without_option_variables(["sinfo", "--noheader", "--all", "--format=%R|%D"]), timeout=60)
         lines = [line.partition("|") for line in done.stdout.decode("utf-8", "replace").splitlines()]
         sizes = {name: parse_count(nodes.strip()) for name, _, nodes in lines}
         if self._rows:
-            found = crowded(self._rows, self._request, sizes)
+            found = partition_too_small(self._rows, self._request, sizes)
             if found:
                 self.log.warning(f"[rayslurm] {found}")
         elif self._snapshot is not None:
-            for row in self._snapshot.parts(self.number):
+            for row in self._snapshot.components(self.number):
                 self._too_large = too_many_nodes(row, self._request, sizes)
 
     def check_waiting(self) -> None:
@@ -232,21 +238,21 @@ class SlurmJob:
             OSError: Slurm cannot be asked.
         """
         view, now = self.view, self._queue.clock.now()
-        never = self._never() if view.kind == "pending" else None
+        never = self._never() if view.phase == JobPhase.PENDING else None
         if never:
             raise RunFailure(
                 FailureKind.SUBMISSION, f"Slurm job {self.job_id} can never start: {never}", self.metadata(Evidence())
             )
-        if self._queue_timeout is None or now - self._waiting_since <= self._queue_timeout or view.kind == "running":
+        if self._queue_timeout is None or now - self._waiting_since <= self._queue_timeout or view.phase == JobPhase.RUNNING:
             return
         # The shared view is of some seconds ago; a job that has just started must not be taken for one that waits.
-        self._see(ask_queue(self._commands))
+        self._see(fetch_queue(self._commands))
         view = self.view
-        if view.kind == "pending":
+        if view.phase == JobPhase.PENDING:
             raise RunFailure(
                 FailureKind.ALLOCATION,
                 f"Slurm job {self.job_id} was still waiting after queue_timeout={self._queue_timeout:g} s: "
-                + (why(view.reason, self._rows, self._request) or "no reason is known"),
+                + (pending_reason(view.reason, self._rows, self._request) or "no reason is known"),
                 self.metadata(Evidence()),
                 retry=False,
             )
@@ -258,7 +264,7 @@ class SlurmJob:
         if self._too_large:
             return self._too_large
         never = impossible(self.view.reason, self._request.partition)
-        return with_values(never, self._request) if never else None
+        return with_requested_values(never, self._request) if never else None
 
     def end_description(self, started: bool, recorded: bool = True) -> str | None:
         """How the job ended, in words; None while it lives, and for a moment after: what it wrote may arrive later.
@@ -278,13 +284,13 @@ class SlurmJob:
             return None
         if view.exit_code is not None and view.state not in TERMINAL:
             return f"srun ended with exit code {view.exit_code}"
-        return f"Slurm calls the job {view.state}" if view.kind == "ended" else "Slurm no longer knows the job"
+        return f"Slurm calls the job {view.state}" if view.phase == JobPhase.ENDED else "Slurm no longer knows the job"
 
     def _says_why(self) -> bool:
         """Whether Slurm or a log tells of more than how tasks ended: the log of a runtime which keeps a record is empty."""
         if self.view.reason.startswith(_NOT_BY_ITSELF):
             return True
-        said = telling_lines(f"{self._tail(LOG)}\n{self._tail(node_log(0))}")
+        said = relevant_lines(f"{self._tail(LOG)}\n{self._tail(node_log(0))}")
         return not all(map(failed_tasks, said))
 
     def explain(self, evidence: Evidence, patience: float = STATE_DEADLINE) -> None:
@@ -295,19 +301,19 @@ class SlurmJob:
             patience: seconds in which the job shall come to its final state.
         """
         facts = self._facts(patience)
-        evidence.job = facts and facts.naming([part.component_id for part in self._request.parts])
+        evidence.job = facts and facts.with_component_ids([part.component_id for part in self._request.components])
         said = self._tail(LOG)
         evidence.runtime_log = "\n".join(text for text in (said, self._tail(node_log(0))) if text.strip())
         # Most of them srun ended itself, after the one that failed.
         failed = [each for each in failed_tasks(said) if not each[2].startswith(_SIGNALLED)]
         known = facts.nodes if facts is not None and facts.components else ()
         for node, task, how in failed[:_SHOWN]:
-            number = node_number(node, task, known if self._request.others else None)
+            number = node_number(node, task, known if self._request.further_components else None)
             tail = "" if number is None else self._tail(node_log(number))
             if number and tail.strip():
                 evidence.tails[f"runtime on {node}"] = tail
             if evidence.culprit is None:
-                last = (telling_lines(tail) or [""])[-1]
+                last = (relevant_lines(tail) or [""])[-1]
                 evidence.culprit = f"the runtime on node {node} ended ({how})" + (f": {last}" if last else "")
 
     def _tail(self, name: str) -> str:
@@ -324,8 +330,8 @@ class SlurmJob:
         facts, pause = None, 0.5
         while True:
             with contextlib.suppress(OSError):  # Slurm that does not answer leaves the verdict to the record.
-                facts = ask_job(self._commands, self.number) or facts
-            if (facts is not None and facts.settled) or time.monotonic() > deadline:
+                facts = fetch_job_facts(self._commands, self.number) or facts
+            if (facts is not None and facts.is_final) or time.monotonic() > deadline:
                 return facts
             time.sleep(pause)
             pause = min(2 * pause, 4.0)
@@ -337,7 +343,7 @@ class SlurmJob:
         context = (evidence.known or {}).get("context") or {}
         allocation = context.get("allocation") or {}
         used = [each["partition"] for each in allocation.get("components") or [allocation] if each.get("partition")]
-        partitions = used or [part.partition for part in request.parts if part.partition]
+        partitions = used or [part.partition for part in request.components if part.partition]
         if partitions:
             metadata["Slurm partition"] = ", ".join(dict.fromkeys(partitions))
         if allocation.get("account"):
@@ -367,7 +373,7 @@ class SlurmJob:
             )
 
 
-def settling(view: JobView, started: bool, recorded: bool) -> float:
+def settling(view: JobStatus, started: bool, recorded: bool) -> float:
     """Seconds for which what a job wrote may arrive after it is known to be over. Pure.
 
     Args:
@@ -380,12 +386,12 @@ def settling(view: JobView, started: bool, recorded: bool) -> float:
     return _SETTLE if started or view.exit_code is not None else 0.0
 
 
-def succeeded(view: JobView) -> bool:
+def succeeded(view: JobStatus) -> bool:
     """Whether the job's runtime came to the end of a payload that succeeded, and so wrote it, as far as Slurm says. Pure."""
     return view.state == "COMPLETED" if view.exit_code is None else view.exit_code == 0
 
 
-def _exited(view: JobView) -> bool:
+def _exited(view: JobStatus) -> bool:
     """Whether the job's runtime came to its own end, and so wrote one, as far as Slurm has not said otherwise by now."""
     if view.exit_code is None:
         return view.state in _EXITED

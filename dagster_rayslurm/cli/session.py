@@ -22,8 +22,8 @@ from ..backends.sessions.client import Unreachable
 from ..backends.sessions.listing import Generation, ask_session, end_generations, job_of, list_generations, state_of
 from ..errors import StartError
 from ..slurm.commands import slurm_commands
-from ..slurm.pending_reasons import most_telling
-from ..slurm.queue import ask_queue
+from ..slurm.pending_reasons import most_informative_row
+from ..slurm.queue import fetch_queue
 from ..slurm.snapshot import QueueRow
 from ..ssh.base import Connection
 from ..ssh.pool import connection_to
@@ -178,9 +178,9 @@ def _remote(prefix: str, remote_base: str) -> Iterable[Session]:
     generations = list_generations(connection, posixpath.normpath(expand_home(connection, remote_base)))
     if not generations:
         return []
-    snapshot = ask_queue(slurm_commands(connection))
+    snapshot = fetch_queue(slurm_commands(connection))
     jobs = [(each, job_of(each, snapshot)) for each in generations]
-    return [_on_cluster(connection, each, job, snapshot.parts(job.job_id) if job else ()) for each, job in jobs]
+    return [_on_cluster(connection, each, job, snapshot.components(job.job_id) if job else ()) for each, job in jobs]
 
 
 def _on_cluster(connection: Connection, generation: Generation, job: QueueRow | None, parts: tuple[QueueRow, ...]) -> Session:
@@ -201,7 +201,7 @@ def _on_cluster(connection: Connection, generation: Generation, job: QueueRow | 
     row["partition"] = ", ".join(dict.fromkeys(part.partition for part in parts)) or None
     row["components"] = list(generation.components)
     if state == "pending" and job is not None:
-        row["reason"] = _waits(most_telling(parts), job, generation.components)
+        row["reason"] = _waits(most_informative_row(parts), job, generation.components)
     elif announced is not None and announced.closing:
         row["reason"] = announced.closing
     return Session(

@@ -18,7 +18,7 @@ from ..outcome import judge
 from ..outcome.figures import Metadata
 from ..outcome.metadata import failure_metadata, run_metadata
 from ..plan import Plan
-from ..slurm.job_log import telling_lines
+from ..slurm.job_log import relevant_lines
 from .cleanup import Policy
 
 _CANCEL_MARGIN = 15.0
@@ -82,7 +82,7 @@ def follow_until_end(
             give_up[place] = time.monotonic() + limit
         if not evidence.started and time.monotonic() > give_up[place]:
             each.attempt.explain(evidence)
-            log = f": {lines[-1]}" if (lines := telling_lines(evidence.runtime_log)) else ""
+            log = f": {lines[-1]}" if (lines := relevant_lines(evidence.runtime_log)) else ""
             sentence = f"{each.whose}the runtime did not start within runtime_start_timeout={limit:g} s{log}"
             metadata = {**failure_metadata(evidence, None), **each.attempt.metadata(evidence)}
             raise RunFailure(FailureKind.RUNTIME, sentence, metadata)

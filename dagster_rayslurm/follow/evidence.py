@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import without_colours
 from ..runtime.protocol.record import Record, tail_lines
-from ..slurm.facts import JobFacts
+from ..slurm.accounting import JobFacts
 
 _KEPT = 4096
 """Characters of each piece of output that are remembered."""

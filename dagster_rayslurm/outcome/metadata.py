@@ -11,7 +11,7 @@ from ..errors import without_colours
 from ..follow import Evidence
 from ..runtime.protocol.record import Record
 from ..runtime.ray.node_table import title
-from ..slurm.facts import JobFacts
+from ..slurm.accounting import JobFacts
 from .chart import MIB
 from .figures import Metadata, memory_granted, of_node, usage_metadata
 

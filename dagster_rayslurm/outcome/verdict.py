@@ -13,8 +13,8 @@ from ..follow import Evidence
 from ..runtime.process import processes
 from ..runtime.protocol.end import EndReason
 from ..runtime.protocol.record import Record
-from ..slurm.job_log import telling_lines
-from ..slurm.job_verdict import job_sentence
+from ..slurm.job_log import relevant_lines
+from ..slurm.job_verdict import explain_job_end
 from .traceback_text import exception_in_words, read_traceback, shortened, traceback_of
 
 _REASONS: dict[str, FailureKind] = {
@@ -182,7 +182,9 @@ def judge_job(evidence: Evidence) -> Verdict | None:
     end = evidence.end
     # The first node's log tells nothing if srun ended it before it got that far, as another one had failed.
     log = "\n".join([evidence.runtime_log, *evidence.tails.values()])
-    found = job_sentence(evidence.job, log, terminated=end is not None and end["reason"] == EndReason.TERMINATED, silent=silent)
+    found = explain_job_end(
+        evidence.job, log, terminated=end is not None and end["reason"] == EndReason.TERMINATED, silent=silent
+    )
     if found is None or (end is not None and end["reason"] == EndReason.EXIT and not evidence.job.out_of_memory):
         return None  # A payload that somebody killed, in a job that goes on or came to its end.
     if found[0] == FailureKind.RUNTIME and evidence.culprit is not None:
@@ -206,7 +208,7 @@ def _without_end(evidence: Evidence) -> Verdict:
         return Verdict(FailureKind.RUNTIME, "the record has no end and nothing is known of the runtime")
     if evidence.culprit is not None:
         return Verdict(FailureKind.RUNTIME, f"{evidence.culprit}, before the payload's end was recorded")
-    log = (telling_lines(evidence.runtime_log) or [""])[-1]
+    log = (relevant_lines(evidence.runtime_log) or [""])[-1]
     sentence = f"the runtime ended ({evidence.runtime_exit}) before the payload's end was recorded"
     return Verdict(FailureKind.RUNTIME, f"{sentence}: {log}" if log else sentence)
 

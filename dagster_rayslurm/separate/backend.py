@@ -35,6 +35,7 @@ from ..runtime.ray.node_table import nodes_expected
 from ..slurm.commands import slurm_commands
 from ..slurm.job_log import failed_tasks
 from ..slurm.request import JobRequest, job_comment, job_name
+from ..slurm.states import JobPhase
 from ..slurm.submit import JOB_SCRIPT
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
@@ -290,9 +291,9 @@ def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Se
     secret = secrets.token_hex(32)
     meeting = barrier_specs(plans, derive(secret, "meeting"))
     specs = {}
-    for part, each in zip(request.parts, components, strict=True):
+    for part, each in zip(request.components, components, strict=True):
         component = each.component_id
-        alone = replace(part, component_id=None, others=())
+        alone = replace(part, component_id=None, further_components=())
         specs[component] = replace(
             runtime_spec(cluster_id, plans[component], alone, components[0].queue),
             control_key=derive(secret, "component:" + component),
@@ -332,7 +333,7 @@ class ComponentJob(BatchJob):
 
     def _give(self, now: bool) -> None:
         # Another one's record may have started since this one was looked at.
-        self._started = self._started or (bool(self._shared.starts) and self._job.view.kind != "pending")
+        self._started = self._started or (bool(self._shared.starts) and self._job.view.phase != JobPhase.PENDING)
         super()._give(now)
 
     def explain(self, evidence: Evidence) -> None:

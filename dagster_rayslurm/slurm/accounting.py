@@ -1,56 +1,426 @@
-"""Asks Slurm of one job: for failures, and never in the way of a result."""
+"""What Slurm knows of one job, from `scontrol show job` and `sacct`; of Slurm 22.05 and 24.11.
+
+scontrol knows a job until MinJobAge after its end (300 s by default) and needs no accounting. sacct knows the job for good,
+with its steps and their memory.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from ..runtime.protocol.slurm_text import expand_nodelist, parse_duration
 from ..ssh.base import Connection
-from .commands import cleaned
+from .commands import without_option_variables
 from .errors import unanswered
-from .facts import SACCT_FIELDS, JobFacts, merge_facts, parse_sacct, parse_scontrol
+from .snapshot import parse_count
+from .states import TERMINAL
 
 _TIMEOUT = 120.0
-_ENVIRONMENT = ("env", "LC_ALL=C")
 # Messages of Slurm 22.05 and 24.11.
-_UNKNOWN = b"Invalid job id specified"
-_DISABLED = b"accounting storage is disabled"
+_UNKNOWN_JOB = b"Invalid job id specified"
+_ACCOUNTING_DISABLED = b"accounting storage is disabled"
+
+SACCT_FIELDS = (
+    "JobID",
+    "State",
+    "ExitCode",
+    "Reason",
+    "ElapsedRaw",
+    "TimelimitRaw",
+    "NNodes",
+    "NodeList",
+    "ReqMem",
+    "MaxRSS",
+)
+"""Columns of `sacct --format`. Users choose the text of none of them, so "|" separates them."""
+
+_OUT_OF_MEMORY_SIGNAL = 125
+"""The signal of a job in the state OUT_OF_MEMORY (SIG_OOM in slurm.h)."""
+_KILLED = 9
+_STATE_OF_REASON = {
+    "DeadLine": "DEADLINE",
+    "NodeDown": "NODE_FAIL",
+    "NonZeroExitCode": "FAILED",
+    "OutOfMemory": "OUT_OF_MEMORY",
+    "RaisedSignal": "FAILED",
+    "TimeLimit": "TIMEOUT",
+}
+"""Reason of slurmctld (job_reason_string in slurm_protocol_defs.c) → state."""
+_BY_SEVERITY = (
+    "COMPLETED",
+    "FAILED",
+    "",
+    "CANCELLED",
+    "DEADLINE",
+    "TIMEOUT",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "NODE_FAIL",
+)
+"""Final states by how much they explain of a heterogeneous job, the least first; "" is a state that is not known yet."""
+_JOB_ID = re.compile(r"(?P<number>[0-9]+)(?:\+(?P<component>[0-9]+))?(?:\.(?P<step>.+))?")
+_MEMORY_KILL = re.compile(r"exceeded memory limit|oom[-_]kill event|Out Of Memory", re.IGNORECASE)
 
 
-def ask_job(connection: Connection, job_id: int) -> JobFacts | None:
-    """What slurmctld and, if there is any, accounting say of a job.
+@dataclass(frozen=True)
+class StepFacts:
+    """A step of a job in accounting.
 
-    Args:
-        connection: the edge node.
-        job_id: the job; the first component of a heterogeneous one.
+    Attributes:
+        name: "batch", "extern" or a number, after the first component with the component, such as "+1.0".
+        state: Slurm's word; steps have states of their own.
+        cancelled_by: id of the user who cancelled the step; 0 also stands for Slurm itself.
+        exit_code: as `JobFacts.exit_code`.
+        signal: the signal that ended the step; None for none.
+        max_rss: largest memory of one task, in bytes; None if it was not sampled.
+    """
+
+    name: str
+    state: str
+    cancelled_by: int | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    max_rss: int | None = None
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """A job, as far as Slurm knows it. Durations are seconds, sizes bytes.
+
+    Attributes:
+        job_id: its number; of the first component of a heterogeneous job.
+        state: Slurm's word, such as "TIMEOUT", without the "by 1001" of sacct.
+        cancelled_by: id of the user who cancelled the job; only accounting knows.
+        canceller: id and name of the user who cancelled the job or a component; None if not known.
+        reason: such as "TimeLimit"; "" for none.
+        exit_code: the batch script's. sacct alone shows an exit code above 128 less 128.
+        signal: the signal that ended the job; None for none.
+        elapsed: how long the job ran.
+        time_limit: None if there is none.
+        nodes: names of the nodes of all components.
+        num_nodes: number of nodes that the job had or requested.
+        memory: memory that was granted on all nodes.
+        restarts: number of requeues.
+        max_rss: largest memory of one task; None if it was not sampled.
+        steps: steps of the last attempt; empty without accounting.
+        components: the components of a heterogeneous job, in order; empty for a plain job. State, reason, exit code and signal
+            of the job are those of its `decisive_component`.
+        component_id: the user's name for this component; Slurm has no names for components.
+    """
+
+    job_id: int
+    state: str
+    cancelled_by: int | None = None
+    canceller: tuple[int, str] | None = None
+    reason: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    elapsed: float | None = None
+    time_limit: float | None = None
+    nodes: tuple[str, ...] = ()
+    num_nodes: int = 0
+    memory: int | None = None
+    restarts: int = 0
+    max_rss: int | None = None
+    steps: tuple[StepFacts, ...] = ()
+    components: tuple[JobFacts, ...] = ()
+    component_id: str | None = None
+
+    @property
+    def decisive_component(self) -> int:
+        """Index of the component whose end explains the end of the job; 0 for a plain job.
+
+        A component that is cancelled or killed ends the others, which then just fail where the batch script may run.
+        """
+        return max(range(len(self.components)), key=lambda index: self.components[index]._severity, default=0)
+
+    def with_component_ids(self, component_ids: Sequence[str | None]) -> JobFacts:
+        """The job with the users' names for its components."""
+        if len(self.components) != len(component_ids):
+            return self
+        pairs = zip(self.components, component_ids, strict=True)
+        return replace(self, components=tuple(replace(each, component_id=name) for each, name in pairs))
+
+    @property
+    def _severity(self) -> int:
+        if self.out_of_memory:
+            return len(_BY_SEVERITY)
+        final = self.final_state
+        return _BY_SEVERITY.index(final if final in _BY_SEVERITY else "")
+
+    @property
+    def final_state(self) -> str | None:
+        """The terminal state that the job has, or will have, as far as Slurm knows; None if any is possible.
+
+        While an epilog runs slurmctld shows COMPLETING, and only the reason tells the terminal state.
+        """
+        if self.state in TERMINAL:
+            return self.state
+        return _STATE_OF_REASON.get(self.reason.partition(":")[0]) if self.state == "COMPLETING" else None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the final state of all components is known; the last one may explain why the others ended."""
+        return all(each.final_state is not None for each in self.components or (self,))
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether a memory limit ended the job, as far as Slurm tells.
+
+        Without accounting only a kill by a cgroup shows; `memory_kill` finds the others in the job's output.
+        """
+        if self.components:
+            return any(each.out_of_memory for each in self.components)
+        states = (self.state, *(step.state for step in self.steps))
+        if any(state.startswith("OUT_OF_ME") for state in states) or self.reason == "OutOfMemory":
+            return True
+        return self.signal == _OUT_OF_MEMORY_SIGNAL or any(map(self._killed_over_limit, self.steps))
+
+    def _killed_over_limit(self, step: StepFacts) -> bool:
+        """Whether slurmd killed a step, as root, for memory above its limit (JobAcctGatherParams=OverMemoryKill).
+
+        An administrator's `scancel` of a step looks the same except for the memory.
+        """
+        by_slurm = step.cancelled_by == 0 and step.signal == _KILLED
+        return by_slurm and (step.max_rss or 0) >= (self.memory or 0) / max(1, self.num_nodes) > 0
+
+
+def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
+    """What slurmctld, and accounting if there is any, know of a job; of a heterogeneous job the first component's id is given.
 
     Returns:
-        None if Slurm does not know it, or no longer: without accounting that is so MinJobAge after its end.
+        None if Slurm does not know the job; without accounting it forgets the job MinJobAge after its end.
 
     Raises:
-        SlurmUnanswered: neither of them knows the job, and one did not answer.
-        OSError: they cannot be asked.
+        SlurmUnanswered: neither knows the job, and one of them did not answer.
+        OSError: the commands cannot be run.
     """
-    place = connection.place
     # A job in a hidden partition shows with --all only.
-    scontrol = connection.run(cleaned([*_ENVIRONMENT, "scontrol", "--all", "show", "job", str(job_id)]), timeout=_TIMEOUT)
-    options = ("--noheader", "--parsable2", "--duplicates", f"--format={','.join(SACCT_FIELDS)}")
-    sacct = connection.run(cleaned([*_ENVIRONMENT, "sacct", f"--jobs={job_id}", *options]), timeout=_TIMEOUT)
+    show = ["scontrol", "--all", "show", "job", str(job_id)]
+    list_job = ["sacct", f"--jobs={job_id}", "--noheader", "--parsable2", "--duplicates", f"--format={','.join(SACCT_FIELDS)}"]
+    scontrol, sacct = (
+        connection.run(without_option_variables(["env", "LC_ALL=C", *command]), timeout=_TIMEOUT) for command in (show, list_job)
+    )
     controller = None if scontrol.returncode else parse_scontrol(scontrol.stdout.decode("utf-8", "replace"))
     accounting = None if sacct.returncode else parse_sacct(sacct.stdout.decode("utf-8", "replace"), job_id)
     facts = merge_facts(controller, accounting)
-    if facts is None and scontrol.returncode and _UNKNOWN not in scontrol.stderr:
-        raise unanswered(place, "scontrol", scontrol)
-    # Where there is no accounting, sacct may well not be installed.
-    if facts is None and sacct.returncode not in (0, 127) and _DISABLED not in sacct.stderr:
-        raise unanswered(place, "sacct", sacct)
-    return facts and _with_canceller(connection, facts)
+    if facts is not None:
+        return _with_canceller(connection, facts)
+    if scontrol.returncode and _UNKNOWN_JOB not in scontrol.stderr:
+        raise unanswered(connection.place, "scontrol", scontrol)
+    # Without accounting, sacct may not be installed.
+    if sacct.returncode not in (0, 127) and _ACCOUNTING_DISABLED not in sacct.stderr:
+        raise unanswered(connection.place, "sacct", sacct)
+    return None
 
 
 def _with_canceller(connection: Connection, facts: JobFacts) -> JobFacts:
-    """Add the name of the user who cancelled the job, which the edge node knows; Slurm tells only the id."""
+    """The facts with the name of the user who cancelled the job: Slurm tells the id, the edge node knows the name."""
     users = [each.cancelled_by for each in (facts, *facts.components) if each.cancelled_by is not None]
     if not users:
         return facts
     done = connection.run(["id", "-nu", str(users[0])], timeout=_TIMEOUT)
     name = done.stdout.decode("utf-8", "replace").strip()
     return replace(facts, canceller=(users[0], name)) if done.returncode == 0 and name else facts
+
+
+def memory_kill(output: str) -> str | None:
+    """The line of a job's output in which slurmstepd reports a kill for memory; None if there is none."""
+    lines = (line.strip() for line in output.splitlines())
+    return next((line for line in lines if "slurmstepd" in line and _MEMORY_KILL.search(line)), None)
+
+
+def parse_scontrol(text: str) -> JobFacts | None:
+    """The job in the output of `scontrol show job ID`, which is not in one line; None if there is none."""
+    found = [_scontrol_fields(block) for block in re.split(r"(?m)^(?=JobId=)", text) if block.startswith("JobId=")]
+    components = [_of_controller(fields) for fields in found if "JobState" in fields]
+    return _whole(components) if components else None
+
+
+def _of_controller(fields: Mapping[str, str]) -> JobFacts:
+    """A plain job, or one component."""
+    state, _ = state_word(fields["JobState"])
+    exit_code, signal = _exit(state, fields.get("ExitCode", ""))
+    return JobFacts(
+        job_id=int(fields["JobId"]),
+        state=state,
+        reason=_reason(fields.get("Reason", "")),
+        exit_code=exit_code,
+        signal=signal,
+        elapsed=parse_duration(fields.get("RunTime", "")),
+        time_limit=parse_duration(fields.get("TimeLimit", "")),
+        nodes=tuple(_nodes(fields.get("NodeList", ""))),
+        num_nodes=parse_count(fields.get("NumNodes", "")),
+        memory=parse_size(_tres(fields).get("mem", "")),
+        restarts=parse_count(fields.get("Restarts", "")),
+    )
+
+
+def _scontrol_fields(block: str) -> dict[str, str]:
+    """The fields of one component, without those whose text users choose (job name, command, comment)."""
+    fields: dict[str, str] = {}
+    in_name = False
+    for line in block.splitlines():
+        if line.startswith("   Command="):
+            break
+        in_name = in_name and not line.startswith(("   UserId=", "   HetJobIdSet="))
+        for word in () if in_name else line.split():
+            key, _, value = word.partition("=")
+            if key == "JobName":
+                in_name = True
+                break
+            fields[key] = value
+    return fields
+
+
+def _tres(fields: Mapping[str, str]) -> dict[str, str]:
+    """The granted resources by name: `TRES` until 23.02, `AllocTRES` since."""
+    granted = fields.get("AllocTRES") or fields.get("TRES") or ""
+    return dict(each.split("=", 1) for each in granted.split(",") if "=" in each)
+
+
+def parse_sacct(text: str, job_id: int) -> JobFacts | None:
+    """The last attempt of a job in the output of sacct.
+
+    Args:
+        text: output of `sacct --duplicates --noheader --parsable2 --format=` with `SACCT_FIELDS`.
+        job_id: the job; the first component of a heterogeneous job.
+
+    Returns:
+        None if sacct does not know the job.
+    """
+    attempts: dict[int, list[list[dict[str, str]]]] = {}
+    for line in text.splitlines():
+        fields = dict(zip(SACCT_FIELDS, line.split("|"), strict=False))
+        match = _JOB_ID.fullmatch(fields["JobID"])
+        if len(fields) < len(SACCT_FIELDS) or not match or int(match["number"]) != job_id:
+            continue
+        of_component = attempts.setdefault(int(match["component"] or 0), [])
+        fields["step"] = match["step"] or ""
+        if not fields["step"]:
+            of_component.append([fields])  # A requeued job has a row for each attempt.
+        elif of_component:
+            of_component[-1].append(fields)
+    if 0 not in attempts:
+        return None
+    return _whole([_of_accounting(job_id, number, found) for number, found in sorted(attempts.items())])
+
+
+def _of_accounting(job_id: int, component: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
+    """A plain job, or one component; the ids of components are consecutive."""
+    job, *rows = attempts[-1]
+    steps = tuple(_step(component, row) for row in rows)
+    state, cancelled_by = state_word(job["State"])
+    exit_code, signal = _exit(state, job["ExitCode"])
+    return JobFacts(
+        job_id=job_id + component,
+        state=state,
+        cancelled_by=cancelled_by,
+        reason=_reason(job["Reason"]),
+        exit_code=exit_code,
+        signal=signal,
+        elapsed=float(parse_count(job["ElapsedRaw"])),
+        time_limit=60.0 * parse_count(job["TimelimitRaw"]) or None,
+        nodes=tuple(_nodes(job["NodeList"])),
+        num_nodes=parse_count(job["NNodes"]),
+        memory=parse_size(job["ReqMem"]),
+        restarts=len(attempts) - 1,
+        max_rss=max((step.max_rss for step in steps if step.max_rss is not None), default=None),
+        steps=steps,
+    )
+
+
+def _whole(components: Sequence[JobFacts]) -> JobFacts:
+    """The job of some components: their sums, and the state of the decisive component."""
+    first = components[0]
+    if len(components) == 1:
+        return first
+    job = replace(first, components=tuple(components))
+    decisive = components[job.decisive_component]
+    return replace(
+        job,
+        state=decisive.state,
+        cancelled_by=decisive.cancelled_by,
+        reason=decisive.reason,
+        exit_code=decisive.exit_code,
+        signal=decisive.signal,
+        nodes=tuple(node for each in components for node in each.nodes),
+        num_nodes=sum(each.num_nodes for each in components),
+        memory=_sum(each.memory for each in components),
+        max_rss=max((each.max_rss for each in components if each.max_rss is not None), default=None),
+        steps=tuple(step for each in components for step in each.steps),
+    )
+
+
+def _step(component: int, row: Mapping[str, str]) -> StepFacts:
+    name = f"+{component}.{row['step']}" if component else row["step"]
+    state, cancelled_by = state_word(row["State"])
+    return StepFacts(name, state, cancelled_by, *_exit(state, row["ExitCode"]), parse_size(row["MaxRSS"]))
+
+
+def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> JobFacts | None:
+    """Both answers in one: the controller's, completed by what only accounting knows.
+
+    Of a job that is COMPLETING, accounting may know what the controller says only after the epilog.
+    """
+    if controller is None or accounting is None:
+        return controller or accounting
+    if controller.components and len(controller.components) == len(accounting.components):
+        pairs = zip(controller.components, accounting.components, strict=True)
+        return _whole([_merged(*pair) for pair in pairs])
+    return _merged(controller, accounting)
+
+
+def _merged(controller: JobFacts, accounting: JobFacts) -> JobFacts:
+    same = accounting.restarts == controller.restarts
+    ended = same and controller.state == "COMPLETING" and accounting.state in TERMINAL
+    return replace(
+        controller,
+        state=accounting.state if ended else controller.state,
+        reason=controller.reason or accounting.reason if ended else controller.reason,
+        # Of a job that is COMPLETING slurmctld names only the nodes that are not cleaned up yet, and so no lost node.
+        nodes=accounting.nodes if same and len(accounting.nodes) > len(controller.nodes) else controller.nodes,
+        # If a node failed, accounting has no exit code, and the controller a wrong one.
+        exit_code=None if ended and accounting.exit_code is None else controller.exit_code,
+        signal=None if ended and accounting.exit_code is None else controller.signal,
+        cancelled_by=accounting.cancelled_by,
+        max_rss=accounting.max_rss,
+        steps=accounting.steps if same else (),
+    )
+
+
+def state_word(text: str) -> tuple[str, int | None]:
+    """A state without the additions of sacct ("CANCELLED by 1001", "CANCELLED+"), and the user id in them."""
+    match = re.fullmatch(r"(\S*?)\+?(?: by ([0-9]+))?", text.strip())
+    return (match[1], int(match[2]) if match[2] else None) if match else (text.strip(), None)
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of "309816K", "2G" or "1.50G"; None for any other text."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGTPE]?)", text)
+    return int(float(match[1]) * 1024 ** " KMGTPE".index(match[2] or " ")) if match else None
+
+
+def _exit(state: str, text: str) -> tuple[int | None, int | None]:
+    """Exit code and signal of "3:0"; neither if a node failed, as Slurm then shows wrong numbers."""
+    match = None if state == "NODE_FAIL" else re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    return (int(match[1]), int(match[2]) or None) if match else (None, None)
+
+
+def _reason(text: str) -> str:
+    return "" if text in ("None", "(null)") else text
+
+
+def _nodes(text: str) -> list[str]:
+    try:
+        return expand_nodelist(text)
+    except ValueError:
+        return [text]
+
+
+def _sum(amounts: Iterable[int | None]) -> int | None:
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if known else None

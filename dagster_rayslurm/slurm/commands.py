@@ -1,12 +1,8 @@
-"""Slurm's programs on the edge node, wherever its users find them.
+"""Slurm's programs on the edge node: where they are, and which variables of the login they see.
 
-What of a login's variables Slurm's programs get to see.
-
-Users and sites set variables that stand for options (squeue(1), sbatch(1) and so on, "ENVIRONMENT VARIABLES", Slurm
-22.05). Some hide jobs or turn to another cluster, and what `sbatch` sees it hands on to the job, where `srun` takes such
-variables for options as well (tried on 22.05: SRUN_CPUS_PER_TASK, SLURM_WORKING_DIR, SLURM_TASK_PROLOG, SLURM_EXCLUSIVE).
-
-Slurm's programs on the edge node, wherever its users find them.
+Users and sites set variables that stand for options (squeue(1), sbatch(1) and so on, "ENVIRONMENT VARIABLES", Slurm 22.05).
+Some hide jobs or select another cluster. sbatch hands its variables on to the job, where srun takes them for options as well
+(tried on 22.05: SRUN_CPUS_PER_TASK, SLURM_WORKING_DIR, SLURM_TASK_PROLOG, SLURM_EXCLUSIVE).
 """
 
 from __future__ import annotations
@@ -24,15 +20,11 @@ for name in $(env | sed -nE 's/^((SLURM|SRUN|SBATCH|SQUEUE|SACCT|SCANCEL|SCONTRO
     case " $kept_variables SLURM_CONF SLURM_CONF_SERVER SLURM_JWT " in *" $name "*) ;; *) unset "$name" ;; esac
 done
 """
-"""Shell text that unsets those variables, but for how Slurm is reached, and the names in `$kept_variables`."""
+"""Shell text that unsets these variables, except those that say how Slurm is reached and those in `$kept_variables`."""
 
 
-def cleaned(command: Sequence[str]) -> list[str]:
-    """A command that does not see those variables.
-
-    Args:
-        command: a program of Slurm and its arguments, or `env` with what it shall see.
-    """
+def without_option_variables(command: Sequence[str]) -> list[str]:
+    """A command that runs without these variables: a program of Slurm, or `env` with its variables."""
     return ["sh", "-c", f'kept_variables=\n{CLEAN}exec "$@"', "sh", *command]
 
 
@@ -50,7 +42,7 @@ done
 """
 """Prints the directory of sbatch on the PATH of a login shell, whatever else that shell prints.
 
-A csh takes no command as a login shell, but reads its start-up file for any.
+A csh accepts no command as a login shell, but reads its start-up file for any command.
 """
 
 _KEPT = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ", "SLURM_CONF", "LD_LIBRARY_PATH", "MODULEPATH")
@@ -61,11 +53,10 @@ _LOGIN_TIMEOUT = 60.0
 
 
 def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of Dagster's own environment a job may see, where Dagster itself submits it.
+    """The variables of Dagster's own environment that a job may see, if Dagster runs on the edge node.
 
-    `sbatch` hands its whole environment to the job, and sites may keep that in the accounting database
-    (slurm.conf(5), `AccountingStoreFlags=job_env`): neither Dagster's secrets nor the `SLURM_*` and the TMPDIR of a job
-    that Dagster runs in belong there.
+    sbatch hands its whole environment to the job, and sites may keep it in the accounting database (slurm.conf(5),
+    `AccountingStoreFlags=job_env`). Dagster's secrets, and `SLURM_*` and TMPDIR of a job in which Dagster runs, stay out.
     """
     return {name: value for name, value in environ.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
 
@@ -73,43 +64,40 @@ def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
 class SlurmCommands:
     """A connection whose commands find Slurm's programs.
 
-    The PATH of a non-interactive login is often shorter than that of a person's shell. Where a program is missing, a
-    login shell is asked once; all else is the connection's own.
-
-    Args:
-        connection: the edge node, or this machine.
+    The PATH of a non-interactive login is often shorter than that of an interactive one. If a program is missing, a login
+    shell is asked once for its PATH. All other methods are those of the connection.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._prefix = _own_prefix() if isinstance(connection, LocalConnection) else []
+        self._prefix = _local_prefix() if isinstance(connection, LocalConnection) else []
         self._lock = threading.Lock()
-        self._looked = False
+        self._searched = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connection, name)
 
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
-        """As `Connection.run`; a command that exits with 127 is tried again with the PATH of a login shell.
+        """As `Connection.run`, but a command that exits with 127 runs again with the PATH of a login shell.
 
         Raises:
             OSError: as `Connection.run`.
         """
         tried = self._prefix
         done = self._connection.run([*tried, *command], stdin, timeout)
-        if done.returncode != 127 or not self._finds_more(tried):
+        if done.returncode != 127 or not self._extend_path(tried):
             return done
         return self._connection.run([*self._prefix, *command], stdin, timeout)
 
-    def _finds_more(self, tried: list[str]) -> bool:
-        """Whether there is a longer PATH than the one that was tried, perhaps because another thread has asked."""
+    def _extend_path(self, tried: list[str]) -> bool:
+        """Whether there is a longer PATH than the one tried, from a search by this or another thread."""
         with self._lock:
-            if not self._looked:
+            if not self._searched:
                 try:
                     found = self._connection.run(["sh", "-c", _FIND], timeout=_LOGIN_TIMEOUT).stdout
                 except TimeoutError:
                     found = b""
-                self._looked = True
+                self._searched = True
                 if found:
                     extend = 'PATH="$PATH:$1" && export PATH && shift && exec "$@"'
                     self._prefix = [*self._prefix, "sh", "-c", extend, "sh", found.decode("utf-8", "surrogateescape")]
@@ -117,7 +105,7 @@ class SlurmCommands:
 
 
 def slurm_commands(connection: Connection) -> SlurmCommands:
-    """The commands over a connection, one object for all steps of this process: what a login shell said is kept there."""
+    """The one `SlurmCommands` of this process for a connection, which keeps the answer of the login shell."""
     with _lock:
         if connection not in _commands:
             _commands[connection] = SlurmCommands(connection)
@@ -128,15 +116,15 @@ _lock = threading.Lock()
 _commands: dict[Connection, SlurmCommands] = {}
 
 
-def _own_prefix() -> list[str]:
+def _local_prefix() -> list[str]:
     return ["env", "-i", *(f"{name}={value}" for name, value in job_environment(os.environ).items())]
 
 
-def _start_anew() -> None:
-    """In a forked child, which has none of its parent's threads."""
+def _reset_after_fork() -> None:
+    """A forked child has no threads that could release the lock."""
     global _lock
     _lock = threading.Lock()
     _commands.clear()
 
 
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

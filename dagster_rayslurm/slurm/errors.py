@@ -1,14 +1,10 @@
-"""Slurm's refusals and missing answers, as sentences that name the field and the remedy. Pure.
+"""Sentences for refusals, for jobs that can never start, and for commands of Slurm that do not answer. Pure.
 
-Slurm's commands that give no answer, in one sentence.
-
-What Slurm has against a request, in one sentence that names the field and the remedy. Pure.
-
-What cannot be granted is refused by sbatch or stays pending for ever, which depends on the version and on
+A request that cannot be granted is refused by sbatch or stays pending for ever, depending on the version and on
 `EnforcePartLimits` (slurm.conf(5)); tried on 22.05 and 24.11:
 
 ================================  ==================================  =========================
-asked for                         EnforcePartLimits=NO, the default   EnforcePartLimits=ALL
+requested                         EnforcePartLimits=NO, the default   EnforcePartLimits=ALL
 ================================  ==================================  =========================
 more nodes than the partition     22.05 pending, 24.11 refused        refused
 more CPUs, GPUs, memory per node  refused; on 22.05 with so many      refused
@@ -26,21 +22,16 @@ import re
 from collections.abc import Sequence
 
 from ..ssh.base import Completed
-from .request import FIELDS, JobRequest
+from .fields import FIELD_OF_OPTION, SBATCH_FIELDS
+from .request import JobRequest
 
 
 class SlurmUnanswered(OSError):
-    """A command of Slurm did not answer; that says nothing of any job. The message is one sentence."""
+    """A command of Slurm gave no answer, which says nothing about any job. The message is one sentence."""
 
 
 def unanswered(place: str, program: str, done: Completed) -> SlurmUnanswered:
-    """Say why a command gave no answer.
-
-    Args:
-        place: where it ran.
-        program: its name.
-        done: how it ended.
-    """
+    """The error for a program that gave no answer at a place."""
     said = " ".join(done.stderr.decode("utf-8", "replace").split())[-500:]
     if done.returncode == 127:
         return SlurmUnanswered(f"{place}: {program} is not on the PATH that a non-interactive login has; add it there ({said})")
@@ -61,7 +52,7 @@ _TEMPORARY = re.compile(
 )
 
 _NODES = '`sinfo -N -o "%N %P %c %m %G %f"` shows what each node has'
-_YOURS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists yours"
+_ASSOCIATIONS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists yours"
 _TIMES = '`sinfo -o "%P %l"` shows how long each partition allows'
 _RESERVATIONS = "`scontrol show reservation` lists them and who may use them"
 _LIMITS = "`sacctmgr show qos` and `sacctmgr show associations user=$USER` show the limits"
@@ -76,8 +67,8 @@ _ADVICE = (
         "you may not use SlurmQueueConfig.partition as asked; it may demand a reservation, or jobs from other hosts",
     ),
     (r"reservation", f"check SlurmQueueConfig.reservation; {_RESERVATIONS}"),
-    (r"Invalid account", f"SlurmQueueConfig.account must be one that you may charge in this partition; {_YOURS}"),
-    (r"Invalid qos", f"SlurmQueueConfig.qos must be one that your account and the partition allow; {_YOURS}"),
+    (r"Invalid account", f"SlurmQueueConfig.account must be one that you may charge in this partition; {_ASSOCIATIONS}"),
+    (r"Invalid qos", f"SlurmQueueConfig.qos must be one that your account and the partition allow; {_ASSOCIATIONS}"),
     (r"Invalid feature", f"SlurmQueueConfig.constraint names features that no node has; {_NODES}"),
     (
         r"invalid number of nodes",
@@ -118,7 +109,7 @@ _ADVICE = (
     (r"Invalid wckey", "check --wckey in SlurmQueueConfig.extra_sbatch"),
     (r"dependency", "check --dependency in SlurmQueueConfig.extra_sbatch"),
 )
-"""What to do, by what sbatch says; the first that fits counts."""
+"""Pattern of an error of sbatch → advice; the first match counts."""
 
 _QUANTITIES = {
     "Cpu": ("CPUs", "num_nodes or cpus_per_node"),
@@ -128,9 +119,9 @@ _QUANTITIES = {
     "Node": ("nodes", "num_nodes"),
     "WallDuration": ("time", "time_limit"),
 }
-_ANY_QUANTITY = ("what it counts", "num_nodes, its fields for each node, or extra_sbatch")
-_MOST = re.compile(r"(QOS|Assoc)Max([A-Za-z]+?)(Minutes)?Per(?:Job|Node)(?:Limit)?")
-_LEAST = re.compile(r"QOSMin([A-Za-z]+?)(?:NotSatisfied)?")
+_OTHER_QUANTITY = ("what it counts", "num_nodes, its fields for each node, or extra_sbatch")
+_ABOVE_MAXIMUM = re.compile(r"(QOS|Assoc)Max([A-Za-z]+?)(Minutes)?Per(?:Job|Node)(?:Limit)?")
+_BELOW_MINIMUM = re.compile(r"QOSMin([A-Za-z]+?)(?:NotSatisfied)?")
 
 _NEVER = (
     (r"PartitionTimeLimit", f"SlurmQueueConfig.time_limit is longer than the partition allows; {_TIMES}"),
@@ -149,56 +140,54 @@ _NEVER = (
         "Slurm has given up, as no nodes fit what SlurmQueueConfig.constraint, nodelist, exclude and the sizes ask for "
         f"together; {_NODES}",
     ),
-    (r"InvalidAccount", f"SlurmQueueConfig.account is not one that you may charge; {_YOURS}"),
-    (r"InvalidQOS", f"SlurmQueueConfig.qos is not one that you may use; {_YOURS}"),
+    (r"InvalidAccount", f"SlurmQueueConfig.account is not one that you may charge; {_ASSOCIATIONS}"),
+    (r"InvalidQOS", f"SlurmQueueConfig.qos is not one that you may use; {_ASSOCIATIONS}"),
     (
         r"AccountNotAllowed|Job's account not permitted.*",
-        f"the partition does not take this account; choose another SlurmQueueConfig.account or partition; {_YOURS}",
+        f"the partition does not take this account; choose another SlurmQueueConfig.account or partition; {_ASSOCIATIONS}",
     ),
     (
         r"QOSNotAllowed|Job's QOS not permitted.*",
-        f"the partition does not take this QOS; choose another SlurmQueueConfig.qos or partition; {_YOURS}",
+        f"the partition does not take this QOS; choose another SlurmQueueConfig.qos or partition; {_ASSOCIATIONS}",
     ),
     (r"uid \d+ not in group permitted.*", "you may not use this partition; choose another SlurmQueueConfig.partition"),
     (r"Reservation(Deleted|Invalid)", f"the reservation in SlurmQueueConfig.reservation is gone; {_RESERVATIONS}"),
     (r"DependencyNeverSatisfied", "what --dependency in SlurmQueueConfig.extra_sbatch waits for can no longer come"),
 )
-"""Reasons that no node, no other job and no administrator can take away while request and limits stay as they are."""
+"""Pattern of a pending reason that stays true while request and limits stay as they are → sentence."""
 
 
 def explain(stderr: str, partitions: Sequence[str] = ()) -> str:
-    """Say why sbatch has failed.
+    """Why sbatch failed, and what to do.
 
     Args:
-        stderr: what it wrote there.
-        partitions: the partitions that there are, as `sinfo -h -o %P` or `%R` gives them; none if that is not known.
+        stderr: the output of sbatch.
+        partitions: the partitions of the cluster, as `sinfo -h -o %P` or `%R` prints them; none if they are not known.
     """
-    words = _words(stderr)
+    words = _essence(stderr)
     if is_temporary(stderr):
         return f"Slurm takes no job now ({words}): the request may be all right; try again later"
     return f"Slurm refused the job ({words}): {_advice(stderr, partitions)}"
 
 
 def is_temporary(stderr: str) -> bool:
-    """Whether sbatch has failed without a word against the request.
+    """Whether sbatch failed without an objection to the request, so that the same request may succeed later.
 
-    The same request may succeed a little later. slurmctld may even have taken the job and its answer was lost, so look
-    for it by its name first.
+    slurmctld may have taken the job although its answer was lost, so search for the job by its name first.
     """
     return bool(_TEMPORARY.search(stderr))
 
 
 def impossible(reason: str, partition: str | None = None) -> str | None:
-    """Say why a pending job can never start as it was asked for.
+    """Why a pending job can never start as requested; None if it may start.
+
+    Time, other jobs, returning nodes or an administrator may let it start. `PartitionNodeLimit` may pass, as it also stands
+    for nodes that are down.
 
     Args:
-        reason: as `squeue -o %r` gives it, or `scontrol show job` with its underscores.
-        partition: of the job. Where it names several, separated by commas, the reason is that of whichever Slurm looked
-            at last, and the job may well start in another.
-
-    Returns:
-        None where time, other jobs, nodes that come back or an administrator may let it start. `PartitionNodeLimit` is
-        among those: it also stands for nodes that are down.
+        reason: the pending reason of `squeue -o %r`, or of `scontrol show job` with its underscores.
+        partition: the partition of the job. If it names several, separated by commas, the reason is that of the partition
+            that Slurm tried last, and the job may start in another one.
     """
     if partition is not None and "," in partition:
         return None
@@ -210,28 +199,28 @@ def impossible(reason: str, partition: str | None = None) -> str | None:
 
 
 def _over_limit(reason: str) -> str | None:
-    """A limit on each single job."""
-    most, least = _MOST.fullmatch(reason), _LEAST.fullmatch(reason)
-    if most:
-        whose = "QOS" if most[1] == "QOS" else "account"
-        what, fields = _QUANTITIES.get(most[2], _ANY_QUANTITY)
-        if most[3]:
+    """A sentence for a reason that names a limit on single jobs."""
+    above, below = _ABOVE_MAXIMUM.fullmatch(reason), _BELOW_MINIMUM.fullmatch(reason)
+    if above:
+        owner = "QOS" if above[1] == "QOS" else "account"
+        what, fields = _QUANTITIES.get(above[2], _OTHER_QUANTITY)
+        if above[3]:
             what, fields = f"{what} times minutes", f"{fields}, or time_limit"
         return (
-            f"the job asks for more {what} than its {whose} allows a job; lower SlurmQueueConfig.{fields}; {_LIMITS} ({reason})"
+            f"the job asks for more {what} than its {owner} allows a job; lower SlurmQueueConfig.{fields}; {_LIMITS} ({reason})"
         )
-    if least:
-        what, fields = _QUANTITIES.get(least[1], _ANY_QUANTITY)
+    if below:
+        what, fields = _QUANTITIES.get(below[1], _OTHER_QUANTITY)
         return f"the job asks for less {what} than its QOS demands; raise SlurmQueueConfig.{fields}; {_LIMITS} ({reason})"
     return None
 
 
-def _words(stderr: str) -> str:
-    """The essence of what sbatch wrote, in one line."""
+def _essence(stderr: str) -> str:
+    """The errors of sbatch in one line."""
     lines = [line for line in stderr.splitlines() if line.strip() and not _NOISE.match(line)]
-    # What else stands there may come from a login shell.
-    spoken = [_PREFIX.sub("", line) for line in lines if line.startswith("sbatch: ")] or lines[-3:]
-    text = "; ".join(dict.fromkeys(_CONTROL.sub(" ", line).strip() for line in spoken))
+    # Other lines may come from the start-up files of a login shell.
+    errors = [_PREFIX.sub("", line) for line in lines if line.startswith("sbatch: ")] or lines[-3:]
+    text = "; ".join(dict.fromkeys(_CONTROL.sub(" ", line).strip() for line in errors))
     return text if len(text) <= _MAX_WORDS else "…" + text[-_MAX_WORDS:]
 
 
@@ -242,29 +231,30 @@ def _advice(stderr: str, partitions: Sequence[str]) -> str:
             return limit
     for pattern, advice in _ADVICE:
         if re.search(pattern, stderr, re.IGNORECASE):
-            return advice.format(partition=_choose(partitions)) if "{partition}" in advice else advice
+            names = ", ".join(name.rstrip("*") for name in partitions)
+            choose = f"set SlurmQueueConfig.partition to {'one of ' + names if names else 'one that `sinfo -s` lists'}"
+            return advice.replace("{partition}", choose)
     option = _OPTION.search(stderr)
-    if option and option[1] in FIELDS:
-        return f"check SlurmQueueConfig.{FIELDS[option[1]]}, which stands for --{option[1]}"
+    if option and option[1] in FIELD_OF_OPTION:
+        return f"check SlurmQueueConfig.{FIELD_OF_OPTION[option[1]]}, which stands for --{option[1]}"
     if option or "unrecognized option" in stderr:
         return "check SlurmQueueConfig.extra_sbatch; `sbatch --help` lists the options of this version"
     return "check SlurmQueueConfig against what your site demands of jobs"
 
 
-def _choose(partitions: Sequence[str]) -> str:
-    names = ", ".join(name.rstrip("*") for name in partitions)
-    return f"set SlurmQueueConfig.partition to {'one of ' + names if names else 'one that `sinfo -s` lists'}"
-
-
-def with_values(sentence: str, request: JobRequest) -> str:
-    """A sentence with what was asked for in the fields that it names, once for each of them, and each component."""
-    asked = [(_values(sentence, part), f" of {part.component_id!r}" if request.others else "") for part in request.parts]
-    said = "; ".join(values + whose for values, whose in asked if values)
-    return f"{sentence} (asked for: {said})" if said else sentence
+def with_requested_values(sentence: str, request: JobRequest) -> str:
+    """The sentence, and the requested value of each field that it names, for each component."""
+    heterogeneous = bool(request.further_components)
+    values = [(_values(sentence, each), f" of {each.component_id!r}" if heterogeneous else "") for each in request.components]
+    text = "; ".join(named + component for named, component in values if named)
+    return f"{sentence} (asked for: {text})" if text else sentence
 
 
 def _values(sentence: str, request: JobRequest) -> str:
-    named = [field for field in dict.fromkeys(FIELDS.values()) if re.search(rf"\b{field}\b", sentence)]
-    named += ["gpu_type"] if "gpus_per_node" in named else []
-    values = [(field, getattr(request, field, None)) for field in named]
-    return ", ".join(f"{field}={value!r}" for field, value in values if value not in (None, False))
+    shown = []
+    for field in SBATCH_FIELDS:
+        word = "gpus_per_node" if field.name == "gpu_type" else field.name
+        value = getattr(request, field.name, None)
+        if value not in (None, False, ()) and re.search(rf"\b{word}\b", sentence):
+            shown.append(f"{field.name}={value!r}")
+    return ", ".join(shown)

@@ -19,7 +19,7 @@ _NOISE = re.compile(
 _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.*\S)")
 
 
-def telling_lines(log: str) -> list[str]:
+def relevant_lines(log: str) -> list[str]:
     """The lines of a log without empty ones, and without those in which Slurm comments on its own doing."""
     return [line for line in map(str.strip, log.splitlines()) if line and not _NOISE.match(line)]
 

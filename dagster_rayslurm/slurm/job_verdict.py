@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..errors import FailureKind
-from .facts import JobFacts, memory_kill
+from .accounting import JobFacts, memory_kill
 
 Found = tuple[FailureKind, str, bool | None]
 """Kind of failure, sentence, and whether another attempt may succeed (None for what the kind says)."""
@@ -28,7 +28,7 @@ _NOT_STARTED = re.compile(
 _STEP = re.compile(r"StepId=([0-9]+)")
 
 
-def job_sentence(job: JobFacts, log: str, terminated: bool, silent: bool) -> Found | None:
+def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> Found | None:
     """What became of a run whose record does not tell, or tells of a signal from outside.
 
     Args:
@@ -102,7 +102,7 @@ def _told(job: JobFacts, killed: str | None) -> JobFacts:
     if step:
         return next((each for each in job.components if each.job_id == int(step[1])), job)
     ends = {(each.final_state, each.out_of_memory) for each in job.components}
-    return job if len(ends) == 1 else job.components[job.telling]
+    return job if len(ends) == 1 else job.components[job.decisive_component]
 
 
 def _component(facts: JobFacts) -> str:

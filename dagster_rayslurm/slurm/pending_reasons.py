@@ -1,7 +1,7 @@
-"""What the queue tells of a job that waits: of a heterogeneous one each component waits for reasons of its own. Pure.
+"""Why a job waits, in words, and why it can never start: each component of a heterogeneous job has a reason of its own. Pure.
 
-Slurm 22.05 and 24.11 show the leader as waiting for resources even where another component can never start, and place
-components of a job on nodes of their own, always.
+Slurm 22.05 and 24.11 show the first component as waiting for resources even if another component can never start, and never
+place two components of a job on the same node.
 """
 
 from __future__ import annotations
@@ -10,48 +10,50 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .errors import impossible, with_values
+from .errors import impossible, with_requested_values
 from .request import JobRequest
 from .snapshot import QueueRow
 
-_VAGUE = ("", "None", "Priority", "Resources")
-"""Reasons that tell no more than that there is a queue."""
+_UNINFORMATIVE = ("", "None", "Priority", "Resources")
+"""Reasons that say no more than that there is a queue."""
 _TODAY = 18 * 3600.0
 """Seconds within which a time of day is not ambiguous."""
 _AWAITED = ("BeginTime", "Dependency", "Licenses", "Priority", "Reservation", "Resources")
-"""Beginnings of reasons that are what a job waits for; others are what is wrong with it."""
+"""Beginnings of reasons that name what a job waits for; other reasons name what is wrong with it."""
 
 
-def part_of(row: QueueRow, request: JobRequest) -> JobRequest:
-    """What the component in a row was asked for; with the row's label for its name if that is not known."""
-    component = row.label.partition("+")[2]
-    if component.isdigit() and int(component) < len(request.parts) > 1:
-        return request.parts[int(component)].alone
-    return replace(request.alone, component_id=row.label, partition=row.partition) if component else request
+def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
+    """The request for the component in a row; for an unknown component one with the row's label and partition."""
+    number = row.label.partition("+")[2]
+    if number.isdigit() and int(number) < len(request.components) > 1:
+        return request.components[int(number)].without_further_components
+    if number:
+        return replace(request.without_further_components, component_id=row.label, partition=row.partition)
+    return request
 
 
-def most_telling(rows: Sequence[QueueRow]) -> QueueRow | None:
-    """The component that holds up the job the longest, as far as Slurm says; None if all of them tell the same."""
+def most_informative_row(rows: Sequence[QueueRow]) -> QueueRow | None:
+    """The component that delays the job the longest, as far as Slurm says; None if all components say the same."""
     if len({(row.reason, row.start) for row in rows}) < 2:
         return None
 
-    def tells(row: QueueRow) -> tuple[int, float]:
+    def rank(row: QueueRow) -> tuple[int, float]:
         never = impossible(row.reason, row.partition) is not None
-        return (2 if never else int(row.reason not in _VAGUE)), row.start or 0.0
+        return (2 if never else int(row.reason not in _UNINFORMATIVE)), row.start or 0.0
 
-    return max(rows, key=tells)
+    return max(rows, key=rank)
 
 
-def why(reason: str, rows: Sequence[QueueRow], request: JobRequest) -> str:
-    """Why a job waits, in Slurm's word, and which component does; "" if that is not known.
+def pending_reason(reason: str, rows: Sequence[QueueRow], request: JobRequest) -> str:
+    """Slurm's word for why a job waits, and which component does; "" if it is not known.
 
     Args:
-        reason: that of the job, which is its first component's.
-        rows: of its components; none for a job that is none of several.
-        request: what was asked for.
+        reason: the reason of the job, which is that of its first component.
+        rows: the components; none for a plain job.
+        request: the request for the job.
     """
-    row = most_telling(rows)
-    return reason if row is None else f"{row.reason or row.state} (component {part_of(row, request).component_id})"
+    row = most_informative_row(rows)
+    return reason if row is None else f"{row.reason or row.state} (component {component_request(row, request).component_id})"
 
 
 def waiting_text(reason: str, start: float | None, now: float) -> str:
@@ -59,7 +61,7 @@ def waiting_text(reason: str, start: float | None, now: float) -> str:
 
     Args:
         reason: Slurm's word for why it waits; "" for none.
-        start: when Slurm expects it to start, in seconds of the epoch: jobs before it may end ahead of their time limits.
+        start: when Slurm expects it to start, in seconds of the epoch. Jobs before it may end ahead of their time limits.
         now: the time, in seconds of the epoch.
     """
     if not reason and not start:
@@ -72,42 +74,42 @@ def waiting_text(reason: str, start: float | None, now: float) -> str:
 
 
 def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
-    """Why one of the components can never start, and with it the job; None if none is known to be so."""
+    """Why one of the components, and so the job, can never start; None if all may start."""
     for row in rows:
-        part = part_of(row, request)
-        never = impossible(row.reason, part.partition)
-        if never:
-            return f"component {part.component_id!r}: {with_values(never, part)}"
+        part = component_request(row, request)
+        reason = impossible(row.reason, part.partition)
+        if reason:
+            return f"component {part.component_id!r}: {with_requested_values(reason, part)}"
     return None
 
 
 def too_many_nodes(row: QueueRow, request: JobRequest, sizes: Mapping[str, int]) -> str | None:
-    """Why a job of one kind of nodes can never start, if it asks for more nodes than its partition has.
+    """Why a plain job can never start, if it requests more nodes than its partition has; else None.
 
-    Slurm's word for that is `PartitionNodeLimit`, which also stands for nodes that are down and may come back.
+    Slurm's reason is `PartitionNodeLimit`, which also stands for nodes that are down and may come back.
 
     Args:
-        row: of the job.
-        request: what was asked for.
-        sizes: nodes of each partition.
+        row: the job in the queue.
+        request: the request for the job.
+        sizes: number of nodes of each partition.
     """
     nodes = sizes.get(row.partition, request.num_nodes)
     if request.num_nodes <= nodes:
         return None
     advice = "lower SlurmQueueConfig.num_nodes, or choose another partition"
-    return with_values(f"partition {row.partition} has {nodes} nodes; {advice} ({row.reason})", request)
+    return with_requested_values(f"partition {row.partition} has {nodes} nodes; {advice} ({row.reason})", request)
 
 
-def crowded(rows: Sequence[QueueRow], request: JobRequest, sizes: Mapping[str, int]) -> str | None:
-    """Whether components ask for more nodes of a partition than it has: Slurm takes such a job, and never starts it.
+def partition_too_small(rows: Sequence[QueueRow], request: JobRequest, sizes: Mapping[str, int]) -> str | None:
+    """A warning if components together request more nodes of a partition than it has: Slurm takes such a job and never starts it.
 
     Args:
-        rows: of the components.
-        request: what was asked for.
-        sizes: nodes of each partition.
+        rows: the components in the queue.
+        request: the request for the job.
+        sizes: number of nodes of each partition.
     """
     for partition in dict.fromkeys(row.partition for row in rows):
-        parts = [part_of(row, request) for row in rows if row.partition == partition]
+        parts = [component_request(row, request) for row in rows if row.partition == partition]
         nodes = sum(row.num_nodes for row in rows if row.partition == partition)
         if nodes > sizes.get(partition, nodes):
             names = " and ".join(repr(part.component_id) for part in parts)

@@ -56,11 +56,11 @@ class ClusterClock:
             except ValueError:
                 said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()[-500:]
                 raise OSError(f"{self._connection.place}: `date +%s.%N` does not say the time: {said}") from None
-            self.heard(stamp, asked, self.local())
+            self.observe(stamp, asked, self.local())
         assert self._offset is not None
         return self.local() + self._offset
 
-    def heard(self, stamp: float, asked: float, answered: float) -> None:
+    def observe(self, stamp: float, asked: float, answered: float) -> None:
         """Learn from any answer that carries the time there.
 
         Args:
@@ -141,7 +141,7 @@ class SharedQueue:
         clock: ClusterClock | None = None,
     ) -> None:
         self.clock = clock or ClusterClock(connection)
-        self.trouble: str | None = None
+        self.error: str | None = None
         self._connection = connection
         self._directory = directory
         self._poll_interval = poll_interval
@@ -153,7 +153,7 @@ class SharedQueue:
         self._claim_at = -math.inf
         self._spread = random.uniform(0, _JITTER)  # One for each process: all of them see the same snapshot grow old.
 
-    def look(self, now: float) -> QueueSnapshot | None:
+    def latest(self, now: float) -> QueueSnapshot | None:
         """The newest snapshot that is known here; None before the first. A newer one may come with a later look.
 
         Args:
@@ -172,9 +172,9 @@ class SharedQueue:
             self._busy = False
         return self._snapshot
 
-    def beside(self, start: Callable[[Callable[[], None]], None]) -> SharedQueue:
-        """The same queue for somebody who would rather wait, such as with `lambda work: work()`."""
-        return SharedQueue(self._connection, self._directory, self._poll_interval, start, self.clock)
+    def wait_for_latest(self, now: float) -> QueueSnapshot | None:
+        """As `latest`, but waits for Slurm if the newest snapshot is too old."""
+        return SharedQueue(self._connection, self._directory, self._poll_interval, lambda work: work(), self.clock).latest(now)
 
     def _interval(self) -> float:
         took = self._snapshot.took if self._snapshot else 0.0
@@ -190,7 +190,7 @@ class SharedQueue:
             if abs(self._age(now)) >= interval * (1 + self._spread) and not now < self._claim_at <= now + 2 * interval:
                 self._refresh(now, interval)
         except OSError as error:
-            self.trouble = str(error)
+            self.error = str(error)
         finally:
             self._busy = False
 
@@ -198,7 +198,7 @@ class SharedQueue:
         """Keep the newer one: a late writer, or another host's cache, may show an older one."""
         if snapshot and (self._snapshot is None or snapshot.began > self._snapshot.began):
             self._snapshot = snapshot
-            self.trouble = None
+            self.error = None
 
     def _read(self) -> QueueSnapshot | None:
         path = os.path.join(self._directory, SNAPSHOT)
@@ -220,20 +220,20 @@ class SharedQueue:
         words = (self._directory, str(round(1000 * interval)), str(round(1000 * keep)))
         asked = self.clock.local()
         reply = _put(self._connection, _STAMP + _CLAIM + _ASK, *words)
-        self.clock.heard(reply.began, asked, self.clock.local())
+        self.clock.observe(reply.began, asked, self.clock.local())
         taken = re.fullmatch(rf"{reply.mark} taken ([0-9]+)\n", reply.text)
         self._claim_at = (int(taken[1]) / 1000 if taken else reply.began) + interval * (1 + self._spread)
         if taken:
             return
         snapshot = reply.snapshot()
         shared = self._read()
-        self._snapshot, self.trouble = snapshot, None
+        self._snapshot, self.error = snapshot, None
         # A later claim may have been answered earlier.
         if shared is None or not 0 <= shared.began - snapshot.began < interval:
             self._connection.write(os.path.join(self._directory, SNAPSHOT), render_snapshot(snapshot))
 
 
-def ask_queue(connection: Connection) -> QueueSnapshot:
+def fetch_queue(connection: Connection) -> QueueSnapshot:
     """What is in the queue right now: for the few questions that a shared snapshot is too old for.
 
     Raises:

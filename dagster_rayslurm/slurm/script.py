@@ -1,6 +1,6 @@
-"""The batch script of a job: what sbatch is asked for, and one srun of the runtime on all nodes of all components. Pure.
+"""The batch script of a job: its #SBATCH lines, and one srun that starts the runtime on all nodes. Pure.
 
-How sbatch and srun read what stands in the script was tried on Slurm 22.05 and 24.11.
+How sbatch and srun read the script was tried on Slurm 22.05 and 24.11.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..config import check_environment, check_line, check_text
 from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT
+from .fields import SBATCH_FIELDS, Inheritance
 from .request import JobRequest
 
 LOG = "slurm.log"
-"""What the batch script itself and Slurm print."""
+"""File in the run directory with the output of the batch script and of Slurm."""
 
 _EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 _TASK = 'exec "$@" >>"node-$SLURM_NODEID.log" 2>&1'
-_OF_THE_BATCH_SCRIPT = """\
+_FIRST_COMPONENT_VARIABLES = """\
 CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK \\
     SLURM_NNODES SLURM_NPROCS SLURM_NTASKS SLURM_TASKS_PER_NODE"""
 
 _END = """\
-# scancel sends SIGTERM to this shell too, which must live to write the exit code; srun gets it as ever.
+# scancel sends SIGTERM to srun and to this shell, which must live to write the exit code.
 trap : TERM
 {srun}
 code=$?
 echo "$SLURM_JOB_ID ${{SLURM_RESTART_COUNT:-0}} $code" >>{exit}
-# Slurm's accounting shall call a run CANCELLED that Dagster cancelled. scancel ends this shell's sleep as well.
+# Accounting must show CANCELLED for a run that Dagster cancelled. scancel also ends the sleep.
 if [ "$code" != 0 ] && cat {cancel} {components}/*/{cancel} 2>/dev/null | grep -q '"op": "cancel"'; then
     scancel --quiet "$SLURM_JOB_ID" && sleep 20
 fi
@@ -42,11 +43,11 @@ exit "$code"
 def sbatch_quote(text: str) -> str:
     """Quote a value for an #SBATCH line.
 
-    sbatch's parser takes a backslash as an escape everywhere, also within single quotes, and a `#` outside quotes as the
-    beginning of a comment.
+    sbatch takes a backslash as an escape everywhere, also within single quotes, and a `#` outside quotes as the beginning of
+    a comment.
 
     Raises:
-        ValueError: it contains a control character; a newline would end the line.
+        ValueError: the text contains a control character; a newline would end the line.
     """
     if _PLAIN.fullmatch(check_text(text)):
         return text
@@ -54,55 +55,61 @@ def sbatch_quote(text: str) -> str:
 
 
 def escape_pattern(path: str) -> str:
-    """A path as `--output` takes it, so that nothing in it is replaced (sbatch(1), "filename pattern").
+    """A path for `--output` in which sbatch replaces nothing (sbatch(1), "filename pattern").
 
-    A backslash anywhere turns replacement off, and is then taken away unless it is doubled.
+    A backslash anywhere turns replacement off, and disappears unless it is doubled.
     """
     return path.replace("\\", r"\\") if "\\" in path else path.replace("%", "%%")
 
 
 def render_script(request: JobRequest, command: Sequence[str], run_dir: str, site: Mapping[str, str]) -> str:
-    """The script that is handed to sbatch.
+    """The batch script.
 
-    It appends the exit code of the runtime to the file `exit` in the run directory (see `parse_exit`), what Slurm itself has
-    to say goes to `slurm.log` there, and what the runtime of each node writes to `node-<number>.log`. All of them are
-    appended to, as a job that is requeued runs the script again.
+    The script appends the exit code of srun to the file `exit` in the run directory (see `parse_exit`). Messages of Slurm go
+    to `slurm.log` there, and the output of each node's runtime to `node-<number>.log`. A requeued job runs the script again
+    and appends to the same files.
 
     Args:
-        request: what to ask Slurm for.
-        command: the runtime, as it is started once on each node.
+        request: the options of the job.
+        command: the runtime, started once on each node.
         run_dir: absolute path of the run directory, on a file system that the nodes share.
         site: environment variables that every job gets.
 
     Raises:
         ValueError: a value contains a control character, or a variable cannot be set.
     """
+    job_options = {
+        "job-name": request.job_name,
+        "comment": request.comment,
+        "output": escape_pattern(f"{run_dir}/{LOG}"),
+        "open-mode": "append",
+        "chdir": run_dir,
+    }
     lines = ["#!/bin/sh", f"# rayslurm: {check_text(request.comment)}"]
-    lines += [f"#SBATCH {option}" for option in (*_job_options(request, run_dir), *_options(request))]
-    excluding = request.exclude is not None
-    for component in request.others:
-        lines.append("#SBATCH hetjob")
-        if excluding and component.exclude is None:
-            lines.append("#SBATCH --exclude=")  # Else it would be handed on.
-        lines += [f"#SBATCH {option}" for option in _options(component)]
-        excluding = component.exclude is not None
+    lines += [f"#SBATCH --{name}={sbatch_quote(value)}" for name, value in job_options.items()]
+    for number, component in enumerate(request.components):
+        lines += ["#SBATCH hetjob"] if number else []
+        resets = _resets(component, request.components[number - 1]) if number else ()
+        lines += [f"#SBATCH {option}" for option in (*resets, *_component_options(component))]
     lines += ["", f"cd {shlex.quote(check_text(run_dir))} || exit"]
     for name, value in check_environment(site, "SlurmResource.site").items():
         lines.append(f"export {name}={shlex.quote(check_line(value, f'SlurmResource.site[{name!r}]'))}")
-    srun = _srun_across(len(request.parts), command) if request.others else _srun(request.num_nodes, command)
+    heterogeneous = bool(request.further_components)
+    srun = _srun_across(len(request.components), command) if heterogeneous else _srun(request.num_nodes, command)
     lines.append(_END.format(srun=srun, exit=EXIT, cancel=CANCEL, components=COMPONENTS))
     return "\n".join(lines)
 
 
 def parse_exit(data: bytes, job_id: int) -> int | None:
-    """How srun ended in the last attempt of a job.
+    """The exit code of srun in the last attempt of a job.
 
     Args:
-        data: what stands in the file `exit`: lines of job id, restart count and exit code, one of each attempt.
-        job_id: the job; another one, submitted twice because an answer was lost, may have left lines too.
+        data: the file `exit`: a line of job id, restart count and exit code for each attempt. Another job may have left lines
+            too, if a submission was repeated because its answer was lost.
+        job_id: the job.
 
     Returns:
-        None if there is no line of it yet. One without its newline is still being written.
+        None if the job has no complete line yet.
     """
     lines = map(_EXIT.fullmatch, data.split(b"\n")[:-1])
     ends = [(int(line[2]), int(line[3])) for line in lines if line and int(line[1]) == job_id]
@@ -110,51 +117,29 @@ def parse_exit(data: bytes, job_id: int) -> int | None:
     return next((code for restart, code in reversed(ends) if restart == last), None)
 
 
-def _job_options(request: JobRequest, run_dir: str) -> Iterator[str]:
-    """What is the whole job's: sbatch hands it on from one component to the next."""
-    yield from _assignments(
-        {
-            "job-name": request.job_name,
-            "comment": request.comment,
-            "output": escape_pattern(f"{run_dir}/{LOG}"),
-            "open-mode": "append",
-            "chdir": run_dir,
-        }
-    )
-
-
-def _options(request: JobRequest) -> Iterator[str]:
-    """What is asked for a job, or one of its components. Each has all of it: sbatch forgets most of it from one to the next."""
-    gpus = request.gpus_per_node
-    yield from _assignments(
-        {
-            "partition": request.partition,
-            "account": request.account,
-            "qos": request.qos,
-            "reservation": request.reservation,
-            "constraint": request.constraint,
-            "nodes": request.num_nodes,
-            "ntasks-per-node": 1,
-            "cpus-per-task": request.cpus_per_node,
-            "gpus-per-node": f"{request.gpu_type}:{gpus}" if request.gpu_type else gpus,
-            "mem": request.mem,
-            "mem-per-cpu": request.mem_per_cpu,
-            "time": request.time_limit,
-            "nodelist": request.nodelist,
-            "exclude": request.exclude,
-            "switches": request.switches,
-        }
-    )
-    if request.exclusive:
-        yield "--exclusive"
-    yield "--requeue" if request.requeue else "--no-requeue"
+def _component_options(request: JobRequest) -> Iterator[str]:
+    """The options of a job or of one component; each component repeats all of them, as sbatch forgets most of them."""
+    yield "--ntasks-per-node=1"
+    for field in SBATCH_FIELDS:
+        value = getattr(request, field.name, None)
+        if isinstance(value, bool):
+            option = field.option if value else field.negation
+            if option is not None:
+                yield f"--{option}"
+        elif field.option is not None and value is not None:
+            text = f"{request.gpu_type}:{value}" if field.name == "gpus_per_node" and request.gpu_type else str(value)
+            yield f"--{field.option}={sbatch_quote(text)}"
     for option in request.extra_sbatch:
         name, equals, value = option.partition("=")
         yield name + equals + (sbatch_quote(value) if equals else "")
 
 
-def _assignments(values: Mapping[str, object]) -> Iterator[str]:
-    return (f"--{name}={sbatch_quote(str(value))}" for name, value in values.items() if value is not None)
+def _resets(request: JobRequest, before: JobRequest) -> Iterator[str]:
+    """Options that keep a component from inheriting the value of the component before it."""
+    for field in SBATCH_FIELDS:
+        inherits = getattr(before, field.name, None) is not None and getattr(request, field.name, None) is None
+        if field.inheritance is Inheritance.RESETTABLE and inherits:
+            yield f"--{field.option}="
 
 
 def _srun(num_nodes: int, command: Sequence[str]) -> str:
@@ -171,9 +156,9 @@ def _srun(num_nodes: int, command: Sequence[str]) -> str:
 def _srun_across(components: int, command: Sequence[str]) -> str:
     """One step of all components, whose tasks are numbered from the first component's first node on.
 
-    `--output` counts tasks anew in each component on 22.05, so the shell finds the log by what Slurm tells each task. What
-    the batch script's own environment says of devices and tasks is the first component's: srun sets it anew where it holds,
-    and would hand it on elsewhere, or reckon with it (24.11).
+    `--output` counts tasks anew in each component on 22.05, so the shell chooses the log by the task's own SLURM_NODEID. The
+    batch script's variables for devices and tasks are those of the first component; srun would pass them to the other
+    components, or compute with them (24.11).
     """
     options = (
         f"--het-group=0-{components - 1} --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1",
@@ -181,4 +166,4 @@ def _srun_across(components: int, command: Sequence[str]) -> str:
         f"sh -c {shlex.quote(_TASK)} rayslurm",
         shlex.join(check_text(word) for word in command),
     )
-    return f"unset {_OF_THE_BATCH_SCRIPT}\n" + " \\\n    ".join(("srun", *options))
+    return f"unset {_FIRST_COMPONENT_VARIABLES}\n" + " \\\n    ".join(("srun", *options))

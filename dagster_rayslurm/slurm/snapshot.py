@@ -47,13 +47,13 @@ class QueueRow:
     name: str
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether it is a job of its own, or the first component of one, by whose id the whole job is known and ended."""
         component = self.label.partition("+")[2]
         return not component or component == "0"
 
     @property
-    def leader(self) -> str:
+    def leader_label(self) -> str:
         """What the label of every component of its job begins with."""
         return self.label.partition("+")[0]
 
@@ -81,7 +81,7 @@ class QueueSnapshot:
         """The row of a job; None if it is not in the queue."""
         return self._by_id.get(job_id)
 
-    def parts(self, job_id: int) -> tuple[QueueRow, ...]:
+    def components(self, job_id: int) -> tuple[QueueRow, ...]:
         """The rows of a job's components, in the job's order; its own row alone if it has none.
 
         Slurm forgets each component at a time of its own, the first one too, whose number all of them carry.
@@ -89,8 +89,8 @@ class QueueSnapshot:
         row = self.job(job_id)
         if row is not None and "+" not in row.label:
             return (row,)
-        leader = str(job_id) if row is None else row.leader
-        own = [each for each in self.rows if "+" in each.label and each.leader == leader]
+        leader = str(job_id) if row is None else row.leader_label
+        own = [each for each in self.rows if "+" in each.label and each.leader_label == leader]
         return tuple(sorted(own, key=lambda each: each.job_id))
 
     def named(self, name: str) -> tuple[QueueRow, ...]:

@@ -1,16 +1,16 @@
-"""From what was seen of a job to what it is: waiting, running, ended, lost, or not known. Pure.
+"""The state of a job, reduced from observations: pending, running, ended, lost or unknown. Pure.
 
-Only positive evidence ends a job. That it is not in the queue is no state: it has to be so for a while, without a break,
-by the snapshots' own clock; a question that was not answered makes no snapshot, so it makes no time pass either. The
-words are those of squeue(1), Slurm 22.05 to 25.05; a word that is not among them ends nothing.
+Only positive evidence ends a job. A job that is not in the queue is lost only after a while without a break, by the clock of
+the snapshots. An unanswered query makes no snapshot, so it makes no time pass. The states are those of squeue(1), Slurm 22.05
+to 25.05; a state that is not listed here ends nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from enum import Enum
 
 from .snapshot import QueueRow, QueueSnapshot
 
@@ -27,23 +27,38 @@ TERMINAL = frozenset(
         "TIMEOUT",
     }
 )
-"""States that a job does not leave, unless Slurm requeues it. COMPLETING, STAGE_OUT, REVOKED and so on are none."""
+"""States that a job does not leave, unless Slurm requeues it. COMPLETING, STAGE_OUT and REVOKED are not among them."""
 
 MAY_REQUEUE = frozenset({"BOOT_FAIL", "NODE_FAIL", "PREEMPTED"})
-"""Terminal states after which Slurm itself requeues a job that allows it, under the same id."""
+"""Terminal states after which Slurm requeues a job that allows it, under the same id."""
 
 WAITING = frozenset(
     {"CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"},
 )
-"""States in which nothing of the job runs, and something may later on; CONFIGURING is that of nodes being powered up."""
+"""States in which nothing of the job runs, but may run later. In CONFIGURING nodes are being powered up."""
 
 ACTIVE = frozenset({"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"})
-"""States in which the job has its nodes, or still has to clean up there."""
+"""States in which the job has its nodes, or is being cleaned up there."""
+
+
+class JobPhase(str, Enum):
+    """What a job is doing, as far as is known."""
+
+    UNKNOWN = "unknown"
+    PENDING = "pending"
+    RUNNING = "running"
+    ENDED = "ended"
+    """Slurm or the batch script reported the end."""
+    LOST = "lost"
+    """The job left the queue without a report of its end."""
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
 class Timers:
-    """For how many seconds, and in how many snapshots at least, a job must be out of the queue to be gone for good."""
+    """For how many seconds, and in how many snapshots at least, a job must be out of the queue to be lost."""
 
     absence: float = 60.0
     requeue_absence: float = 300.0
@@ -51,23 +66,8 @@ class Timers:
 
 
 @dataclass(frozen=True)
-class Submission:
-    """A job of ours.
-
-    Attributes:
-        job_id: Slurm's id; of the first component of a heterogeneous job.
-        submitted: when sbatch returned, by the cluster's clock, in seconds of the epoch.
-        requeue: whether Slurm may requeue it.
-    """
-
-    job_id: int
-    submitted: float
-    requeue: bool = False
-
-
-@dataclass(frozen=True)
 class Seen:
-    """A snapshot of the queue, as far as this job goes: its row, or None if it is not in there."""
+    """The row of the job in a snapshot that began at a time; None if the job is not in the snapshot."""
 
     at: float
     row: QueueRow | None
@@ -75,14 +75,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Started:
-    """The record of the run has started."""
+    """The run record started."""
 
     at: float
 
 
 @dataclass(frozen=True)
 class Exited:
-    """The batch script has written down how `srun` ended."""
+    """The batch script wrote the exit code of `srun`."""
 
     at: float
     exit_code: int
@@ -98,19 +98,18 @@ def seen(snapshot: QueueSnapshot, job_id: int) -> Seen:
 
 
 @dataclass(frozen=True)
-class JobView:
-    """What a job is, as far as is known.
+class JobStatus:
+    """The state of a job, as far as is known.
 
     Attributes:
-        kind: "pending", "running", "ended" (Slurm or the batch script said so), "lost" (out of the queue without a word
-            of its end), or "unknown".
-        state: Slurm's last word for it; "" if it has said none.
+        phase: what the job is doing.
+        state: Slurm's last word for it; "" if there is none.
         reason: why it waits or ended, in Slurm's word; "" for none.
         expected_start: when Slurm expects a pending job to start, in seconds of the epoch; None if it does not say.
         exit_code: the batch script's; None if it is not known.
     """
 
-    kind: Literal["pending", "running", "ended", "lost", "unknown"]
+    phase: JobPhase
     state: str = ""
     reason: str = ""
     expected_start: float | None = None
@@ -119,46 +118,58 @@ class JobView:
     @property
     def over(self) -> bool:
         """Whether this is final."""
-        return self.kind in ("ended", "lost")
+        return self.phase in (JobPhase.ENDED, JobPhase.LOST)
 
 
 @dataclass(frozen=True)
 class JobWatch:
-    """What a job's observations come to, taken one after the other; `view` is final once it is over."""
+    """The reducer of a job's observations; `view` is final once it is over.
 
-    submission: Submission
-    timers: Timers = field(default=Timers())
-    final: JobView | None = None
+    Attributes:
+        submitted: when sbatch returned, by the cluster's clock, in seconds of the epoch.
+        requeue: whether Slurm may requeue the job.
+        timers: when an absent job is lost.
+        final: the final status; None before.
+        newest: when the newest snapshot began.
+        reported: what Slurm said last of the job, in the snapshot that began at `reported_at`.
+        absent_since: since when the job is out of the queue without a break, in `absent_snapshots` snapshots.
+        started_at: when the run record started.
+        exit_code: the batch script's.
+    """
+
+    submitted: float
+    requeue: bool = False
+    timers: Timers = Timers()
+    final: JobStatus | None = None
     newest: float = -math.inf
-    """When the newest snapshot began."""
-    known_at: float = -math.inf
-    known: JobView = field(default=JobView("unknown"))
-    """What Slurm said last of the job itself."""
-    present_at: float = -math.inf
-    gone_since: float | None = None
-    gone_in: int = 0
-    """Since when, and in how many snapshots, the job is out of the queue without a break."""
+    reported: JobStatus = JobStatus(JobPhase.UNKNOWN)
+    reported_at: float = -math.inf
+    absent_since: float | None = None
+    absent_snapshots: int = 0
     started_at: float | None = None
     exit_code: int | None = None
 
     @property
-    def view(self) -> JobView:
-        """What the job is now."""
+    def view(self) -> JobStatus:
+        """The status of the job now."""
         if self.final:
             return self.final
-        known, started = self.known, self.started_at is not None
-        if known.kind == "pending" and self.started_at is not None and self.started_at >= self.known_at:
-            return JobView("running")
-        if known.kind == "unknown" and started and known.state not in TERMINAL:
-            return dataclasses.replace(known, kind="running")
-        return known
+        reported = self.reported
+        if self.started_at is None:
+            return reported
+        if reported.phase is JobPhase.PENDING and self.started_at >= self.reported_at:
+            return JobStatus(JobPhase.RUNNING)
+        if reported.phase is JobPhase.UNKNOWN and reported.state not in TERMINAL:
+            return dataclasses.replace(reported, phase=JobPhase.RUNNING)
+        return reported
 
     def after(self, observation: Observation) -> JobWatch:
         """The watch with one more observation. Snapshots that are not newer than the newest one change nothing."""
         if self.final:
-            # Slurm's word may come before what the batch script has written; it stands, and this tells more of it.
+            # Slurm may report the end before the batch script's exit code arrives.
             if isinstance(observation, Exited) and self.final.exit_code is None:
-                return self._with_exit_code(self.final, observation.exit_code)
+                final = dataclasses.replace(self.final, exit_code=observation.exit_code)
+                return dataclasses.replace(self, exit_code=observation.exit_code, final=final)
             return self
         if isinstance(observation, Seen):
             return self._after_snapshot(observation)
@@ -167,59 +178,43 @@ class JobWatch:
         return self._after_exit(observation)
 
     def _after_snapshot(self, snapshot: Seen) -> JobWatch:
-        # What was seen before the submission is of another job with this id, if it is of any.
-        if snapshot.at < self.submission.submitted or snapshot.at <= self.newest:
+        # A row from before the submission is that of another job with this id.
+        if snapshot.at < self.submitted or snapshot.at <= self.newest:
             return self
-        watch = dataclasses.replace(self, newest=snapshot.at)
-        row = snapshot.row
-        if row is not None:
-            watch = watch._told(snapshot.at, _view_of_row(row))
-            if watch.final or row.state not in TERMINAL:
-                return watch._present(snapshot.at)
-        return watch._gone(snapshot.at)
+        watch, row = dataclasses.replace(self, newest=snapshot.at), snapshot.row
+        if row is None:
+            return watch._absent(snapshot.at)
+        status = JobStatus(
+            _phase(row.state),
+            row.state,
+            "" if row.reason == "None" else row.reason,
+            row.start if row.state in WAITING else None,
+        )
+        if row.state in TERMINAL and not (self.requeue and row.state in MAY_REQUEUE):
+            return watch._ended(status)
+        watch = dataclasses.replace(watch, reported=status, reported_at=snapshot.at)
+        if row.state in TERMINAL:
+            return watch._absent(snapshot.at)
+        return dataclasses.replace(watch, absent_since=None, absent_snapshots=0)
 
     def _after_exit(self, exited: Exited) -> JobWatch:
         watch = dataclasses.replace(self, exit_code=exited.exit_code)
-        if self.submission.requeue and exited.exit_code:  # Slurm may have ended srun in order to requeue the job.
+        if self.requeue and exited.exit_code:  # Slurm may have ended srun in order to requeue the job.
             return watch
-        known = self.known if self.known.state in TERMINAL else JobView("ended")
-        return dataclasses.replace(watch, final=dataclasses.replace(known, kind="ended", exit_code=exited.exit_code))
+        return watch._ended(self.reported if self.reported.state in TERMINAL else JobStatus(JobPhase.ENDED))
 
-    def _with_exit_code(self, final: JobView, exit_code: int) -> JobWatch:
-        return dataclasses.replace(self, exit_code=exit_code, final=dataclasses.replace(final, exit_code=exit_code))
+    def _ended(self, status: JobStatus, phase: JobPhase = JobPhase.ENDED) -> JobWatch:
+        final = dataclasses.replace(status, phase=phase, expected_start=None, exit_code=self.exit_code)
+        return dataclasses.replace(self, final=final)
 
-    def _told(self, at: float, view: JobView) -> JobWatch:
-        """With what Slurm says of the job itself."""
-        if view.state in TERMINAL and not (self.submission.requeue and view.state in MAY_REQUEUE):
-            exit_code = view.exit_code if self.exit_code is None else self.exit_code
-            return dataclasses.replace(self, final=dataclasses.replace(view, kind="ended", exit_code=exit_code))
-        return dataclasses.replace(self, known=view, known_at=at) if at >= self.known_at else self
-
-    def _present(self, at: float) -> JobWatch:
-        if self.gone_since is not None and self.gone_since > at:
-            return self
-        return dataclasses.replace(self, present_at=max(at, self.present_at), gone_since=None, gone_in=0)
-
-    def _gone(self, at: float) -> JobWatch:
-        if at <= self.present_at:
-            return self
-        since = at if self.gone_since is None else self.gone_since
-        watch = dataclasses.replace(self, gone_since=since, gone_in=self.gone_in + 1)
-        limit = self.timers.requeue_absence if self.submission.requeue else self.timers.absence
-        if at - since < limit or watch.gone_in < self.timers.snapshots:
+    def _absent(self, at: float) -> JobWatch:
+        since = at if self.absent_since is None else self.absent_since
+        watch = dataclasses.replace(self, absent_since=since, absent_snapshots=self.absent_snapshots + 1)
+        limit = self.timers.requeue_absence if self.requeue else self.timers.absence
+        if at - since < limit or watch.absent_snapshots < self.timers.snapshots:
             return watch
-        kind: Literal["ended", "lost"] = "ended" if self.known.state in TERMINAL else "lost"
-        exit_code = self.known.exit_code if self.exit_code is None else self.exit_code
-        return dataclasses.replace(
-            watch, final=dataclasses.replace(self.known, kind=kind, expected_start=None, exit_code=exit_code)
-        )
+        return watch._ended(self.reported, JobPhase.ENDED if self.reported.state in TERMINAL else JobPhase.LOST)
 
 
-def _view_of_row(row: QueueRow) -> JobView:
-    reason = "" if row.reason == "None" else row.reason
-    start = row.start if row.state in WAITING else None
-    return JobView(_kind(row.state), row.state, reason, start)
-
-
-def _kind(state: str) -> Literal["pending", "running", "unknown"]:
-    return "pending" if state in WAITING else "running" if state in ACTIVE else "unknown"
+def _phase(state: str) -> JobPhase:
+    return JobPhase.PENDING if state in WAITING else JobPhase.RUNNING if state in ACTIVE else JobPhase.UNKNOWN

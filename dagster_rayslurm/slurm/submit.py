@@ -1,4 +1,4 @@
-"""Submission: one command makes the run directory and calls sbatch in it, and a lost answer never makes two jobs."""
+"""Submission: one command makes the run directory and calls sbatch; a lost answer never makes two jobs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import FailureKind
+from ..errors import FailureKind, StartError
 from ..ssh.backoff import Backoff
 from ..ssh.base import Completed, Connection, ConnectionFailed, ConnectionLost
-from . import component_probe
-from .commands import CLEAN, cleaned
-from .errors import explain, is_temporary, with_values
+from .commands import CLEAN, without_option_variables
+from .errors import explain, is_temporary, with_requested_values
 from .queue import ClusterClock
 from .request import JobRequest
 
 JOB_SCRIPT = "job.sh"
 JOB_ID = "job_id"
-"""The batch script, and the id of its job once that is known."""
+"""Files in the run directory: the batch script, and the id of its job."""
 CREATOR = "creator"
 ABANDONED = "abandoned"
-CURRENT = "current"
 OFFER = "offer.json"
-"""Of a directory that several may want to make: the name of the job of whoever was first, the mark that it is nobody's
-any more, and beside it the copy of what it says of itself, which spares others the search."""
+CURRENT = "current"
+"""Files of a session: the name of the job that created the session, the mark that the creator gave up, the session's manifest,
+and the copy of the newest manifest in the parent directory, which saves others the search."""
 
 _SUBMIT = f"""
 kept_variables=$2
@@ -71,13 +70,18 @@ fi
 date +%s.%N
 printf '%s\\n' "$id"
 """
-"""$1 is the run directory, $2 the `SBATCH_*` variables that may stay, the standard input a tar of what shall be in $1.
-What follows $4 must be there.
-With a job's name in $3 the directory must be new: whoever makes it is the one who submits, by `mkdir`, which is atomic on
-NFS too. Others may have given it up meanwhile because that took so long; then they submit another job, and this one goes.
-127 comes from a missing sbatch. Those variables win over what stands in a script (sbatch(1), "INPUT ENVIRONMENT
-VARIABLES"), so a user's own must not change what was asked for. The job gets sbatch's umask. A `job_id` that cannot be
-written does no harm: it only spares looking for the job by its name."""
+"""$1: the run directory. $2: the `SBATCH_*` variables to keep. $3: a job name, or "". $4: a random word. $5 and on: files and
+directories that the job needs. Standard input: a tar of the files of the run directory.
+
+With $3 the run directory must be new: `mkdir` is atomic on NFS too, and only the process that makes the directory submits.
+Others may have taken a slow creator for dead and submitted another job; then this job is cancelled. Exit code 127 means that
+sbatch is missing. `SBATCH_*` variables win over the options in a script (sbatch(1), "INPUT ENVIRONMENT VARIABLES"), so a
+user's own variables must not change the request. The job gets sbatch's umask. A `job_id` that cannot be written does no harm:
+it only saves the search by name."""
+_CANNOT_WRITE = (70, 71)
+_TAKEN = 78
+_MISSING = 79
+_NO_PROGRAM = 127
 
 _FIND = f"""
 kept_variables=
@@ -85,53 +89,36 @@ kept_variables=
 squeue --me --all --noheader --states=all --name="$1" --format='%i|%T|%r' || exit
 sacct --noheader --parsable2 --allocations --name="$1" --starttime=now-1day --format=JobID,State,Reason 2>/dev/null || true
 """
-_FOUND = re.compile(r"(?P<job>[0-9]+)(?:\+(?P<component>[0-9]+))?\|(?P<said>.*)")
+_FOUND = re.compile(r"(?P<job>[0-9]+)(?:\+(?P<component>[0-9]+))?\|(?P<state>.*)")
 _REFUSED = "FAILED|BadConstraints"
 _GIVEN_UP = "CANCELLED|None"
-"""How Slurm shows a job that it refused to take (tried on 22.05 and 24.11); it was none. Of a heterogeneous one it shows the
-component that it refused like this, under a number of its own, and those before it as given up."""
-_SPOKEN = re.compile(r"^sbatch: (error|fatal|unrecognized option|option|invalid option|ambiguous option)", re.MULTILINE)
+"""How Slurm shows a job that it refused (tried on 22.05 and 24.11). Of a refused heterogeneous job, the refused component has a
+number of its own and this first state, and the components before it have the second."""
+_SBATCH_ERROR = re.compile(r"^sbatch: (error|fatal|unrecognized option|option|invalid option|ambiguous option)", re.MULTILINE)
+# `--parsable` prints "ID" or "ID;CLUSTER" (sbatch(1), Slurm 22.05); a site's own sbatch may print more before it.
 _ANSWER = re.compile(rb"([0-9]+\.[0-9]+)\n(?:.*\n)*([0-9]+)(?:;[^\n]*)?\n*")
-_TAKEN = 78
-_MISSING = 79
 _TIMEOUT = 600.0
-"""Seconds in which the directory is made and sbatch answers: it asks slurmctld anew for minutes where that is slow."""
+"""Seconds for making the directory and for sbatch, which retries for minutes if slurmctld is slow."""
 _ATTEMPTS = 5
 _PAUSE = 3.0
-"""Seconds between two looks for a job whose submission was cut off: slurmctld may still be at it."""
+"""Seconds between two searches for a job whose submission was cut off, as slurmctld may still be at work on it."""
 
 
-class SubmissionRefused(Exception):
-    """Slurm, or the run directory, does not take the job; the message says why.
-
-    Attributes:
-        kind: "submission", or "configuration" for a base directory that cannot serve.
-        retry: whether the same request may succeed later.
-        about: the component that is refused; None if it may be any, or there is none.
-    """
-
-    def __init__(self, kind: FailureKind, sentence: str, retry: bool = False, about: JobRequest | None = None) -> None:
-        super().__init__(sentence)
-        self.kind = kind
-        self.retry = retry
-        self.about = about
-
-    def with_values(self, request: JobRequest) -> str:
-        """The sentence with what was asked for in the fields that it names."""
-        return with_values(str(self), self.about or request)
+class SubmissionRefused(StartError):
+    """Slurm does not take the job, or the run directory cannot be made; nothing was submitted."""
 
 
 class ClaimTaken(Exception):
-    """Somebody else was faster, or has taken this claim to be abandoned; nothing is submitted."""
+    """Another process makes this session, or has declared this process's claim abandoned; nothing was submitted."""
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a job's script will look for: somebody may have removed it since this process brought it there.
+class RequiredFiles:
+    """Files on the cluster that a job needs, which somebody may have removed since they were sent.
 
     Attributes:
-        paths: where it is.
-        restore: brings it there again.
+        paths: the files and directories.
+        restore: sends them again.
     """
 
     paths: Sequence[str] = ()
@@ -139,27 +126,11 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Submitted:
-    """A job in the queue.
-
-    Attributes:
-        job_id: Slurm's id.
-        at: when it was submitted, by the cluster's clock, in seconds of the epoch.
-    """
+class SubmittedJob:
+    """A job in the queue: Slurm's id, and the time of submission by the cluster's clock, in seconds of the epoch."""
 
     job_id: str
     at: float
-
-
-def pack(files: Mapping[str, bytes]) -> bytes:
-    """A tar of small files that only their owner can read."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size, info.mode, info.mtime = len(content), 0o600, int(time.time())
-            archive.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 def submit(
@@ -171,156 +142,157 @@ def submit(
     warn: Callable[[str], None],
     claim: bool = False,
     patience: float = 0.0,
-    needs: Needs = Needs(),
-) -> Submitted:
-    """Make a run directory and submit its `job.sh`.
+    needs: RequiredFiles = RequiredFiles(),
+) -> SubmittedJob:
+    """Make a run directory and submit its `job.sh` exactly once.
 
     Args:
         commands: runs commands on the edge node, see `SlurmCommands`.
         run_dir: absolute path there.
-        files: what goes into it, `job.sh` too.
-        request: what `job.sh` asks for; no other job has its name.
+        files: files of the run directory, with `job.sh`.
+        request: the options in `job.sh`; the job name is unique.
         clock: the cluster's clock, which learns from the answer.
-        warn: told of a submission whose answer was lost.
-        claim: whether others may be about to do the same; of all of them only one submits.
-        patience: seconds for which the edge node may be out of reach once the job may be there.
-        needs: what must be there before; it is restored if it is not.
+        warn: receives a warning if the answer of a submission was lost.
+        claim: whether other processes may make the same directory; only one of them submits.
+        patience: seconds for which the edge node may be unreachable once the job may exist.
+        needs: files that must exist before; they are restored if they do not.
 
     Raises:
-        ClaimTaken: it is another one.
+        ClaimTaken: another process submits.
         SubmissionRefused: the job is not taken.
-        ConnectionFailed: the edge node cannot be reached; nothing was submitted as far as can be told.
+        ConnectionFailed: the edge node cannot be reached; as far as is known, nothing was submitted.
     """
-    archive = pack(files)
+    archive = _pack(files)
     name = request.job_name if claim else ""
-    command = ["sh", "-c", _SUBMIT, "sh", run_dir, " ".join(kept_variables(request)), name, secrets.token_hex(8), *needs.paths]
+    words = [run_dir, " ".join(request.login_variables), name, secrets.token_hex(8), *needs.paths]
     for left in reversed(range(_ATTEMPTS)):
         asked = clock.local()
         again = True
         try:
-            done = commands.run(command, archive, _TIMEOUT)
-            submitted = _submitted(done)
-            if submitted is not None:
-                clock.heard(submitted.at, asked, clock.local())
+            done = commands.run(["sh", "-c", _SUBMIT, "sh", *words], archive, _TIMEOUT)
+            match = _ANSWER.fullmatch(done.stdout) if done.returncode == 0 else None
+            if match:
+                submitted = SubmittedJob(match[2].decode(), float(match[1]))
+                clock.observe(submitted.at, asked, clock.local())
                 return submitted
             if claim and done.returncode == _TAKEN:
                 raise ClaimTaken
             if done.returncode == _MISSING and left:
                 needs.restore()
                 continue
-            lost: Exception = _refusal(commands, done, run_dir, request)
-            if _certain(done):
-                raise lost
-            again = is_temporary(done.stderr.decode("utf-8", "replace"))
+            failure: Exception = _refusal(commands, done, run_dir, request)
+            if _is_certain(done):
+                raise failure
+            again = is_temporary(_stderr(done))
         except ConnectionLost as error:
-            lost = error
+            failure = error
         except TimeoutError:
-            lost, again = _silent(commands, run_dir), False
-        warn(f"[rayslurm] {lost}; the job is looked for before {'it is submitted again' if again and left else 'it is given up'}")
+            sentence = f"submitting from {run_dir} on {commands.place} took over {_TIMEOUT:g} s and was ended"
+            failure = SubmissionRefused(
+                FailureKind.SUBMISSION, f"{sentence}: sbatch, or the file system there, does not answer", retry=True
+            )
+            again = False
+        then = "it is submitted again" if again and left else "it is given up"
+        warn(f"[rayslurm] {failure}; the job is looked for before {then}")
         found = _find(commands, request.job_name, patience)
         if found is not None:
             with contextlib.suppress(OSError):
                 commands.write(os.path.join(run_dir, JOB_ID), found.encode() + b"\n")
-            return Submitted(found, clock.now())
+            return SubmittedJob(found, clock.now())
         if not again:
             break
-    with contextlib.suppress(OSError):  # slurmctld may take it yet.
-        commands.run(cleaned(["scancel", "--quiet", "--me", f"--name={request.job_name}"]), timeout=60)
-    raise lost
+    with contextlib.suppress(OSError):  # slurmctld may still take the job.
+        commands.run(without_option_variables(["scancel", "--quiet", "--me", f"--name={request.job_name}"]), timeout=60)
+    raise failure
 
 
-def _silent(commands: Connection, run_dir: str) -> SubmissionRefused:
-    sentence = f"submitting from {run_dir} on {commands.place} took over {_TIMEOUT:g} s and was ended"
-    return SubmissionRefused(FailureKind.SUBMISSION, f"{sentence}: sbatch, or the file system there, does not answer", retry=True)
+def _pack(files: Mapping[str, bytes]) -> bytes:
+    """A tar of files that only their owner can read."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mode, info.mtime = len(content), 0o600, int(time.time())
+            archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
 
 
-def kept_variables(request: JobRequest) -> list[str]:
-    """Variables of sbatch that stand for what the request leaves open, as a user's shell may set them for good."""
-    fields = ("account", "constraint", "partition", "qos", "reservation")
-    left = [field for field in fields if all(getattr(part, field) is None for part in request.parts)]
-    return [f"SBATCH_{field.upper()}" for field in left]
+def _stderr(done: Completed) -> str:
+    return done.stderr.decode("utf-8", "replace").strip()
 
 
-def _certain(done: Completed) -> bool:
-    """Whether a failure leaves no doubt that there is no job: sbatch was never called, or has refused in its own words."""
-    said = done.stderr.decode("utf-8", "replace")
-    refused = 0 < done.returncode < 128 and bool(_SPOKEN.search(said)) and not is_temporary(said)
-    return done.returncode in (70, 71, _MISSING, 127) or refused
-
-
-def _submitted(done: Completed) -> Submitted | None:
-    """The job of an answer; None if there is none, or no id in it."""
-    # `--parsable` prints "ID" or "ID;CLUSTER" (sbatch(1), Slurm 22.05); a site's own sbatch may print more before it.
-    match = _ANSWER.fullmatch(done.stdout) if done.returncode == 0 else None
-    return Submitted(match[2].decode(), float(match[1])) if match else None
+def _is_certain(done: Completed) -> bool:
+    """Whether a failed submission made no job for sure: sbatch was never called, or refused in its own words."""
+    said = _stderr(done)
+    refused = 0 < done.returncode < 128 and bool(_SBATCH_ERROR.search(said)) and not is_temporary(said)
+    return done.returncode in (*_CANNOT_WRITE, _MISSING, _NO_PROGRAM) or refused
 
 
 def _refusal(commands: Connection, done: Completed, run_dir: str, request: JobRequest) -> SubmissionRefused:
-    said = done.stderr.decode("utf-8", "replace").strip()
+    """The failure that a failed submission means."""
+    said, place = _stderr(done), commands.place
     base = re.split("/(?:runs|sessions)/", run_dir)[0]
-    if done.returncode in (70, 71):
+    if done.returncode in _CANNOT_WRITE:
         return SubmissionRefused(
             FailureKind.CONFIGURATION,
-            f"remote_base: {base} cannot be written on {commands.place}: {said.splitlines()[-1] if said else 'no reason given'}; "
+            f"remote_base: {base} cannot be written on {place}: {said.splitlines()[-1] if said else 'no reason given'}; "
             "choose a directory of your own that the edge and the compute nodes share",
+            retry=False,
         )
     if done.returncode == _MISSING:
-        return SubmissionRefused(
-            FailureKind.CONFIGURATION,
-            f"remote_base: files that were sent to {base} on {commands.place} disappear again; end what removes them",
-        )
-    if done.returncode == 127:
-        return SubmissionRefused(
-            FailureKind.SUBMISSION,
-            f"sbatch is not found on {commands.place}, by a login shell neither; add its directory to PATH there",
-        )
-    if done.returncode == 0:
+        sentence = f"remote_base: files that were sent to {base} on {place} disappear again; end what removes them"
+        return SubmissionRefused(FailureKind.CONFIGURATION, sentence, retry=False)
+    temporary = False
+    if done.returncode == _NO_PROGRAM:
+        sentence = f"sbatch is not found on {place}, by a login shell neither; add its directory to PATH there"
+    elif done.returncode == 0:
         answer = done.stdout.decode("utf-8", "replace").partition("\n")[2].strip()[:200]
-        return SubmissionRefused(
-            FailureKind.SUBMISSION,
-            f"sbatch on {commands.place} printed {answer!r} where the id of the job was expected {said[-200:]}".rstrip(),
-        )
-    if done.returncode > 128 and not _SPOKEN.search(said):
-        return SubmissionRefused(
-            FailureKind.SUBMISSION, f"sbatch was ended by signal {done.returncode - 128} on {commands.place}", retry=True
-        )
-    passing = is_temporary(said)
-    found = component_probe.ask(commands, request, kept_variables(request), run_dir, alone=bool(request.others) and not passing)
-    if found.about is not None:
-        sentence = f"component {found.about.component_id!r}: {explain(found.said, found.partitions)}"
-        return SubmissionRefused(FailureKind.SUBMISSION, sentence, about=found.about)
-    return SubmissionRefused(FailureKind.SUBMISSION, explain(said, found.partitions), retry=passing)
+        sentence = f"sbatch on {place} printed {answer!r} where the id of the job was expected {said[-200:]}".rstrip()
+    elif done.returncode > 128 and not _SBATCH_ERROR.search(said):
+        sentence, temporary = f"sbatch was ended by signal {done.returncode - 128} on {place}", True
+    else:
+        temporary = is_temporary(said)
+        sentence = with_requested_values(explain(said, () if temporary else _partitions(commands)), request)
+    return SubmissionRefused(FailureKind.SUBMISSION, sentence, temporary)
+
+
+def _partitions(commands: Connection) -> list[str]:
+    """The partitions of the cluster; none if Slurm does not list them."""
+    with contextlib.suppress(OSError):
+        done = commands.run(without_option_variables(["sinfo", "--noheader", "--format=%R"]), timeout=60)
+        return done.stdout.decode("utf-8", "replace").split() if done.returncode == 0 else []
+    return []
 
 
 def _find(commands: Connection, job_name: str, patience: float) -> str | None:
-    """The id of a job by its name; None if twice there was none."""
-    for look in range(2):
-        if look:
+    """The id of a job by its name; None if two searches find no job."""
+    for attempt in range(2):
+        if attempt:
             time.sleep(_PAUSE)
-        done = _ask(commands, ["sh", "-c", _FIND, "sh", job_name], patience)
+        done = _run_repeatedly(commands, ["sh", "-c", _FIND, "sh", job_name], patience)
         if done.returncode:
-            said = "; ".join(done.stderr.decode("utf-8", "replace").strip().split("\n")[-4:])[-500:]
+            said = "; ".join(_stderr(done).split("\n")[-4:])[-500:]
             raise ConnectionFailed(
                 f"squeue does not say on {commands.place} whether the job {job_name} was submitted: "
                 f"{said}; look for it before you run the asset again",
                 temporary=True,
             )
-        found = jobs_found(done.stdout.decode("utf-8", "replace"))
+        found = parse_jobs_found(done.stdout.decode("utf-8", "replace"))
         if found:
             return found[0]
     return None
 
 
-def _ask(commands: Connection, question: list[str], patience: float) -> Completed:
-    """Run a command that changes nothing, and so may run again while the connection breaks or cannot be had.
+def _run_repeatedly(commands: Connection, command: list[str], patience: float) -> Completed:
+    """Run a command that changes nothing, again after a lost connection and while the connection cannot be made.
 
     Raises:
-        ConnectionFailed: that is so for too long, or will stay so.
+        ConnectionFailed: for longer than `patience`, or for good.
     """
     outage, left = Backoff(time.monotonic()), _ATTEMPTS
     while True:
         try:
-            return commands.run(question, timeout=120)
+            return commands.run(command, timeout=120)
         except ConnectionFailed as error:
             left -= isinstance(error, ConnectionLost)
             pause = outage.pause()
@@ -330,12 +302,12 @@ def _ask(commands: Connection, question: list[str], patience: float) -> Complete
             time.sleep(pause)
 
 
-def jobs_found(text: str) -> list[str]:
-    """Ids of jobs, of the first component each, in lines of id, state and reason; without those that Slurm refused to take."""
+def parse_jobs_found(text: str) -> list[str]:
+    """Ids of jobs in lines of id, state and reason: of the first component each, without jobs that Slurm refused."""
     rows = [match for match in map(_FOUND.fullmatch, text.splitlines()) if match]
-    refused = {int(row["job"]) for row in rows if row["said"].startswith(_REFUSED)}
+    refused = {int(row["job"]) for row in rows if row["state"].startswith(_REFUSED)}
     sizes: dict[str, int] = {}
     for row in rows:
         sizes[row["job"]] = max(sizes.get(row["job"], 0), int(row["component"] or 0) + 1)
-    given_up = {row["job"] for row in rows if row["said"] == _GIVEN_UP and int(row["job"]) + sizes[row["job"]] in refused}
+    given_up = {row["job"] for row in rows if row["state"] == _GIVEN_UP and int(row["job"]) + sizes[row["job"]] in refused}
     return [job for job in sizes if int(job) not in refused and job not in given_up]

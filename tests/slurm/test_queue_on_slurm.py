@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.runtime.protocol.slurm_text import expand_nodelist
-from dagster_rayslurm.slurm.accounting import ask_job
-from dagster_rayslurm.slurm.facts import JobFacts, memory_kill
-from dagster_rayslurm.slurm.queue import SharedQueue, ask_queue
-from dagster_rayslurm.slurm.states import Exited, JobView, JobWatch, Started, Submission, Timers, seen
+from dagster_rayslurm.slurm.accounting import JobFacts, fetch_job_facts, memory_kill
+from dagster_rayslurm.slurm.queue import SharedQueue, fetch_queue
+from dagster_rayslurm.slurm.states import Exited, JobPhase, JobStatus, JobWatch, Started, Timers, seen
 from dagster_rayslurm.ssh.base import Completed, Connection
 from dagster_rayslurm.ssh.pool import new_connection
 
@@ -29,6 +29,16 @@ from ..conftest import wait_until
 PREFIX = "SLURM_EDGE_NODE_"
 INTERVAL = 2.0
 SECONDS = 13.0
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job of a test."""
+
+    job_id: int
+    submitted: float
+    requeue: bool = False
+
 
 LOOKER = """
 import sys, time
@@ -40,9 +50,9 @@ with connection_of(fields) as connection:
     queue = SharedQueue(Through(connection, f"PATH={directory}/bin:/usr/bin:/bin"), directory, INTERVAL)
     end, seen = time.monotonic() + seconds, 0
     while time.monotonic() < end:
-        seen += queue.look(queue.clock.now()) is not None
+        seen += queue.latest(queue.clock.now()) is not None
         time.sleep(0.05)
-sys.exit(0 if seen and not queue.trouble else queue.trouble)
+sys.exit(0 if seen and not queue.error else queue.error)
 """
 
 
@@ -104,44 +114,44 @@ def submit(edge: Connection, directory: str) -> Iterator[Callable[..., Submissio
 
 
 def follow(
-    edge: Connection, directory: str, submission: Submission, until: Callable[[JobView], bool], timeout: float = 120
-) -> JobView:
+    edge: Connection, directory: str, submission: Submission, until: Callable[[JobStatus], bool], timeout: float = 120
+) -> JobStatus:
     """The first view of a job that is as wanted, by way of a queue of the test's own."""
     queue = SharedQueue(edge, directory, 1)
-    watch = JobWatch(submission, Timers())
+    watch = JobWatch(submission.submitted, submission.requeue)
 
-    def view() -> JobView | None:
+    def view() -> JobStatus | None:
         nonlocal watch
-        snapshot = queue.look(queue.clock.now())
+        snapshot = queue.latest(queue.clock.now())
         if snapshot:
             watch = watch.after(seen(snapshot, submission.job_id))
         return watch.view if until(watch.view) else None
 
     found = wait_until(view, timeout)
-    assert found, (watch, queue.trouble)
+    assert found, (watch, queue.error)
     return found
 
 
 def facts_of(edge: Connection, submission: Submission, complete: Callable[[JobFacts], bool] = lambda facts: True) -> JobFacts:
-    facts = wait_until(lambda: (facts := ask_job(edge, submission.job_id)) and complete(facts) and facts, 20)
-    assert facts, ask_job(edge, submission.job_id)
+    facts = wait_until(lambda: (facts := fetch_job_facts(edge, submission.job_id)) and complete(facts) and facts, 20)
+    assert facts, fetch_job_facts(edge, submission.job_id)
     return facts
 
 
-def over(view: JobView) -> bool:
+def over(view: JobStatus) -> bool:
     return view.over
 
 
 def test_a_job_from_the_queue_to_its_end(stack: Any, edge: Connection, directory: str, submit: Any) -> None:
     job = submit("sleep 4; exit 3", "--no-requeue", "--mem=200M", "--hold", "--job-name=a\nb\x1fc|d")
-    waits = follow(edge, directory, job, lambda view: view.kind != "unknown")
-    assert (waits.kind, waits.state, waits.reason) == ("pending", "PENDING", "JobHeldUser")
-    row = ask_queue(edge).job(job.job_id)
+    waits = follow(edge, directory, job, lambda view: view.phase != JobPhase.UNKNOWN)
+    assert (waits.phase, waits.state, waits.reason) == (JobPhase.PENDING, "PENDING", "JobHeldUser")
+    row = fetch_queue(edge).job(job.job_id)
     assert row is not None and row.name == "a\nb\x1fc|d" and abs((row.submit or 0) - job.submitted) < 5
     edge.run(["scontrol", "release", str(job.job_id)])
-    follow(edge, directory, job, lambda view: view.kind == "running")
+    follow(edge, directory, job, lambda view: view.phase == JobPhase.RUNNING)
     ended = follow(edge, directory, job, over)
-    assert (ended.kind, ended.state, ended.reason) == ("ended", "FAILED", "NonZeroExitCode")
+    assert (ended.phase, ended.state, ended.reason) == (JobPhase.ENDED, "FAILED", "NonZeroExitCode")
     facts = facts_of(edge, job, lambda facts: bool(facts.steps) == stack.accounting)
     assert (facts.state, facts.exit_code) == ("FAILED", 3) and facts.nodes in (("c1",), ("c2",))
 
@@ -155,24 +165,24 @@ def test_an_expected_start_is_told(edge: Connection, directory: str, submit: Any
 
 def test_a_cancelled_job_and_who_did_it(stack: Any, edge: Connection, directory: str, submit: Any) -> None:
     job = submit("sleep 100", "--no-requeue", "--mem=200M")
-    follow(edge, directory, job, lambda view: view.kind == "running")
+    follow(edge, directory, job, lambda view: view.phase == JobPhase.RUNNING)
     edge.run(["scancel", str(job.job_id)])
     ended = follow(edge, directory, job, over)
-    assert (ended.kind, ended.state) == ("ended", "CANCELLED")
+    assert (ended.phase, ended.state) == (JobPhase.ENDED, "CANCELLED")
     facts = facts_of(edge, job, lambda facts: facts.cancelled_by is not None or not stack.accounting)
     assert facts.cancelled_by == (int(edge.run(["id", "-u"]).stdout) if stack.accounting else None)
 
 
 def test_a_requeued_job_is_not_over(edge: Connection, directory: str, submit: Any) -> None:
     job = submit("sleep 100", "--requeue", "--mem=200M")
-    follow(edge, directory, job, lambda view: view.kind == "running")
+    follow(edge, directory, job, lambda view: view.phase == JobPhase.RUNNING)
     edge.run(["scontrol", "requeue", str(job.job_id)])
-    waits = follow(edge, directory, job, lambda view: view.kind == "pending" and view.state == "PENDING")
+    waits = follow(edge, directory, job, lambda view: view.phase == JobPhase.PENDING and view.state == "PENDING")
     assert not waits.over
     facts = facts_of(edge, job)
     assert (facts.state, facts.restarts) == ("PENDING", 1)
-    watch = JobWatch(job, Timers()).after(Started(job.submitted + 1)).after(Exited(job.submitted + 2, 143))
-    assert watch.after(seen(ask_queue(edge), job.job_id)).view.kind == "pending"
+    watch = JobWatch(job.submitted, job.requeue).after(Started(job.submitted + 1)).after(Exited(job.submitted + 2, 143))
+    assert watch.after(seen(fetch_queue(edge), job.job_id)).view.phase == JobPhase.PENDING
     edge.run(["scancel", str(job.job_id)])
     assert follow(edge, directory, job, over).state == "CANCELLED"
 
@@ -194,19 +204,22 @@ def test_a_job_that_is_gone_is_lost_and_one_that_nobody_can_ask_for_is_not(edge:
     healthy = SharedQueue(edge, f"{directory}/healthy", 1)
     edge.write(f"{directory}/slurm.conf", b"ThisIsNoOption=1\n")
     down = SharedQueue(Through(edge, f"SLURM_CONF={directory}/slurm.conf"), f"{directory}/down", 1)
-    watches = {healthy: JobWatch(gone, Timers(absence=4)), down: JobWatch(gone, Timers(absence=4))}
+    watches = {
+        healthy: JobWatch(gone.submitted, timers=Timers(absence=4)),
+        down: JobWatch(gone.submitted, timers=Timers(absence=4)),
+    }
 
     def lost() -> bool:
         for queue in watches:
-            snapshot = queue.look(queue.clock.now())
+            snapshot = queue.latest(queue.clock.now())
             if snapshot:
                 watches[queue] = watches[queue].after(seen(snapshot, gone.job_id))
-        return watches[healthy].view.kind == "lost"
+        return watches[healthy].view.phase == JobPhase.LOST
 
-    assert wait_until(lambda: lost() and down.trouble, 30), watches
-    assert watches[down].view == JobView("unknown")
-    assert down.trouble is not None and "squeue did not answer" in down.trouble and healthy.trouble is None
-    assert ask_job(edge, gone.job_id) is None
+    assert wait_until(lambda: lost() and down.error, 30), watches
+    assert watches[down].view == JobStatus(JobPhase.UNKNOWN)
+    assert down.error is not None and "squeue did not answer" in down.error and healthy.error is None
+    assert fetch_job_facts(edge, gone.job_id) is None
 
 
 def test_many_callers_and_processes_are_one_to_slurmctld(stack: Any, edge: Connection, directory: str) -> None:
@@ -222,7 +235,7 @@ def test_many_callers_and_processes_are_one_to_slurmctld(stack: Any, edge: Conne
         queue = SharedQueue(Through(edge, f"PATH={directory}/bin:/usr/bin:/bin"), directory, INTERVAL)
         began = time.monotonic()
         while time.monotonic() < began + SECONDS:
-            snapshot = queue.look(queue.clock.now())
+            snapshot = queue.latest(queue.clock.now())
             if time.monotonic() > began + 2 * INTERVAL:
                 stale.append(queue.clock.now() - snapshot.began if snapshot else 1e9)
             time.sleep(0.05)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from dagster_rayslurm import SlurmQueueConfig
 from dagster_rayslurm.runtime.protocol.record import EXIT
 from dagster_rayslurm.slurm.errors import explain, impossible
-from dagster_rayslurm.slurm.request import FIELDS, JobRequest, make_request
+from dagster_rayslurm.slurm.fields import FIELD_OF_OPTION
+from dagster_rayslurm.slurm.request import JobRequest, make_request
 from dagster_rayslurm.slurm.script import LOG, render_script
 
 from ..stack.access import Stack
@@ -318,4 +319,4 @@ def test_every_option_of_this_sbatch_is_either_owned_or_passed_on(stack: Stack) 
         except ValueError as error:
             assert "would take" not in str(error), name
     assert passed >= {"licenses", "begin", "dependency", "gres", "gpus", "mail-user", "time-min", "no-kill", "export"}
-    assert not passed & (set(FIELDS) - {"exclusive"})
+    assert not passed & (set(FIELD_OF_OPTION) - {"exclusive"})

@@ -9,7 +9,7 @@ import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource
 from dagster_rayslurm.backends import batch
-from dagster_rayslurm.slurm.queue import ask_queue
+from dagster_rayslurm.slurm.queue import fetch_queue
 
 from ..conftest import pipes_script, run_asset, small_ray
 from .fixtures import Running, Site
@@ -73,7 +73,7 @@ def test_a_cluster_is_ended_by_its_name(slurm_compute: Make, start: Callable[...
     up = 'import os, pathlib, time; pathlib.Path(os.environ["RAYSLURM_DATA_DIR"], "up").write_text("x"); time.sleep(60)'
     running = start(compute, script(up), uses_pipes=False)
     job_id = running.up()
-    name = next(row.name for row in ask_queue(site.connection).rows if row.job_id == int(job_id))
+    name = next(row.name for row in fetch_queue(site.connection).rows if row.job_id == int(job_id))
     assert not compute.cleanup_cluster("slurm-000000000000") and not compute.cleanup_cluster("")
     assert compute.cleanup_cluster("slurm-" + name.rpartition("-")[2])
     assert running.result().failure.kind == "cancelled"

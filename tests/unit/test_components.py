@@ -145,7 +145,10 @@ def test_a_component_says_what_its_nodes_have_and_the_payloads_launcher_the_rest
     ]
     request = request_for(settle(launcher, components), job_name="job", comment="why")
     assert component_specs(request) == [ComponentSpec("a", 1, 2, None), ComponentSpec("b", 3, 2, 1)]
-    assert [part.component_id for part in request.parts] == ["a", "b"] and request.alone.others == ()
+    assert [part.component_id for part in request.components] == [
+        "a",
+        "b",
+    ] and request.without_further_components.further_components == ()
 
 
 def test_more_nodes_than_there_will_be() -> None:

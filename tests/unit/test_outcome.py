@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dagster_rayslurm.errors import FailureKind, RunFailure
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.outcome import exit_in_words, judge, signal_name
-from dagster_rayslurm.slurm.facts import JobFacts
+from dagster_rayslurm.slurm.accounting import JobFacts
 
 
 def end(reason: str = "exit", exit_code: int | None = 0, signal: int | None = None, message: str | None = None) -> dict[str, Any]:

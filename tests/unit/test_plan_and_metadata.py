@@ -18,7 +18,7 @@ from dagster_rayslurm.outcome.metadata import failure_metadata, run_metadata
 from dagster_rayslurm.payload_command import parse_payload
 from dagster_rayslurm.plan import existing_files, fingerprint, run_dir_name
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
-from dagster_rayslurm.slurm.facts import JobFacts
+from dagster_rayslurm.slurm.accounting import JobFacts
 
 END: dict[str, Any] = {
     "context": {

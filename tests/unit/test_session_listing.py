@@ -98,9 +98,13 @@ def test_a_job_of_components_is_known_by_its_first() -> None:
             for job, label, place in rows
         ),
     )
-    assert [row.job_id for row in found.rows if row.leads] == [17, 5, 20, 7]
-    assert [row.partition for row in found.parts(17)] == ["cpu", "gpu", "cpu"] == [row.partition for row in found.parts(18)]
-    assert [row.job_id for row in found.parts(5)] == [5] and found.parts(6) == ()
+    assert [row.job_id for row in found.rows if row.is_leader] == [17, 5, 20, 7]
+    assert (
+        [row.partition for row in found.components(17)]
+        == ["cpu", "gpu", "cpu"]
+        == [row.partition for row in found.components(18)]
+    )
+    assert [row.job_id for row in found.components(5)] == [5] and found.components(6) == ()
     generation = parse_generation(creator="rayslurm-a")
     assert (row := job_of(generation, found)) is not None and row.job_id == 17
 
@@ -128,7 +132,7 @@ class Slurm:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *rows: tuple[int, str, str]) -> None:
         self.rows = list(rows)
         self.did: list[Any] = []
-        monkeypatch.setattr(session_listing, "ask_queue", lambda _: queue(*self.rows))
+        monkeypatch.setattr(session_listing, "fetch_queue", lambda _: queue(*self.rows))
         monkeypatch.setattr(session_listing, "wait_until_gone", self._gone)
         monkeypatch.setattr(session_listing, "cancel_named", lambda _, name, log: self.did.append(name))
         monkeypatch.setattr(session_listing, "ask", self._ask)

@@ -35,9 +35,9 @@ from dagster_rayslurm.backends.slurm_job import SlurmJob
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.runtime.protocol.spec import PROTOCOL_VERSION
 from dagster_rayslurm.slurm.errors import SlurmUnanswered
-from dagster_rayslurm.slurm.queue import ClusterClock, SharedQueue, ask_queue
+from dagster_rayslurm.slurm.queue import ClusterClock, SharedQueue, fetch_queue
 from dagster_rayslurm.slurm.request import JobRequest, make_request
-from dagster_rayslurm.slurm.submit import ClaimTaken, SubmissionRefused, Submitted, submit
+from dagster_rayslurm.slurm.submit import ClaimTaken, SubmissionRefused, SubmittedJob, submit
 from dagster_rayslurm.ssh.base import Completed, ConnectionFailed
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -127,7 +127,9 @@ class Cluster:
         queue = SharedQueue(commands, str(self.path / "queue"), 0.2)
 
         def job_of(number: int, job_id: str, name: str, at: float) -> SlurmJob:
-            return self.watched(commands, queue, request(name), Submitted(job_id, at), registry.generation(number), timeout, log)
+            return self.watched(
+                commands, queue, request(name), SubmittedJob(job_id, at), registry.generation(number), timeout, log
+            )
 
         def create(number: int, hold: Callable[[SlurmJob], None]) -> bool:
             asked = request(f"rayslurm-session-default-{os.urandom(6).hex()}")
@@ -153,7 +155,14 @@ class Cluster:
         )
 
     def watched(
-        self, commands: Any, queue: Any, asked: JobRequest, submitted: Submitted, directory: str, timeout: float | None, log: Any
+        self,
+        commands: Any,
+        queue: Any,
+        asked: JobRequest,
+        submitted: SubmittedJob,
+        directory: str,
+        timeout: float | None,
+        log: Any,
     ) -> SlurmJob:
         return SlurmJob(
             commands=commands,
@@ -514,9 +523,9 @@ def test_slurm_that_does_not_answer_ends_no_wait(cluster: Cluster, monkeypatch: 
         asked.append(time.monotonic())
         if len(asked) < 3:
             raise SlurmUnanswered("edge: squeue did not answer")
-        return ask_queue(LocalConnection())
+        return fetch_queue(LocalConnection())
 
-    monkeypatch.setattr(slurm_job, "ask_queue", silent)
+    monkeypatch.setattr(slurm_job, "fetch_queue", silent)
     with pytest.raises(RunFailure, match="queue_timeout=1 s"):
         cluster.seek(timeout=1)
     assert len(asked) >= 3 and cluster.jobs("CANCELLED") == ["1"]
@@ -538,9 +547,9 @@ def test_slurm_that_does_not_answer_leaves_a_claim_alone(cluster: Cluster, monke
         if len(asked) < 3:
             raise SlurmUnanswered("edge: squeue did not answer")
         place.joinpath("session.json").write_text(json.dumps({**ANNOUNCED, "cluster_id": "slurm-7", "job_id": "7"}))
-        return ask_queue(connection)
+        return fetch_queue(connection)
 
-    monkeypatch.setattr(acquire, "ask_queue", silent)
+    monkeypatch.setattr(acquire, "fetch_queue", silent)
     assert cluster.seek().found.announcement.job_id == "7"
     assert not place.joinpath("abandoned").exists() and cluster.jobs() == ["7"]
 

@@ -41,11 +41,11 @@ class Way:
         self.state = "RUNNING"
         self.log = Log()
         monkeypatch.setattr(session_request, "ask", self._ask)
-        monkeypatch.setattr(session_request, "ask_queue", lambda _: self._ask_queue())
+        monkeypatch.setattr(session_request, "fetch_queue", lambda _: self._ask_queue())
         monkeypatch.setattr(session_request, "_PAUSES", (0.01,))
         connection = self.connection = LocalConnection()
         self.clock = self
-        self.trouble: str | None = None
+        self.error: str | None = None
         self.known = True
         self.questions = 0
         """How often Slurm was asked for this payload alone."""
@@ -73,7 +73,7 @@ class Way:
     def now(self) -> float:
         return 0.0
 
-    def look(self, _: float) -> QueueSnapshot | None:
+    def latest(self, _: float) -> QueueSnapshot | None:
         """The queue, as others have asked for it."""
         return self._queue() if self.known else QueueSnapshot(0.0, ())
 
@@ -175,7 +175,7 @@ def test_one_that_never_answers(way: Way, monkeypatch: pytest.MonkeyPatch, state
     monkeypatch.setattr(session_request, "_SILENT_FOR", 0.1)
     way.events = [NOBODY]
     if state == "unknown":
-        way.trouble = "slurmctld is away"
+        way.error = "slurmctld is away"
     else:
         way.state = state
     if not state:

@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime.protocol.slurm_text import expand_nodelist
-from dagster_rayslurm.slurm.accounting import ask_job
-from dagster_rayslurm.slurm.errors import SlurmUnanswered
-from dagster_rayslurm.slurm.facts import (
+from dagster_rayslurm.slurm.accounting import (
     SACCT_FIELDS,
     JobFacts,
     StepFacts,
+    fetch_job_facts,
     memory_kill,
     merge_facts,
     parse_duration,
@@ -23,6 +22,7 @@ from dagster_rayslurm.slurm.facts import (
     parse_size,
     state_word,
 )
+from dagster_rayslurm.slurm.errors import SlurmUnanswered
 from dagster_rayslurm.ssh.base import Completed
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -152,21 +152,21 @@ class TestRecorded:
 
     def test_a_component_that_is_cancelled_explains_the_others(self, version: str) -> None:
         facts = both(version, "hcc")
-        assert [each.state for each in facts.components] == ["FAILED", "CANCELLED"] and facts.telling == 1
+        assert [each.state for each in facts.components] == ["FAILED", "CANCELLED"] and facts.decisive_component == 1
         assert (facts.state, facts.cancelled_by, facts.final_state) == ("CANCELLED", 1001, "CANCELLED")
         assert [each.job_id for each in facts.components] == [facts.job_id, facts.job_id + 1]
-        assert facts.naming(["a", "b"]).components[1].component_id == "b" and facts.naming(["a"]) == facts
+        assert facts.with_component_ids(["a", "b"]).components[1].component_id == "b" and facts.with_component_ids(["a"]) == facts
 
     def test_a_component_out_of_memory(self, version: str) -> None:
         facts = both(version, "hoo")
-        assert facts.out_of_memory and facts.telling == 1 and facts.memory == 400 * MIB
+        assert facts.out_of_memory and facts.decisive_component == 1 and facts.memory == 400 * MIB
         assert [each.out_of_memory for each in facts.components] == [False, True]
         assert facts.max_rss == facts.components[1].max_rss > 200 * MIB
         assert not controller(version, "hoo").out_of_memory
 
     def test_a_heterogeneous_job_that_is_cancelled(self, version: str) -> None:
         facts = both(version, "hca")
-        assert facts.state == "CANCELLED" and facts.telling == 0 and facts.nodes == ("c1", "g1")
+        assert facts.state == "CANCELLED" and facts.decisive_component == 0 and facts.nodes == ("c1", "g1")
         assert {each.cancelled_by for each in facts.components} == {1001}
 
     def test_a_job_that_nobody_knows(self, version: str) -> None:
@@ -283,26 +283,26 @@ def answer(name: str, command: str) -> Completed:
 
 def test_asking_the_controller_and_accounting() -> None:
     slurm = Slurm(answer("can", "scontrol"), answer("can", "sacct"))
-    assert ask_job(slurm, 43) == both("22.05", "can")
+    assert fetch_job_facts(slurm, 43) == both("22.05", "can")
     of_slurm = slurm.commands[:2]
     assert all(command[0] == "sh" and "unset" in command[2] for command in of_slurm)
     assert all("LC_ALL=C" in command for command in of_slurm)
-    assert ask_job(Slurm(UNKNOWN, answer("can", "sacct")), 43) == accounting("22.05", "can")
-    assert ask_job(Slurm(DOWN, answer("can", "sacct")), 43) == accounting("22.05", "can")
+    assert fetch_job_facts(Slurm(UNKNOWN, answer("can", "sacct")), 43) == accounting("22.05", "can")
+    assert fetch_job_facts(Slurm(DOWN, answer("can", "sacct")), 43) == accounting("22.05", "can")
     for without in (DISABLED, DBD_DOWN, NOTHING, Completed(127, b"", b"env: sacct: No such file")):
-        assert ask_job(Slurm(answer("can", "scontrol"), without), 43) == controller("22.05", "can")
+        assert fetch_job_facts(Slurm(answer("can", "scontrol"), without), 43) == controller("22.05", "can")
 
 
 def test_who_cancelled_a_job_is_known_by_name() -> None:
     slurm = Slurm(answer("can", "scontrol"), answer("can", "sacct"))
     slurm.user = Completed(0, b"dev\n", b"")
-    facts = ask_job(slurm, 43)
+    facts = fetch_job_facts(slurm, 43)
     assert facts is not None and facts.canceller == (1001, "dev") and slurm.commands[2] == ["id", "-nu", "1001"]
 
 
 def test_a_job_unknown_to_slurm_is_none_and_no_error() -> None:
     for without in (DISABLED, NOTHING, Completed(127, b"", b"env: 'sacct': No such file or directory")):
-        assert ask_job(Slurm(UNKNOWN, without), 43) is None
+        assert fetch_job_facts(Slurm(UNKNOWN, without), 43) is None
 
 
 @pytest.mark.parametrize(
@@ -311,9 +311,9 @@ def test_a_job_unknown_to_slurm_is_none_and_no_error() -> None:
 )
 def test_not_to_be_answered_is_not_to_be_unknown(scontrol: Completed, sacct: Completed, said_by: str) -> None:
     with pytest.raises(SlurmUnanswered, match=f"this machine: {said_by} did not answer"):
-        ask_job(Slurm(scontrol, sacct), 43)
+        fetch_job_facts(Slurm(scontrol, sacct), 43)
     with pytest.raises(SlurmUnanswered, match="scontrol is not on the PATH"):
-        ask_job(Slurm(Completed(127, b"", b"env: scontrol: No such file"), NOTHING), 43)
+        fetch_job_facts(Slurm(Completed(127, b"", b"env: scontrol: No such file"), NOTHING), 43)
 
 
 def test_lists_of_nodes() -> None:

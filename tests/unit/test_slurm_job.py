@@ -14,22 +14,22 @@ from dagster_rayslurm.backends.slurm_job import SlurmJob, settling
 from dagster_rayslurm.follow.follower import OUT_OF_SIGHT
 from dagster_rayslurm.slurm.queue import ClusterClock, SharedQueue
 from dagster_rayslurm.slurm.request import make_request
-from dagster_rayslurm.slurm.states import JobView
-from dagster_rayslurm.slurm.submit import Submitted
+from dagster_rayslurm.slurm.states import JobPhase, JobStatus
+from dagster_rayslurm.slurm.submit import SubmittedJob
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from .fake_slurm import FakeSlurm
 from .lines import Log
 
-LOST = JobView("lost")
+LOST = JobStatus(JobPhase.LOST)
 
 
-def over(state: str = "", exit_code: int | None = None) -> JobView:
-    return JobView("ended", state, exit_code=exit_code)
+def over(state: str = "", exit_code: int | None = None) -> JobStatus:
+    return JobStatus(JobPhase.ENDED, state, exit_code=exit_code)
 
 
 @pytest.mark.parametrize("view", [over(exit_code=3), over(exit_code=0), over("FAILED", 3), over("FAILED"), over("COMPLETED")])
-def test_a_runtime_that_came_to_its_own_end_has_written_one(view: JobView) -> None:
+def test_a_runtime_that_came_to_its_own_end_has_written_one(view: JobStatus) -> None:
     """It is waited for as long as a network file system may hide it, whether some of it was seen or nothing."""
     assert settling(view, started=True, recorded=True) == settling(view, started=True, recorded=False) == OUT_OF_SIGHT
     assert settling(view, started=False, recorded=True) == OUT_OF_SIGHT
@@ -50,7 +50,7 @@ FAILED, EXITED = over("FAILED"), over(exit_code=9)
     ],
 )
 def test_a_log_that_says_why_there_is_no_record_is_believed_before_that(
-    view: JobView, started: bool, log: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    view: JobStatus, started: bool, log: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not if some of it was seen, nor of a success: a runtime tells of that in its record alone."""
     connection = LocalConnection()
@@ -58,7 +58,7 @@ def test_a_log_that_says_why_there_is_no_record_is_believed_before_that(
         commands=connection,
         queue=SharedQueue(connection, str(tmp_path), 1.0),
         request=make_request(SlurmQueueConfig(), (), job_name="x", comment=""),
-        submitted=Submitted("1", 0.0),
+        submitted=SubmittedJob("1", 0.0),
         directory=str(tmp_path),
         queue_timeout=None,
         over_ssh=False,
@@ -76,7 +76,7 @@ def test_a_log_that_says_why_there_is_no_record_is_believed_before_that(
 
 @pytest.mark.parametrize("view", [over(exit_code=137), over("CANCELLED", 3), over("NODE_FAIL"), over("TIMEOUT", 143), LOST])
 @pytest.mark.parametrize("recorded", [False, True])
-def test_one_that_was_ended_may_have_written_nothing(view: JobView, recorded: bool) -> None:
+def test_one_that_was_ended_may_have_written_nothing(view: JobStatus, recorded: bool) -> None:
     assert settling(view, started=True, recorded=recorded) < 5
     assert settling(view, started=False, recorded=recorded) < 5
 
@@ -106,7 +106,7 @@ def test_the_first_look_at_the_queue_comes_when_slurm_knows_why_a_job_waits(
         commands=slurm.connection,
         queue=queue,
         request=make_request(SlurmQueueConfig(), (), job_name="x", comment=""),
-        submitted=Submitted("7", time.time()),
+        submitted=SubmittedJob("7", time.time()),
         directory=str(tmp_path),
         queue_timeout=None,
         over_ssh=False,

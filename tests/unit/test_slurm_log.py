@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.slurm.job_log import failed_tasks, node_number, telling_lines
+from dagster_rayslurm.slurm.job_log import failed_tasks, node_number, relevant_lines
 
 NO_BINDING = "srun: cluster configuration lacks support for cpu binding\n"
 
@@ -50,7 +50,7 @@ srun: error: Timed out waiting for job step to complete
 )
 def test_tasks_that_failed_come_in_sruns_order(log: str, tasks: list[tuple[str, int, str]]) -> None:
     assert failed_tasks(log) == tasks
-    assert telling_lines(log) == [f"srun: error: {node}: task {number}: {how}" for node, number, how in tasks]
+    assert relevant_lines(log) == [f"srun: error: {node}: task {number}: {how}" for node, number, how in tasks]
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,18 @@ def test_several_tasks_in_one_line(line: str, tasks: list[tuple[str, int, str]])
     ],
 )
 def test_lines_with_news_are_kept(line: str) -> None:
-    assert telling_lines(f"{STUBBORN_24_11}\n \n{line}\n{EXITED_24_11}")[0] == line
+    assert relevant_lines(f"{STUBBORN_24_11}\n \n{line}\n{EXITED_24_11}")[0] == line
 
 
 def test_a_step_that_is_cancelled_is_no_news() -> None:
-    assert telling_lines("slurmstepd-c1: error: *** STEP 43.0 ON c1 CANCELLED AT 2026-11-21T17:25:17 ***") == []
+    assert relevant_lines("slurmstepd-c1: error: *** STEP 43.0 ON c1 CANCELLED AT 2026-11-21T17:25:17 ***") == []
 
 
 @given(st.text(), st.text("0123456789,-", min_size=1), st.text())
 def test_no_log_is_too_strange_to_be_read(nodes: str, tasks: str, how: str) -> None:
     for text in (how, f"srun: error: {nodes}: tasks {tasks}: {how}"):
         assert all(isinstance(number, int) for _, number, _ in failed_tasks(text))
-        telling_lines(text)
+        relevant_lines(text)
 
 
 def test_the_node_of_a_task() -> None:

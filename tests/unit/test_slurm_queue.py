@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dagster_rayslurm.slurm.errors import SlurmUnanswered
-from dagster_rayslurm.slurm.queue import SNAPSHOT, ClusterClock, SharedQueue, ask_queue, shared_queue
+from dagster_rayslurm.slurm.queue import SNAPSHOT, ClusterClock, SharedQueue, fetch_queue, shared_queue
 from dagster_rayslurm.slurm.snapshot import (
     QueueRow,
     QueueSnapshot,
@@ -176,7 +176,7 @@ def test_a_hundred_callers_ask_twice_a_minute_at_most(edge: Edge, seed: int) -> 
         now += rand.uniform(1, 7)
         edge.move(now)
         for number in rand.sample(range(100), 40):
-            snapshot = queues[number].look(now + reckon[number])
+            snapshot = queues[number].latest(now + reckon[number])
             if snapshot:
                 began = max(began, snapshot.began)
         assert now - began < 1.5 * INTERVAL, "the snapshot goes stale although everybody looks"
@@ -188,10 +188,10 @@ def test_a_hundred_callers_ask_twice_a_minute_at_most(edge: Edge, seed: int) -> 
 def test_not_all_try_at_once(edge: Edge) -> None:
     """A hundred commands at the same moment would be a burden on the edge node, though but one of them asks Slurm."""
     queues = [queue_of(edge) for _ in range(100)]
-    assert None not in [queue.look(EPOCH) for queue in queues] and edge.commands == 1
+    assert None not in [queue.latest(EPOCH) for queue in queues] and edge.commands == 1
     edge.lost = True  # Nobody brings a new snapshot meanwhile.
     for queue in queues:
-        queue.look(EPOCH + INTERVAL + 0.3)
+        queue.latest(EPOCH + INTERVAL + 0.3)
     assert edge.commands < 40
 
 
@@ -199,15 +199,15 @@ def test_claims_are_removed_in_time(edge: Edge) -> None:
     queue = queue_of(edge)
     for now in range(0, 3600, 40):
         edge.move(EPOCH + now)
-        queue.look(EPOCH + now)
+        queue.latest(EPOCH + now)
     assert len(edge.calls) == 90
     assert 5 < len(claims(edge)) < 25
 
 
 def test_a_young_snapshot_costs_nothing(edge: Edge) -> None:
-    queue_of(edge).look(EPOCH)
+    queue_of(edge).latest(EPOCH)
     queue = queue_of(edge)
-    assert [queue.look(EPOCH + second) is not None for second in range(0, 29)] == [True] * 29
+    assert [queue.latest(EPOCH + second) is not None for second in range(0, 29)] == [True] * 29
     assert (len(edge.calls), edge.commands) == (1, 1)
     assert edge.reads == 3, "two of whoever made it, one of whoever found it"
     assert (edge.base / "queue").stat().st_mode & 0o777 == 0o700
@@ -215,7 +215,7 @@ def test_a_young_snapshot_costs_nothing(edge: Edge) -> None:
 
 def test_a_snapshot_is_stamped_with_the_time_at_which_squeue_began(edge: Edge) -> None:
     (edge.base / "slow").write_text(f"{1000 * (EPOCH + 4):.0f}")
-    snapshot = queue_of(edge).look(EPOCH + 1)
+    snapshot = queue_of(edge).latest(EPOCH + 1)
     assert snapshot is not None
     assert (snapshot.began, snapshot.took) == (EPOCH, 4.0)
     row = snapshot.job(7)
@@ -226,35 +226,35 @@ def test_a_snapshot_is_stamped_with_the_time_at_which_squeue_began(edge: Edge) -
 def test_a_slow_controller_is_asked_less_often(edge: Edge) -> None:
     (edge.base / "slow").write_text(f"{1000 * (EPOCH + 20):.0f}")
     queue = queue_of(edge)
-    queue.look(EPOCH)
+    queue.latest(EPOCH)
     (edge.base / "slow").unlink()
     for now in range(20, 100, 2):
         edge.move(EPOCH + now)
-        queue.look(EPOCH + now)
+        queue.latest(EPOCH + now)
     assert edge.calls == [EPOCH], "5 x 20 s have not passed"
     edge.move(EPOCH + 130)
-    queue.look(EPOCH + 130)
+    queue.latest(EPOCH + 130)
     assert edge.calls == [EPOCH, EPOCH + 130]
 
 
 def test_a_squeue_that_fails_is_no_answer(edge: Edge) -> None:
     queues = [queue_of(edge) for _ in range(20)]
-    first = queues[0].look(EPOCH)
+    first = queues[0].latest(EPOCH)
     (edge.base / "broken").write_text("slurm_load_jobs error: Socket timed out on send/recv operation\n")
     for now in range(0, 300, 3):
         edge.move(EPOCH + now)
         for queue in queues:
-            queue.look(EPOCH + now)
-    assert {queue.look(EPOCH + now) for queue in queues} == {first}
-    told = [queue.trouble for queue in queues if queue.trouble]
+            queue.latest(EPOCH + now)
+    assert {queue.latest(EPOCH + now) for queue in queues} == {first}
+    told = [queue.error for queue in queues if queue.error]
     assert told and all("Socket timed out" in each and "squeue did not answer (exit code 1)" in each for each in told)
     assert most_per_minute(edge.calls) <= 2 and len(edge.calls) > 8
     (edge.base / "broken").unlink()
     for later in range(now + 3, now + 70, 3):
         edge.move(EPOCH + later)
-        fresh = [queue.look(EPOCH + later) for queue in queues]
+        fresh = [queue.latest(EPOCH + later) for queue in queues]
     assert min(snapshot.began for snapshot in fresh if snapshot) > EPOCH + now
-    assert not any(queue.trouble for queue in queues)
+    assert not any(queue.error for queue in queues)
 
 
 def test_a_claimer_that_died_is_superseded(edge: Edge) -> None:
@@ -262,35 +262,35 @@ def test_a_claimer_that_died_is_superseded(edge: Edge) -> None:
     start = EPOCH // INTERVAL * INTERVAL
     (edge.base / "queue" / f"claim-{1000 * start:.0f}").mkdir(parents=True)
     edge.move(start + 1)
-    assert dead.look(start + 1) is alive.look(start + 1) is None
+    assert dead.latest(start + 1) is alive.latest(start + 1) is None
     for now in range(2, 29):
         edge.move(start + now)
-        assert alive.look(start + now) is None
+        assert alive.latest(start + now) is None
     assert not edge.calls
     for now in range(30, 40):
         edge.move(start + now)
-        alive.look(start + now)
-    assert len(edge.calls) == 1 and alive.look(start + 40) is not None
+        alive.latest(start + now)
+    assert len(edge.calls) == 1 and alive.latest(start + 40) is not None
 
 
 def test_a_lost_connection_leaves_what_there_is(edge: Edge) -> None:
     queue = queue_of(edge)
-    first = queue.look(EPOCH)
+    first = queue.latest(EPOCH)
     edge.lost = True
     edge.move(EPOCH + 40)
-    assert queue.look(EPOCH + 40) is first
-    assert queue.trouble == "the connection broke"
+    assert queue.latest(EPOCH + 40) is first
+    assert queue.error == "the connection broke"
     edge.lost = False
     edge.move(EPOCH + 80)
-    second = queue.look(EPOCH + 80)
-    assert second is not None and second.began == EPOCH + 80 and queue.trouble is None
+    second = queue.latest(EPOCH + 80)
+    assert second is not None and second.began == EPOCH + 80 and queue.error is None
 
 
 def test_a_directory_that_cannot_be_had_is_said(edge: Edge) -> None:
     (edge.base / "queue").write_text("a file")
     queue = queue_of(edge)
-    assert queue.look(EPOCH) is None
-    assert queue.trouble is not None and "queue" in queue.trouble
+    assert queue.latest(EPOCH) is None
+    assert queue.error is not None and "queue" in queue.error
     assert not edge.calls
 
 
@@ -298,27 +298,27 @@ def test_a_claim_that_cannot_be_made_is_said(edge: Edge) -> None:
     (edge.base / "queue").mkdir()
     (edge.base / "queue" / f"claim-{1000 * (EPOCH // INTERVAL * INTERVAL):.0f}").write_text("no directory")
     queue = queue_of(edge)
-    assert queue.look(EPOCH) is None
-    assert queue.trouble is not None and "claim-" in queue.trouble
+    assert queue.latest(EPOCH) is None
+    assert queue.error is not None and "claim-" in queue.error
     assert not edge.calls
 
 
 def test_a_missing_squeue_is_said_and_claims_nothing(edge: Edge) -> None:
     (edge.base / "bin" / "squeue").unlink()
     queue = queue_of(edge)
-    assert queue.look(EPOCH) is None
-    assert queue.trouble is not None and "squeue is not on the PATH" in queue.trouble
+    assert queue.latest(EPOCH) is None
+    assert queue.error is not None and "squeue is not on the PATH" in queue.error
     assert claims(edge) == []
     with pytest.raises(SlurmUnanswered, match="squeue is not on the PATH"):
-        ask_queue(edge)
+        fetch_queue(edge)
 
 
 def test_asking_directly_shares_nothing(edge: Edge) -> None:
-    assert ask_queue(edge).named("x")[0].job_id == 7
+    assert fetch_queue(edge).named("x")[0].job_id == 7
     assert not (edge.base / "queue").exists()
     (edge.base / "broken").write_text("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
     with pytest.raises(SlurmUnanswered, match="Unable to contact slurm controller"):
-        ask_queue(edge)
+        fetch_queue(edge)
 
 
 def test_settings_of_the_user_hide_no_job(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_settings_of_the_user_hide_no_job(edge: Edge, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SQUEUE_PARTITION", "gpu")
     monkeypatch.setenv("SQUEUE_NAMES", "a\nb")
     monkeypatch.setenv("SLURM_CONF", "/etc/site.conf")
-    assert ask_queue(edge).rows == ()
+    assert fetch_queue(edge).rows == ()
     seen = (edge.base / "env").read_text()
     assert "SQUEUE_" not in seen and "SLURM_CONF=/etc/site.conf" in seen and "SLURM_TIME_FORMAT=%s" in seen
     assert {"--me", "--all", "--states=all", "--noheader"} <= set((edge.base / "words").read_text().split())
@@ -334,15 +334,15 @@ def test_settings_of_the_user_hide_no_job(edge: Edge, monkeypatch: pytest.Monkey
 
 def test_nothing_older_replaces_a_snapshot(edge: Edge) -> None:
     queue = queue_of(edge)
-    queue.look(EPOCH)
+    queue.latest(EPOCH)
     path = edge.base / "queue" / SNAPSHOT
     old = render_snapshot(QueueSnapshot(EPOCH - 1000, ()))
     path.write_bytes(old)  # As another host's cache may show it.
     edge.lost = True
-    shown = queue.look(EPOCH + 31)
+    shown = queue.latest(EPOCH + 31)
     assert shown is not None and shown.began == EPOCH
     path.write_bytes(render_snapshot(QueueSnapshot(EPOCH + 31, ())))
-    newer = queue.look(EPOCH + 34)
+    newer = queue.latest(EPOCH + 34)
     assert newer is not None and newer.began == EPOCH + 31
 
 
@@ -352,9 +352,9 @@ def test_a_large_queue_is_read_in_pieces(edge: Edge) -> None:
     path = edge.base / "queue" / SNAPSHOT
     path.parent.mkdir()
     path.write_bytes(render_snapshot(large))
-    assert queue_of(edge).look(EPOCH + 1) == large and edge.commands == 0
+    assert queue_of(edge).latest(EPOCH + 1) == large and edge.commands == 0
     path.write_bytes(path.read_bytes()[:-100])  # Torn, if a file system loses the end of it.
-    shown = queue_of(edge).look(EPOCH + 1)
+    shown = queue_of(edge).latest(EPOCH + 1)
     assert shown is not None and len(shown.rows) == 1 and len(edge.calls) == 1
 
 
@@ -363,36 +363,36 @@ def test_a_snapshot_of_the_future_does_not_stop_the_queue(edge: Edge) -> None:
     path.parent.mkdir()
     path.write_bytes(render_snapshot(QueueSnapshot(EPOCH + 10_000, ())))
     queue = queue_of(edge)
-    shown = queue.look(EPOCH)
+    shown = queue.latest(EPOCH)
     assert shown is not None and shown.began == EPOCH
     assert parse_snapshot(path.read_bytes()) == shown
     path.write_bytes(render_snapshot(QueueSnapshot(EPOCH + 10_000, ())))
     queue, edge.lost = queue_of(edge), True
-    assert queue.look(EPOCH + 40) is not None
+    assert queue.latest(EPOCH + 40) is not None
     edge.lost = False
     edge.move(EPOCH + 90)
-    shown = queue.look(EPOCH + 90)
+    shown = queue.latest(EPOCH + 90)
     assert shown is not None and shown.began == EPOCH + 90, "nor when it is all that is known"
 
 
 def test_looking_waits_for_nothing(edge: Edge) -> None:
     (edge.base / "bin" / "squeue").write_text("#!/bin/sh\nwhile ! [ -e " + str(edge.base / "go") + " ]; do sleep 0.05; done\n")
     queue = queue_of(edge, start=None)
-    assert [queue.look(EPOCH + step) for step in range(20)] == [None] * 20
+    assert [queue.latest(EPOCH + step) for step in range(20)] == [None] * 20
     (edge.base / "go").touch()
-    assert wait_until(lambda: queue.look(EPOCH + 20), 30)
+    assert wait_until(lambda: queue.latest(EPOCH + 20), 30)
     assert edge.commands == 1
     assert edge.reads == 2, "before the question, and once more before its answer is written"
 
 
 def test_many_threads_of_a_process_read_and_ask_once(edge: Edge) -> None:
     queue = queue_of(edge, start=None)
-    threads = [threading.Thread(target=lambda: [queue.look(EPOCH) for _ in range(50)]) for _ in range(30)]
+    threads = [threading.Thread(target=lambda: [queue.latest(EPOCH) for _ in range(50)]) for _ in range(30)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wait_until(lambda: queue.look(EPOCH), 10)
+    assert wait_until(lambda: queue.latest(EPOCH), 10)
     assert (len(edge.calls), edge.commands) == (1, 1)
     assert edge.reads < 5
 
@@ -410,15 +410,15 @@ def test_the_clock_there_is_asked_once_and_put_right_by_every_answer(edge: Edge)
     assert clock.now() == EPOCH and edge.commands == 1
     local = 107.0
     assert clock.now() == EPOCH + 7 and edge.commands == 1
-    clock.heard(EPOCH + 8, asked=107, answered=109)  # Agrees with what is reckoned: it was EPOCH + 8 at 108.
+    clock.observe(EPOCH + 8, asked=107, answered=109)  # Agrees with what is reckoned: it was EPOCH + 8 at 108.
     assert clock.now() == EPOCH + 7
     local = 110.0  # This machine slept for an hour, and its clock with it.
-    clock.heard(EPOCH + 3610, asked=110, answered=110.5)
+    clock.observe(EPOCH + 3610, asked=110, answered=110.5)
     assert EPOCH + 3609 < clock.now() <= EPOCH + 3610
     queue = queue_of(edge)
     queue.clock = clock
     edge.move(EPOCH + 7200)
-    queue.look(clock.now())
+    queue.latest(clock.now())
     assert abs(clock.now() - (EPOCH + 7200)) < 1, "the answer of squeue carries the time as well"
 
 
@@ -430,7 +430,7 @@ def test_the_clock_is_never_wrong_by_more_than_an_answer_takes(offset: float, an
     for pause, took, part in answers:
         asked = local + pause
         local = asked + took
-        clock.heard(offset + asked + part * took, asked, local)
+        clock.observe(offset + asked + part * took, asked, local)
         assert abs(clock.now() - (offset + local)) <= took + 1e-6
 
 

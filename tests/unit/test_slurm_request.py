@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm import BashLauncher, RayLauncher, SlurmQueueConfig
 from dagster_rayslurm.launchers import Launcher
-from dagster_rayslurm.slurm.request import FIELDS, JobRequest, job_comment, job_name, make_request
+from dagster_rayslurm.slurm.fields import FIELD_OF_OPTION
+from dagster_rayslurm.slurm.request import JobRequest, job_comment, job_name, make_request
 
 OTHERS = """
 acctg-freq bb bbf begin cluster-constraint contiguous core-spec cores-per-socket cpu-freq
@@ -68,7 +69,7 @@ def test_a_request_has_every_field_of_the_queue() -> None:
         "job_name",
         "comment",
         "component_id",
-        "others",
+        "further_components",
     }
 
 
@@ -161,14 +162,14 @@ def test_other_resources_are_no_gpus() -> None:
     assert ask(SlurmQueueConfig(gpus_per_node=1, extra_sbatch=[option])).extra_sbatch == (option,)
 
 
-@pytest.mark.parametrize("name", sorted(FIELDS))
+@pytest.mark.parametrize("name", sorted(FIELD_OF_OPTION))
 def test_an_option_that_has_a_field_is_refused_with_the_fields_name(name: str) -> None:
     for option in (f"--{name}", f"--{name}=1"):
         if option == "--exclusive=1":
             continue
         message = refusal(SlurmQueueConfig(extra_sbatch=["--nice=1", option]))
-        assert f"--{name} has a field of its own; use {FIELDS[name]}" in message
-    assert FIELDS[name] in SlurmQueueConfig.model_fields
+        assert f"--{name} has a field of its own; use {FIELD_OF_OPTION[name]}" in message
+    assert FIELD_OF_OPTION[name] in SlurmQueueConfig.model_fields
 
 
 @pytest.mark.parametrize(

@@ -52,22 +52,22 @@ EVERY_FIELD_SCRIPT = r"""#!/bin/sh
 #SBATCH --output='/scratch/a b/100%%/slurm.log'
 #SBATCH --open-mode=append
 #SBATCH --chdir='/scratch/a b/100%'
+#SBATCH --ntasks-per-node=1
 #SBATCH --partition=gpu
 #SBATCH --account=study
 #SBATCH --qos=normal
 #SBATCH --reservation=course
 #SBATCH --constraint='(a100|h100)&nvlink'
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=4
 #SBATCH --gpus-per-node=fake:2
 #SBATCH --mem=2G
 #SBATCH --mem-per-cpu=1G
 #SBATCH --time=1-02:03:04
+#SBATCH --exclusive
 #SBATCH --nodelist='g[1-2]'
 #SBATCH --exclude=c1
 #SBATCH --switches=1@00:30:00
-#SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --licenses=matlab:1
 #SBATCH --contiguous
@@ -76,7 +76,7 @@ EVERY_FIELD_SCRIPT = r"""#!/bin/sh
 cd '/scratch/a b/100%' || exit
 export HTTPS_PROXY=http://proxy:3128
 export NCCL_NOTE='it'"'"'s $HOME'
-# scancel sends SIGTERM to this shell too, which must live to write the exit code; srun gets it as ever.
+# scancel sends SIGTERM to srun and to this shell, which must live to write the exit code.
 trap : TERM
 srun \
     --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1 \
@@ -84,7 +84,7 @@ srun \
     /opt/ray/bin/python -I '/scratch/a b/x.pyz' node '/scratch/a b/100%'
 code=$?
 echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $code" >>exit
-# Slurm's accounting shall call a run CANCELLED that Dagster cancelled. scancel ends this shell's sleep as well.
+# Accounting must show CANCELLED for a run that Dagster cancelled. scancel also ends the sleep.
 if [ "$code" != 0 ] && cat cancel.json components/*/cancel.json 2>/dev/null | grep -q '"op": "cancel"'; then
     scancel --quiet "$SLURM_JOB_ID" && sleep 20
 fi
@@ -98,13 +98,13 @@ PLAIN_SCRIPT = """#!/bin/sh
 #SBATCH --output=/scratch/runs/1/slurm.log
 #SBATCH --open-mode=append
 #SBATCH --chdir=/scratch/runs/1
-#SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
+#SBATCH --nodes=1
 #SBATCH --time=01:00:00
 #SBATCH --no-requeue
 
 cd /scratch/runs/1 || exit
-# scancel sends SIGTERM to this shell too, which must live to write the exit code; srun gets it as ever.
+# scancel sends SIGTERM to srun and to this shell, which must live to write the exit code.
 trap : TERM
 srun \\
     --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpu-bind=none --wait=0 --kill-on-bad-exit=1 \\
@@ -112,7 +112,7 @@ srun \\
     /opt/ray/bin/python -I /scratch/rt/x.pyz node /scratch/runs/1
 code=$?
 echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $code" >>exit
-# Slurm's accounting shall call a run CANCELLED that Dagster cancelled. scancel ends this shell's sleep as well.
+# Accounting must show CANCELLED for a run that Dagster cancelled. scancel also ends the sleep.
 if [ "$code" != 0 ] && cat cancel.json components/*/cancel.json 2>/dev/null | grep -q '"op": "cancel"'; then
     scancel --quiet "$SLURM_JOB_ID" && sleep 20
 fi
@@ -126,7 +126,7 @@ HETJOB = JobRequest(
     exclude="c2",
     mem="1G",
     component_id="head",
-    others=(
+    further_components=(
         JobRequest("job", "why", partition="gpu", num_nodes=2, gpus_per_node=2, mem="2G", exclusive=True, component_id="gpu"),
         JobRequest("job", "why", mem="3G", exclude="c1", extra_sbatch=("--licenses=it's",), component_id="third"),
         JobRequest("job", "why", mem="4G", component_id="last"),
@@ -140,26 +140,26 @@ HETJOB_SCRIPT = r"""#!/bin/sh
 #SBATCH --output=/scratch/runs/1/slurm.log
 #SBATCH --open-mode=append
 #SBATCH --chdir=/scratch/runs/1
+#SBATCH --ntasks-per-node=1
 #SBATCH --partition=compute
 #SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
 #SBATCH --mem=1G
 #SBATCH --time=01:00:00
 #SBATCH --exclude=c2
 #SBATCH --no-requeue
 #SBATCH hetjob
 #SBATCH --exclude=
+#SBATCH --ntasks-per-node=1
 #SBATCH --partition=gpu
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=2
 #SBATCH --mem=2G
 #SBATCH --time=01:00:00
 #SBATCH --exclusive
 #SBATCH --no-requeue
 #SBATCH hetjob
-#SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
+#SBATCH --nodes=1
 #SBATCH --mem=3G
 #SBATCH --time=01:00:00
 #SBATCH --exclude=c1
@@ -167,14 +167,14 @@ HETJOB_SCRIPT = r"""#!/bin/sh
 #SBATCH --licenses='it'\''s'
 #SBATCH hetjob
 #SBATCH --exclude=
-#SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
+#SBATCH --nodes=1
 #SBATCH --mem=4G
 #SBATCH --time=01:00:00
 #SBATCH --no-requeue
 
 cd /scratch/runs/1 || exit
-# scancel sends SIGTERM to this shell too, which must live to write the exit code; srun gets it as ever.
+# scancel sends SIGTERM to srun and to this shell, which must live to write the exit code.
 trap : TERM
 unset CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK \
     SLURM_NNODES SLURM_NPROCS SLURM_NTASKS SLURM_TASKS_PER_NODE
@@ -185,7 +185,7 @@ srun \
     /opt/ray/bin/python -I /scratch/rt/x.pyz node /scratch/runs/1
 code=$?
 echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $code" >>exit
-# Slurm's accounting shall call a run CANCELLED that Dagster cancelled. scancel ends this shell's sleep as well.
+# Accounting must show CANCELLED for a run that Dagster cancelled. scancel also ends the sleep.
 if [ "$code" != 0 ] && cat cancel.json components/*/cancel.json 2>/dev/null | grep -q '"op": "cancel"'; then
     scancel --quiet "$SLURM_JOB_ID" && sleep 20
 fi
@@ -211,7 +211,7 @@ def test_a_script_with_every_field() -> None:
 
 def test_a_script_of_several_components() -> None:
     assert render_script(HETJOB, COMMAND, "/scratch/runs/1", {}) == HETJOB_SCRIPT
-    alone = render_script(HETJOB.alone, COMMAND, "/scratch/runs/1", {})
+    alone = render_script(HETJOB.without_further_components, COMMAND, "/scratch/runs/1", {})
     assert "hetjob" not in alone and "--het-group" not in alone and " --nodes=1 --ntasks=1 " in alone
 
 
@@ -225,8 +225,8 @@ def test_each_task_of_several_components_gets_every_value_as_it_is(
     other = JobRequest("n", "c", constraint=value or None, component_id="b")
     code = "import os, sys; print(sys.argv[1:], [name in os.environ for name in ('CUDA_VISIBLE_DEVICES', 'SLURM_NNODES')])"
     command = [sys.executable, "-X", "utf8", "-c", code, *arguments]
-    script = render_script(JobRequest("n", "c", component_id="a", others=(other,)), command, str(run_dir), {})
-    assert parse_as_sbatch(script.split("#SBATCH hetjob\n")[1].split("\n")[0])[0] in (f"--constraint={value}", "--nodes=1")
+    script = render_script(JobRequest("n", "c", component_id="a", further_components=(other,)), command, str(run_dir), {})
+    assert parse_as_sbatch(script.split("#SBATCH hetjob\n")[1].split("\n")[1])[0] in (f"--constraint={value}", "--nodes=1")
     srun = f'export CUDA_VISIBLE_DEVICES=0 SLURM_NNODES=1\nsrun() {{ {SRUN}SLURM_NODEID=3 "$@"; }}'
     for shell in SHELLS:
         assert run_script(run_dir, script, shell, srun).returncode == 0

@@ -17,12 +17,12 @@ from dagster_rayslurm.slurm.states import (
     TERMINAL,
     WAITING,
     Exited,
-    JobView,
+    JobPhase,
+    JobStatus,
     JobWatch,
     Observation,
     Seen,
     Started,
-    Submission,
     Timers,
     seen,
 )
@@ -32,8 +32,8 @@ from .slurm_said import VERSIONS, said
 JOB = 7
 SUBMITTED = 1000.0
 STATES = sorted(TERMINAL | WAITING | ACTIVE | {"REVOKED", "EXPEDITING", "?", "UPDATE_DB"})
-ONCE = Submission(JOB, SUBMITTED)
-AGAIN = Submission(JOB, SUBMITTED, requeue=True)
+ONCE = JobWatch(SUBMITTED)
+AGAIN = JobWatch(SUBMITTED, requeue=True)
 
 
 def row(state: str, reason: str = "None", start: float | None = None, nodes: str = "") -> QueueRow:
@@ -48,15 +48,15 @@ def absent(at: float) -> Seen:
     return Seen(SUBMITTED + at, None)
 
 
-def watched(submission: Submission, observations: Iterable[Observation], timers: Timers | None = None) -> JobView:
+def watched(submission: JobWatch, observations: Iterable[Observation], timers: Timers | None = None) -> JobStatus:
     """What a job is after observations, in the order in which they are given."""
-    watch = JobWatch(submission, timers or Timers())
+    watch = replace(submission, timers=timers or Timers())
     for observation in observations:
         watch = watch.after(observation)
     return watch.view
 
 
-def view(*observations: Observation, requeue: bool = False) -> JobView:
+def view(*observations: Observation, requeue: bool = False) -> JobStatus:
     return watched(AGAIN if requeue else ONCE, observations)
 
 
@@ -70,20 +70,20 @@ submissions = st.sampled_from([ONCE, AGAIN])
 
 
 def test_nothing_is_known_of_a_job_that_nobody_looked_at() -> None:
-    assert view() == JobView("unknown")
+    assert view() == JobStatus(JobPhase.UNKNOWN)
     assert not view().over
 
 
 def test_a_pending_job_tells_why_and_until_when() -> None:
     waits = view(present(1, "PENDING", reason="Priority", start=2000.0))
-    assert waits == JobView("pending", "PENDING", "Priority", 2000.0)
+    assert waits == JobStatus(JobPhase.PENDING, "PENDING", "Priority", 2000.0)
     assert view(present(1, "PENDING")).reason == ""
-    assert view(present(1, "RUNNING", start=1001.0, nodes="c[1-2]")) == JobView("running", "RUNNING")
+    assert view(present(1, "RUNNING", start=1001.0, nodes="c[1-2]")) == JobStatus(JobPhase.RUNNING, "RUNNING")
 
 
 @pytest.mark.parametrize("state", sorted(TERMINAL))
 def test_a_terminal_row_ends_a_job_that_is_not_requeued(state: str) -> None:
-    assert view(present(1, "RUNNING"), present(30, state, reason="x")) == JobView("ended", state, "x")
+    assert view(present(1, "RUNNING"), present(30, state, reason="x")) == JobStatus(JobPhase.ENDED, state, "x")
 
 
 @pytest.mark.parametrize("state", sorted(set(STATES) - TERMINAL))
@@ -91,21 +91,21 @@ def test_a_terminal_row_ends_a_job_that_is_not_requeued(state: str) -> None:
 def test_no_other_state_ends_a_job_however_long_it_lasts(state: str, requeue: bool) -> None:
     shown = view(*(present(30 * step, state) for step in range(100)), requeue=requeue)
     assert not shown.over and shown.state == state
-    assert shown.kind == ("pending" if state in WAITING else "running" if state in ACTIVE else "unknown")
-    assert view(Started(1050), *(present(30 * step, state) for step in range(100)), requeue=requeue).kind != "unknown"
+    assert shown.phase == ("pending" if state in WAITING else "running" if state in ACTIVE else "unknown")
+    assert view(Started(1050), *(present(30 * step, state) for step in range(100)), requeue=requeue).phase != JobPhase.UNKNOWN
 
 
 def test_absence_is_a_timer() -> None:
-    assert view(absent(10)).kind == view(absent(10), absent(69)).kind == "unknown"
-    assert view(absent(10), absent(70)) == JobView("lost")
-    assert view(present(1, "RUNNING"), absent(10), absent(40)).kind == "running"
-    assert view(present(1, "RUNNING"), absent(10), absent(40), absent(70)) == JobView("lost", "RUNNING")
-    assert view(absent(10), absent(310), requeue=True).kind == "lost"
+    assert view(absent(10)).phase == view(absent(10), absent(69)).phase == JobPhase.UNKNOWN
+    assert view(absent(10), absent(70)) == JobStatus(JobPhase.LOST)
+    assert view(present(1, "RUNNING"), absent(10), absent(40)).phase == JobPhase.RUNNING
+    assert view(present(1, "RUNNING"), absent(10), absent(40), absent(70)) == JobStatus(JobPhase.LOST, "RUNNING")
+    assert view(absent(10), absent(310), requeue=True).phase == JobPhase.LOST
     assert not view(absent(10), absent(309), requeue=True).over
     long, often = Timers(absence=5), Timers(absence=5, snapshots=3)
-    assert watched(ONCE, [absent(1), absent(6)], long).kind == "lost"
+    assert watched(ONCE, [absent(1), absent(6)], long).phase == JobPhase.LOST
     assert not watched(ONCE, [absent(1), absent(6)], often).over
-    assert watched(ONCE, [absent(1), absent(6), absent(7)], often).kind == "lost"
+    assert watched(ONCE, [absent(1), absent(6), absent(7)], often).phase == JobPhase.LOST
 
 
 def test_one_snapshot_is_not_enough_however_late_it_comes() -> None:
@@ -115,38 +115,38 @@ def test_one_snapshot_is_not_enough_however_late_it_comes() -> None:
 
 def test_a_break_in_the_absence_begins_it_anew() -> None:
     steps = [absent(0), absent(50), present(55, "RUNNING"), absent(60), absent(110)]
-    assert view(*steps).kind == "running"
-    assert view(*steps, absent(120)).kind == "lost"
+    assert view(*steps).phase == JobPhase.RUNNING
+    assert view(*steps, absent(120)).phase == JobPhase.LOST
 
 
 def test_what_was_seen_before_the_submission_says_nothing() -> None:
-    assert view(absent(-100), absent(-1), absent(1), absent(59)).kind == "unknown"
-    assert view(present(-1, "COMPLETED")) == JobView("unknown")
+    assert view(absent(-100), absent(-1), absent(1), absent(59)).phase == JobPhase.UNKNOWN
+    assert view(present(-1, "COMPLETED")) == JobStatus(JobPhase.UNKNOWN)
 
 
 @pytest.mark.parametrize("state", sorted(MAY_REQUEUE))
 def test_a_job_that_may_be_requeued_is_not_over_while_it_may_be(state: str) -> None:
     steps: list[Observation] = [present(1, "RUNNING"), *(present(10 + 30 * step, state) for step in range(10))]
-    assert view(*steps, requeue=True) == JobView("unknown", state)
-    assert view(*steps, present(309, "PENDING", reason="BeginTime"), requeue=True).kind == "pending"
-    assert view(*steps, present(309, "REQUEUED"), requeue=True).kind == "pending"
-    assert view(*steps, absent(310), requeue=True) == JobView("ended", state)
+    assert view(*steps, requeue=True) == JobStatus(JobPhase.UNKNOWN, state)
+    assert view(*steps, present(309, "PENDING", reason="BeginTime"), requeue=True).phase == JobPhase.PENDING
+    assert view(*steps, present(309, "REQUEUED"), requeue=True).phase == JobPhase.PENDING
+    assert view(*steps, absent(310), requeue=True) == JobStatus(JobPhase.ENDED, state)
     lost = view(present(1, "RUNNING"), present(20, state), absent(30), absent(330), requeue=True)
-    assert lost == JobView("ended", state)
+    assert lost == JobStatus(JobPhase.ENDED, state)
 
 
 def test_a_requeued_job_waits_again_though_its_record_had_started() -> None:
-    assert view(present(1, "PENDING"), Started(1010)).kind == "running"
-    assert view(Started(1010), present(5, "PENDING")).kind == "running"
+    assert view(present(1, "PENDING"), Started(1010)).phase == JobPhase.RUNNING
+    assert view(Started(1010), present(5, "PENDING")).phase == JobPhase.RUNNING
     again = view(Started(1010), present(20, "RUNNING"), present(40, "PENDING", reason="BeginTime"), requeue=True)
-    assert (again.kind, again.reason) == ("pending", "BeginTime")
-    assert view(Started(1010)) == JobView("running")
+    assert (again.phase, again.reason) == (JobPhase.PENDING, "BeginTime")
+    assert view(Started(1010)) == JobStatus(JobPhase.RUNNING)
 
 
 def test_the_batch_script_s_exit_ends_a_job() -> None:
-    assert view(present(1, "RUNNING", nodes="c1"), Exited(1010, 3)) == JobView("ended", exit_code=3)
-    assert view(Exited(1010, 0), requeue=True) == JobView("ended", exit_code=0)
-    assert view(absent(1), absent(61), Exited(1062, 0)).kind == "lost", "what came first is final"
+    assert view(present(1, "RUNNING", nodes="c1"), Exited(1010, 3)) == JobStatus(JobPhase.ENDED, exit_code=3)
+    assert view(Exited(1010, 0), requeue=True) == JobStatus(JobPhase.ENDED, exit_code=0)
+    assert view(absent(1), absent(61), Exited(1062, 0)).phase == JobPhase.LOST, "what came first is final"
 
 
 def test_an_exit_that_comes_after_slurm_s_word_tells_more_of_it() -> None:
@@ -159,15 +159,15 @@ def test_an_exit_that_comes_after_slurm_s_word_tells_more_of_it() -> None:
 
 def test_an_exit_may_be_that_of_a_job_about_to_be_requeued() -> None:
     steps: list[Observation] = [present(1, "RUNNING"), Exited(1010, 143)]
-    assert view(*steps, requeue=True).kind == "running"
-    assert view(*steps, present(30, "PENDING"), requeue=True).kind == "pending"
-    assert view(*steps, present(30, "FAILED"), requeue=True) == JobView("ended", "FAILED", exit_code=143)
-    assert view(*steps, absent(30), absent(330), requeue=True) == JobView("lost", "RUNNING", exit_code=143)
+    assert view(*steps, requeue=True).phase == JobPhase.RUNNING
+    assert view(*steps, present(30, "PENDING"), requeue=True).phase == JobPhase.PENDING
+    assert view(*steps, present(30, "FAILED"), requeue=True) == JobStatus(JobPhase.ENDED, "FAILED", exit_code=143)
+    assert view(*steps, absent(30), absent(330), requeue=True) == JobStatus(JobPhase.LOST, "RUNNING", exit_code=143)
 
 
 @given(submissions, st.lists(snapshots, max_size=15), st.lists(observations, max_size=25), st.data())
 def test_what_is_observed_twice_counts_once(
-    submission: Submission, before: list[Seen], given_observations: list[Observation], data: st.DataObject
+    submission: JobWatch, before: list[Seen], given_observations: list[Observation], data: st.DataObject
 ) -> None:
     """Snapshots are shown again at every look; the record and the exit code are found again after a lost connection."""
     given_observations = in_order([*before, *given_observations])
@@ -188,9 +188,9 @@ def in_order(given_observations: list[Observation]) -> list[Observation]:
 
 @given(submissions, st.lists(snapshots, max_size=25, unique_by=lambda each: each.at), st.data())
 def test_a_watch_that_is_shown_old_snapshots_again_is_not_misled(
-    submission: Submission, shown: list[Seen], data: st.DataObject
+    submission: JobWatch, shown: list[Seen], data: st.DataObject
 ) -> None:
-    watch = JobWatch(submission, Timers())
+    watch = submission
     shown.sort(key=lambda each: each.at)
     for number, snapshot in enumerate(shown):
         watch = watch.after(snapshot)
@@ -200,8 +200,8 @@ def test_a_watch_that_is_shown_old_snapshots_again_is_not_misled(
 
 
 @given(submissions, st.lists(observations, max_size=30))
-def test_what_is_over_stays_as_it_is(submission: Submission, given_observations: list[Observation]) -> None:
-    watch, final = JobWatch(submission, Timers()), None
+def test_what_is_over_stays_as_it_is(submission: JobWatch, given_observations: list[Observation]) -> None:
+    watch, final = submission, None
     for observation in in_order(given_observations):
         watch = watch.after(observation)
         if final is not None:
@@ -211,14 +211,14 @@ def test_what_is_over_stays_as_it_is(submission: Submission, given_observations:
 
 
 @given(submissions, st.lists(observations, max_size=30))
-def test_nothing_ends_without_a_word_that_says_so(submission: Submission, given_observations: list[Observation]) -> None:
+def test_nothing_ends_without_a_word_that_says_so(submission: JobWatch, given_observations: list[Observation]) -> None:
     result = watched(submission, in_order(given_observations))
     states = {each.row.state for each in given_observations if isinstance(each, Seen) and each.row}
     exits = {each.exit_code for each in given_observations if isinstance(each, Exited)}
-    if result.kind == "ended":
+    if result.phase == JobPhase.ENDED:
         assert states & TERMINAL or exits
         assert result.state in states & TERMINAL or (result.state == "" and result.exit_code in exits)
-    if result.kind == "lost":
+    if result.phase == JobPhase.LOST:
         missing = [each.at for each in given_observations if isinstance(each, Seen) and each.row is None]
         assert max(missing) - min(missing) >= (300 if submission.requeue else 60)
 
@@ -227,17 +227,17 @@ def test_nothing_ends_without_a_word_that_says_so(submission: Submission, given_
 @given(submissions, st.lists(snapshots, min_size=2, max_size=30, unique_by=lambda each: each.at), st.floats(0, 1e5), st.data())
 @example(ONCE, [absent(0), absent(30), absent(60)], 0.0, None)
 def test_a_question_without_an_answer_makes_no_time_pass(
-    submission: Submission, shown: list[Seen], outage: float, data: Any
+    submission: JobWatch, shown: list[Seen], outage: float, data: Any
 ) -> None:
     """Leaving snapshots out may only delay the loss of a job, never bring it about."""
     shown.sort(key=lambda each: each.at)
     without = [each for each in shown if data is None or data.draw(st.booleans()) or each.row is not None]
-    if watched(submission, without).kind == "lost":
+    if watched(submission, without).phase == JobPhase.LOST:
         assert watched(submission, shown).over
 
 
 @given(submissions, st.lists(snapshots, max_size=25))
-def test_a_job_is_lost_only_by_an_unbroken_absence(submission: Submission, shown: list[Seen]) -> None:
+def test_a_job_is_lost_only_by_an_unbroken_absence(submission: JobWatch, shown: list[Seen]) -> None:
     """A second way to say it: the longest run of snapshots without the job, among the unique ones in order."""
     unique: dict[float, Seen] = {}
     for each in sorted(shown, key=repr):
@@ -257,7 +257,9 @@ def test_a_job_is_lost_only_by_an_unbroken_absence(submission: Submission, shown
             lost = True
             break
     result = watched(submission, sorted(unique.values(), key=lambda each: each.at))
-    assert (result.kind == "lost" or (result.kind == "ended" and result.state in MAY_REQUEUE and submission.requeue)) == lost
+    assert (
+        result.phase == JobPhase.LOST or (result.phase == JobPhase.ENDED and result.state in MAY_REQUEUE and submission.requeue)
+    ) == lost
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -265,15 +267,15 @@ def test_jobs_as_real_clusters_showed_them(version: str) -> None:
     rows_shown = parse_squeue(said(version, "squeue", "squeue")[1], "MARK")
     waiting = next(each for each in rows_shown if each.name == "JobState=X Reason=y")
     snapshot = QueueSnapshot(SUBMITTED, rows_shown)
-    assert watched(Submission(waiting.job_id, SUBMITTED), [seen(snapshot, waiting.job_id)]).reason == "BeginTime"
+    assert watched(JobWatch(SUBMITTED), [seen(snapshot, waiting.job_id)]).reason == "BeginTime"
     assert seen(snapshot, 1).row is None
 
 
 def test_a_node_that_failed_on_a_real_cluster() -> None:
     """Slurm 24.11: the controller was silent for a minute, then the job was back in the queue under its id."""
-    submission = Submission(15, 1795282192, requeue=True)
+    submission = JobWatch(1795282192, requeue=True)
     between = [Seen(1795282193, row("RUNNING", nodes="c2")), Seen(1795282260, row("NODE_FAIL", nodes="c2"))]
-    assert watched(submission, between) == JobView("unknown", "NODE_FAIL")
+    assert watched(submission, between) == JobStatus(JobPhase.UNKNOWN, "NODE_FAIL")
     rows_shown = parse_squeue(said("24.11", "squeue", "squeue")[1], "MARK")
     back = watched(submission, [*between, seen(QueueSnapshot(1795282303, rows_shown), 15)])
-    assert (back.kind, back.reason) == ("pending", "ReqNodeNotAvail, UnavailableNodes:c2")
+    assert (back.phase, back.reason) == (JobPhase.PENDING, "ReqNodeNotAvail, UnavailableNodes:c2")

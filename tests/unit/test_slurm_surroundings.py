@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from dagster_rayslurm.slurm.commands import CLEAN, cleaned
+from dagster_rayslurm.slurm.commands import CLEAN, without_option_variables
 
 SET = {
     "SQUEUE_PARTITION": "gpu",
@@ -32,8 +32,8 @@ def seen(command: list[str]) -> dict[str, str]:
 
 
 def test_variables_that_stand_for_options_are_gone_and_all_else_stays() -> None:
-    assert seen(cleaned(["env", "-0"])) == KEPT
-    assert seen(cleaned(["env", "SLURM_TIME_FORMAT=%s", "env", "-0"])) == {**KEPT, "SLURM_TIME_FORMAT": "%s"}
+    assert seen(without_option_variables(["env", "-0"])) == KEPT
+    assert seen(without_option_variables(["env", "SLURM_TIME_FORMAT=%s", "env", "-0"])) == {**KEPT, "SLURM_TIME_FORMAT": "%s"}
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -43,10 +43,10 @@ def test_some_may_be_kept(shell: str) -> None:
 
 
 def test_a_missing_program_is_missing() -> None:
-    assert subprocess.run(cleaned(["no-such-program"]), capture_output=True).returncode == 127
+    assert subprocess.run(without_option_variables(["no-such-program"]), capture_output=True).returncode == 127
 
 
 def test_words_stay_as_they_are() -> None:
     words = ["a b", "", "$x", "'\"", "*"]
-    done = subprocess.run(cleaned(["printf", "%s\\n", *words]), capture_output=True, text=True, check=True)
+    done = subprocess.run(without_option_variables(["printf", "%s\\n", *words]), capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:-1] == words

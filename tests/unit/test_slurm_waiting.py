@@ -4,14 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from dagster_rayslurm.slurm.errors import with_values
-from dagster_rayslurm.slurm.pending_reasons import crowded, most_telling, never_starts, part_of, too_many_nodes, waiting_text, why
+from dagster_rayslurm.slurm.errors import with_requested_values
+from dagster_rayslurm.slurm.pending_reasons import (
+    component_request,
+    most_informative_row,
+    never_starts,
+    partition_too_small,
+    pending_reason,
+    too_many_nodes,
+    waiting_text,
+)
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
-from dagster_rayslurm.slurm.submit import jobs_found, kept_variables
+from dagster_rayslurm.slurm.submit import parse_jobs_found
 
 GPU = JobRequest("job", "why", partition="gpu", num_nodes=2, time_limit="9-0", component_id="gpu")
-REQUEST = JobRequest("job", "why", partition="compute", time_limit="9-0", component_id="cpu", others=(GPU,))
+REQUEST = JobRequest("job", "why", partition="compute", time_limit="9-0", component_id="cpu", further_components=(GPU,))
 
 
 def row(number: int, reason: str = "None", start: float | None = None, **fields: object) -> QueueRow:
@@ -33,14 +41,14 @@ def row(number: int, reason: str = "None", start: float | None = None, **fields:
     ],
 )
 def test_the_component_that_tells_most(rows: list[QueueRow], tells: int | None) -> None:
-    assert most_telling(rows) == (None if tells is None else rows[tells])
+    assert most_informative_row(rows) == (None if tells is None else rows[tells])
 
 
 def test_why_a_job_waits() -> None:
-    assert why("Priority", (), REQUEST) == "Priority"
-    assert why("Resources", [row(0, "Resources", 5.0), row(1, "Resources", 5.0)], REQUEST) == "Resources"
+    assert pending_reason("Priority", (), REQUEST) == "Priority"
+    assert pending_reason("Resources", [row(0, "Resources", 5.0), row(1, "Resources", 5.0)], REQUEST) == "Resources"
     held = [row(0, "Resources"), row(1, "ReqNodeNotAvail")]
-    assert why("Resources", held, REQUEST) == "ReqNodeNotAvail (component gpu)"
+    assert pending_reason("Resources", held, REQUEST) == "ReqNodeNotAvail (component gpu)"
 
 
 def test_what_can_never_start_names_the_component_and_what_it_asked_for() -> None:
@@ -48,51 +56,51 @@ def test_what_can_never_start_names_the_component_and_what_it_asked_for() -> Non
     assert said is not None and said.startswith("component 'gpu': ") and said.endswith("time_limit='9-0')")
     assert never_starts([row(0, "Resources"), row(1, "ReqNodeNotAvail")], REQUEST) is None
     # In one of several partitions it may start yet.
-    either = replace(REQUEST, others=(replace(GPU, partition="gpu,fat"),))
+    either = replace(REQUEST, further_components=(replace(GPU, partition="gpu,fat"),))
     assert never_starts([row(0), row(1, "PartitionTimeLimit", partition="gpu,fat")], either) is None
 
 
 def test_a_job_whose_components_are_not_known_by_name() -> None:
-    part = part_of(row(1), JobRequest("job", ""))
+    part = component_request(row(1), JobRequest("job", ""))
     assert (part.component_id, part.partition) == ("7+1", "gpu")
     alone = replace(row(0), label="7")
-    assert part_of(alone, REQUEST) is REQUEST
+    assert component_request(alone, REQUEST) is REQUEST
 
 
 def test_components_share_no_nodes() -> None:
     both = [row(0), row(1, partition="compute")]
-    said = crowded(both, REQUEST, {"compute": 2})
+    said = partition_too_small(both, REQUEST, {"compute": 2})
     assert said is not None and "'cpu' and 'gpu' ask for 3 nodes of partition compute in all, and it has 2" in said
-    assert crowded(both, REQUEST, {"compute": 3}) is None and crowded(both, REQUEST, {}) is None
-    assert crowded([row(0), row(1)], REQUEST, {"compute": 1, "gpu": 2}) is None
+    assert partition_too_small(both, REQUEST, {"compute": 3}) is None and partition_too_small(both, REQUEST, {}) is None
+    assert partition_too_small([row(0), row(1)], REQUEST, {"compute": 1, "gpu": 2}) is None
 
 
 def test_values_of_each_component() -> None:
-    said = with_values("lower time_limit or num_nodes", REQUEST)
+    said = with_requested_values("lower time_limit or num_nodes", REQUEST)
     assert said.endswith(" (asked for: num_nodes=1, time_limit='9-0' of 'cpu'; num_nodes=2, time_limit='9-0' of 'gpu')")
-    assert with_values("lower num_nodes", GPU) == "lower num_nodes (asked for: num_nodes=2)"
+    assert with_requested_values("lower num_nodes", GPU) == "lower num_nodes (asked for: num_nodes=2)"
     typed = replace(GPU, gpus_per_node=1, gpu_type="a100")
-    assert with_values("lower gpus_per_node", typed).endswith("(asked for: gpus_per_node=1, gpu_type='a100')")
+    assert with_requested_values("lower gpus_per_node", typed).endswith("(asked for: gpus_per_node=1, gpu_type='a100')")
 
 
 def test_variables_of_sbatch_stand_for_no_component_that_says_otherwise() -> None:
-    assert "SBATCH_PARTITION" not in kept_variables(replace(REQUEST, partition=None))
-    assert "SBATCH_QOS" in kept_variables(REQUEST)
+    assert "SBATCH_PARTITION" not in replace(REQUEST, partition=None).login_variables
+    assert "SBATCH_QOS" in REQUEST.login_variables
 
 
 def test_components_of_a_job_in_the_queue() -> None:
     other = QueueRow(70, "70", "PENDING", "None", None, 1.0, 1, "", "gpu", "other")
     snapshot = QueueSnapshot(1.0, (row(1), other, row(0)))
-    assert [each.job_id for each in snapshot.parts(7)] == [7, 8] and snapshot.parts(70) == (other,)
-    assert snapshot.parts(9) == () and [each.leads for each in snapshot.rows] == [False, True, True]
+    assert [each.job_id for each in snapshot.components(7)] == [7, 8] and snapshot.components(70) == (other,)
+    assert snapshot.components(9) == () and [each.is_leader for each in snapshot.rows] == [False, True, True]
 
 
 def test_components_that_outlive_the_first_one_in_the_queue() -> None:
     other = QueueRow(70, "70", "PENDING", "None", None, 1.0, 1, "", "gpu", "other")
     left = QueueSnapshot(1.0, (row(1, state="RUNNING"), other))
-    assert [each.job_id for each in left.parts(7)] == [8] == [each.job_id for each in left.parts(8)]
+    assert [each.job_id for each in left.components(7)] == [8] == [each.job_id for each in left.components(8)]
     array = replace(other, job_id=71, label="7_1")
-    assert QueueSnapshot(1.0, (array,)).parts(7) == ()
+    assert QueueSnapshot(1.0, (array,)).components(7) == ()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +122,7 @@ def test_components_that_outlive_the_first_one_in_the_queue() -> None:
     ],
 )
 def test_jobs_of_a_name(lines: list[str], found: list[str]) -> None:
-    assert jobs_found("\n".join(lines)) == found
+    assert parse_jobs_found("\n".join(lines)) == found
 
 
 NOON = 1795348800.0

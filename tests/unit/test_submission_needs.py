@@ -10,7 +10,7 @@ from dagster_rayslurm.backends.payload_files import deliver, needs_of, pack
 from dagster_rayslurm.plan import make_plan
 from dagster_rayslurm.slurm.queue import ClusterClock
 from dagster_rayslurm.slurm.request import JobRequest
-from dagster_rayslurm.slurm.submit import JOB_SCRIPT, Needs, SubmissionRefused, submit
+from dagster_rayslurm.slurm.submit import JOB_SCRIPT, RequiredFiles, SubmissionRefused, submit
 
 from .fake_slurm import FakeSlurm
 from .lines import Log
@@ -43,7 +43,7 @@ def test_a_base_directory_that_was_removed_is_filled_again(claim: bool, tmp_path
 def test_what_disappears_again_and_again_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm, tries = FakeSlurm(tmp_path / "slurm", monkeypatch), []
     clock = ClusterClock(slurm.connection)
-    needs = Needs([str(tmp_path / "gone")], lambda: tries.append(1))
+    needs = RequiredFiles([str(tmp_path / "gone")], lambda: tries.append(1))
     with pytest.raises(SubmissionRefused, match=r"remote_base: files that were sent to .* disappear again"):
         submit(slurm.connection, str(tmp_path / "runs" / "1"), FILES, JobRequest("n", "c"), clock, print, needs=needs)
     assert tries and slurm.submitted == 0

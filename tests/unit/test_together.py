@@ -39,7 +39,7 @@ from dagster_rayslurm.separate.backend import (
 from dagster_rayslurm.separate.metadata import components_metadata, failures_metadata, merge_metadata
 from dagster_rayslurm.separate.reports import ReportMerger, merge, merge_checks
 from dagster_rayslurm.separate.verdict import judge_components
-from dagster_rayslurm.slurm.facts import JobFacts
+from dagster_rayslurm.slurm.accounting import JobFacts
 
 # ---- When all start, and what ends them
 

@@ -15,9 +15,9 @@ from ...interrupts import deferred_interrupts
 from ...outcome import judge, judge_job
 from ...outcome.metadata import failure_metadata
 from ...slurm.errors import SlurmUnanswered
-from ...slurm.job_log import telling_lines
-from ...slurm.queue import SharedQueue, ask_queue
-from ...slurm.states import TERMINAL
+from ...slurm.job_log import relevant_lines
+from ...slurm.queue import SharedQueue, fetch_queue
+from ...slurm.states import TERMINAL, JobPhase
 from ...ssh.base import Connection, ConnectionFailed
 from ..slurm_job import SlurmJob
 from .client import Announcement
@@ -183,8 +183,8 @@ class SessionAcquisition:
     def _left_behind(self, claim: Newest) -> str | None:
         """The job of a claim whose maker is gone, or slow; None if there is none, and the claim is given up then."""
         # The claim may be as old as it is because slurmctld answers nobody: then its maker is at it still.
-        queue = self._patiently(lambda: ask_queue(self._commands)) if claim.creator else None
-        jobs = [row.job_id for row in queue.named(claim.creator) if row.leads] if queue is not None else []
+        queue = self._patiently(lambda: fetch_queue(self._commands)) if claim.creator else None
+        jobs = [row.job_id for row in queue.named(claim.creator) if row.is_leader] if queue is not None else []
         if jobs:
             self._patiently(lambda: self._registry.adopt(claim.number, str(jobs[0])))
             return str(jobs[0])
@@ -196,11 +196,11 @@ class SessionAcquisition:
         """Whether a job that was submitted a while ago has ended, by a word of Slurm that others may have asked for."""
         try:
             now = self._queue.clock.now()
-            snapshot = self._queue.beside(lambda work: work()).look(now)
+            snapshot = self._queue.wait_for_latest(now)
             row = snapshot.job(job_id) if snapshot is not None else None
             if row is not None and row.state not in TERMINAL:
                 return False
-            row = ask_queue(self._commands).job(job_id)
+            row = fetch_queue(self._commands).job(job_id)
         except OSError:
             return False  # It is watched, then.
         return row is None or row.state in TERMINAL
@@ -235,7 +235,7 @@ class SessionAcquisition:
                     self._registry.wait_at(number, self._who)
             if job.observe():
                 view = job.view
-                alive = alive or view.kind in ("pending", "running") or view.exit_code is not None
+                alive = alive or view.phase in (JobPhase.PENDING, JobPhase.RUNNING) or view.exit_code is not None
                 how = job.end_description(started=False, recorded=False)
                 if how is not None:
                     if not alive or self._patiently(lambda: self._registry.is_abandoned(number)):
@@ -245,7 +245,7 @@ class SessionAcquisition:
                     job.tell()
                     with contextlib.suppress(OSError):  # Slurm that does not answer says nothing about the job.
                         job.check_waiting()
-                if view.kind != "running":
+                if view.phase != JobPhase.RUNNING:
                     running_since = None
                 elif running_since is None:
                     running_since = now
@@ -340,7 +340,7 @@ class SessionAcquisition:
     def _silent(self, job: SlurmJob) -> RunFailure:
         evidence = Evidence()
         job.explain(evidence, patience=0.0)
-        log = f": {lines[-1]}" if (lines := telling_lines(evidence.runtime_log)) else ""
+        log = f": {lines[-1]}" if (lines := relevant_lines(evidence.runtime_log)) else ""
         sentence = f"the session's runtime did not start within runtime_start_timeout={self._start_timeout:g} s{log}"
         return RunFailure(FailureKind.RUNTIME, sentence, self._metadata(job, evidence))
 

@@ -26,7 +26,7 @@ from ...slurm.commands import slurm_commands
 from ...slurm.config import SlurmResource
 from ...slurm.queue import SharedQueue, shared_queue
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
-from ...slurm.submit import JOB_SCRIPT, OFFER, ClaimTaken, SubmissionRefused, Submitted, submit
+from ...slurm.submit import JOB_SCRIPT, OFFER, ClaimTaken, SubmissionRefused, SubmittedJob, submit
 from ...ssh.base import Connection
 from ...ssh.pool import connection_to
 from .. import reattach
@@ -327,10 +327,10 @@ class _Start:
             JobRequest(name, "", partition=queue["partition"], component_id=component)
             for component, queue in offer.queues.items()
         ]
-        request = dataclasses.replace(first, others=tuple(others))
-        return self._watched(request, Submitted(job_id, 0.0), directory)
+        request = dataclasses.replace(first, further_components=tuple(others))
+        return self._watched(request, SubmittedJob(job_id, 0.0), directory)
 
-    def _watched(self, request: JobRequest, submitted: Submitted, directory: str, since: float | None = None) -> SlurmJob:
+    def _watched(self, request: JobRequest, submitted: SubmittedJob, directory: str, since: float | None = None) -> SlurmJob:
         return SlurmJob(
             commands=self._commands,
             queue=self._queue(),
@@ -350,7 +350,7 @@ class _Start:
         def job_of(number: int, job_id: str, name: str, at: float) -> SlurmJob:
             request = dataclasses.replace(kind.job_request(), job_name=name)
             since = queue.clock.now() - (time.monotonic() - self._began)
-            return self._watched(request, Submitted(job_id, at), registry.generation(number), since)
+            return self._watched(request, SubmittedJob(job_id, at), registry.generation(number), since)
 
         return SessionAcquisition(
             commands=self._commands,
@@ -392,16 +392,16 @@ class _Start:
             hold(self._watched(request, submitted, directory))
         except ClaimTaken:
             return False
-        except SubmissionRefused as error:
+        except SubmissionRefused:
             with contextlib.suppress(OSError):  # Others find out for themselves, when the claim has grown old.
                 registry.abandon(number)
-            raise StartError(error.kind, error.with_values(request), error.retry) from None
+            raise
         except BaseException:
             with deferred_interrupts():
                 with contextlib.suppress(OSError):
                     registry.abandon(number)
                 cancel_named(self._commands, name, step.log)
             raise
-        where = f"{request.where} on {self._connection.place}"
+        where = f"{request.partitions_text} on {self._connection.place}"
         step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where}")
         return True

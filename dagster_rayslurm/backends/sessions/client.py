@@ -15,7 +15,7 @@ from typing import Any
 
 from ...runtime.protocol.rpc_call import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NobodyThere
 from ...runtime.protocol.rpc_call import ask as ask_over
-from ...slurm.commands import cleaned
+from ...slurm.commands import without_option_variables
 from ...ssh.base import Connection, ConnectionLost
 
 __all__ = ["Announcement", "AnswerLost", "Unreachable", "ask", "parse_announcement"]
@@ -200,7 +200,7 @@ def _ask_by_step(
         directory,
     ]
     try:
-        done = commands.run(cleaned(command), json.dumps(request).encode(), timeout=patience)
+        done = commands.run(without_option_variables(command), json.dumps(request).encode(), timeout=patience)
     except (ConnectionLost, TimeoutError) as error:
         raise AnswerLost(f"{_name(announcement)} may have been asked by srun: {error}") from None
     lines = done.stdout.decode("utf-8", "replace").splitlines()

@@ -81,7 +81,7 @@ class IdleSessions:
         nodes: dict[str, list[str]] = {}
         for row in snapshot.rows:
             if row.name.startswith(_SESSION_JOBS) and row.state == "RUNNING" and row.partition in partitions:
-                nodes.setdefault(row.leader, []).append(row.nodes)
+                nodes.setdefault(row.leader_label, []).append(row.nodes)
         if not nodes:
             return []
         found = [each for each in list_generations(self._connection, self._base) if str(each.job_id) in nodes]

@@ -14,7 +14,7 @@ from ...errors import FailureKind, StartError
 from ...runtime.protocol.record import EXIT, SESSION
 from ...slurm.cancel import cancel_named, wait_until_gone
 from ...slurm.commands import slurm_commands
-from ...slurm.queue import ask_queue
+from ...slurm.queue import fetch_queue
 from ...slurm.script import parse_exit
 from ...slurm.snapshot import QueueRow, QueueSnapshot
 from ...slurm.states import TERMINAL, WAITING
@@ -134,7 +134,7 @@ def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
     if generation.job_id is not None:
         row = snapshot.job(generation.job_id)
     else:
-        named = [row for row in snapshot.rows if row.name == generation.job_name and row.leads]
+        named = [row for row in snapshot.rows if row.name == generation.job_name and row.is_leader]
         row = named[-1] if generation.job_name and named else None
     return None if row is None or row.state in TERMINAL else row
 
@@ -186,7 +186,7 @@ def end_sessions(connection: Connection, base: str, key: str) -> bool:
 def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
     """As `end_sessions`, for some allocations."""
     commands = slurm_commands(connection)
-    snapshot = ask_queue(commands)
+    snapshot = fetch_queue(commands)
     ended = False
     for generation in generations:
         row = job_of(generation, snapshot)

@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ...components import Component, request_for
-from ...config import mebibytes, time_limit_seconds
+from ...config import time_limit_seconds
 from ...launchers import Launcher, RayLauncher
 from ...runtime.node.resources import Footprint
 from ...runtime.protocol.spec import NodeSpec, RaySpec, SpecError, from_json
 from ...runtime.ray.node_table import nodes_expected
 from ...slurm.config import HetComponent, SlurmQueueConfig
-from ...slurm.request import JobRequest, asks_for_gpus, gibibytes_for_ray, make_request
+from ...slurm.fields import SBATCH_FIELDS, granted_gpus
+from ...slurm.request import JobRequest, gibibytes_for_ray, make_request
 
 QueueFields = Mapping[str, Any]
 """The fields of a `SlurmQueueConfig` as JSON, with CPUs and GPUs as they were asked for."""
@@ -72,15 +73,15 @@ class Requirements:
         else:
             request = make_request(self.queue, self.footprint, job_name=name, comment=comment)
         # A requeued session would not know which requests it had accepted.
-        others = tuple(replace(part, requeue=False) for part in request.others)
-        return replace(request, requeue=False, others=others)
+        others = tuple(replace(part, requeue=False) for part in request.further_components)
+        return replace(request, requeue=False, further_components=others)
 
     def capacity(self, reuse: bool) -> Capacity:
         """What a session offers that is created with these requirements; `reuse` keeps its Ray cluster warm."""
         parts: Iterable[tuple[str | None, SlurmQueueConfig]] = [(each.component_id, each.queue) for each in self.components]
         granted: dict[str | None, QueueFields] = {
             name: {**queue.model_dump(mode="json"), "cpus_per_node": part.cpus_per_node, "gpus_per_node": part.gpus_per_node}
-            for (name, queue), part in zip(parts or [(None, self.queue)], self.job_request().parts, strict=True)
+            for (name, queue), part in zip(parts or [(None, self.queue)], self.job_request().components, strict=True)
         }
         return Capacity(self.ray if reuse else None, reuse, granted)
 
@@ -298,7 +299,7 @@ def _footprint_misfit(footprint: Footprint, queue: QueueFields) -> str | None:
     # The session has all CPUs of an exclusive node, so its memory is not known from the CPUs that were asked for.
     cpus = None if queue["exclusive"] else queue["cpus_per_node"]
     memory = gibibytes_for_ray(queue["mem"], queue["mem_per_cpu"], cpus)
-    granted = {"CPUs": queue["cpus_per_node"], "GPUs": _gpus(queue), "GiB": memory}
+    granted = {"CPUs": queue["cpus_per_node"], "GPUs": granted_gpus(queue), "GiB": memory}
     for want in footprint:
         has = granted[want.unit]
         if want.amount is not None and has is not None and want.amount > has:
@@ -306,39 +307,13 @@ def _footprint_misfit(footprint: Footprint, queue: QueueFields) -> str | None:
     return None
 
 
-def _gpus(queue: QueueFields) -> int | None:
-    """GPUs of each node; None if they were asked for by an option of sbatch, whose number is not known here."""
-    if queue["gpus_per_node"] is None and any(map(asks_for_gpus, queue["extra_sbatch"])):
-        return None
-    return queue["gpus_per_node"] or 0
-
-
 def _queue_misfit(wanted: SlurmQueueConfig, has: QueueFields, time_limited: bool) -> str | None:
-    for name, info in SlurmQueueConfig.model_fields.items():
+    for declared in SBATCH_FIELDS:
+        name = declared.name
         value = getattr(wanted, name)
-        # A session's job is never requeued.
-        if name == "requeue" or value == info.default or (name == "time_limit" and not time_limited):
+        default = SlurmQueueConfig.model_fields[name].default
+        if declared.granted is None or value == default or (name == "time_limit" and not time_limited):
             continue
-        if not _queue_field_fits(name, value, has):
+        if not declared.granted(value, has[name], has):
             return f"SlurmQueueConfig.{name}={value!r} is not what the session has: {has[name]!r}"
     return None
-
-
-def _queue_field_fits(name: str, value: Any, queue: QueueFields) -> bool:
-    has = queue[name]
-    if name == "num_nodes":
-        return bool(value <= has)
-    if name == "cpus_per_node":
-        return has is None or value <= has
-    if name == "gpus_per_node":
-        gpus = _gpus(queue)
-        return gpus is None or value <= gpus
-    if name in ("mem", "mem_per_cpu"):
-        # 0 stands for all of a node's memory (sbatch(1), Slurm 22.05).
-        return value == has or (has is not None and 0 < mebibytes(value) <= (mebibytes(has) or float("inf")))
-    if name == "time_limit":
-        own, whole = time_limit_seconds(value), time_limit_seconds(has)
-        return whole is None or (own is not None and own <= whole)
-    if name == "extra_sbatch":
-        return all(option in has for option in value)
-    return bool(value == has)

@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import FailureKind, StartError
 from ...interrupts import delayed_interrupts
 from ...runtime.protocol.record import EXIT, JOURNAL, SECRETS, SESSION, LineReader
-from ...slurm.queue import SharedQueue, ask_queue
+from ...slurm.queue import SharedQueue, fetch_queue
 from ...slurm.script import parse_exit
 from ...slurm.states import TERMINAL
 from ...ssh.base import Connection, ConnectionFailed
@@ -277,13 +277,13 @@ class Request:
                     return False
             if parse_exit(self._connection.read(os.path.join(found.directory, EXIT), 0, _MOST_BYTES), job_id) is not None:
                 return False
-            snapshot = self._queue.look(self._queue.clock.now())
-            if snapshot is None or self._queue.trouble:
+            snapshot = self._queue.latest(self._queue.clock.now())
+            if snapshot is None or self._queue.error:
                 return None
             row = snapshot.job(job_id)
             if row is None:
                 # The shared word may be older than the job; only then is Slurm asked for this payload alone.
-                row = ask_queue(self._commands).job(job_id)
+                row = fetch_queue(self._commands).job(job_id)
         except ConnectionFailed:
             raise
         except OSError:

@@ -1,7 +1,7 @@
 """What Slurm's commands printed on real clusters of two versions.
 
 Each section of a file is a command's output under `=== NAME JOB COMMAND`, and its exit code; `date` and hosts aside,
-as it came: `scontrol show job JOB`, `sacct` with the fields of `facts.SACCT_FIELDS`, `squeue` with `snapshot.COLUMNS`.
+as it came: `scontrol show job JOB`, `sacct` with the fields of `accounting.SACCT_FIELDS`, `squeue` with `snapshot.COLUMNS`.
 """
 
 import re
