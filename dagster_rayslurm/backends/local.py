@@ -23,6 +23,7 @@ from ..follow import Cadence, Evidence
 from ..outcome import exit_in_words
 from ..plan import Plan
 from ..runtime.node import resources
+from ..runtime.node.gpus import count_gpus
 from ..runtime.node.resources import Footprint, footprint_error, node_footprint
 from ..runtime.payload.environment import shared_variables
 from ..runtime.process import processes
@@ -138,7 +139,7 @@ def _as_granted(ray: RaySpec, wanted: RaySpec) -> RaySpec:
     if cpus is None and wanted.num_cpus:
         cpus = resources.count_cpus(os.environ)
     if gpus is None and wanted.num_gpus:
-        gpus = resources.count_gpus(os.environ)
+        gpus = count_gpus(os.environ)
     return replace(ray, num_cpus=cpus, num_gpus=gpus)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Optional
 from pydantic import Field
 
 from ..config import at_least
-from ..runtime.node.resources import Footprint, Want
+from ..runtime.node.resources import Footprint, Requirement
 from .base import Launcher, forbid_subclassing
 
 
@@ -23,7 +23,10 @@ class BashLauncher(Launcher):
     )
 
     def footprint(self) -> Footprint:
-        return (Want("BashLauncher.num_cpus", self.num_cpus, "CPUs"), Want("BashLauncher.num_gpus", self.num_gpus, "GPUs"))
+        return (
+            Requirement("BashLauncher.num_cpus", self.num_cpus, "CPUs"),
+            Requirement("BashLauncher.num_gpus", self.num_gpus, "GPUs"),
+        )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         forbid_subclassing(cls, BashLauncher)

@@ -17,14 +17,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime.node.ports import control_ports
-from dagster_rayslurm.runtime.node.resources import Machine
+from dagster_rayslurm.runtime.node.resources import NodeResources
 from dagster_rayslurm.runtime.nodes.head import ConnectedWorkers
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.record import split_lines
 from dagster_rayslurm.runtime.protocol.rpc import Channel
 
 KEY = "aa" * 32
-FACTS = Machine("n2", 1, 0, 2**30, None).facts()
+FACTS = NodeResources("n2", 1, 0, 2**30, None).facts()
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda one: st.lists(one, max_size=3), max_leaves=4
 )

@@ -89,7 +89,7 @@ import dataclasses
 from dagster_rayslurm.runtime.node import allocation
 from dagster_rayslurm.runtime.protocol import start_files as intake
 from dagster_rayslurm.runtime.node import worker_node
-machine.detect = lambda *_, **__: machine.Machine("here", 4, 0, 2**33, None)
+machine.detect = lambda *_, **__: machine.NodeResources("here", 4, 0, 2**33, None)
 spec = intake.load_spec(base)
 runner = supervisor.Supervisor(loop, spec, scratch.Scratch(), allocation.from_environ(os.environ), base)
 """

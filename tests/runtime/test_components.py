@@ -16,15 +16,9 @@ import pytest
 
 from dagster_rayslurm.archive import install_runtime
 from dagster_rayslurm.runtime.node import allocation
+from dagster_rayslurm.runtime.node.gpus import GPU_VARIABLES, count_gpus, visible_gpus
 from dagster_rayslurm.runtime.node.ports import choose, control_ports
-from dagster_rayslurm.runtime.node.resources import (
-    GPU_VARIABLES,
-    Machine,
-    count_gpus,
-    footprint_error,
-    runtime_footprint,
-    visible_gpus,
-)
+from dagster_rayslurm.runtime.node.resources import NodeResources, footprint_error, runtime_footprint
 from dagster_rayslurm.runtime.nodes import simulated as simulated_nodes
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.process.scratch import Scratch
@@ -61,7 +55,7 @@ STORE = 100 * 2**20
 CPU = NodeSpec("cpu", num_cpus=1, object_store_memory=STORE)
 GPU = NodeSpec("gpu", num_gpus=2, object_store_memory=STORE, resources={"shelf": 1.0}, labels={"disk": "fast"})
 RAY = RaySpec(dashboard=False, startup_timeout=100.0, components=[CPU, GPU])
-C1, G1 = (Machine(name, 4, gpus, 2**33, None, component) for name, gpus, component in (("c1", 0, "cpu"), ("g1", 2, "gpu")))
+C1, G1 = (NodeResources(name, 4, gpus, 2**33, None, component) for name, gpus, component in (("c1", 0, "cpu"), ("g1", 2, "gpu")))
 
 
 def settled(environ: dict[str, str], *names: str) -> allocation.Allocation:
@@ -132,7 +126,7 @@ def test_what_was_asked_for_is_held_against_each_component() -> None:
     assert footprint_error(runtime_footprint(spec, "cpu"), C1) is None
     problem = footprint_error(runtime_footprint(spec, "gpu"), G1) or ""
     assert "SlurmQueueConfig.gpus_per_node=4" in problem and "node g1 (component gpu)" in problem
-    poor = Machine("g2", 4, 1, 2**33, None, "gpu")
+    poor = NodeResources("g2", 4, 1, 2**33, None, "gpu")
     less = RuntimeSpec("c", RAY, components=[ComponentSpec("cpu"), ComponentSpec("gpu")])
     assert "RayLauncher.num_gpus_per_node=2" in (footprint_error(runtime_footprint(less, "gpu"), poor) or "")
 
@@ -148,7 +142,7 @@ def test_payloads_of_a_session_are_held_against_the_nodes_that_they_run_on() -> 
     greedy = RaySpec(components=[CPU, NodeSpec("gpu", num_gpus=3)])
     assert "node g1 (component gpu)" in (misfit(PayloadSpec(["x"], "n", uses_ray=True, ray=greedy), machines) or "")
 
-    capacities = capacities_of([C1, Machine("c2", 2, 0, 2**33, None, "cpu"), G1])
+    capacities = capacities_of([C1, NodeResources("c2", 2, 0, 2**33, None, "cpu"), G1])
     assert capacities == {"cpu": Claim(2, 0), "gpu": Claim(4, 2)}
     assert claims_of(plain, False, capacities, "cpu") == {"cpu": Claim(3, 0)}
     own = claims_of(PayloadSpec(["x"], "n", uses_ray=True, ray=RAY), True, capacities, "cpu")
@@ -160,7 +154,7 @@ def test_payloads_of_a_session_are_held_against_the_nodes_that_they_run_on() -> 
     assert not room_for({"cpu": Claim(1)}, [own], capacities, 9) and room_for(
         {"cpu": Claim(1)}, [{"gpu": Claim(4)}], capacities, 2
     )
-    assert capacities_of([Machine("n", 4, 1, 1, None), Machine("m", 2, 2, 1, None)]) == {None: Claim(2, 1)}
+    assert capacities_of([NodeResources("n", 4, 1, 1, None), NodeResources("m", 2, 2, 1, None)]) == {None: Claim(2, 1)}
 
 
 def table(*rows: tuple[str, str, bool, bool, float]) -> node_table.Nodes:
@@ -204,7 +198,7 @@ def test_gpus_of_a_machine_are_shared_out(
     devices: list[str], wanted: tuple[int, int], shown: tuple[Any, Any], simulated: dict[int, str]
 ) -> None:
     components = [ComponentSpec(name, 1, 64, gpus) for name, gpus in zip("ab", wanted, strict=True)]
-    here = Machine("h", 2, len(devices), 8 * 2**30, None)
+    here = NodeResources("h", 2, len(devices), 8 * 2**30, None)
     roles = simulated_nodes.cast(RuntimeSpec("c", RaySpec(), components=components), here, ("X", devices))
     assert tuple(role.environ for role in roles) == shown
     assert {place: role.remark for place, role in enumerate(roles) if role.remark} == simulated
@@ -231,7 +225,7 @@ def test_ray_counts_what_a_machine_lacks(
     asked: RaySpec, devices: list[str], counted: tuple[int, int], shown: dict[str, str | None], remark: str
 ) -> None:
     """Nobody is shown a device that was hidden from this process."""
-    here = Machine("h", 2, len(devices), 2**33, 2**32)
+    here = NodeResources("h", 2, len(devices), 2**33, 2**32)
     role = simulated_nodes.alone(RuntimeSpec("c", asked), here, ("X", devices))
     assert (role.machine.num_cpus, role.machine.num_gpus) == counted and role.machine.memory_limit == here.memory_limit
     assert role.environ == shown
@@ -240,7 +234,7 @@ def test_ray_counts_what_a_machine_lacks(
 
 def test_a_launcher_goes_before_its_queue_where_components_are_simulated() -> None:
     components = [ComponentSpec("cpu", 1, 64, 0), ComponentSpec("gpu", 1, None, 8)]
-    roles = simulated_nodes.cast(RuntimeSpec("c", RAY, components=components), Machine("h", 2, 0, 2**33, 2**32), ("X", []))
+    roles = simulated_nodes.cast(RuntimeSpec("c", RAY, components=components), NodeResources("h", 2, 0, 2**33, 2**32), ("X", []))
     assert [(role.machine.name, role.machine.num_cpus, role.machine.num_gpus) for role in roles] == [
         ("h (component cpu)", 1, 0),
         ("h (component gpu)", 2, 2),
@@ -269,7 +263,7 @@ def test_a_launcher_goes_before_its_queue_where_components_are_simulated() -> No
 def test_gpus_of_any_maker_are_shared_out(environ: dict[str, str], shown: list[dict[str, str | None]]) -> None:
     components = [ComponentSpec(name, 1, None, 1) for name in "ab"]
     count = count_gpus(environ)
-    here = Machine("h", 2, count, 2**33, None)
+    here = NodeResources("h", 2, count, 2**33, None)
     roles = simulated_nodes.cast(RuntimeSpec("c", RaySpec(), components=components), here, visible_gpus(environ, count))
     assert count == 2 and [role.environ for role in roles] == shown
     assert [count_gpus({name: value for name, value in role.environ.items() if value is not None}) for role in roles] == [1, 1]
@@ -314,7 +308,7 @@ def test_a_payload_sees_the_gpus_of_its_component(tmp_path: Path, monkeypatch: p
     runtime.add("one", "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'])")
     runtime.run("""
         from dagster_rayslurm.runtime.protocol.spec import ComponentSpec
-        machine.detect = lambda *_, **__: machine.Machine("n1", 4, 2, 2**33, None)
+        machine.detect = lambda *_, **__: machine.NodeResources("n1", 4, 2, 2**33, None)
         session(components=[ComponentSpec("a", 1, None, 1), ComponentSpec("b", 1, None, 1)])
         submit("one")
         when_done(end)

@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.runtime.node import usage
-from dagster_rayslurm.runtime.node.gpus import Gpu, Gpus, only, parse_amd, parse_nvidia
-from dagster_rayslurm.runtime.node.resources import GPU_VARIABLES, granted_gpus
+from dagster_rayslurm.runtime.node.gpus import (
+    GPU_VARIABLES,
+    Gpu,
+    GpuMonitor,
+    granted_gpus,
+    parse_amd,
+    parse_nvidia,
+    select_granted,
+)
 from dagster_rayslurm.runtime.process.loop import Loop
 
 NVIDIA = "0, GPU-aaaa-0, 20, 1000\n1, GPU-bbbb-1, 100, 40000\n2, GPU-cccc-2, [N/A], [N/A]\nrubbish\n"
@@ -65,17 +72,17 @@ def test_which_gpus_are_granted(environ: dict[str, str], granted: list[str] | No
     [(None, "01"), (["0"], "0"), (["GPU-bbbb-1"], "1"), (["GPU-b"], "1"), (["MIG-GPU-aaaa-0/1/0"], ""), ([], "")],
 )
 def test_figures_are_those_of_the_granted_gpus(granted: list[str] | None, indices: str) -> None:
-    assert "".join(gpu.number for gpu in only(granted, parse_nvidia(NVIDIA))) == indices
+    assert "".join(gpu.number for gpu in select_granted(granted, parse_nvidia(NVIDIA))) == indices
 
 
 def test_figures_of_amd() -> None:
     assert parse_amd(AMD) == [Gpu("0", "GPU-9f3a1c", 35.0, 2**31), Gpu("1", "GPU-deadbeef", 90.0, 2**30)]
-    assert only(["GPU-DEADBEEF"], parse_amd(AMD))[0].percent_busy == 90.0
+    assert select_granted(["GPU-DEADBEEF"], parse_amd(AMD))[0].percent_busy == 90.0
     assert parse_amd("no GPUs") == parse_amd("{]") == []
 
 
 def test_figures_add_up() -> None:
-    meter = usage.Meter({}, started=0.0)
+    meter = usage.UsageMeter([], started=0.0)
     meter.add_gpus([Gpu("0", "", 50, 100), Gpu("1", "", 100, 300)])
     meter.add_gpus([Gpu("0", "", 0, 10), Gpu("1", "", 0, 10)])
     summary = meter.summary()
@@ -93,7 +100,7 @@ def program(directory: Path, name: str, output: str) -> None:
 def asked(monkeypatch: pytest.MonkeyPatch, directory: Path, listeners: int = 1) -> list[list[Gpu]]:
     monkeypatch.setenv("PATH", str(directory), prepend=os.pathsep)
     loop = Loop()
-    gpus = Gpus(loop)
+    gpus = GpuMonitor(loop)
     taken: list[list[Gpu]] = []
 
     def take(found: list[Gpu]) -> None:
@@ -103,11 +110,11 @@ def asked(monkeypatch: pytest.MonkeyPatch, directory: Path, listeners: int = 1) 
 
     takes: list[Any] = [lambda found: take(found) for _ in range(listeners)]
     for each in takes:
-        gpus.listen(each)
+        gpus.subscribe(each)
     loop.call_later(30.0, loop.stop)
     loop.run()
     for each in takes:
-        gpus.leave(each)
+        gpus.unsubscribe(each)
     return taken
 
 

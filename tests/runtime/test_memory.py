@@ -122,11 +122,11 @@ def test_processes_are_looked_at_only_where_it_matters(warned: bool, share: floa
 )
 def test_memory_is_counted_as_slurmd_does(gather: str, params: str, memory_of: Any, enforced: bool) -> None:
     said = f"JobAcctGatherFrequency  = task=1\nJobAcctGatherType       = {gather}\nJobAcctGatherParams     = {params}\nX = y\n"
-    assert memory_use.counting(said) == (memory_of, enforced)
+    assert memory_use.memory_accounting(said) == (memory_of, enforced)
 
 
 def test_slurm_that_does_not_answer_enforces_nothing() -> None:
-    assert not memory_use.counting(None).enforced
+    assert not memory_use.memory_accounting(None).enforced
 
 
 def test_memory_of_a_process() -> None:
@@ -149,7 +149,7 @@ def test_a_cgroup_counts_without_the_cache_that_the_kernel_frees(tmp_path: Path)
     step = cgroup(tmp_path / "job_7/step_0", "memory.current", 850, anon=500, inactive_file=150)
     old = cgroup(tmp_path / "v1/job_7", "memory.usage_in_bytes", 900, total_inactive_file=300, inactive_file=999)
     node = cgroup(tmp_path / "system.slice", "memory.current", 10**6)
-    assert memory_use.of_job([(job, 1000), (step, 800), (old, 2**63 - 4096), (node, 10**6)]) == [(job, 1000), (step, 800)]
+    assert memory_use.job_cgroups([(job, 1000), (step, 800), (old, 2**63 - 4096), (node, 10**6)]) == [(job, 1000), (step, 800)]
     assert memory_use.fullest([(job, 1000), (step, 800)]) == (700, 800)
     assert memory_use.fullest([(old, 1000)]) == (600, 1000)
     assert memory_use.fullest([]) is None and memory_use.fullest([(str(tmp_path / "gone"), 1000)]) is None
@@ -196,13 +196,13 @@ def test_processes_count_for_the_worker_or_payload_that_started_them(family: Cal
     raylet = {"RAY_RAYLET_PID": str(os.getpid())}
     worker = family(30, 40, RAY_JOB_ID="ffffffff", **raylet)
     agent, driver, other = family(1, **raylet), family(10, 20), family(5)
-    found = memory_watch.groups_of(processes.table(), [os.getpid()], [driver])
+    found = memory_watch.process_groups(processes.table(), [os.getpid()], [driver])
     by_pid = {group.pid: group for group in found}
     kinds = {pid: by_pid[pid].kind for pid in (worker, agent, driver, other)}
     assert kinds == {worker: "worker", agent: "system", driver: "driver", other: "system"}
     assert 70 * MIB < by_pid[worker].memory < 150 * MIB and 30 * MIB < by_pid[driver].memory < 110 * MIB
     assert sum(group.kind == "worker" for group in found) == 1
-    unguarded = memory_watch.groups_of(processes.table(), [], [driver])
+    unguarded = memory_watch.process_groups(processes.table(), [], [driver])
     assert not any(group.kind == "worker" for group in unguarded)
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dagster_rayslurm.runtime.node import addresses, ports, resources
+from dagster_rayslurm.runtime.node import addresses, gpus, ports, resources
 from dagster_rayslurm.runtime.node.addresses import interface_address
 from dagster_rayslurm.runtime.node.resources import footprint_error, node_footprint
 from dagster_rayslurm.runtime.process import scratch
@@ -23,7 +23,7 @@ from dagster_rayslurm.runtime.protocol.spec import RaySpec
 from dagster_rayslurm.runtime.ray.node_main import lacks_tokens, refuse_dashboard, refuse_version, without_client_server
 from dagster_rayslurm.runtime.ray.start_arguments import start_arguments
 
-HERE = resources.Machine("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_limit=None)
+HERE = resources.NodeResources("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_limit=None)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ HERE = resources.Machine("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory
     [("0,1", 2), ("", 0), ("NoDevFiles", 0), ("-1", 0), ("GPU-8f2e, GPU-77aa", 2), ("MIG-1", 1)],
 )
 def test_gpus_are_those_that_are_visible(visible: str, count: int) -> None:
-    assert resources.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+    assert gpus.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_gpus_are_those_that_are_visible(visible: str, count: int) -> None:
     ],
 )
 def test_gpus_of_any_maker(environ: dict[str, str], count: int) -> None:
-    assert resources.count_gpus(environ) == count
+    assert gpus.count_gpus(environ) == count
 
 
 def test_gpus_of_the_driver_where_nothing_restricts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_a_slurm_job_claims_no_gpus_of_other_jobs(
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert resources.count_gpus(environ) == count
+    assert gpus.count_gpus(environ) == count
 
 
 def test_a_driver_that_does_not_answer_grants_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +91,9 @@ def test_a_driver_that_does_not_answer_grants_no_gpus(tmp_path: Path, monkeypatc
     fake.write_text("#!/bin/sh\necho NVIDIA H200\nexec sleep 30\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(resources, "_NVIDIA_SMI", 0.5)
+    monkeypatch.setattr(gpus, "_LIST_TIMEOUT", 0.5)
     began = time.monotonic()
-    assert resources.list_gpus() == [] and time.monotonic() - began < 10
+    assert gpus.list_gpus() == [] and time.monotonic() - began < 10
 
 
 def test_cpus_are_those_of_the_affinity() -> None:
@@ -140,7 +140,7 @@ def test_a_footprint_that_is_not_granted_is_named(spec: RaySpec, words: list[str
 
 def test_ray_is_told_what_was_granted() -> None:
     chosen = ports.Ports(20001, 20002, ("--port=20001",))
-    limited = resources.Machine("n1", 4, 1, 64 * 2**30, memory_limit=10 * 2**30)
+    limited = resources.NodeResources("n1", 4, 1, 64 * 2**30, memory_limit=10 * 2**30)
     arguments = start_arguments(RaySpec(resources={"a b": 1}, labels={"x": "y"}), limited, chosen, "/tmp/r", "10.0.0.1")
     assert {"--num-cpus=4", "--num-gpus=1", "--node-ip-address=10.0.0.1", '--resources={"a b": 1}', "--labels=x=y"} <= set(
         arguments

@@ -8,20 +8,25 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.runtime.node.resources import Machine
+from dagster_rayslurm.runtime.node.resources import NodeResources
 from dagster_rayslurm.runtime.payload import own_ray
 from dagster_rayslurm.runtime.ray.start_arguments import granted_defaults
 
 from .test_sharing import Runtime
 
 GIB = 2**30
-HERE = Machine("c1", num_cpus=4, num_gpus=0, memory=64 * GIB, memory_limit=8 * GIB)
+HERE = NodeResources("c1", num_cpus=4, num_gpus=0, memory=64 * GIB, memory_limit=8 * GIB)
 
 
 def test_what_a_raylet_counts_stands_in_its_command_line() -> None:
     command = b"raylet\0--raylet_name=x\0--static_resource_list=node:10.0.0.1,1.0,CPU,64,memory,1024,accelerator_type:H200,1\0"
-    assert own_ray.resources_of(command) == {"node:10.0.0.1": 1.0, "CPU": 64.0, "memory": 1024.0, "accelerator_type:H200": 1.0}
-    assert own_ray.resources_of(b"raylet\0") == {} == own_ray.resources_of(b"raylet\0--static_resource_list=CPU,many\0")
+    assert own_ray.raylet_resources(command) == {
+        "node:10.0.0.1": 1.0,
+        "CPU": 64.0,
+        "memory": 1024.0,
+        "accelerator_type:H200": 1.0,
+    }
+    assert own_ray.raylet_resources(b"raylet\0") == {} == own_ray.raylet_resources(b"raylet\0--static_resource_list=CPU,many\0")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +40,7 @@ def test_what_a_raylet_counts_stands_in_its_command_line() -> None:
     ],
 )
 def test_what_the_user_is_told(resources: dict[str, float], has_cluster: bool, words: list[str] | None) -> None:
-    said = own_ray.remark(resources, HERE, has_cluster)
+    said = own_ray.own_ray_warning(resources, HERE, has_cluster)
     assert said is None if words is None else said is not None and all(word in said for word in words)
 
 
@@ -61,7 +66,7 @@ def test_a_ray_of_the_payloads_own_takes_what_is_granted_and_is_told(tmp_path: P
     runtime.add("own", OWN % str(seen), uses_ray=True)
     runtime.run("""
         from dagster_rayslurm.runtime.node import allocation
-        machine.detect = lambda *_, **__: machine.Machine("c1", 1, 0, 2**33, 2**30)
+        machine.detect = lambda *_, **__: machine.NodeResources("c1", 1, 0, 2**33, 2**30)
         small = RaySpec(num_cpus=1, object_store_memory=100 * 2**20, dashboard=False, startup_timeout=60.0)
         spec = RuntimeSpec("c1", idle_timeout=60.0, ray=small)
         runner = supervisor.Supervisor(loop, spec, scratch.Scratch(), allocation.from_environ(os.environ), base)
@@ -80,5 +85,5 @@ def test_defaults_are_what_is_granted() -> None:
     assert env["PYTHON_CPU_COUNT"] == "4"
     memory = json.loads(env["RAY_OVERRIDE_RESOURCES"])["memory"] + int(env["RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"])
     assert memory == int(0.9 * 8 * GIB)
-    unlimited = granted_defaults(Machine("c1", 4, 0, GIB, None))
+    unlimited = granted_defaults(NodeResources("c1", 4, 0, GIB, None))
     assert set(unlimited) == {"PYTHON_CPU_COUNT"}

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from dagster_rayslurm import archive
 from dagster_rayslurm.archive import build_runtime, install_runtime, runtime_name
 from dagster_rayslurm.runtime.node import usage
+from dagster_rayslurm.runtime.node.ray_jobs import Attribution
 from dagster_rayslurm.runtime.payload import environment, output_streams
 from dagster_rayslurm.runtime.payload.outputs import OutputSearch
 from dagster_rayslurm.runtime.process import processes
@@ -270,20 +271,24 @@ def test_outputs_cannot_climb_out(tmp_path: Path) -> None:
     assert find_outputs(tmp_path / "work", ["../secret"]).files == []
 
 
+def alone(*processes: Process) -> Attribution:
+    return Attribution(list(processes), [], set())
+
+
 def test_usage_counts_only_its_own_window() -> None:
-    meter = usage.Meter({7: Process(7, 1, 100.0)}, started=0.0)
-    meter.add(1.0, [Process(7, 1, 100.5), Process(8, 1, 0.5)], memory=300)
-    meter.add(2.0, [Process(7, 1, 101.0)], memory=200)  # 8 ended; what it used stays counted.
-    meter.settle(2.5, 8, 0.75)
+    meter = usage.UsageMeter([Process(7, 1, 100.0)], started=0.0)
+    meter.add(1.0, alone(Process(7, 1, 100.5), Process(8, 1, 0.5)), memory=300)
+    meter.add(2.0, alone(Process(7, 1, 101.0)), memory=200)  # 8 ended; what it used stays counted.
+    meter.add_ended(2.5, 8, 0.75)
     summary = meter.summary()
     assert summary["cpu_seconds"] == pytest.approx(1.75) and summary["peak_memory"] == 300
     assert summary["elapsed"] == 2.5 and summary["points"][0] == [1.0, 1.0, 300.0]
 
 
 def test_usage_points_stay_bounded() -> None:
-    meter = usage.Meter({}, started=0.0)
+    meter = usage.UsageMeter([], started=0.0)
     for second in range(5000):
-        meter.add(float(second + 1), [Process(7, 1, second / 2)], memory=1)
+        meter.add(float(second + 1), alone(Process(7, 1, second / 2)), memory=1)
     assert len(meter.usage.points) <= 240 and meter.usage.points[-1][0] > 4900
 
 

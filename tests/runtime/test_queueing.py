@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime.node.resources import Machine
+from dagster_rayslurm.runtime.node.resources import NodeResources
 from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, RaySpec
 from dagster_rayslurm.runtime.supervisor.queue import (
     Claim,
@@ -131,7 +131,7 @@ def test_claims_of_those_with_and_without_a_cluster_of_their_own() -> None:
     ],
 )
 def test_a_payload_that_no_node_can_hold_is_named(fields: dict[str, object], words: list[str] | None) -> None:
-    node = Machine("n1", num_cpus=4, num_gpus=2, memory=2**30, memory_limit=None)
+    node = NodeResources("n1", num_cpus=4, num_gpus=2, memory=2**30, memory_limit=None)
     problem = misfit(PayloadSpec(["x"], "n", **fields), [node])  # type: ignore[arg-type]
     assert problem is None if words is None else problem is not None and all(word in problem for word in words)
 

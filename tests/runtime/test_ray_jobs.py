@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dagster_rayslurm.runtime.node.usage import Meter, Parts, RayJobs
+from dagster_rayslurm.runtime.node.ray_jobs import Attribution, RayJobs
+from dagster_rayslurm.runtime.node.usage import UsageMeter
 from dagster_rayslurm.runtime.process.processes import Process
 
 PARENTS = {10: 1, 11: 10, 20: 1, 21: 20, 30: 21, 31: 30, 32: 21, 33: 21, 34: 21}
@@ -30,44 +31,38 @@ def logs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def pids(parts: Parts) -> tuple[set[int], set[int], set[int]]:
+def pids(parts: Attribution) -> tuple[set[int], set[int], set[int]]:
     own, shared, foreign = parts
     return {process.pid for process in own}, {process.pid for process in shared}, foreign
 
 
 def test_workers_belong_to_the_payload_whose_driver_has_their_job(logs: Path) -> None:
-    told: list[list[str]] = []
-    jobs = RayJobs(str(logs), lambda: 20, told.append)
-    parts = jobs.tell_apart(EVERYTHING.values(), EVERYTHING)
+    jobs = RayJobs(str(logs), lambda: 20)
+    parts = jobs.attribute(EVERYTHING.values(), EVERYTHING)
     # The system has used the number 34 twice, and the later job counts.
     assert pids(parts) == ({10, 11, 30, 31, 34}, {20, 21, 33}, {32})
-    jobs.tell_apart(EVERYTHING.values(), EVERYTHING)
-    assert told == [["02000000"]]
+    assert jobs.job_ids == {"02000000"}
 
 
 def test_another_node_is_told_the_jobs(logs: Path) -> None:
     jobs = RayJobs(str(logs), lambda: 20)
     ray = {pid: process for pid, process in EVERYTHING.items() if pid >= 20}
-    assert pids(jobs.tell_apart(ray.values(), ray)) == (set(), {20, 21, 33}, {30, 31, 32, 34})
-    jobs.jobs.add("01000000")
-    assert pids(jobs.tell_apart(ray.values(), ray)) == ({32}, {20, 21, 33}, {30, 31, 34})
+    assert pids(jobs.attribute(ray.values(), ray)) == (set(), {20, 21, 33}, {30, 31, 32, 34})
+    jobs.job_ids.add("01000000")
+    assert pids(jobs.attribute(ray.values(), ray)) == ({32}, {20, 21, 33}, {30, 31, 34})
 
 
 def test_a_cluster_without_logs_is_shared(tmp_path: Path) -> None:
-    parts = RayJobs(str(tmp_path / "none"), lambda: 20).tell_apart(EVERYTHING.values(), EVERYTHING)
+    parts = RayJobs(str(tmp_path / "none"), lambda: 20).attribute(EVERYTHING.values(), EVERYTHING)
     assert pids(parts) == ({10, 11}, {20, 21, 30, 31, 32, 33, 34}, set())
 
 
 def test_a_waiting_worker_becomes_the_payloads_that_takes_it() -> None:
-    meter = Meter({}, 0.0)
+    meter = UsageMeter([], 0.0)
     waiting = [Process(1, 0, 2.0), Process(2, 0, 3.0), Process(3, 0, 1.0)]
-    meter.add_shared(Parts([], waiting, set()), 100)
-    meter.add(1.0, [], 0)
+    meter.add(1.0, Attribution([], waiting, set()), 0, 100)
     assert (meter.usage.cpu_seconds, meter.usage.shared_cpu_seconds) == (0, 6.0)
-    meter.add_shared(Parts([], [Process(3, 0, 1.5)], {2}), 50)
-    meter.add(2.0, [Process(1, 0, 2.5)], 10)
+    meter.add(2.0, Attribution([Process(1, 0, 2.5)], [Process(3, 0, 1.5)], {2}), 10, 50)
     usage = meter.usage
     assert (usage.cpu_seconds, usage.peak_memory) == (2.5, 10)
-    assert usage.shared_peak_memory == 100
-    meter.add_shared(Parts([], [], set()), 50)
-    assert usage.shared_cpu_seconds == 1.5
+    assert (usage.shared_cpu_seconds, usage.shared_peak_memory) == (1.5, 100)

@@ -30,7 +30,7 @@ from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.end import End
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.supervisor.queue import Closing, Misfit
-machine.detect = lambda *_, **__: machine.Machine("n1", 4, 0, 2**33, None)
+machine.detect = lambda *_, **__: machine.NodeResources("n1", 4, 0, 2**33, None)
 processes.become_subreaper()
 loop, base, said = Loop(), sys.argv[1], {}
 

@@ -98,7 +98,7 @@ def test_a_confined_process_has_no_more_than_its_affinity() -> None:
 
 
 def test_a_node_that_grants_less_than_was_asked_for_is_named() -> None:
-    node = resources.Machine("n7", num_cpus=2, num_gpus=0, memory=2**30, memory_limit=None)
+    node = resources.NodeResources("n7", num_cpus=2, num_gpus=0, memory=2**30, memory_limit=None)
     problem = footprint_error(runtime_footprint(RuntimeSpec("c", RaySpec(), asked_gpus=4)), node)
     assert problem is not None and "SlurmQueueConfig.gpus_per_node=4" in problem and "n7" in problem
     assert footprint_error(runtime_footprint(RuntimeSpec("c", RaySpec(num_cpus=2), asked_cpus=2)), node) is None
@@ -112,7 +112,7 @@ def test_the_size_of_a_cluster(workers: int | None, nodes: int, expected: int) -
 
 def test_what_a_worker_is_started_with() -> None:
     """`ray start --address` refuses the options of a head."""
-    node = resources.Machine("n1", 4, 1, 64 * 2**30, memory_limit=None)
+    node = resources.NodeResources("n1", 4, 1, 64 * 2**30, memory_limit=None)
     words = start_arguments(RaySpec(labels={"a": "b"}), node, choose(head=False), "/tmp/r", "10.0.0.2", "10.0.0.1:4567")
     assert {"--address=10.0.0.1:4567", "--node-ip-address=10.0.0.2", "--num-cpus=4", "--labels=a=b", "--block"} <= set(words)
     assert not [word for word in words if word.startswith(("--head", "--port=", "--include-dashboard", "--dashboard-port="))]
@@ -210,7 +210,7 @@ class Head:
 
         def joined() -> None:
             events.append("proved")
-            channel.send(node_id=node_id, machine=resources.Machine(f"host{node_id}", 1, 0, 2**30, None).facts())
+            channel.send(node_id=node_id, machine=resources.NodeResources(f"host{node_id}", 1, 0, 2**30, None).facts())
 
         channel = Channel(self.loop, sock, key, "worker", joined, taken.append, lambda: events.append("gone"))
         return channel, taken, events
@@ -377,7 +377,7 @@ def test_a_worker_that_comes_back_each_time_is_not_missed(head: Head, scratch_ba
     monkeypatch.setattr(worker_node, "COMES_BACK", 0.6)
     private = scratch.Scratch()
     failed: list[ClusterError] = []
-    node = resources.Machine("host0", 1, 0, 2**30, None)
+    node = resources.NodeResources("host0", 1, 0, 2**30, None)
     spec = RaySpec(min_nodes=3)
     one = RayCluster(head.loop, spec, lambda _: (), node, private, "t", lambda: None, failed.append, lambda *_: None)
     one.start(head.team, "127.0.0.1")
@@ -403,7 +403,7 @@ def test_a_worker_is_told_when_its_ray_counts(head: Head, scratch_base: Any) -> 
     """From then on its end is a loss; who comes late is told late."""
     private = scratch.Scratch()
     phases: list[str] = []
-    node = resources.Machine("host0", 1, 0, 2**30, None)
+    node = resources.NodeResources("host0", 1, 0, 2**30, None)
     cluster = RayCluster(
         head.loop,
         RaySpec(min_nodes=2),
@@ -453,7 +453,7 @@ def test_ray_that_cannot_be_laid_out_is_a_failure_in_one_sentence(head: Head, sc
     with open(private.ray_temp_dir, "w"):
         pass  # Where a directory is to be.
     failed: list[ClusterError] = []
-    node = resources.Machine("host0", 1, 0, 2**30, None)
+    node = resources.NodeResources("host0", 1, 0, 2**30, None)
     cluster = RayCluster(head.loop, RaySpec(), lambda _: (), node, private, "t", lambda: None, failed.append, lambda *_: None)
     cluster.start(head.team, "127.0.0.1")
     assert [error.reason for error in failed] == ["cluster-start"]
@@ -464,7 +464,7 @@ def test_ray_that_cannot_be_laid_out_is_a_failure_in_one_sentence(head: Head, sc
 def test_a_failure_that_nobody_heard_is_told_once_more(head: Head, scratch_base: Any) -> None:
     """The connection was lost just then; the head, which tells its order anew to one that is back, takes it for one failure."""
     private, own = scratch.Scratch(), scratch.Scratch()
-    node = resources.Machine("host1", 1, 0, 2**30, None)
+    node = resources.NodeResources("host1", 1, 0, 2**30, None)
     told: list[dict[str, Any]] = []
     spec = RuntimeSpec("c", RaySpec(health_check="echo unwell; false", min_nodes=1), control_key=KEY)
     worker = Follower(head.loop, spec, node, lambda _: own, lambda **said: told.append(said), lambda _: None)

@@ -8,7 +8,7 @@ import pytest
 
 from dagster_rayslurm import ComputeResource, RayLauncher, RunFailure
 from dagster_rayslurm.backends import local
-from dagster_rayslurm.runtime.node.resources import Machine
+from dagster_rayslurm.runtime.node.resources import NodeResources
 
 
 @pytest.mark.parametrize("local_resources", ["simulate", "strict"])
@@ -24,7 +24,7 @@ from dagster_rayslurm.runtime.node.resources import Machine
 def test_memory_is_never_simulated(
     local_resources: str, store: float, free: int, says: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local.resources, "detect", lambda **_: Machine("n1", 2, 0, 64 * 2**30, None))
+    monkeypatch.setattr(local.resources, "detect", lambda **_: NodeResources("n1", 2, 0, 64 * 2**30, None))
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bsize=2**30, f_bavail=free))
     launcher = RayLauncher(object_store_memory_gb=store)
     compute = ComputeResource(local_resources=local_resources, default_launcher=launcher, local_base=str(tmp_path))

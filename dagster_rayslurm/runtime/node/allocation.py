@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, MutableMapping, Optional, Sequence
 
 from ..protocol.slurm_text import expand_nodelist
 from .addresses import is_loopback, route_address
-from .resources import GPU_VARIABLES
+from .gpus import GPU_VARIABLES
 
 _ELSEWHERE = "192.0.2.1"
 """An address on no network (RFC 5737): the route there is the default one."""

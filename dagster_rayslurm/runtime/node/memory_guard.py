@@ -1,4 +1,4 @@
-"""Decides when a node's memory is too full: who is warned, and which Ray worker is killed. Pure."""
+"""Decides when to warn of a full node, and which Ray worker to kill. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple
 WARN, KILL = 0.90, 0.95
 """Shares of the limit from which the user is warned, and from which a Ray worker is killed."""
 _REARM = 0.85
-"""Share of the limit below which the next crossing is warned of again."""
+"""Share of the limit below which memory must fall before the next warning."""
 _LEAST_SHARE, _LEAST = 0.05, 256 * 2**20
-"""A worker that uses less than both this share of the limit and this many bytes is not worth killing."""
+"""A worker that uses less than both this share of the limit and this many bytes is not killed."""
 _SETTLE = 3.0
-"""Seconds in which the memory of a killed worker becomes free; gibibytes take some tenths of a second."""
+"""Seconds for which the memory of a killed worker may take to become free; gibibytes take some tenths of a second."""
 _FILL_RATE = 2 * 2**30
-"""Bytes in a second that the next sample allows for; one process that touches new memory is about that fast."""
+"""Bytes per second by which memory may grow until the next sample; one process touches new memory about that fast."""
 _SHORTEST, LONGEST = 0.1, 5.0
 """Seconds between two samples."""
 
@@ -24,7 +24,7 @@ class Group(NamedTuple):
 
     Attributes:
         pid: the process.
-        name: what the user knows it by, such as "ray::train".
+        name: as the user knows it, such as "ray::train".
         memory: bytes that become free when the group ends.
         kind: "worker" for a worker of Ray, "driver" for a payload, "system" for everything else.
     """
@@ -45,10 +45,10 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """What the guard remembers of a node."""
+    """What the guard remembers between two samples of a node."""
 
     warned: bool = False
-    """Whether the crossing of `WARN` has been told."""
+    """Whether the user was warned."""
     victim: Optional[int] = None
     killed_at: float = 0.0
 
@@ -61,14 +61,13 @@ class Action(NamedTuple):
 
 
 def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool = True) -> Tuple[State, List[Action]]:
-    """What to do about one sample.
+    """The new state, and the actions that one sample calls for.
 
     Args:
         node: name of the node.
-        state: what `decide` returned for the sample before.
-        sample: how full the node is.
-        now: a clock in seconds that never goes back.
-        may_kill: False where nothing enforces the limit.
+        state: as returned for the sample before.
+        now: seconds of a monotonic clock.
+        may_kill: False if nothing enforces the limit.
     """
     share = sample.used / sample.limit
     if share < _REARM:
@@ -82,7 +81,7 @@ def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool =
 
 
 def needs_groups(state: State, used: int, limit: int) -> bool:
-    """Whether `decide` has to know the processes."""
+    """Whether `decide` needs the groups of the sample."""
     return used >= (KILL if state.warned else WARN) * limit
 
 
@@ -92,7 +91,7 @@ def pause(used: int, limit: int) -> float:
 
 
 def _victim(state: State, sample: Sample, now: float) -> Optional[Group]:
-    """The Ray worker to kill; None if the memory of the last one is not free yet, or none would help."""
+    """The Ray worker to kill; None if the memory of the last one is not free yet, or if no kill would help."""
     pids = {group.pid for group in sample.groups}
     if state.victim in pids and now < state.killed_at + _SETTLE:
         return None
@@ -127,10 +126,10 @@ def _killed(node: str, sample: Sample, victim: Group) -> str:
 
 
 def in_mib(size: int) -> str:
-    """A limit as Slurm is asked for it."""
+    """A size in the unit of `SlurmQueueConfig.mem`."""
     return "%d MiB" % (size // 2**20)
 
 
 def in_words(size: int) -> str:
-    """A size as people compare it."""
+    """A size in the unit that is easiest to compare."""
     return "%.1f GiB" % (size / 2**30) if size >= 2**30 else in_mib(size)

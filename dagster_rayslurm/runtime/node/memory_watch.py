@@ -12,136 +12,132 @@ from ..process.processes import Process
 from ..process.subprocesses import query_program
 from . import memory_guard, memory_use, resources
 from .memory_guard import Group, Sample, State
+from .usage import PROCESS_TABLE
 
 _SCONTROL_TIMEOUT = 20.0
-_ASK_AT = 0.5
-"""Share of the grant from which Slurm is asked how it counts; most jobs never get there, and a cluster has many nodes."""
-
-_SPARING = 10
-"""How many times as long as a sample takes, at least, until the next: a node may have thousands of processes."""
+_QUERY_SHARE = 0.5
+"""Share of the limit from which Slurm is queried for its accounting; most jobs never get there, and a cluster has many nodes."""
+_PAUSE_FACTOR = 10
+"""The pause between samples is at least this many times the duration of one; a node may have thousands of processes."""
+_TABLE_AGE = 0.1
 _NO_LIMIT = 2**62
 
-Tell = Callable[[str, bool], None]
-"""Called with a sentence, and whether a Ray worker was killed."""
+Report = Callable[[str, bool], None]
+"""Called with a sentence for the user, and whether a Ray worker was killed."""
 
 
 class MemoryWatch:
-    """The memory of one node of a Slurm job.
+    """Watches the memory of one node of a Slurm job.
 
     Args:
         loop: where the timers run.
         node: name of the node.
-        ray: the processes below which Ray's workers may be killed; while there are none, nothing is watched.
-        drivers: the payloads' own processes on this node.
-        tell: told what is done.
-        environ: the environment in which Slurm tells the grant.
+        ray_pids: returns the processes below which Ray's workers may be killed; without any, nothing is watched.
+        payload_pids: returns the payloads' own processes on this node.
+        report: called with each action.
+        environ: environment variables with Slurm's memory limit.
     """
 
     def __init__(
         self,
         loop: Loop,
         node: str,
-        ray: Callable[[], List[int]],
-        drivers: Callable[[], Iterable[int]],
-        tell: Tell,
+        ray_pids: Callable[[], List[int]],
+        payload_pids: Callable[[], Iterable[int]],
+        report: Report,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._loop = loop
         self._node = node
-        self._ray = ray
-        self._drivers = drivers
-        self._tell = tell
-        self._cgroups = memory_use.of_job(resources.cgroup_limits())
-        self._grant = resources.slurm_memory(environ)
-        self._counting: Optional[memory_use.Counting] = None
-        self._asked = False
+        self._ray_pids = ray_pids
+        self._payload_pids = payload_pids
+        self._report = report
+        self._cgroups = memory_use.job_cgroups(resources.cgroup_limits())
+        self._limit = resources.slurm_memory(environ)
+        self._accounting: Optional[memory_use.MemoryAccounting] = None
+        self._queried = False
         self._state = State()
-        if self._cgroups or self._grant:
-            loop.call_later(0.0, self._look)
+        if self._cgroups or self._limit:
+            loop.call_later(0.0, self._sample_and_repeat)
 
-    def _look(self) -> None:
+    def _sample_and_repeat(self) -> None:
         began = self._loop.now()
         pause = memory_guard.LONGEST
-        if self._ray():
+        if self._ray_pids():
             with contextlib.suppress(OSError):  # Out of file descriptors, perhaps; the next sample may succeed.
                 pause = self._sample()
-        self._loop.call_later(max(pause, _SPARING * (self._loop.now() - began)), self._look)
+        self._loop.call_later(max(pause, _PAUSE_FACTOR * (self._loop.now() - began)), self._sample_and_repeat)
 
     def _sample(self) -> float:
-        """Act on one sample.
-
-        Returns:
-            Seconds until the next one.
-        """
-        used, limit = memory_use.fullest(self._cgroups) or self._added_up()
-        if not self._cgroups and self._counting is None:
-            if used >= _ASK_AT * limit:
-                self._ask_slurm()
+        """Act on one sample, and return the seconds until the next one."""
+        used, limit = memory_use.fullest(self._cgroups) or self._memory_of_processes()
+        if not self._cgroups and self._accounting is None:
+            if used >= _QUERY_SHARE * limit:
+                self._query_slurm()
             return memory_guard.pause(used, limit)
-        everything = processes.table() if memory_guard.needs_groups(self._state, used, limit) else {}
-        sample = Sample(used, limit, groups_of(everything, self._ray(), self._drivers()) if everything else [])
-        may_kill = self._counting is None or self._counting.enforced
+        groups: List[Group] = []
+        table: Dict[int, Process] = {}
+        if memory_guard.needs_groups(self._state, used, limit):
+            _, table = PROCESS_TABLE.read()
+            groups = process_groups(table, self._ray_pids(), self._payload_pids())
+        may_kill = self._accounting is None or self._accounting.enforced
+        sample = Sample(used, limit, groups)
         self._state, actions = memory_guard.decide(self._node, self._state, sample, self._loop.now(), may_kill)
         for action in actions:
             if action.kill is not None:
-                processes.kill_all([action.kill, *(each.pid for each in processes.descendants(action.kill, everything))])
-            self._tell(action.message, action.kill is not None)
+                processes.kill_all([action.kill, *(each.pid for each in processes.descendants(action.kill, table))])
+            self._report(action.message, action.kill is not None)
         return memory_guard.pause(used, limit)
 
-    def _added_up(self) -> Tuple[int, int]:
-        """Bytes that this runtime's processes use, at most while the way of counting is not known, and bytes granted."""
-        mine = [os.getpid(), *(process.pid for process in processes.descendants(os.getpid()))]
-        memory_of = memory_use.resident_memory if self._counting is None else self._counting.memory_of
-        return sum(map(memory_of, mine)), self._grant or _NO_LIMIT
+    def _memory_of_processes(self) -> Tuple[int, int]:
+        """Bytes that this runtime's processes use, and the limit; the upper bound of use while the accounting is unknown."""
+        _, table = PROCESS_TABLE.read(_TABLE_AGE)
+        pids = [os.getpid(), *(process.pid for process in processes.descendants(os.getpid(), table))]
+        memory_of = memory_use.resident_memory if self._accounting is None else self._accounting.memory_of
+        return sum(map(memory_of, pids)), self._limit or _NO_LIMIT
 
-    def _ask_slurm(self) -> None:
-        if self._asked:
+    def _query_slurm(self) -> None:
+        if self._queried:
             return
-        self._asked = True
+        self._queried = True
 
-        def answered(settings: Optional[str]) -> None:
-            self._counting = memory_use.counting(settings)
+        def answered(config: Optional[str]) -> None:
+            self._accounting = memory_use.memory_accounting(config)
 
         try:
-            query_program(self._loop, memory_use.SETTINGS, _SCONTROL_TIMEOUT, answered)
+            query_program(self._loop, memory_use.SHOW_CONFIG, _SCONTROL_TIMEOUT, answered)
         except OSError:  # No scontrol on this node.
             answered(None)
 
 
-def groups_of(everything: Dict[int, Process], ray: Iterable[int], drivers: Iterable[int]) -> List[Group]:
-    """All processes of this runtime: each Ray worker and each payload with those below it, each other process alone.
-
-    Args:
-        everything: the table of processes.
-        ray: the processes below which Ray's workers may be killed.
-        drivers: the payloads' own processes.
-    """
-    heads: Dict[int, str] = {pid: "driver" for pid in drivers}
-    for root in ray:
-        heads.update({each.pid: "worker" for each in processes.descendants(root, everything) if is_worker(each)})
+def process_groups(table: Dict[int, Process], ray_pids: Iterable[int], payload_pids: Iterable[int]) -> List[Group]:
+    """This runtime's processes: each Ray worker and each payload with all processes below it, each other process alone."""
+    leaders: Dict[int, str] = {pid: "driver" for pid in payload_pids}
+    for root in ray_pids:
+        leaders.update({each.pid: "worker" for each in processes.descendants(root, table) if is_worker(each)})
+    children: Dict[int, List[int]] = {}
+    for process in table.values():
+        children.setdefault(process.parent, []).append(process.pid)
     memory: Dict[int, int] = {}
     queue = [(os.getpid(), os.getpid())]
-    below: Dict[int, List[int]] = {}
-    for process in everything.values():
-        below.setdefault(process.parent, []).append(process.pid)
     while queue:
-        pid, head = queue.pop()
-        memory[head] = memory.get(head, 0) + memory_use.private_memory(pid)
-        for child in below.get(pid, []):
-            queue.append((child, head if head in heads and child not in heads else child))
-    return [Group(pid, _name(pid, heads.get(pid, "")), size, heads.get(pid, "system")) for pid, size in memory.items()]
+        pid, leader = queue.pop()
+        memory[leader] = memory.get(leader, 0) + memory_use.private_memory(pid)
+        for child in children.get(pid, []):
+            queue.append((child, leader if leader in leaders and child not in leaders else child))
+    return [Group(pid, _name(pid, leaders.get(pid, "")), size, leaders.get(pid, "system")) for pid, size in memory.items()]
 
 
 def is_worker(process: Process) -> bool:
     """Whether a process is a Ray worker that runs tasks or an actor of the user's (Ray 2.60)."""
     entries = processes.environment(process.pid)
-    # Ray's agents have a raylet and no job; what a worker starts has both, but another parent.
+    # Ray's agents have a raylet and no job; processes that a worker starts have both, but another parent.
     by_raylet = b"RAY_RAYLET_PID=%d" % process.parent in entries
     return by_raylet and any(each.startswith(b"RAY_JOB_ID=") for each in entries) and "JobSupervisor" not in _title(process.pid)
 
 
 def _title(pid: int) -> str:
-    """The first word of a process's command line; a Ray worker writes there what it does."""
+    """The first word of a process's command line, where a Ray worker writes what it does."""
     return processes.command_line(pid)[:200].split(b"\0")[0].decode("utf-8", "replace")
 
 

@@ -7,7 +7,7 @@ import socket
 import sys
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 
-from ..node.resources import Machine
+from ..node.resources import NodeResources
 from ..node.worker_node import WorkerNode, named
 from ..process.loop import Loop
 from ..protocol.heartbeat import Heartbeat
@@ -132,7 +132,7 @@ class ConnectedWorkers:
         place, facts = message.get("node_id"), message.get("machine")
         member = self.members.get(place) if isinstance(place, int) else None
         try:
-            from_fields(Machine, facts, "what a node tells of itself")
+            from_fields(NodeResources, facts, "what a node tells of itself")
         except SpecError as error:
             print("rayslurm: %s" % error, file=sys.stderr)
             member = None

@@ -7,8 +7,10 @@ import traceback
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
 from ..node.addresses import node_address
-from ..node.resources import Machine
-from ..node.usage import Gauges, RayJobs, Sampler
+from ..node.gpus import GpuMonitor
+from ..node.ray_jobs import RayJobs
+from ..node.resources import NodeResources
+from ..node.usage import UsageSampler
 from ..process.loop import Loop
 from ..process.scratch import Scratch
 from ..process.stray_processes import StrayProcesses
@@ -52,7 +54,7 @@ class Follower:
         self,
         loop: Loop,
         spec: RuntimeSpec,
-        machine: Machine,
+        machine: NodeResources,
         place: Callable[[str], Scratch],
         send: Callable[..., None],
         say: Callable[[str], None],
@@ -67,9 +69,9 @@ class Follower:
         self._say = say
         self._environ = environ or {}
         self._alone = alone
-        self._gauges = Gauges(loop)
+        self._gpus = GpuMonitor(loop)
         self._clusters: Dict[str, _Joined] = {}
-        self._samplers: Dict[str, Sampler] = {}
+        self._samplers: Dict[str, UsageSampler] = {}
         self._strays = StrayProcesses(loop) if alone else None
 
     @property
@@ -129,7 +131,7 @@ class Follower:
         measured = self._samplers.get(nonce)
         if measured is not None:
             if measured.jobs is not None:
-                measured.jobs.jobs.update(job_ids or ())
+                measured.jobs.job_ids.update(job_ids or ())
             return
         own = self._clusters.get(nonce) or self._clusters.get("")
 
@@ -143,9 +145,9 @@ class Follower:
         jobs = None
         if job_ids is not None and own is not None:
             jobs = RayJobs(logs_of(own.place.ray_temp_dir), lambda: own.ray.pid)
-            jobs.jobs.update(job_ids)
+            jobs.job_ids.update(job_ids)
         where = None if own is None else own.place.ray_temp_dir
-        self._samplers[nonce] = Sampler(self._loop, self._gauges, where, not_mine, None if self._alone else mine, jobs)
+        self._samplers[nonce] = UsageSampler(self._loop, self._gpus, where, not_mine, None if self._alone else mine, jobs)
 
     def _start_ray(self, order: Order) -> None:
         """Start Ray, or start it anew for a head that had to take another port; after a reconnection it runs already."""

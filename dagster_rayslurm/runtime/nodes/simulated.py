@@ -11,7 +11,8 @@ import sys
 from dataclasses import replace
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from ..node.resources import GPU_VARIABLES, Machine, placeholders, shown_gpus, visible_gpus
+from ..node.gpus import GPU_VARIABLES, gpu_environment, missing_gpus, visible_gpus
+from ..node.resources import NodeResources
 from ..node.worker_node import WorkerNode
 from ..process.loop import Loop
 from ..process.scratch import Scratch
@@ -35,12 +36,12 @@ class Role(NamedTuple):
         remark: what is not as it seems, for the user; or "".
     """
 
-    machine: Machine
+    machine: NodeResources
     environ: Variables
     remark: str
 
 
-def cast(spec: RuntimeSpec, here: Machine, visible: Tuple[str, Sequence[str]]) -> List[Role]:
+def cast(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> List[Role]:
     """What the nodes of a runtime's components are given of this machine; pure.
 
     Each may use all CPUs, if it does not ask for fewer, as what is simulated is seldom busy all at once. GPUs are shared out in
@@ -67,7 +68,7 @@ def cast(spec: RuntimeSpec, here: Machine, visible: Tuple[str, Sequence[str]]) -
     return roles
 
 
-def alone(spec: RuntimeSpec, here: Machine, visible: Tuple[str, Sequence[str]]) -> Role:
+def alone(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> Role:
     """What the only node of a runtime without components is given of this machine; pure.
 
     Args:
@@ -85,9 +86,9 @@ def alone(spec: RuntimeSpec, here: Machine, visible: Tuple[str, Sequence[str]]) 
 def _shown(visible: Tuple[str, Sequence[str]], mine: Sequence[str], gpus: int) -> Variables:
     """The variables that show a node its own GPUs, and placeholders for those that the machine lacks."""
     variable = visible[0]
-    missing = placeholders(gpus - len(mine))
+    missing = missing_gpus(gpus - len(mine))
     others: Variables = dict.fromkeys(GPU_VARIABLES) if missing else {}  # Ray refuses a number that they contradict.
-    return {**others, **shown_gpus(variable, [*mine, *missing])}
+    return {**others, **gpu_environment(variable, [*mine, *missing])}
 
 
 def _remark(cpus: int, gpus: int, has_cpus: int, has_gpus: int) -> str:
@@ -104,7 +105,7 @@ def _count(number: int, unit: str) -> str:
     return "%s %s%s" % (number or "no", unit, "" if number == 1 else "s")
 
 
-def _wanted(component: ComponentSpec, node: NodeSpec, here: Machine) -> Tuple[int, int]:
+def _wanted(component: ComponentSpec, node: NodeSpec, here: NodeResources) -> Tuple[int, int]:
     cpus = min(component.asked_cpus or here.num_cpus, here.num_cpus) if node.num_cpus is None else node.num_cpus
     return cpus, (component.asked_gpus or 0) if node.num_gpus is None else node.num_gpus
 
@@ -139,7 +140,7 @@ class Stage(NamedTuple):
 
 
 def stage(
-    loop: Loop, spec: RuntimeSpec, here: Machine, private: Scratch, on_message: Callable[[WorkerNode, Message], None]
+    loop: Loop, spec: RuntimeSpec, here: NodeResources, private: Scratch, on_message: Callable[[WorkerNode, Message], None]
 ) -> Stage:
     """Set the nodes of a runtime up on this machine, with what is simulated; nothing starts before it is told to.
 
@@ -161,7 +162,7 @@ def stage(
 class SimulatedNode(WorkerNode):
     """The Ray node of one component besides the head's."""
 
-    def __init__(self, place: int, machine: Machine) -> None:
+    def __init__(self, place: int, machine: NodeResources) -> None:
         super().__init__(place, machine.hostname, machine.component)
         self.machine = machine.facts()
 

@@ -11,7 +11,7 @@ from typing import Any, Callable
 from ..node import resources
 from ..node.allocation import Allocation
 from ..node.memory_watch import MemoryWatch
-from ..node.resources import asks_for_gpus
+from ..node.resources import may_need_gpus
 from ..process import processes
 from ..process.loop import Loop
 from ..process.scratch import Scratch
@@ -53,7 +53,7 @@ class Worker:
         self._allocation = allocation
         self._scratch = private
         self._on_joined = on_joined
-        found = resources.detect(with_gpus=asks_for_gpus(spec))
+        found = resources.detect(with_gpus=may_need_gpus(spec))
         self._machine = replace(found, component=allocation.component_of(allocation.node_id))
         corners = ClusterDirs(private)
         self._ray = Follower(loop, spec, self._machine, lambda key: corners.take() if key else private, self._send, self._say)

@@ -1,4 +1,4 @@
-"""What a payload finds around it: its environment, and a working directory of its own."""
+"""Where a payload runs: its cluster, its environment variables and its working directory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import base64
 import json
 import os
 import zlib
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Dict, Mapping
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
 
+from ..node.gpus import GpuMonitor
+from ..node.worker_node import WorkerNodes
 from ..protocol.record import CONTEXT
 from ..protocol.spec import JOB_MARK, RAY_COORDINATES, PayloadSpec
 
@@ -16,9 +19,37 @@ _SCRUBBED = ("DAGSTER_PIPES_", "RAYSLURM_")
 """Prefixes of variables of the runtime's own environment that must not leak into a payload's."""
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""The variable that tells Ray of a job before its driver says anything."""
+"""The variable that configures a driver's job before the driver itself does."""
 
 Environment = Dict[str, str]
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """Where a payload runs.
+
+    Attributes:
+        messages_path: file for its Pipes messages.
+        gpus: the GPU figures of this node.
+        ray_env: variables by which it reaches its cluster.
+        worker_env: variables that the cluster's workers have anyway.
+        ray_temp_dir: Ray's temporary directory, if it has a cluster.
+        shared_ray_pid: returns the process of a Ray cluster that payloads share; None for a cluster of the payload's own.
+        workers: the worker nodes, which measure usage as well.
+        foreign_pids: returns the processes that, with all below them, belong to other payloads.
+        leak_check: starts a check for what the payload leaves in its cluster and calls back with the leaks; None if the
+            cluster ends with the payload.
+    """
+
+    messages_path: str
+    gpus: GpuMonitor
+    ray_env: Environment = field(default_factory=dict)
+    worker_env: Mapping[str, str] = field(default_factory=dict)
+    ray_temp_dir: Optional[str] = None
+    shared_ray_pid: Optional[Callable[[], Optional[int]]] = None
+    workers: Optional[WorkerNodes] = None
+    foreign_pids: Callable[[], Iterable[int]] = tuple
+    leak_check: Optional[Callable[[Callable[[List[str]], None]], None]] = None
 
 
 def pipes_param(params: Dict[str, Any]) -> str:
@@ -27,7 +58,7 @@ def pipes_param(params: Dict[str, Any]) -> str:
 
 
 def shared_variables(spec: PayloadSpec) -> Environment:
-    """What all payloads of a kind have in common, and Ray's daemons may therefore hand to every worker."""
+    """The variables that all payloads of a session have in common, so that Ray's daemons may hand them to every worker."""
     return {} if spec.data_dir is None else {"RAYSLURM_DATA_DIR": spec.data_dir}
 
 
@@ -36,19 +67,19 @@ def payload_environment(
     inherited: Environment,
     python: str,
     run_dir: str,
-    messages: str,
-    ray: Environment,
+    messages_path: str,
+    ray_env: Environment,
     worker_env: Mapping[str, str] = MappingProxyType({}),
 ) -> Environment:
-    """The environment of a payload: what the runtime inherited, Ray's coordinates, and what the user asked for.
+    """The environment of a payload: inherited variables, how to reach Ray and Dagster, and the user's own variables.
 
     Args:
         spec: the payload.
-        inherited: what it is made from.
+        inherited: variables to start from.
         python: the environment's Python.
         run_dir: the run directory.
-        messages: where its Pipes messages go.
-        ray: how it reaches its cluster.
+        messages_path: file for its Pipes messages.
+        ray_env: variables by which it reaches its cluster.
         worker_env: variables that its cluster's workers have anyway.
     """
     env = {name: value for name, value in inherited.items() if not name.startswith(_SCRUBBED) and name not in RAY_COORDINATES}
@@ -56,27 +87,27 @@ def payload_environment(
     env["PYTHONUNBUFFERED"] = "1"
     env["RAYSLURM_RUN_DIR"] = run_dir
     env["DAGSTER_PIPES_CONTEXT"] = pipes_param({"path": os.path.join(run_dir, CONTEXT)})
-    env["DAGSTER_PIPES_MESSAGES"] = pipes_param({"path": messages})
-    everywhere = {**spec.env, **shared_variables(spec)}
+    env["DAGSTER_PIPES_MESSAGES"] = pipes_param({"path": messages_path})
+    own = {**spec.env, **shared_variables(spec)}
     if spec.uses_ray:
         env.update({"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"})  # Ray's defaults suit a terminal, not a log.
-        missing = {name: value for name, value in everywhere.items() if worker_env.get(name) != value}
+        missing = {name: value for name, value in own.items() if worker_env.get(name) != value}
         if missing:
-            env["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # What the driver itself gives to ray.init wins over that.
+            env["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # The driver's own arguments of ray.init take precedence.
         env[JOB_CONFIG] = job_config(spec.nonce, missing)
-    env.update(ray)
-    env.update(everywhere)
+    env.update(ray_env)
+    env.update(own)
     return env
 
 
 def job_config(nonce: str, env: Mapping[str, str]) -> str:
-    """What Ray is told of a payload as its job.
+    """The configuration of a payload's Ray job.
 
-    Workers inherit the raylet's environment, not the driver's; the job's runtime_env reaches them, but has each of them
-    started anew, where one that idles would do in half the time (Ray 2.60).
+    Workers inherit the raylet's environment, not the driver's. The job's runtime_env reaches them, but then each worker
+    starts anew, where an idle one would do in half the time (Ray 2.60).
 
     Args:
-        nonce: of the payload.
+        nonce: the payload's nonce.
         env: variables that the cluster's workers lack.
     """
     job: Dict[str, Any] = {"metadata": {JOB_MARK: nonce}}
@@ -86,9 +117,9 @@ def job_config(nonce: str, env: Mapping[str, str]) -> str:
 
 
 def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
-    """Make the directories: data, and the payload's own with links to the entries of `working_dir` and the extra files.
+    """Make the data directory, and the working directory with links to the entries of `working_dir` and the extra files.
 
-    Links, so that the payload's own new files never land in the user's source tree and nothing is copied.
+    With links, nothing is copied and the payload's new files never land in the user's source tree.
     """
     os.makedirs(work_dir, exist_ok=True)
     if spec.data_dir is not None:
@@ -99,5 +130,5 @@ def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
     for source in [*sources, *spec.extra_files]:
         link = os.path.join(work_dir, os.path.basename(source))
         if os.path.islink(link):
-            os.unlink(link)  # An extra file stands in for the entry of the same name.
+            os.unlink(link)  # An extra file replaces the entry of the same name.
         os.symlink(source, link)

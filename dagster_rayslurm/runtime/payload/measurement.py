@@ -1,105 +1,97 @@
-"""What one payload uses: on this node and, where there are any, on the others."""
+"""Usage of one payload on all its nodes."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterable, List, Optional
+from typing import Any, Callable, Dict, Optional, Set
 
-from ..node.usage import Gauges, RayJobs, Sampler, merge
-from ..node.worker_node import WorkerNodes
+from ..node.ray_jobs import RayJobs
+from ..node.usage import UsageSampler, merge_usage
 from ..process.loop import Loop
 from ..protocol.record import Record
 from ..ray.prestart import logs_of
+from .environment import LaunchContext
 
-_LONGER, _LARGER = 1.1, 1.05
-"""Growth of the time and of the peak memory after which figures are written."""
+_TIME_GROWTH, _MEMORY_GROWTH = 1.1, 1.05
+"""Factors by which the time or the peak memory must grow before usage is recorded again; a long run has some hundred records."""
 
 
-class Measurement:
-    """Measures from now on.
+class UsageMeasurement:
+    """Measures the usage of a payload from now on, on this node and on the workers.
 
     Args:
-        loop: where everything happens.
-        nonce: the payload's.
-        spill_dir: Ray's temporary directory, or None.
-        others: processes that, with all below them, are other payloads' own.
-        team: the other nodes, which measure as well, or None.
-        gauges: what is read once on this node.
-        shared_ray: tells the process of a Ray cluster that payloads share; None for a cluster of the payload's own.
-        keep: writes records, so that a job that Slurm kills leaves its figures.
+        loop: where the timers run.
+        nonce: the payload's nonce.
+        context: where the payload runs.
+        note: writes a record of the usage so far, so that a job that Slurm kills leaves its figures.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        nonce: str,
-        spill_dir: Optional[str],
-        others: Callable[[], Iterable[int]],
-        team: Optional[WorkerNodes],
-        gauges: Gauges,
-        shared_ray: Optional[Callable[[], Optional[int]]],
-        keep: Callable[[Record], None],
-    ) -> None:
-        self.usage: Dict[str, Any] = {}
-        """The figures, once there are any."""
+    def __init__(self, loop: Loop, nonce: str, context: LaunchContext, note: Callable[[Record], None]) -> None:
         self._nonce = nonce
-        jobs = None
-        if shared_ray is not None and spill_dir is not None:
-            jobs = RayJobs(logs_of(spill_dir), shared_ray, self._have_measured)
-        self._team = team
-        self._keep = keep
-        self._kept = (0.0, 0)
-        self._sampler = Sampler(loop, gauges, spill_dir, others, jobs=jobs, sampled=self._keep_sample)
-        self._have_measured(None if jobs is None else [])
+        self._workers = context.workers
+        self._note = note
+        self._noted = (0.0, 0)
+        self._total: Dict[str, Any] = {}
+        self._jobs: Optional[RayJobs] = None
+        if context.shared_ray_pid is not None and context.ray_temp_dir is not None:
+            self._jobs = RayJobs(logs_of(context.ray_temp_dir), context.shared_ray_pid)
+        self._announced: Optional[Set[str]] = None
+        self._sampler = UsageSampler(
+            loop, context.gpus, context.ray_temp_dir, context.foreign_pids, jobs=self._jobs, sampled=self._sampled
+        )
+        self._announce_jobs()
 
-    def end(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
+    def finish(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
         """Take the last figures.
 
         Args:
             pid: the payload's process, which has ended.
-            rusage: what the kernel says of it.
-            hostname: what this node calls itself.
-            done: called once the figures of the other nodes are there too, or do not come.
+            rusage: the kernel's figures for it.
+            hostname: this node's hostname.
+            done: called when the workers' figures have come, or will not come.
 
         Returns:
-            Whether other nodes are asked for theirs.
+            Whether `done` will be called.
         """
-        self.usage = self._sampler.stop(pid, rusage)
+        own = self._total = self._sampler.stop(pid, rusage)
+        self._announce_jobs()
 
-        def taken(others: Dict[str, Dict[str, Any]]) -> None:
-            with contextlib.suppress(Exception):  # Figures that no node of this version tells are worth no payload.
-                self.usage = merge({hostname: self.usage, **others})
+        def collected(others: Dict[str, Dict[str, Any]]) -> None:
+            with contextlib.suppress(Exception):  # Unknown figures of a worker must not fail the payload.
+                self._total = merge_usage({hostname: own, **others})
             done()
 
-        return self._collect(taken)
+        return self._collect(collected)
 
-    def give_up(self) -> None:
-        """Measure no longer, on any node."""
+    def cancel(self) -> None:
+        """Stop measuring on all nodes."""
         self._sampler.cancel()
         self._collect(lambda _: None)
 
-    def so_far(self) -> Dict[str, Any]:
-        """The figures, or those of this node as long as there are no others; empty before the first sample."""
-        usage = self.usage or self._sampler.meter.summary()
+    def current(self) -> Dict[str, Any]:
+        """The usage of all nodes, or of this one while there is no other figure; empty before the first sample."""
+        usage = self._total or self._sampler.meter.summary()
         return usage if usage["elapsed"] else {}
 
-    def _keep_sample(self) -> None:
-        """Write the figures of this node if they have grown enough; a long run has some hundred of them."""
+    def _sampled(self) -> None:
+        self._announce_jobs()
         usage = self._sampler.meter.summary()
         points = usage.pop("points")
-        elapsed, peak = self._kept
-        if points and (usage["elapsed"] > _LONGER * elapsed or usage["peak_memory"] > _LARGER * peak):
-            self._kept = usage["elapsed"], usage["peak_memory"]
-            self._keep({"type": "usage", "usage": usage, "memory": points[-1][2]})
+        elapsed, peak = self._noted
+        if points and (usage["elapsed"] > _TIME_GROWTH * elapsed or usage["peak_memory"] > _MEMORY_GROWTH * peak):
+            self._noted = usage["elapsed"], usage["peak_memory"]
+            self._note({"type": "usage", "usage": usage, "memory": points[-1][2]})
 
-    def _have_measured(self, jobs: Optional[List[str]]) -> None:
-        """Have the other nodes measure the payload, which has these jobs in a cluster that is shared."""
-        if self._team is not None:
-            self._team.measure(self._nonce, jobs)
+    def _announce_jobs(self) -> None:
+        """Tell the workers to measure, and the payload's new jobs in a shared cluster."""
+        jobs = set() if self._jobs is None else self._jobs.job_ids
+        if self._workers is not None and jobs != self._announced:
+            self._announced = set(jobs)
+            self._workers.measure(self._nonce, None if self._jobs is None else sorted(jobs))
 
-    def _collect(self, take: Callable[[Dict[str, Dict[str, Any]]], None]) -> bool:
-        """Have the other nodes measure no longer, if they do, and hand over their figures."""
-        team, self._team = self._team, None
-        if team is not None:
-            team.collect(self._nonce, take)
-        return team is not None
+    def _collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> bool:
+        """Have the workers stop measuring and pass their figures to `done`; returns whether there are workers."""
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.collect(self._nonce, done)
+        return workers is not None

@@ -1,4 +1,4 @@
-"""A Ray that a payload starts itself, instead of its launcher's cluster or without one: the user is told what it takes."""
+"""Warns of a Ray that a payload starts itself and that takes more than is granted, or leaves its launcher's cluster idle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import os
 from typing import Dict, List, Optional
 
-from ..node.resources import Machine
+from ..node.resources import NodeResources
+from ..node.usage import PROCESS_TABLE
 from ..process import processes
 from ..process.loop import Loop
 from .payload import Payload
@@ -14,48 +15,43 @@ from .payload import Payload
 PHASE = "own-ray"
 
 _FIRST, _LONGEST, _GROWTH = 1.0, 15.0, 1.5
-"""Seconds until the first look, and between the late ones."""
+"""Seconds until the first check, and between the late ones."""
 _RESOURCES = b"--static_resource_list="
 """The raylet's argument that names its resources: "CPU,2,memory,1024" (Ray 2.60)."""
 
 
-class OwnRay:
-    """Looks for a raylet of the payload's own while the payload runs, and tells the user once.
+class OwnRayWatch:
+    """Checks for raylets that a payload starts itself while it runs, and warns the user once."""
 
-    Args:
-        loop: where the timers run.
-        payload: the payload.
-        machine: what this node grants.
-    """
-
-    def __init__(self, loop: Loop, payload: Payload, machine: Machine) -> None:
+    def __init__(self, loop: Loop, payload: Payload, node: NodeResources) -> None:
         self._loop = loop
         self._payload = payload
-        self._machine = machine
+        self._node = node
         self._pause = _FIRST
-        loop.call_later(self._pause, self._look)
+        loop.call_later(self._pause, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._payload.pid is None:
             return  # It has ended.
-        with contextlib.suppress(OSError):  # Out of file descriptors, perhaps; the next look may succeed.
-            for command in raylets(self._payload.run_dir):
-                said = remark(resources_of(command), self._machine, self._payload.spec.uses_ray)
-                if said is not None:
-                    return self._payload.phase(PHASE, said)
+        with contextlib.suppress(OSError):  # Out of file descriptors, perhaps; the next check may succeed.
+            for command in raylet_commands(self._payload.run_dir, self._pause / 2):
+                message = own_ray_warning(raylet_resources(command), self._node, self._payload.spec.uses_ray)
+                if message is not None:
+                    return self._payload.phase(PHASE, message)
         self._pause = min(self._pause * _GROWTH, _LONGEST)
-        self._loop.call_later(self._pause, self._look)
+        self._loop.call_later(self._pause, self._check)
 
 
-def raylets(run_dir: str) -> List[bytes]:
-    """The command lines of the raylets below this process whose environment names a run: those of its own clusters."""
-    mark = "RAYSLURM_RUN_DIR=" + run_dir
-    below = [each for each in processes.descendants(os.getpid()) if each.name == "raylet"]
-    return [processes.command_line(each.pid) for each in below if processes.has_environment(each.pid, mark)]
+def raylet_commands(run_dir: str, max_age: float) -> List[bytes]:
+    """Command lines of this runtime's raylets whose environment names a run directory: those of its payload's own clusters."""
+    entry = "RAYSLURM_RUN_DIR=" + run_dir
+    _, table = PROCESS_TABLE.read(max_age)
+    raylets = [process.pid for process in processes.descendants(os.getpid(), table) if process.name == "raylet"]
+    return [processes.command_line(pid) for pid in raylets if processes.has_environment(pid, entry)]
 
 
-def resources_of(command: bytes) -> Dict[str, float]:
-    """What a raylet counts as resources, by its command line; arguments are separated by NUL."""
+def raylet_resources(command: bytes) -> Dict[str, float]:
+    """The resources that a raylet's command line names; its arguments are separated by NUL."""
     listed = next((word for word in command.split(b"\0") if word.startswith(_RESOURCES)), _RESOURCES)
     words = listed[len(_RESOURCES) :].decode("utf-8", "replace").split(",")
     try:
@@ -64,21 +60,21 @@ def resources_of(command: bytes) -> Dict[str, float]:
         return {}
 
 
-def remark(resources: Dict[str, float], machine: Machine, has_cluster: bool) -> Optional[str]:
-    """What the user is told of a Ray of the payload's own; None if it takes no more than is granted and no cluster idles.
+def own_ray_warning(resources: Dict[str, float], node: NodeResources, has_cluster: bool) -> Optional[str]:
+    """The warning about a payload's own Ray; None if it takes no more than is granted and no cluster idles.
 
     Args:
-        resources: what it counts as its own.
-        machine: what this node grants.
+        resources: the resources of its raylet.
+        node: the resources granted on this node.
         has_cluster: whether the payload's launcher gave it a cluster.
     """
     excess = []
-    if resources.get("CPU", 0.0) > machine.num_cpus:
-        excess.append("it counts %g CPUs and node %s grants %d (num_cpus)" % (resources["CPU"], machine.name, machine.num_cpus))
+    if resources.get("CPU", 0.0) > node.num_cpus:
+        excess.append("it counts %g CPUs and node %s grants %d (num_cpus)" % (resources["CPU"], node.name, node.num_cpus))
     memory = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
-    if machine.memory_limit is not None and memory > machine.memory_limit:
-        told = (memory / 2**30, machine.name, machine.memory_limit / 2**30)
-        excess.append("it counts %.1f GiB of memory and node %s grants %.1f (object_store_memory)" % told)
+    if node.memory_limit is not None and memory > node.memory_limit:
+        figures = (memory / 2**30, node.name, node.memory_limit / 2**30)
+        excess.append("it counts %.1f GiB of memory and node %s grants %.1f (object_store_memory)" % figures)
     if has_cluster:
         idle = "the payload has started a Ray of its own, so its launcher's cluster idles; call ray.init() without an address"
         return "; ".join([idle, *excess])

@@ -19,9 +19,8 @@ from ..process.loop import Loop, Timers
 from ..protocol.end import End, Ending, EndReason, defect
 from ..protocol.record import RunRecord, tail_lines
 from ..protocol.spec import PayloadSpec
-from .context import Setting
-from .environment import Environment, lay_out_work_dir, payload_environment
-from .measurement import Measurement
+from .environment import Environment, LaunchContext, lay_out_work_dir, payload_environment
+from .measurement import UsageMeasurement
 from .output_streams import OutputStreams
 from .outputs import OutputSearch
 from .preload_server import Templates
@@ -86,9 +85,9 @@ class Payload:
         self._due_signals: List[int] = []
         self._started_at: Optional[float] = None
         self._ended_at = 0.0
-        self._setting: Optional[Setting] = None
+        self._setting: Optional[LaunchContext] = None
         self._messages: Optional[MessageFile] = None
-        self._measurement: Optional[Measurement] = None
+        self._measurement: Optional[UsageMeasurement] = None
         self._kill_at: Optional[float] = None
         self._awaited: Set[str] = set()
         """What the `end` waits for once the process has ended."""
@@ -96,7 +95,7 @@ class Payload:
         self._outputs: Optional[OutputSearch] = None
         self._told_ended = False
 
-    def start(self, setting: Setting) -> None:
+    def start(self, setting: LaunchContext) -> None:
         """Start the process; a payload that cannot start ends at once."""
         self._started_at = time.time()
         self._setting = setting
@@ -117,16 +116,7 @@ class Payload:
             setting.ray_env,
             setting.worker_env,
         )
-        self._measurement = Measurement(
-            self.loop,
-            self.spec.nonce,
-            setting.spill_dir,
-            setting.others,
-            setting.team,
-            setting.gauges,
-            setting.shared_ray,
-            self.record.note,
-        )
+        self._measurement = UsageMeasurement(self.loop, self.spec.nonce, setting, self.record.note)
         self._start_process(argv, {**env, **self.company})
 
     def _begun(self, argv: List[str], error: Optional[Exception]) -> None:
@@ -220,7 +210,7 @@ class Payload:
             self.tail("runtime traceback", tail_lines(traceback.format_exc()))
         with contextlib.suppress(Exception):
             if self._measurement is not None:
-                self._measurement.give_up()
+                self._measurement.cancel()
         with contextlib.suppress(Exception):
             if self._messages is not None:
                 self._messages.remove()
@@ -278,12 +268,11 @@ class Payload:
         assert self._process.pid is not None and self._measurement is not None and self._setting is not None
         self.ending.exit = End(EndReason.EXIT, exit_code=code) if code >= 0 else End(EndReason.EXIT, signal=-code)
         measured = functools.partial(self.safely, functools.partial(self._have, "usage"))
-        if self._measurement.end(self._process.pid, rusage, str(self.context.get("hostname")), measured):
+        if self._measurement.finish(self._process.pid, rusage, str(self.context.get("hostname")), measured):
             self._awaited.add("usage")
-        self._measurement.usage["shared"] = len(self.companions)
-        if self._setting.audit is not None:
+        if self._setting.leak_check is not None:
             self._awaited.add("audit")
-            self._setting.audit(lambda leaks: self.safely(lambda: self._take_leaks(leaks)))
+            self._setting.leak_check(lambda leaks: self.safely(lambda: self._take_leaks(leaks)))
         self._process.kill()
         self._process.kill_leftovers()
         if code != 0 and self.ending.verdict is None:
@@ -323,7 +312,7 @@ class Payload:
         if self._process.pid is None:
             self._process.give_up()
             if self._measurement is not None:
-                self._measurement.give_up()
+                self._measurement.cancel()
         if self._messages is not None:
             self._messages.copy_rest(self.record.keep)
             self._messages.remove()
@@ -371,11 +360,15 @@ class Payload:
             "started_at": self._started_at,
             "ended_at": self._ended_at,
             "pipes_messages": self._messages.count if self._messages else 0,
-            "usage": self._measurement.so_far() if self._measurement is not None else {},
+            "usage": self._usage(),
             "outputs": self._outputs.files if self._outputs is not None else [],
             "outputs_left_out": self._outputs.left_out if self._outputs is not None else [],
             "context": self.context,
         }
+
+    def _usage(self) -> Dict[str, Any]:
+        usage = self._measurement.current() if self._measurement is not None else {}
+        return {**usage, "shared": len(self.companions)} if usage and self.ending.exit is not None else usage
 
     def _tell_ended(self) -> None:
         self._told_ended = True

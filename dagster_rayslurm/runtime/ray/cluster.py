@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
 
 from ..node.addresses import interface_address, join_host_port
-from ..node.resources import Footprint, Machine, footprint_error, from_facts
+from ..node.resources import Footprint, NodeResources, footprint_error, from_facts
 from ..node.worker_node import WorkerNode, WorkerNodes
 from ..process.loop import Loop, Timer
 from ..process.scratch import Scratch
@@ -144,7 +144,7 @@ class RayCluster:
         loop: Loop,
         spec: RaySpec,
         footprint: Callable[[Optional[str]], Footprint],
-        machine: Machine,
+        machine: NodeResources,
         scratch: Scratch,
         token: str,
         on_ready: Callable[[], None],

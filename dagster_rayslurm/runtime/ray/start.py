@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
 
 from ..node import ports
 from ..node.addresses import join_host_port
-from ..node.resources import Machine
+from ..node.resources import NodeResources
 from ..process import processes
 from ..process.loop import Loop
 from ..process.scratch import Scratch
@@ -64,7 +64,7 @@ class RayStart:
         self,
         loop: Loop,
         spec: RaySpec,
-        machine: Machine,
+        machine: NodeResources,
         scratch: Scratch,
         token: str,
         nodes: int,

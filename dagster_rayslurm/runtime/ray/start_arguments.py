@@ -6,7 +6,7 @@ import json
 from typing import Dict, List, Optional
 
 from ..node import ports
-from ..node.resources import Machine, usable_memory
+from ..node.resources import NodeResources, usable_memory
 from ..protocol.spec import RaySpec
 
 _STORE_SHARE = 0.3
@@ -20,7 +20,7 @@ IMPATIENT = {"RAY_raylet_client_connect_timeout_milliseconds": "20", "RAY_raylet
 
 
 def start_arguments(
-    spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
+    spec: RaySpec, machine: NodeResources, chosen: ports.Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
 ) -> List[str]:
     """The arguments of `ray start` (Ray 2.60).
 
@@ -41,7 +41,14 @@ def start_arguments(
 
 
 def symmetric_arguments(
-    spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_dir: str, gcs: str, head: bool, nodes: int, entrypoint: List[str]
+    spec: RaySpec,
+    machine: NodeResources,
+    chosen: ports.Ports,
+    temp_dir: str,
+    gcs: str,
+    head: bool,
+    nodes: int,
+    entrypoint: List[str],
 ) -> List[str]:
     """The arguments of `ray symmetric-run` (Ray 2.60), which starts the head where `gcs` is and workers elsewhere."""
     arguments = ["--address=" + gcs, "--min-nodes=%d" % nodes]
@@ -51,7 +58,7 @@ def symmetric_arguments(
     return [*arguments, *own, "--", *entrypoint]
 
 
-def _node_arguments(spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_dir: str) -> List[str]:
+def _node_arguments(spec: RaySpec, machine: NodeResources, chosen: ports.Ports, temp_dir: str) -> List[str]:
     """What every node says of itself."""
     arguments = ["--disable-usage-stats", "--temp-dir=" + temp_dir, *chosen.options]
     arguments.append("--num-cpus=%d" % (machine.num_cpus if spec.num_cpus is None else spec.num_cpus))
@@ -73,7 +80,7 @@ def _node_arguments(spec: RaySpec, machine: Machine, chosen: ports.Ports, temp_d
     return arguments + spec.ray_args
 
 
-def granted_defaults(machine: Machine) -> Dict[str, str]:
+def granted_defaults(machine: NodeResources) -> Dict[str, str]:
     """The variables by which a Ray that a payload starts itself takes by default what was granted (Ray 2.60).
 
     A `ray.init` that connects to a cluster reads none of them. Ray has no variable for a default number of CPUs

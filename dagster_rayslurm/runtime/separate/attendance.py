@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import List, Optional, Sequence, Tuple, Union
 
 from ..node.allocation import Allocation, change
-from ..node.resources import Machine, detect, visible_gpus
+from ..node.gpus import visible_gpus
+from ..node.resources import NodeResources, detect
 from ..nodes.simulated import cast
 from ..payload.payload import Payload
 from ..process.loop import Loop
@@ -161,7 +162,7 @@ class BarrierParticipant(Hooks):
         self._runner.loop.call_later(_FRESH_INTERVAL, self._keep_fresh)
 
 
-def share_of(spec: RuntimeSpec) -> Tuple[Machine, str]:
+def share_of(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
     """What one of several components on this machine is given of it; this process sees no other GPUs from here on.
 
     Args:

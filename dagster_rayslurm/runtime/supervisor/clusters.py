@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
-from ..node.resources import Machine, node_footprint, runtime_footprint
+from ..node.resources import NodeResources, node_footprint, runtime_footprint
 from ..node.worker_node import WorkerNode, WorkerNodes
 from ..payload.payload import Payload
 from ..process.loop import Loop
@@ -44,7 +44,7 @@ class Clusters:
         self,
         loop: Loop,
         spec: RuntimeSpec,
-        machine: Machine,
+        machine: NodeResources,
         private: Scratch,
         team: Optional[WorkerNodes],
         address: Optional[str],

@@ -6,10 +6,10 @@ import os
 import sys
 from typing import Callable, List, Optional
 
+from ..node.gpus import GpuMonitor
 from ..node.resources import count_cpus
-from ..node.usage import Gauges
-from ..payload.context import Setting
-from ..payload.own_ray import OwnRay
+from ..payload.environment import LaunchContext
+from ..payload.own_ray import OwnRayWatch
 from ..payload.payload import Payload
 from ..payload.preload_server import Templates
 from ..process.loop import Loop, Timers
@@ -77,7 +77,7 @@ class Dispatcher:
         self._leftovers = leftovers
         self._strays = strays
         self._timers = Timers(loop)
-        self._gauges = Gauges(loop)
+        self._gpus = GpuMonitor(loop)
 
     def ray_has_changed(self) -> bool:
         """Whether a session's cluster is of another Ray than its payloads would import."""
@@ -149,22 +149,22 @@ class Dispatcher:
             if other is not payload and other.pid is not None:
                 other.companions.add(payload.spec.nonce)
                 payload.companions.add(other.spec.nonce)
-        OwnRay(self._loop, payload, self._nodes.machine)
+        OwnRayWatch(self._loop, payload, self._nodes.machine)
         if cluster is None:  # Nothing of it is on the other nodes.
-            return payload.start(Setting(messages, self._gauges, others=lambda: self._others(payload)))
+            return payload.start(LaunchContext(messages, self._gpus, foreign_pids=lambda: self._others(payload)))
         kept_warm = self._ray is not None and cluster is self._clusters.warm
         payload.context.update(cluster.facts(), kept_warm=kept_warm)
         payload.start(
-            Setting(
+            LaunchContext(
                 messages,
-                self._gauges,
+                self._gpus,
                 ray_env=cluster.environment,
                 worker_env=self._spec.worker_env,
-                spill_dir=cluster.ray_temp_dir,
-                shared_ray=(lambda: cluster.pid) if kept_warm else None,
-                team=self._nodes.others,
-                others=lambda: self._others(payload),
-                audit=None if cluster is not self._clusters.warm else self._leftovers.of(payload.spec.nonce),
+                ray_temp_dir=cluster.ray_temp_dir,
+                shared_ray_pid=(lambda: cluster.pid) if kept_warm else None,
+                workers=self._nodes.others,
+                foreign_pids=lambda: self._others(payload),
+                leak_check=None if cluster is not self._clusters.warm else self._leftovers.of(payload.spec.nonce),
             )
         )
 

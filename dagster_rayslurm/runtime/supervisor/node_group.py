@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional
 
 from ..node import resources
 from ..node.allocation import Allocation, head_address
-from ..node.resources import asks_for_gpus
+from ..node.resources import may_need_gpus
 from ..node.worker_node import WorkerNode, WorkerNodes, named
 from ..nodes import simulated
 from ..nodes.head import ConnectedWorkers
@@ -54,10 +54,10 @@ class NodeGroup:
         hear: Callable[[WorkerNode, Message], None],
         allocation: Optional[Allocation] = None,
         log_dir: str = "",
-        here: Optional[resources.Machine] = None,
+        here: Optional[resources.NodeResources] = None,
     ) -> None:
         self.spec = spec
-        self.machine = resources.detect(with_gpus=asks_for_gpus(spec)) if here is None else here
+        self.machine = resources.detect(with_gpus=may_need_gpus(spec)) if here is None else here
         self.allocation = allocation
         self.others: Optional[WorkerNodes] = None
         self.address: Optional[str] = None
@@ -79,7 +79,7 @@ class NodeGroup:
         """The component of this node; None where there are none."""
         return self.machine.component
 
-    def machines(self) -> List[resources.Machine]:
+    def machines(self) -> List[resources.NodeResources]:
         """What the nodes grant that have come so far."""
         members = self.others.members.values() if self.others is not None else []
         return [self.machine, *(resources.from_facts(member.machine) for member in members if member.joined)]

@@ -28,7 +28,7 @@ from typing import (
     TypeVar,
 )
 
-from ..node.resources import Machine, footprint_error, payload_footprint
+from ..node.resources import NodeResources, footprint_error, payload_footprint
 from ..payload.payload import Payload
 from ..protocol.spec import PayloadSpec, RuntimeSpec, SpecError, node_spec
 
@@ -156,7 +156,7 @@ class Misfit(SpecError):
     """The payload asks for more than the nodes grant; the message names the field."""
 
 
-def capacities_of(machines: Iterable[Machine]) -> Claims:
+def capacities_of(machines: Iterable[NodeResources]) -> Claims:
     """What every node grants; by component, where there are any."""
     known: Dict[Optional[str], Claim] = {}
     for machine in machines:
@@ -193,7 +193,7 @@ def claim_of(spec: PayloadSpec, fresh: bool, capacity: Claim) -> Claim:
     )
 
 
-def misfit(spec: PayloadSpec, machines: Sequence[Machine]) -> Optional[str]:
+def misfit(spec: PayloadSpec, machines: Sequence[NodeResources]) -> Optional[str]:
     """What a payload asks for that a node does not grant, as a sentence; or None.
 
     Where nodes differ by component, a payload without Ray is held against the head's, where it runs; and one with a cluster

@@ -92,7 +92,7 @@ class Supervisor:
         private: scratch.Scratch,
         allocation: Optional[Allocation] = None,
         log_dir: str = "",
-        here: Optional[resources.Machine] = None,
+        here: Optional[resources.NodeResources] = None,
     ) -> None:
         self.loop = loop
         self.nodes = NodeGroup(loop, spec, private, self._hear, allocation, log_dir, here)

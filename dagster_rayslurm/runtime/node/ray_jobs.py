@@ -1,0 +1,101 @@
+"""Attributes processes to payloads that share a Ray cluster, by Ray's jobs, which its logs name (Ray 2.60).
+
+Every driver is a job of its own, and every worker belongs to one job from its first task to its end. The log of a driver
+or a worker has the job and the process in its name; a worker that was started ahead of its job writes the job down later.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Callable, Collection, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set
+
+from ..process.processes import Process, descendants
+
+_DRIVER_LOG = re.compile(r"python-core-driver-([0-9a-f]{8})f+_([0-9]+)\.log")
+_WORKER_LOG = re.compile(r"worker-[0-9a-f]+-([0-9a-f]{8})-([0-9]+)\.out")
+_NO_JOB = "ffffffff"
+_JOB_LINE = re.compile(rb":job_id:([0-9a-f]{8})")
+"""The first line of the log of a worker that was started ahead of its job."""
+
+
+class Attribution(NamedTuple):
+    """The processes of a node from the view of one payload."""
+
+    own: List[Process]
+    shared: List[Process]
+    """Processes that belong to no payload: Ray's daemons, and workers that wait for a job."""
+    foreign: Set[int]
+    """Workers of other jobs, with all processes below them."""
+
+
+class RayJobs:
+    """Finds the processes of one payload among those of a shared Ray cluster on this node.
+
+    Args:
+        log_dir: Ray's directory of logs.
+        ray_pid: returns the process below which all of Ray runs, or None.
+    """
+
+    def __init__(self, log_dir: str, ray_pid: Callable[[], Optional[int]]) -> None:
+        self.job_ids: Set[str] = set()
+        """The payload's jobs."""
+        self._log_dir = log_dir
+        self._ray_pid = ray_pid
+
+    def attribute(self, candidates: Iterable[Process], table: Mapping[int, Process]) -> Attribution:
+        """Attribute the processes that are not known to belong to others; a new driver among them adds to `job_ids`."""
+        root = self._ray_pid()
+        ray = set() if root is None else {root, *(process.pid for process in descendants(root, dict(table)))}
+        candidates = list(candidates)
+        jobs = self._jobs_of_workers({process.pid for process in candidates if process.pid not in ray}, ray)
+        result = Attribution([], [], set())
+        for process in candidates:
+            job = _job_of(process.pid, jobs, table) if process.pid in ray else None
+            if process.pid not in ray or job in self.job_ids:
+                result.own.append(process)
+            elif job is None:
+                result.shared.append(process)
+            else:
+                result.foreign.add(process.pid)
+        return result
+
+    def _jobs_of_workers(self, outside: Collection[int], ray: Collection[int]) -> Dict[int, str]:
+        """The jobs of Ray's workers, by process; notes the jobs of drivers outside of Ray."""
+        try:
+            names = os.listdir(self._log_dir)
+        except OSError:
+            return {}  # Not made yet.
+        workers: Dict[int, str] = {}
+        for name in names:
+            driver, worker = _DRIVER_LOG.fullmatch(name), _WORKER_LOG.fullmatch(name)
+            if driver is not None and int(driver.group(2)) in outside:
+                self.job_ids.add(driver.group(1))
+            elif worker is not None and int(worker.group(2)) in ray:
+                job = worker.group(1) if worker.group(1) != _NO_JOB else self._logged_job(name)
+                pid = int(worker.group(2))
+                if job is not None:
+                    workers[pid] = max(job, workers.get(pid, job), key=_age)  # The system may reuse a process id.
+        return workers
+
+    def _logged_job(self, name: str) -> Optional[str]:
+        try:
+            with open(os.path.join(self._log_dir, name), "rb") as file:
+                match = _JOB_LINE.match(file.read(32))
+        except OSError:
+            return None
+        return match.group(1).decode() if match is not None else None
+
+
+def _age(job: str) -> int:
+    """Ray counts its jobs, the lowest byte first."""
+    return int.from_bytes(bytes.fromhex(job), "little")
+
+
+def _job_of(pid: int, workers: Mapping[int, str], table: Mapping[int, Process]) -> Optional[str]:
+    """The job of a worker or of a process below one; None for any other process."""
+    while pid in table:
+        if pid in workers:
+            return workers[pid]
+        pid = table[pid].parent
+    return None
