@@ -23,7 +23,7 @@ from dagster_rayslurm.runtime.node.addresses import is_loopback, join_host_port,
 from dagster_rayslurm.runtime.node.allocation import head_address
 from dagster_rayslurm.runtime.node.ports import choose, control_ports
 from dagster_rayslurm.runtime.node.resources import footprint_error, runtime_footprint
-from dagster_rayslurm.runtime.node.usage import merge
+from dagster_rayslurm.runtime.node.usage import merge_usage
 from dagster_rayslurm.runtime.node.worker_node import WorkerNode
 from dagster_rayslurm.runtime.nodes.head import ConnectedWorkers
 from dagster_rayslurm.runtime.nodes.node_agent import Follower
@@ -160,7 +160,7 @@ def test_usage_of_several_nodes() -> None:
             "points": points,
         }
 
-    merged = merge({"a": usage(2, 100, None, [[1, 1, 10], [2, 2, 20]]), "b": usage(3, 300, 50.0, [[1.5, 1, 7]])})
+    merged = merge_usage({"a": usage(2, 100, None, [[1, 1, 10], [2, 2, 20]]), "b": usage(3, 300, 50.0, [[1.5, 1, 7]])})
     assert (merged["cpu_seconds"], merged["peak_memory"], merged["spilled_bytes"]) == (5, 300, 10)
     assert (merged["gpu_utilization_mean"], merged["gpu_memory_max"], merged["elapsed"]) == (50.0, None, 10.0)
     assert merged["points"] == [[1, 1, 10], [2, 3, 20]]
