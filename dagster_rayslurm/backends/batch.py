@@ -36,9 +36,8 @@ from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_r
 from ..slurm.script import render_script
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_ID, JOB_SCRIPT, RequiredFiles, SubmissionRefused, submit
-from ..ssh.base import Connection
+from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted
 from ..ssh.pool import connection_to
-from ..ssh.remote_path import check_no_variable, expand_home, is_rooted
 from . import reattach
 from .base import Register, Step
 from .batch_job import BatchJob

@@ -25,9 +25,8 @@ from ..slurm.commands import slurm_commands
 from ..slurm.pending_reasons import most_informative_row
 from ..slurm.queue import fetch_queue
 from ..slurm.snapshot import QueueRow
-from ..ssh.base import Connection
+from ..ssh.base import Connection, expand_home, is_rooted
 from ..ssh.pool import connection_to
-from ..ssh.remote_path import expand_home, is_rooted
 from .edge import edge_node, prefix_option, sentences
 
 _AT_ONCE = 8

@@ -17,9 +17,8 @@ from ..errors import FailureKind, StartError
 from ..runtime.protocol.spec import RaySpec
 from ..runtime.ray.node_main import refuse_version
 from ..slurm.commands import slurm_commands
-from ..ssh.base import Connection
+from ..ssh.base import Connection, expand_home
 from ..ssh.local import LocalConnection
-from ..ssh.remote_path import expand_home
 from .config import Environment
 from .resolve import ACTIVATE, PYTHONS, Interpreter, path_on_cluster
 

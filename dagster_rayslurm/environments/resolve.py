@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..ssh.remote_path import check_no_variable, is_rooted
+from ..ssh.base import check_no_variable, is_rooted
 from .config import Environment, PreDeployedEnvironment
 
 PYTHONS = ("bin/python", "bin/python3", "env/bin/python")

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..backoff import Backoff
 from ..errors import FailureKind, StartError
-from ..ssh.backoff import Backoff
 from ..ssh.base import Completed, Connection, ConnectionFailed, ConnectionLost
 from .commands import CLEAN, without_option_variables
 from .errors import explain, is_temporary, with_requested_values

@@ -1,20 +1,25 @@
-"""What the rest of the project needs of the place where the runtime works."""
+"""The interface of connections: files and commands of the machine where the runtime works. Needs no SSH client."""
 
 from __future__ import annotations
 
+import os
+import posixpath
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 Progress = Callable[[int, int], None]
-"""Told of a transfer as it goes: bytes that have arrived, bytes in all."""
+"""Receives the progress of a transfer: bytes that have arrived, bytes in total."""
+
+_VARIABLE = re.compile(r"(^|/)\$(\w+|\{\w+\})(/|$)")
 
 
 class ConnectionFailed(ConnectionError):
-    """The place cannot be reached, or no longer; the message is one sentence that names the remedy.
+    """The connection cannot be made, or broke. The message is one sentence that names the remedy.
 
     Attributes:
-        temporary: whether the same configuration may well succeed later.
+        temporary: whether the same configuration may succeed later.
     """
 
     def __init__(self, sentence: str, temporary: bool) -> None:
@@ -23,21 +28,21 @@ class ConnectionFailed(ConnectionError):
 
 
 class ServerBusy(ConnectionFailed):
-    """The server turns logins away for now."""
+    """The server refuses logins for now."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, temporary=True)
 
 
 class ConnectionGone(ConnectionFailed):
-    """The connection had ended before anything was started on it."""
+    """The connection had ended before the operation started."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, temporary=True)
 
 
 class ConnectionLost(ConnectionFailed):
-    """The connection broke while something was under way; whether it was carried out is not known."""
+    """The connection broke during the operation. Nobody knows whether the server carried it out."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, temporary=True)
@@ -45,13 +50,7 @@ class ConnectionLost(ConnectionFailed):
 
 @dataclass(frozen=True)
 class Completed:
-    """How a command ended.
-
-    Attributes:
-        returncode: its exit code; 128 + N after signal N.
-        stdout: what it wrote there.
-        stderr: what it wrote there.
-    """
+    """Exit code and output of a command. The exit code is 128 + N after signal N."""
 
     returncode: int
     stdout: bytes
@@ -60,11 +59,11 @@ class Completed:
 
 @dataclass(frozen=True)
 class Stat:
-    """What is known of a file without opening it.
+    """Attributes of a file.
 
     Attributes:
-        owner: the user id there.
-        modified: when it was changed last, by the clock there, in whole seconds of the epoch.
+        owner: user id of the owner.
+        modified: time of the last change in whole seconds since the epoch, by the clock of that machine.
     """
 
     owner: int
@@ -72,7 +71,7 @@ class Stat:
 
 
 class Forward(Protocol):
-    """A TCP port of this machine that leads to a port over there; several clients may use it at once."""
+    """A TCP port of this machine that leads to a port behind the connection. Several clients may use it at once."""
 
     @property
     def host(self) -> str: ...
@@ -81,7 +80,7 @@ class Forward(Protocol):
     def port(self) -> int: ...
 
     def close(self) -> None:
-        """Stop listening and cut the clients off."""
+        """Stop listening and disconnect all clients."""
         ...
 
     def __enter__(self) -> Forward: ...
@@ -90,114 +89,147 @@ class Forward(Protocol):
 
 
 class Connection(Protocol):
-    """Reaches the files and commands of the place where the runtime works. Every path is absolute there.
+    """Files and commands of one machine: this one, or an edge node behind SSH.
 
-    All of it may be called from several threads. File operations try again by themselves after a lost connection, for
-    `connect_timeout` seconds; whatever the place itself refuses is an `OSError` of the fitting class.
+    All paths are absolute. All methods may be called from several threads at once.
+
+    A connection logs in at first use, and again after a loss. File operations are repeated after a loss for up to
+    `connect_timeout` seconds; then they raise `ConnectionFailed`. A command that may have run is never repeated. An error
+    of the machine itself, such as a missing permission, is an `OSError` of the matching class.
     """
 
     @property
     def place(self) -> str:
-        """What messages call it, such as "dev@edge:22"."""
+        """Name of the machine in messages, such as "dev@edge:22"."""
         ...
 
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
-        """Run a command and wait for its end; its words are taken as they are, no shell looks at them.
+        """Run a command and wait until it ends. No shell interprets its words.
 
-        A program that is not there ends with 127, as in a shell. What the command leaves running in the background is
-        neither waited for nor listened to.
+        The exit code is 127 if there is no such program, as in a shell. Background processes that the command leaves
+        behind are not waited for, and their output is dropped.
 
         Args:
-            command: the program and its arguments.
-            stdin: all that it can read.
-            timeout: seconds after which it is ended, with all that it started.
+            command: program and arguments.
+            stdin: the whole standard input.
+            timeout: seconds after which the command is killed, with all processes that it started.
 
         Raises:
             ValueError: a word contains a NUL character.
-            TimeoutError: it took longer than `timeout` seconds.
-            ConnectionLost: the connection broke while the command may have run.
-            ConnectionFailed: the connection cannot be had; the command did not run.
+            TimeoutError: the command took longer than `timeout` seconds.
+            ConnectionLost: the connection broke, and the command may have run.
+            ConnectionFailed: there is no connection, and the command did not run.
         """
         ...
 
     def home(self) -> str:
-        """The home directory there."""
+        """Home directory of the user."""
         ...
 
     def user_id(self) -> int:
-        """The number of the user there."""
+        """Number of the user."""
         ...
 
     def stat(self, path: str) -> Stat | None:
-        """What is known of a file or directory, or of what a link leads to; None if it is not there. No command is run.
+        """Attributes of a file or directory, or None if there is none. Links are followed. No command is run.
 
         Raises:
-            OSError: it cannot be looked at.
+            OSError: the attributes cannot be read.
         """
         ...
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
-        """At most `limit` bytes of a file from `offset` on; b"" at its end, or if it is not there yet.
+        """At most `limit` bytes of a file from `offset` on. Returns b"" at the end of the file, and if there is no file.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         ...
 
     def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
-        """Replace a file in one step.
+        """Replace a file atomically.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         ...
 
     def make_dir(self, path: str) -> None:
-        """Make a directory of this user alone, and its parents.
+        """Make a directory and its parents, with access for this user only. An existing directory is no error.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the directory cannot be made.
         """
         ...
 
     def upload(self, local_path: str, path: str, progress: Progress | None = None, mode: int = 0o600) -> None:
-        """Copy a file from this machine to there, replacing it in one step once it is complete.
+        """Copy a file from this machine, and replace the target atomically once the copy is complete.
 
         Raises:
-            OSError: it cannot be read here or written there.
+            OSError: the file cannot be read here or written there.
         """
         ...
 
     def download(self, path: str, local_path: str, progress: Progress | None = None) -> None:
-        """Copy a file from there to this machine, making the directories it needs.
+        """Copy a file to this machine, and make the directories above it.
 
         Raises:
-            OSError: it cannot be read there or written here.
+            OSError: the file cannot be read there or written here.
         """
         ...
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name in the same directory, in one step. No command is run.
+        """Rename a file within its directory, atomically. No command is run.
 
-        A connection that breaks has this done again, so that an answer may be lost and the file be renamed all the same.
+        The operation is repeated after a lost connection, so the file may be renamed although this raises.
 
         Raises:
             FileNotFoundError: there is no such file, perhaps because an earlier try has renamed it.
-            OSError: it cannot be renamed.
+            OSError: the file cannot be renamed.
         """
 
     def remove(self, path: str) -> None:
-        """Remove a file or a directory with all in it; one that is not there is no error.
+        """Remove a file, or a directory with everything in it. A missing path is no error.
 
         Raises:
-            OSError: something of it stays.
+            OSError: a part of it could not be removed.
         """
         ...
 
     def forward(self, host: str, port: int) -> Forward:
-        """Make a TCP port that can be reached from there reachable from this machine."""
+        """Make a TCP port that the machine can reach reachable from this machine."""
         ...
 
     def close(self) -> None:
-        """Let go of what is open; the next use connects again."""
+        """Close all that is open. The next use connects again."""
         ...
+
+
+# -- paths as users write them -------------------------------------------------------------------------------------------
+
+
+def check_no_variable(path: str, field: str) -> None:
+    """Refuse a path with a shell variable in it, because nothing expands it.
+
+    Raises:
+        ValueError: names the field.
+    """
+    found = _VARIABLE.search(path)
+    if found:
+        raise ValueError(
+            f'{field}: {path!r}: variables such as ${found[2]} are not expanded; write the value, or begin with "~/"'
+        )
+
+
+def is_rooted(path: str) -> bool:
+    """Whether a path is absolute or begins with "~/"."""
+    return os.path.isabs(path) or path == "~" or path.startswith("~/")
+
+
+def expand_home(connection: Connection, path: str) -> str:
+    """The path with a leading "~" replaced by the home directory of the login.
+
+    Raises:
+        OSError: the home directory is not known, and the connection cannot tell it.
+    """
+    return posixpath.join(connection.home(), path[2:]) if path == "~" or path.startswith("~/") else path

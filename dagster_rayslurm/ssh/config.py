@@ -28,7 +28,7 @@ _STRINGS = (
     "client",
 )
 _KEY = "KEY"
-"""What dagster-slurm calls KEY_PATH."""
+"""Name of KEY_PATH in dagster-slurm."""
 _INTEGERS = ("port", "connect_timeout", "keepalive")
 _WITH_USER_OR_PORT = re.compile(r"(?:ssh://)?(?:(?P<user>[^@/]+)@)?(?P<host>[^@:/]+|\[[^]]+\])(?::(?P<port>\d+))?/?")
 
@@ -41,7 +41,7 @@ def check_port(value: object) -> int:
 
 
 def check_name(value: object) -> str:
-    """A host or user name: one word, and none that a program could take for an option."""
+    """A host or user name: one word that no program takes for an option."""
     text = check_text(value)
     if not text or text.startswith("-") or len(text.split()) != 1 or text != text.strip():
         raise ValueError(f"{text!r} is not a name of a host or user; write one word that does not begin with '-'")
@@ -61,7 +61,7 @@ def check_host(value: object) -> str:
 
 
 def check_host_key(value: object) -> str:
-    """A public key as a line of known_hosts or a .pub file holds it, without the host and the comment."""
+    """A public key as in a .pub file, without the comment."""
     fields = check_text(value).split()
     try:
         if len(fields) < 2 or fields[0].encode() not in base64.b64decode(fields[1], validate=True)[:64]:
@@ -74,7 +74,7 @@ def check_host_key(value: object) -> str:
 
 
 class SSHConnectionResource(StrictResource):
-    """An SSH server and how to log in: key, agent, certificate, password, through other hosts if need be."""
+    """An SSH server and how to log in: by key, agent, certificate or password, directly or through jump hosts."""
 
     host: Annotated[str, checked(check_host)] = Field(description="Name or address of the edge (login) node.")
     port: Annotated[int, checked(check_port)] = Field(default=22, description="Port of its SSH server.")
@@ -124,7 +124,7 @@ class SSHConnectionResource(StrictResource):
     )
 
     def hops(self) -> list[SSHConnectionResource]:
-        """The servers that are logged in to, in order: jump hosts first, this one last."""
+        """All servers of the way in the order of their logins: jump hosts first, this one last."""
         return [*(self.jump_host.hops() if self.jump_host else []), self]
 
     @classmethod
@@ -134,11 +134,11 @@ class SSHConnectionResource(StrictResource):
         `<PREFIX>HOST`, `PORT`, `USER`, `KEY_PATH`, `KEY_PASSPHRASE`, `PASSWORD`, `CERTIFICATE_PATH`,
         `HOST_KEY`, `HOST_KEY_CHECKING`, `KNOWN_HOSTS_FILE`, `CLIENT`, `CONNECT_TIMEOUT`, `KEEPALIVE`, and the same for one jump
         host as `<PREFIX>JUMP_HOST`, `JUMP_PORT` and so on. `KEY` is another name of `KEY_PATH`. Other variables with the prefix
-        are ignored with a warning. The prefix is taken with or without its last underscore. A missing host is an error at first
-        use, not at import.
+        are ignored with a warning. The last underscore of the prefix may be left out. A missing host is an error at first use,
+        not at import.
 
         Args:
-            prefix: what the variables begin with.
+            prefix: beginning of the names of the variables.
 
         Example:
             ```python
@@ -155,21 +155,20 @@ class SSHConnectionResource(StrictResource):
 
 
 def _references(stem: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """`EnvVar` references for the fields whose variables are set; the host always, so that its absence is named."""
+    """`EnvVar` references for the variables that are set, and always for the host, so that an error names its variable."""
     names = {name: stem + name.upper() for name in (*_STRINGS, *_INTEGERS)}
     if names["key_path"] not in environ:
         names["key_path"] = stem + _KEY
-    references = {
+    return {
         name: dg.EnvVar.int(variable) if name in _INTEGERS else dg.EnvVar(variable)
         for name, variable in names.items()
         if variable in environ or name == "host"
     }
-    return references
 
 
 @cache
 def _warn_of_unknown(stem: str, variables: tuple[str, ...]) -> None:
-    """Warn once of variables with the prefix that mean nothing here."""
+    """Warn once of unknown variables with the prefix."""
     known = [name.upper() for name in (*_STRINGS, *_INTEGERS)]
     unknown = [name for name in variables if name.removeprefix(stem).removeprefix("JUMP_") not in (*known, _KEY)]
     if unknown:

@@ -1,10 +1,9 @@
-"""A place behind SSH: all that does not depend on the SSH client, which only makes logins and opens channels."""
+"""A `Connection` over SSH: everything that does not depend on the SSH client, which only logs in and opens channels."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import hashlib
 import io
 import os
 import shlex
@@ -14,89 +13,85 @@ import time
 from collections.abc import Callable, Sequence
 from typing import BinaryIO, TypeVar
 
+from ..backoff import Backoff
 from ..runtime.protocol.record import temporary_name
 from . import errors
-from .backoff import Backoff
 from .base import Completed, ConnectionFailed, ConnectionGone, ConnectionLost, Progress, ServerBusy, Stat
-from .channels import ChannelPool
+from .channels import ChannelPool, Process, Refused, Transport
 from .config import SSHConnectionResource
-from .forward import ListeningForward
 from .framed_command import BYE, Frame, Output, frame
 from .local import LocalConnection
 from .sftp import Sftp, SftpLost
-from .transport import Process, Refused, Transport
 
 T = TypeVar("T")
 
-_QUICK = 3.0
-"""Seconds for which a first login that fails is tried again: what fails longer is more likely a mistake."""
-_AT_ONCE = 32768
-"""Bytes of input that pipes and channels take without anybody reading."""
-_BLOCK = 1024 * 1024
-_LONG = 3600.0
+_FIRST_LOGIN_PATIENCE = 3.0
+"""Seconds for which a failed first login is repeated; a longer failure is more likely a mistake in the configuration."""
+_PIPE_SIZE = 32768
+"""Bytes of input that pipes and channels take before the command reads any."""
+_LONGEST_WAIT = 3600.0
 _PROGRESS = 5.0
-"""An attempt that lasted so many seconds before it broke counts as progress: a new outage begins."""
+"""An attempt that lasted this many seconds before it broke counts as progress: a new outage begins."""
 
 
 class SSHConnection(abc.ABC):
-    """An edge node behind SSH. One login serves all threads; it is made at first use, and again after a loss.
-
-    Args:
-        ssh: the server and how to log in.
-    """
+    """An edge node behind SSH. All threads share one login."""
 
     def __init__(self, ssh: SSHConnectionResource) -> None:
         self.ssh = ssh
         self._lock = threading.Lock()
-        self._who_lock = threading.Lock()
-        self._sessions: ChannelPool | None = None
+        self._channels: ChannelPool | None = None
         self._ever_connected = False
-        self._failed: tuple[float, ConnectionFailed] | None = None
+        self._login_failure: tuple[float, ConnectionFailed] | None = None
+        self._account_lock = threading.Lock()
         self._account: tuple[int, str] | None = None
 
     @property
     def place(self) -> str:
-        return errors.spell(self.ssh)
+        return errors.address(self.ssh)
 
     @abc.abstractmethod
     def _login(self) -> Transport:
-        """Log in anew.
+        """Log in.
 
         Raises:
-            ConnectionFailed: it does not work out.
+            ConnectionFailed: the login failed.
         """
 
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
-        # A command that may have run is not repeated here: only its caller knows whether that does harm.
         return self._run(command, stdin, timeout, repeatable=False)
 
-    def _run(self, command: Sequence[str], stdin: bytes, timeout: float | None, repeatable: bool) -> Completed:
+    def _run(
+        self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None, repeatable: bool = True
+    ) -> Completed:
         framed = frame(command, stdin)
         deadline = None if timeout is None else time.monotonic() + timeout
 
-        def attempt(sessions: ChannelPool) -> Completed:
-            with sessions.for_command(deadline) as link, contextlib.closing(link.execute(framed.command)) as process:
-                return _finish(self.ssh, process, framed, deadline)
+        def attempt(channels: ChannelPool) -> Completed:
+            with (
+                channels.for_command(deadline) as transport,
+                contextlib.closing(transport.execute(framed.command)) as process,
+            ):
+                return _complete(self.ssh, process, framed, deadline)
 
         try:
-            return self._retrying(attempt, repeatable, deadline)
+            return self._retry(attempt, repeatable, deadline)
         except TimeoutError:
             raise TimeoutError(f"{self.place}: {shlex.join(command)[:200]} took over {timeout:g} s and was ended") from None
 
     def home(self) -> str:
-        home = self._who()[1]
+        home = self._user_and_home()[1]
         if not home.startswith("/"):
             raise OSError(f"{self.place}: the login has no HOME; the account needs a home directory")
         return home
 
     def user_id(self) -> int:
-        return self._who()[0]
+        return self._user_and_home()[0]
 
-    def _who(self) -> tuple[int, str]:
-        """User id and home directory, in one command for both."""
-        with self._who_lock:
+    def _user_and_home(self) -> tuple[int, str]:
+        with self._account_lock:
             if self._account is None:
-                done = self._run(["sh", "-c", 'id -u && printf %s "$HOME"'], b"", None, repeatable=True)
+                done = self._run(["sh", "-c", 'id -u && printf %s "$HOME"'])
                 number, _, home = done.stdout.partition(b"\n")
                 if done.returncode or not number.isdigit():
                     said = done.stderr.decode("utf-8", "replace").strip()[-300:]
@@ -106,12 +101,12 @@ class SSHConnection(abc.ABC):
 
     def stat(self, path: str) -> Stat | None:
         try:
-            found = self._on_files(f"looking at {path}", lambda sftp: sftp.stat(os.fsencode(path)))
+            attributes = self._on_files(f"looking at {path}", lambda sftp: sftp.stat(os.fsencode(path)))
         except FileNotFoundError:
             return None
-        if found.st_uid is None or found.st_mtime is None:
+        if attributes.st_uid is None or attributes.st_mtime is None:
             raise OSError(f"{self.place}: the SFTP server does not say whose {path} is, and of when")
-        return Stat(found.st_uid, found.st_mtime)
+        return Stat(attributes.st_uid, attributes.st_mtime)
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
         try:
@@ -128,11 +123,11 @@ class SSHConnection(abc.ABC):
     def download(self, path: str, local_path: str, progress: Progress | None = None) -> None:
         LocalConnection().make_dir(os.path.dirname(local_path))
         temporary = temporary_name(local_path)
-        seen: list[object] = []
+        version: list[object] = []
 
         def get(sftp: Sftp) -> None:
-            with open(temporary, "ab") as target:  # After a loss, from where it ended.
-                sftp.copy_out(os.fsencode(path), target, progress, seen)
+            with open(temporary, "ab") as target:  # After a loss, from the end of what has arrived.
+                sftp.copy_out(os.fsencode(path), target, progress, version)
 
         try:
             self._on_files(f"copying {path} to {local_path}", get)
@@ -148,52 +143,50 @@ class SSHConnection(abc.ABC):
         self._on_files(f"renaming {old}", lambda sftp: sftp.replace(os.fsencode(old), os.fsencode(new)))
 
     def remove(self, path: str) -> None:
-        # Most of what is removed is a file or a few of them; a shell on the edge node, which many share, costs more.
+        # Most calls remove a few files. A shell would cost more on the edge node, which many users share.
         if self._on_files(f"removing {path}", lambda sftp: _remove_few(sftp, os.fsencode(path))):
             return
-        done = self._run(["rm", "-rf", "--", path], b"", None, repeatable=True)
+        done = self._run(["rm", "-rf", "--", path])
         if done.returncode:
             raise OSError(f"{self.place}: removing {path} failed: {done.stderr.decode('utf-8', 'replace')[-500:].strip()}")
 
     def forward(self, host: str, port: int) -> ListeningForward:
-        def carry(client: socket.socket) -> None:
-            sessions = self._logged_in()
+        def tunnel(client: socket.socket) -> None:
+            channels = self._logged_in()
             try:
-                sessions.link.tunnel(host, port, client)
+                channels.transport.tunnel(host, port, client)
             except ConnectionGone:
-                self._forget(sessions)
-                self._logged_in().link.tunnel(host, port, client)
+                self._forget(channels)
+                self._logged_in().transport.tunnel(host, port, client)
 
-        return ListeningForward(carry)
+        return ListeningForward(tunnel)
 
     def close(self) -> None:
         with self._lock:
-            if self._sessions is not None:
-                self._sessions.close()
-                self._sessions = None
+            if self._channels is not None:
+                self._channels.close()
+                self._channels = None
 
-    def _replace(self, doing: str, source: Callable[[], BinaryIO], path: str, progress: Progress | None, mode: int) -> None:
-        """Write to a temporary name, from where the last try ended, and rename."""
+    def _replace(self, action: str, source: Callable[[], BinaryIO], path: str, progress: Progress | None, mode: int) -> None:
+        """Write a temporary file and rename it. After a loss the upload continues with what the server has confirmed."""
         temporary, target = os.fsencode(temporary_name(path)), os.fsencode(path)
-        arrived, resumed, renamed = 0, False, False
+        written, rename_lost = 0, False
 
         def put(sftp: Sftp) -> None:
-            nonlocal arrived, resumed
+            nonlocal written
             with source() as file:
-                size = file.seek(0, os.SEEK_END)
-                resumed |= arrived > 0
-                for done in sftp.copy_in(file, size, temporary, arrived, progress, mode):
-                    arrived = done
+                for confirmed in sftp.copy_in(file, temporary, written, progress, mode):
+                    written = confirmed
 
         def rename(sftp: Sftp) -> None:
-            nonlocal renamed
+            nonlocal rename_lost
             try:
                 sftp.replace(temporary, target)
             except FileNotFoundError:
-                if not renamed:  # Nobody else knows the name: a lost try has done it.
+                if not rename_lost:  # Otherwise the lost try has renamed it: no other process knows the temporary name.
                     raise
             except SftpLost:
-                renamed = True
+                rename_lost = True
                 raise
 
         def discard(sftp: Sftp) -> None:
@@ -201,133 +194,180 @@ class SSHConnection(abc.ABC):
                 sftp.remove(temporary)
 
         try:
-            self._on_files(doing, put)
-            while resumed and not self._same(source, temporary):
-                # The server lost what it had taken; another edge node may go by the same name.
-                arrived, resumed = 0, False
-                self._on_files(doing, put)
-            self._on_files(doing, rename)
+            self._on_files(action, put)
+            self._on_files(action, rename)
         except ConnectionFailed:
             raise
-        except BaseException:
+        except OSError:
             with contextlib.suppress(OSError):
-                self._on_files(f"removing {os.fsdecode(temporary)}", discard)
+                self._on_files(action, discard)
             raise
 
-    def _same(self, source: Callable[[], BinaryIO], path: bytes) -> bool:
-        """Whether a file there has the content of one here."""
-        digest = hashlib.sha256()
-        with source() as file:
-            while data := file.read(_BLOCK):
-                digest.update(data)
-        done = self._run(["sha256sum", "--", os.fsdecode(path)], b"", None, repeatable=True)
-        return digest.hexdigest().encode() in done.stdout[:66]
+    def _on_files(self, action: str, operation: Callable[[Sftp], T]) -> T:
+        """Run a file operation, and repeat it after a loss. An error of the server becomes a sentence about `action`."""
 
-    def _on_files(self, doing: str, action: Callable[[Sftp], T]) -> T:
-        """Do something with files, again if the connection breaks; what the server refuses is said in a sentence."""
-
-        def attempt(sessions: ChannelPool) -> T:
+        def attempt(channels: ChannelPool) -> T:
             try:
-                with sessions.for_files() as sftp:
-                    return action(sftp)
+                with channels.for_files() as sftp:
+                    return operation(sftp)
             except SftpLost as error:
                 raise errors.lost(self.ssh, str(error)) from None
 
         try:
-            return self._retrying(attempt, repeatable=True)
+            return self._retry(attempt, repeatable=True)
         except ConnectionFailed:
             raise
         except OSError as error:
-            named = type(error)(f"{self.place}: {doing} failed: {error.strerror or error}")
-            named.errno = error.errno
-            raise named from None
+            failure = type(error)(f"{self.place}: {action} failed: {error.strerror or error}")
+            failure.errno = error.errno
+            raise failure from None
 
-    def _retrying(self, attempt: Callable[[ChannelPool], T], repeatable: bool, deadline: float | None = None) -> T:
+    def _retry(self, attempt: Callable[[ChannelPool], T], repeatable: bool, deadline: float | None = None) -> T:
+        """Result of an attempt. A temporary failure is retried, after `ConnectionLost` only if the attempt is repeatable."""
         outage: Backoff | None = None
         while True:
-            sessions, began = None, time.monotonic()
+            channels, began = None, time.monotonic()
             try:
-                sessions = self._logged_in()
-                return attempt(sessions)
+                channels = self._logged_in()
+                return attempt(channels)
             except Refused:
                 failure = errors.no_sessions(self.ssh)
             except ConnectionFailed as error:
                 failure = error
-                if sessions is not None and (isinstance(error, ConnectionGone) or not sessions.link.alive()):
-                    self._forget(sessions)  # Else the login still serves other threads.
+                if channels is not None and (isinstance(error, ConnectionGone) or not channels.transport.alive()):
+                    self._forget(channels)  # Otherwise the login still serves other threads.
                 if isinstance(error, ConnectionLost) and not repeatable:
                     raise
-            if outage is None or (sessions is not None and time.monotonic() - began > _PROGRESS):
-                outage = Backoff(began if sessions is None else time.monotonic())
+            if outage is None or (channels is not None and time.monotonic() - began > _PROGRESS):
+                outage = Backoff(began if channels is None else time.monotonic())
             patient = self._ever_connected or isinstance(failure, ServerBusy)
-            patience = self.ssh.connect_timeout if patient else min(_QUICK, self.ssh.connect_timeout)
+            patience = self.ssh.connect_timeout if patient else min(_FIRST_LOGIN_PATIENCE, self.ssh.connect_timeout)
             pause = outage.pause()
-            over = deadline is not None and time.monotonic() + pause > deadline
-            if not failure.temporary or outage.seconds + pause > patience or over:
+            too_late = deadline is not None and time.monotonic() + pause > deadline
+            if not failure.temporary or outage.seconds + pause > patience or too_late:
                 raise failure from None
             time.sleep(pause)
 
     def _logged_in(self) -> ChannelPool:
-        asked = time.monotonic()
+        called_at = time.monotonic()
         with self._lock:
-            if self._sessions is not None and self._sessions.link.alive():
-                return self._sessions
-            if self._failed is not None and self._failed[0] > asked:
-                raise self._failed[1]  # Another thread has just tried; all of them in turn would take for ever.
-            if self._sessions is not None:
-                self._sessions.close()
-                self._sessions = None
+            if self._channels is not None and self._channels.transport.alive():
+                return self._channels
+            if self._login_failure is not None and self._login_failure[0] > called_at:
+                raise self._login_failure[1]  # Another thread has just tried; waiting threads do not try one by one.
+            if self._channels is not None:
+                self._channels.close()
+                self._channels = None
             try:
-                self._sessions = ChannelPool(self._login())
+                self._channels = ChannelPool(self._login())
             except OSError as error:
-                failure = error if isinstance(error, ConnectionFailed) else errors.other(self.ssh, str(error), temporary=False)
-                self._failed = (time.monotonic(), failure)
+                failure = error if isinstance(error, ConnectionFailed) else errors.failed(self.ssh, str(error))
+                self._login_failure = (time.monotonic(), failure)
                 raise failure from None
             self._ever_connected = True
-            return self._sessions
+            return self._channels
 
-    def _forget(self, sessions: ChannelPool) -> None:
+    def _forget(self, channels: ChannelPool) -> None:
         with self._lock:
-            if self._sessions is sessions:
-                self._sessions = None
-        sessions.close()
+            if self._channels is channels:
+                self._channels = None
+        channels.close()
 
 
 def _remove_few(sftp: Sftp, path: bytes) -> bool:
-    """Remove what can be removed piece by piece; False if something stays, or it is too much for that."""
     try:
         return sftp.remove_few(path)
     except OSError:
-        return False  # rm knows why, if it cannot do it either.
+        return False  # `rm` removes it, or tells the reason.
 
 
-def _finish(ssh: SSHConnectionResource, process: Process, framed: Frame, deadline: float | None) -> Completed:
-    """Feed a framed command and read until it has said that it ended.
+def _complete(ssh: SSHConnectionResource, process: Process, framed: Frame, deadline: float | None) -> Completed:
+    """Send a framed command its input, and read until its end.
 
     Raises:
         TimeoutError: the deadline passed.
-        Refused, ConnectionFailed: it was cut off.
+        Refused, ConnectionFailed: the streams ended before the command did.
     """
-    feeder = None
-    if len(framed.stdin) <= _AT_ONCE:
+    sender = None
+    if len(framed.stdin) <= _PIPE_SIZE:
         process.write(framed.stdin)
     else:
-        feeder = threading.Thread(target=process.write, args=(framed.stdin,), daemon=True)
-        feeder.start()
+        sender = threading.Thread(target=process.write, args=(framed.stdin,), daemon=True)
+        sender.start()
     output = Output(framed)
     complete = False
     while not complete:
-        remaining = _LONG if deadline is None else min(_LONG, deadline - time.monotonic())
+        remaining = _LONGEST_WAIT if deadline is None else min(_LONGEST_WAIT, deadline - time.monotonic())
         if remaining <= 0:
             raise TimeoutError
         try:
             complete = output.feed(*process.read(remaining))
         except EOFError:
-            # Whatever it was that ended it: what may have run must not look as if it had not.
-            if output.began:
+            if output.began:  # The command may have run, whatever the streams contain.
                 raise errors.lost(ssh, "the command was cut off") from None
             raise process.why(*output.noise()) from None
-    took_it_all = feeder is None or not feeder.is_alive()
-    if took_it_all:  # Else the end of the channel is goodbye enough.
+    if sender is None or not sender.is_alive():  # Otherwise the end of the channel ends the frame.
         process.write(BYE)
     return output.completed()
+
+
+class ListeningForward:
+    """A port on 127.0.0.1 whose clients are carried over SSH. Other users of this machine can connect to it as well.
+
+    Args:
+        tunnel: carries one client until both directions have ended.
+    """
+
+    def __init__(self, tunnel: Callable[[socket.socket], None]) -> None:
+        self._tunnel = tunnel
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._clients: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._accept, name="rayslurm-forward", daemon=True).start()
+
+    @property
+    def host(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # Wakes the thread in accept, which a close alone does not.
+        self._listener.close()
+        with self._lock:
+            clients = list(self._clients)
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> ListeningForward:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                self._closed.wait(0.1)  # Closed; or out of file descriptors, which may pass.
+                continue
+            with self._lock:
+                self._clients.add(client)
+            threading.Thread(target=self._serve, args=(client,), name="rayslurm-forward", daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            # A failure closes the client's connection, as a direct connection would fail.
+            with contextlib.suppress(OSError, EOFError, Refused):
+                self._tunnel(client)
+        finally:
+            client.close()
+            with self._lock:
+                self._clients.discard(client)

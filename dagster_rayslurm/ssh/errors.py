@@ -1,6 +1,6 @@
-"""What can go wrong on the way to an SSH server, each as one sentence that names the remedy. Pure.
+"""Messages of failed connections: one sentence each, which names the remedy.
 
-Both SSH clients map what they see onto these, so that a mistake reads the same whichever is used.
+Both SSH clients use these, so a mistake reads the same with either.
 """
 
 from __future__ import annotations
@@ -9,64 +9,65 @@ from .base import ConnectionFailed, ConnectionGone, ConnectionLost, ServerBusy
 from .config import SSHConnectionResource
 
 
-def spell(ssh: SSHConnectionResource) -> str:
-    """How messages call a server: user, host and port."""
+def address(ssh: SSHConnectionResource) -> str:
+    """Name of a server in messages, such as "dev@edge:22"."""
     return f"{ssh.user}@{ssh.host}:{ssh.port}" if ssh.user else f"{ssh.host}:{ssh.port}"
 
 
-def _failed(ssh: SSHConnectionResource, sentence: str, temporary: bool = False) -> ConnectionFailed:
-    return ConnectionFailed(f"SSH to {spell(ssh)}: {sentence}", temporary)
+def failed(ssh: SSHConnectionResource, sentence: str, temporary: bool = False) -> ConnectionFailed:
+    """A failure that has no function of its own below."""
+    return ConnectionFailed(f"SSH to {address(ssh)}: {sentence}", temporary)
 
 
 def unknown_host(ssh: SSHConnectionResource) -> ConnectionFailed:
     hint = "" if ssh.client == "openssh" else '; an alias of ~/.ssh/config needs client="openssh"'
-    return _failed(ssh, f"no host is called {ssh.host!r}; check `host` and this machine's DNS or VPN{hint}", temporary=True)
+    return failed(ssh, f"no host is called {ssh.host!r}; check `host` and this machine's DNS or VPN{hint}", temporary=True)
 
 
 def nothing_listens(ssh: SSHConnectionResource) -> ConnectionFailed:
-    return _failed(ssh, "the connection is refused, nothing listens there; check `host` and `port`", temporary=True)
+    return failed(ssh, "the connection is refused, nothing listens there; check `host` and `port`", temporary=True)
 
 
 def no_answer(ssh: SSHConnectionResource) -> ConnectionFailed:
-    return _failed(
+    return failed(
         ssh, f"no answer within {ssh.connect_timeout} s; check `host` and `port`, and the VPN or firewall between", temporary=True
     )
 
 
 def unreachable(ssh: SSHConnectionResource, detail: str) -> ConnectionFailed:
-    return _failed(ssh, f"it cannot be reached ({detail}); check the network, the VPN and `host`", temporary=True)
+    return failed(ssh, f"it cannot be reached ({detail}); check the network, the VPN and `host`", temporary=True)
 
 
 def busy(ssh: SSHConnectionResource) -> ServerBusy:
     return ServerBusy(
-        f"SSH to {spell(ssh)}: the server closes connections before the login; it has too many logins at once "
+        f"SSH to {address(ssh)}: the server closes connections before the login; it has too many logins at once "
         "(MaxStartups), is restarting, or bans this machine: try again later"
     )
 
 
 def not_ssh(ssh: SSHConnectionResource) -> ConnectionFailed:
-    return _failed(ssh, "what answers there is not an SSH server; check `port`")
+    return failed(ssh, "what answers there is not an SSH server; check `port`")
 
 
 def lost(ssh: SSHConnectionResource, detail: str = "") -> ConnectionLost:
-    return ConnectionLost(f"SSH to {spell(ssh)}: the connection was lost{detail and f' ({detail})'}")
+    return ConnectionLost(f"SSH to {address(ssh)}: the connection was lost{detail and f' ({detail})'}")
 
 
 def gone(ssh: SSHConnectionResource, detail: str = "") -> ConnectionGone:
-    return ConnectionGone(f"SSH to {spell(ssh)}: the connection is gone{detail and f' ({detail})'}")
+    return ConnectionGone(f"SSH to {address(ssh)}: the connection is gone{detail and f' ({detail})'}")
 
 
 def jump_refused(ssh: SSHConnectionResource, jump: SSHConnectionResource, detail: str) -> ConnectionFailed:
-    return _failed(
+    return failed(
         ssh,
-        f"the jump host {spell(jump)} cannot reach it ({detail}); check `host` and `port` as seen from there, and that it "
+        f"the jump host {address(jump)} cannot reach it ({detail}); check `host` and `port` as seen from there, and that it "
         "forwards (AllowTcpForwarding)",
         temporary=True,
     )
 
 
 def host_key_unknown(ssh: SSHConnectionResource, file: str, key: str) -> ConnectionFailed:
-    return _failed(
+    return failed(
         ssh,
         f'its host key is not in {file} and host_key_checking is "strict"; compare the key with what the site publishes and '
         f"add it there{key and f': {key}'}",
@@ -74,7 +75,7 @@ def host_key_unknown(ssh: SSHConnectionResource, file: str, key: str) -> Connect
 
 
 def host_key_changed(ssh: SSHConnectionResource, file: str, key: str) -> ConnectionFailed:
-    return _failed(
+    return failed(
         ssh,
         f"its host key is not the one in {file}; somebody may be listening in, so nothing was sent: ask the site, and if the "
         f"key was renewed, remove the old line{key and f' (it shows {key} now)'}",
@@ -82,18 +83,18 @@ def host_key_changed(ssh: SSHConnectionResource, file: str, key: str) -> Connect
 
 
 def host_key_revoked(ssh: SSHConnectionResource, file: str) -> ConnectionFailed:
-    return _failed(ssh, f"its host key is marked @revoked in {file}; do not use this server before the site has renewed it")
+    return failed(ssh, f"its host key is marked @revoked in {file}; do not use this server before the site has renewed it")
 
 
 def host_key_not_pinned(ssh: SSHConnectionResource, key: str) -> ConnectionFailed:
-    return _failed(
+    return failed(
         ssh,
         f"its host key is not the one in `host_key`; nothing was sent: ask the site for its key{key and f' (it shows {key})'}",
     )
 
 
 def login_refused(ssh: SSHConnectionResource, tried: str, offered: str) -> ConnectionFailed:
-    return _failed(
+    return failed(
         ssh,
         f"the server refused the login with {tried or 'nothing, for no key, agent or password is there'}"
         f"{offered and f'; it takes {offered}'}; check `user`, `key_path` and that the public key is in ~/.ssh/authorized_keys "
@@ -102,7 +103,7 @@ def login_refused(ssh: SSHConnectionResource, tried: str, offered: str) -> Conne
 
 
 def prompt_unanswered(ssh: SSHConnectionResource, prompt: str, command: str) -> ConnectionFailed:
-    return _failed(
+    return failed(
         ssh,
         f"the server asks {prompt!r}, which nobody can answer here; log in once by hand and let this use that login: set "
         f'client="openssh" and require_existing_master=True, then type: {command}',
@@ -110,11 +111,11 @@ def prompt_unanswered(ssh: SSHConnectionResource, prompt: str, command: str) -> 
 
 
 def no_master(ssh: SSHConnectionResource, command: str) -> ConnectionFailed:
-    return _failed(ssh, f"no master connection is open and require_existing_master is set; type: {command}", temporary=True)
+    return failed(ssh, f"no master connection is open and require_existing_master is set; type: {command}", temporary=True)
 
 
 def no_sessions(ssh: SSHConnectionResource) -> ConnectionFailed:
-    return _failed(
+    return failed(
         ssh,
         "the server opens no session on this connection (MaxSessions is 0, or others use them all); ask the site",
         temporary=True,
@@ -122,7 +123,7 @@ def no_sessions(ssh: SSHConnectionResource) -> ConnectionFailed:
 
 
 def no_shell(ssh: SSHConnectionResource, said: str) -> ConnectionFailed:
-    return _failed(
+    return failed(
         ssh,
         f"the login shell ended before it ran anything{said and f' and said {said!r}'}; the account needs a shell that takes "
         "`-c COMMAND` and start-up files that do not exit",
@@ -130,7 +131,7 @@ def no_shell(ssh: SSHConnectionResource, said: str) -> ConnectionFailed:
 
 
 def no_sftp(ssh: SSHConnectionResource, said: str) -> ConnectionFailed:
-    return _failed(
+    return failed(
         ssh,
         f"the SFTP subsystem does not work{said and f' ({said})'}; sshd needs `Subsystem sftp`, and start-up files of the shell "
         "must print nothing unless the shell is interactive",
@@ -138,14 +139,4 @@ def no_sftp(ssh: SSHConnectionResource, said: str) -> ConnectionFailed:
 
 
 def no_client(ssh: SSHConnectionResource) -> ConnectionFailed:
-    return _failed(ssh, 'client="openssh" needs the `ssh` program, which is not on PATH; install openssh-client')
-
-
-def bad_file(ssh: SSHConnectionResource, sentence: str) -> ConnectionFailed:
-    """A key, certificate or file of host keys cannot be used."""
-    return _failed(ssh, sentence)
-
-
-def other(ssh: SSHConnectionResource, sentence: str, temporary: bool) -> ConnectionFailed:
-    """What has no better words."""
-    return _failed(ssh, sentence, temporary)
+    return failed(ssh, 'client="openssh" needs the `ssh` program, which is not on PATH; install openssh-client')

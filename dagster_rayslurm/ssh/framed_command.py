@@ -1,10 +1,10 @@
-"""A remote command wrapped so that a login shell can neither misread it nor blur what it says, and nothing of it stays.
+"""Frames a remote command, so that login shells and lost connections cannot falsify its words, output or exit code.
 
-The command string that the user's login shell gets (bash, zsh, csh, fish) is the same harmless words every time; what is
-to be run follows on standard input and is read by `/bin/sh`. Marks around both output streams separate the command's
-own output from what start-up files print, and carry its exit code, so that a lost connection is never taken for an
-exit. The rest of standard input is the lifeline: when it ends without a goodbye, the whole session is ended; only what
-made a session of its own escapes. It takes coreutils' `head` and `dd`; busybox's `head` reads too far.
+The user's login shell (bash, zsh, csh, fish) gets the same harmless command line every time. A script with the command follows
+on standard input, and `/bin/sh` reads it. Marks around both output streams separate the output of the command from that of
+start-up files, and carry the exit code, so a lost connection is never taken for an exit. The rest of standard input is the
+lifeline: if it ends without "bye", all processes of the session are killed; only those with a session of their own survive.
+The script needs `head` and `dd` of coreutils, because `head` of busybox reads too far.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from .base import Completed
 
-# Left of the pipe: the command's input and the lifeline. Only "go" lets the command see the end of its input, so a
-# connection lost halfway never makes a cut-off input look complete. A command that does not read all of its input ends
+# Left of the pipe: the input of the command, and the lifeline. The command sees the end of its input only after "go", so a
+# connection that is lost halfway never makes the input look complete. A command that does not read all of its input ends
 # `head` early; the rest is then read up to its last word. sshd gives each command a session of its own (setsid in
 # do_exec_no_pty, OpenSSH 9.2), led by this shell; timeout(1) and the like make process groups, but no sessions.
 _SCRIPT = """\
@@ -38,10 +38,10 @@ class Frame:
     """A framed command.
 
     Attributes:
-        command: what the login shell gets.
-        stdin: what follows on standard input, before the lifeline.
+        command: command line for the login shell.
+        stdin: standard input up to the lifeline.
         begin: mark before the output on both streams.
-        end: mark after it; on stderr the exit code and a full stop follow.
+        end: mark after the output; on stderr the exit code and a full stop follow.
     """
 
     command: str
@@ -51,11 +51,7 @@ class Frame:
 
 
 class Output:
-    """Both streams of a framed command as they come in.
-
-    Args:
-        framed: the command.
-    """
+    """Parses both streams of a framed command as they arrive."""
 
     def __init__(self, framed: Frame) -> None:
         self._begin, self._end = framed.begin, framed.end
@@ -65,31 +61,31 @@ class Output:
 
     @property
     def began(self) -> bool:
-        """Whether the command may have run: what is older is the login shell's."""
+        """Whether the command may have run. Earlier output comes from the login shell."""
         return any(self._begin in stream for stream in self._streams)
 
     def noise(self) -> tuple[bytes, bytes]:
-        """All that came, for messages."""
+        """All received bytes of both streams, for messages."""
         return bytes(self._streams[0]), bytes(self._streams[1])
 
     def feed(self, stdout: bytes, stderr: bytes) -> bool:
-        """Take what came; whether the command has ended and all that it wrote is here.
+        """Add received bytes. Returns whether the command has ended and its output is complete.
 
-        What a background child of it writes later is of no interest.
+        Later output of its background processes is ignored.
         """
         for number, data in enumerate((stdout, stderr)):
             stream = self._streams[number]
-            look_from = max(0, len(stream) - len(self._end) - 8)
+            search_from = max(0, len(stream) - len(self._end) - 8)
             stream += data
             if self._ends[number] < 0:
-                self._ends[number] = stream.find(self._end, look_from)
+                self._ends[number] = stream.find(self._end, search_from)
         if self._ends[1] >= 0 and self._code is None:
             code = re.match(rb" (\d+)\.", self._streams[1][self._ends[1] + len(self._end) :][:8])
             self._code = int(code[1]) if code else None
         return self._ends[0] >= 0 and self._code is not None
 
     def completed(self) -> Completed:
-        """The command's own output and exit code, once `feed` has said that it is complete."""
+        """Exit code and output of the command, once `feed` has returned True."""
         assert self._code is not None
         out, err = (
             bytes(stream[stream.index(self._begin) + len(self._begin) : end])
@@ -99,14 +95,10 @@ class Output:
 
 
 def frame(command: Sequence[str], stdin: bytes) -> Frame:
-    """Wrap a command and its input.
-
-    Args:
-        command: the program and its arguments.
-        stdin: all that it can read.
+    """Frame a command with its standard input.
 
     Raises:
-        ValueError: there is no word, or one contains a NUL character.
+        ValueError: the command is empty, or a word contains a NUL character.
     """
     if not command:
         raise ValueError("an empty command cannot be run")
@@ -120,7 +112,7 @@ def frame(command: Sequence[str], stdin: bytes) -> Frame:
 
 
 def _quote(word: str) -> bytes:
-    """A word in single quotes, all of them: an unquoted `if` or `A=b` would mean something to the shell."""
+    """A word in single quotes, because even `if` or `A=b` has a meaning for the shell without them."""
     encoded = os.fsencode(word)
     if b"\0" in encoded:
         raise ValueError(f"{word[:80]!r} contains a NUL character, which no command line can hold; remove it")

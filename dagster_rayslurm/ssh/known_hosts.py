@@ -1,6 +1,7 @@
-"""The file of known host keys, as sshd(8) of OpenSSH 9.2 describes it in "SSH_KNOWN_HOSTS FILE FORMAT".
+"""Known host keys: the file, and the check of a server's key against it.
 
-paramiko's own reader passes over wildcards and the @revoked marker, and its writer drops comments and markers.
+The format is that of sshd(8), OpenSSH 9.2, "SSH_KNOWN_HOSTS FILE FORMAT". paramiko's own reader ignores wildcards and the
+@revoked marker, and its writer drops comments and markers.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from . import errors
+from .config import SSHConnectionResource
+
+_GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
+
 
 @dataclass(frozen=True)
 class KnownKey:
-    """One line that is about a host.
+    """A key of a host.
 
     Attributes:
         key_type: such as "ssh-ed25519".
-        key: the public key, base64.
-        revoked: whether the line says that this key must not be accepted.
+        key: the public key in base64.
+        revoked: whether this key must not be accepted.
     """
 
     key_type: str
@@ -33,7 +39,7 @@ class KnownKey:
 
 
 class Trust(Enum):
-    """What the known keys say of a key that a host shows."""
+    """Result of comparing a host's key with the known keys."""
 
     KNOWN = "known"
     NEW = "new"
@@ -42,12 +48,12 @@ class Trust(Enum):
 
 
 def host_name(host: str, port: int) -> str:
-    """How the file spells a host on a port."""
+    """Name of a host and port in the file."""
     return host if port == 22 else f"[{host}]:{port}"
 
 
 def known_keys(text: str, host: str, port: int) -> list[KnownKey]:
-    """The keys that a file's text gives for a host; certificate authorities are not among them."""
+    """The keys of a host in the text of a file, without those of certificate authorities."""
     name, keys = host_name(host, port).lower(), []
     for line in text.splitlines():
         fields = line.split()
@@ -60,9 +66,9 @@ def known_keys(text: str, host: str, port: int) -> list[KnownKey]:
 
 
 def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
-    """Whether a key that a host shows is the one that is known.
+    """Compare a host's key with the known keys.
 
-    A host that is known by keys of other types only counts as changed: someone in the middle would otherwise only need
+    A host of which only keys of other types are known counts as changed. Otherwise an attacker in the middle would only need
     to show a key of a new type.
     """
     same = [known for known in keys if (known.key_type, known.key) == (key_type, key)]
@@ -74,7 +80,9 @@ def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
 
 
 def add_key(path: str, host: str, port: int, key_type: str, key: str) -> Trust:
-    """Append a key, once, whoever else does so at the same time; what the file then says of it.
+    """Append a key of a host that has none in the file. Returns whether the file then trusts the key.
+
+    Several processes may call this at once.
 
     Raises:
         OSError: the file cannot be written.
@@ -94,15 +102,10 @@ def add_key(path: str, host: str, port: int, key_type: str, key: str) -> Trust:
             file.flush()
             return Trust.KNOWN
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # A child that was forked meanwhile holds the file open as well.
+            fcntl.flock(file, fcntl.LOCK_UN)  # A forked child holds the file open as well.
 
 
-def read_text(path: str) -> str:
-    """The file's text; "" if there is none.
-
-    Raises:
-        OSError: it is there and cannot be read.
-    """
+def _read_text(path: str) -> str:
     with contextlib.suppress(FileNotFoundError), open(path, errors="replace") as file:
         return file.read()
     return ""
@@ -129,3 +132,63 @@ def _matches_hash(hashed: str, name: str) -> bool:
         return hmac.compare_digest(expected, base64.b64decode(digest))
     except ValueError:
         return False
+
+
+# -- the keys of a configured server -------------------------------------------------------------------------------------
+
+
+def known_hosts_path(ssh: SSHConnectionResource) -> str:
+    """The user's file of known hosts, with `~` expanded."""
+    return os.path.expanduser(ssh.known_hosts_file or "~/.ssh/known_hosts")
+
+
+def expected_keys(ssh: SSHConnectionResource) -> list[KnownKey]:
+    """The pinned key of a server, or else its keys in the files of known hosts.
+
+    Raises:
+        ConnectionFailed: a file of known hosts cannot be read.
+    """
+    if ssh.host_key:
+        key_type, key = ssh.host_key.split()
+        return [KnownKey(key_type, key)]
+    try:
+        text = _read_text(known_hosts_path(ssh)) + "\n" + _read_text(_GLOBAL_KNOWN_HOSTS)
+        return known_keys(text, ssh.host, ssh.port)
+    except OSError as error:
+        raise errors.failed(ssh, f"the known hosts cannot be read ({error}); check `known_hosts_file`") from None
+
+
+def check_host_key(ssh: SSHConnectionResource, expected: Sequence[KnownKey], key_type: str, key: str) -> None:
+    """Refuse a server's key that `host_key_checking` does not allow, and learn a new key if it allows that.
+
+    Args:
+        ssh: the server.
+        expected: result of `expected_keys`.
+        key_type: type of the key that the server has proved to hold.
+        key: that key in base64.
+
+    Raises:
+        ConnectionFailed: the key is not trusted.
+    """
+    shown, file = f"{key_type} {key}", known_hosts_path(ssh)
+    trust = judge(expected, key_type, key)
+    if trust is Trust.KNOWN:
+        return
+    if ssh.host_key:
+        raise errors.host_key_not_pinned(ssh, shown)
+    if ssh.host_key_checking == "off":
+        return
+    if trust is Trust.REVOKED:
+        raise errors.host_key_revoked(ssh, file)
+    if trust is Trust.CHANGED:
+        raise errors.host_key_changed(ssh, file, shown)
+    if ssh.host_key_checking == "strict":
+        raise errors.host_key_unknown(ssh, file, shown)
+    try:
+        trust = add_key(file, ssh.host, ssh.port, key_type, key)
+    except OSError as error:
+        raise errors.failed(
+            ssh, f"its new host key cannot be kept ({error}); make that file writable, or name another as `known_hosts_file`"
+        ) from None
+    if trust is not Trust.KNOWN:  # Another process has just learned another key.
+        raise errors.host_key_changed(ssh, file, shown)

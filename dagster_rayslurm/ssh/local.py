@@ -1,4 +1,4 @@
-"""This machine as the place where the runtime works: no SSH, the same protocol."""
+"""This machine as a `Connection`, and the directory that all processes of a user share on it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -18,12 +19,13 @@ from ..runtime.protocol.record import temporary_name, write_atomically
 from .base import Completed, Progress, Stat
 
 _CHUNK = 1024 * 1024
-_LONGEST = 1e6
+_LONGEST_TIMEOUT = 1e6
+_LONGEST_DIR = 40
 
 
 @dataclass(frozen=True)
 class LocalForward:
-    """A port that needs no forwarding: it is reached from here anyway."""
+    """A port of this machine, which needs no forwarding."""
 
     host: str
     port: int
@@ -36,8 +38,28 @@ class LocalForward:
     def __exit__(self, *exc_info: object) -> None: ...
 
 
+def private_dir() -> str:
+    """A directory for sockets and locks that only this user's processes can access. Made at first use.
+
+    Its path is short, because that of a control socket may not exceed 107 bytes (unix(7)).
+
+    Raises:
+        OSError: the directory cannot be made, or others can access it.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    short = 0 < len(runtime) <= _LONGEST_DIR and os.path.isdir(runtime)
+    path = f"{runtime}/rayslurm" if short else f"/tmp/rayslurm-{os.getuid()}"
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise OSError(f"{path} is not a directory of user {os.getuid()} alone; remove it or mend its owner and mode")
+    return path
+
+
 class LocalConnection:
-    """Files and commands of this machine."""
+    """Files and commands of this machine, without SSH."""
 
     @property
     def place(self) -> str:
@@ -46,17 +68,17 @@ class LocalConnection:
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
         if not command or any("\0" in word for word in command):
             raise ValueError("a command needs a word at least, and no NUL character")
-        # Files, not pipes: nobody waits for what the command leaves running in the background.
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-            given.write(stdin)
-            given.seek(0)
+        # Files, not pipes: a pipe stays open as long as a background process of the command holds it.
+        with tempfile.TemporaryFile() as stdin_file, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            stdin_file.write(stdin)
+            stdin_file.seek(0)
             try:
-                process = subprocess.Popen(list(command), stdin=given, stdout=stdout, stderr=stderr, start_new_session=True)
-            except OSError as error:  # As a shell would say it: 127 for what is not there, 126 for what cannot be run.
+                process = subprocess.Popen(list(command), stdin=stdin_file, stdout=stdout, stderr=stderr, start_new_session=True)
+            except OSError as error:  # The exit codes of a shell.
                 code = 127 if isinstance(error, FileNotFoundError) else 126
                 return Completed(code, b"", f"{command[0]}: {error.strerror}".encode())
             try:
-                code = process.wait(None if timeout is None else min(timeout, _LONGEST))
+                code = process.wait(None if timeout is None else min(timeout, _LONGEST_TIMEOUT))
             except subprocess.TimeoutExpired:
                 raise TimeoutError(f"{self.place}: {shlex.join(command)[:200]} took over {timeout:g} s and was ended") from None
             finally:
@@ -76,10 +98,10 @@ class LocalConnection:
 
     def stat(self, path: str) -> Stat | None:
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except FileNotFoundError:
             return None
-        return Stat(found.st_uid, int(found.st_mtime))
+        return Stat(status.st_uid, int(status.st_mtime))
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
         try:
@@ -94,11 +116,11 @@ class LocalConnection:
 
     def make_dir(self, path: str) -> None:
         if path and not os.path.isdir(path):
-            self.make_dir(os.path.dirname(path))  # os.makedirs gives its mode to the last one only.
+            self.make_dir(os.path.dirname(path))  # os.makedirs applies its mode to the last directory only.
             try:
                 os.mkdir(path, 0o700)
             except FileExistsError:
-                if not os.path.isdir(path):  # Else another run was faster.
+                if not os.path.isdir(path):  # Another process may have made it.
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
 
     def upload(self, local_path: str, path: str, progress: Progress | None = None, mode: int = 0o600) -> None:
@@ -115,9 +137,9 @@ class LocalConnection:
         with contextlib.suppress(FileNotFoundError):
             if not os.path.isdir(path) or os.path.islink(path):
                 return os.unlink(path)
-            shutil.rmtree(path, ignore_errors=True)  # As much as goes, whatever of it another one removes as well.
+            shutil.rmtree(path, ignore_errors=True)  # Another process may remove parts of it as well.
             if os.path.lexists(path):
-                shutil.rmtree(path)  # Says why.
+                shutil.rmtree(path)  # Raises the reason.
 
     def forward(self, host: str, port: int) -> LocalForward:
         return LocalForward(host, port)
@@ -142,5 +164,5 @@ def _copy(source_path: str, path: str, progress: Progress | None, mode: int | No
 
 
 def _created(path: str) -> BinaryIO:
-    """A new file that nobody else can read while it grows."""
+    """A new file that other users cannot read."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")

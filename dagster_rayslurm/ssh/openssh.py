@@ -1,4 +1,4 @@
-"""SSH by the `ssh` program: a master connection that all processes share, everything else multiplexed over it."""
+"""SSH by the `ssh` program: all channels are multiplexed over a master connection that processes share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from typing import Any
 
 from . import errors
 from .base import ConnectionGone
+from .channels import Refused
 from .config import SSHConnectionResource
 from .connection import SSHConnection
-from .login_files import check_files, check_keys
-from .openssh_master import ensure_master, existing_master
-from .openssh_options import control_path, multiplexed
-from .transport import Refused
+from .login import check_files, check_keys
+from .openssh_master import control_path, ensure_master, existing_master, multiplexed
 
-_MASTERS = 8
-# What ssh(1), OpenSSH 8.4 to 10.0, says as a multiplexing client, each on a line of its own.
+_MAX_MASTERS = 8
+# Messages of ssh(1), OpenSSH 8.4 to 10.0, as a multiplexing client, each on a line of its own.
 _REFUSED = re.compile(rb"^mux_client_request_session: session request failed|^Session open refused by peer", re.MULTILINE)
 _NO_MASTER = re.compile(
     rb"^Control socket connect\(|^ControlSocket .* already exists|^Connection closed by UNKNOWN|^mux_client_\w+: ", re.MULTILINE
@@ -30,95 +29,81 @@ _NO_MASTER = re.compile(
 
 
 class OpenSSHConnection(SSHConnection):
-    """An edge node reached by the `ssh` program, with the user's own configuration where ours says nothing.
+    """An edge node reached by the `ssh` program. The user's ssh_config applies where the resource leaves a field open."""
 
-    Args:
-        ssh: the server and how to log in.
-    """
-
-    def _login(self) -> OpenSSHLink:
+    def _login(self) -> OpenSSHTransport:
         if shutil.which("ssh") is None:
             raise errors.no_client(self.ssh)
         if self.ssh.require_existing_master:
-            return OpenSSHLink(self.ssh, existing_master(self.ssh))
+            return OpenSSHTransport(self.ssh, existing_master(self.ssh))
         check_files(self.ssh)
         check_keys(self.ssh)
-        for number in range(_MASTERS):
+        for number in range(_MAX_MASTERS):
             path = control_path(self.ssh, number)
             ensure_master(self.ssh, path)
-            link = OpenSSHLink(self.ssh, path)
-            if link.has_room():
-                return link
+            transport = OpenSSHTransport(self.ssh, path)
+            if transport.has_room():
+                return transport
         raise errors.no_sessions(self.ssh)
 
 
 class PipeStream:
-    """The standard streams of an `ssh` process as one channel.
+    """The standard streams of an `ssh` process as one channel."""
 
-    Args:
-        link: the master that it runs over.
-        words: what to add to the command line.
-    """
-
-    def __init__(self, link: OpenSSHLink, *words: str) -> None:
-        self._link = link
+    def __init__(self, transport: OpenSSHTransport, *arguments: str) -> None:
+        self._transport = transport
         self._socket, other = socket.socketpair()
-        self._said = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()
         with other:
             self._process = subprocess.Popen(
-                multiplexed(link.path, *words),
+                multiplexed(transport.path, *arguments),
                 stdin=other.fileno(),
                 stdout=other.fileno(),
-                stderr=self._said,
+                stderr=self._stderr,
                 start_new_session=True,
             )
 
     def get_name(self) -> str:
-        """What paramiko's log calls it."""
-        return self._link.path
+        """Name in paramiko's log."""
+        return self._transport.path
 
     def send(self, data: bytes) -> int:
-        """Hand over some of the bytes; how many."""
+        """Send a part of the bytes; returns how many."""
         return self._socket.send(data)
 
     def recv(self, size: int) -> bytes:
-        """Bytes, or b"" at the end.
+        """Received bytes, or b"" at the end.
 
         Raises:
-            Refused, ConnectionFailed: it never began.
+            Refused, ConnectionFailed: the channel was not opened.
         """
         data = b""
-        with contextlib.suppress(ConnectionResetError):  # It ended without reading all that it was sent.
+        with contextlib.suppress(ConnectionResetError):  # The process ended before it read all input.
             data = self._socket.recv(size)
         if not data:
             self._process.wait()
-            self._said.seek(0)
-            problem = self._link.never_began(self._said.read())
-            if problem:
-                raise problem
+            self._stderr.seek(0)
+            failure = self._transport.start_failure(self._stderr.read())
+            if failure:
+                raise failure
         return data
 
     def close(self) -> None:
-        """End the `ssh` process; its channel is closed."""
+        """End the `ssh` process and its channel."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         _end(self._process)
-        self._said.close()
+        self._stderr.close()
 
 
 class OpenSSHProcess:
-    """A remote command with its streams.
+    """A remote command in the login shell."""
 
-    Args:
-        link: the master that it runs over.
-        command: for the login shell.
-    """
-
-    def __init__(self, link: OpenSSHLink, command: str) -> None:
-        self._link = link
+    def __init__(self, transport: OpenSSHTransport, command: str) -> None:
+        self._transport = transport
         self._process = subprocess.Popen(
-            multiplexed(link.path, "-T", "--", "host", command),
+            multiplexed(transport.path, "-T", "--", "host", command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -141,23 +126,23 @@ class OpenSSHProcess:
     def read(self, timeout: float) -> tuple[bytes, bytes]:
         if not self._open:
             raise EOFError
-        got = [b"", b""]
+        streams = [b"", b""]
         for fd, _ in self._poll.poll(max(0, timeout) * 1000):
             data = os.read(fd, 65536)
             if not data:
                 self._poll.unregister(fd)
                 del self._open[fd]
-            got[self._open.get(fd, 0)] += data
-        return got[0], got[1]
+            streams[self._open.get(fd, 0)] += data
+        return streams[0], streams[1]
 
     def why(self, stdout: bytes, stderr: bytes) -> Exception:
         code = self._process.wait()
-        problem = self._link.never_began(stderr) if code == 255 else None
-        if problem:
-            return problem
-        if code == 255 or not self._link.alive():
-            return errors.lost(self._link.ssh, stderr.decode("utf-8", "replace")[-200:].strip())
-        return errors.no_shell(self._link.ssh, (stdout + stderr).decode("utf-8", "replace")[-300:].strip())
+        failure = self._transport.start_failure(stderr) if code == 255 else None
+        if failure:
+            return failure
+        if code == 255 or not self._transport.alive():
+            return errors.lost(self._transport.ssh, stderr.decode("utf-8", "replace")[-200:].strip())
+        return errors.no_shell(self._transport.ssh, (stdout + stderr).decode("utf-8", "replace")[-300:].strip())
 
     def close(self) -> None:
         _end(self._process)
@@ -168,18 +153,18 @@ class OpenSSHProcess:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """End a multiplexing client; the master closes its channel."""
+    """End a multiplexing client. The master then closes its channel."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     process.wait()
 
 
-class OpenSSHLink:
+class OpenSSHTransport:
     """A master connection.
 
     Args:
         ssh: the server.
-        path: the master's control socket.
+        path: the control socket of the master.
     """
 
     def __init__(self, ssh: SSHConnectionResource, path: str) -> None:
@@ -187,28 +172,27 @@ class OpenSSHLink:
         self.path = path
 
     def alive(self) -> bool:
-        """Whether it still works, as far as is known: a master that ends removes its socket."""
+        """Whether the control socket exists: a master removes it when it ends."""
         return os.path.exists(self.path)
 
     def has_room(self) -> bool:
-        """Whether the server opens a session for us beside those of other processes."""
+        """Whether the server allows one more session on this master."""
         probe = multiplexed(self.path, "-T", "--", "host", "exit 0")
         try:
             done = subprocess.run(probe, capture_output=True, stdin=subprocess.DEVNULL, timeout=self.ssh.connect_timeout)
         except subprocess.TimeoutExpired:
-            return True  # A start-up file that takes its time.
+            return True  # A start-up file of the shell may be slow.
         return not _REFUSED.search(done.stderr)
 
-    def never_began(self, said: bytes) -> Exception | None:
-        """What a multiplexing client's words mean, if they mean that nothing was started."""
-        if _REFUSED.search(said):
+    def start_failure(self, stderr: bytes) -> Exception | None:
+        """The failure that a multiplexing client reports, or None if it may have started something."""
+        if _REFUSED.search(stderr):
             return Refused()
-        if _NO_MASTER.search(said):
+        if _NO_MASTER.search(stderr):
             return errors.gone(self.ssh)
         return None
 
     def subsystem(self, name: str) -> PipeStream:
-        """A channel to a subsystem such as "sftp"."""
         return PipeStream(self, "-s", "--", "host", name)
 
     def execute(self, command: str) -> OpenSSHProcess:
@@ -216,18 +200,18 @@ class OpenSSHLink:
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        with tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryFile() as stderr:
             process = subprocess.Popen(
                 multiplexed(self.path, "-W", target, "--", "host"),
                 stdin=client.fileno(),
                 stdout=client.fileno(),
-                stderr=said,
+                stderr=stderr,
                 start_new_session=True,
             )
             if process.wait() == 255:
-                said.seek(0)
-                if isinstance(problem := self.never_began(said.read()), ConnectionGone):
-                    raise problem
+                stderr.seek(0)
+                if isinstance(failure := self.start_failure(stderr.read()), ConnectionGone):
+                    raise failure
 
     def close(self) -> None:
-        """Nothing: other processes use the master, and it goes by itself when nobody does."""
+        """Do nothing: other processes may use the master, and an unused one ends by itself."""

@@ -1,7 +1,7 @@
-"""Answers the prompts of ssh(1) in place of a person: run as its SSH_ASKPASS program, by itself, with the prompt.
+"""The SSH_ASKPASS program of ssh(1): prints the answer to one prompt. A standalone program; imports nothing of the package.
 
-Reads `answers.json` in the directory that it is told, and notes there which prompt it had no answer for. Each secret is
-given once: a prompt that comes again means that it was wrong, and more tries only lock accounts.
+It reads `answers.json` in a directory, and appends a prompt without an answer to `unanswered` there. It gives each secret once,
+because a second prompt means that the secret was wrong, and further tries lock accounts.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _ONE_TIME = re.compile(r"one.?time|\botp\b|token|passcode|verification|\bcode\b"
 
 
 def asks_password(prompt: str) -> bool:
-    """Whether a server's prompt is for the password that stays the same, and not for a second factor."""
+    """Whether a prompt asks for the password of the account, and not for a second factor."""
     return "password" in prompt.lower() and not _ONE_TIME.search(prompt)
 
 
 def choose(answers: Sequence[dict[str, str]], prompt: str) -> int | None:
-    """Which answer a prompt asks for. Pure.
+    """Index of the answer to a prompt, or None.
 
     Args:
-        answers: each with the `kind` of secret ("passphrase" or "password"), what it is `for` (the key's path, or
+        answers: each with the `kind` of secret ("passphrase" or "password"), its owner in `for` (path of the key, or
             "user@host"), the `secret`, and whether its server is `alone`, without jump hosts.
-        prompt: what ssh asks, such as "dev@edge's password: " or "Enter passphrase for key '/k': ".
+        prompt: prompt of ssh, such as "dev@edge's password: " or "Enter passphrase for key '/k': ".
     """
     if "passphrase for" in prompt.lower():
         return next(
@@ -37,18 +37,17 @@ def choose(answers: Sequence[dict[str, str]], prompt: str) -> int | None:
     if not asks_password(prompt):
         return None
     for index, answer in enumerate(answers):
-        who = answer["for"]
-        if answer["kind"] == "password" and prompt.startswith((f"{who}'s password", f"({who}) ")):
+        login = answer["for"]
+        if answer["kind"] == "password" and prompt.startswith((f"{login}'s password", f"({login}) ")):
             return index
-    # Before OpenSSH 8.5 a server's own prompt came without a name; with one server there is no doubt whose it is.
-    names_nobody = "@" not in prompt
-    return next(
-        (i for i, answer in enumerate(answers) if names_nobody and answer["kind"] == "password" and answer.get("alone")), None
-    )
+    if "@" in prompt:
+        return None
+    # Before OpenSSH 8.5 a server's own prompt had no name, which is unambiguous with one server.
+    return next((i for i, answer in enumerate(answers) if answer["kind"] == "password" and answer.get("alone")), None)
 
 
 def main(directory: str, prompt: str) -> int:
-    """Print the answer; 1 if there is none."""
+    """Print the answer. Returns 1 if there is none."""
     path = os.path.join(directory, ANSWERS)
     with open(path) as file:
         answers = json.load(file)
@@ -60,7 +59,7 @@ def main(directory: str, prompt: str) -> int:
     secret = answers.pop(index)["secret"]
     with open(path, "w") as file:
         json.dump(answers, file)
-    print(secret)  # noqa: T201 - that is how ssh reads it.
+    print(secret)  # noqa: T201 - ssh reads it from here.
     return 0
 
 

@@ -1,10 +1,15 @@
-"""Master connections of the `ssh` program: opened once for all processes, or by a person; and why one cannot be had."""
+"""Master connections of the `ssh` program: options, opening, and the reasons of failures.
+
+All processes of a user share a master. What the configuration leaves open is left to the user's own ssh_config: an alias, a
+ProxyJump, GSSAPI, a smart card. Options are those of ssh(1), OpenSSH 9.2.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import getpass
+import hashlib
 import json
 import os
 import re
@@ -18,21 +23,147 @@ from collections.abc import Iterator
 from ..runtime.process.scratch import Scratch, sweep
 from . import errors, openssh_askpass
 from .config import SSHConnectionResource
-from .login_files import key_path, known_hosts_path
-from .login_slots import login_slot
-from .openssh_options import control_path, jump_options, login_options, master_command, multiplexed
+from .known_hosts import known_hosts_path
+from .local import private_dir
+from .login import certificate_path, key_path, login_slot
 
 _PERSIST = 60
 """Seconds that a master stays after its last session, so that the next process finds it."""
-_CHECK = 10.0
-_CONFIGURATION = 30.0
-"""Seconds in which ssh reads its configuration; a `Match exec` in there runs commands of the user's."""
-_FIRST_SLICE = 5.0
-"""Seconds after which a TCP connection is tried anew: the kernel waits ever longer between its own tries."""
+_CHECK_TIMEOUT = 10.0
+_CONFIG_TIMEOUT = 30.0
+"""Seconds for ssh to read its configuration; a `Match exec` in there runs commands of the user."""
+_CONNECT_SLICE = 5.0
+"""Seconds until a TCP connection is started anew, because the kernel doubles the time between its own tries."""
+
+
+# -- options -------------------------------------------------------------------------------------------------------------
+
+
+def login_options(ssh: SSHConnectionResource, pinned_keys: str | None = None) -> list[str]:
+    """Options of a login to one server, without those of its jump host.
+
+    Args:
+        ssh: the server.
+        pinned_keys: a known hosts file with `host_key` alone.
+    """
+    options = {
+        "ConnectTimeout": str(ssh.connect_timeout),
+        "ServerAliveInterval": str(ssh.keepalive),
+        # One missed answer is enough: a new login costs less than a connection that hangs.
+        "ServerAliveCountMax": "1",
+        "StrictHostKeyChecking": {"accept-new": "accept-new", "strict": "yes", "off": "no"}[ssh.host_key_checking],
+        "HashKnownHosts": "no",
+        "UpdateHostKeys": "no",
+        "NumberOfPasswordPrompts": "1",
+        "ForwardAgent": "no",
+        "ForwardX11": "no",
+        "PermitLocalCommand": "no",
+        "ClearAllForwardings": "yes",
+        "RequestTTY": "no",
+        "RemoteCommand": "none",
+        "VerifyHostKeyDNS": "no",
+        "NoHostAuthenticationForLocalhost": "no",
+        "LogLevel": "INFO",
+    }
+    if ssh.port != 22:
+        options["Port"] = str(ssh.port)
+    if ssh.user:
+        options["User"] = ssh.user
+    key, certificate = key_path(ssh), certificate_path(ssh)
+    if key:
+        options["IdentityFile"] = _file(key)
+        options["IdentitiesOnly"] = "yes"  # Otherwise an agent with many keys uses up the server's MaxAuthTries.
+    if certificate:
+        options["CertificateFile"] = _file(certificate)
+    if pinned_keys:
+        options |= {"UserKnownHostsFile": _file(pinned_keys), "GlobalKnownHostsFile": "/dev/null", "StrictHostKeyChecking": "yes"}
+        options |= {"IgnoreUnknown": "KnownHostsCommand", "KnownHostsCommand": "none"}  # OpenSSH 8.5.
+    elif ssh.host_key_checking == "off":
+        options |= {"UserKnownHostsFile": "/dev/null", "GlobalKnownHostsFile": "/dev/null"}
+    elif ssh.known_hosts_file:
+        options["UserKnownHostsFile"] = _file(known_hosts_path(ssh))
+    if ssh.key_passphrase is None and ssh.password is None:
+        options["BatchMode"] = "yes"
+    return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+
+
+def jump_options(ssh: SSHConnectionResource, pinned_keys: dict[int, str], log: str = "/dev/null") -> list[str]:
+    """Options of the way through jump hosts: a ProxyCommand with `ssh -W`, which may have a ProxyCommand itself.
+
+    Args:
+        ssh: the server behind the jump hosts.
+        pinned_keys: files of pinned host keys by the position of the hop.
+        log: file for the messages of the jump hosts' ssh, which ssh hides when it has ControlPersist.
+    """
+    jump = ssh.jump_host
+    if jump is None:
+        return []
+    words = [
+        "ssh",
+        *login_options(jump, pinned_keys.get(len(jump.hops()) - 1)),
+        *jump_options(jump, pinned_keys, log),
+        *("-o", "ControlMaster=no", "-o", "ControlPath=none"),
+    ]
+    command = f"{_plain(shlex.join(words))} -W '[%h]:%p' -- {_plain(shlex.quote(jump.host))} 2>> {_plain(shlex.quote(log))}"
+    return ["-o", f"ProxyCommand={command}"]
+
+
+def control_path(ssh: SSHConnectionResource, number: int = 0) -> str:
+    """The control socket of a master. Processes with the same configuration share it.
+
+    Args:
+        ssh: the server.
+        number: number of the master; a further one is opened when the server allows no more sessions on the first.
+    """
+    # Timeouts are left out, so that a change of one does not lose a login that a person made.
+    fields = ("host", "port", "user", "key_path", "certificate_path", "host_key", "host_key_checking", "known_hosts_file")
+    identity = repr([[getattr(hop, field) for field in fields] for hop in ssh.hops()])
+    return os.path.join(private_dir(), f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}-{number}")
+
+
+def multiplexed(path: str, *words: str) -> list[str]:
+    """A command line of `ssh` that uses the master at `path` and cannot connect by itself."""
+    guard = ["-o", "ControlMaster=no", "-o", "ProxyCommand=false", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR"]
+    return ["ssh", "-F", "none", "-S", path, *guard, *words]
+
+
+def master_command(ssh: SSHConnectionResource) -> str:
+    """The command with which a person opens a master for `require_existing_master`."""
+    alive = ["-o", f"ServerAliveInterval={ssh.keepalive}", "-o", "ServerAliveCountMax=1"]
+    return shlex.join(["ssh", "-M", "-S", control_path(ssh), "-fN", *alive, *_typed_options(ssh), "--", ssh.host])
+
+
+def _typed_options(ssh: SSHConnectionResource) -> list[str]:
+    """The options that a person would type."""
+    words = ["-p", str(ssh.port)] if ssh.port != 22 else []
+    if ssh.user:
+        words += ["-l", ssh.user]
+    key, certificate, jump = key_path(ssh), certificate_path(ssh), ssh.jump_host
+    words += ["-o", f"IdentityFile={_file(key)}"] if key else []
+    words += ["-o", f"CertificateFile={_file(certificate)}"] if certificate else []
+    if ssh.known_hosts_file:
+        words += ["-o", f"UserKnownHostsFile={_file(known_hosts_path(ssh))}"]
+    if jump:
+        through = _plain(shlex.join(["ssh", *_typed_options(jump)]))
+        words += ["-o", f"ProxyCommand={through} -W '[%h]:%p' -- {_plain(shlex.quote(jump.host))}"]
+    return words
+
+
+def _plain(text: str) -> str:
+    """Text for a ProxyCommand with its percent signs doubled, so that ssh expands none of them."""
+    return text.replace("%", "%%")
+
+
+def _file(path: str) -> str:
+    """A file name as the value of an option: quoted because ssh splits at spaces, with percent signs doubled."""
+    return '"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
+
+
+# -- masters -------------------------------------------------------------------------------------------------------------
 
 
 def existing_master(ssh: SSHConnectionResource) -> str:
-    """The control socket of the master that a person opened: where our command puts it, or their own configuration.
+    """The control socket of a master that a person opened: at our path, or at that of their own configuration.
 
     Raises:
         ConnectionFailed: there is none.
@@ -40,14 +171,14 @@ def existing_master(ssh: SSHConnectionResource) -> str:
     login = [*(["-l", ssh.user] if ssh.user else []), *(["-p", str(ssh.port)] if ssh.port != 22 else [])]
     words = ["ssh", "-G", *login, "--", ssh.host]
     try:
-        asked = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_CONFIGURATION)
+        configuration = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_CONFIG_TIMEOUT)
     except subprocess.TimeoutExpired:
-        raise errors.other(
+        raise errors.failed(
             ssh,
-            f"`{shlex.join(words)}` took over {_CONFIGURATION:.0f} s; see what its configuration runs (`Match exec`)",
+            f"`{shlex.join(words)}` took over {_CONFIG_TIMEOUT:.0f} s; see what its configuration runs (`Match exec`)",
             temporary=True,
         ) from None
-    own = re.search(r"^controlpath (?!none$)(.+)$", asked.stdout, re.MULTILINE)
+    own = re.search(r"^controlpath (?!none$)(.+)$", configuration.stdout, re.MULTILINE)
     for path in [control_path(ssh), *([own[1]] if own else [])]:
         if _master_runs(path):
             return path
@@ -59,16 +190,19 @@ def _master_runs(path: str) -> bool:
     if not os.path.exists(path):
         return False
     try:
-        return subprocess.run(multiplexed(path, "-O", "check", "--", "host"), capture_output=True, timeout=_CHECK).returncode == 0
+        return (
+            subprocess.run(multiplexed(path, "-O", "check", "--", "host"), capture_output=True, timeout=_CHECK_TIMEOUT).returncode
+            == 0
+        )
     except subprocess.TimeoutExpired:
         return False
 
 
 def ensure_master(ssh: SSHConnectionResource, path: str) -> None:
-    """Open a master at a control socket unless one is there; one process does it, others wait.
+    """Open a master at a control socket unless it runs already. Other processes wait meanwhile.
 
     Raises:
-        ConnectionFailed: the login does not work out.
+        ConnectionFailed: the login failed.
     """
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -78,22 +212,22 @@ def ensure_master(ssh: SSHConnectionResource, path: str) -> None:
                     os.unlink(path)
                 _open_master(ssh, path)
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # A child that was forked meanwhile holds the file open as well.
+            fcntl.flock(lock, fcntl.LOCK_UN)  # A forked child holds the file open as well.
 
 
 def _open_master(ssh: SSHConnectionResource, path: str) -> None:
-    deadline, timeout = time.monotonic() + ssh.connect_timeout * len(ssh.hops()), _FIRST_SLICE
+    deadline, tcp_timeout = time.monotonic() + ssh.connect_timeout * len(ssh.hops()), _CONNECT_SLICE
     while True:
         remaining = deadline - time.monotonic()
         try:
-            with login_slot(f"{ssh.host}:{ssh.port}", ssh.connect_timeout), _scratch(ssh) as scratch:
-                return _try_to_open(ssh, path, scratch, remaining, int(max(1, min(timeout, remaining))))
+            with login_slot(f"{ssh.host}:{ssh.port}", ssh.connect_timeout), _scratch_dir(ssh) as scratch:
+                return _try_to_open(ssh, path, scratch, remaining, int(max(1, min(tcp_timeout, remaining))))
         except TimeoutError as error:
-            raise errors.other(ssh, str(error), temporary=True) from None
+            raise errors.failed(ssh, str(error), temporary=True) from None
         except _NoAnswer as error:
             if time.monotonic() >= deadline - 1:
                 raise errors.no_answer(error.ssh) from None
-            timeout *= 2  # The server may also be slow to greet.
+            tcp_timeout *= 2  # The server may also be slow to answer.
 
 
 class _NoAnswer(Exception):
@@ -102,9 +236,9 @@ class _NoAnswer(Exception):
 
 
 @contextlib.contextmanager
-def _scratch(ssh: SSHConnectionResource) -> Iterator[str]:
-    """A directory for one login: the askpass program with its answers, pinned host keys, what ssh says."""
-    sweep()  # A login that was killed may have left secrets.
+def _scratch_dir(ssh: SSHConnectionResource) -> Iterator[str]:
+    """A directory for one login: the askpass program with its answers, pinned host keys, and the output of ssh."""
+    sweep()  # A killed login may have left secrets.
     directory = Scratch()
     scratch = directory.path
     try:
@@ -134,24 +268,24 @@ def _write(path: str, text: str, mode: int = 0o600) -> None:
 
 def _try_to_open(ssh: SSHConnectionResource, path: str, scratch: str, remaining: float, tcp_timeout: int) -> None:
     pinned = {number: os.path.join(scratch, f"pinned-{number}") for number, hop in enumerate(ssh.hops()) if hop.host_key}
-    said_path = os.path.join(scratch, "said")
-    words = [
+    log_path = os.path.join(scratch, "log")
+    command = [
         *("ssh", "-o", f"ConnectTimeout={tcp_timeout}", "-M", "-S", path, "-o", f"ControlPersist={_PERSIST}", "-fN"),
         *login_options(ssh, pinned.get(len(ssh.hops()) - 1)),
-        *jump_options(ssh, pinned, said_path),
+        *jump_options(ssh, pinned, log_path),
         *("--", ssh.host),
     ]
     environ = {
         **os.environ,
         "LC_ALL": "C",
-        "SHELL": "/bin/sh",  # Runs the ProxyCommand; a service user's is often nologin.
+        "SHELL": "/bin/sh",  # Runs the ProxyCommand; that of a service user is often nologin.
         "SSH_ASKPASS": os.path.join(scratch, "askpass"),
-        "SSH_ASKPASS_REQUIRE": "force",  # OpenSSH 8.4; older ones want a display and no terminal.
+        "SSH_ASKPASS_REQUIRE": "force",  # Since OpenSSH 8.4; older versions need a display and no terminal.
         "DISPLAY": os.environ.get("DISPLAY", ":0"),
     }
-    with open(said_path, "ab") as said:
+    with open(log_path, "ab") as log:
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environ, start_new_session=True, close_fds=True
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True, close_fds=True
         )
         try:
             code = process.wait(max(1.0, remaining))
@@ -160,7 +294,7 @@ def _try_to_open(ssh: SSHConnectionResource, path: str, scratch: str, remaining:
             process.wait()
             raise errors.no_answer(ssh) from None
     if code:
-        with open(said_path, errors="replace") as file:
+        with open(log_path, errors="replace") as file:
             text = file.read()
         with contextlib.suppress(FileNotFoundError), open(os.path.join(scratch, openssh_askpass.UNANSWERED)) as file:
             prompt = file.readline().strip()
@@ -169,52 +303,52 @@ def _try_to_open(ssh: SSHConnectionResource, path: str, scratch: str, remaining:
         raise explain(ssh, text)
 
 
-def explain(ssh: SSHConnectionResource, said: str) -> Exception:
-    """What ssh(1) means by what it says when a login fails. Pure.
+def explain(ssh: SSHConnectionResource, output: str) -> Exception:
+    """The failure that the output of ssh(1) stands for.
 
     Args:
-        ssh: the server that was to be reached.
-        said: its words, in the C locale.
+        ssh: the server.
+        output: the output of ssh in the C locale.
     """
     hops = ssh.hops()
-    # The hop that is spoken of: the innermost ssh complains first, and names its host.
-    at = next((hop for hop in hops if re.search(rf"(?<![\w.-]){re.escape(hop.host)}(?![\w-]).*?\b{hop.port}\b", said)), None)
-    at = at or next((hop for hop in hops if hop.host in said), ssh)
+    # The hop that failed: the ssh of the first hop prints its message first, with the name of its host.
+    at = next((hop for hop in hops if re.search(rf"(?<![\w.-]){re.escape(hop.host)}(?![\w-]).*?\b{hop.port}\b", output)), None)
+    at = at or next((hop for hop in hops if hop.host in output), ssh)
     file = known_hosts_path(at)
-    if re.search(r"REVOKED HOST KEY|is marked as revoked", said, re.IGNORECASE):
+    if re.search(r"REVOKED HOST KEY|is marked as revoked", output, re.IGNORECASE):
         return errors.host_key_revoked(at, file)
-    if "HOST IDENTIFICATION HAS CHANGED" in said or "No matching host key" in said:
+    if "HOST IDENTIFICATION HAS CHANGED" in output or "No matching host key" in output:
         return errors.host_key_not_pinned(at, "") if at.host_key else errors.host_key_changed(at, file, "")
-    if "Host key verification failed" in said:
+    if "Host key verification failed" in output:
         return errors.host_key_not_pinned(at, "") if at.host_key else errors.host_key_unknown(at, file, "")
-    if "Could not resolve hostname" in said:
+    if "Could not resolve hostname" in output:
         return errors.unknown_host(at)
-    if refused := re.search(r"open failed: (?:connect failed|administratively prohibited): (.*)", said):
+    if refused := re.search(r"open failed: (?:connect failed|administratively prohibited): (.*)", output):
         return errors.jump_refused(ssh, ssh.jump_host or ssh, refused[1].strip())
-    if "Connection refused" in said:
+    if "Connection refused" in output:
         return errors.nothing_listens(at)
-    if re.search(r"Connection timed out|Operation timed out|Connection to \S+ port \d+ timed out", said):
+    if re.search(r"Connection timed out|Operation timed out|Connection to \S+ port \d+ timed out", output):
         return _NoAnswer(at)
-    if routed := re.search(r"No route to host|Network is unreachable|Host is down", said):
+    if routed := re.search(r"No route to host|Network is unreachable|Host is down", output):
         return errors.unreachable(at, routed[0])
-    if locked := re.search(r'Load key "?(.+?)"?: incorrect passphrase', said):
-        return errors.bad_file(at, f"`key_passphrase` does not open the key {locked[1]}, or it is missing; check it")
-    if invalid := re.search(r'Load key "?(.+?)"?: (.+)', said):
-        return errors.bad_file(at, f"{invalid[1]} is not a private key that can be read ({invalid[2].strip()}); check `key_path`")
-    if denied := re.search(r"Permission denied \(([^)]*)\)", said):
+    if locked := re.search(r'Load key "?(.+?)"?: incorrect passphrase', output):
+        return errors.failed(at, f"`key_passphrase` does not open the key {locked[1]}, or it is missing; check it")
+    if invalid := re.search(r'Load key "?(.+?)"?: (.+)', output):
+        return errors.failed(at, f"{invalid[1]} is not a private key that can be read ({invalid[2].strip()}); check `key_path`")
+    if denied := re.search(r"Permission denied \(([^)]*)\)", output):
         return errors.login_refused(at, _credentials(at), denied[1].replace(",", ", "))
-    if "Too many authentication failures" in said:
+    if "Too many authentication failures" in output:
         return errors.login_refused(at, "more keys than it allows", "")
     if re.search(
-        r"kex_exchange_identification: (read: )?Connection (closed|reset)|banner exchange.*(closed|reset)", said, re.IGNORECASE
+        r"kex_exchange_identification: (read: )?Connection (closed|reset)|banner exchange.*(closed|reset)", output, re.IGNORECASE
     ):
         return errors.busy(at)
     if re.search(
-        r"kex_exchange_identification: (banner line|client sent)|Bad remote protocol|invalid format", said, re.IGNORECASE
+        r"kex_exchange_identification: (banner line|client sent)|Bad remote protocol|invalid format", output, re.IGNORECASE
     ):
         return errors.not_ssh(at)
-    words = " / ".join(line.strip() for line in said.splitlines() if line.strip())[-300:]
-    return errors.other(ssh, f"ssh failed: {words or 'it said nothing'}", temporary=True)
+    words = " / ".join(line.strip() for line in output.splitlines() if line.strip())[-300:]
+    return errors.failed(ssh, f"ssh failed: {words or 'it said nothing'}", temporary=True)
 
 
 def _credentials(ssh: SSHConnectionResource) -> str:

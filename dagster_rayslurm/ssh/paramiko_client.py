@@ -1,89 +1,88 @@
-"""SSH by paramiko: one authenticated transport per process and host, jump hosts included."""
+"""SSH by paramiko: one authenticated transport per process and server, jump hosts included."""
 
 from __future__ import annotations
 
 import contextlib
 import getpass
+import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import paramiko
 
 from . import errors
 from .base import ConnectionFailed
+from .channels import Refused
 from .config import SSHConnectionResource
 from .connection import SSHConnection
-from .forward import pump
-from .login_files import check_files
-from .login_slots import login_slot
-from .paramiko_auth import authenticate, check_host_key, keys_known, prefer_types
-from .transport import Refused
+from .known_hosts import KnownKey, check_host_key, expected_keys
+from .login import agent_keys, check_files, key_path, load_key, login_slot
+from .openssh_askpass import asks_password
+from .openssh_master import master_command
 
 _LOG = "dagster_rayslurm.paramiko"
 _CONNECT_SLICE = 4.0
-"""Seconds after which a TCP connection is tried anew: the kernel waits ever longer between its own tries."""
+"""Seconds until a TCP connection is started anew, because the kernel doubles the time between its own tries."""
 _OPEN_TIMEOUT = 60.0
 _SETTLE = 0.3
+_BUFFER = 65536
 _ADMINISTRATIVELY_PROHIBITED, _CONNECT_FAILED = 1, 2  # RFC 4254, section 5.1
+
+_DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+_MAX_AGENT_KEYS = 4
+"""Keys of the agent to try: sshd disconnects after six failures (`MaxAuthTries`, sshd_config(5) of OpenSSH 9.2)."""
+_SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 
 
 class ParamikoConnection(SSHConnection):
-    """An edge node reached by paramiko.
+    """An edge node reached by paramiko."""
 
-    Args:
-        ssh: the server and how to log in.
-    """
-
-    def _login(self) -> ParamikoLink:
+    def _login(self) -> ParamikoTransport:
+        """Log in through the jump hosts, with `connect_timeout` for each server."""
         check_files(self.ssh)
-        return login(self.ssh)
+        jump: ParamikoTransport | None = None
+        for hop in self.ssh.hops():
+            try:
+                with login_slot(f"{hop.host}:{hop.port}", hop.connect_timeout):
+                    jump = _login_to(hop, jump)
+            except TimeoutError as error:
+                raise errors.failed(hop, str(error), temporary=True) from None
+            finally:
+                if jump is not None and jump.ssh is not hop:
+                    jump.close()  # This login failed.
+        assert jump is not None
+        return jump
 
 
-def login(ssh: SSHConnectionResource) -> ParamikoLink:
-    """Log in to a server, through its jump hosts.
-
-    Raises:
-        ConnectionFailed: it does not work out within `connect_timeout` for each server.
-    """
-    via: ParamikoLink | None = None
-    for hop in ssh.hops():
-        try:
-            with login_slot(f"{hop.host}:{hop.port}", hop.connect_timeout):
-                via = _login_to(hop, via)
-        except TimeoutError as error:
-            raise errors.other(hop, str(error), temporary=True) from None
-        finally:
-            if via is not None and via.ssh is not hop:
-                via.close()  # The way there is of no use without the end.
-    assert via is not None
-    return via
-
-
-def _login_to(ssh: SSHConnectionResource, via: ParamikoLink | None) -> ParamikoLink:
+def _login_to(ssh: SSHConnectionResource, jump: ParamikoTransport | None) -> ParamikoTransport:
     deadline = time.monotonic() + ssh.connect_timeout
-    stream = via.open_tcp(ssh, deadline) if via else _connect(ssh, deadline)
-    transport = _quiet_transport(stream)
+    stream = jump.open_tcp(ssh, deadline) if jump else _connect(ssh, deadline)
+    transport = paramiko.Transport(stream, packetizer_class=_Packetizer)
+    transport.set_log_channel(_LOG)
+    transport.logger.setLevel(100)  # paramiko logs tracebacks of failures that `errors` reports in a sentence.
+    transport.daemon = True
     try:
         remaining = max(0.1, deadline - time.monotonic())
         transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = remaining
-        known = keys_known(ssh)
-        prefer_types(transport, known)
+        expected = expected_keys(ssh)
+        _prefer_key_types(transport, expected)
         transport.start_client(timeout=remaining)
         if not transport.initial_kex_done:
             raise errors.no_answer(ssh)
-        check_host_key(transport, ssh, known)
+        shown = transport.get_remote_server_key()
+        check_host_key(ssh, expected, shown.get_name(), shown.get_base64())
         transport.auth_timeout = max(0.1, deadline - time.monotonic())
-        authenticate(transport, ssh, ssh.user or getpass.getuser())
+        _authenticate(transport, ssh, ssh.user or getpass.getuser())
     except BaseException as error:
         transport.close()
         if isinstance(error, (paramiko.SSHException, EOFError, OSError)) and not isinstance(error, ConnectionFailed):
             raise _explain(ssh, error, deadline) from None
         raise
-    return ParamikoLink(ssh, transport, via)
+    return ParamikoTransport(ssh, transport, jump)
 
 
 def _connect(ssh: SSHConnectionResource, deadline: float) -> socket.socket:
@@ -93,9 +92,7 @@ def _connect(ssh: SSHConnectionResource, deadline: float) -> socket.socket:
             stream = socket.create_connection((ssh.host, ssh.port), timeout=max(0.1, min(_CONNECT_SLICE, remaining)))
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return stream
-        except socket.gaierror:
-            raise errors.unknown_host(ssh) from None
-        except UnicodeError:
+        except (socket.gaierror, UnicodeError):
             raise errors.unknown_host(ssh) from None
         except ConnectionRefusedError:
             raise errors.nothing_listens(ssh) from None
@@ -106,45 +103,136 @@ def _connect(ssh: SSHConnectionResource, deadline: float) -> socket.socket:
             raise errors.unreachable(ssh, error.strerror or str(error)) from None
 
 
-def _quiet_transport(stream: Any) -> Any:
-    transport = paramiko.Transport(stream, packetizer_class=_Packetizer)
-    transport.set_log_channel(_LOG)  # It logs tracebacks of what is said in a sentence here.
-    transport.logger.setLevel(100)
-    transport.daemon = True
-    return transport
-
-
 def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> ConnectionFailed:
-    """What an exception during the login means. Pure but for the clock."""
+    """The failure that an exception during the login stands for."""
     if time.monotonic() >= deadline - 0.05 or isinstance(error, TimeoutError):
         return errors.no_answer(ssh)
     text = str(error) or type(error).__name__
     if "Invalid SSH banner" in text or "not a SSH server" in text or "Indecipherable protocol version" in text:
         return errors.not_ssh(ssh)
     if isinstance(error, paramiko.IncompatiblePeer):
-        return errors.other(
-            ssh, f"no cipher or key exchange in common ({text}); the server is too old or too new", temporary=False
-        )
+        return errors.failed(ssh, f"no cipher or key exchange in common ({text}); the server is too old or too new")
     if "SSH protocol banner" in text or isinstance(error, (EOFError, ConnectionResetError)):
         return errors.busy(ssh)
-    return errors.other(ssh, f"the login broke off ({text})", temporary=True)
+    return errors.failed(ssh, f"the login broke off ({text})", temporary=True)
+
+
+def _prefer_key_types(transport: Any, expected: list[KnownKey]) -> None:
+    """Request a host key of a known type first; a host with several keys would otherwise seem to have changed its key."""
+    known = [name for key in expected if not key.revoked for name in _SIGNATURES.get(key.key_type, (key.key_type,))]
+    options = transport.get_security_options()
+    options.key_types = tuple(sorted(options.key_types, key=lambda name: name not in known))
+
+
+# -- authentication ------------------------------------------------------------------------------------------------------
+
+
+def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None:
+    """Log in by keys, then by password, as OpenSSH does; with several factors if the server requires them.
+
+    Raises:
+        ConnectionFailed: the server refuses the login.
+    """
+    tried: list[str] = []
+    offered: list[str] = []
+    for name, key in _keys(ssh):
+        tried.append(name)
+        try:
+            offered = transport.auth_publickey(user, key)
+        except paramiko.BadAuthenticationType as error:
+            offered = error.allowed_types
+            break
+        except paramiko.AuthenticationException:
+            _check_active(transport, ssh)
+            continue
+        if not offered:
+            return
+        break  # The key was the first factor; `offered` names the next ones.
+    prompts = _Prompts(ssh.password)
+    if ssh.password is not None or "keyboard-interactive" in offered:
+        if ssh.password is not None:
+            tried.append("the password")
+        for method in ("keyboard-interactive", "password"):
+            try:
+                if method == "keyboard-interactive":
+                    offered = transport.auth_interactive(user, prompts)
+                elif ssh.password is not None:
+                    offered = transport.auth_password(user, ssh.password, fallback=False)
+                else:
+                    continue
+            except paramiko.BadAuthenticationType as error:
+                offered = error.allowed_types
+            except paramiko.AuthenticationException:
+                break
+            else:
+                if not offered:
+                    return
+    _check_active(transport, ssh)
+    if prompts.unanswered and not asks_password(prompts.unanswered):
+        raise errors.prompt_unanswered(ssh, prompts.unanswered, master_command(ssh))
+    raise errors.login_refused(ssh, " and ".join(tried), ", ".join(offered or _offered_methods(transport, user)))
+
+
+class _Prompts:
+    """Answers keyboard-interactive prompts: the password once. The first other prompt is kept as `unanswered`."""
+
+    def __init__(self, password: str | None) -> None:
+        self._password = password
+        self.unanswered: str | None = None
+
+    def __call__(self, title: str, instructions: str, fields: list[tuple[str, bool]]) -> list[str]:  # noqa: ARG002
+        return [self._answer(prompt) for prompt, _ in fields]
+
+    def _answer(self, prompt: str) -> str:
+        if self._password is not None and asks_password(prompt):
+            password, self._password = self._password, None  # A second prompt means a wrong password; retries lock accounts.
+            return password
+        self.unanswered = self.unanswered or prompt.strip()
+        return ""
+
+
+def _check_active(transport: Any, ssh: SSHConnectionResource) -> None:
+    if not transport.is_active():
+        raise errors.login_refused(ssh, "all that was tried so far (it hung up)", "")
+
+
+def _offered_methods(transport: Any, user: str) -> list[str]:
+    try:
+        transport.auth_none(user)
+    except paramiko.BadAuthenticationType as error:
+        return list(error.allowed_types)
+    except (paramiko.SSHException, EOFError, OSError):
+        pass
+    return []
+
+
+def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
+    """The keys to try, each with its name in messages."""
+    path = key_path(ssh)
+    if path:
+        yield f"the key {path}", load_key(ssh, path)
+        return
+    for key in agent_keys()[:_MAX_AGENT_KEYS]:
+        yield f"the agent's key {key.comment or key.fingerprint}", key
+    for default in map(os.path.expanduser, _DEFAULT_KEYS):
+        if os.path.exists(default):
+            with contextlib.suppress(ConnectionFailed):  # The user did not configure this key.
+                yield f"the key {default}", load_key(ssh, default)
+
+
+# -- the authenticated transport -----------------------------------------------------------------------------------------
 
 
 class ParamikoProcess:
-    """A remote command with its streams.
+    """A remote command on a session channel."""
 
-    Args:
-        link: the login that it runs on.
-        channel: a session channel on which the command was started.
-    """
-
-    def __init__(self, link: ParamikoLink, channel: Any) -> None:
-        self._link = link
+    def __init__(self, transport: ParamikoTransport, channel: Any) -> None:
+        self._transport = transport
         self._channel = channel
         # A thread for each stream: the descriptor that a channel offers to poll() misses data when both streams have
         # news at the same time (OrPipe in paramiko 5.1 sets and clears without a lock).
-        self._news: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
-        self._open = 2
+        self._received: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self._open_streams = 2
         for number, receive in enumerate((channel.recv, channel.recv_stderr)):
             threading.Thread(target=self._receive, args=(number, receive), daemon=True).start()
 
@@ -152,74 +240,80 @@ class ParamikoProcess:
         data = b"-"
         while data:
             try:
-                data = receive(65536)
+                data = receive(_BUFFER)
             except (OSError, EOFError):
                 data = b""
-            self._news.put((number, data))
+            self._received.put((number, data))
 
     def write(self, data: bytes) -> None:
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
             self._channel.sendall(data)
 
     def read(self, timeout: float) -> tuple[bytes, bytes]:
-        if not self._open:
+        if not self._open_streams:
             raise EOFError
-        got = [b"", b""]
+        streams = [b"", b""]
         with contextlib.suppress(queue.Empty):
-            number, got[number] = self._news.get(timeout=max(0.0, timeout))
-            self._open -= not got[number]
-        return got[0], got[1]
+            number, streams[number] = self._received.get(timeout=max(0.0, timeout))
+            self._open_streams -= not streams[number]
+        return streams[0], streams[1]
 
     def why(self, stdout: bytes, stderr: bytes) -> Exception:
-        if self._link.settled_alive():
-            return errors.no_shell(self._link.ssh, (stdout + stderr).decode("utf-8", "replace")[-300:].strip())
-        return errors.lost(self._link.ssh)
+        if self._transport.settled_alive():
+            return errors.no_shell(self._transport.ssh, (stdout + stderr).decode("utf-8", "replace")[-300:].strip())
+        return errors.lost(self._transport.ssh)
 
     def close(self) -> None:
         with contextlib.suppress(OSError, EOFError):
             self._channel.close()
 
 
-class ParamikoLink:
-    """An authenticated transport.
+class ParamikoTransport:
+    """One login.
 
     Args:
         ssh: the server.
-        transport: logged in there.
-        via: the link to the jump host that it runs through; it is closed along.
+        transport: the authenticated transport.
+        jump: the login to the jump host, which is closed with this one.
     """
 
-    def __init__(self, ssh: SSHConnectionResource, transport: Any, via: ParamikoLink | None) -> None:
+    def __init__(self, ssh: SSHConnectionResource, transport: Any, jump: ParamikoTransport | None) -> None:
         self.ssh = ssh
         self._transport = transport
-        self._via = via
+        self._jump = jump
         self._closed = threading.Event()
         if ssh.keepalive:
-            threading.Thread(target=self._watch, name="rayslurm-keepalive", daemon=True).start()
+            for target in (self._send_keepalives, self._close_when_silent):
+                threading.Thread(target=target, name="rayslurm-keepalive", daemon=True).start()
 
     def alive(self) -> bool:
         return bool(self._transport.is_active())
 
     def settled_alive(self) -> bool:
-        """Like `alive`, after a moment: paramiko ends channels just before it says that the transport has ended."""
+        """Like `alive`, after a moment: paramiko ends the channels just before it marks the transport as ended."""
         self._transport.join(_SETTLE)
         return self.alive()
 
     def subsystem(self, name: str) -> Any:
-        return self._started(lambda channel: channel.invoke_subsystem(name), errors.no_sftp)
+        return self._start(lambda channel: channel.invoke_subsystem(name), errors.no_sftp)
 
     def execute(self, command: str) -> ParamikoProcess:
-        return ParamikoProcess(self, self._started(lambda channel: channel.exec_command(command), errors.no_shell))
+        return ParamikoProcess(self, self._start(lambda channel: channel.exec_command(command), errors.no_shell))
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
         try:
             channel = self._open("direct-tcpip", (host, port), ("127.0.0.1", 0))
         except paramiko.ChannelException as error:
-            raise errors.other(self.ssh, f"{host}:{port} cannot be reached from there ({error.text})", temporary=True) from None
-        pump(client, channel)
+            raise errors.failed(self.ssh, f"{host}:{port} cannot be reached from there ({error.text})", temporary=True) from None
+        with contextlib.closing(channel):
+            upward = (client.recv, channel.sendall, channel.shutdown_write)
+            thread = threading.Thread(target=_copy, args=upward, daemon=True)
+            thread.start()
+            _copy(channel.recv, client.sendall, lambda: client.shutdown(socket.SHUT_WR))
+            thread.join()
 
     def open_tcp(self, target: SSHConnectionResource, deadline: float) -> Any:
-        """A channel to the next hop's SSH server."""
+        """A channel to the SSH server of the next hop."""
         remaining = max(0.1, deadline - time.monotonic())
         try:
             return self._open("direct-tcpip", (target.host, target.port), ("127.0.0.1", 0), remaining)
@@ -229,30 +323,26 @@ class ParamikoLink:
             raise errors.jump_refused(target, self.ssh, f"no answer within {target.connect_timeout} s") from None
 
     def close(self) -> None:
-        """Log out."""
         self._closed.set()
         self._transport.close()
-        if self._via is not None:
-            self._via.close()
+        if self._jump is not None:
+            self._jump.close()
 
-    def _started(self, start: Callable[[Any], None], refused: Callable[[SSHConnectionResource, str], ConnectionFailed]) -> Any:
-        """A session on which something was started; what `refused` says of it if the server does not do so."""
-        channel = self._open_session()
+    def _start(self, start: Callable[[Any], None], failure: Callable[[SSHConnectionResource, str], ConnectionFailed]) -> Any:
+        """A session channel on which `start` was called; raises `failure` if the server does not start it."""
         try:
-            start(channel)
-        except (paramiko.SSHException, EOFError, OSError) as error:
-            channel.close()
-            raise refused(self.ssh, str(error)) if self.alive() else errors.gone(self.ssh) from None
-        return channel
-
-    def _open_session(self) -> Any:
-        try:
-            return self._open("session")
+            channel = self._open("session")
         except paramiko.ChannelException as error:
             # OpenSSH 9.2 answers a session beyond MaxSessions with CONNECT_FAILED "open failed".
             if error.code in (_ADMINISTRATIVELY_PROHIBITED, _CONNECT_FAILED):
                 raise Refused from None
-            raise errors.other(self.ssh, f"the server opens no session ({error.text})", temporary=True) from None
+            raise errors.failed(self.ssh, f"the server opens no session ({error.text})", temporary=True) from None
+        try:
+            start(channel)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            channel.close()
+            raise failure(self.ssh, str(error)) if self.alive() else errors.gone(self.ssh) from None
+        return channel
 
     def _open(self, kind: str, target: Any = None, source: Any = None, timeout: float = _OPEN_TIMEOUT) -> Any:
         try:
@@ -261,36 +351,40 @@ class ParamikoLink:
             raise
         except (paramiko.SSHException, EOFError, OSError) as error:
             if self.alive() and "Unable to open channel" in str(error):
-                # The server refused, but another thread, refused as well, has taken the exception that says so.
+                # The server refused, but another thread, refused as well, has taken the exception that tells so.
                 raise paramiko.ChannelException(_CONNECT_FAILED, "refused") from None
             raise errors.gone(self.ssh, "" if isinstance(error, EOFError) else str(error)) from None
 
-    def _watch(self) -> None:
-        """Close the transport when the server stops answering, so that nobody waits for TCP to give up."""
-        every = self.ssh.keepalive
-        while not self._closed.wait(every) and self.alive():
-            answered = threading.Event()
-            threading.Thread(target=self._close_if_silent, args=(answered, every), daemon=True).start()
-            with contextlib.suppress(Exception):  # A transport that ends meanwhile is what this is about.
+    # paramiko's own `set_keepalive` requests no answer, and TCP notices no silent peer behind a jump host or a proxy.
+    def _send_keepalives(self) -> None:
+        with contextlib.suppress(Exception):  # The transport has ended.
+            while not self._closed.wait(self.ssh.keepalive) and self.alive():
                 self._transport.global_request("keepalive@openssh.com")
-            answered.set()
 
-    def _close_if_silent(self, answered: threading.Event, every: float) -> None:
-        """Close the transport unless something is heard; the answer itself may queue behind much else."""
-        asked = time.monotonic()
-        while not answered.wait(every):
-            if self._transport.packetizer.heard < asked:
+    def _close_when_silent(self) -> None:
+        """Close the transport after two intervals without a message, so that no thread waits until TCP times out."""
+        interval = self.ssh.keepalive
+        while not self._closed.wait(interval / 4) and self.alive():
+            if time.monotonic() - self._transport.packetizer.last_message > 2 * interval:
                 self._transport.close()
-                return
-            asked = self._transport.packetizer.heard + 1e-6
 
 
 class _Packetizer(paramiko.packet.Packetizer):  # type: ignore[misc]
-    """Notes when the server was heard last."""
+    """Records the time of the last message from the server."""
 
-    heard = 0.0
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self.last_message = time.monotonic()
 
     def read_message(self) -> Any:
         message = super().read_message()
-        self.heard = time.monotonic()
+        self.last_message = time.monotonic()
         return message
+
+
+def _copy(receive: Callable[[int], bytes], send: Callable[[bytes], Any], end: Callable[[], Any]) -> None:
+    with contextlib.suppress(OSError, EOFError):
+        while data := receive(_BUFFER):
+            send(data)
+    with contextlib.suppress(OSError, EOFError):
+        end()

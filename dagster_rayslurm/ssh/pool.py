@@ -1,4 +1,4 @@
-"""The connections of this process: one for each configuration, however many steps and threads ask for it."""
+"""The connections of this process: one for each configuration, shared by all steps and threads."""
 
 from __future__ import annotations
 
@@ -15,21 +15,15 @@ from .local import LocalConnection
 if TYPE_CHECKING:
     from .connection import SSHConnection
 
-_here = LocalConnection()
+_local = LocalConnection()
 _lock = threading.Lock()
 _connections: dict[str, Connection] = {}
 
 
 def connection_to(ssh: SSHConnectionResource | None) -> Connection:
-    """The connection to an edge node, shared within this process; to this machine if there is no SSH.
-
-    Nothing is sent before its first use.
-
-    Args:
-        ssh: the edge node, or None when Dagster runs where `sbatch` is.
-    """
+    """The shared connection to an edge node, or to this machine if `ssh` is None. It logs in at first use."""
     if ssh is None:
-        return _here
+        return _local
     key = ssh.model_dump_json()
     with _lock:
         if key not in _connections:
@@ -38,27 +32,20 @@ def connection_to(ssh: SSHConnectionResource | None) -> Connection:
 
 
 def connect_early(ssh: SSHConnectionResource | None) -> None:
-    """Begin to log in, in the background: a step that is being prepared will need it in a moment, and who it is there.
-
-    What goes wrong is said to whoever uses the connection.
-    """
+    """Log in, in a thread of its own, before a step needs the connection. A failure is reported at the first use."""
 
     def log_in() -> None:
         with contextlib.suppress(OSError, ValueError):
             connection = connection_to(ssh)
             connection.user_id()
-            connection.stat("/")  # Opens what files go over.
+            connection.stat("/")  # Opens the session for files.
 
     threading.Thread(target=log_in, name="rayslurm-connect", daemon=True).start()
 
 
 def new_connection(ssh: SSHConnectionResource) -> SSHConnection:
-    """A connection of the caller's own, who closes it.
-
-    Args:
-        ssh: the edge node.
-    """
-    # Imported here: paramiko takes a third of a second that local runs need not pay.
+    """A connection that is not shared. The caller closes it."""
+    # Imported here, because importing paramiko takes a third of a second, which local runs save.
     if ssh.client == "openssh":
         from .openssh import OpenSSHConnection
 
@@ -69,7 +56,7 @@ def new_connection(ssh: SSHConnectionResource) -> SSHConnection:
 
 
 def close_connections() -> None:
-    """Log out everywhere."""
+    """Log out from all servers."""
     with _lock:
         connections = list(_connections.values())
         _connections.clear()
@@ -80,11 +67,11 @@ def close_connections() -> None:
 atexit.register(close_connections)
 
 
-def _start_anew() -> None:
-    """In a forked child: it must not speak on its parent's connections, nor wait for a thread that it does not have."""
+def _forget_all() -> None:
+    """In a forked child: drop the parent's connections, which the child must not use, and a lock that may be held."""
     global _lock
     _lock = threading.Lock()
     _connections.clear()
 
 
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_forget_all)

@@ -211,10 +211,12 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
                     replies.clear()  # A short part: go on behind it, without a gap.
                     asked = done
 
-    def copy_in(
-        self, source: BinaryIO, size: int, path: bytes, start: int, progress: Progress | None, mode: int
-    ) -> Iterator[int]:
-        """Write a file's content from `start` on; yields how much is safely there as it grows, fsynced at the end."""
+    def copy_in(self, source: BinaryIO, path: bytes, start: int, progress: Progress | None, mode: int) -> Iterator[int]:
+        """Write a file from `start` on, or from its beginning if the server has lost that part, and fsync it.
+
+        Yields the number of bytes that the server has confirmed.
+        """
+        size = source.seek(0, os.SEEK_END)
         new = protocol.SFTP_FLAG_CREATE | protocol.SFTP_FLAG_TRUNC
         if start:
             try:  # Another edge node that goes by the same name may not have what was sent.

@@ -18,7 +18,7 @@ from typing import IO
 
 from ..archive import build_runtime, runtime_name
 from ..ssh.base import Connection, ConnectionLost, Progress
-from ..ssh.private_dir import private_dir
+from ..ssh.local import private_dir
 from .bundle import Bundle
 
 _SMALL = 1024 * 1024

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.ssh import private_dir as private_dir_module
-from dagster_rayslurm.ssh.backoff import Backoff
+from dagster_rayslurm.backoff import Backoff
+from dagster_rayslurm.ssh import local as local_module
 from dagster_rayslurm.ssh.framed_command import BYE, Frame, Output, frame
 from dagster_rayslurm.ssh.known_hosts import KnownKey, Trust, add_key, judge, known_keys
-from dagster_rayslurm.ssh.login_slots import SLOTS, login_slot
+from dagster_rayslurm.ssh.local import private_dir
+from dagster_rayslurm.ssh.login import SLOTS, login_slot
 from dagster_rayslurm.ssh.openssh_askpass import choose
-from dagster_rayslurm.ssh.openssh_options import control_path, jump_options, login_options, master_command
-from dagster_rayslurm.ssh.private_dir import private_dir
+from dagster_rayslurm.ssh.openssh_master import control_path, jump_options, login_options, master_command
 
 # -- known hosts ---------------------------------------------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ def test_a_directory_that_somebody_else_made_is_not_used(tmp_path: Path, monkeyp
     real = os.lstat(path)
     for wrong in ({"st_mode": real.st_mode | 0o022}, {"st_uid": real.st_uid + 1}, {"st_mode": 0o120777}):
         values = {"st_mode": real.st_mode, "st_uid": real.st_uid, **wrong}
-        monkeypatch.setattr(private_dir_module.os, "lstat", lambda _, values=values: type("Stat", (), values))
+        monkeypatch.setattr(local_module.os, "lstat", lambda _, values=values: type("Stat", (), values))
         with pytest.raises(OSError, match="is not a directory of user"):
             private_dir()
 
