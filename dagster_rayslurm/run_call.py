@@ -35,7 +35,7 @@ from .config import SessionConfig, check_environment, resolve_variables
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, resolve_environment
 from .environments.resolve import path_on_cluster
 from .errors import FailureKind, RunFailure, one_sentence
-from .execution import Policy, execute, start_errors
+from .execution import RunSettings, execute, start_errors
 from .launchers import Launcher, RayLauncher
 from .overrides import launcher_origins, merge_launcher, merge_queue, queue_origins, session_queue
 from .plan import Plan, make_plan
@@ -192,7 +192,7 @@ def run(resource: ComputeResource, context: Context, asked: RunArguments, extras
         asked = _resolved(asked)
         _check_extras(extras)
         start, _ = _prepared(resource, asked, secrets.token_hex(6))
-    policy = Policy(
+    settings = RunSettings(
         resource.mode,
         resource.require_messages,
         resource.keep_run_dirs,
@@ -205,7 +205,7 @@ def run(resource: ComputeResource, context: Context, asked: RunArguments, extras
     op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
     for line in _origins(resource, asked):
         op_context.log.info(f"[rayslurm] {line}")
-    return start(op_context, policy=policy, extras=extras)
+    return start(op_context, settings=settings, extras=extras)
 
 
 def example(resource: ComputeResource, asked: RunArguments) -> str:

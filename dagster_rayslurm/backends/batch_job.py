@@ -126,7 +126,7 @@ class BatchJob:
     def release(self, evidence: Evidence) -> None:
         """See to it that a job which was to be ended is over; one that ended by itself needs nobody."""
         reason = (evidence.end or {}).get("reason")
-        if evidence.cut_off and not self._job.cancelled:
+        if evidence.connection_lost and not self._job.cancelled:
             return  # Nobody can be told, and the job may go on.
         if self._job.cancelled or (not evidence.started and not self._job.view.over):
             if self._step.should_end():

@@ -20,7 +20,7 @@ from ..ssh.base import Connection
 WATCH_LOG = ".watch.log"
 """How the name of a file ends in which a session that could not be ended with its run is complained of."""
 
-FOLLOWED = ".followed"
+BOOKMARK = ".followed"
 """How the name of a file ends that says how far a payload elsewhere was followed."""
 
 
@@ -115,7 +115,7 @@ def sweep_old(layout: Layout, retention_days: float) -> list[Path]:
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name.endswith((WATCH_LOG, FOLLOWED)):
+            elif entry.name.endswith((WATCH_LOG, BOOKMARK)):
                 entry.unlink()
             else:
                 continue

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import FailureKind, RunFailure
 from ..follow import Evidence
-from ..follow.follower import OUT_OF_SIGHT
+from ..follow.follower import VISIBILITY_TIMEOUT
 from ..interrupts import deferred_interrupts
 from ..runtime.protocol.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import JobFacts, fetch_job_facts
@@ -340,7 +340,7 @@ class SlurmJob:
         """What is known of the job."""
         request = self._request
         metadata: dict[str, Any] = {"Slurm job ID": self.job_id, "Slurm job name": request.job_name}
-        context = (evidence.known or {}).get("context") or {}
+        context = (evidence.end_or_partial or {}).get("context") or {}
         allocation = context.get("allocation") or {}
         used = [each["partition"] for each in allocation.get("components") or [allocation] if each.get("partition")]
         partitions = used or [part.partition for part in request.components if part.partition]
@@ -382,7 +382,7 @@ def settling(view: JobStatus, started: bool, recorded: bool) -> float:
         recorded: whether somebody reads a record of it.
     """
     if _exited(view) and (started or recorded):
-        return OUT_OF_SIGHT
+        return VISIBILITY_TIMEOUT
     return _SETTLE if started or view.exit_code is not None else 0.0
 
 

@@ -1,7 +1,7 @@
-"""A run from its start to its verdict, the same for every mode: start, follow, judge, bring back, tidy up."""
+"""One run from start to verdict, the same for every mode: start, follow, judge, fetch outputs, clean up."""
 
-from .cleanup import Policy
+from .cleanup import RunSettings
 from .follow_run import FollowedPayload, follow_until_end
 from .run import execute, start_errors
 
-__all__ = ["FollowedPayload", "Policy", "execute", "follow_until_end", "start_errors"]
+__all__ = ["FollowedPayload", "RunSettings", "execute", "follow_until_end", "start_errors"]

@@ -1,9 +1,4 @@
-"""Fetch outputs, remove run directories, sweep old ones.
-
-What the user decided about every run of a resource.
-
-What a run leaves: outputs that are brought back, and what goes at once, or when it has grown old.
-"""
+"""Fetch outputs, remove run directories, and sweep old ones."""
 
 from __future__ import annotations
 
@@ -12,8 +7,9 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..backends.base import Place
+from ..backends.base import Backend
 from ..backends.run_dir import Layout, sweep_old
 from ..runtime.protocol.record import Record
 from ..runtime.protocol.spec import is_passable
@@ -21,11 +17,11 @@ from ..ssh.base import Connection, ConnectionFailed
 
 
 @dataclass(frozen=True)
-class Policy:
-    """What the user decided about every run of a resource; see the fields of `ComputeResource`.
+class RunSettings:
+    """Fields of `ComputeResource` that concern every run.
 
     Attributes:
-        home: where things are on this machine, wherever payloads run.
+        home: the base directory on this machine, wherever payloads run.
     """
 
     mode: str
@@ -36,28 +32,28 @@ class Policy:
     runtime_start_timeout: float
     home: Layout
 
-    def keeps(self, failed: bool) -> bool:
-        """Whether a run directory stays."""
+    def keeps_run_dir(self, failed: bool) -> bool:
         return self.keep_run_dirs == "all" or (self.keep_run_dirs == "failed" and failed)
 
 
 _RETRY = 5.0
-"""Seconds between two tries to bring outputs back over a connection that is lost."""
+"""Seconds between two attempts to download over a lost connection."""
 _SHOWN = 5
-"""Files that a warning names."""
+"""Files named in a warning."""
 _SWEEP_INTERVAL = 3600.0
+"""Seconds between two sweeps of one base directory by one process."""
 _last_sweep: dict[tuple[str, Path], float] = {}
 
 
-def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Path, patience: float) -> None:
+def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Path, timeout: float) -> None:
     """Copy the outputs of a payload from its working directory to this machine.
 
     Args:
-        end: the payload's `end`, which names them; its `outputs_failed` becomes one sentence for each that cannot be copied.
-        connection: how to reach them.
+        end: the payload's `end`, which names them; a sentence for each that cannot be copied is added to its `outputs_failed`.
+        connection: reaches the run directory.
         run_dir: the payload's run directory.
-        outputs: where they go.
-        patience: seconds for which the connection may be lost.
+        outputs: the target directory.
+        timeout: seconds for which the connection may be lost.
 
     Raises:
         OSError: the connection is lost, or the record names a file elsewhere.
@@ -65,23 +61,19 @@ def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Pa
     failed = end["outputs_failed"] = list(end.get("outputs_failed") or ())
     for name in [entry["name"] for entry in end["outputs"]]:
         if os.path.isabs(name) or ".." in name.split("/") or not is_passable(name):
-            # The record is as good as the account over there; this machine is not that account's to write to.
+            # The cluster account may be compromised, and must not write elsewhere on this machine.
             raise OSError(f"the record names {name!r}, which leaves the directory of outputs")
         try:
-            _bring_back(connection, os.path.join(run_dir, "work", name), str(outputs / name), patience)
+            _download(connection, os.path.join(run_dir, "work", name), str(outputs / name), timeout)
         except ConnectionFailed:
             raise
         except OSError as error:
             failed.append(f"{name}: {error.strerror or error}")
 
 
-def _bring_back(connection: Connection, source: str, target: str, patience: float) -> None:
-    """Copy a file to this machine, again and again while the connection is lost.
-
-    Raises:
-        OSError: it cannot be had, or not within `patience` seconds.
-    """
-    deadline = time.monotonic() + patience
+def _download(connection: Connection, source: str, target: str, timeout: float) -> None:
+    """Download a file; retry while the connection is lost, for up to `timeout` seconds."""
+    deadline = time.monotonic() + timeout
     while True:
         try:
             return connection.download(source, target)
@@ -91,13 +83,8 @@ def _bring_back(connection: Connection, source: str, target: str, patience: floa
             time.sleep(_RETRY)
 
 
-def what_is_missing(end: Record, succeeded: bool) -> list[str]:
-    """Warnings about output and files that the run directory has, or lost, and the user does not get.
-
-    Args:
-        end: the payload's `end`.
-        succeeded: whether the payload did; one that failed need not have made any files.
-    """
+def missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
+    """Warnings about output and files that the user does not get; a failed payload need not have made its files."""
     warnings = []
     if dropped := end.get("stdio_dropped"):
         warnings.append(f"{dropped} characters of output were not recorded: max_stdio_mb was reached, or the disk was full")
@@ -109,15 +96,15 @@ def what_is_missing(end: Record, succeeded: bool) -> list[str]:
 
 
 def discard(connection: Connection, path: str) -> None:
-    """Remove something that is of no more use; what stays is swept later, and no run fails because of it."""
+    """Remove a path; if that fails, a later sweep removes it."""
     with suppress(OSError):
         connection.remove(path)
 
 
-def sweep(place: Place, policy: Policy) -> None:
+def sweep(backend: Backend[Any, Any], settings: RunSettings) -> None:
     """Remove what is older than `retention_days`, here and where payloads run, once an hour and process."""
-    now, where = time.monotonic(), (place.connection.place, place.layout.base)
-    if now - _last_sweep.get(where, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
-        _last_sweep[where] = now
-        sweep_old(policy.home, policy.retention_days)
-        place.sweep(policy.retention_days)
+    now, base = time.monotonic(), (backend.connection.place, backend.layout.base)
+    if now - _last_sweep.get(base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
+        _last_sweep[base] = now
+        sweep_old(settings.home, settings.retention_days)
+        backend.sweep(settings.retention_days)

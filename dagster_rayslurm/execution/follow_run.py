@@ -1,4 +1,4 @@
-"""Payloads at work, followed to their ends; and ended, when somebody interrupts or a runtime never starts."""
+"""Follow running payloads to their ends; end them on an interrupt, or when a runtime never starts."""
 
 from __future__ import annotations
 
@@ -19,116 +19,134 @@ from ..outcome.figures import Metadata
 from ..outcome.metadata import failure_metadata, run_metadata
 from ..plan import Plan
 from ..slurm.job_log import relevant_lines
-from .cleanup import Policy
+from .cleanup import RunSettings
 
 _CANCEL_MARGIN = 15.0
-"""Seconds beyond the grace period that a cancelled run is followed: it still takes its record to the end."""
+"""Seconds beyond the grace period in which a cancelled payload finishes its record."""
 
 
 @dataclass(frozen=True)
 class FollowedPayload:
-    """One payload at work.
+    """One running payload and its follower.
 
     Attributes:
-        plan: what runs.
-        run_dir: where its record is.
-        attempt: its runtime.
-        follower: reads its record.
-        component: the component that it is the payload of; None for the only one.
+        component: the component that runs it; None for the only payload of a run.
     """
 
     plan: Plan
     run_dir: str
-    attempt: RunningPayload
+    running: RunningPayload
     follower: Follower
     component: str | None = None
 
     @property
     def evidence(self) -> Evidence:
-        """What is known of it so far; a job that is requeued begins with nothing."""
+        """What is known of the payload so far."""
         return self.follower.evidence
 
     @property
-    def whose(self) -> str:
-        """What a sentence about it begins with."""
+    def label(self) -> str:
+        """The beginning of each log line about the payload."""
         return "" if self.component is None else f"component {self.component!r}: "
 
     def metadata(self, mode: str) -> Metadata:
-        """What users see of it with every result."""
+        """Metadata of results and failures alike."""
         # Names of jobs come before figures.
-        return {**self.attempt.metadata(self.evidence), **run_metadata(self.evidence.known, mode, self.attempt.cluster_id)}
+        figures = run_metadata(self.evidence.end_or_partial, mode, self.running.cluster_id)
+        return {**self.running.metadata(self.evidence), **figures}
 
 
 def follow_until_end(
-    followed: Sequence[FollowedPayload], policy: Policy, context: dg.OpExecutionContext, lost: Callable[[], bool] = lambda: False
+    payloads: Sequence[FollowedPayload],
+    context: dg.OpExecutionContext,
+    settings: RunSettings,
+    superseded: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Follow payloads; when interrupted, end them, take what they still say, and let the interrupt go on.
+    """Follow payloads to their ends; on an interrupt, cancel them, follow them to their ends and let the interrupt go on.
 
     Args:
-        followed: the payloads.
-        policy: what the user decided.
-        context: of the step.
-        lost: whether another attempt is known to have taken the payload over, which is then left alone.
+        payloads: all payloads of the run.
+        context: the step's context.
+        settings: its `runtime_start_timeout` limits the time until the first record, once the job runs.
+        superseded: whether another attempt has taken the payload over, which is then left alone.
 
     Raises:
-        RunFailure: a runtime does not start, or never will.
+        RunFailure: a runtime does not start in time, or can never start.
     """
-    limit = policy.runtime_start_timeout
-    give_up = dict.fromkeys(range(len(followed)), time.monotonic() + limit)
+    start_timeout = settings.runtime_start_timeout
+    start_by = dict.fromkeys(range(len(payloads)), time.monotonic() + start_timeout)
 
-    def ended_or_stuck(place: int, evidence: Evidence) -> str | None:
-        each = followed[place]
-        if each.attempt.waiting or not each.follower.in_reach:  # Nobody knows what is written out of reach.
-            give_up[place] = time.monotonic() + limit
-        if not evidence.started and time.monotonic() > give_up[place]:
-            each.attempt.explain(evidence)
-            log = f": {lines[-1]}" if (lines := relevant_lines(evidence.runtime_log)) else ""
-            sentence = f"{each.whose}the runtime did not start within runtime_start_timeout={limit:g} s{log}"
-            metadata = {**failure_metadata(evidence, None), **each.attempt.metadata(evidence)}
-            raise RunFailure(FailureKind.RUNTIME, sentence, metadata)
-        return each.attempt.poll(evidence)
+    def poll(index: int, evidence: Evidence) -> str | None:
+        payload = payloads[index]
+        # The timeout counts while the runtime could start, and while its record could be read.
+        if payload.running.waiting or not payload.follower.reachable:
+            start_by[index] = time.monotonic() + start_timeout
+        if not evidence.started and time.monotonic() > start_by[index]:
+            raise _start_timeout(payload, start_timeout)
+        return payload.running.poll(evidence)
 
     try:
-        follow_all([(each.follower, partial(ended_or_stuck, place)) for place, each in enumerate(followed)])
+        follow_all([(each.follower, partial(poll, index)) for index, each in enumerate(payloads)])
+    except RunFailure:
+        with deferred_interrupts():
+            for each in payloads:
+                each.running.kill()
+                each.follower.flush_output()
+            raise
     except BaseException as error:
         with deferred_interrupts() as interrupted_again:
-            if isinstance(error, RunFailure):
-                for each in followed:
-                    each.attempt.kill()
-                    each.follower.show_rest()
-                raise
-            for each in followed:
-                each.evidence.interrupted = True
-            if isinstance(error, (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)) and _has_terminal():
-                _mark_canceling(context)
-            context.log.warning(f"[rayslurm] ending the payload{'s' * (len(followed) > 1)}: {type(error).__name__}")
-            for each in followed:
-                each.attempt.cancel()
-            if lost():
-                raise
-            interrupt = error
-
-            def ended(attempt: RunningPayload, evidence: Evidence) -> str | None:
-                if interrupted_again():
-                    attempt.cancel(now=True)
-                said = attempt.poll(evidence)
-                if lost():
-                    raise interrupt
-                return said
-
-            grace = max(each.plan.payload.grace_period for each in followed)
-            turns = [(each.follower, partial(ended, each.attempt)) for each in followed]
-            follow_all(turns, time.monotonic() + grace + _CANCEL_MARGIN)
-            for each in followed:
-                if each.evidence.end is None:
-                    each.attempt.kill()
-                verdict = judge(each.evidence, each.plan.uses_pipes, policy.require_messages)
-                context.log.info(f"[rayslurm] {each.whose}{verdict.sentence}")
+            _end_interrupted(payloads, context, settings, error, interrupted_again, superseded)
         raise
 
 
+def _start_timeout(payload: FollowedPayload, limit: float) -> RunFailure:
+    evidence = payload.evidence
+    payload.running.explain(evidence)
+    log = f": {lines[-1]}" if (lines := relevant_lines(evidence.runtime_log)) else ""
+    sentence = f"{payload.label}the runtime did not start within runtime_start_timeout={limit:g} s{log}"
+    metadata = {**failure_metadata(evidence, None), **payload.running.metadata(evidence)}
+    return RunFailure(FailureKind.RUNTIME, sentence, metadata)
+
+
+def _end_interrupted(
+    payloads: Sequence[FollowedPayload],
+    context: dg.OpExecutionContext,
+    settings: RunSettings,
+    interrupt: BaseException,
+    interrupted_again: Callable[[], bool],
+    superseded: Callable[[], bool],
+) -> None:
+    """Cancel payloads and follow them to their ends; a second interrupt cancels them without a grace period."""
+    for each in payloads:
+        each.evidence.interrupted = True
+    if isinstance(interrupt, (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)) and _has_terminal():
+        _mark_canceling(context)
+    context.log.warning(f"[rayslurm] ending the payload{'s' * (len(payloads) > 1)}: {type(interrupt).__name__}")
+    for each in payloads:
+        each.running.cancel()
+    if superseded():
+        raise interrupt
+
+    def poll(running: RunningPayload, evidence: Evidence) -> str | None:
+        if interrupted_again():
+            running.cancel(now=True)
+        exited = running.poll(evidence)
+        if superseded():
+            raise interrupt
+        return exited
+
+    grace_period = max(each.plan.payload.grace_period for each in payloads)
+    followed = [(each.follower, partial(poll, each.running)) for each in payloads]
+    follow_all(followed, time.monotonic() + grace_period + _CANCEL_MARGIN)
+    for each in payloads:
+        if each.evidence.end is None:
+            each.running.kill()
+        verdict = judge(each.evidence, each.plan.uses_pipes, settings.require_messages)
+        context.log.info(f"[rayslurm] {each.label}{verdict.sentence}")
+
+
 def _has_terminal() -> bool:
-    """Whether a person at a terminal can have pressed Ctrl-C; a SIGTERM from a service manager is no such thing."""
+    """Whether a person may have pressed Ctrl-C; a SIGTERM from a service manager comes without a terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY))
         return True
@@ -137,9 +155,9 @@ def _has_terminal() -> bool:
 
 
 def _mark_canceling(context: dg.OpExecutionContext) -> None:
-    """Let a run that Ctrl-C interrupts end as canceled, as the terminate button does.
+    """Make Dagster end a run that Ctrl-C interrupts as canceled, as the terminate button does.
 
-    Dagster 1.13 calls it failed unless somebody marked it beforehand. A run that Dagster will resume is left alone.
+    Dagster 1.13 would call the run failed. A run that Dagster will resume is left alone.
     """
     run = context.instance.get_run_by_id(context.run.run_id)
     if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):

@@ -1,47 +1,127 @@
-"""Which attempt at a step came before this one, in Dagster's own words: its event log outlives any process.
+"""Continue a payload that an earlier attempt at this step started and did not see to its end.
 
-A payload on a cluster outlives the Dagster process that started it. What is noted before it starts leads a retry of the
-step to it, in the same run or in one that retries it from its failure; re-executions of everything begin anew. The event log
-says, too, which messages of the payload it has.
+A payload on a cluster outlives the Dagster process that started it. Dagster's event log outlives that process, too: it
+leads a retry of the step, in the same run or in a run that retries from failure, to the payload's run directory. It also
+has the log messages that were forwarded already. Results and custom messages are read again from the record, which has all.
+
+Output is different: Dagster keeps it in a file of this machine, without marking what belongs to a payload. So a bookmark,
+also a file of this machine, notes after each batch how far the output was shown. After a reattach, at most the last batch
+is shown twice. A machine that is lost takes output and bookmark with it; then all output is shown again.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import dagster as dg
 
+from ..backends.base import Backend, CanReattach, Step
+from ..backends.ownership import FIRST_OWNER, Ownership, owner_file
+from ..backends.run_dir import BOOKMARK, Layout
+from ..follow import ReattachState
+from ..plan import Plan, nonce_of, run_dir_name
+from ..ssh.local import LocalConnection
+
 try:
     from dagster._core.pipes import reattach
-except ImportError:  # A Dagster without it: each attempt begins anew.
+except ImportError:  # A Dagster without reattach: each attempt starts a new payload.
     reattach = None  # type: ignore[assignment]
 
 try:
     from dagster._core.storage.local_compute_log_manager import LocalComputeLogManager
-except ImportError:  # Nor with it: all output is repeated.
+except ImportError:  # All output is shown again.
     LocalComputeLogManager = None  # type: ignore[assignment, misc]
 
 _CLIENT = "dagster-rayslurm"
 _IS_RETRY = ("dagster/is_resume_retry", "dagster/is_asset_resume_retry")
-
 _PAGE = 1000
-"""Entries of the event log that are read at once."""
+"""Entries of the event log in one query."""
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_BOOKMARK_BYTES = 1024
 
 _lock = threading.Lock()
 _calls: collections.Counter[tuple[str, str, int]] = collections.Counter()
-"""Payloads so far of each attempt at a step in this process: what counts for one of them is that of the same number before."""
+"""Payloads started by each attempt at a step in this process; a retry's first payload continues the first, and so on."""
 
 
-class Notes:
-    """What is noted of one payload of an attempt.
+@dataclass(frozen=True)
+class Launch:
+    """What a run starts or continues, and under which run directory.
 
-    Args:
-        context: of the step.
-        step_key: the step.
+    Attributes:
+        step: the step, with the owner of the payload.
+        plan: the plan; with the earlier attempt's nonce after a reattach.
+        name: the name of the run directory.
+        bookmark: notes how far output is shown; None for a payload that cannot outlive this process.
+        state: what was handed to Dagster already.
     """
+
+    step: Step
+    plan: Plan
+    name: str
+    bookmark: Bookmark | None = None
+    state: ReattachState = field(default_factory=ReattachState)
+
+
+def new_launch(context: dg.OpExecutionContext, plan: Plan) -> Launch:
+    """The launch of a payload that cannot be continued by a later attempt."""
+    step_key = context.get_step_execution_context().step.key
+    partition_key = context.partition_key if context.has_partition_key else None
+    step = Step(context.run.run_id, step_key, partition_key, context.log)
+    return Launch(step, plan, run_dir_name(context.run.run_id, step_key, plan.payload.nonce))
+
+
+def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend[Plan, Any], home: Layout) -> Launch:
+    """Take over the payload of an earlier attempt if it is the same request; else prepare a new one.
+
+    Raises:
+        StartError: the request cannot be served.
+        OSError: the cluster cannot be asked.
+    """
+    launch = new_launch(context, plan)
+    if not isinstance(backend, CanReattach):
+        return launch
+    history = AttemptHistory(context, launch.step.step_key)
+    connection, runs = backend.connection, backend.layout.runs
+    step, name = launch.step, launch.name
+    owner = Ownership(connection, str(runs / name), FIRST_OWNER, history.successor)
+    earlier = history.earlier_run_dir()
+    if earlier is not None:
+        same = replace(plan, payload=replace(plan.payload, nonce=nonce_of(earlier)))
+        later = Ownership(connection, str(runs / earlier), owner_file(step.run_id), history.successor)
+        if backend.can_reattach(same, str(runs / earlier), step) and later.take_over():
+            plan, name, owner, step = same, earlier, later, replace(step, reattached=True)
+    bookmark = Bookmark(home.runs / f"{name}{BOOKMARK}")
+    state = ReattachState(note=bookmark.note)
+    if step.reattached:
+        offset = bookmark.read() if history.output_is_local else 0
+        state = replace(state, offset=offset, logged=history.logged_since(name))
+        context.log.warning(
+            "[rayslurm] an attempt before left its payload behind, and nobody heard how it ended: going on with "
+            f"{name}, {_continuation(offset)}"
+        )
+    history.note(name)
+    return Launch(replace(step, owner=owner), plan, name, bookmark, state)
+
+
+def _continuation(offset: int) -> str:
+    if not offset:
+        return "whose output is repeated from its beginning"
+    return f"at byte {offset} of its output; at most the last batch is repeated"
+
+
+class AttemptHistory:
+    """Earlier and later attempts at one payload of a step, as Dagster's event log and run storage know them."""
 
     def __init__(self, context: dg.OpExecutionContext, step_key: str) -> None:
         self._context = context
@@ -52,24 +132,24 @@ class Notes:
             self._client = f"{_CLIENT} {_calls[key]}"
         self._noted_at = time.time()
 
-    def before(self) -> str | None:
-        """The name of the run directory of the attempt before this one; None if this is the first."""
+    def earlier_run_dir(self) -> str | None:
+        """The name of the earlier attempt's run directory; None for the first attempt."""
         context, run = self._context, self._context.run
         first = not context.retry_number and not _is_retry(run)
-        # A worker that takes a run over goes by the same id; Dagster does so only where it monitors runs.
+        # A worker that takes a run over has the same run id; Dagster does that only where it monitors runs.
         if reattach is None or (first and not context.instance.run_monitoring_enabled):
             return None
         handle = reattach.find_latest_launch_handle(context, client_name=self._client)
         return handle.external_run_id if handle is not None else None
 
     def note(self, name: str) -> None:
-        """Take note of the run directory in which the payload is about to start."""
+        """Record the run directory in which the payload is about to start."""
         if reattach is not None:
             handle = reattach.record_external_launch(self._context, client_name=self._client, external_run_id=name)
             self._noted_at = handle.launched_at
 
     def successor(self) -> str | None:
-        """The id of the run whose attempt at this step came after this one; None if there is none, or Dagster cannot say."""
+        """The id of the run with a later attempt at this step; None if there is none, or Dagster cannot say."""
         context = self._context
         try:
             handle = reattach and reattach.find_latest_launch_handle(context, client_name=self._client)
@@ -78,11 +158,11 @@ class Notes:
             later = context.instance.get_runs(dg.RunsFilter(job_name=context.run.job_name), limit=_PAGE)
             own = context.run.run_id
             return next((run.run_id for run in later if run.parent_run_id == own and _is_retry(run)), None)
-        except Exception:  # noqa: BLE001 - whatever the storage raises
+        except Exception:  # noqa: BLE001 - the storage may raise anything
             return None
 
-    def logged(self, name: str) -> Iterator[tuple[int, str]]:
-        """Level and text of what was logged in the step since the payload of a run directory was about to start."""
+    def logged_since(self, name: str) -> Iterator[tuple[int, str]]:
+        """Level and text of the step's log lines since the payload of a run directory was about to start."""
         begun = False
         for run in self._lineage():
             for entry in _entries(self._context.instance, run.run_id):
@@ -94,8 +174,14 @@ class Notes:
                 elif name in entry.message:
                     begun = True
 
+    @property
+    def output_is_local(self) -> bool:
+        """Whether output that was shown survives the process on this machine; other managers upload it only now and then."""
+        manager = self._context.instance.compute_log_manager
+        return LocalComputeLogManager is not None and isinstance(manager, LocalComputeLogManager)
+
     def _lineage(self) -> list[dg.DagsterRun]:
-        """The run and those whose failures it retries, the first one first."""
+        """This run and the runs that it retries, the first one first."""
         runs = [self._context.run]
         while _is_retry(runs[0]) and runs[0].parent_run_id:
             parent = self._context.instance.get_run_by_id(runs[0].parent_run_id)
@@ -104,25 +190,68 @@ class Notes:
             runs.insert(0, parent)
         return runs
 
-    @property
-    def output_stays(self) -> bool:
-        """Whether what was printed stays with this machine's files when the process that printed it is killed.
-
-        What Dagster takes elsewhere it takes there in the end, or from time to time.
-        """
-        manager = self._context.instance.compute_log_manager
-        return LocalComputeLogManager is not None and isinstance(manager, LocalComputeLogManager)
-
 
 def _is_retry(run: dg.DagsterRun) -> bool:
     return any(run.tags.get(tag) == "true" for tag in _IS_RETRY)
 
 
 def _entries(instance: dg.DagsterInstance, run_id: str) -> Iterator[dg.EventLogEntry]:
-    """A run's entries in the event log, the first one first; each page is read once it is asked for."""
+    """A run's event log, oldest first; pages are read lazily."""
     cursor, more = None, True
     while more:
         page = instance.get_records_for_run(run_id, cursor, limit=_PAGE)
         cursor, more = page.cursor, page.has_more
         for record in page.records:
             yield record.event_log_entry
+
+
+class Bookmark:
+    """The offset up to which one payload's output is shown. Errors of its file are ignored: then output is shown again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._machine = _machine()
+        self._fd: int | None = None
+        self._failed = False
+
+    def read(self) -> int:
+        """The offset that was noted last; 0 without a file, or if the file is of another machine or another boot."""
+        try:
+            noted = json.loads(self._path.read_bytes()[:_BOOKMARK_BYTES])
+            return int(noted["offset"]) if noted["where"] == self._machine else 0
+        except (OSError, ValueError, TypeError, KeyError):
+            return 0
+
+    def note(self, offset: int) -> None:
+        """Note the offset up to which all output is shown."""
+        try:
+            if self._fd is None and not self._failed:
+                self._fd = self._open()
+            if self._fd is not None:
+                # Always as many bytes: a write covers all of the one before.
+                os.pwrite(self._fd, json.dumps({"where": self._machine, "offset": offset}).encode().ljust(_BOOKMARK_BYTES), 0)
+        except OSError:
+            self._failed = True
+
+    def close(self) -> None:
+        """Stop noting; the file stays."""
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd, self._failed = None, True
+
+    def remove(self) -> None:
+        self.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def _open(self) -> int:
+        LocalConnection().make_dir(str(self._path.parent))
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _machine() -> list[str]:
+    """This machine since its boot: a crash may lose output that was shown and keep the bookmark."""
+    boot_id = ""
+    with contextlib.suppress(OSError):  # Only Linux has one.
+        boot_id = Path(_BOOT_ID).read_text().strip()
+    return [socket.gethostname(), boot_id]

@@ -1,7 +1,6 @@
-"""From the record of a run to Dagster, while it grows; what is left in the end is the evidence for a verdict."""
+"""Follow the record of a run while it grows: hand it to Dagster, and collect the evidence for the verdict."""
 
-from .bookmark import Bookmark, ReattachState
 from .evidence import Evidence
-from .follower import Cadence, Follower, follow_all
+from .follower import Cadence, Follower, ReattachState, follow_all
 
-__all__ = ["Bookmark", "Cadence", "Evidence", "Follower", "ReattachState", "follow_all"]
+__all__ = ["Cadence", "Evidence", "Follower", "ReattachState", "follow_all"]

@@ -1,9 +1,10 @@
-"""What is known about a run, as far as its record, its runtime and Slurm tell."""
+"""What is known about a run from its record, its runtime and Slurm. Pure."""
 
 from __future__ import annotations
 
 import collections
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,8 @@ from ..errors import without_colours
 from ..runtime.protocol.record import Record, tail_lines
 from ..slurm.accounting import JobFacts
 
-_KEPT = 4096
-"""Characters of each piece of output that are remembered."""
+_OUTPUT_CHUNK = 4096
+"""Characters of each output record that are kept."""
 
 
 @dataclass
@@ -21,38 +22,40 @@ class Evidence:
 
     end: Record | None = None
     started_at: float | None = None
-    """When the runtime took the payload over, by the clock of its node."""
+    """When the runtime accepted the payload, by its node's clock."""
     queued: bool = False
-    """Whether it was last heard to wait for its turn in a session: nothing of it has run."""
+    """Whether the payload waits in a session and has not started."""
     opened: int = 0
-    """Writers that opened Pipes; a process that the payload starts may be one more."""
+    """Writers that opened Pipes; a child process of the payload may be another one."""
     closed: int = 0
     exception: dict[str, Any] | None = None
     message_error: str | None = None
+    """Why Dagster refused a Pipes message."""
     runtime_exit: str | None = None
-    """How the runtime ended, in words, if it did so before its `end` was seen."""
+    """How the runtime ended, in words, if it ended before its `end` was read."""
     runtime_log: str = ""
     culprit: str | None = None
-    """What ended first, where the runtime of one node took the others with it."""
+    """The runtime that failed first, where it ended those of the other nodes."""
     job: JobFacts | None = None
-    """What Slurm says of the job; asked for only where the record does not tell all."""
-    unrecorded: str | None = None
-    """How it is known that the payload has ended, although its runtime lives and has recorded no `end`."""
+    """Slurm's accounting of the job; queried only where the record does not explain the end."""
+    ended_unrecorded: str | None = None
+    """Why the payload must have ended although its runtime lives and recorded no `end`."""
     interrupted: bool = False
     usage: dict[str, Any] = field(default_factory=dict)
-    """What had been used when the runtime last told; the `end` has all of it."""
+    """Resource usage so far; the `end` has the final figures."""
     context: dict[str, Any] = field(default_factory=dict)
-    """Facts about the nodes that the payload started on; the `end` has these, too."""
+    """Facts about the nodes; the `end` repeats them."""
     nodes_lost: int = 0
-    """How often the runtime told that a node is lost while the payload ran."""
+    """Nodes that were lost while the payload ran."""
     damaged_lines: int = 0
     unreachable: str | None = None
     """Why the record could not be read for `connection_loss_timeout`."""
-    cut_off: bool = False
-    """Whether that was because nothing there can be reached, so that there is no use in asking anybody."""
-    heard_at: float = field(default_factory=time.monotonic)
+    connection_lost: bool = False
+    """Whether the record is unreachable because the whole connection is lost, so that nobody there can be asked."""
+    last_growth: float = field(default_factory=time.monotonic)
     """When the record last grew, by this machine's monotonic clock."""
     tails: dict[str, str] = field(default_factory=dict)
+    """Ends of log files, by their title."""
     last_output: collections.deque[tuple[str, str]] = field(default_factory=lambda: collections.deque(maxlen=64))
     """Stream and text of the last output."""
 
@@ -61,30 +64,54 @@ class Evidence:
         return self.started_at is not None
 
     @property
-    def known(self) -> Record | None:
-        """The `end`, or as much of it as is known without it."""
+    def end_or_partial(self) -> Record | None:
+        """The `end`; without one, its members that are known already."""
         return self.end or ({"context": self.context, "usage": self.usage} if self.context else None)
 
-    def take_usage(self, usage: dict[str, Any], memory: float) -> None:
-        """Take what has been used so far.
+    def add_record(self, record: Record, nonce: str) -> None:
+        """Take one record of the journal; an `end` counts only with the payload's own nonce."""
+        kind = record.get("type")
+        if kind == "start":
+            self.started_at = float(record["at"])
+        elif kind == "phase":
+            self.nodes_lost += record["phase"] == "node-lost"
+            self.queued = record["phase"] == "queued"
+        elif kind == "tail":
+            self.tails[record["name"]] = record["text"]
+        elif kind == "context":
+            self.context = record["context"]
+        elif kind == "usage":
+            self._add_usage(record["usage"], record["memory"])
+        elif kind == "end" and record.get("nonce") == nonce:
+            self.end = record
 
-        Args:
-            usage: the figures, without points.
-            memory: bytes that are in use now.
-        """
-        before, points = self.usage, self.usage.get("points", [])
-        elapsed = usage["elapsed"] - before.get("elapsed", 0.0)
-        busy = (usage["cpu_seconds"] - before.get("cpu_seconds", 0.0)) / elapsed if elapsed > 0 else 0.0
-        self.usage = {**usage, "points": [*points, [usage["elapsed"], busy, memory]]}
+    def add_message(self, method: str, params: Mapping[str, Any]) -> None:
+        """Take one Pipes message."""
+        self.opened += method == "opened"
+        self.closed += method == "closed"
+        if method == "log" or method.startswith("report_"):
+            # This writer still has Pipes open: a forked child that left the context sent `closed` for its parent.
+            self.closed = min(self.closed, max(0, self.opened - 1))
+        exception = params.get("exception") if method == "closed" else None
+        # Every click or typer main ends with SystemExit; the exit code says what it meant.
+        if exception and exception.get("name") != "SystemExit" and self.exception is None:
+            self.exception = exception
+
+    def add_output(self, record: Record) -> None:
+        """Keep the end of the output."""
+        self.last_output.append((record["s"], record["d"][-_OUTPUT_CHUNK:]))
 
     def output_tail(self) -> str:
         """The last lines of the output, without colours."""
         return tail_lines(without_colours("".join(text for _, text in self.last_output)))
 
     def last_errors(self) -> str:
-        """What the payload wrote to its standard error last."""
+        """The last standard error of the payload."""
         return "".join(text for stream, text in self.last_output if stream == "stderr")
 
-    def take_output(self, record: Record) -> None:
-        """Remember the end of some output."""
-        self.last_output.append((record["s"], record["d"][-_KEPT:]))
+    def _add_usage(self, usage: dict[str, Any], memory: float) -> None:
+        """Append a point of the usage chart: seconds since the start, CPUs busy since the last point, bytes in use."""
+        before, points = self.usage, self.usage.get("points", [])
+        elapsed = usage["elapsed"] - before.get("elapsed", 0.0)
+        busy = (usage["cpu_seconds"] - before.get("cpu_seconds", 0.0)) / elapsed if elapsed > 0 else 0.0
+        self.usage = {**usage, "points": [*points, [usage["elapsed"], busy, memory]]}

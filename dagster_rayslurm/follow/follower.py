@@ -1,50 +1,50 @@
-"""The follower: reads a record while it grows and hands each part to Dagster, in the step's own thread.
+"""Read records while they grow, and hand them to Dagster in the step's own thread.
 
-Its whole state is two byte offsets and what the evidence says so far; a read that fails is simply tried again until
-the record was out of reach for too long. What another process handed on before it was killed is not handed on again.
+A follower's state is two byte offsets and the evidence so far. A read that fails is repeated until the record was
+unreachable for too long.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..errors import without_colours
 from ..runtime.protocol.end import EndReason
 from ..runtime.protocol.record import JOURNAL, STDIO, LineReader, Record
 from ..ssh.base import ConnectionFailed
-from .bookmark import ReattachState
 from .evidence import Evidence
-from .multiplexed_output import MultiplexedOutput
+from .messages import MessageForwarder
+from .output import OutputWriter
 
 CHUNK = 1024 * 1024
 
-OUT_OF_SIGHT = 60.0
-"""Seconds without news for which what must have been written is waited for: a network file system may show one file, or one
-part of it, later than another (nfs(5): acregmax is 60 seconds)."""
+VISIBILITY_TIMEOUT = 60.0
+"""Seconds to wait for data that must have been written: a network file system may show one file, or one part of it, later
+than another (nfs(5): acregmax is 60 seconds)."""
 
-_WARNINGS = ("memory", "own-ray", "unschedulable")
-"""Phases that tell the user of something to mend."""
+_WARNING_PHASES = ("memory", "own-ray", "unschedulable")
+"""Phases that name something the user should fix."""
 
 _TAIL = 65536
-"""Bytes of the record of output that were handed on before, and yet belong to the last output."""
+"""Bytes of output before the reattach offset that still belong to the last output."""
 
-_LATE_LOOKS = 10
-"""Looks at records whose end is that of an attempt before the last one, once all are at an end."""
+_LATE_POLLS = 10
+"""Polls after all records ended, while one of them still tells of an earlier run of the requeued job."""
+
+RuntimeExit = Callable[[Evidence], "str | None"]
+"""Says how the runtime ended, in words; None while it lives."""
 
 
 class ReadsFiles(Protocol):
-    """What the follower needs of a connection."""
+    """The part of a connection that the follower needs."""
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
-        """Bytes of a file from an offset on; b"" at its end or if it is not there yet."""
+        """Bytes of a file from an offset on; b"" at its end, or if the file does not exist yet."""
         ...
 
 
@@ -52,13 +52,12 @@ class ReadsFiles(Protocol):
 class Cadence:
     """Seconds between two reads: `busy` while data flows, then a share of the silence so far.
 
-    So nobody waits for news longer than a fraction of the time that there were none, and a run that says nothing for
-    hours costs next to nothing.
+    So news waits for no longer than a fraction of the silence before it, and a silent run costs next to nothing.
 
     Attributes:
         busy: the shortest pause.
-        idle: the longest one of a run that has started.
-        waiting: the longest one before.
+        idle: the longest pause of a run that has started.
+        waiting: the longest pause before the start.
     """
 
     busy: float
@@ -71,54 +70,71 @@ class Cadence:
         return min(max(self.busy, self.share * silence), self.idle if started else self.waiting)
 
 
-def follow_all(followed: Sequence[tuple[Follower, Callable[[Evidence], str | None]]], deadline: float | None = None) -> None:
-    """Follow records at once, each at its own pace, until all of them are at their end.
+@dataclass(frozen=True)
+class ReattachState:
+    """What an earlier Dagster process handed to Dagster before it died; empty for a new payload.
+
+    Attributes:
+        offset: where in the recorded output to continue.
+        logged: level and text of log lines in Dagster's event log since the payload started, oldest first.
+        note: called with the offset up to which output is shown.
+    """
+
+    offset: int = 0
+    logged: Iterator[tuple[int, str]] = field(default_factory=lambda: iter(()))
+    note: Callable[[int], None] = lambda _: None
+
+
+def follow_all(followed: Sequence[tuple[Follower, RuntimeExit]], deadline: float | None = None) -> None:
+    """Follow several records at once, each at its own pace, until all have ended.
 
     Args:
-        followed: each with what is asked between reads, and says how the runtime ended once it did.
-        deadline: `time.monotonic()` at which to stop all the same.
+        followed: followers, each with the callback that is asked between reads.
+        deadline: `time.monotonic()` at which to stop in any case.
     """
     for follower, _ in followed:
-        follower.begin()
+        follower.start()
     due = dict.fromkeys(range(len(followed)), 0.0)
-    at_the_end: set[int] = set()
-    looks = _LATE_LOOKS
-    while len(at_the_end) < len(followed) or (looks and len({follower.attempt for follower, _ in followed}) > 1):
-        looks -= len(at_the_end) == len(followed)  # One whose record tells of the last attempt a moment later.
-        next_one = min(due, key=lambda place: due[place])
-        wait = due[next_one] - time.monotonic()
-        if wait > 0:
-            time.sleep(wait)
-        follower, runtime_exited = followed[next_one]
-        pause = follower.turn(runtime_exited, deadline)
+    ended: set[int] = set()
+    late_polls = _LATE_POLLS
+    while len(ended) < len(followed) or (late_polls and len({follower.restarts for follower, _ in followed}) > 1):
+        late_polls -= len(ended) == len(followed)
+        index = min(due, key=lambda each: due[each])
+        time.sleep(max(0.0, due[index] - time.monotonic()))
+        follower, runtime_exit = followed[index]
+        pause = follower.poll(runtime_exit, deadline)
         if pause is not None:
-            at_the_end.discard(next_one)
-            due[next_one] = time.monotonic() + pause
+            ended.discard(index)
+            due[index] = time.monotonic() + pause
             continue
-        at_the_end.add(next_one)
-        if follower.may_begin_anew:  # With the others, should Slurm requeue their job.
-            due[next_one] = time.monotonic() + follower.cadence.idle
+        ended.add(index)
+        if follower.may_restart:  # If Slurm requeues the job, all of its payloads run again.
+            due[index] = time.monotonic() + follower.cadence.idle
         else:
-            del due[next_one]
+            del due[index]
     for follower, _ in followed:
-        follower.conclude()
+        follower.finish()
 
 
 class Follower:
     """Follows one record to its `end`.
 
     Args:
-        connection: how to read the record.
-        run_dir: where it is.
-        nonce: the attempt that counts; the `end` of another one is none.
+        connection: reads the record.
+        run_dir: the run directory.
+        nonce: the payload's nonce; an `end` with another nonce is ignored.
         handler: Dagster's handler of Pipes messages.
         log: the step's log.
         cadence: how often to read.
-        loss_timeout: seconds for which the record may be out of reach.
-        requeue: whether Slurm may run the job again. Then results count only once their attempt has ended, and the
-            `end` that a signal from outside made is not the last word.
-        component: the component whose payload it is, which then stands before each line; None for the only payload.
-        handed_on: what of it was handed on before.
+        loss_timeout: seconds for which the record may be unreachable.
+        requeue: whether Slurm may run the job again. Then results count only once their attempt has ended, and an
+            `end` after a signal from outside is not final.
+        component: prefix of output and log lines; None for a run with one payload.
+        reattach: what an earlier Dagster process handed on.
+
+    Attributes:
+        evidence: what is known so far; a new object after each requeue.
+        restarts: how often Slurm had requeued the job at the last read.
     """
 
     def __init__(
@@ -132,269 +148,152 @@ class Follower:
         loss_timeout: float = 86400.0,
         requeue: bool = False,
         component: str | None = None,
-        handed_on: ReattachState | None = None,
+        reattach: ReattachState | None = None,
     ) -> None:
-        self._whose = "" if component is None else f"{component}: "
-        self._shown = None if component is None else MultiplexedOutput(f"[{component}] ")
         self.evidence = Evidence()
+        self.restarts = 0
+        self.cadence = cadence
         self._connection = connection
         self._nonce = nonce
-        self._handler = handler
-        self._log = log
-        self.cadence = cadence
         self._loss_timeout = loss_timeout
         self._requeue = requeue
-        self._attempt = 0
-        self._results: list[dict[str, Any]] = []
+        self._component = component
+        self._log = log
+        self._prefix = "[rayslurm] " if component is None else f"[rayslurm] {component}: "
+        self._reattach = reattach or ReattachState()
+        self._output = OutputWriter(component, self._warn)
+        self._messages = MessageForwarder(handler, log, self._prefix, requeue, self._reattach.logged)
         self._unreachable_since: float | None = None
-        self._output_lost = False
         self._paths = {name: os.path.join(run_dir, name) for name in (JOURNAL, STDIO)}
-        self._handed_on = handed_on or ReattachState()
-        self._readers = {JOURNAL: LineReader(), STDIO: LineReader(self._handed_on.offset)}
+        self._readers = {JOURNAL: LineReader(), STDIO: LineReader(self._reattach.offset)}
 
-    def _look_back(self) -> None:
-        """Take the last output that was shown before as evidence, too."""
-        offset = self._handed_on.offset
-        reader = LineReader(max(0, offset - _TAIL))
-        with contextlib.suppress(OSError):
-            for record in reader.feed(self._connection.read(self._paths[STDIO], reader.offset, offset - reader.offset)):
-                self.evidence.take_output(record)
+    def start(self) -> None:
+        """Start to follow; after a reattach, output that was shown before becomes evidence again."""
+        self.evidence.last_growth = time.monotonic()
+        offset = self._reattach.offset
+        if offset and not self.evidence.last_output:
+            reader = LineReader(max(0, offset - _TAIL))
+            with contextlib.suppress(OSError):
+                for record in reader.feed(self._connection.read(self._paths[STDIO], reader.offset, offset - reader.offset)):
+                    self.evidence.add_output(record)
 
-    def follow(self, runtime_exited: Callable[[Evidence], str | None], deadline: float | None = None) -> Evidence:
-        """Read until the `end`, or until the runtime is gone and nothing is left to read.
-
-        Args:
-            runtime_exited: asked between reads; says how the runtime ended once it did.
-            deadline: `time.monotonic()` at which to stop all the same.
-        """
-        follow_all([(self, runtime_exited)], deadline)
-        return self.evidence
-
-    def begin(self) -> None:
-        """Take note that the record is followed from now on."""
-        self.evidence.heard_at = time.monotonic()
-        if self._handed_on.offset and not self.evidence.last_output:
-            self._look_back()
-
-    def turn(self, runtime_exited: Callable[[Evidence], str | None], deadline: float | None = None) -> float | None:
-        """Read once, and see what follows.
+    def poll(self, runtime_exit: RuntimeExit, deadline: float | None = None) -> float | None:
+        """Read once.
 
         Returns:
-            Seconds until the next read is worth it; None if there is to be none.
+            Seconds until the next read; None if the record has ended, or nothing more will come.
         """
-        # Asked before the read: what a runtime wrote before it ended is then read for sure.
-        exited = runtime_exited(self.evidence)
-        progress = self.read_once()
+        # Asked before the read, so that everything is read that a runtime wrote before it ended.
+        exited = runtime_exit(self.evidence)
+        size = self.read_once()
+        now = time.monotonic()
+        if size:
+            self.evidence.last_growth = now
+        silence = now - self.evidence.last_growth
+        overdue = deadline is not None and now > deadline
         if self._complete() or self.evidence.unreachable:
             return None
-        if progress:
-            self.evidence.heard_at = time.monotonic()
-            # A full chunk has more behind it, and an `end` all that is left; else the next batch is worth a wait.
-            if progress >= CHUNK or self.evidence.end is not None:
-                return 0.0
-        if not progress and exited is not None and self._unreachable_since is None:
+        if size >= CHUNK or (size and self.evidence.end is not None):
+            return 0.0  # More is waiting: behind a full chunk, and before an `end`.
+        if not size and exited is not None and self.reachable:
             self.evidence.runtime_exit = exited
-            missing = self._bytes_missing()
+            missing = self._missing_output()
+            if missing and silence < VISIBILITY_TIMEOUT and not overdue:
+                return self.cadence.pause(silence, started=True)
             if missing:
-                silence = time.monotonic() - self.evidence.heard_at
-                if silence < OUT_OF_SIGHT and (deadline is None or time.monotonic() < deadline):
-                    return self.cadence.pause(silence, started=True)
-                self._log.warning(f"[rayslurm] {self._whose}{missing} bytes of the recorded output never came into sight")
+                self._warn(f"{missing} bytes of the recorded output never came into sight")
             return None
-        if deadline is not None and time.monotonic() > deadline:
-            return None
-        return self.cadence.pause(time.monotonic() - self.evidence.heard_at, self.evidence.started)
+        return None if overdue else self.cadence.pause(silence, self.evidence.started)
 
-    def conclude(self) -> None:
-        """Hand over what was held back, now that nothing more is read."""
+    def finish(self) -> None:
+        """Forward what was held back, after the last read."""
         self.evidence.damaged_lines = self._readers[JOURNAL].damaged
-        for message in self._results:
-            self._hand_over(message)
-        self._results.clear()
-        self.show_rest()
+        self._messages.forward_held(self.evidence)
+        self.flush_output()
 
-    def show_rest(self) -> None:
-        """Show the last lines of the output, though they have no end."""
-        if self._shown is not None:
-            for stream, rest in self._shown.rest():
-                self._show(stream, rest)
+    def flush_output(self) -> None:
+        """Show the last lines of output even if they are unfinished."""
+        self._output.finish()
 
-    @property
-    def attempt(self) -> int:
-        """How often the job had been requeued when the record was read last."""
-        return self._attempt
+    def refuse(self, error: Exception) -> None:
+        """Record that a reported result cannot be used after all."""
+        self._messages.refuse(error, self.evidence)
 
     @property
-    def may_begin_anew(self) -> bool:
-        """Whether the job may be run again, of which this is not the only payload."""
-        return self._requeue and self._shown is not None
+    def may_restart(self) -> bool:
+        """Whether Slurm may run the job again, which has other payloads, too."""
+        return self._requeue and self._component is not None
 
     @property
-    def in_reach(self) -> bool:
+    def reachable(self) -> bool:
         """Whether the last read worked."""
         return self._unreachable_since is None
 
     def read_once(self) -> int:
-        """Read what is there; the bytes of the longer of the two reads."""
-        # Output first: the message that reports a result then follows the lines that led to it.
-        return max(self._read(STDIO, self._take_output), self._read(JOURNAL, self._take))
+        """Read what has arrived; returns the bytes of the longer of both reads."""
+        # Output first: then a message that reports a result follows the lines that led to it.
+        return max(self._read(STDIO, self._add_output), self._read(JOURNAL, self._add_record))
 
-    def _read(self, name: str, take: Callable[[Record], None]) -> int:
+    def _read(self, name: str, add: Callable[[Record], None]) -> int:
         reader = self._readers[name]
         try:
             data = self._connection.read(self._paths[name], reader.next_read, CHUNK)
             self._unreachable_since = None
         except OSError as error:
-            self._out_of_reach(error)
+            self._read_failed(error)
             return 0
         for record in reader.feed(data):
-            take(record)
+            add(record)
         if name == STDIO and data:
-            self._print(lambda: (sys.stdout.flush(), sys.stderr.flush()))
-            if self._shown is None or not self._shown.waits:
-                self._handed_on.note(reader.offset)
+            self._output.flush()
+            if not self._output.has_partial_line:
+                self._reattach.note(reader.offset)
         return len(data)
 
-    def _out_of_reach(self, error: OSError) -> None:
+    def _read_failed(self, error: OSError) -> None:
         now = time.monotonic()
         if self._unreachable_since is None:
             self._unreachable_since = now
-            self._log.warning(f"[rayslurm] {self._whose}the record cannot be read, the run goes on: {error}")
+            self._warn(f"the record cannot be read, the run goes on: {error}")
         elif now - self._unreachable_since > self._loss_timeout:
             self.evidence.unreachable = str(error)
-            self.evidence.cut_off = isinstance(error, ConnectionFailed)
+            self.evidence.connection_lost = isinstance(error, ConnectionFailed)
 
     def _complete(self) -> bool:
-        """Whether the `end` and all the output before it are in."""
+        """Whether the final `end` and all output before it were read."""
         end = self.evidence.end
         if end is None or (self._requeue and end["reason"] == EndReason.TERMINATED):
             return False
-        return not self._bytes_missing()
+        return not self._missing_output()
 
-    def _bytes_missing(self) -> int:
-        """How much of the output that was recorded before the `end` has not come yet."""
+    def _missing_output(self) -> int:
+        """Bytes of output that were recorded before the `end` and have not been read."""
         end = self.evidence.end
         return 0 if end is None else max(0, int(end.get("stdio_bytes", 0)) - self._readers[STDIO].offset)
 
-    def _take_output(self, record: Record) -> None:
-        text = record["d"] if self._shown is None else self._shown.lines(record["s"], record["d"])
-        self._show(record["s"], text)
-        self.evidence.take_output(record)
+    def _add_output(self, record: Record) -> None:
+        self._output.write(record["s"], record["d"])
+        self.evidence.add_output(record)
 
-    def _show(self, name: str, text: str) -> None:
-        stream = sys.stderr if name == "stderr" else sys.stdout
-        try:
-            self._print(lambda: stream.write(text))
-        except UnicodeEncodeError:  # Dagster runs in a locale without UTF-8.
-            self._print(lambda: stream.write(text.encode("ascii", "backslashreplace").decode("ascii")))
-
-    def _print(self, write: Callable[[], Any]) -> None:
-        """Write to Dagster's own output; a lost terminal or a full disk there is no reason to end a payload."""
-        try:
-            write()
-        except OSError as error:
-            if not self._output_lost:
-                self._output_lost = True
-                self._log.warning(f"[rayslurm] {self._whose}the payload's output cannot be shown: {error}")
-
-    def _take(self, record: Record) -> None:
+    def _add_record(self, record: Record) -> None:
         kind = record.get("type")
-        if kind == "start":
-            if record.get("attempt", 0) > self._attempt:
-                self._begin_anew(record["attempt"])
-            self.evidence.started_at = float(record["at"])
-        elif kind == "pipes":
-            self._take_message(record["line"])
+        if kind == "start" and record.get("attempt", 0) > self.restarts:
+            self._restart(record["attempt"])
+        self.evidence.add_record(record, self._nonce)
+        if kind == "pipes":
+            self._messages.forward(record["line"], self.evidence)
         elif kind == "phase":
-            self.evidence.nodes_lost += record["phase"] == "node-lost"
-            self.evidence.queued = record["phase"] == "queued"
-            level = logging.WARNING if record["phase"] in _WARNINGS else logging.INFO
-            self._say(level, f"{record['phase']}: {record['message']}")
-        elif kind == "tail":
-            self.evidence.tails[record["name"]] = record["text"]
-        elif kind == "context":
-            self.evidence.context = record["context"]
-        elif kind == "usage":
-            self.evidence.take_usage(record["usage"], record["memory"])
-        elif kind == "end" and record.get("nonce") == self._nonce:
-            self.evidence.end = record
+            level = logging.WARNING if record["phase"] in _WARNING_PHASES else logging.INFO
+            self._messages.log(level, f"{record['phase']}: {record['message']}")
 
-    def _take_message(self, line: str) -> None:
-        """Hand one Pipes message to Dagster; one that Dagster refuses is kept as evidence, not swallowed."""
-        evidence = self.evidence
-        try:
-            message = json.loads(line)
-            method, params = message["method"], message.get("params") or {}
-            if not isinstance(method, str):
-                raise TypeError(f"its method is {method!r}")
-            evidence.opened += method == "opened"
-            evidence.closed += method == "closed"
-            if method == "log" or method.startswith("report_"):
-                # Its writer has Pipes open still: a forked child that left the context has closed it for its parent.
-                evidence.closed = min(evidence.closed, max(0, evidence.opened - 1))
-            if method == "closed" and params.get("exception"):
-                params["exception"] = _without_colours(params["exception"])
-            exception = params.get("exception") if method == "closed" else None
-            # Every click or typer main ends with SystemExit; the exit code says what it meant.
-            if exception and exception.get("name") != "SystemExit" and evidence.exception is None:
-                evidence.exception = exception
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with a user's message
-            return self._refused(line, error)
-        if self._requeue and method.startswith("report_"):
-            self._results.append(message)
-        else:
-            self._hand_over(message)
-
-    def _hand_over(self, message: dict[str, Any]) -> None:
-        try:
-            if not self._is_logged(message):
-                self._handler.handle_message(message)
-        except Exception as error:  # noqa: BLE001 - whatever Dagster's handler raises on a user's message
-            self._refused(json.dumps(message), error)
-
-    def refuse(self, error: Exception) -> None:
-        """Take note that what the payload reported cannot be used after all."""
-        self._refused("", error)
-
-    def _refused(self, line: str, error: Exception) -> None:
-        why = f"{type(error).__name__}: {error}"
-        shown = f"; the message was: {line[:500]}" if line else ""
-        self.evidence.message_error = self.evidence.message_error or why + shown
-        self._say(logging.ERROR, f"a Pipes message cannot be used: {why}")
-
-    def _say(self, level: int, text: str) -> None:
-        """Log what the record tells, unless it was logged before."""
-        text = f"[rayslurm] {self._whose}{text}"
-        if not self._stands_in_log(level, text):
-            self._log.log(level, text)
-
-    def _is_logged(self, message: dict[str, Any]) -> bool:
-        """Whether it is a log message that stands in Dagster's event log."""
-        if message["method"] != "log":
-            return False
-        params = message.get("params") or {}
-        level = logging.getLevelName(str(params.get("level", "INFO")).upper())
-        return isinstance(level, int) and self._stands_in_log(level, params.get("message"))
-
-    def _stands_in_log(self, level: int, text: Any) -> bool:
-        # What is below the level that Dagster logs is not to be looked for: it would not be found, and end the search.
-        return self._log.isEnabledFor(level) and (level, text) in self._handed_on.logged
-
-    def _begin_anew(self, attempt: int) -> None:
-        """Slurm has requeued the job: what the attempt before it reported does not count."""
-        dropped = f", {len(self._results)} results of the one before are dropped" if self._results else ""
-        self._say(logging.WARNING, f"Slurm has requeued the job: attempt {attempt + 1} begins{dropped}")
-        self._attempt = attempt
-        self._results.clear()
+    def _restart(self, attempt: int) -> None:
+        """Begin with new evidence after Slurm requeued the job: results of the attempt before do not count."""
+        held = self._messages.drop_held()
+        dropped = f", {held} results of the one before are dropped" if held else ""
+        self._messages.log(logging.WARNING, f"Slurm has requeued the job: attempt {attempt + 1} begins{dropped}")
+        self.restarts = attempt
         self._readers[JOURNAL].damaged = 0
-        kept = self.evidence.last_output
-        self.evidence = Evidence(last_output=kept, interrupted=self.evidence.interrupted)
+        self.evidence = Evidence(last_output=self.evidence.last_output, interrupted=self.evidence.interrupted)
 
-
-def _without_colours(value: Any) -> Any:
-    """An exception as Pipes tells of it, without escape codes: Ray's have some in their messages."""
-    if isinstance(value, str):
-        return without_colours(value)
-    if isinstance(value, dict):
-        return {key: _without_colours(each) for key, each in value.items()}
-    return [_without_colours(each) for each in value] if isinstance(value, list) else value
+    def _warn(self, text: str) -> None:
+        self._log.warning(self._prefix + text)

@@ -1,6 +1,6 @@
-"""Dagster's side of Pipes: the context for the payload, and the handler that its messages go to.
+"""Dagster's side of Pipes: the context for the payload, and the handler of its messages.
 
-The runtime itself tells the payload where both are, so neither class hands out parameters.
+The runtime itself tells the payload where context and messages are, so neither class passes parameters on.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dagster_pipes import PipesContextData, PipesExtras, PipesParams
 
 
 class RecordReader(dg.PipesMessageReader):
-    """The message reader of one run: holds the handler that the follower feeds.
+    """The message reader of one run: holds the handler that followers feed.
 
     Args:
-        writers: payloads that are expected to open Pipes.
+        writers: how many payloads are expected to open Pipes.
     """
 
     def __init__(self, writers: int = 1) -> None:
@@ -38,63 +38,56 @@ class RecordReader(dg.PipesMessageReader):
         return "the payload was expected to call dagster_pipes.open_dagster_pipes(), with its default message writer."
 
 
-@contextlib.contextmanager
-def pipes_session(
-    context: dg.OpExecutionContext,
-    injector: RecordContextInjector,
-    reader: RecordReader,
-    extras: PipesExtras | None,
-    expected: bool,
-) -> Iterator[dg.PipesSession]:
-    """Dagster's Pipes session, which warns of missing messages only where they are expected and nothing else has failed.
-
-    Args:
-        context: of the step.
-        injector: has the Pipes context.
-        reader: takes the messages.
-        extras: Pipes extras.
-        expected: whether a payload is declared to open Pipes.
-    """
-
-    def is_told(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("[pipes] did not receive")
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(context.log.removeFilter, is_told)  # After the session, which warns when it is closed.
-        session = stack.enter_context(dg.open_pipes_session(context, injector, reader, extras))
-        if not expected:
-            context.log.addFilter(is_told)
-        try:
-            yield session
-        except BaseException:
-            context.log.addFilter(is_told)  # The failure says more.
-            raise
-
-
 class RecordContextInjector(dg.PipesContextInjector):
-    """Keeps the Pipes context, which goes into the run directory.
+    """Keeps the Pipes context for the run directory.
 
-    Args:
-        context: the step's context, asked for what Dagster leaves out.
+    Attributes:
+        pipes_context: the context, within the Pipes session.
     """
+
+    pipes_context: PipesContextData
 
     def __init__(self, context: dg.OpExecutionContext) -> None:
         self._context = context
-        self.context_data: PipesContextData | None = None
 
     @contextlib.contextmanager
     def inject_context(self, context_data: PipesContextData) -> Iterator[PipesParams]:
-        self.context_data = with_partition_range(context_data, self._context)
+        self.pipes_context = with_partition_range(context_data, self._context)
         yield {}
 
     def no_messages_debug_text(self) -> str:
         return "the context was written into the run directory."
 
 
+@contextlib.contextmanager
+def pipes_session(
+    context: dg.OpExecutionContext,
+    injector: RecordContextInjector,
+    reader: RecordReader,
+    extras: PipesExtras | None,
+    uses_pipes: bool,
+) -> Iterator[dg.PipesSession]:
+    """Open Dagster's Pipes session, whose warning of missing messages is dropped where no payload uses Pipes or a run failed."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("[pipes] did not receive")
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(context.log.removeFilter, keep)  # Runs after the session, which warns when it closes.
+        session = stack.enter_context(dg.open_pipes_session(context, injector, reader, extras))
+        if not uses_pipes:
+            context.log.addFilter(keep)
+        try:
+            yield session
+        except BaseException:
+            context.log.addFilter(keep)  # The failure says more.
+            raise
+
+
 def with_partition_range(data: PipesContextData, context: dg.OpExecutionContext) -> PipesContextData:
     """Add the range and the time window of a run over several partitions.
 
-    Dagster 1.13 hands them over only for a single partition, though `PipesContext` has properties for both.
+    Dagster 1.13 fills them only for a single partition, though `PipesContext` has properties for both.
     """
     if data["partition_key_range"] is not None or not context.has_partition_key_range:
         return data

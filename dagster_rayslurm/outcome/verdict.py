@@ -77,7 +77,7 @@ def needs_job_facts(evidence: Evidence) -> bool:
     """Whether Slurm may know more of the end than the record: there is no `end`, or a signal from outside made it."""
     end = evidence.end
     if end is None:
-        return not evidence.interrupted and evidence.unrecorded is None
+        return not evidence.interrupted and evidence.ended_unrecorded is None
     if end["reason"] == EndReason.CLUSTER_LOST:
         # Slurm may have ended the nodes of one component, which the head's node saw nothing of.
         allocation = (end.get("context") or {}).get("allocation") or {}
@@ -198,8 +198,8 @@ def judge_job(evidence: Evidence) -> Verdict | None:
 def _without_end(evidence: Evidence) -> Verdict:
     if evidence.interrupted:
         return Verdict(FailureKind.CANCELLED, "the run was cancelled, and the runtime was killed before it could say how")
-    if evidence.unrecorded is not None:
-        sentence = f"the payload has ended, but how is not in its record, so it may have succeeded: {evidence.unrecorded}"
+    if evidence.ended_unrecorded is not None:
+        sentence = f"the payload has ended, but how is not in its record, so it may have succeeded: {evidence.ended_unrecorded}"
         return Verdict(FailureKind.RECORD, sentence)
     if evidence.unreachable is not None:
         sentence = f"the record of the run was out of reach for too long, and the run may go on: {evidence.unreachable}"

@@ -1,4 +1,4 @@
-"""Payloads of several components from start to verdict: started together, followed in one thread, judged and reported as one."""
+"""Run the payloads of several components: start together, follow in one thread, judge and report as one run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Mapping
 import dagster as dg
 from dagster_pipes import PipesExtras
 
-from ..backends.base import Backend, RunningPayload
+from ..backends.base import Backend, Register, RunningPayload
 from ..completed import CompletedRun
 from ..errors import RunFailure
-from ..execution.cleanup import Policy
+from ..execution import RunSettings, start_errors
+from ..execution.cleanup import sweep
+from ..execution.reattach import new_launch
 from ..execution.run import PayloadRun
 from ..follow.pipes import RecordContextInjector, RecordReader, pipes_session
 from ..plan import Plan
@@ -23,36 +25,39 @@ def execute_separate(
     context: dg.OpExecutionContext,
     plans: Mapping[str, Plan],
     backend: Backend[Mapping[str, Plan], Mapping[str, RunningPayload]],
-    policy: Policy,
+    settings: RunSettings,
     extras: PipesExtras | None,
 ) -> CompletedRun:
-    """Run the plans of components at once and wait for all of them.
+    """Run the plans of all components at once and wait for their ends.
 
     Args:
-        context: of the step.
-        plans: by component, in the order of the job.
-        backend: gets them started.
-        policy: what the user decided.
-        extras: Pipes extras, for each payload.
+        plans: by component, in the job's order.
+        extras: Pipes extras for each payload.
 
     Raises:
-        RunFailure: one of them did not succeed.
+        RunFailure: a payload did not succeed.
     """
-    run = PayloadRun(context, plans, backend, policy)
-    reader = RecordReader(max(1, sum(plan.uses_pipes for plan in plans.values())))
-    injector = RecordContextInjector(context)
-    expected = any(plan.uses_pipes for plan in plans.values())
-    with pipes_session(context, injector, reader, extras, expected) as session:
-        # A handler of its own for each: what is tried out there goes nowhere.
-        reports = ReportMerger(reader.handler, plans, lambda each: dg.PipesMessageHandler(context, reader).handle_message(each))
-        run.follow(lambda plans, *how: backend.start(plans, *how), injector, reports.of)
-        parts = dict(zip(plans, run.parts, strict=True))
-        for component, error in reports.hand_over():
-            parts[component].follower.refuse(error)
+    with start_errors():
+        sweep(backend, settings)
+        launch = new_launch(context, next(iter(plans.values())))
+        run = PayloadRun(context, backend, settings, launch, plans)
+    writers = sum(plan.uses_pipes for plan in plans.values())
+    reader, injector = RecordReader(max(1, writers)), RecordContextInjector(context)
+
+    def start(register: Register) -> Mapping[str, RunningPayload]:
+        return backend.start(plans, run.run_dir, injector.pipes_context, launch.step, register)
+
+    with pipes_session(context, injector, reader, extras, writers > 0) as session:
+        # Each result is checked by a handler of its own, whose results go nowhere.
+        merger = ReportMerger(reader.handler, plans, lambda each: dg.PipesMessageHandler(context, reader).handle_message(each))
+        run.follow(start, merger.of)
+        payloads = dict(zip(plans, run.payloads, strict=True))
+        for component, error in merger.hand_over():
+            payloads[component].follower.refuse(error)
         judged = run.judge()
         verdict = judge_components(judged)
-        own = {component: part.metadata(policy.mode) for component, part in parts.items()}
-        metadata = components_metadata(own, judged, policy.mode, run.parts[0].attempt.job_id)
+        own = {component: payload.metadata(settings.mode) for component, payload in payloads.items()}
+        metadata = components_metadata(own, judged, settings.mode, run.payloads[0].running.job_id)
         kept = run.clean_up(verdict)
         if verdict.kind is not None:
             metadata = {**failures_metadata(judged, kept), **metadata}

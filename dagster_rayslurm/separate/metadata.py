@@ -40,7 +40,8 @@ def components_metadata(own: Mapping[str, Metadata], judged: Mapping[str, Judged
     apart = {component: {key: value for key, value in found.items() if key not in _IN_TABLE} for component, found in own.items()}
     metadata = {"Execution mode": mode, **merge_metadata(apart)}
     rows = [
-        _row(component, _job_id(job_id, place, len(own)), judged[component].evidence.known) for place, component in enumerate(own)
+        _row(component, _job_id(job_id, place, len(own)), judged[component].evidence.end_or_partial)
+        for place, component in enumerate(own)
     ]
     metadata["Components"] = dg.MetadataValue.table([dg.TableRecord(row) for row in rows])
     elapsed = [row["elapsed (s)"] for row in rows if row["elapsed (s)"]]

@@ -271,14 +271,14 @@ def test_whatever_is_seen_each_part_comes_once_and_in_order(data: st.DataObject)
             elif what == 2:
                 views.note()
             else:
-                assert follower.turn(lambda _: None) is not None, "there is no end yet"
+                assert follower.poll(lambda _: None) is not None, "there is no end yet"
         record.end({"type": "end", "nonce": "n", "reason": "exit", "exit_code": 0})
         views.note()
         for _ in range(choose(15)):
-            follower.turn(lambda _: None)
+            follower.poll(lambda _: None)
         views.honest = True
         for _ in range(10):
-            if follower.turn(lambda _: None) is None:
+            if follower.poll(lambda _: None) is None:
                 break
         evidence = follower.evidence
     assert evidence.end is not None and evidence.end["reason"] == "exit"

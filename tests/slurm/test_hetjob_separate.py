@@ -152,13 +152,13 @@ def test_a_cancelled_run_ends_all(phase: str, separate: Make, script: Any, site:
     """While it waits in the queue, or once both payloads are at work."""
     later = ["--begin=now+1hour"] if phase == "pending" else []
     compute = separate(component("cpu", "compute", extra_sbatch=later), component("gpu", "gpu", extra_sbatch=later))
-    turn, turns = Follower.turn, []
+    turn, turns = Follower.poll, []
 
     def interrupted(self: Follower, *arguments: Any) -> Any:
         turns.extend([self] * self.evidence.started)
         pending = site.sh("squeue --me --noheader --states=PENDING --format=%A").split() if phase == "pending" else []
         if len(pending) == 2 or (len(turns) > 4 and site.lines("up")):
-            monkeypatch.setattr(Follower, "turn", turn)
+            monkeypatch.setattr(Follower, "poll", turn)
             raise KeyboardInterrupt
         return turn(self, *arguments)
 
@@ -166,7 +166,7 @@ def test_a_cancelled_run_ends_all(phase: str, separate: Make, script: Any, site:
     def slow(context: dg.AssetExecutionContext, compute: ComputeResource) -> None:
         compute.run(context=context, payload_path=script(SLEEPS), uses_pipes=False)
 
-    monkeypatch.setattr(Follower, "turn", interrupted)
+    monkeypatch.setattr(Follower, "poll", interrupted)
     with pytest.raises(KeyboardInterrupt):
         dg.materialize([slow], resources={"compute": compute})
     assert wait_until(lambda: not site.jobs(), 5), site.sh("squeue --me")

@@ -1,4 +1,4 @@
-"""The follower: whatever the reads return, each record counts once, and nothing but this attempt's `end` ends it."""
+"""The follower hands on each record once, whatever the reads return, and only its own payload's `end` ends it."""
 
 import contextlib
 import io
@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.follow import Bookmark, Cadence, Follower, ReattachState
+from dagster_rayslurm.execution.reattach import Bookmark
+from dagster_rayslurm.follow import Cadence, Evidence, Follower, ReattachState, follow_all
 from dagster_rayslurm.follow import follower as follower_module
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, encode
 
@@ -38,6 +39,14 @@ class Growing:
         return content[offset:shown][:limit]
 
 
+def follow(files: Any, handler: Any = None, log: Any = LOG, exited: str | None = None, **options: Any) -> Evidence:
+    """Follow a record to its end; `exited` says how its runtime ended."""
+    options = {"nonce": "n", "cadence": FAST, **options}
+    follower = Follower(files, "/run", handler=handler or Handler(), log=log, **options)
+    follow_all([(follower, lambda _: exited)])
+    return follower.evidence
+
+
 class Handler:
     def __init__(self) -> None:
         self.messages: list[Any] = []
@@ -59,52 +68,51 @@ def record_of(lines: list[str], messages: int, nonce: str = "n") -> dict[str, by
 @given(st.lists(st.text(max_size=200), max_size=20), st.integers(0, 20), st.integers())
 def test_everything_arrives_once_and_in_order(lines: list[str], messages: int, seed: int) -> None:
     handler, out = Handler(), io.StringIO()
-    follower = Follower(Growing(record_of(lines, messages), seed), "/run", "n", handler, LOG, FAST)
     with contextlib.redirect_stdout(out):
-        evidence = follower.follow(lambda _: None)
+        evidence = follow(Growing(record_of(lines, messages), seed), handler)
     assert out.getvalue() == "".join(lines) and evidence.end is not None
     assert handler.messages == [{"n": n} for n in range(messages)]
 
 
-def test_the_end_of_another_attempt_is_none(capsys: Any) -> None:
+def test_an_end_with_another_nonce_is_ignored(capsys: Any) -> None:
     files = record_of(["x"], 0, nonce="old")
-    evidence = Follower(Growing(files, 1), "/run", "new", Handler(), LOG, FAST).follow(lambda _: "exit code 1")
+    evidence = follow(Growing(files, 1), nonce="new", exited="exit code 1")
     assert evidence.end is None
 
 
-def test_what_was_written_before_the_runtime_ended_is_read(capsys: Any) -> None:
+def test_records_written_before_the_runtime_exited_are_read(capsys: Any) -> None:
     class All(Growing):
         def read(self, path: str, offset: int, limit: int) -> bytes:
             return self.files[path.rpartition("/")[2]][offset : offset + limit]
 
     files = record_of(["last words\n"], 3)
     files[JOURNAL] = b"".join(files[JOURNAL].splitlines(keepends=True)[:-1])  # No end.
-    evidence = Follower(All(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: "signal 9 (SIGKILL)")
+    evidence = follow(All(files, 1), exited="signal 9 (SIGKILL)")
     assert evidence.end is None and evidence.runtime_exit == "signal 9 (SIGKILL)"
     assert capsys.readouterr().out == "last words\n"
 
 
 @pytest.mark.parametrize("line", ["not json", "[]", "{}", '{"method": "bad", "params": {}}'])
-def test_a_message_that_cannot_be_used_is_evidence(line: str, capsys: Any) -> None:
+def test_a_refused_message_is_evidence(line: str, capsys: Any) -> None:
     files = record_of([], 0)
     files[JOURNAL] = encode({"type": "pipes", "at": 0, "line": line}) + files[JOURNAL]
-    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
+    evidence = follow(Growing(files, 1))
     assert evidence.message_error and line in evidence.message_error
 
 
-def test_a_message_of_a_method_that_is_none_is_evidence_in_a_job_that_may_be_requeued_too(capsys: Any) -> None:
+def test_a_malformed_message_is_evidence_in_a_requeueable_job(capsys: Any) -> None:
     end = {"type": "end", "nonce": "n", "reason": "exit", "exit_code": 0, "signal": None, "stdio_bytes": 0}
     files = {STDIO: b"", JOURNAL: encode({"type": "pipes", "at": 0, "line": '{"method": 5}'}) + encode(end)}
-    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST, requeue=True).follow(lambda _: None)
+    evidence = follow(Growing(files, 1), requeue=True)
     assert evidence.end is not None and "its method is 5" in str(evidence.message_error)
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_output_that_is_shown_later_than_the_end_is_waited_for(
+def test_output_that_appears_after_the_end_is_waited_for(
     comes: bool, capsys: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The runtime is gone, and its `end` in sight; one that never comes is not waited for without limit."""
-    monkeypatch.setattr(follower_module, "OUT_OF_SIGHT", 30.0 if comes else 0.05)
+    monkeypatch.setattr(follower_module, "VISIBILITY_TIMEOUT", 30.0 if comes else 0.05)
 
     class Later(Growing):
         looks = 0
@@ -114,14 +122,14 @@ def test_output_that_is_shown_later_than_the_end_is_waited_for(
             late = path.endswith(STDIO) and (self.looks < 40 or not comes)
             return b"" if late else self.files[path.rpartition("/")[2]][offset : offset + limit]
 
-    evidence = Follower(Later(record_of(["a", "b"], 1), 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: "exit code 0")
+    evidence = follow(Later(record_of(["a", "b"], 1), 1), exited="exit code 0")
     assert evidence.end is not None and capsys.readouterr().out == ("ab" if comes else "")
     assert ("never came into sight" in caplog.text) == (not comes)
 
 
 def test_the_last_output_is_bounded(capsys: Any) -> None:
     files = record_of(["y" * 100_000 + "\n"] * 200, 0)
-    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
+    evidence = follow(Growing(files, 1))
     assert sum(len(text) for _, text in evidence.last_output) <= 64 * 4096 and len(evidence.output_tail()) <= 8000
 
 
@@ -131,44 +139,42 @@ def test_the_exception_that_dagster_shows_has_no_escape_codes(capsys: Any) -> No
     files = record_of([], 0)
     files[JOURNAL] = encode({"type": "pipes", "at": 0, "line": json.dumps(closed)}) + files[JOURNAL]
     handler = Handler()
-    evidence = Follower(Growing(files, 1), "/run", "n", handler, LOG, FAST).follow(lambda _: None)
+    evidence = follow(Growing(files, 1), handler)
     plain = {"name": said["name"], "message": "ray::f() (pid=1)\n", "stack": ["a\n"]}
     assert handler.messages == [{"exception": {**plain, "cause": plain, "context": None}}]
     assert evidence.exception == {**plain, "cause": plain, "context": None}
 
 
-def test_what_the_user_should_mend_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_phases_that_the_user_should_fix_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
     files = record_of([], 0)
     phases = ("running", "memory", "own-ray", "unschedulable")
     files[JOURNAL] = b"".join(encode({"type": "phase", "phase": each, "message": "so"}) for each in phases) + files[JOURNAL]
     with caplog.at_level(logging.INFO, "test"):
-        Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
+        follow(Growing(files, 1))
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING", "WARNING"]
 
 
-def test_a_record_out_of_reach_is_waited_for(capsys: Any) -> None:
+def test_an_unreachable_record_is_waited_for(capsys: Any) -> None:
     class Flaky(Growing):
         def read(self, path: str, offset: int, limit: int) -> bytes:
             if self.random.random() < 0.5:
                 raise OSError(116, "Stale file handle")
             return super().read(path, offset, limit)
 
-    follower = Follower(Flaky(record_of(["x"], 3), 5), "/run", "n", Handler(), LOG, FAST)
-    assert follower.follow(lambda _: None).end is not None
+    assert follow(Flaky(record_of(["x"], 3), 5)).end is not None
 
 
-def test_a_record_out_of_reach_for_too_long_is_a_lost_connection(capsys: Any) -> None:
+def test_a_record_that_stays_unreachable_is_evidence(capsys: Any) -> None:
     class Gone(Growing):
         def read(self, path: str, offset: int, limit: int) -> bytes:
             raise OSError(5, "Input/output error")
 
     slow = Cadence(busy=0.01, idle=0.01, waiting=0.01)
-    follower = Follower(Gone(record_of(["x"], 3), 5), "/run", "n", Handler(), LOG, slow, loss_timeout=0.05)
-    evidence = follower.follow(lambda _: "exit code 0")
+    evidence = follow(Gone(record_of(["x"], 3), 5), exited="exit code 0", cadence=slow, loss_timeout=0.05)
     assert evidence.end is None and "Input/output error" in (evidence.unreachable or "")
 
 
-def test_a_lost_terminal_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_terminal_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def write(self, text: str = "") -> None:
             raise BrokenPipeError
@@ -178,11 +184,11 @@ def test_a_lost_terminal_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setattr(sys, "stdout", Broken())
-    evidence = Follower(Growing(record_of(["x"], 3), 5), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
+    evidence = follow(Growing(record_of(["x"], 3), 5))
     assert evidence.end is not None
 
 
-def test_the_first_exception_stands_and_every_writer_must_close(capsys: Any) -> None:
+def test_the_first_exception_counts_and_every_writer_must_close(capsys: Any) -> None:
     def closed(exception: str) -> dict[str, Any]:
         return {"type": "pipes", "at": 0, "line": '{"method": "closed", "params": %s}' % exception}
 
@@ -192,7 +198,7 @@ def test_the_first_exception_stands_and_every_writer_must_close(capsys: Any) -> 
     files[JOURNAL] = (
         b"".join(map(encode, [opened, opened, opened, closed(leaving), closed(error), closed("{}")])) + files[JOURNAL]
     )
-    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
+    evidence = follow(Growing(files, 1))
     assert (evidence.opened, evidence.closed) == (3, 3) and evidence.exception == {"name": "ValueError"}
 
 
@@ -208,12 +214,12 @@ def test_the_first_exception_stands_and_every_writer_must_close(capsys: Any) -> 
         (["opened", "closed", "log_external_stream"], 1),
     ],
 )
-def test_a_message_shows_that_somebody_else_closed_pipes(methods: list[str], closed: int, capsys: Any) -> None:
+def test_a_message_after_closed_reopens_its_writer(methods: list[str], closed: int, capsys: Any) -> None:
     """A forked child that leaves the context closes Pipes for its parent, which writes on."""
     files = record_of([], 0)
     messages = [{"type": "pipes", "at": 0, "line": json.dumps({"method": each, "params": {}})} for each in methods]
     files[JOURNAL] = b"".join(map(encode, messages)) + files[JOURNAL]
-    evidence = Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST).follow(lambda _: None)
+    evidence = follow(Growing(files, 1))
     assert evidence.closed == closed
 
 
@@ -232,8 +238,7 @@ def requeued(first_end: bool) -> dict[str, bytes]:
 @pytest.mark.parametrize("first_end", [True, False])
 def test_only_the_last_attempt_of_a_requeued_job_counts(first_end: bool) -> None:
     handler = Handler()
-    follower = Follower(Growing(requeued(first_end), 3), "/run", "n", handler, LOG, FAST, requeue=True)
-    evidence = follower.follow(lambda _: None)
+    evidence = follow(Growing(requeued(first_end), 3), handler, requeue=True)
     assert evidence.end is not None and evidence.end["reason"] == "exit" and evidence.started_at == 2.0
     assert handler.messages == [{"n": 0}, {"n": 0}, {"n": 2}]
 
@@ -242,12 +247,12 @@ def test_a_job_that_is_not_requeued_ends_with_its_attempt() -> None:
     whole = requeued(True)
     files = {**whole, JOURNAL: b"".join(line + b"\n" for line in whole[JOURNAL].split(b"\n")[:4])}
     handler = Handler()
-    evidence = Follower(Growing(files, 3), "/run", "n", handler, LOG, FAST).follow(lambda _: None)
+    evidence = follow(Growing(files, 3), handler)
     assert evidence.end is not None and evidence.end["reason"] == "terminated"
 
 
 @given(st.floats(0, 1e5), st.booleans())
-def test_nobody_waits_for_news_longer_than_a_share_of_the_silence(silence: float, started: bool) -> None:
+def test_the_pause_is_a_bounded_share_of_the_silence(silence: float, started: bool) -> None:
     pause = Cadence(busy=0.2, idle=3.0, waiting=15.0).pause(silence, started)
     assert 0.2 <= pause <= (3.0 if started else 15.0) and pause <= max(0.2, 0.1 * silence)
 
@@ -303,7 +308,7 @@ class StepLog:
     st.sampled_from([logging.DEBUG, logging.INFO]),
     st.integers(),
 )
-def test_who_goes_on_loses_nothing_and_repeats_a_batch_at_most(
+def test_reattach_loses_nothing_and_repeats_one_batch_at_most(
     said: list[tuple[str, str]], lines: int, kills: list[int], level: int, seed: int
 ) -> None:
     dagster = Everything(level)
@@ -321,34 +326,31 @@ def test_who_goes_on_loses_nothing_and_repeats_a_batch_at_most(
     for lives in [*kills, -1]:
         dagster.lives = lives
         before, noted = len(dagster.output), files[STDIO][:offset].count(b"\n")
-        handed_on = ReattachState(offset, iter(list(dagster.log)), note)
-        follower = Follower(Growing(files, seed), "/run", "n", dagster, StepLog(dagster), FAST, handed_on=handed_on)
+        state = ReattachState(offset, iter(list(dagster.log)), note)
         with contextlib.redirect_stdout(dagster), contextlib.suppress(Killed):  # type: ignore[type-var]
-            follower.follow(lambda _: None)
+            follow(Growing(files, seed), dagster, StepLog(dagster), reattach=state)
         assert [int(each) for each in dagster.output[before:]] == list(range(noted, noted + len(dagster.output) - before))
     kept = [(logging.getLevelName(each), text) for each, text in said if logging.getLevelName(each) >= level]
     assert dagster.log == [(logging.INFO, "[rayslurm] running: now"), *kept]
     assert list(dict.fromkeys(map(int, dagster.output))) == list(range(lines))
 
 
-def test_a_batch_that_was_noted_is_not_repeated(capsys: Any) -> None:
+def test_output_before_the_bookmark_is_not_repeated(capsys: Any) -> None:
     files = record_of([f"{number}\n" for number in range(3)], 0)
     notes: list[int] = []
-    Follower(Growing(files, 1), "/run", "n", Handler(), LOG, FAST, handed_on=ReattachState(note=notes.append)).follow(
-        lambda _: None
-    )
+    follow(Growing(files, 1), reattach=ReattachState(note=notes.append))
     assert notes[-1] == len(files[STDIO]) and capsys.readouterr().out == "0\n1\n2\n"
     second = files[STDIO].index(b"\n") + 1
-    evidence = Follower(AtOnce(files), "/run", "n", Handler(), LOG, FAST, handed_on=ReattachState(second)).follow(lambda _: None)
+    evidence = follow(AtOnce(files), reattach=ReattachState(second))
     assert capsys.readouterr().out == "1\n2\n" and evidence.output_tail() == "0\n1\n2"
 
 
-def test_the_beginning_of_a_line_that_is_kept_is_not_noted(capsys: Any) -> None:
+def test_an_unfinished_line_is_not_bookmarked(capsys: Any) -> None:
     files = record_of(["whole\n", "begun "], 0)
     files[JOURNAL] = b""
     notes: list[int] = []
     follower = Follower(
-        AtOnce(files), "/run", "n", Handler(), LOG, FAST, component="a", handed_on=ReattachState(note=notes.append)
+        AtOnce(files), "/run", "n", Handler(), LOG, FAST, component="a", reattach=ReattachState(note=notes.append)
     )
     follower.read_once()
     assert capsys.readouterr().out == "[a] whole\n" and notes == []
@@ -364,9 +366,7 @@ class AtOnce(Growing):
         return self.files[path.rpartition("/")[2]][offset : offset + limit]
 
 
-def test_a_bookmark_is_good_where_it_was_made_and_trouble_with_it_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bookmark_counts_only_on_its_machine_and_ignores_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "runs" / "name.followed"
     bookmark = Bookmark(path)
     assert bookmark.read() == 0

@@ -162,19 +162,19 @@ def test_the_link_to_a_dashboard_that_has_ended_is_not_shown() -> None:
 
 def test_a_run_without_an_end_has_the_figures_of_its_last_sample() -> None:
     evidence = Evidence()
-    assert evidence.known is None
+    assert evidence.end_or_partial is None
     evidence.context = {**END["context"], "granted": [granted("n1", 500), granted("n2", 500)]}
-    assert "Peak memory (MiB)" not in run_metadata(evidence.known, "slurm", "c1")
+    assert "Peak memory (MiB)" not in run_metadata(evidence.end_or_partial, "slurm", "c1")
     usage = {key: value for key, value in END["usage"].items() if key != "points"}
     evidence.take_usage({**usage, "elapsed": 2.0, "cpu_seconds": 2.0, "peak_memory": 100 * 2**20}, 90 * 2**20)
     evidence.take_usage({**usage, "elapsed": 4.0, "cpu_seconds": 8.0, "peak_memory": 490 * 2**20}, 490 * 2**20)
     assert evidence.usage["points"] == [[2.0, 1.0, 90 * 2**20], [4.0, 3.0, 490 * 2**20]]
-    metadata = run_metadata(evidence.known, "slurm", "c1")
+    metadata = run_metadata(evidence.end_or_partial, "slurm", "c1")
     assert metadata["Peak memory (MiB)"] == 490.0 and metadata["Memory efficiency (%)"] == 98.0
     assert "up to 490 of 500 MiB" in picture(metadata["Usage"].value)
     assert metadata["Usage measured on"].startswith("n1 alone")
     evidence.end = END
-    assert evidence.known == END
+    assert evidence.end_or_partial == END
 
 
 @given(st.text(), st.text(min_size=8, max_size=8, alphabet="0123456789abcdef"))

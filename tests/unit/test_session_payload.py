@@ -57,7 +57,7 @@ class Owner:
         self.owns: bool | OSError = True
         self.new_owner = None
 
-    def keep(self) -> bool:
+    def confirm(self) -> bool:
         if isinstance(self.owns, OSError):
             raise self.owns
         return self.owns
@@ -138,7 +138,7 @@ def failing(scene: Scene, monkeypatch: pytest.MonkeyPatch, times: int, then: Cal
 def test_one_that_could_not_be_told_at_once_is_told_again(scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = failing(scene, monkeypatch, 3)
     scene.payload.cancel()
-    evidence = Evidence(started_at=1.0, heard_at=clock.now)
+    evidence = Evidence(started_at=1.0, last_growth=clock.now)
     for _ in range(100):
         clock.sleep(0.1)
         scene.payload.poll(evidence)
@@ -182,7 +182,7 @@ def silent_for(scene: Scene, clock: Clock, evidence: Evidence, seconds: float) -
 
 def test_a_session_is_asked_ever_more_rarely_for_one_that_says_nothing(scene: Scene, clock: Clock) -> None:
     scene.answers = [[str(scene.run_dir)]]
-    evidence = Evidence(started_at=1.0, heard_at=clock.now)
+    evidence = Evidence(started_at=1.0, last_growth=clock.now)
     assert silent_for(scene, clock, evidence, 59) is None and scene.asked == 0
     assert silent_for(scene, clock, evidence, 4 * 3600) is None and 10 < scene.asked < 25
 
@@ -192,13 +192,13 @@ def test_an_answer_that_says_nothing_of_it(scene: Scene, clock: Clock, answer: A
     scene.answers = [answer]
     if answer == "no list":
         scene.payload._describe = lambda: {"ok": False, "error": "unknown request"}
-    assert silent_for(scene, clock, Evidence(started_at=1.0, heard_at=clock.now), 3600) is None
+    assert silent_for(scene, clock, Evidence(started_at=1.0, last_growth=clock.now), 3600) is None
 
 
 def test_one_that_has_ended_without_a_record(scene: Scene, clock: Clock) -> None:
     """Its runtime lives, and serves others: it did not end, and nobody knows whether the payload has succeeded."""
     scene.answers = [[str(scene.run_dir)], ["/another"]]
-    evidence = Evidence(started_at=1.0, heard_at=clock.now)
+    evidence = Evidence(started_at=1.0, last_growth=clock.now)
     began = clock.now
     evidence.runtime_exit = silent_for(scene, clock, evidence, 3600)
     assert evidence.runtime_exit is not None and 150 <= clock.now - began < 160 and scene.asked == 2
@@ -210,15 +210,15 @@ def test_one_that_has_ended_without_a_record(scene: Scene, clock: Clock) -> None
 
 def test_an_end_that_comes_into_sight_later(scene: Scene, clock: Clock) -> None:
     scene.answers = [[]]
-    evidence = Evidence(started_at=1.0, heard_at=clock.now)
+    evidence = Evidence(started_at=1.0, last_growth=clock.now)
     assert silent_for(scene, clock, evidence, 80) is None and scene.asked == 1
-    evidence.heard_at = clock.now  # What follows the record reads on.
-    assert silent_for(scene, clock, evidence, 59) is None and evidence.unrecorded is None
+    evidence.last_growth = clock.now  # What follows the record reads on.
+    assert silent_for(scene, clock, evidence, 59) is None and evidence.ended_unrecorded is None
 
 
 def test_the_end_of_its_job_needs_no_question(scene: Scene, clock: Clock) -> None:
     scene.job.over, scene.job.how = True, "Slurm calls the job TIMEOUT"
-    assert silent_for(scene, clock, Evidence(started_at=1.0, heard_at=clock.now), 600) == "Slurm calls the job TIMEOUT"
+    assert silent_for(scene, clock, Evidence(started_at=1.0, last_growth=clock.now), 600) == "Slurm calls the job TIMEOUT"
     assert scene.asked == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 from dagster_rayslurm import SlurmQueueConfig
 from dagster_rayslurm.backends import slurm_job
 from dagster_rayslurm.backends.slurm_job import SlurmJob, settling
-from dagster_rayslurm.follow.follower import OUT_OF_SIGHT
+from dagster_rayslurm.follow.follower import VISIBILITY_TIMEOUT
 from dagster_rayslurm.slurm.queue import ClusterClock, SharedQueue
 from dagster_rayslurm.slurm.request import make_request
 from dagster_rayslurm.slurm.states import JobPhase, JobStatus
@@ -31,8 +31,8 @@ def over(state: str = "", exit_code: int | None = None) -> JobStatus:
 @pytest.mark.parametrize("view", [over(exit_code=3), over(exit_code=0), over("FAILED", 3), over("FAILED"), over("COMPLETED")])
 def test_a_runtime_that_came_to_its_own_end_has_written_one(view: JobStatus) -> None:
     """It is waited for as long as a network file system may hide it, whether some of it was seen or nothing."""
-    assert settling(view, started=True, recorded=True) == settling(view, started=True, recorded=False) == OUT_OF_SIGHT
-    assert settling(view, started=False, recorded=True) == OUT_OF_SIGHT
+    assert settling(view, started=True, recorded=True) == settling(view, started=True, recorded=False) == VISIBILITY_TIMEOUT
+    assert settling(view, started=False, recorded=True) == VISIBILITY_TIMEOUT
 
 
 TASK_FAILED = "srun: error: c1: task 0: Exited with exit code 9"
@@ -70,7 +70,7 @@ def test_a_log_that_says_why_there_is_no_record_is_believed_before_that(
     assert job.end_description(started) is None, "it may just not be there yet"
     monkeypatch.setattr(slurm_job, "_UNSEEN", 0.0)
     assert (job.end_description(started) is None) == waits
-    monkeypatch.setattr(slurm_job, "OUT_OF_SIGHT", 0.0)
+    monkeypatch.setattr(slurm_job, "VISIBILITY_TIMEOUT", 0.0)
     assert job.end_description(started) is not None
 
 

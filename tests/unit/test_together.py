@@ -17,9 +17,9 @@ from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.components import Component, arrange, component_specs, request_for
 from dagster_rayslurm.environments import Interpreter
 from dagster_rayslurm.errors import RETRYABLE, RunFailure
-from dagster_rayslurm.execution import FollowedPayload, Policy, follow_until_end
+from dagster_rayslurm.execution import FollowedPayload, RunSettings, follow_until_end
 from dagster_rayslurm.follow import Cadence, Evidence, Follower, follow_all
-from dagster_rayslurm.follow.multiplexed_output import MultiplexedOutput
+from dagster_rayslurm.follow.output import LinePrefixer
 from dagster_rayslurm.follow.pipes import RecordReader
 from dagster_rayslurm.modes import for_one, one_for_each
 from dagster_rayslurm.outcome import SUCCESS, Judged, Verdict, judge
@@ -214,8 +214,8 @@ def test_a_mistake_shows_on_this_machine_as_on_the_cluster(tmp_path: Path, queue
 
 @given(st.lists(st.text(alphabet="ab \r\n", max_size=12), max_size=12))
 def test_prefixed_output_is_the_output_in_whole_lines(chunks: list[str]) -> None:
-    shown = MultiplexedOutput("> ")
-    text = "".join(shown.lines("stdout", chunk) for chunk in chunks) + "".join(rest for _, rest in shown.rest())
+    shown = LinePrefixer("> ")
+    text = "".join(shown.add("stdout", chunk) for chunk in chunks) + "".join(rest for _, rest in shown.flush())
     written = "".join(chunks)
     assert text.replace("> ", "").rstrip() == written.rstrip()
     assert all(line.startswith("> ") for line in text.splitlines())
@@ -223,13 +223,13 @@ def test_prefixed_output_is_the_output_in_whole_lines(chunks: list[str]) -> None
 
 
 def test_streams_do_not_mix_and_progress_bars_show() -> None:
-    shown = MultiplexedOutput("[gpu] ")
-    assert shown.lines("stdout", "be") == "" and shown.lines("stderr", "x\n") == "[gpu] x\n"
-    assert shown.lines("stdout", "gin\nnext") == "[gpu] begin\n"
-    assert shown.lines("stderr", "10%\r20%\r") == "[gpu] 10%\r"
-    assert shown.lines("stderr", "\n") == "[gpu] 20%\r\n"
-    assert list(shown.rest()) == [("stdout", "[gpu] next\n")] and list(shown.rest()) == []
-    assert len(shown.lines("stdout", "y" * 100_000)) > 100_000
+    shown = LinePrefixer("[gpu] ")
+    assert shown.add("stdout", "be") == "" and shown.add("stderr", "x\n") == "[gpu] x\n"
+    assert shown.add("stdout", "gin\nnext") == "[gpu] begin\n"
+    assert shown.add("stderr", "10%\r20%\r") == "[gpu] 10%\r"
+    assert shown.add("stderr", "\n") == "[gpu] 20%\r\n"
+    assert list(shown.flush()) == [("stdout", "[gpu] next\n")] and list(shown.flush()) == []
+    assert len(shown.add("stdout", "y" * 100_000)) > 100_000
 
 
 class Stuck:
@@ -271,11 +271,11 @@ def test_the_last_line_is_shown_though_another_component_never_starts(tmp_path: 
         )
         for name in plans
     ]
-    policy = Policy("local", True, "none", 1, 60, 60, Layout(tmp_path))
+    settings = RunSettings("local", True, "none", 1, 60, 60, Layout(tmp_path))
     with pytest.raises(RunFailure, match="can never start"):
-        follow_until_end(followed, policy, None)  # type: ignore[arg-type]
+        follow_until_end(followed, None, settings)  # type: ignore[arg-type]
     assert capsys.readouterr().out == "[a] one\n[a] unfinished\n"
-    assert all(each.attempt.killed for each in followed)  # type: ignore[attr-defined]
+    assert all(each.running.killed for each in followed)  # type: ignore[attr-defined]
 
 
 # ---- Several records at once

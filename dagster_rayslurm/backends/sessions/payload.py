@@ -97,9 +97,9 @@ class SessionPayload:
     def poll(self, evidence: Evidence) -> str | None:
         self._followed = True
         self._order.resend_for(evidence)
-        silence = time.monotonic() - evidence.heard_at
+        silence = time.monotonic() - evidence.last_growth
         if self._is_forgotten(silence):
-            evidence.unrecorded = (
+            evidence.ended_unrecorded = (
                 f"its session, {self._name}, no longer has it; what it wrote is in {self._run_dir} on {self._connection.place}"
             )
             return "its session no longer has it"

@@ -1,0 +1,92 @@
+"""Show the output of payloads on Dagster's own stdout and stderr."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)")
+"""A line, or one state of a progress bar."""
+_LONGEST = 65536
+"""Characters after which an unfinished line is shown in pieces."""
+
+
+class LinePrefixer:
+    """Prefixes each line of one payload, so that the output of several payloads can share a stream. Pure."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._partial: dict[str, str] = {}
+
+    def add(self, stream: str, text: str) -> str:
+        """The complete lines, with prefix, once this text has arrived; an unfinished line is kept for later."""
+        text = self._partial.pop(stream, "") + text
+        # A carriage return at the very end may be the first half of a line end.
+        end = 1 + max(text.rfind("\n"), text.rfind("\r", 0, -1))
+        lines = [self._prefix + line for line in _LINE.findall(text[:end])]
+        rest = text[end:]
+        if len(rest) > _LONGEST:
+            lines.append(f"{self._prefix}{rest}\n")
+        elif rest:
+            self._partial[stream] = rest
+        return "".join(lines)
+
+    @property
+    def has_partial_line(self) -> bool:
+        return bool(self._partial)
+
+    def flush(self) -> Iterator[tuple[str, str]]:
+        """The unfinished lines by stream, each with a line end."""
+        for stream, text in self._partial.items():
+            yield stream, f"{self._prefix}{text.rstrip()}\n"
+        self._partial.clear()
+
+
+class OutputWriter:
+    """Writes a payload's output to Dagster's stdout and stderr.
+
+    A lost terminal or a full disk on this side is logged once and does not end the payload.
+
+    Args:
+        component: prefix of each line; None shows the output as it is.
+        warn: logs a warning.
+    """
+
+    def __init__(self, component: str | None, warn: Callable[[str], None]) -> None:
+        self._prefixer = None if component is None else LinePrefixer(f"[{component}] ")
+        self._warn = warn
+        self._failed = False
+
+    @property
+    def has_partial_line(self) -> bool:
+        """Whether text was taken that is not shown yet."""
+        return self._prefixer is not None and self._prefixer.has_partial_line
+
+    def write(self, stream: str, text: str) -> None:
+        """Show some output of "stdout" or "stderr"."""
+        self._print(stream, text if self._prefixer is None else self._prefixer.add(stream, text))
+
+    def flush(self) -> None:
+        self._guard(lambda: (sys.stdout.flush(), sys.stderr.flush()))
+
+    def finish(self) -> None:
+        """Show unfinished lines, after which no output comes."""
+        for stream, text in self._prefixer.flush() if self._prefixer is not None else ():
+            self._print(stream, text)
+
+    def _print(self, name: str, text: str) -> None:
+        stream = sys.stderr if name == "stderr" else sys.stdout
+        try:
+            self._guard(lambda: stream.write(text))
+        except UnicodeEncodeError:  # Dagster runs in a locale without UTF-8.
+            self._guard(lambda: stream.write(text.encode("ascii", "backslashreplace").decode("ascii")))
+
+    def _guard(self, write: Callable[[], Any]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                self._warn(f"the payload's output cannot be shown: {error}")
