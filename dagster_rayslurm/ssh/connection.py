@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import io
 import os
@@ -34,11 +33,17 @@ _PROGRESS = 5.0
 """An attempt that lasted this many seconds before it broke counts as progress: a new outage begins."""
 
 
-class SSHConnection(abc.ABC):
-    """An edge node behind SSH. All threads share one login."""
+class SSHConnection:
+    """An edge node behind SSH. All threads share one login.
 
-    def __init__(self, ssh: SSHConnectionResource) -> None:
+    Args:
+        ssh: the server and how to log in.
+        log_in: logs in with one of the SSH clients; raises `ConnectionFailed`.
+    """
+
+    def __init__(self, ssh: SSHConnectionResource, log_in: Callable[[SSHConnectionResource], Transport]) -> None:
         self.ssh = ssh
+        self._log_in = log_in
         self._lock = threading.Lock()
         self._channels: ChannelPool | None = None
         self._ever_connected = False
@@ -49,14 +54,6 @@ class SSHConnection(abc.ABC):
     @property
     def place(self) -> str:
         return errors.address(self.ssh)
-
-    @abc.abstractmethod
-    def _login(self) -> Transport:
-        """Log in.
-
-        Raises:
-            ConnectionFailed: the login failed.
-        """
 
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
         return self._run(command, stdin, timeout, repeatable=False)
@@ -259,7 +256,7 @@ class SSHConnection(abc.ABC):
                 self._channels.close()
                 self._channels = None
             try:
-                self._channels = ChannelPool(self._login())
+                self._channels = ChannelPool(self._log_in(self.ssh))
             except OSError as error:
                 failure = error if isinstance(error, ConnectionFailed) else errors.failed(self.ssh, str(error))
                 self._login_failure = (time.monotonic(), failure)

@@ -14,9 +14,8 @@ from typing import Any
 
 from . import errors
 from .base import ConnectionGone
-from .channels import Refused
+from .channels import Refused, Transport
 from .config import SSHConnectionResource
-from .connection import SSHConnection
 from .login import check_files, check_keys
 from .openssh_master import control_path, ensure_master, existing_master, multiplexed
 
@@ -28,23 +27,27 @@ _NO_MASTER = re.compile(
 )
 
 
-class OpenSSHConnection(SSHConnection):
-    """An edge node reached by the `ssh` program. The user's ssh_config applies where the resource leaves a field open."""
+def log_in(ssh: SSHConnectionResource) -> Transport:
+    """Find or open a master connection to a server that allows one more session.
 
-    def _login(self) -> OpenSSHTransport:
-        if shutil.which("ssh") is None:
-            raise errors.no_client(self.ssh)
-        if self.ssh.require_existing_master:
-            return OpenSSHTransport(self.ssh, existing_master(self.ssh))
-        check_files(self.ssh)
-        check_keys(self.ssh)
-        for number in range(_MAX_MASTERS):
-            path = control_path(self.ssh, number)
-            ensure_master(self.ssh, path)
-            transport = OpenSSHTransport(self.ssh, path)
-            if transport.has_room():
-                return transport
-        raise errors.no_sessions(self.ssh)
+    The user's ssh_config applies where the resource leaves a field open.
+
+    Raises:
+        ConnectionFailed: the login failed.
+    """
+    if shutil.which("ssh") is None:
+        raise errors.no_client(ssh)
+    if ssh.require_existing_master:
+        return OpenSSHTransport(ssh, existing_master(ssh))
+    check_files(ssh)
+    check_keys(ssh)
+    for number in range(_MAX_MASTERS):
+        path = control_path(ssh, number)
+        ensure_master(ssh, path)
+        transport = OpenSSHTransport(ssh, path)
+        if transport.has_room():
+            return transport
+    raise errors.no_sessions(ssh)
 
 
 class PipeStream:

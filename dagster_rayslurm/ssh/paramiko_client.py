@@ -16,9 +16,8 @@ import paramiko
 
 from . import errors
 from .base import ConnectionFailed
-from .channels import Refused
+from .channels import Refused, Transport
 from .config import SSHConnectionResource
-from .connection import SSHConnection
 from .known_hosts import KnownKey, check_host_key, expected_keys
 from .login import agent_keys, check_files, key_path, load_key, login_slot
 from .openssh_askpass import asks_password
@@ -38,27 +37,28 @@ _MAX_AGENT_KEYS = 4
 _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 
 
-class ParamikoConnection(SSHConnection):
-    """An edge node reached by paramiko."""
+def log_in(ssh: SSHConnectionResource) -> Transport:
+    """Log in to a server through its jump hosts, with `connect_timeout` for each of them.
 
-    def _login(self) -> ParamikoTransport:
-        """Log in through the jump hosts, with `connect_timeout` for each server."""
-        check_files(self.ssh)
-        jump: ParamikoTransport | None = None
-        for hop in self.ssh.hops():
-            try:
-                with login_slot(f"{hop.host}:{hop.port}", hop.connect_timeout):
-                    jump = _login_to(hop, jump)
-            except TimeoutError as error:
-                raise errors.failed(hop, str(error), temporary=True) from None
-            finally:
-                if jump is not None and jump.ssh is not hop:
-                    jump.close()  # This login failed.
-        assert jump is not None
-        return jump
+    Raises:
+        ConnectionFailed: a login failed.
+    """
+    check_files(ssh)
+    transport: ParamikoTransport | None = None
+    for hop in ssh.hops():
+        try:
+            with login_slot(f"{hop.host}:{hop.port}", hop.connect_timeout):
+                transport = _log_in_to(hop, transport)
+        except TimeoutError as error:
+            raise errors.failed(hop, str(error), temporary=True) from None
+        finally:
+            if transport is not None and transport.ssh is not hop:
+                transport.close()  # The login to this hop failed.
+    assert transport is not None
+    return transport
 
 
-def _login_to(ssh: SSHConnectionResource, jump: ParamikoTransport | None) -> ParamikoTransport:
+def _log_in_to(ssh: SSHConnectionResource, jump: ParamikoTransport | None) -> ParamikoTransport:
     deadline = time.monotonic() + ssh.connect_timeout
     stream = jump.open_tcp(ssh, deadline) if jump else _connect(ssh, deadline)
     transport = paramiko.Transport(stream, packetizer_class=_Packetizer)
@@ -149,24 +149,22 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
             return
         break  # The key was the first factor; `offered` names the next ones.
     prompts = _Prompts(ssh.password)
+    methods: list[Callable[[], list[str]]] = []
     if ssh.password is not None or "keyboard-interactive" in offered:
-        if ssh.password is not None:
-            tried.append("the password")
-        for method in ("keyboard-interactive", "password"):
-            try:
-                if method == "keyboard-interactive":
-                    offered = transport.auth_interactive(user, prompts)
-                elif ssh.password is not None:
-                    offered = transport.auth_password(user, ssh.password, fallback=False)
-                else:
-                    continue
-            except paramiko.BadAuthenticationType as error:
-                offered = error.allowed_types
-            except paramiko.AuthenticationException:
-                break
-            else:
-                if not offered:
-                    return
+        methods.append(lambda: transport.auth_interactive(user, prompts))
+    if ssh.password is not None:
+        tried.append("the password")
+        methods.append(lambda: transport.auth_password(user, ssh.password, fallback=False))
+    for method in methods:
+        try:
+            offered = method()
+        except paramiko.BadAuthenticationType as error:
+            offered = error.allowed_types
+        except paramiko.AuthenticationException:
+            break
+        else:
+            if not offered:
+                return
     _check_active(transport, ssh)
     if prompts.unanswered and not asks_password(prompts.unanswered):
         raise errors.prompt_unanswered(ssh, prompts.unanswered, master_command(ssh))

@@ -46,13 +46,13 @@ def connect_early(ssh: SSHConnectionResource | None) -> None:
 def new_connection(ssh: SSHConnectionResource) -> SSHConnection:
     """A connection that is not shared. The caller closes it."""
     # Imported here, because importing paramiko takes a third of a second, which local runs save.
+    from .connection import SSHConnection
+
     if ssh.client == "openssh":
-        from .openssh import OpenSSHConnection
-
-        return OpenSSHConnection(ssh)
-    from .paramiko_client import ParamikoConnection
-
-    return ParamikoConnection(ssh)
+        from .openssh import log_in
+    else:
+        from .paramiko_client import log_in
+    return SSHConnection(ssh, log_in)
 
 
 def close_connections() -> None:
