@@ -6,11 +6,11 @@ Importing this package imports neither Ray nor paramiko, and of its own no more 
 from dagster._core.libraries import DagsterLibraryRegistry
 
 from ._version import __version__
-from .completed import CompletedRun
 from .compute import ComputeResource
 from .config import ExecutionMode, SessionConfig
 from .environments import InheritedEnvironment, PreDeployedEnvironment
 from .errors import RunFailure
+from .interface import CompletedRun
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from .ssh.config import SSHConnectionResource

@@ -49,6 +49,21 @@ class ExecutionMode(str, Enum):
     SLURM_HETJOB = "slurm-hetjob"
     """One heterogeneous Slurm job."""
 
+    def __str__(self) -> str:
+        return self.value
+
+
+class Topology(str, Enum):
+    """How Ray clusters and payloads spread over the components of an allocation."""
+
+    SPANNING = "spanning"
+    """One Ray cluster and one payload across all components."""
+    SEPARATE = "separate"
+    """One Ray cluster and one payload for each component."""
+
+    def __str__(self) -> str:
+        return self.value
+
 
 class StrictModel(BaseModel):
     """Refuses unknown fields, which Dagster would accept silently, and says what was probably meant."""
@@ -107,12 +122,13 @@ def checked(check: Callable[[Any], Any]) -> BeforeValidator:
 
 
 def choice(*options: str) -> BeforeValidator:
-    """One of some strings, or an Enum member with such a value (Enum and Literal fields break with `EnvVar`)."""
+    """A string from `options`, or an Enum member with such a value (Enum and Literal fields break with `EnvVar`)."""
+    names = tuple(map(str, options))
 
     def check(value: object) -> str:
         text = value.value if isinstance(value, Enum) else value
-        if text not in options:
-            raise ValueError(f"{text!r} is not one of {', '.join(map(repr, options))}")
+        if text not in names:
+            raise ValueError(f"{text!r} is not one of {', '.join(map(repr, names))}")
         return str(text)
 
     return checked(check)

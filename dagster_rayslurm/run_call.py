@@ -1,27 +1,21 @@
-"""Validate a `ComputeResource` call, choose the backend, and run it.
-
-Which backend serves a call, made of the resource's configuration: the one place that knows all of them.
-
-What a call of a `ComputeResource` comes to: what counts for it, whether it can be run, and what runs it.
-"""
+"""Run one call of `ComputeResource.run`: validate it, plan its payloads, choose the backend, execute."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
 from dagster_pipes import PipesExtras
 
-from . import modes
-from .backends.base import Backend, Plans, RunningPayload, RunningPayloads
+from .backends.base import Backend
 from .backends.batch import BatchBackend, cancel_cluster
 from .backends.local import LocalBackend
 from .backends.run_dir import Layout
@@ -29,13 +23,13 @@ from .backends.sessions import local as local_session
 from .backends.sessions.backend import SessionBackend, end_session
 from .backends.sessions.matching import required_head
 from .backends.sessions.session_job import SessionSetup
-from .completed import CompletedRun
 from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
-from .config import SessionConfig, check_environment, resolve_variables
+from .config import ExecutionMode, Topology, check_environment, resolve_variables
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, resolve_environment
 from .environments.resolve import path_on_cluster
 from .errors import FailureKind, RunFailure, one_sentence
 from .execution import RunSettings, execute, start_errors
+from .interface import CompletedRun, ComputeConfig, Context, RunArguments
 from .launchers import Launcher, RayLauncher
 from .overrides import launcher_origins, merge_launcher, merge_queue, queue_origins, session_queue
 from .plan import Plan, make_plan
@@ -44,154 +38,25 @@ from .runtime.ray.node_main import lacks_tokens
 from .separate.backend import SeparateBatchBackend, SeparateLocalBackend
 from .separate.execute import execute_separate
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
+from .validation import by_component, check_call, check_uses_pipes
 
-if TYPE_CHECKING:
-    from .compute import ComputeResource, Context, Payloads
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a resource says of all calls.
-
-    Attributes:
-        mode: how payloads run.
-        layout: where things are on this machine.
-        slurm: the cluster; None for local mode alone.
-        environment: the Python environment of payloads.
-        simulate: whether local mode simulates CPUs and GPUs that this machine lacks.
-        launcher: of payloads that bring none; the cluster that stays warm is its.
-        components: of calls that bring none.
-        session: how a warm session is shared.
-        reuse: whether Ray clusters stay warm.
-        queue_timeout: seconds after which a job that still waits is given up; None waits for ever.
-        start_timeout: seconds in which a runtime must write something.
-        patience: seconds for which a run can be out of reach.
-    """
-
-    mode: str
-    layout: Layout
-    slurm: SlurmResource | None
-    environment: Environment
-    simulate: bool
-    launcher: Launcher
-    components: tuple[HetComponent, ...]
-    session: SessionConfig
-    reuse: bool
-    queue_timeout: float | None
-    start_timeout: float
-    patience: float
+Execute = Callable[..., CompletedRun]
+"""`execution.execute` for one payload, or `execute_separate` for one payload per component."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """What counts for one call, every `EnvVar` resolved, and all of it possible in the resource's mode.
-
-    Attributes:
-        launcher: the resource's, with what the call changes.
-        queue: what the call changes in the resource's; None for nothing.
-        parts: the components that count, in the job's order; none where all nodes are alike.
-        components: its own; None for the resource's.
-    """
-
-    launcher: Launcher
-    queue: SlurmQueueConfig | None
-    parts: tuple[Component, ...]
-    components: tuple[HetComponent, ...] | None
-
-
-def backend_for(setting: Setting, call: Call) -> Backend[Plan, RunningPayload]:
-    """What runs the one payload of a call.
+def run(resource: ComputeConfig, context: Context, arguments: RunArguments, extras: PipesExtras | None) -> CompletedRun:
+    """Run the payload of a call, or its payloads, and wait for the end.
 
     Raises:
-        ValueError: the environment cannot be used, or the components of a warm cluster contradict each other.
+        RunFailure: the call is invalid, or the run did not succeed.
     """
-    if setting.slurm is None or setting.mode == modes.LOCAL:
-        offered, asked = _warm(setting, call) if setting.reuse else (None, [])
-        return LocalBackend(
-            setting.layout,
-            resolve_environment(setting.environment),
-            setting.session if setting.reuse else None,
-            offered,
-            asked,
-            required_head(call.launcher, call.components),
-            setting.simulate,
-        )
-    if setting.mode == modes.SESSION:
-        setup = SessionSetup(
-            slurm=setting.slurm,
-            own_queue=call.queue,
-            environment=setting.environment,
-            session=setting.session,
-            launcher=setting.launcher,
-            reuse=setting.reuse,
-            components=setting.components,
-            own_components=call.components,
-            own_launcher=call.launcher,
-        )
-        return SessionBackend(setup, setting.queue_timeout, setting.start_timeout, setting.patience, setting.layout)
-    return _batch(setting, setting.slurm, call)
-
-
-def together_for(setting: Setting, call: Call) -> Backend[Plans, RunningPayloads]:
-    """What runs the payloads of a call, one for each component.
-
-    Raises:
-        ValueError: the environment cannot be used.
-    """
-    if setting.slurm is None or setting.mode == modes.LOCAL:
-        return SeparateLocalBackend(setting.layout, resolve_environment(setting.environment), call.parts, setting.simulate)
-    return SeparateBatchBackend(_batch(setting, setting.slurm, call), call.parts)
-
-
-def _batch(setting: Setting, slurm: SlurmResource, call: Call) -> BatchBackend:
-    queue = merge_queue(slurm.queue, call.queue)
-    return BatchBackend(slurm, queue, setting.environment, setting.queue_timeout, setting.patience, call.parts)
-
-
-def _warm(setting: Setting, call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
-    """The cluster that stays warm for all payloads, and what is asked for each component of it.
-
-    Raises:
-        ValueError: there can be none, and the call brings no components in place of those.
-    """
-    try:
-        usual = spanning_components(setting.launcher, setting.components)
-        ray = ray_across(setting.launcher, usual)
-        return ray, component_specs(request_for(usual, job_name="rayslurm", comment="")) if usual else []
-    except ValueError:
-        if call.components is None:
-            raise
-        return None, []
-
-
-@dataclass(frozen=True)
-class RunArguments:
-    """The arguments of a call, as they were given: see `ComputeResource.run`."""
-
-    payload_path: Payloads
-    launcher: Launcher | None = None
-    queue: Any = None
-    components: Sequence[HetComponent] | None = None
-    uses_pipes: bool | Mapping[str, bool] = True
-    extra_env: Mapping[str, str] | None = None
-    secret_env: Mapping[str, str] | None = None
-    extra_files: Sequence[str | os.PathLike[str]] | None = None
-    outputs: Sequence[str] | None = None
-
-
-def run(resource: ComputeResource, context: Context, asked: RunArguments, extras: PipesExtras | None) -> CompletedRun:
-    """Run what a call asks for, and wait for it.
-
-    Raises:
-        RunFailure: it cannot be run, or did not succeed.
-    """
-    unused = _unused(resource)
+    unused = _unused_fields(resource)
     if unused:
         context.log.info(f"[rayslurm] local mode does not use {unused}")
     with _configuration_errors():
-        asked = _resolved(asked)
+        call = _validated(resource, arguments)
         _check_extras(extras)
-        start, _ = _prepared(resource, asked, secrets.token_hex(6))
+        function, plan, backend = _prepare(call, secrets.token_hex(6))
     settings = RunSettings(
         resource.mode,
         resource.require_messages,
@@ -201,116 +66,108 @@ def run(resource: ComputeResource, context: Context, asked: RunArguments, extras
         resource.runtime_start_timeout,
         _layout(resource),
     )
-    # Asset and check contexts wrap the one that open_pipes_session takes for all of them.
+    # Asset and check contexts wrap the op context, which `open_pipes_session` accepts for all of them.
     op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
-    for line in _origins(resource, asked):
+    for line in _origins(call):
         op_context.log.info(f"[rayslurm] {line}")
-    return start(op_context, settings=settings, extras=extras)
+    return function(op_context, plan, backend, settings, extras)
 
 
-def example(resource: ComputeResource, asked: RunArguments) -> str:
-    """What would be started for a call, for a person to read.
+def example(resource: ComputeConfig, arguments: RunArguments) -> str:
+    """Render what a call would start, for a person to read.
 
     Raises:
-        RunFailure: it cannot be run.
+        RunFailure: the call is invalid.
     """
     with _configuration_errors():
-        # It may well be called outside of a run, where Dagster has resolved no variables.
+        # Outside of a run Dagster has resolved no variables.
         mode = resource.mode.get_value() if isinstance(resource.mode, dg.EnvVar) else resource.mode
-        unused = ["slurm"] if mode == modes.LOCAL else []
-        _, show = _prepared(resolve_variables(resource, type(resource).__name__, unused), _resolved(asked), "NONCE")
-        return show()
+        unused = ["slurm"] if mode == ExecutionMode.LOCAL else []
+        resource = resolve_variables(resource, type(resource).__name__, unused)
+        _, plan, backend = _prepare(_validated(resource, arguments), "NONCE")
+        return backend.example(plan)
 
 
-def end_cluster(resource: ComputeResource, cluster_id: str) -> bool:
-    """End a warm cluster, and say whether there was one.
+def end_cluster(resource: ComputeConfig, cluster_id: str) -> bool:
+    """End a warm cluster; return whether there was one.
 
     Raises:
-        RunFailure: it does not answer.
+        RunFailure: the cluster, or Slurm, does not answer.
     """
     with _configuration_errors(), start_errors():
-        if resource.slurm is not None and resource.mode in modes.ON_SLURM:
-            # It may well be called outside of a run, where Dagster has resolved no variables.
+        if resource.slurm is not None and resource.mode != ExecutionMode.LOCAL:
+            # Outside of a run Dagster has resolved no variables.
             slurm = resolve_variables(resource.slurm, "slurm")
             return end_session(slurm, cluster_id) or cancel_cluster(slurm, cluster_id)
         return local_session.stop(_layout(resource), cluster_id)
 
 
-def _prepared(
-    resource: ComputeResource, asked: RunArguments, nonce: str
-) -> tuple[Callable[..., CompletedRun], Callable[[], str]]:
-    """What runs a call, and what shows it, once it is known that it can be run.
+@dataclass(frozen=True)
+class Call:
+    """A valid call, merged with its resource; every `EnvVar` has its value.
+
+    Attributes:
+        resource: the resource.
+        arguments: the arguments as they were given.
+        own_launcher: the launcher of the call alone.
+        own_queue: the queue of the call alone.
+        own_components: the components of the call alone.
+        launcher: the resource's launcher with the fields that the call changes.
+        components: the components of the allocation in the job's order; empty where all nodes are alike.
+    """
+
+    resource: ComputeConfig
+    arguments: RunArguments
+    own_launcher: Launcher | None
+    own_queue: SlurmQueueConfig | None
+    own_components: tuple[HetComponent, ...] | None
+    launcher: Launcher
+    components: tuple[Component, ...]
+
+    @property
+    def slurm(self) -> SlurmResource:
+        assert self.resource.slurm is not None  # `check_call` refuses modes on Slurm without it.
+        return self.resource.slurm
+
+
+def _validated(resource: ComputeConfig, arguments: RunArguments) -> Call:
+    """Merge a call with its resource.
 
     Raises:
-        ValueError: it cannot; the sentence names the field.
+        ValueError: the call has an invalid argument, or the resource cannot serve it; the sentence names the field.
     """
-    call, setting = _call(resource, asked), _setting(resource)
-    make: Callable[..., Plan] = partial(
-        make_plan,
-        nonce=nonce,
-        data_dir=_data_dir(resource),
-        env=check_environment(asked.extra_env, "extra_env"),
-        secret_env=check_environment(asked.secret_env, "secret_env"),
-        extra_files=asked.extra_files,
-        outputs=asked.outputs,
-        max_output_bytes=resource.max_outputs_mb * 2**20,
-        max_stdio_bytes=resource.max_stdio_mb * 2**20,
-    )
-    if resource.topology == modes.SEPARATE:
-        payloads = modes.one_for_each(asked.payload_path, call.parts, "payload_path")
-        pipes = modes.one_for_each(asked.uses_pipes, call.parts, "uses_pipes", default=True)
-        launchers = {each.component_id: each.launcher for each in call.parts}
-        plans = {name: make(payload_path=payloads[name], launcher=own, uses_pipes=pipes[name]) for name, own in launchers.items()}
-        together = together_for(setting, call)
-        together.check(plans)
-        return partial(execute_separate, plans=plans, backend=together), partial(together.example, plans)
-    one = modes.for_one(asked.uses_pipes, "uses_pipes")
-    plan = make(payload_path=asked.payload_path, launcher=call.launcher, components=call.parts, uses_pipes=one)
-    backend = backend_for(setting, call)
-    backend.check(plan)
-    return partial(execute, plan=plan, backend=backend), partial(backend.example, plan)
+    queue, own_launcher, own_components = arguments.queue, arguments.launcher, arguments.components
+    if isinstance(queue, Mapping):
+        queue = SlurmQueueConfig(**queue)
+    if not isinstance(queue, (SlurmQueueConfig, type(None))):
+        raise ValueError(f"queue: {queue!r} is not a queue; pass a SlurmQueueConfig")
+    if not isinstance(own_launcher, (Launcher, type(None))):
+        raise ValueError(f"launcher: {own_launcher!r} is not a launcher; pass a RayLauncher, a BashLauncher or your own")
+    own_launcher = own_launcher and resolve_variables(own_launcher, "launcher")
+    # Local mode asks no Slurm for it, but shows mistakes in it.
+    queue = queue and resolve_variables(queue, "queue")
+    if own_components is not None:
+        own_components = _resolved_components(own_components)
+    launcher = merge_launcher(resource.default_launcher, own_launcher)
+    chosen = tuple(resource.components) if own_components is None else own_components
+    check_call(resource, arguments, launcher, chosen)
+    problems = list(_missing_requirements(resource, launcher))
+    if problems:
+        raise ValueError("; ".join(problems))
+    separate = resource.topology == Topology.SEPARATE
+    components = arrange(chosen) if separate else spanning_components(launcher, chosen)
+    return Call(resource, arguments, own_launcher, queue, own_components, launcher, components)
 
 
-def _check_extras(extras: PipesExtras | None) -> None:
-    """See whether Pipes extras can travel.
-
-    Raises:
-        ValueError: they are not JSON.
-    """
-    try:
-        json.dumps(extras)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"extras: they go to the payload as JSON: {error}; pass only text, numbers, lists and dicts") from None
+def _resolved_components(components: object) -> tuple[HetComponent, ...]:
+    if not isinstance(components, Iterable) or not all(isinstance(each, HetComponent) for each in components):
+        raise ValueError(f"components: {components!r} is not a list of HetComponent; pass [HetComponent(…), …]")
+    return tuple(resolve_variables(each, f"components[{index}]") for index, each in enumerate(components))
 
 
-def _call(resource: ComputeResource, asked: RunArguments) -> Call:
-    """What counts for a call, once the mode can do all that is asked for."""
-    chosen = modes.chosen_components(asked.components, resource.components)
-    settled = merge_launcher(resource.default_launcher, asked.launcher)
-    modes.check_mode(
-        modes.Wanted(
-            mode=resource.mode,
-            topology=resource.topology,
-            on_slurm=resource.slurm is not None,
-            launcher=settled,
-            own_launcher=asked.launcher is not None,
-            own_queue=asked.queue is not None,
-            reuse=resource.enable_cluster_reuse,
-            components=chosen,
-            payload=asked.payload_path,
-        )
-    )
-    lacks = list(_lacks(resource, settled))
-    if lacks:
-        raise ValueError("; ".join(lacks))
-    separate = resource.topology == modes.SEPARATE
-    parts = arrange(chosen) if separate else spanning_components(settled, chosen)
-    return Call(settled, asked.queue, parts, None if asked.components is None else chosen)
-
-
-def _lacks(resource: ComputeResource, launcher: Launcher) -> Iterator[str]:
-    """What must be added before anything can run: all of it at once."""
-    if resource.mode in modes.ON_SLURM and resource.slurm is not None:
+def _missing_requirements(resource: ComputeConfig, launcher: Launcher) -> Iterator[str]:
+    """Problems that the user must solve before anything can run, all at once."""
+    if resource.slurm is not None and resource.mode != ExecutionMode.LOCAL:
         try:
             path_on_cluster(_environment(resource), resource.slurm.ssh is not None)
         except ValueError as error:
@@ -323,93 +180,177 @@ def _lacks(resource: ComputeResource, launcher: Launcher) -> Iterator[str]:
         )
 
 
-def _resolved(asked: RunArguments) -> RunArguments:
-    """The arguments with the value of every `EnvVar` of their queue and launcher.
+def _check_extras(extras: PipesExtras | None) -> None:
+    """Check that Pipes extras can be sent as JSON."""
+    try:
+        json.dumps(extras)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"extras: they go to the payload as JSON: {error}; pass only text, numbers, lists and dicts") from None
+
+
+def _prepare(call: Call, nonce: str) -> tuple[Execute, Any, Backend[Any, Any]]:
+    """The function that runs a call, its plan (or plans by component), and the backend, which has checked them.
 
     Raises:
-        ValueError: a variable is not set, or one of them is of another type.
+        ValueError: the call cannot be run; the sentence names the field.
     """
-    launcher, queue = asked.launcher, asked.queue
-    if isinstance(queue, Mapping):
-        queue = SlurmQueueConfig(**queue)
-    if not isinstance(queue, (SlurmQueueConfig, type(None))):
-        raise ValueError(f"queue: {queue!r} is not a queue; pass a SlurmQueueConfig")
-    if not isinstance(launcher, (Launcher, type(None))):
-        raise ValueError(f"launcher: {launcher!r} is not a launcher; pass a RayLauncher, a BashLauncher or your own")
-    return replace(
-        asked,
-        launcher=launcher and resolve_variables(launcher, "launcher"),
-        # Nothing asks Slurm for it in local mode, but a mistake shows there, too.
-        queue=queue and resolve_variables(queue, "queue"),
+    resource, arguments = call.resource, call.arguments
+    plan_of: Callable[..., Plan] = partial(
+        make_plan,
+        nonce=nonce,
+        data_dir=_data_dir(resource),
+        env=check_environment(arguments.extra_env, "extra_env"),
+        secret_env=check_environment(arguments.secret_env, "secret_env"),
+        extra_files=arguments.extra_files,
+        outputs=arguments.outputs,
+        max_output_bytes=resource.max_outputs_mb * 2**20,
+        max_stdio_bytes=resource.max_stdio_mb * 2**20,
     )
+    plan: Any
+    backend: Backend[Any, Any]
+    if resource.topology == Topology.SEPARATE:
+        launchers = {each.component_id: each.launcher for each in call.components}
+        payloads = by_component(arguments.payload_path, list(launchers), "payload_path")
+        uses_pipes = by_component(arguments.uses_pipes, list(launchers), "uses_pipes", default=True)
+        plan = {
+            name: plan_of(payload_path=payloads[name], launcher=launcher, uses_pipes=check_uses_pipes(uses_pipes[name]))
+            for name, launcher in launchers.items()
+        }
+        backend = _separate_backend(call)
+    else:
+        plan = plan_of(
+            payload_path=arguments.payload_path,
+            launcher=call.launcher,
+            components=call.components,
+            uses_pipes=check_uses_pipes(arguments.uses_pipes),
+        )
+        backend = choose_backend(call)
+    backend.check(plan)
+    return (execute_separate if isinstance(plan, dict) else execute), plan, backend
 
 
-def _origins(resource: ComputeResource, asked: RunArguments) -> Iterator[str]:
-    """Lines for the log that say what the call changes in the resource's launcher and queue."""
-    if asked.launcher is not None and (line := launcher_origins(resource.default_launcher, asked.launcher)):
+def choose_backend(call: Call) -> LocalBackend | BatchBackend | SessionBackend:
+    """The backend for the only payload of a call.
+
+    Raises:
+        ValueError: the environment cannot be used, or the components of a warm cluster contradict each other.
+    """
+    resource = call.resource
+    if resource.mode == ExecutionMode.LOCAL:
+        warm_ray, warm_components = _warm_cluster(call) if resource.enable_cluster_reuse else (None, [])
+        return LocalBackend(
+            _layout(resource),
+            resolve_environment(_environment(resource)),
+            resource.session if resource.enable_cluster_reuse else None,
+            warm_ray,
+            warm_components,
+            required_head(call.launcher, call.own_components),
+            resource.local_resources == "simulate",
+        )
+    if resource.mode == ExecutionMode.SLURM_SESSION:
+        setup = SessionSetup(
+            slurm=call.slurm,
+            own_queue=call.own_queue,
+            environment=_environment(resource),
+            session=resource.session,
+            launcher=resource.default_launcher,
+            reuse=resource.enable_cluster_reuse,
+            components=tuple(resource.components),
+            own_components=call.own_components,
+            own_launcher=call.launcher,
+        )
+        timeouts = resource.queue_timeout, resource.runtime_start_timeout, resource.connection_loss_timeout
+        return SessionBackend(setup, *timeouts, _layout(resource))
+    return _batch_backend(call)
+
+
+def _separate_backend(call: Call) -> SeparateLocalBackend | SeparateBatchBackend:
+    """The backend for one payload per component.
+
+    Raises:
+        ValueError: the environment cannot be used.
+    """
+    resource = call.resource
+    if resource.mode == ExecutionMode.LOCAL:
+        interpreter = resolve_environment(_environment(resource))
+        return SeparateLocalBackend(_layout(resource), interpreter, call.components, resource.local_resources == "simulate")
+    return SeparateBatchBackend(_batch_backend(call), call.components)
+
+
+def _batch_backend(call: Call) -> BatchBackend:
+    resource, queue = call.resource, merge_queue(call.slurm.queue, call.own_queue)
+    timeouts = resource.queue_timeout, resource.connection_loss_timeout
+    return BatchBackend(call.slurm, queue, _environment(resource), *timeouts, call.components)
+
+
+def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
+    """The cluster that stays warm for all payloads, and its components.
+
+    Raises:
+        ValueError: the resource's components contradict each other, and the call does not replace them.
+    """
+    resource = call.resource
+    try:
+        components = spanning_components(resource.default_launcher, resource.components)
+        ray = ray_across(resource.default_launcher, components)
+        return ray, component_specs(request_for(components, job_name="rayslurm", comment="")) if components else []
+    except ValueError:
+        if call.own_components is None:
+            raise
+        return None, []
+
+
+def _origins(call: Call) -> Iterator[str]:
+    """Log lines for the fields of the resource's launcher and queue that the call changes."""
+    resource = call.resource
+    if call.own_launcher is not None and (line := launcher_origins(resource.default_launcher, call.own_launcher)):
         yield line
-    if resource.slurm is None or resource.mode == modes.LOCAL or asked.queue is None:
+    if resource.mode == ExecutionMode.LOCAL or call.own_queue is None:
         return
-    queue = resource.slurm.queue
-    base = session_queue(queue, resource.session) if resource.mode == modes.SESSION else queue
-    if line := queue_origins(base, asked.queue):
+    queue = call.slurm.queue
+    base = session_queue(queue, resource.session) if resource.mode == ExecutionMode.SLURM_SESSION else queue
+    if line := queue_origins(base, call.own_queue):
         yield line
 
 
-def _setting(resource: ComputeResource) -> Setting:
-    return Setting(
-        mode=resource.mode,
-        layout=_layout(resource),
-        slurm=resource.slurm,
-        environment=_environment(resource),
-        simulate=resource.local_resources == "simulate",
-        launcher=resource.default_launcher,
-        components=tuple(resource.components),
-        session=resource.session,
-        reuse=resource.enable_cluster_reuse,
-        queue_timeout=resource.queue_timeout,
-        start_timeout=resource.runtime_start_timeout,
-        patience=resource.connection_loss_timeout,
-    )
-
-
-def _layout(resource: ComputeResource) -> Layout:
+def _layout(resource: ComputeConfig) -> Layout:
     return Layout(Path(os.path.abspath(os.path.expanduser(resource.local_base))))
 
 
-def _data_dir(resource: ComputeResource) -> str | None:
-    """The directory that payloads share; as it was given if it is on a cluster."""
-    if resource.mode != modes.LOCAL:
+def _data_dir(resource: ComputeConfig) -> str | None:
+    """The directory that payloads share; on a cluster, as the user wrote it."""
+    if resource.mode != ExecutionMode.LOCAL:
         return resource.data_dir
     return os.path.abspath(os.path.expanduser(resource.data_dir)) if resource.data_dir else str(_layout(resource).data)
 
 
-def _environment(resource: ComputeResource) -> Environment:
+def _environment(resource: ComputeConfig) -> Environment:
+    """The environment of payloads, from `environment` or `pre_deployed_env_path`."""
     path = resource.pre_deployed_env_path
     if path is None:
         return resource.environment
     if isinstance(resource.environment, PreDeployedEnvironment):
         raise ValueError("pre_deployed_env_path: environment is given too; give one of them")
-    return InheritedEnvironment() if _is_elsewhere(resource, path) else PreDeployedEnvironment(path=path)
+    return InheritedEnvironment() if _is_ignored(resource, path) else PreDeployedEnvironment(path=path)
 
 
-def _is_elsewhere(resource: ComputeResource, path: str) -> bool:
-    """Whether an environment is the cluster's and local mode runs without it."""
-    return resource.mode == modes.LOCAL and not os.path.exists(os.path.expanduser(path))
+def _is_ignored(resource: ComputeConfig, path: str) -> bool:
+    """Whether local mode ignores an environment because it is not on this machine."""
+    return resource.mode == ExecutionMode.LOCAL and not os.path.exists(os.path.expanduser(path))
 
 
-def _unused(resource: ComputeResource) -> str:
-    """What a resource has for its other modes, as local mode tells it; "" for nothing."""
-    unused = ["slurm"] if resource.slurm is not None and resource.mode == modes.LOCAL else []
+def _unused_fields(resource: ComputeConfig) -> str:
+    """The resource's fields that local mode ignores, in words; "" for none."""
+    unused = ["slurm"] if resource.slurm is not None and resource.mode == ExecutionMode.LOCAL else []
     path = resource.pre_deployed_env_path
-    if path is not None and _is_elsewhere(resource, path):
+    if path is not None and _is_ignored(resource, path):
         unused.append(f"pre_deployed_env_path={path!r}, which is not on this machine: payloads run in Dagster's environment")
     return " and ".join(unused)
 
 
 @contextmanager
 def _configuration_errors() -> Iterator[None]:
-    """Turn what is wrong with the request into one failure, before anything starts."""
+    """Turn a `ValueError` about the call into a `RunFailure`."""
     try:
         yield
     except ValueError as error:

@@ -12,10 +12,10 @@ import dagster as dg
 from dagster_pipes import PipesExtras
 
 from ..backends.base import Backend, Register, RunningPayload
-from ..completed import CompletedRun
 from ..errors import FailureKind, RunFailure, StartError
 from ..follow import Evidence, Follower
 from ..follow.pipes import RecordContextInjector, RecordReader, pipes_session
+from ..interface import CompletedRun
 from ..outcome import Judged, Verdict, judge, needs_job_facts
 from ..outcome.figures import Metadata
 from ..outcome.hints import with_hint

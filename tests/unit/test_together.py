@@ -21,7 +21,6 @@ from dagster_rayslurm.execution import FollowedPayload, RunSettings, follow_unti
 from dagster_rayslurm.follow import Cadence, Evidence, Follower, follow_all
 from dagster_rayslurm.follow.output import LinePrefixer
 from dagster_rayslurm.follow.pipes import RecordReader
-from dagster_rayslurm.modes import for_one, one_for_each
 from dagster_rayslurm.outcome import SUCCESS, Judged, Verdict, judge
 from dagster_rayslurm.plan import Plan, make_plan
 from dagster_rayslurm.runtime.node.allocation import from_environ, settle
@@ -40,6 +39,7 @@ from dagster_rayslurm.separate.metadata import components_metadata, failures_met
 from dagster_rayslurm.separate.reports import ReportMerger, merge, merge_checks
 from dagster_rayslurm.separate.verdict import judge_components
 from dagster_rayslurm.slurm.accounting import JobFacts
+from dagster_rayslurm.validation import by_component, check_uses_pipes
 
 # ---- When all start, and what ends them
 
@@ -167,22 +167,19 @@ def test_the_host_may_have_an_address_of_its_own() -> None:
 
 
 def test_an_argument_for_each_component() -> None:
-    components = parts(a=BashLauncher(), b=BashLauncher())
-    assert one_for_each("x", components, "payload_path") == {"a": "x", "b": "x"}
-    assert one_for_each({"b": 2, "a": 1}, components, "payload_path") == {"a": 1, "b": 2}
-    assert one_for_each({"b": False}, components, "uses_pipes", default=True) == {"a": True, "b": False}
+    names = ["a", "b"]
+    assert by_component("x", names, "payload_path") == {"a": "x", "b": "x"}
+    assert by_component({"b": 2, "a": 1}, names, "payload_path") == {"a": 1, "b": 2}
+    assert by_component({"b": False}, names, "uses_pipes", default=True) == {"a": True, "b": False}
     for value, words in (({"a": 1}, "none for component 'b'"), ({"a": 1, "b": 2, "c": 3}, "no component 'c'")):
         with pytest.raises(ValueError, match=words):
-            one_for_each(value, components, "payload_path")
+            by_component(value, names, "payload_path")
 
 
-@pytest.mark.parametrize("value", ["no", None, {"a": "garbage"}, {"b": 1}])
-def test_an_argument_that_is_no_boolean(value: Any) -> None:
-    components = parts(a=BashLauncher(), b=BashLauncher())
-    with pytest.raises(ValueError, match=r"uses_pipes: .* neither True nor False"):
-        one_for_each(value, components, "uses_pipes", default=True)
+@pytest.mark.parametrize("value", ["no", None, 1, {"a": True}])
+def test_uses_pipes_of_one_payload_is_a_boolean(value: Any) -> None:
     with pytest.raises(ValueError, match="uses_pipes"):
-        for_one(value, "uses_pipes")
+        check_uses_pipes(value)
 
 
 # ---- What no job can have, on this machine neither

@@ -17,7 +17,6 @@ from ...config import SessionConfig, time_limit_seconds
 from ...environments import Environment, Interpreter
 from ...environments.resolve import path_on_cluster
 from ...launchers import Launcher, RayLauncher
-from ...modes import check_session
 from ...overrides import merge_queue, session_queue
 from ...plan import Plan
 from ...runtime.node.ports import control_ports
@@ -26,6 +25,7 @@ from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec
 from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource, split_signal
 from ...slurm.request import JobRequest, job_comment, job_name
 from ...slurm.script import render_script
+from ...validation import check_session
 from .matching import Requirements, misfit, required_head
 
 

@@ -1,0 +1,141 @@
+"""The interface of `ComputeResource`: its fields, the arguments of `run()`, and the result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional, Union
+
+import dagster as dg
+from pydantic import Field
+
+from .config import ExecutionMode, SessionConfig, StrictResource, Topology, at_least, choice, plain_text
+from .environments import InheritedEnvironment, PreDeployedEnvironment
+from .environments.config import prefix
+from .launchers import BashLauncher, Launcher, RayLauncher
+from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
+
+if TYPE_CHECKING:
+    from .backends.base import RunningPayload
+
+Payload = Union[str, "os.PathLike[str]", Sequence[str]]
+Payloads = Union[Payload, Mapping[str, Payload]]
+"""One payload, or one for each component."""
+Context = Union[dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckExecutionContext]
+
+
+class ComputeConfig(StrictResource):
+    """The fields of `ComputeResource`."""
+
+    mode: Annotated[str, choice(*ExecutionMode)] = Field(
+        default="local", description='How payloads run: "local", "slurm", "slurm-session" or "slurm-hetjob".'
+    )
+    slurm: Optional[SlurmResource] = Field(
+        default=None, description="The Slurm cluster. Local mode ignores it, all other modes need it."
+    )
+    default_launcher: Union[RayLauncher, BashLauncher] = Field(
+        default=RayLauncher(), discriminator="kind", description="Launcher of payloads that name none."
+    )
+    session: SessionConfig = Field(
+        default=SessionConfig(), description="The warm session that is shared, with enable_cluster_reuse or slurm-session."
+    )
+    components: list[HetComponent] = Field(
+        default=[],
+        description="Components of the heterogeneous job, which needs them, or of the session; local mode simulates them, a Ray "
+        "node for each.",
+    )
+    topology: Annotated[str, choice(*Topology)] = Field(
+        default=Topology.SPANNING.value,
+        description='"spanning" for one Ray cluster across all components, or "separate" for a cluster and a payload per '
+        "component (slurm-hetjob, and local, which simulates it).",
+    )
+    enable_cluster_reuse: bool = Field(
+        default=False,
+        description="Keep the Ray cluster warm between payloads; it ends itself after session.idle_timeout. In the modes slurm "
+        "and slurm-hetjob each payload has a job of its own all the same.",
+    )
+    environment: Union[InheritedEnvironment, PreDeployedEnvironment] = Field(
+        default=InheritedEnvironment(),
+        discriminator="kind",
+        description="The Python environment of payloads; over SSH it has to be a pre-deployed one.",
+    )
+    pre_deployed_env_path: Annotated[Optional[str], prefix] = Field(
+        default=None,
+        description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh. Local mode "
+        "ignores one that is not on this machine.",
+    )
+    auto_detect_platform: bool = Field(default=True, description="Accepted and ignored: no environment is packed.")
+    data_dir: Annotated[Optional[str], plain_text] = Field(
+        default=None,
+        description="Directory, where payloads run, that each of them finds in RAYSLURM_DATA_DIR; None for `data` below the base "
+        "directory there.",
+    )
+    local_resources: Annotated[str, choice("simulate", "strict")] = Field(
+        default="simulate",
+        description='What local mode does when a launcher asks for more CPUs or GPUs than this machine has: "simulate" has Ray '
+        'count them and says so in the log, "strict" refuses. Memory is never simulated.',
+    )
+    local_base: Annotated[str, plain_text] = Field(
+        default="~/.dagster_rayslurm", description="Base directory on this machine: run directories of the local mode, outputs."
+    )
+    require_messages: bool = Field(default=True, description="Fail a Pipes payload that never opened or never closed Pipes.")
+    keep_run_dirs: Annotated[str, choice("all", "failed", "none")] = Field(
+        default="failed", description='Which run directories stay for a look: "all", those of "failed" runs, or "none".'
+    )
+    retention_days: Annotated[int, at_least(1, "days")] = Field(
+        default=14,
+        description="Days after which kept run directories and outputs go, and what nobody has used of sessions and sent files.",
+    )
+    connection_loss_timeout: Annotated[int, at_least(0, "seconds")] = Field(
+        default=86400, description="Seconds that a run may be out of reach before it has failed."
+    )
+    runtime_start_timeout: Annotated[int, at_least(1, "seconds")] = Field(
+        default=600,
+        description="Seconds until a runtime that was started (in Slurm: whose job runs) has failed if it wrote nothing.",
+    )
+    queue_timeout: Annotated[Optional[int], at_least(1, "seconds")] = Field(
+        default=None,
+        description="Seconds in Slurm's queue after which a run has failed and its job is cancelled; None for no limit.",
+    )
+    max_stdio_mb: Annotated[int, at_least(1, "MiB")] = Field(
+        default=1024, description="MiB of payload output that are recorded; the rest is counted and dropped."
+    )
+    max_outputs_mb: Annotated[int, at_least(0, "MiB")] = Field(
+        default=100, description="MiB of files that `outputs=` brings back; the largest ones are left out, and named."
+    )
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """The arguments of `ComputeResource.run`."""
+
+    payload_path: Payloads
+    launcher: Launcher | None = None
+    queue: SlurmQueueConfig | Mapping[str, Any] | None = None
+    components: Sequence[HetComponent] | None = None
+    uses_pipes: bool | Mapping[str, bool] = True
+    extra_env: Mapping[str, str] | None = None
+    secret_env: Mapping[str, str] | None = None
+    extra_files: Sequence[str | os.PathLike[str]] | None = None
+    outputs: Sequence[str] | None = None
+
+
+class CompletedRun(dg.PipesClientCompletedInvocation):
+    """A payload that succeeded.
+
+    `get_results()`, `get_materialize_result()`, `get_asset_check_result()` and `get_custom_messages()` give what it
+    reported, each with the run's `metadata`.
+
+    Attributes:
+        cluster_id: name of the Ray cluster, for `ComputeResource.cleanup_cluster`.
+        job_id: Slurm's job id; None in local mode.
+        outputs: local paths of the files that `outputs=` asked for.
+    """
+
+    def __init__(self, session: Any, metadata: Mapping[str, Any], attempt: RunningPayload, outputs: list[Path]) -> None:
+        super().__init__(session, metadata=metadata)
+        self.cluster_id = attempt.cluster_id
+        self.job_id = attempt.job_id
+        self.outputs = outputs
