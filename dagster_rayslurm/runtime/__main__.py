@@ -41,18 +41,18 @@ def _run_with_others(run_dir, spec):  # type: (str, RuntimeSpec) -> int
 
     from .process import loop, scratch
     from .protocol import record
-    from .separate import attendance
+    from .separate import participant
     from .supervisor import local_server, supervisor
 
-    here, remark = attendance.share_of(spec)
+    here, remark = participant.component_share(spec)
     runner = supervisor.Supervisor(loop.Loop(), replace(spec, components=[]), scratch.Scratch(), here=here)
-    meeting = attendance.attend(runner, record.run_of_component(run_dir))
+    barrier = participant.join_barrier(runner, record.run_of_component(run_dir))
     payload = local_server.serve_parent(runner, run_dir)
-    meeting.of(payload)
+    barrier.watch(payload)
     if remark:
         payload.phase("cluster-start", remark)
     runner.run()
-    meeting.close()
+    barrier.close()
     return 0
 
 
@@ -78,20 +78,20 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
 
     from .node.allocation import head_address
     from .protocol import record, start_files
-    from .separate import attendance
+    from .separate import participant
     from .supervisor import local_server
 
     whole = _allocation(start_files.load_spec(run_dir))
     directory = record.component_dir(run_dir, whole.component_of(whole.node_id) or "")
 
     def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
-        meeting = attendance.attend(runner, run_dir, here, whole.head_addresses)
+        barrier = participant.join_barrier(runner, run_dir, here, whole.head_addresses)
         payload = local_server.serve_run_dir(runner, directory)
-        meeting.of(payload)
+        barrier.watch(payload)
         _warn_before_limit(runner, here, payload)
         runner.run()
-        meeting.close()
-        return meeting.exit_code
+        barrier.close()
+        return barrier.exit_code
 
     here = whole.of_own_group()
     if here.node_id == 0:
@@ -137,7 +137,7 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
         limit.when(_LAST_CALL, lambda _: runner.close(end, grace=_LAST_CALL / 2))
         assert spec.control_key is not None
         # A key of their own: a worker and somebody with a request must not take each other's door for theirs.
-        key = rpc.derive(spec.control_key, "requests")
+        key = rpc.derive_key(spec.control_key, "requests")
         server = session_server.RequestServer(runner, session_dir, here, key, spec.control_ports)
         limit.start()
         try:

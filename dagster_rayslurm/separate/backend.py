@@ -29,7 +29,7 @@ from ..plan import Plan
 from ..runtime.node.ports import control_ports
 from ..runtime.payload.environment import shared_variables
 from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT, RUNTIME, component_dir
-from ..runtime.protocol.rpc import derive
+from ..runtime.protocol.rpc import derive_key
 from ..runtime.protocol.spec import BarrierSpec, ComponentSpec, RuntimeSpec, to_json
 from ..runtime.ray.node_table import nodes_expected
 from ..slurm.commands import slurm_commands
@@ -289,15 +289,15 @@ def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Se
     other's for theirs.
     """
     secret = secrets.token_hex(32)
-    meeting = barrier_specs(plans, derive(secret, "meeting"))
+    meeting = barrier_specs(plans, derive_key(secret, "meeting"))
     specs = {}
     for part, each in zip(request.components, components, strict=True):
         component = each.component_id
         alone = replace(part, component_id=None, further_components=())
         specs[component] = replace(
             runtime_spec(cluster_id, plans[component], alone, components[0].queue),
-            control_key=derive(secret, "component:" + component),
-            token_key=derive(secret, "token"),
+            control_key=derive_key(secret, "component:" + component),
+            token_key=derive_key(secret, "token"),
             meeting=meeting[component],
         )
     return specs

@@ -21,7 +21,7 @@ Start = Callable[..., Running]
 
 SOON = 5.0
 """Seconds to the verdict where a runtime lives that can write the `end`."""
-COMES_BACK = 10.0
+RECONNECT_GRACE = 10.0
 """Seconds in which a node whose connection ended may be heard of again."""
 
 PRELUDE = """
@@ -157,7 +157,7 @@ def test_a_process_is_killed_while_the_cluster_starts(
     began = kill(site, head if where == "head" else worker, which)
     failure = running.result(120).failure
     # `ray start` takes a minute to see that its GCS is gone if that never answered.
-    _has(failure, kind, time.monotonic() - began, 100.0 if which == "gcs_server" else COMES_BACK + SOON)
+    _has(failure, kind, time.monotonic() - began, 100.0 if which == "gcs_server" else RECONNECT_GRACE + SOON)
 
 
 # ---- Drained, and to be rebooted
@@ -259,7 +259,7 @@ def test_a_process_of_a_worker_is_killed(
         heard.append(capfd.readouterr().err)
         return any("node-lost" in line and worker in line for line in "".join(heard).splitlines())
 
-    assert wait_until(told, COMES_BACK + SOON), time.monotonic() - began
+    assert wait_until(told, RECONNECT_GRACE + SOON), time.monotonic() - began
     site.sh('touch "$1/data/go"', site.base)
     assert running.result(60).result.success
 

@@ -232,7 +232,7 @@ def test_a_node_that_does_not_come_back_drains_a_session_without_a_cluster(nodes
     said = pair.run(
         SESSION
         + f"""
-worker_node.COMES_BACK = 1.0
+worker_node.RECONNECT_GRACE = 1.0
 submit("one")
 def look():
     if not all(m.here for m in runner.nodes.others.members.values()):

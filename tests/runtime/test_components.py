@@ -478,11 +478,11 @@ HURRIED = """
 import sys
 from dagster_rayslurm.runtime.nodes import head as team
 from dagster_rayslurm.runtime.nodes import worker
-worker._FORSAKEN, introduced = 0.5, team.ConnectedWorkers._introduced
+worker._HEAD_SIGNAL_TIMEOUT, introduced = 0.5, team.ConnectedWorkers._introduce
 def noted(*args):
     introduced(*args)
     open(sys.argv[1] + "/joined", "w").close()
-team.ConnectedWorkers._introduced = noted
+team.ConnectedWorkers._introduce = noted
 from dagster_rayslurm.runtime.__main__ import main
 sys.exit(main(["node", sys.argv[1]]))
 """

@@ -23,14 +23,14 @@ from dagster_rayslurm.runtime.node.ports import control_ports
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.process.processes import descendants
 from dagster_rayslurm.runtime.protocol.record import CANCEL, JOURNAL, PAYLOAD, RUNTIME, SECRETS, STATUS, LineReader, component_dir
-from dagster_rayslurm.runtime.protocol.rpc_client import RpcClient
+from dagster_rayslurm.runtime.protocol.rpc_client import ClientListener, RpcClient
 from dagster_rayslurm.runtime.protocol.spec import BarrierSpec, ComponentSpec, PayloadSpec, RaySpec, RuntimeSpec, to_json
 from dagster_rayslurm.runtime.separate import rendezvous
-from dagster_rayslurm.runtime.separate.barrier import Place
+from dagster_rayslurm.runtime.separate.barrier import ComponentAddress, Ended, Fail, Finish, Start
 from dagster_rayslurm.runtime.separate.rendezvous import Guest, Host
 
 from ..conftest import wait_until
-from .test_channel import turn
+from .test_rpc import turn
 
 KEY = "ab" * 32
 SAY = "import os; print(os.environ['RAYSLURM_COMPONENT'], os.environ['RAYSLURM_COMPONENTS'])"
@@ -361,8 +361,8 @@ class Party:
         self.guest = Guest(self.loop, self.spec("gpu", self.ports[1]), ["127.0.0.1"], self.told["gpu"].append)
         return self.guest
 
-    def ops(self, component: str) -> list[str]:
-        return [order["op"] for order in self.told[component]]
+    def orders(self, component: str) -> list[type]:
+        return [type(order) for order in self.told[component]]
 
     def _accept(self) -> None:
         near, _ = self.listener.accept()
@@ -397,9 +397,8 @@ class Party:
 
 @pytest.fixture
 def party(monkeypatch: pytest.MonkeyPatch) -> Iterator[Party]:
-    for side in (rendezvous, rendezvous):
-        monkeypatch.setattr(side, "COMES_BACK", 0.6)
-    monkeypatch.setattr(rendezvous, "_LATE", 0.2)
+    monkeypatch.setattr(rendezvous, "RECONNECT_GRACE", 0.6)
+    monkeypatch.setattr(rendezvous, "_LATE_GUEST_GRACE", 0.2)
     before = signal.getsignal(signal.SIGCHLD)
     made = Party(Loop())
     yield made
@@ -408,14 +407,14 @@ def party(monkeypatch: pytest.MonkeyPatch) -> Iterator[Party]:
     signal.signal(signal.SIGCHLD, before)
 
 
-PLACE = Place("h", "127.0.0.1", None, ["h"])
+PLACE = ComponentAddress("h", "127.0.0.1", None, ["h"])
 
 
 def begin(party: Party) -> Guest:
     guest = party.join()
     party.host.ready(PLACE)
     guest.ready(PLACE)
-    assert turn(party.loop, lambda: party.ops("cpu") == party.ops("gpu") == ["start"])
+    assert turn(party.loop, lambda: party.orders("cpu") == party.orders("gpu") == [Start])
     return guest
 
 
@@ -426,35 +425,35 @@ def test_one_that_comes_back_each_time_is_not_lost(party: Party) -> None:
     while party.loop.now() < until:
         party.cut()
         turn(party.loop, lambda: False, 0.15)
-    assert party.ops("cpu") == party.ops("gpu") == ["start"]
+    assert party.orders("cpu") == party.orders("gpu") == [Start]
 
 
 def test_all_are_told_that_it_is_over(party: Party) -> None:
     """The host stays for one that is between two connections, which nobody else would tell."""
     guest = begin(party)
-    guest.ended(None, 0)
+    guest.ended(Ended(None, 0, False))
     assert turn(party.loop, lambda: party.host.alone)
     party.open = False
     party.cut()
     turn(party.loop, lambda: False, 0.1)
-    party.host.ended(None, 0)
+    party.host.ended(Ended(None, 0, False))
     turn(party.loop, lambda: False, 0.1)
-    assert party.ops("cpu") == ["start"]
+    assert party.orders("cpu") == [Start]
     party.open = True
-    assert turn(party.loop, lambda: party.ops("cpu") == party.ops("gpu") == ["start", "over"])
-    assert party.told["gpu"][-1]["final"] and party.host.exit_code == guest.exit_code == 0
+    assert turn(party.loop, lambda: party.orders("cpu") == party.orders("gpu") == [Start, Finish])
+    assert party.told["gpu"][-1].final and party.host.exit_code == guest.exit_code == 0
 
 
 def test_the_host_does_not_stay_for_ever(party: Party) -> None:
     guest = begin(party)
-    guest.ended(None, 0)
+    guest.ended(Ended(None, 0, False))
     assert turn(party.loop, lambda: party.host.alone)
     party.open = False
     party.cut()
-    party.host.ended(None, 0)
-    assert turn(party.loop, lambda: party.ops("cpu") == ["start", "over"])
+    party.host.ended(Ended(None, 0, False))
+    assert turn(party.loop, lambda: party.orders("cpu") == [Start, Finish])
     # Its own payload was a success, and its end shall not end the step.
-    assert turn(party.loop, lambda: party.ops("gpu") == ["start", "end", "over"]) and guest.exit_code == 0
+    assert turn(party.loop, lambda: party.orders("gpu") == [Start, Fail, Finish]) and guest.exit_code == 0
 
 
 def test_one_that_was_given_up_and_is_back_is_waited_for(party: Party) -> None:
@@ -462,35 +461,49 @@ def test_one_that_was_given_up_and_is_back_is_waited_for(party: Party) -> None:
     party.open = False
     party.cut()
     guest._host.close()  # It stands still.
-    assert turn(party.loop, lambda: party.ops("cpu") == ["start", "end"])
+    assert turn(party.loop, lambda: party.orders("cpu") == [Start, Fail])
     party.open = True
     again = party.join()
-    assert turn(party.loop, lambda: party.ops("gpu")[1:] == ["start", "end"])
-    assert party.told["gpu"][-1]["component"] == "gpu"
-    party.host.ended("another one has failed", 1)
+    assert turn(party.loop, lambda: party.orders("gpu")[1:] == [Start, Fail])
+    assert party.told["gpu"][-1].component == "gpu"
+    party.host.ended(Ended("another one has failed", 1, False))
     turn(party.loop, lambda: False, 0.2)
-    assert "over" not in party.ops("cpu")
-    again.ended("it was given up", 1)
-    assert turn(party.loop, lambda: party.ops("cpu")[-1] == party.ops("gpu")[-1] == "over")
+    assert Finish not in party.orders("cpu")
+    again.ended(Ended("it was given up", 1, False))
+    assert turn(party.loop, lambda: party.orders("cpu")[-1] == party.orders("gpu")[-1] == Finish)
 
 
 def test_after_a_failure_nobody_waits_long_for_one_that_never_came(party: Party) -> None:
-    party.host.ended("it was cancelled", 1)
-    assert turn(party.loop, lambda: party.ops("cpu") == ["end", "over"])
+    party.host.ended(Ended("it was cancelled", 1, False))
+    assert turn(party.loop, lambda: party.orders("cpu") == [Fail, Finish])
 
 
 @pytest.mark.parametrize("said", [{"event": "ready", "place": 3}, {"event": "ended"}, {"event": "no such"}, {"event": [1]}])
 def test_what_cannot_be_understood_is_a_failure(party: Party, said: dict[str, Any]) -> None:
     guest = begin(party)
     guest._host.send(**said)
-    assert turn(party.loop, lambda: party.ops("gpu") == ["start", "end"])
-    assert "cannot be understood" in party.told["cpu"][-1]["why"]
+    assert turn(party.loop, lambda: party.orders("gpu") == [Start, Fail])
+    assert "cannot be understood" in party.told["cpu"][-1].why
 
 
-def test_dialling_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that answers nothing at all: its queue of connections is full."""
+class Recorder(ClientListener):
+    """Counts connections, and keeps the failed attempts."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.problems: list[tuple[Any, str]] = []
+
+    def connected(self) -> None:
+        self.connections += 1
+
+    def unreachable(self, address: Any, why: str) -> None:
+        self.problems.append((address, why))
+
+
+def test_connecting_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server answers nothing at all, because its queue of connections is full."""
     before = signal.getsignal(signal.SIGCHLD)
-    loop, turns = Loop(), []
+    loop, turns, recorder = Loop(), [], Recorder()
     with socket.socket() as mute, contextlib.ExitStack() as queued:
         mute.bind(("127.0.0.1", 0))
         mute.listen(0)
@@ -498,42 +511,30 @@ def test_dialling_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
             waiting = queued.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(mute.getsockname())
-        problems: list[str] = []
-        dialled = RpcClient(
-            loop, KEY, [mute.getsockname()], lambda: None, lambda _: None, lambda: None, lambda _, why: problems.append(why)
-        )
+        client = RpcClient(loop, KEY, [mute.getsockname()], recorder)
 
         def tick() -> None:
-            turns.append(not problems)
+            turns.append(not recorder.problems)
             loop.call_later(0.01, tick)
 
         tick()
-        dialled.dial()
-        assert turn(loop, lambda: bool(problems)) and problems == ["timed out"]
-        assert sum(turns) > 10  # While the first try went on.
-        dialled.close()
-        problems.clear()
-        assert not turn(loop, lambda: bool(problems), 0.3)
+        client.connect()
+        assert turn(loop, lambda: recorder.problems) and [why for _, why in recorder.problems] == ["timed out"]
+        assert sum(turns) > 10  # During the first attempt.
+        client.close()
+        recorder.problems.clear()
+        assert not turn(loop, lambda: recorder.problems, 0.3)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, before)
 
 
-def test_the_place_that_was_good_is_tried_first(party: Party) -> None:
-    tried: list[Any] = []
-    joined: list[bool] = []
+def test_the_address_that_worked_is_tried_first(party: Party) -> None:
+    recorder = Recorder()
     good = ("127.0.0.1", party.ports[0])
     nowhere = [("127.0.0.1", port) for port in control_ports(None)[:3]]
-    dialled = RpcClient(
-        party.loop,
-        KEY,
-        [*nowhere, good],
-        lambda: joined.append(True),
-        lambda _: None,
-        lambda: None,
-        lambda at, _: tried.append(at),
-    )
-    dialled.dial()
-    assert turn(party.loop, lambda: bool(joined)) and tried == nowhere
-    dialled.redial()
-    assert turn(party.loop, lambda: len(joined) == 2) and tried == nowhere
-    dialled.close()
+    client = RpcClient(party.loop, KEY, [*nowhere, good], recorder)
+    client.connect()
+    assert turn(party.loop, lambda: recorder.connections) and [address for address, _ in recorder.problems] == nowhere
+    client.reconnect()
+    assert turn(party.loop, lambda: recorder.connections == 2) and len(recorder.problems) == len(nowhere)
+    client.close()

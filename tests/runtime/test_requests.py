@@ -22,8 +22,8 @@ from dagster_rayslurm.backends.sessions.client import ask as ask_from_afar
 from dagster_rayslurm.environments import InheritedEnvironment, resolve_environment
 from dagster_rayslurm.runtime.node.ports import control_ports
 from dagster_rayslurm.runtime.protocol.record import CANCEL, JOURNAL, PAYLOAD, SECRETS, SESSION, LineReader
-from dagster_rayslurm.runtime.protocol.rpc import derive
-from dagster_rayslurm.runtime.protocol.rpc_call import ANSWER, AnswerLost, NobodyThere, ask
+from dagster_rayslurm.runtime.protocol.rpc import derive_key
+from dagster_rayslurm.runtime.protocol.rpc_call import ANSWER, AnswerLost, NotConnected, call
 from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, RaySpec, RuntimeSpec, to_json
 from dagster_rayslurm.ssh.base import Completed
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -31,7 +31,7 @@ from dagster_rayslurm.ssh.local import LocalConnection
 from ..conftest import wait_until
 
 KEY = "ab" * 32
-REQUESTS_KEY = derive(KEY, "requests")
+REQUESTS_KEY = derive_key(KEY, "requests")
 
 
 class Session:
@@ -71,14 +71,14 @@ class Session:
 
     def ask(self, **request: Any) -> dict[str, Any]:
         with socket.create_connection(("localhost", self.port())) as sock:
-            return ask(sock, REQUESTS_KEY, request)
+            return call(sock, REQUESTS_KEY, request)
 
     def ask_raw(self, body: bytes) -> None:
         """Send a line that no client of ours would, under its seal."""
         with socket.create_connection(("localhost", self.port())) as sock, pytest.MonkeyPatch.context() as patch:
             dumps = json.dumps
             patch.setattr(json, "dumps", lambda value: body.decode() if "raw" in value else dumps(value))
-            ask(sock, REQUESTS_KEY, {"raw": None})
+            call(sock, REQUESTS_KEY, {"raw": None})
 
     def run_dir(self, name: str) -> Path:
         return self.path / "runs" / name
@@ -167,8 +167,8 @@ def test_many_ask_at_once(session: Callable[..., Session], tmp_path: Path) -> No
 
 def test_who_does_not_know_the_key_asks_nothing(session: Callable[..., Session]) -> None:
     one = session()
-    with socket.create_connection(("localhost", one.port())) as sock, pytest.raises(NobodyThere):
-        ask(sock, "cd" * 32, {"op": "stop"}, prove_within=2.0)
+    with socket.create_connection(("localhost", one.port())) as sock, pytest.raises(NotConnected):
+        call(sock, "cd" * 32, {"op": "stop"}, handshake_timeout=2.0)
     for data in (b"\0\n", b"[]\n", b'{"challenge": 1}\n', b"x" * 10000):
         with socket.create_connection(("localhost", one.port())) as sock:
             sock.sendall(data)
@@ -186,8 +186,8 @@ def test_who_does_not_know_the_key_cannot_pretend_to_be_the_session() -> None:
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        with socket.create_connection(server.getsockname()) as sock, pytest.raises(NobodyThere, match="proof is wrong"):
-            ask(sock, KEY, {"op": "run", "files": {"secret": "s"}}, prove_within=5.0)
+        with socket.create_connection(server.getsockname()) as sock, pytest.raises(NotConnected, match="proof is wrong"):
+            call(sock, KEY, {"op": "run", "files": {"secret": "s"}}, handshake_timeout=5.0)
         thread.join()
 
 
@@ -203,7 +203,7 @@ def test_an_answer_that_does_not_come(session: Callable[..., Session]) -> None:
     one = session()
     with Cut() as sock, pytest.raises(AnswerLost):
         sock.connect(("localhost", one.port()))
-        ask(sock, REQUESTS_KEY, {"op": "describe"}, sending=lambda: setattr(sock, "cut", True))
+        call(sock, REQUESTS_KEY, {"op": "describe"}, before_send=lambda: setattr(sock, "cut", True))
 
 
 def test_what_is_missing_is_named(session: Callable[..., Session], tmp_path: Path) -> None:
@@ -489,8 +489,8 @@ def exit_code_of(one: Session) -> int:
 
 def test_workers_do_not_take_the_door_for_requests_for_theirs(session: Callable[..., Session]) -> None:
     one = session()
-    with socket.create_connection(("localhost", one.port())) as sock, pytest.raises(NobodyThere):
-        ask(sock, KEY, {"op": "describe"}, prove_within=2.0)
+    with socket.create_connection(("localhost", one.port())) as sock, pytest.raises(NotConnected):
+        call(sock, KEY, {"op": "describe"}, handshake_timeout=2.0)
     announced = one.announced()
     assert announced is not None and announced.key == REQUESTS_KEY != KEY
 

@@ -30,7 +30,7 @@ from dagster_rayslurm.runtime.nodes.node_agent import Follower
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.end import ClusterError
-from dagster_rayslurm.runtime.protocol.rpc import Channel, derive
+from dagster_rayslurm.runtime.protocol.rpc import Channel, ChannelListener, Role
 from dagster_rayslurm.runtime.protocol.rpc_server import RpcServerError, listen
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.ray.cluster import RayCluster
@@ -203,17 +203,32 @@ class Head:
         self.loop.run()
         assert condition()
 
-    def worker(self, key: str = KEY, node_id: int = 1) -> tuple[Channel, list[dict[str, Any]], list[str]]:
-        taken: list[dict[str, Any]] = []
-        events: list[str] = []
+    def worker(
+        self, key: str = KEY, node_id: int = 1, said: dict[str, Any] | None = None
+    ) -> tuple[Channel, list[dict[str, Any]], list[str]]:
+        machine = resources.NodeResources(f"host{node_id}", 1, 0, 2**30, None).facts()
+        end = WorkerEnd({"node_id": node_id, "machine": machine} if said is None else said)
         sock = socket.create_connection(("127.0.0.1", self.port))
+        return Channel(self.loop, sock, key, Role.CLIENT, end), end.taken, end.events
 
-        def joined() -> None:
-            events.append("proved")
-            channel.send(node_id=node_id, machine=resources.NodeResources(f"host{node_id}", 1, 0, 2**30, None).facts())
 
-        channel = Channel(self.loop, sock, key, "worker", joined, taken.append, lambda: events.append("gone"))
-        return channel, taken, events
+class WorkerEnd(ChannelListener):
+    """A worker's end of a connection: introduces itself, and keeps what it is told."""
+
+    def __init__(self, introduction: dict[str, Any]) -> None:
+        self.introduction = introduction
+        self.taken: list[dict[str, Any]] = []
+        self.events: list[str] = []
+
+    def authenticated(self, channel: Channel) -> None:
+        self.events.append("proved")
+        channel.send(**self.introduction)
+
+    def received(self, channel: Channel, message: dict[str, Any]) -> None:
+        self.taken.append(message)
+
+    def closed(self, channel: Channel, why: str) -> None:
+        self.events.append("gone")
 
 
 @pytest.fixture
@@ -248,47 +263,6 @@ def test_who_does_not_know_the_key_is_not_let_in(head: Head) -> None:
     _, taken, events = head.worker(OTHER_KEY)
     head.until(lambda: "gone" in events)
     assert "proved" not in events and taken == [] and head.heard == []
-
-
-@given(st.binary(max_size=60))
-def test_strangers_are_shown_the_door(data: bytes) -> None:
-    """Whatever a stranger sends, nothing is taken from it."""
-    loop = Loop()
-    try:
-        with listen([0]) as listener:
-            theirs = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))
-            listener.setblocking(True)
-            ours, _ = listener.accept()
-        taken: list[Any] = []
-        channel = Channel(loop, ours, KEY, "head", lambda: taken.append("proved"), taken.append, lambda: None)
-        theirs.sendall(data + b"\n" + data + b"\n")
-        theirs.shutdown(socket.SHUT_WR)
-        loop.call_later(0.05, loop.stop)
-        loop.run()
-        assert taken == []
-        channel.close()
-        theirs.close()
-    finally:
-        signal.set_wakeup_fd(-1)
-
-
-def test_a_proof_is_worth_nothing_a_second_time(head: Head) -> None:
-    """What a listener has seen of one handshake opens no other: each has challenges of its own."""
-    first = socket.create_connection(("127.0.0.1", head.port))
-    second = socket.create_connection(("127.0.0.1", head.port))
-    for sock in (first, second):
-        sock.settimeout(5)
-    head.until(lambda: len(head.team._door._strangers) == 2)
-    challenges = [json.loads(sock.recv(4096))["challenge"] for sock in (first, second)]
-    assert challenges[0] != challenges[1]
-    mine = "cc" * 16
-    proof = derive(KEY, f"worker:{challenges[0]}:{mine}")
-    for sock in (first, second):
-        sock.sendall(json.dumps({"challenge": mine}).encode() + b"\n" + json.dumps({"proof": proof}).encode() + b"\n")
-    head.until(lambda: len(head.team._door._strangers) == 1)
-    assert b"proof" in first.recv(4096) and second.recv(4096) == b""
-    first.close()
-    second.close()
 
 
 def test_figures_of_those_that_answer(head: Head) -> None:
@@ -374,7 +348,7 @@ def test_figures_of_nodes_that_are_one_host(head: Head) -> None:
 
 def test_a_worker_that_comes_back_each_time_is_not_missed(head: Head, scratch_base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each loss has the whole of the time in which one that lives is back."""
-    monkeypatch.setattr(worker_node, "COMES_BACK", 0.6)
+    monkeypatch.setattr(worker_node, "RECONNECT_GRACE", 0.6)
     private = scratch.Scratch()
     failed: list[ClusterError] = []
     node = resources.NodeResources("host0", 1, 0, 2**30, None)
@@ -594,7 +568,7 @@ def test_a_worker_goes_past_a_stranger_and_ends_without_its_head(tmp_path: Any) 
         import sys
         from dagster_rayslurm.runtime.nodes import head as team
         from dagster_rayslurm.runtime.nodes import worker
-        worker.SILENCE, worker.PING_INTERVAL, worker._INTRODUCTION = 2.0, 0.2, 0.5
+        worker.HEARTBEAT_TIMEOUT, worker.HEARTBEAT_INTERVAL = 2.0, 0.2
         from dagster_rayslurm.runtime.__main__ import main
         sys.exit(main(["node", sys.argv[1]]))
     """)
@@ -641,7 +615,7 @@ def test_what_a_worker_says_wrongly_ends_its_connection_at_most(head: Head, word
         if message["event"] == "wrong":
             raise KeyError("reason")
 
-    head.team._on_message = on_message
+    head.team._on_event = on_message
     channel, _, events = head.worker()
     head.until(lambda: ("n2", "joined") in head.heard)
     channel.send(**word)
@@ -654,10 +628,6 @@ def test_what_a_worker_says_wrongly_ends_its_connection_at_most(head: Head, word
 
 @pytest.mark.parametrize("words", [{"node_id": "x"}, {"node_id": []}, {"node_id": 1, "machine": {"other": 1}}, {"node_id": 1}])
 def test_who_introduces_itself_wrongly_is_sent_away(head: Head, words: dict[str, Any]) -> None:
-    events: list[str] = []
-    sock = socket.create_connection(("127.0.0.1", head.port))
-    channel = Channel(
-        head.loop, sock, KEY, "worker", lambda: channel.send(**words), lambda _: None, lambda: events.append("gone")
-    )
-    head.until(lambda: events)
+    _, _, events = head.worker(said=words)
+    head.until(lambda: "gone" in events)
     assert head.heard == []

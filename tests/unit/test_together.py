@@ -26,7 +26,16 @@ from dagster_rayslurm.plan import Plan, make_plan
 from dagster_rayslurm.runtime.node.allocation import from_environ, settle
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, encode
 from dagster_rayslurm.runtime.protocol.spec import RuntimeSpec, from_json, to_json
-from dagster_rayslurm.runtime.separate.barrier import StartBarrier, who_is_missing
+from dagster_rayslurm.runtime.separate.barrier import (
+    ComponentAddress,
+    Ended,
+    Fail,
+    Finish,
+    Start,
+    StartBarrier,
+    decode_order,
+    encode_order,
+)
 from dagster_rayslurm.separate.backend import (
     ComponentJob,
     SeparateLocalBackend,
@@ -44,8 +53,15 @@ from dagster_rayslurm.validation import by_component, check_uses_pipes
 # ---- When all start, and what ends them
 
 
-def place(name: str) -> dict[str, Any]:
-    return {"host": name}
+OK = Ended(None, 0, False)
+
+
+def place(name: str) -> ComponentAddress:
+    return ComponentAddress(name, name, None, [name])
+
+
+def failed(why: str, exit_code: int) -> Ended:
+    return Ended(why, exit_code, False)
 
 
 def test_payloads_start_when_all_are_ready() -> None:
@@ -53,39 +69,63 @@ def test_payloads_start_when_all_are_ready() -> None:
     assert three.ready("b", place("2")) == three.ready("a", place("1")) == []
     assert three.missing() == ["c"] and not three.started
     (order,) = three.ready("c", place("3"))
-    assert order["op"] == "start" and list(order["components"]) == ["a", "b", "c"] and order["components"]["b"] == place("2")
-    assert three.ready("c", place("3")) == []  # Said once more after a reconnection.
+    assert isinstance(order, Start) and list(order.components) == ["a", "b", "c"] and order.components["b"] == place("2")
+    assert three.ready("c", place("3")) == []  # Sent again after a reconnection.
 
 
 def test_only_the_first_failure_ends_the_others() -> None:
     three = StartBarrier(["a", "b", "c"])
     for name in "abc":
         three.ready(name, place(name))
-    assert three.ended("c", None, 0) == [] and not three.over
-    assert three.ended("b", "exit code 3", 3) == [{"op": "end", "component": "b", "why": "exit code 3"}]
-    assert three.ended("a", "component 'b': exit code 3", 1) == [{"op": "over", "final": True}]
+    assert three.ended("c", OK) == [] and not three.over
+    assert three.ended("b", failed("exit code 3", 3)) == [Fail("b", "exit code 3")]
+    assert three.ended("a", failed("component 'b': exit code 3", 1)) == [Finish(final=True)]
     assert (three.failed, three.exit_code, three.over) == ("b", 3, True)
-    assert three.ended("a", None, 0) == []
+    assert three.ended("a", OK) == []
 
 
-def test_a_failure_before_the_start_leaves_nobody_to_start() -> None:
+def test_a_failure_before_the_start_starts_no_payload() -> None:
     two = StartBarrier(["a", "b"])
     two.ready("a", place("a"))
-    assert two.ended("b", "no cluster", 0)[0]["op"] == "end" and two.exit_code == 1
+    assert two.ended("b", failed("no cluster", 0)) == [Fail("b", "no cluster")] and two.exit_code == 1
     assert two.ready("b", place("b")) == [] and not two.started
 
 
 def test_success_of_all() -> None:
     one = StartBarrier(["a"])
-    assert one.ready("a", place("a"))[0]["op"] == "start"
-    assert one.ended("a", None, 0) == [{"op": "over", "final": True}] and one.exit_code == 0
+    assert one.ready("a", place("a")) == [Start({"a": place("a")})]
+    assert one.ended("a", OK) == [Finish(final=True)] and one.exit_code == 0
 
 
-def test_who_is_missing() -> None:
+def test_a_timeout_names_the_missing_components() -> None:
     three = StartBarrier(["a", "b", "c"])
     three.ready("a", place("a"))
-    said = who_is_missing(three, ["a", "b"], 310)
+    said = three.why_not_started(["a", "b"], 310)
     assert "within 310 s" in said and "'b' (its cluster is not up)" in said and "'c' (no word from its runtime)" in said
+
+
+EVENTS = st.sampled_from(["ready", "ended", "failed", "lost", "give up", "connected", "interrupted"])
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), EVENTS), max_size=30))
+def test_orders_in_any_course_of_events(course: list[tuple[str, str]]) -> None:
+    """At most one start, one failure and one finish; no start after a failure; a failure makes the exit code."""
+    barrier, orders = StartBarrier("abc"), list[Any]()
+    for component, event in course:
+        orders += {
+            "ready": lambda name: barrier.ready(name, place(name)),
+            "ended": lambda name: barrier.ended(name, OK),
+            "failed": lambda name: barrier.ended(name, failed("it failed", 3)),
+            "lost": lambda name: barrier.lost(name, "it is lost"),
+            "give up": barrier.give_up,
+            "connected": lambda name: barrier.connected(name) or [],
+            "interrupted": lambda name: barrier.interrupted(name, "signal", 143),
+        }[event](component)
+    kinds = [type(order) for order in orders]
+    assert all(kinds.count(kind) <= 1 for kind in (Start, Fail, Finish))
+    assert Start not in kinds or Fail not in kinds or kinds.index(Start) < kinds.index(Fail)
+    assert (Fail in kinds) == (barrier.failed is not None) == (barrier.exit_code != 0)
+    assert [decode_order(json.loads(json.dumps(encode_order(order)))) for order in orders] == orders
 
 
 # ---- Where a component is in its job

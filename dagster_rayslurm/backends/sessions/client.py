@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...runtime.protocol.rpc_call import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NobodyThere
-from ...runtime.protocol.rpc_call import ask as ask_over
+from ...runtime.protocol.rpc_call import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NotConnected, call
 from ...slurm.commands import without_option_variables
 from ...ssh.base import Connection, ConnectionLost
 
@@ -121,7 +120,7 @@ def ask(
     if carrier != "srun" and not marked:
         try:
             return _ask_directly(connection, announcement, request)
-        except NobodyThere as error:
+        except NotConnected as error:
             if carrier == "direct":
                 raise Unreachable(f"{_name(announcement)} cannot be reached by TCP: {error}") from None
     answer = _ask_by_step(commands, announcement, request, directory, start, patience)
@@ -143,7 +142,7 @@ def _look_whether_direct(connection: Connection, announcement: Announcement, pat
         with contextlib.suppress(OSError):
             try:
                 _ask_directly(connection, announcement, {"op": "describe"})
-            except NobodyThere as error:
+            except NotConnected as error:
                 connection.write(path, str(error).encode("utf-8", "replace"))
             else:
                 connection.remove(path)
@@ -156,7 +155,7 @@ def _name(announcement: Announcement) -> str:
 
 
 def _ask_directly(connection: Connection, announcement: Announcement, request: Mapping[str, Any]) -> dict[str, Any]:
-    problem = NobodyThere("it announces no host")
+    problem = NotConnected("it announces no host")
     for host in announcement.hosts:
         try:
             with (
@@ -164,11 +163,11 @@ def _ask_directly(connection: Connection, announcement: Announcement, request: M
                 socket.create_connection((forward.host, forward.port), _PROVE_WITHIN) as sock,
             ):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return ask_over(sock, announcement.key, dict(request), _PROVE_WITHIN)
+                return call(sock, announcement.key, dict(request), _PROVE_WITHIN)
         except AnswerLost:
             raise
         except OSError as error:
-            problem = NobodyThere(f"{host}:{announcement.port}: {error}")
+            problem = NotConnected(f"{host}:{announcement.port}: {error}")
     raise problem
 
 

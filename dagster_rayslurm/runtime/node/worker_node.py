@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Protocol
 
 from ..process.loop import Loop
-from ..protocol.heartbeat import COMES_BACK, Peer
-from ..protocol.rpc import Message
+from ..protocol.rpc import RECONNECT_GRACE, Message
+from ..protocol.rpc_server import Peer
 
 
 class Identity(NamedTuple):
@@ -57,7 +57,7 @@ class WorkerNode(Peer):
     def await_back(self, loop: Loop, missed: Callable[[], None]) -> None:
         """Call `missed` if it does not come back in time; one that does has the whole of its time again."""
         losses = self.losses
-        loop.call_later(COMES_BACK, lambda: missed() if not self.here and self.losses == losses else None)
+        loop.call_later(RECONNECT_GRACE, lambda: missed() if not self.here and self.losses == losses else None)
 
     def facts(self) -> Dict[str, Any]:
         """What it grants as far as that is known, and whether it can be reached."""

@@ -1,8 +1,7 @@
-"""The other nodes of an allocation, as the head's runtime sees them: who has come, what they say, what they are told."""
+"""The head's view of the worker nodes of an allocation: their connections, commands to them, and their events."""
 
 from __future__ import annotations
 
-import functools
 import socket
 import sys
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set
@@ -10,31 +9,35 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 from ..node.resources import NodeResources
 from ..node.worker_node import WorkerNode, named
 from ..process.loop import Loop
-from ..protocol.heartbeat import Heartbeat
+from ..protocol.node_messages import NodeCommand, NodeEvent
 from ..protocol.record import tail_file
-from ..protocol.rpc import Channel, Message
+from ..protocol.rpc import Channel, ChannelListener, Message
 from ..protocol.rpc_server import RpcServer
 from ..protocol.spec import SpecError, from_fields
 
-_FAREWELL = 2.0
-"""Seconds that the head's runtime outstays the work for the others; a node takes some milliseconds to tidy up."""
+_STOP_TIMEOUT = 2.0
+"""Seconds that the head's runtime waits at its end for the nodes to disconnect; a node cleans up within milliseconds."""
 _USAGE_TIMEOUT = 0.25
-"""Seconds that the end of a run waits for the other nodes' figures."""
-_ABOUT = {"report": "measure", "end-ray": "ray"}
-"""The orders that end something, and the orders that began it."""
+"""Seconds that the end of a payload waits for the usage of other nodes."""
+_UNDOES = {NodeCommand.REPORT: NodeCommand.MEASURE, NodeCommand.END_RAY: NodeCommand.START_RAY}
+"""The commands that end what another command began."""
+
+UsageByHost = Dict[str, Dict[str, Any]]
 
 
-class ConnectedWorkers:
-    """Accepts the workers' connections and passes on what they say.
+class ConnectedWorkers(ChannelListener):
+    """The worker nodes of an allocation, which connect to this runtime by RPC; see `WorkerNodes`.
+
+    A node that reconnects is sent all commands that still hold once more; its agent ignores those that it has carried out.
 
     Args:
-        loop: where everything happens.
+        loop: the event loop.
         key: the secret of this run, hex.
-        ports: where to listen, the first free one.
+        ports: the RPC server listens on the first free one.
         nodes: names of all nodes; the first is this one.
-        log_path: where a node's own log is, by its place.
-        on_message: called with a member and its message; "joined" and "lost" come from here, too.
-        component_of: the component that the node in a place belongs to.
+        log_path: returns the path of a node's own log.
+        on_event: called with a node and its event.
+        component_of: returns the component of a node.
     """
 
     def __init__(
@@ -44,153 +47,161 @@ class ConnectedWorkers:
         ports: List[int],
         nodes: List[str],
         log_path: Callable[[int], str],
-        on_message: Callable[[WorkerNode, Message], None],
+        on_event: Callable[[WorkerNode, Message], None],
         component_of: Callable[[int], Optional[str]] = lambda _: None,
     ) -> None:
         self.members = {place: WorkerNode(place, name, component_of(place)) for place, name in enumerate(nodes) if place}
         self._loop = loop
         self._log_path = log_path
-        self._on_message = on_message
-        self._collecting: Dict[str, _Collection] = {}
-        self._dismissed = False
-        self._door = RpcServer(loop, key, ports, self._introduced)
-        self._pulse = Heartbeat(loop, self.members.values, self._lost)
+        self._on_event = on_event
+        self._node_of_channel: Dict[Channel, WorkerNode] = {}
+        self._collecting: Dict[str, _UsageCollection] = {}
+        self._stopped = False
+        self._server = RpcServer(loop, key, ports, self, heartbeat=True)
 
     @property
     def pids(self) -> List[int]:
-        """Processes on this machine that are theirs: none."""
+        """Processes of the worker nodes on this machine: none."""
         return []
 
-    def order(self, places: Iterable[int], **order: Any) -> None:
-        """Tell some nodes something, those too that join later; a later order about the same thing replaces it.
+    def order(self, places: Iterable[int], **command: Any) -> None:
+        """Send a command to some nodes; a node that is not connected gets it when it connects.
 
-        What an order is about: its `op`, and the cluster or the payload that it names. One that ends something stands until
-        the node says that it has obeyed, as it may not hear it at once.
+        A command replaces an earlier one on the same subject, which is its `op` and the cluster or payload that it names. A
+        command that ends something holds until the node has confirmed it.
         """
-        slot = "%s %s" % (_ABOUT.get(order["op"], order["op"]), order.get("cluster") or order.get("id") or "")
+        op = NodeCommand(command["op"])
+        name = command.get("cluster") or command.get("id") or ""
         for place in places:
-            member = self.members[place]
-            if order["op"] == "end-ray":
-                member.orders.pop("ready %s" % order["cluster"], None)
-            if order["op"] in _ABOUT and not member.joined:
-                member.orders.pop(slot, None)  # It never heard of what ends.
+            node = self.members[place]
+            if op == NodeCommand.END_RAY:
+                node.orders.pop(_subject(NodeCommand.RAY_READY, name), None)
+            if op in _UNDOES and not node.joined:
+                node.orders.pop(_subject(op, name), None)  # The node never heard of what ends now.
                 continue
-            member.orders[slot] = order
-            member.send(**order)
+            node.orders[_subject(op, name)] = command
+            node.send(**command)
 
     def facts(self) -> List[Dict[str, Any]]:
-        """The nodes, what each of them grants as far as that is known, and whether they can be reached."""
-        return [member.facts() for member in self.members.values()]
+        """The resources of the nodes as far as they are known, and whether they are connected."""
+        return [node.facts() for node in self.members.values()]
 
-    def log_tail(self, member: WorkerNode) -> str:
-        """The end of what a node's runtime had to say, from the file system that all nodes share."""
-        return tail_file(self._log_path(member.node_id), lines=15)
+    def log_tail(self, node: WorkerNode) -> str:
+        """The last lines of a node's own log, read from the shared file system."""
+        return tail_file(self._log_path(node.node_id), lines=15)
 
     def measure(self, nonce: str, jobs: Optional[List[str]]) -> None:
-        """Measure on all nodes for one payload; `jobs` are its own in a Ray cluster that is shared, as far as they are known."""
-        self.order(self.members, op="measure", id=nonce, jobs=jobs)
+        """Measure usage on all nodes for one payload; `jobs` are its known Ray jobs in a cluster that payloads share."""
+        self.order(self.members, op=NodeCommand.MEASURE, id=nonce, jobs=jobs)
 
-    def collect(self, nonce: str, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
-        """End the measuring for a payload and hand over the figures by hostname; of those that answer soon."""
-        asked = {member.node_id for member in self.members.values() if member.here}
+    def collect(self, nonce: str, done: Callable[[UsageByHost], None]) -> None:
+        """Stop measuring for a payload, and call `done` with the usage of the nodes that answer in time."""
+        connected = {node.node_id for node in self.members.values() if node.here}
 
-        def collected(figures: Dict[str, Dict[str, Any]]) -> None:
+        def collected(usage: UsageByHost) -> None:
             del self._collecting[nonce]
-            done(figures)
+            done(usage)
 
-        self._collecting[nonce] = collection = _Collection(asked, collected)
-        self.order(self.members, op="report", id=nonce)
-        self._loop.call_later(_USAGE_TIMEOUT if asked else 0.0, collection.finish)
+        self._collecting[nonce] = collection = _UsageCollection(connected, collected)
+        self.order(self.members, op=NodeCommand.REPORT, id=nonce)
+        self._loop.call_later(_USAGE_TIMEOUT if connected else 0.0, collection.finish)
 
     def dismiss(self) -> None:
-        """Send everybody home; those who have not come yet, as they come."""
-        self._dismissed = True
-        for member in self.members.values():
-            member.send(op="stop")
-        self._pulse.stop()
+        """Stop all nodes; those that have not connected yet, when they connect."""
+        self._stopped = True
+        for node in self.members.values():
+            node.send(op=NodeCommand.STOP)
+        self._server.stop_heartbeat()
 
     def wait_gone(self, patience: float) -> None:
-        """Wait until the others have tidied up: the end of this runtime may well be the end of theirs.
+        """Wait until the nodes have without_option_variables up, because the end of this runtime may end theirs.
 
         Args:
-            patience: seconds for those who have never come; nobody else would tell them that there is nothing to do.
+            patience: seconds to wait for nodes that never connected, as only this runtime can stop them.
         """
-        if patience > 0 and not self._complete:
+        if patience > 0 and not self._all_joined:
             self._loop.resume(patience)
-        self._door.close()
-        deadline = self._loop.now() + _FAREWELL
-        for member in self.members.values():
-            if member.channel is not None:
-                member.channel.wait_end(deadline)
+        self._server.close()
+        deadline = self._loop.now() + _STOP_TIMEOUT
+        for node in self.members.values():
+            if node.channel is not None:
+                node.channel.wait_closed(deadline)
+
+    def received(self, channel: Channel, message: Message) -> None:
+        """Handle a message; the first one of a channel names the node."""
+        node = self._node_of_channel.get(channel)
+        if node is None:
+            return self._introduce(channel, message)
+        event = message.get("event")
+        if event == NodeEvent.USAGE:
+            nonce, usage = message["id"], message["usage"]
+            node.orders.pop(_subject(NodeCommand.REPORT, nonce), None)
+            if nonce in self._collecting and usage is not None:
+                self._collecting[nonce].add(node, usage)
+        elif event == NodeEvent.RAY_ENDED:
+            node.orders.pop(_subject(NodeCommand.END_RAY, message["cluster"]), None)
+        else:
+            self._on_event(node, message)
+
+    def closed(self, channel: Channel, why: str) -> None:
+        """Report the loss of a node, unless it has reconnected."""
+        node = self._node_of_channel.pop(channel, None)
+        if node is not None and node.detach(channel):
+            node.losses += 1
+            self._on_event(node, {"event": NodeEvent.LOST, "message": why})
 
     @property
-    def _complete(self) -> bool:
-        return all(member.joined for member in self.members.values())
+    def _all_joined(self) -> bool:
+        return all(node.joined for node in self.members.values())
 
-    def _introduced(self, channel: Channel, message: Message) -> None:
-        """The first message after the proof says which node it is; later ones are that node's."""
-        place, facts = message.get("node_id"), message.get("machine")
-        member = self.members.get(place) if isinstance(place, int) else None
+    def _introduce(self, channel: Channel, message: Message) -> None:
+        place, resources = message.get("node_id"), message.get("machine")
+        node = self.members.get(place) if isinstance(place, int) else None
         try:
-            from_fields(NodeResources, facts, "what a node tells of itself")
+            from_fields(NodeResources, resources, "what a node tells of itself")
         except SpecError as error:
             print("rayslurm: %s" % error, file=sys.stderr)
-            member = None
-        if member is None or facts is None:
+            node = None
+        if node is None or resources is None:
             return channel.close()
-        again = member.joined
-        member.came(channel, self._loop.now())
-        member.machine = facts
-        channel.on_message(functools.partial(self._take, member))
-        channel.on_gone(functools.partial(self._lost, member, channel, "its connection ended"))
-        if self._dismissed:
-            channel.send(op="stop")
-            return self._loop.stop() if self._complete else None
-        for order in member.orders.values():
-            channel.send(**order)
-        if not again:
-            self._on_message(member, {"event": "joined"})
-
-    def _take(self, member: WorkerNode, message: Message) -> None:
-        member.heard = self._loop.now()
-        event = message.get("event")
-        if event == "pong":
-            return
-        if event == "usage":
-            member.orders.pop("measure %s" % message["id"], None)
-            if message["id"] in self._collecting and message["usage"] is not None:
-                self._collecting[message["id"]].take(member, message["usage"])
-            return
-        if event == "ended":
-            member.orders.pop("ray %s" % message["cluster"], None)
-            return
-        self._on_message(member, message)
-
-    def _lost(self, member: WorkerNode, channel: Channel, why: str) -> None:
-        if member.went(channel):
-            member.losses += 1
-            self._on_message(member, {"event": "lost", "message": why})
+        reconnected = node.joined
+        if node.channel is not None:
+            del self._node_of_channel[node.channel]
+        node.attach(channel)
+        node.machine = resources
+        self._node_of_channel[channel] = node
+        if self._stopped:
+            channel.send(op=NodeCommand.STOP)
+            return self._loop.stop() if self._all_joined else None
+        for command in node.orders.values():
+            channel.send(**command)
+        if not reconnected:
+            self._on_event(node, {"event": NodeEvent.JOINED})
 
 
-class _Collection:
-    """Figures on their way in; handed over once, when all are there or it is time."""
+def _subject(op: NodeCommand, name: str) -> str:
+    return "%s %s" % (_UNDOES.get(op, op), name)
 
-    def __init__(self, waiting: Set[int], done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
-        self._waiting = waiting
-        self._done: Optional[Callable[[Dict[str, Dict[str, Any]]], None]] = done
-        self._figures: Dict[str, Dict[str, Any]] = {}
 
-    def take(self, member: WorkerNode, usage: Dict[str, Any]) -> None:
-        if member.node_id in self._waiting:
-            self._waiting.remove(member.node_id)
+class _UsageCollection:
+    """Usage of one payload; calls `done` once, when all expected nodes have answered or by `finish`."""
+
+    def __init__(self, expected: Set[int], done: Callable[[UsageByHost], None]) -> None:
+        self._expected = expected
+        self._done: Optional[Callable[[UsageByHost], None]] = done
+        self._usage: UsageByHost = {}
+
+    def add(self, node: WorkerNode, usage: Dict[str, Any]) -> None:
+        if node.node_id in self._expected:
+            self._expected.remove(node.node_id)
             # Several nodes of a test bed may be one host, which has one hostname.
-            taken = member.hostname in self._figures or member.hostname == socket.gethostname()
-            other_name = member.name if member.component is None else named(*member.identity)
-            self._figures[other_name if taken else member.hostname] = usage
-        if not self._waiting:
+            taken = node.hostname in self._usage or node.hostname == socket.gethostname()
+            other_name = node.name if node.component is None else named(*node.identity)
+            self._usage[other_name if taken else node.hostname] = usage
+        if not self._expected:
             self.finish()
 
     def finish(self) -> None:
         if self._done is not None:
             done, self._done = self._done, None
-            done(self._figures)
+            done(self._usage)

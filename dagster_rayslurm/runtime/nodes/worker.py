@@ -1,4 +1,4 @@
-"""A node of an allocation that is not the head: joins the head's runtime, starts Ray as told, measures, goes home."""
+"""The runtime of a worker node: connects to the head's runtime and follows its commands until it is stopped."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from ..node.resources import may_need_gpus
 from ..process import processes
 from ..process.loop import Loop
 from ..process.scratch import Scratch
-from ..protocol.heartbeat import PING_INTERVAL, SILENCE
-from ..protocol.rpc import Message
-from ..protocol.rpc_client import Place, RpcClient, places
+from ..protocol.node_messages import NodeCommand, NodeEvent
+from ..protocol.rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Message
+from ..protocol.rpc_client import Address, ClientListener, RpcClient, all_addresses
 from ..protocol.spec import RuntimeSpec
 from ..ray.cluster_dir import ClusterDirs
 from .node_agent import Follower
 
-_FORSAKEN = 20.0
-"""Seconds after a signal in which a head that has got it, too, has said that it ends; SIGKILL comes after 30 (KillWait)."""
-_FIRST_WORD = 600.0
-"""Seconds until a head that was never reached is given up; it ends the step long before, after its own deadline."""
+_HEAD_SIGNAL_TIMEOUT = 20.0
+"""Seconds after a signal until the head must have said that it ends as well; SIGKILL comes after 30 (Slurm's KillWait)."""
+_FIRST_CONNECT_TIMEOUT = 600.0
+"""Seconds until a head that was never reached counts as lost. The head ends the step long before, at its own deadline."""
 
 
-class Worker:
-    """One node's runtime, for as long as its head is there.
+class Worker(ClientListener):
+    """The runtime of one worker node.
 
     Args:
-        loop: where everything happens.
+        loop: the event loop.
         spec: the start record, the same as the head's.
-        allocation: where this node stands.
+        allocation: the allocation, with the place of this node in it.
         private: scratch directory of this runtime.
-        on_joined: called each time that the head's runtime has been reached.
+        on_connected: called each time that the head's runtime has been reached.
+
+    Attributes:
+        exit_code: that of this node's task; any other than 0 ends the step on all nodes.
     """
 
     def __init__(
@@ -45,108 +48,103 @@ class Worker:
         spec: RuntimeSpec,
         allocation: Allocation,
         private: Scratch,
-        on_joined: Callable[[], None] = lambda: None,
+        on_connected: Callable[[], None] = lambda: None,
     ) -> None:
         assert spec.control_key is not None
+        self.exit_code = 0
         self._loop = loop
         self._spec = spec
-        self._allocation = allocation
+        self._node_id = allocation.node_id
         self._scratch = private
-        self._on_joined = on_joined
-        found = resources.detect(with_gpus=may_need_gpus(spec))
-        self._machine = replace(found, component=allocation.component_of(allocation.node_id))
-        corners = ClusterDirs(private)
-        self._ray = Follower(loop, spec, self._machine, lambda key: corners.take() if key else private, self._send, self._say)
-        MemoryWatch(loop, self._machine.name, lambda: self._ray.guarded, lambda: [], self._tell_of_memory)
-        self._heard = loop.now()
+        self._on_connected = on_connected
+        detected = resources.detect(with_gpus=may_need_gpus(spec))
+        self._machine = replace(detected, component=allocation.component_of(allocation.node_id))
+        dirs = ClusterDirs(private)
+        self._agent = Follower(loop, spec, self._machine, lambda key: dirs.take() if key else private, self._send, self._log)
+        MemoryWatch(loop, self._machine.name, lambda: self._agent.guarded, lambda: [], self._report_memory)
         self._parent = os.getppid()
-        self._signalled_once = False
-        self._head_ends = False
-        """Whether the head has been signalled as well, and gives payloads the time that they ask for."""
-        self.exit_code = 0
-        """That of this node's task; any other than 0 ends the step on all nodes."""
-        self._ever_joined = False
-        self._problem = ""
+        self._was_signalled = False
+        self._head_is_ending = False
+        self._was_connected = False
+        self._logged_problem = ""
         ray = spec.ray
         override = [ray.node_ip_address] if ray is not None and ray.node_ip_address else []
-        found_at = places([*allocation.head_addresses, *override], spec.control_ports)
-        self._first = found_at[0]
-        self._head = RpcClient(loop, spec.control_key, found_at, self._joined, self._take, self._lost, self._out_of_reach)
+        addresses = all_addresses([*allocation.head_addresses, *override], spec.control_ports)
+        self._likeliest_address = addresses[0]
+        self._head = RpcClient(loop, spec.control_key, addresses, self)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._signalled)
 
     def run(self) -> None:
-        """Stay until the head sends this node home, or is lost."""
+        """Run until the head stops this node, or is lost."""
         try:
-            self._head.dial()
-            self._watch()
+            self._head.connect()
+            self._check_head()
             self._loop.run()
         finally:
-            self._ray.end()
+            self._agent.end()
             processes.kill_descendants(os.getpid(), collect=self._loop.reap)
             self._scratch.remove()
 
+    def connected(self) -> None:
+        self._was_connected = True
+        self._send(node_id=self._node_id, machine=self._machine.facts())
+        self._on_connected()
+
+    def received(self, message: Message) -> None:
+        op = message.get("op")
+        if op == NodeCommand.ENDING:
+            self._head_is_ending = True
+        elif op == NodeCommand.STOP:
+            self._loop.stop()
+        else:
+            self._agent.obey(message)
+
+    def disconnected(self) -> None:
+        if self._was_signalled:
+            self._loop.stop()  # Slurm ends the step, and the head ended first.
+
+    def unreachable(self, address: Address, why: str) -> None:
+        problem = "%s:%d: %s" % (address[0], address[1], why)
+        if problem != self._logged_problem and address == self._likeliest_address:
+            self._log("the head's runtime cannot be reached at " + problem)
+            self._logged_problem = problem
+
     def _signalled(self, signum: int) -> None:
-        """Slurm signals every process of the step; a head that is there decides how much time is left."""
-        self._say("received %s" % signal.Signals(signum).name)
-        self._signalled_once = True
-        if not self._head.joined or os.getppid() != self._parent:  # Without its keeper, nobody would clean up after this runtime.
+        """Slurm signals every process of the step; a connected head decides how much time is left."""
+        self._log("received %s" % signal.Signals(signum).name)
+        self._was_signalled = True
+        if (
+            not self._head.is_connected or os.getppid() != self._parent
+        ):  # Without its keeper, no one cleans up after this runtime.
             self._loop.stop()
         elif len(self._spec.components) > 1:
-            self._loop.call_later(_FORSAKEN, self._forsake)
+            self._loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
 
-    def _forsake(self) -> None:
-        """Leave while there is time to tidy up: the head was not signalled, so Slurm ends this node's component alone."""
-        if self._head_ends:
+    def _leave_component(self) -> None:
+        """End while there is time to clean up: the head was not signalled, so Slurm ends only this node's component."""
+        if self._head_is_ending:
             return
-        self._say("its component is being ended, and the head's goes on; ending")
+        self._log("its component is being ended, and the head's goes on; ending")
         self.exit_code = 128 + signal.SIGTERM
         self._loop.stop()
 
-    def _out_of_reach(self, place: Place, why: str) -> None:
-        problem = "%s:%d: %s" % (place[0], place[1], why)
-        if problem != self._problem and place == self._first:
-            self._say("the head's runtime cannot be reached at " + problem)
-            self._problem = problem
-
-    def _joined(self) -> None:
-        self._ever_joined = True
-        self._heard = self._loop.now()
-        self._send(node_id=self._allocation.node_id, machine=self._machine.facts())
-        self._on_joined()
-
-    def _lost(self) -> None:
-        if self._signalled_once:
-            self._loop.stop()  # Slurm ends the step, and the head has gone ahead.
-
-    def _watch(self) -> None:
-        """End when the head has not been heard for too long."""
-        silent = self._loop.now() - self._heard
-        if silent > (SILENCE if self._ever_joined else _FIRST_WORD):
-            self._say("the head's runtime has been out of reach for %d s; ending" % silent)
+    def _check_head(self) -> None:
+        """End if the head has been silent for too long."""
+        silent = self._head.silent_for
+        if silent > (HEARTBEAT_TIMEOUT if self._was_connected else _FIRST_CONNECT_TIMEOUT):
+            self._log("the head's runtime has been out of reach for %d s; ending" % silent)
             return self._loop.stop()
-        self._loop.call_later(PING_INTERVAL, self._watch)
+        self._loop.call_later(HEARTBEAT_INTERVAL, self._check_head)
 
-    def _take(self, message: Message) -> None:
-        self._heard = self._loop.now()
-        op = message.get("op")
-        if op == "ping":
-            self._send(event="pong")
-        elif op == "ending":
-            self._head_ends = True
-        elif op == "stop":
-            self._loop.stop()
-        else:
-            self._ray.obey(message)
-
-    def _tell_of_memory(self, message: str, killed: bool) -> None:
-        self._say(message)
-        self._send(event="memory", message=message, killed=killed)
+    def _report_memory(self, message: str, killed: bool) -> None:
+        self._log(message)
+        self._send(event=NodeEvent.MEMORY, message=message, killed=killed)
 
     def _send(self, **message: Any) -> None:
         self._head.send(**message)
 
-    def _say(self, text: str) -> None:
-        """Write to this node's log, whose end the head shows if this node is missing."""
+    def _log(self, text: str) -> None:
+        """Write to this node's log; the head shows the end of it if this node is missing."""
         sys.stderr.write("rayslurm on %s: %s\n" % (self._machine.name, text))
         sys.stderr.flush()

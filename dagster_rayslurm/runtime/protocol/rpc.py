@@ -1,10 +1,17 @@
-"""Messages between the runtimes of an allocation: JSON lines over TCP, after both ends have proved that they know the key.
+"""Authenticated connections between runtimes: JSON lines over TCP after a mutual challenge and response.
 
-The key is in the start record, which only this user can read. The proof is an HMAC over both ends' challenges, so
-neither a stranger who connects nor a stranger who listens on the port can repeat it elsewhere. One who stands between
-both ends can pass the proofs on; so each line after them has an HMAC of its own, by a key that the proofs' challenges
-and the direction make, over its number and its text. Whoever passes lines on can read them, as nothing secret is in
-them, or withhold them from some point on, but can neither add, alter, repeat, reorder nor reflect any.
+`rpc_server` accepts connections, `rpc_client` keeps one and reconnects, `rpc_call` makes one call without an event loop.
+All of them share the handshake and the framing of this module:
+
+1. Each end sends `{"challenge": C}` with 32 random hex digits.
+2. The client sends `{"proof": P}`, P = HMAC-SHA256(key, "client:<server's challenge>:<client's challenge>").
+3. The server checks it and sends its own proof, with "server" and the challenges the other way round.
+4. From then on each line is one message, a JSON object.
+
+The key comes from the start record, which only its owner can read. The handshake keeps out all who can connect to the port, or
+listen on it, without knowing the key. A proof cannot be used for a second connection, because each has new challenges.
+Messages after the handshake are neither signed nor encrypted. Ray's own traffic on the same network is not encrypted either:
+who can alter the traffic between nodes is outside of what the runtime protects against.
 """
 
 from __future__ import annotations
@@ -18,128 +25,195 @@ import re
 import socket
 import time
 import traceback
-from typing import Any, Callable, Dict, Optional
+from enum import Enum
+from typing import Any, Dict, List, Optional
 
 from ..process.loop import Loop
-from .record import split_lines
 
 Message = Dict[str, Any]
 
 MAX_LINE = 2**22
 """Bytes of the longest message; usage samples and tails of logs are far below."""
-_UNPROVED = 4096
-"""Bytes that a stranger may send."""
-_CHALLENGE = re.compile("[0-9a-f]{32}")
-_PROOF = re.compile("[0-9a-f]{64}")
+_MAX_HANDSHAKE = 4096
+"""Bytes that are read from an end that has not authenticated itself."""
+_HEX_CHALLENGE = re.compile("[0-9a-f]{32}")
+_HEX_PROOF = re.compile("[0-9a-f]{64}")
 _SEND_TIMEOUT = 2.0
 
+HEARTBEAT_INTERVAL = 5.0
+HEARTBEAT_TIMEOUT = 30.0
+"""Seconds of silence after which the other end counts as lost."""
+RECONNECT_GRACE = 10.0
+"""Seconds in which a client whose connection was lost may reconnect before it counts as lost; it tries ten times a second."""
 
-def derive(key: str, purpose: str) -> str:
-    """A secret of its own for each purpose, as hex."""
+
+class Role(str, Enum):
+    """The end of a connection: the client has connected to the server."""
+
+    CLIENT = "client"
+    SERVER = "server"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+def derive_key(key: str, purpose: str) -> str:
+    """A key for one purpose, made from another key; both are hex."""
     return hmac.new(bytes.fromhex(key), purpose.encode("utf-8"), hashlib.sha256).hexdigest()
 
 
-def proof(key: str, role: str, theirs: str, ours: str) -> str:
-    """What the end in a role answers to the other one's challenge, given its own."""
-    return derive(key, "%s:%s:%s" % (role, theirs, ours))
+def encode_message(message: Message) -> bytes:
+    """The line of a message."""
+    return json.dumps(message).encode("utf-8") + b"\n"
 
 
-class Seal:
-    """The HMACs of the lines that go in one direction of one connection, one after the other.
+def decode_message(line: bytes) -> Message:
+    """The message of a line.
 
-    Args:
-        key: the shared secret, hex.
-        sender: the role of the end that the lines come from.
-        worker: the worker's challenge.
-        head: the head's challenge.
+    Raises:
+        ValueError: the line is no JSON object.
+    """
+    try:
+        message = json.loads(line.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("the message is nested too deeply") from None
+    if not isinstance(message, dict):
+        raise ValueError("the message is not a JSON object")
+    return message
+
+
+class LineBuffer:
+    """Splits received bytes into lines.
+
+    Attributes:
+        limit: bytes that may be buffered.
     """
 
-    def __init__(self, key: str, sender: str, worker: str, head: str) -> None:
-        self._key = bytes.fromhex(derive(derive(key, "session:%s:%s" % (worker, head)), "from:" + sender))
-        self._count = 0
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._partial = b""
 
-    def next(self, body: bytes) -> bytes:
-        """The HMAC of the next line."""
-        self._count += 1
-        return hmac.new(self._key, b"%d:%s" % (self._count, body), hashlib.sha256).hexdigest().encode("ascii")
+    def feed(self, data: bytes) -> List[bytes]:
+        """The lines that `data` completes, without their newlines.
+
+        Raises:
+            ValueError: the line is longer than the limit.
+        """
+        if len(self._partial) + len(data) > self.limit:
+            raise ValueError("the line is longer than %d bytes" % self.limit)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        return lines
+
+
+class Handshake:
+    """One end's part of the mutual authentication; sends nothing itself.
+
+    Attributes:
+        opening: the line to send first.
+        done: whether the other end has proved that it knows the key.
+    """
+
+    def __init__(self, key: str, role: Role) -> None:
+        self._key = key
+        self._role = role
+        self._peer = Role.SERVER if role == Role.CLIENT else Role.CLIENT
+        self._challenge = os.urandom(16).hex()
+        self._peer_challenge: Optional[str] = None
+        self.opening = encode_message({"challenge": self._challenge})
+        self.done = False
+
+    def receive(self, line: bytes) -> bytes:
+        """Handle a line of the other end, and return the line to answer with; b"" for none.
+
+        Raises:
+            ValueError: the other end does not know the key, or does not speak this protocol.
+        """
+        message = decode_message(line)
+        if self._peer_challenge is None:
+            self._peer_challenge = _hex_field(message, "challenge", _HEX_CHALLENGE)
+            return self._own_proof() if self._role == Role.CLIENT else b""
+        expected = _proof(self._key, self._peer, self._challenge, self._peer_challenge)
+        if not hmac.compare_digest(expected, _hex_field(message, "proof", _HEX_PROOF)):
+            raise ValueError("its proof is wrong")
+        self.done = True
+        return self._own_proof() if self._role == Role.SERVER else b""
+
+    def _own_proof(self) -> bytes:
+        assert self._peer_challenge is not None
+        return encode_message({"proof": _proof(self._key, self._role, self._peer_challenge, self._challenge)})
+
+
+def _proof(key: str, prover: Role, verifier_challenge: str, own_challenge: str) -> str:
+    return derive_key(key, "%s:%s:%s" % (prover, verifier_challenge, own_challenge))
+
+
+def _hex_field(message: Message, name: str, form: "re.Pattern[str]") -> str:
+    value = message.get(name)
+    if not isinstance(value, str) or form.fullmatch(value) is None:
+        raise ValueError("it sent no %s" % name)
+    return value
+
+
+class ChannelListener:
+    """Receives the events of channels; the methods here do nothing."""
+
+    def authenticated(self, channel: "Channel") -> None:
+        """Both ends have proved that they know the key."""
+
+    def received(self, channel: "Channel", message: Message) -> None:
+        """A message has arrived. An exception raised here closes this channel only."""
+
+    def closed(self, channel: "Channel", why: str) -> None:
+        """The channel has ended, but not by `Channel.close`. Called once."""
 
 
 class Channel:
-    """One connection. Nothing is handed on before the other end has proved that it knows the key.
-
-    A line that the other end cannot have sent, or whose message cannot be dealt with, ends the connection, and nothing else.
+    """One connection, of a server or of a client.
 
     Args:
-        loop: where it is read.
+        loop: the event loop that reads it.
         sock: a connected socket; the channel owns it.
         key: the shared secret, hex.
-        role: "head" or "worker".
-        on_proved: called once, when both ends know each other.
-        take: called with each message.
-        gone: called once, when the connection has ended by itself; not after `close`.
+        role: this end's role.
+        listener: receives the events; may be replaced later.
+
+    Attributes:
+        last_received: when data arrived last, by the loop's clock.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        sock: socket.socket,
-        key: str,
-        role: str,
-        on_proved: Callable[[], None],
-        take: Callable[[Message], None],
-        gone: Callable[[], None],
-    ) -> None:
+    def __init__(self, loop: Loop, sock: socket.socket, key: str, role: Role, listener: ChannelListener) -> None:
+        self.listener = listener
+        self.last_received = loop.now()
         self._loop = loop
         self._socket: Optional[socket.socket] = sock
-        self._key = key
-        self._role = role
-        self._on_proved = on_proved
-        self._deliver = take
-        self._gone = gone
-        self._partial = b""
-        self._challenge = os.urandom(16).hex()
-        self._their_challenge: Optional[str] = None
-        self._sent: Optional[Seal] = None
-        self._received: Optional[Seal] = None
-        self.proved = False
-        sock.settimeout(_SEND_TIMEOUT)  # Only sending can wait: reading follows readiness.
+        self._handshake = Handshake(key, role)
+        self._lines = LineBuffer(_MAX_HANDSHAKE)
+        sock.settimeout(_SEND_TIMEOUT)  # Only sending can wait: the loop reads when there is data.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         loop.on_readable(sock.fileno(), self._read)
-        self._send_line(json.dumps({"challenge": self._challenge}).encode("utf-8"))
+        self._send_line(self._handshake.opening)
+
+    @property
+    def is_authenticated(self) -> bool:
+        return self._handshake.done
+
+    @property
+    def is_open(self) -> bool:
+        return self._socket is not None
 
     def send(self, **message: Any) -> None:
-        """Send a message, once both ends know each other; a connection that takes none ends."""
-        assert self._sent is not None
-        body = json.dumps(message).encode("utf-8")
-        self._send_line(self._sent.next(body) + b" " + body)
+        """Send a message over an authenticated channel. If that fails, the channel ends."""
+        assert self.is_authenticated
+        self._send_line(encode_message(message))
 
-    def _send_line(self, line: bytes) -> None:
-        if self._socket is None:
-            return
-        try:
-            self._socket.sendall(line + b"\n")
-        except OSError:
-            self._loop.call_later(0.0, self._end)  # Not from within the caller's own turn.
-
-    def on_gone(self, gone: Callable[[], None]) -> None:
-        """Have something else called when the connection ends by itself."""
-        self._gone = gone
-
-    def on_message(self, take: Callable[[Message], None]) -> None:
-        """Have something else called with each message from the next one on."""
-        self._deliver = take
-
-    def wait_end(self, deadline: float) -> None:
-        """Wait until the other end closes the connection, or `time.monotonic()` is at the deadline; then close it.
+    def wait_closed(self, deadline: float) -> None:
+        """Block until the other end closes the connection or `time.monotonic()` reaches the deadline; then close it.
 
         For the end of a runtime, when its loop no longer runs.
         """
-        with contextlib.suppress(OSError):  # It is gone, one way or another, or too late.
-            while self._socket is not None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                self._socket.settimeout(left)
+        with contextlib.suppress(OSError):  # A broken connection is closed too; a time-out means that the deadline is over.
+            while self._socket is not None and time.monotonic() < deadline:
+                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
                 if not self._socket.recv(65536):
                     break
         self.close()
@@ -150,10 +224,19 @@ class Channel:
             self._socket.close()
             self._socket = None
 
-    def _end(self) -> None:
+    def fail(self, why: str) -> None:
+        """Close the channel and tell the listener."""
         if self._socket is not None:
             self.close()
-            self._gone()
+            self.listener.closed(self, why)
+
+    def _send_line(self, line: bytes) -> None:
+        if self._socket is None:
+            return
+        try:
+            self._socket.sendall(line)
+        except OSError:
+            self._loop.call_later(0.0, lambda: self.fail("its connection ended"))  # The caller must not be interrupted by this.
 
     def _read(self) -> None:
         assert self._socket is not None
@@ -161,68 +244,29 @@ class Channel:
             data = self._socket.recv(65536)
         except OSError:
             data = b""
-        if not data or len(self._partial) + len(data) > (MAX_LINE if self.proved else _UNPROVED):
-            return self._end()
-        lines, self._partial = split_lines(self._partial + data)
-        for line in lines:
-            if self.proved:
-                message = self._open(line)
-                if message is None:
-                    return self._end()
-                try:
-                    self._deliver(message)
-                except Exception:  # Nor does what one says who belongs here end the others' work.
-                    traceback.print_exc()
-                    return self._end()
-            else:
-                try:
-                    self._prove(line)
-                except Exception:  # Whatever a stranger thinks of, it is the end of its own connection only.
-                    return self._end()
-                if self.proved:
-                    self._on_proved()
-            if self._socket is None:
-                return
-
-    def _open(self, line: bytes) -> Optional[Message]:
-        """The message of a line; None if the other end did not send it, or not as the next one."""
-        assert self._received is not None
-        seal, _, body = line.partition(b" ")
-        if not hmac.compare_digest(seal, self._received.next(body)):
-            return None
+        if not data:
+            return self.fail("its connection ended")
+        self.last_received = self._loop.now()
         try:
-            message = json.loads(body.decode("utf-8"))
-        except (ValueError, RecursionError):
-            return None
-        return message if isinstance(message, dict) else None
+            for line in self._lines.feed(data):
+                self._handle_line(line)
+                if self._socket is None:
+                    return
+        except ValueError as error:
+            self.fail("its connection ended: %s" % error)
 
-    def _prove(self, line: bytes) -> None:
-        """Challenges first, then the proofs: the worker's, and once that has convinced the head, the head's.
-
-        Raises:
-            Exception: this is neither a challenge nor the proof; of any kind, for a stranger may send anything.
-        """
-        message = json.loads(line.decode("utf-8"))
-        if self._their_challenge is None:
-            self._their_challenge = theirs = _field(message, "challenge", _CHALLENGE)
-            if self._role == "worker":
-                self._send_proof(theirs)
+    def _handle_line(self, line: bytes) -> None:
+        if not self._handshake.done:
+            reply = self._handshake.receive(line)
+            if reply:
+                self._send_line(reply)
+            if self._handshake.done:
+                self._lines.limit = MAX_LINE
+                self.listener.authenticated(self)
             return
-        theirs, other = self._their_challenge, "head" if self._role == "worker" else "worker"
-        if not hmac.compare_digest(proof(self._key, other, self._challenge, theirs), _field(message, "proof", _PROOF)):
-            raise ValueError("the proof is wrong")
-        if self._role == "head":
-            self._send_proof(theirs)
-        challenges = (self._challenge, theirs) if self._role == "worker" else (theirs, self._challenge)
-        self._sent, self._received = Seal(self._key, self._role, *challenges), Seal(self._key, other, *challenges)
-        self.proved = True
-
-    def _send_proof(self, theirs: str) -> None:
-        self._send_line(json.dumps({"proof": proof(self._key, self._role, theirs, self._challenge)}).encode("utf-8"))
-
-
-def _field(message: Message, name: str, form: "re.Pattern[str]") -> str:
-    value = message[name]
-    if form.fullmatch(value) is None:
-        raise ValueError("this is no %s" % name)
-    return str(value)
+        message = decode_message(line)
+        try:
+            self.listener.received(self, message)
+        except Exception:  # A handler error closes this connection only; other clients keep working.
+            traceback.print_exc()
+            self.fail("its connection ended")

@@ -1,6 +1,6 @@
-"""Reaches for the runtime that others connect to, a head's or a meeting's host, until it is there; and anew when it is lost.
+"""Client side of the connections between runtimes: connects with retries, answers heartbeats, reconnects after a loss.
 
-It waits for nothing: who dials may have payloads of its own to serve meanwhile.
+Nothing here blocks, except that a host name is looked up once.
 """
 
 from __future__ import annotations
@@ -8,197 +8,186 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ..process.loop import Loop, Timer
-from .rpc import Channel, Message
+from .rpc import Channel, ChannelListener, Message, Role
 
-Place = Tuple[str, int]
+Address = Tuple[str, int]
+"""Host and port."""
 
 _CONNECT_TIMEOUT = 1.0
-_RETRY = 0.1
-_INTRODUCTION = 3.0
-"""Seconds in which the other end must prove itself; something else may listen on the port."""
-_SLOW_NAMES = 5.0
-"""Seconds until a name is looked up again at most, which nothing but a wait can do: most of the time is for other things."""
+_HANDSHAKE_TIMEOUT = 3.0
+"""Seconds until the next address is tried, as another service may listen on the port."""
+_RETRY_PAUSE = 0.1
+_MAX_LOOKUP_PAUSE = 5.0
+"""Longest pause after a host name could not be resolved; the pause is ten times as long as the failed lookup blocked."""
 
 
-class RpcClient:
-    """One connection to one of several places, the same for as long as it can be had.
+class ClientListener:
+    """Receives the events of an `RpcClient`; the methods here do nothing."""
+
+    def connected(self) -> None:
+        """The server was reached, and both ends have authenticated themselves."""
+
+    def received(self, message: Message) -> None:
+        """A message has arrived."""
+
+    def disconnected(self) -> None:
+        """An authenticated connection was lost; the client reconnects."""
+
+    def unreachable(self, address: Address, why: str) -> None:
+        """An attempt to connect has failed; the client tries the next address."""
+
+
+class RpcClient(ChannelListener):
+    """Keeps one connection to a server that may listen on one of several addresses.
 
     Args:
-        loop: where everything happens.
-        key: the secret that both ends must know, hex.
-        places: hosts and ports where the other end may listen, the likeliest first.
-        on_joined: called each time that it has been reached and both ends know each other.
-        take: called with each message.
-        on_lost: called each time that a connection is lost on which both ends knew each other.
-        on_problem: called with a place that cannot be reached, and why.
+        loop: the event loop.
+        key: the shared secret, hex.
+        addresses: where the server may listen, the likeliest first.
+        listener: receives the events.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        key: str,
-        places: Sequence[Place],
-        on_joined: Callable[[], None],
-        take: Callable[[Message], None],
-        on_lost: Callable[[], None],
-        on_problem: Callable[[Place, str], None] = lambda _, __: None,
-    ) -> None:
+    def __init__(self, loop: Loop, key: str, addresses: Sequence[Address], listener: ClientListener) -> None:
         self._loop = loop
         self._key = key
-        self._places = list(places)
-        self._on_joined = on_joined
-        self._take = take
-        self._on_lost = on_lost
-        self._on_problem = on_problem
-        self._addresses: Dict[Place, List[Any]] = {}
+        self._addresses = list(addresses)
+        self._listener = listener
+        self._resolved: Dict[Address, List[Any]] = {}
         self._channel: Optional[Channel] = None
-        self._again: Optional[Timer] = None
-        self._tried: Optional[socket.socket] = None
+        self._connecting: Optional[socket.socket] = None
+        self._retry: Optional[Timer] = None
         self._closed = False
+        self._last_received = loop.now()
 
     @property
-    def joined(self) -> bool:
-        """Whether the other end is there, and both know each other."""
-        return self._channel is not None and self._channel.proved
+    def is_connected(self) -> bool:
+        return self._channel is not None and self._channel.is_authenticated
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since the server was heard last; before the first connection, since this client was made."""
+        return self._loop.now() - self._last_received
 
     def send(self, **message: Any) -> None:
-        """Send a message, if the other end is there."""
-        if self._channel is not None and self._channel.proved:
+        """Send a message if the client is connected."""
+        if self._channel is not None and self._channel.is_authenticated:
             self._channel.send(**message)
 
-    def dial(self) -> None:
-        """Try the next place where the other end may listen."""
-        self._again = None
-        if self._closed or self._channel is not None or self._tried is not None:
+    def connect(self) -> None:
+        """Start to connect, with the first address."""
+        self._retry = None
+        if self._closed or self._channel is not None or self._connecting is not None:
             return
-        place = self._places.pop(0)
-        self._places.append(place)
+        address = self._addresses.pop(0)
+        self._addresses.append(address)
         began = self._loop.now()
         try:
-            addresses = self._addresses_of(place)
+            if address not in self._resolved:
+                self._resolved[address] = socket.getaddrinfo(address[0], address[1], 0, socket.SOCK_STREAM)
         except OSError as error:
             took = self._loop.now() - began
-            return self._failed(place, str(error), max(_RETRY, min(_SLOW_NAMES, 10 * took)))
-        self._try(place, addresses)
+            return self._failed(address, str(error), max(_RETRY_PAUSE, min(_MAX_LOOKUP_PAUSE, 10 * took)))
+        self._try(address, self._resolved[address])
 
-    def redial(self) -> None:
-        """Give a connection up that is of no use any more, and look for the other end anew."""
+    def reconnect(self) -> None:
+        """Give up the connection and make a new one."""
         if self._channel is not None:
-            self._channel.close()
-            self._disconnected(self._channel)
+            self._channel.fail("")
 
     def close(self) -> None:
-        """Let go of the other end, and look for it no more."""
+        """Disconnect, and do not reconnect."""
         self._closed = True
-        if self._again is not None:
-            self._again.cancel()
-        self._hang_up()
+        if self._retry is not None:
+            self._retry.cancel()
+        self._stop_connecting()
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
-    def _addresses_of(self, place: Place) -> List[Any]:
-        """What a place's name means; it is asked for once.
+    def authenticated(self, channel: Channel) -> None:  # noqa: ARG002
+        self._last_received = self._loop.now()
+        self._addresses.insert(0, self._addresses.pop())  # A later reconnect begins with this address.
+        self._listener.connected()
 
-        Raises:
-            OSError: it means nothing.
-        """
-        if place not in self._addresses:
-            self._addresses[place] = socket.getaddrinfo(place[0], place[1], 0, socket.SOCK_STREAM)
-        return self._addresses[place]
+    def received(self, channel: Channel, message: Message) -> None:
+        self._last_received = self._loop.now()
+        if message.get("op") == "ping":
+            return channel.send(event="pong")
+        self._listener.received(message)
 
-    def _try(self, place: Place, addresses: List[Any]) -> None:
-        """Connect to the first of a place's addresses, else to the next."""
-        family, kind, protocol, _, address = addresses[0]
+    def closed(self, channel: Channel, why: str) -> None:  # noqa: ARG002
+        self._channel = None
+        if channel.is_authenticated:
+            self._listener.disconnected()
+        self._retry_after(_RETRY_PAUSE)
+
+    def _try(self, address: Address, resolved: List[Any]) -> None:
+        """Connect to the first of the resolved addresses; if that fails, to the next one."""
+        family, kind, protocol, _, sockaddr = resolved[0]
 
         def failed(why: str) -> None:
-            if addresses[1:]:
-                return self._try(place, addresses[1:])
-            self._failed(place, why, _RETRY)
+            if resolved[1:]:
+                return self._try(address, resolved[1:])
+            self._failed(address, why, _RETRY_PAUSE)
 
         try:
             sock = socket.socket(family, kind, protocol)
         except OSError as error:
             return failed(str(error))
         sock.setblocking(False)
-        code = sock.connect_ex(address)
+        code = sock.connect_ex(sockaddr)
         if code not in (0, errno.EINPROGRESS):
             sock.close()
             return failed(os.strerror(code))
-        self._tried = sock
+        self._connecting = sock
 
-        def settled() -> None:
-            if self._tried is not sock:
+        def finished() -> None:
+            if self._connecting is not sock:
                 return
-            slow.cancel()
+            timeout.cancel()
             self._loop.forget(sock.fileno())
-            self._tried = None
+            self._connecting = None
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code == 0:
-                return self._introduce(place, sock)
+                return self._start_handshake(sock)
             sock.close()
             failed(os.strerror(code))
 
-        def too_slow() -> None:
-            if self._tried is sock:
-                self._hang_up()
+        def timed_out() -> None:
+            if self._connecting is sock:
+                self._stop_connecting()
                 failed("timed out")
 
-        slow = self._loop.call_later(_CONNECT_TIMEOUT, too_slow)
-        self._loop.on_writable(sock.fileno(), settled)
+        timeout = self._loop.call_later(_CONNECT_TIMEOUT, timed_out)
+        self._loop.on_writable(sock.fileno(), finished)
 
-    def _hang_up(self) -> None:
-        """Stop the try to connect that goes on."""
-        if self._tried is not None:
-            self._loop.forget(self._tried.fileno())
-            self._tried.close()
-            self._tried = None
+    def _stop_connecting(self) -> None:
+        if self._connecting is not None:
+            self._loop.forget(self._connecting.fileno())
+            self._connecting.close()
+            self._connecting = None
 
-    def _failed(self, place: Place, why: str, pause: float) -> None:
-        self._on_problem(place, why)
-        self._later(pause)
+    def _failed(self, address: Address, why: str, pause: float) -> None:
+        self._listener.unreachable(address, why)
+        self._retry_after(pause)
 
-    def _later(self, seconds: float) -> None:
-        if not self._closed and self._again is None:
-            self._again = self._loop.call_later(seconds, self.dial)
+    def _retry_after(self, seconds: float) -> None:
+        if not self._closed and self._retry is None:
+            self._retry = self._loop.call_later(seconds, self.connect)
 
-    def _introduce(self, place: Place, sock: socket.socket) -> None:
-        held: List[Channel] = []
-        channel = Channel(
-            self._loop,
-            sock,
-            self._key,
-            "worker",
-            lambda: self._proved(place),
-            self._take,
-            lambda: self._disconnected(held[0]),
-        )
-        held.append(channel)
-        self._channel = channel
+    def _start_handshake(self, sock: socket.socket) -> None:
+        self._channel = channel = Channel(self._loop, sock, self._key, Role.CLIENT, self)
 
-        def another_service() -> None:
-            if self._channel is channel and not channel.proved:
-                self.redial()
+        def check() -> None:
+            if self._channel is channel and not channel.is_authenticated:
+                channel.fail("its handshake took too long")
 
-        self._loop.call_later(_INTRODUCTION, another_service)
-
-    def _proved(self, place: Place) -> None:
-        self._places.remove(place)
-        self._places.insert(0, place)  # Where it was reached, it is reached again.
-        self._on_joined()
-
-    def _disconnected(self, channel: Channel) -> None:
-        if self._channel is not channel:
-            return
-        self._channel = None
-        if channel.proved:
-            self._on_lost()
-        self._later(_RETRY)
+        self._loop.call_later(_HANDSHAKE_TIMEOUT, check)
 
 
-def places(hosts: Sequence[str], ports: Sequence[int]) -> List[Place]:
-    """All places where one may listen that takes the first free one of its ports, the likeliest first."""
+def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
+    """The addresses of a server that listens on the first free one of its ports, the likeliest first."""
     return [(host, port) for port in ports for host in dict.fromkeys(hosts)]

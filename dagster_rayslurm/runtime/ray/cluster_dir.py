@@ -18,7 +18,7 @@ from typing import Iterator, Mapping
 from ..process import processes
 from ..process.loop import Loop
 from ..process.scratch import Scratch
-from ..protocol.rpc import derive
+from ..protocol.rpc import derive_key
 from ..protocol.spec import RuntimeSpec
 
 _NAMES = [name for name in string.digits + string.ascii_lowercase if name != "r"]
@@ -80,7 +80,7 @@ def token_of(spec: RuntimeSpec, key: str) -> str:
     secret = spec.token_key or spec.control_key
     if secret is None:
         return os.urandom(32).hex()
-    return derive(secret, "ray-token:" + key if key else "ray-token")
+    return derive_key(secret, "ray-token:" + key if key else "ray-token")
 
 
 def worker_env_of(spec: RuntimeSpec, key: str) -> Mapping[str, str]:

@@ -1,210 +1,240 @@
 """Start barrier of the separate topology: its state and its messages. Pure.
 
-Components that run a payload each: when all of them start, what ends them, and when all is over. Pure.
-
-What is said where the runtimes of components meet that run a payload each: they start together, the first failure ends all.
-
-The first component's runtime is the host (`meeting_host`). It stays until all have ended, so that the job does, and its exit
-code is that of the first failure. The others, its guests (`meeting_guest`), say what becomes of theirs, and stay until the host
-says that all is over: until then each component's cluster serves the payloads of all.
+Each component runs a payload of its own. The payloads start together, and the first failure ends all of them. The runtime of
+the first component is the barrier's host; those of the other components are its guests and send it events (`Ready`, `Ended`,
+`Note`, `Leaving`). The host answers with orders for all components (`Start`, `Fail`, `Notify`, `Finish`). All runtimes stay until
+the host says that all is over, because until then the payloads of other components may use their Ray clusters. The host's exit
+code is that of the first failure.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Union
+from dataclasses import asdict, dataclass
+from typing import Any, Dict, List, Optional, Sequence, Set, Type, Union
 
 from ..protocol.rpc import Message
 from ..protocol.spec import SpecError, from_fields
 
-Order = Dict[str, Any]
-"""What all components are told: "start" with where they are, "end" with whose failure ends them, "told" with what one of
-them has to tell the users of all, and "over", which says whether Slurm has no reason to run them once more."""
-
-
-class StartBarrier:
-    """What is known of the components, and what follows from it.
-
-    Args:
-        components: all of them.
-
-    Attributes:
-        places: where the components are that are ready.
-        failed: the component that failed first; None if none has.
-        exit_code: what the first failure makes of the job's own exit code.
-    """
-
-    def __init__(self, components: Sequence[str]) -> None:
-        self.places: Dict[str, Dict[str, Any]] = {}
-        self.failed: Optional[str] = None
-        self.exit_code = 0
-        self._components = list(components)
-        self._ended: Set[str] = set()
-        self._missed: Set[str] = set()
-        """Those that are waited for no more, unless they come."""
-        self._terminated = False
-        self._started = False
-        self._told_over = False
-
-    @property
-    def started(self) -> bool:
-        """Whether the payloads were told to start."""
-        return self._started
-
-    @property
-    def over(self) -> bool:
-        """Whether every component has ended, or is waited for no more."""
-        return len(self._ended | self._missed) == len(self._components)
-
-    def missing(self) -> List[str]:
-        """The components that are not ready."""
-        return [each for each in self._components if each not in self.places]
-
-    def has_ended(self, component: str) -> bool:
-        """Whether nothing more is expected of a component."""
-        return component in self._ended | self._missed
-
-    def ready(self, component: str, place: Dict[str, Any]) -> List[Order]:
-        """Take note that a component's payload could start."""
-        self.places[component] = place
-        if self._started or self.failed is not None or self.missing():
-            return []
-        self._started = True
-        return [{"op": "start", "components": {each: self.places[each] for each in self._components}}]
-
-    def came(self, component: str) -> None:
-        """Take note that a component's runtime is there: it is waited for, even if it was given up before."""
-        self._missed.discard(component)
-
-    def forget(self, component: str) -> List[Order]:
-        """Wait no more for a component that never came."""
-        self._missed.add(component)
-        return self._perhaps_over()
-
-    def lost(self, component: str, why: str) -> List[Order]:
-        """Take note that a component's runtime is gone, and wait for it no more: a failure, unless its payload had ended."""
-        ended = component in self._ended
-        self._missed.add(component)
-        orders = [told(component, why)] if ended and not self.over else [] if ended else self._fail(component, why, 1)
-        return orders + self._perhaps_over()
-
-    def interrupted(self, component: str, why: str, exit_code: int) -> List[Order]:
-        """Take note that a component's runtime was told to end whose payload may have ended well before."""
-        self._terminated = True
-        return [] if self.over else self._fail(component, why, exit_code)
-
-    def ended(self, component: str, failure: Optional[str], exit_code: int, terminated: bool = False) -> List[Order]:
-        """Take note that a component's payload has ended.
-
-        Args:
-            component: the component.
-            failure: what went wrong there; None for success.
-            exit_code: what it makes of an exit code.
-            terminated: whether a signal from outside ended it, so that Slurm may run all of them again.
-        """
-        if component in self._ended:
-            return []
-        self._ended.add(component)
-        self._terminated = self._terminated or terminated
-        orders = self._fail(component, failure, exit_code or 1) if failure is not None else []
-        return orders + self._perhaps_over()
-
-    def _fail(self, component: str, why: str, exit_code: int) -> List[Order]:
-        """The first failure ends all."""
-        if self.failed is not None:
-            return []
-        self.failed, self.exit_code = component, exit_code
-        return [{"op": "end", "component": component, "why": why}]
-
-    def _perhaps_over(self) -> List[Order]:
-        if not self.over or self._told_over:
-            return []
-        self._told_over = True
-        return [{"op": "over", "final": not self._terminated and not self._missed}]
-
-
-def told(component: str, what: str) -> Order:
-    """What one component has to tell the users of all."""
-    return {"op": "told", "component": component, "what": what}
-
-
-def who_is_missing(gathering: StartBarrier, heard: Sequence[str], patience: float) -> str:
-    """Why the payloads do not start in time.
-
-    Args:
-        gathering: what is known.
-        heard: components whose runtime has been here.
-        patience: seconds that they had.
-    """
-    said = [
-        "%r (%s)" % (each, "its cluster is not up" if each in heard else "no word from its runtime")
-        for each in gathering.missing()
-    ]
-    return "not all components were ready within %g s, missing: %s" % (patience, ", ".join(said))
-
-
-Take = Callable[[Order], None]
-
 
 @dataclass(frozen=True)
-class Place:
-    """Where a component is, as the payloads of all are told.
-
-    Attributes:
-        host: what the first of its nodes calls itself.
-        address: the address of that node for the others.
-        ray_address: of its cluster; None without one.
-        nodes: all its nodes.
-    """
+class ComponentAddress:
+    """Where a component runs; all payloads find it in RAYSLURM_COMPONENTS."""
 
     host: str
+    """Hostname of its first node."""
     address: str
+    """Address of that node for the other components."""
     ray_address: Optional[str]
     nodes: List[str]
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A guest's payload could start."""
+    """A component's payload can start."""
 
-    place: Place
+    place: ComponentAddress
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A guest's payload has ended; see `StartBarrier.ended`."""
+    """A component's payload has ended."""
 
     failure: Optional[str]
+    """What went wrong; None for success."""
     exit_code: int
     terminated: bool
+    """Whether a signal to its runtime ended it, so that Slurm may run the job again."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """A guest has something to tell the users of all."""
+class Note:
+    """A component has a message for the users of the others."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """A guest tidies up: it knows that all is over, or was told to end."""
+    """A component's runtime ends, because all is over or it received a signal."""
 
 
-Event = Union[Ready, Ended, Told, Leaving]
+@dataclass(frozen=True)
+class Start:
+    """All components are ready: start the payloads."""
 
-_EVENTS = {"ready": Ready, "ended": Ended, "told": Told, "leaving": Leaving}
+    components: Dict[str, ComponentAddress]
 
 
-def event_of(message: Message) -> Event:
-    """What a guest says.
+@dataclass(frozen=True)
+class Fail:
+    """A component has failed: end all payloads."""
+
+    component: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Notify:
+    """A component's message for the users of the others."""
+
+    component: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """All components have ended: end the runtimes."""
+
+    final: bool
+    """Whether Slurm has no reason to run the job again."""
+
+
+Event = Union[Ready, Ended, Note, Leaving]
+Order = Union[Start, Fail, Notify, Finish]
+
+_EVENTS: Dict[str, Type[Event]] = {"ready": Ready, "ended": Ended, "told": Note, "leaving": Leaving}
+_ORDERS: Dict[str, Type[Order]] = {"start": Start, "end": Fail, "told": Notify, "over": Finish}
+
+
+def encode_event(event: Event) -> Message:
+    """The message by which a guest sends an event."""
+    return _encode("event", _EVENTS, event)
+
+
+def encode_order(order: Order) -> Message:
+    """The message by which the host sends an order."""
+    return _encode("op", _ORDERS, order)
+
+
+def decode_event(message: Message) -> Event:
+    """The event of a message.
 
     Raises:
-        SpecError: nothing that is known.
+        SpecError: the message is no event.
     """
-    name = message.get("event")
-    if not isinstance(name, str) or name not in _EVENTS:
-        raise SpecError("the event %r is not known" % (name,))
-    said = {key: value for key, value in message.items() if key != "event"}
-    event: Event = from_fields(_EVENTS[name], said, "the event %r" % name)
+    event: Event = _decode("event", _EVENTS, message)
     return event
+
+
+def decode_order(message: Message) -> Order:
+    """The order of a message.
+
+    Raises:
+        SpecError: the message is no order.
+    """
+    order: Order = _decode("op", _ORDERS, message)
+    return order
+
+
+def _encode(key: str, types: Dict[str, Any], value: Any) -> Message:
+    name = next(name for name, cls in types.items() if cls is type(value))
+    return {key: name, **asdict(value)}
+
+
+def _decode(key: str, types: Dict[str, Any], message: Message) -> Any:
+    name = message.get(key)
+    if not isinstance(name, str) or name not in types:
+        raise SpecError("the %s %r is not known" % (key, name))
+    return from_fields(types[name], {k: value for k, value in message.items() if k != key}, "the %s %r" % (key, name))
+
+
+class StartBarrier:
+    """State of all components. Each method takes in an event and returns the orders that follow.
+
+    Attributes:
+        failed: the component that failed first; None if none has.
+        exit_code: the job's exit code, from the first failure.
+        started: whether the payloads were started.
+    """
+
+    def __init__(self, components: Sequence[str]) -> None:
+        self.failed: Optional[str] = None
+        self.exit_code = 0
+        self.started = False
+        self._components = list(components)
+        self._addresses: Dict[str, ComponentAddress] = {}
+        self._ended: Set[str] = set()
+        self._given_up: Set[str] = set()
+        """Components that are not waited for, unless they connect again."""
+        self._terminated = False
+        self._finished = False
+
+    @property
+    def over(self) -> bool:
+        """Whether every component has ended or was given up."""
+        return len(self._ended | self._given_up) == len(self._components)
+
+    def missing(self) -> List[str]:
+        """The components that are not ready."""
+        return [each for each in self._components if each not in self._addresses]
+
+    def has_ended(self, component: str) -> bool:
+        """Whether a component has ended or was given up."""
+        return component in self._ended | self._given_up
+
+    def ready(self, component: str, place: ComponentAddress) -> List[Order]:
+        """A component's payload can start."""
+        self._addresses[component] = place
+        if self.started or self.failed is not None or self.missing():
+            return []
+        self.started = True
+        return [Start({each: self._addresses[each] for each in self._components})]
+
+    def connected(self, component: str) -> None:
+        """A component's runtime is connected: wait for it, even if it was given up before."""
+        self._given_up.discard(component)
+
+    def give_up(self, component: str) -> List[Order]:
+        """Stop waiting for a component that never connected."""
+        self._given_up.add(component)
+        return self._finish_if_over()
+
+    def lost(self, component: str, why: str) -> List[Order]:
+        """A component's runtime is lost: a failure, unless its payload had ended."""
+        self._given_up.add(component)
+        orders: List[Order] = []
+        if component not in self._ended:
+            orders = self._fail(component, why, 1)
+        elif not self.over:
+            orders = [Notify(component, why)]
+        return orders + self._finish_if_over()
+
+    def interrupted(self, component: str, why: str, exit_code: int) -> List[Order]:
+        """A component's runtime received a signal after its payload had ended."""
+        self._terminated = True
+        return [] if self.over else self._fail(component, why, exit_code)
+
+    def ended(self, component: str, event: Ended) -> List[Order]:
+        """A component's payload has ended."""
+        if component in self._ended:
+            return []
+        self._ended.add(component)
+        self._terminated = self._terminated or event.terminated
+        orders = self._fail(component, event.failure, event.exit_code or 1) if event.failure is not None else []
+        return orders + self._finish_if_over()
+
+    def why_not_started(self, connected: Sequence[str], timeout: float) -> str:
+        """The message for a barrier that timed out.
+
+        Args:
+            connected: components whose runtime has connected.
+            timeout: seconds that the components had.
+        """
+        states = [
+            "%r (%s)" % (each, "its cluster is not up" if each in connected else "no word from its runtime")
+            for each in self.missing()
+        ]
+        return "not all components were ready within %g s, missing: %s" % (timeout, ", ".join(states))
+
+    def _fail(self, component: str, why: str, exit_code: int) -> List[Order]:
+        """Only the first failure counts."""
+        if self.failed is not None:
+            return []
+        self.failed, self.exit_code = component, exit_code
+        return [Fail(component, why)]
+
+    def _finish_if_over(self) -> List[Order]:
+        if not self.over or self._finished:
+            return []
+        self._finished = True
+        return [Finish(final=not self._terminated and not self._given_up)]

@@ -7,7 +7,6 @@ request whose answer was lost may be repeated, here or at a session that came af
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import sys
@@ -17,7 +16,7 @@ from typing import Any, Dict, List, Mapping, Optional, Set
 from ..node.allocation import Allocation
 from ..protocol.end import End, EndReason
 from ..protocol.record import JOURNAL, SECRETS, SESSION, write_atomically
-from ..protocol.rpc import Channel, Message
+from ..protocol.rpc import Channel, ChannelListener, Message
 from ..protocol.rpc_server import RpcServer
 from ..protocol.spec import PROTOCOL_VERSION, SpecError, is_passable
 from .local_server import serve_run_dir
@@ -30,7 +29,7 @@ _LOOK_INTERVAL = 1.0
 _ENDED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
 
 
-class RequestServer:
+class RequestServer(ChannelListener):
     """Takes requests and says in the session's directory where it does so.
 
     Args:
@@ -47,13 +46,13 @@ class RequestServer:
         self._seen: Set[str] = set()
         self._withdrawn: Set[str] = set()
         # A port of the kernel's choice is better than none: on this node it can be reached in any case.
-        self._door = RpcServer(supervisor.loop, key, [*ports, 0], self._welcome)
+        self._rpc = RpcServer(supervisor.loop, key, [*ports, 0], self)
         self._announcement: Dict[str, Any] = {
             "protocol": PROTOCOL_VERSION,
             "cluster_id": supervisor.spec.cluster_id,
             "job_id": allocation.job_id,
             "hosts": list(dict.fromkeys([allocation.nodes[0], *allocation.head_addresses])),
-            "port": self._door.port,
+            "port": self._rpc.port,
             "key": key,
             "pid": os.getpid(),
             "hostname": supervisor.nodes.machine.hostname,
@@ -67,7 +66,7 @@ class RequestServer:
 
     def close(self) -> None:
         """Take no more requests, and say so, unless the directory is another session's by now."""
-        self._door.close()
+        self._rpc.close()
         self._update(self._supervisor.closing or self._announcement["closing"] or "it has ended")
         with contextlib.suppress(OSError):  # The job's end tells the same.
             if not self._displaced():
@@ -115,13 +114,8 @@ class RequestServer:
         except (FileNotFoundError, ValueError, RecursionError):
             return None
 
-    def _welcome(self, channel: Channel, request: Message) -> None:
-        channel.on_gone(lambda: None)
-        channel.on_message(functools.partial(self._answer, channel))
-        self._answer(channel, request)
-
-    def _answer(self, channel: Channel, request: Message) -> None:
-        channel.send(**self.answer(request))
+    def received(self, channel: Channel, message: Message) -> None:
+        channel.send(**self.answer(message))
 
     def answer(self, request: Message) -> Message:
         """The answer to a request, whatever that is: who asks must not end what others have here."""

@@ -1,0 +1,300 @@
+"""The authenticated connections between runtimes, over real sockets: what peers with and without the key can do."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dagster_rayslurm.runtime.node.ports import control_ports
+from dagster_rayslurm.runtime.process.loop import Loop
+from dagster_rayslurm.runtime.protocol import rpc_server
+from dagster_rayslurm.runtime.protocol.rpc import Channel, ChannelListener, Handshake, Role
+from dagster_rayslurm.runtime.protocol.rpc_server import RpcServer
+
+KEY, OTHER_KEY = "aa" * 32, "bb" * 32
+ROLES = [Role.SERVER, Role.CLIENT]
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda one: st.lists(one, max_size=3), max_leaves=4
+)
+GARBAGE = st.one_of(
+    st.binary(max_size=200),
+    st.dictionaries(st.sampled_from(["challenge", "proof", "op"]), ANY_JSON, max_size=3).map(
+        lambda value: json.dumps(value).encode()
+    ),
+    ANY_JSON.map(lambda value: json.dumps(value).encode()),
+)
+CHALLENGE = b'{"challenge": "' + b"0" * 32 + b'"}'
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    before = signal.getsignal(signal.SIGCHLD)
+    yield Loop()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, before)
+
+
+def turn(loop: Loop, until: Callable[[], Any], timeout: float = 5.0) -> bool:
+    """Have the loop run until something holds; whether it came to hold."""
+    deadline = loop.now() + timeout
+
+    def look() -> None:
+        if until() or loop.now() > deadline:
+            return loop.stop()
+        loop.call_later(0.001, look)
+
+    loop._stopping = False
+    look()
+    loop.run()
+    return bool(until())
+
+
+class Events(ChannelListener):
+    """Keeps the events of its channels, by name, and their messages."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.messages: list[dict[str, Any]] = []
+        self.channels: list[Channel] = []
+
+    def authenticated(self, channel: Channel) -> None:
+        self.names.append("authenticated")
+        self.channels.append(channel)
+
+    def received(self, channel: Channel, message: dict[str, Any]) -> None:
+        self.names.append("received")
+        self.messages.append(message)
+        if message.get("op") == "raise":
+            raise KeyError("op")
+
+    def closed(self, channel: Channel, why: str) -> None:
+        self.names.append("closed")
+
+
+@pytest.mark.parametrize("role", ROLES)
+@settings(deadline=None)
+@given(lines=st.lists(GARBAGE, min_size=1, max_size=3), well_begun=st.booleans())
+@example(lines=['{"proof": "é"}'.encode()], well_begun=True)
+@example(lines=[b'{"challenge": "\\ud800"}'], well_begun=False)
+@example(lines=[b'{"challenge": "' + b"\xff" * 32 + b'"}'], well_begun=False)
+@example(lines=[b"[" * 4000], well_begun=True)
+@example(lines=[b"[" * 60000], well_begun=False)
+@example(lines=[b"[" * 60000], well_begun=True)
+@example(lines=[b'{"challenge": ["' + b"0" * 32 + b'"]}'], well_begun=False)
+@example(lines=[b'{"challenge": "' + b"0" * 32 + b'\\n"}'], well_begun=False)
+@example(lines=[b'{"proof": "' + "٣".encode() * 64 + b'"}'], well_begun=True)
+@example(lines=[b'{"proof": "' + b"0" * 64 + b'"}'], well_begun=True)
+def test_bytes_of_a_stranger_end_its_own_connection_only(loop: Loop, role: Role, lines: list[bytes], well_begun: bool) -> None:
+    theirs, ours = connected()
+    events = Events()
+    channel = Channel(loop, ours, KEY, role, events)
+    for line in [CHALLENGE, *lines] if well_begun else lines:
+        theirs.sendall(line + b"\n")
+    theirs.shutdown(socket.SHUT_WR)
+    assert turn(loop, lambda: events.names)  # And nothing was raised out of the loop.
+    assert events.names == ["closed"]
+    channel.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("data", [b"x" * 5000, CHALLENGE + b"\n" + b"x" * 5000, b'{"challenge": 1}\n', CHALLENGE + b"\n{}\n"])
+def test_a_handshake_that_goes_wrong_or_on_is_ended(loop: Loop, data: bytes) -> None:
+    """The stranger keeps its end open; a line without an end is not buffered."""
+    theirs, ours = connected()
+    events = Events()
+    Channel(loop, ours, KEY, Role.SERVER, events)
+    theirs.sendall(data)
+    assert turn(loop, lambda: events.names == ["closed"])
+    theirs.close()
+
+
+class Pair:
+    """A server's and a client's channel, connected to each other."""
+
+    def __init__(self, loop: Loop, server_key: str = KEY, client_key: str = KEY) -> None:
+        self.loop = loop
+        self.events = {role: Events() for role in ROLES}
+        self.sockets = dict(zip(ROLES, connected(), strict=True))
+        keys = {Role.SERVER: server_key, Role.CLIENT: client_key}
+        self.channels = {role: Channel(loop, self.sockets[role], keys[role], role, self.events[role]) for role in ROLES}
+
+    def authenticate(self) -> None:
+        assert turn(self.loop, lambda: all(events.names == ["authenticated"] for events in self.events.values()))
+
+    def close(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
+
+
+@pytest.fixture
+def pair(loop: Loop) -> Iterator[Pair]:
+    made = Pair(loop)
+    made.authenticate()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("sender", ROLES)
+def test_messages_arrive_in_order(pair: Pair, sender: Role) -> None:
+    receiver = pair.events[Role.CLIENT if sender == Role.SERVER else Role.SERVER]
+    sent = [{"op": "a", "number": number, "text": "é\ud800\n"} for number in range(3)] + [{"text": "x" * 100_000}]
+    for message in sent:
+        pair.channels[sender].send(**message)
+    assert turn(pair.loop, lambda: len(receiver.messages) == len(sent)) and receiver.messages == sent
+
+
+@pytest.mark.parametrize("client_key", [OTHER_KEY, "00" * 32])
+def test_both_ends_need_the_same_key(loop: Loop, client_key: str) -> None:
+    pair = Pair(loop, client_key=client_key)
+    assert turn(loop, lambda: all(events.names for events in pair.events.values()))
+    assert [events.names for events in pair.events.values()] == [["closed"], ["closed"]]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_proof_of_another_connection_is_refused(role: Role) -> None:
+    """Each handshake has challenges of its own, and a proof names its role."""
+    peer_role = Role.CLIENT if role == Role.SERVER else Role.SERVER
+
+    def exchange(handshake: Handshake, peer: Handshake) -> bytes:
+        """The line by which the peer proves itself."""
+        server, client = (handshake, peer) if role == Role.SERVER else (peer, handshake)
+        server.receive(client.opening)
+        proof = client.receive(server.opening)
+        return proof if peer is client else server.receive(proof)
+
+    first = Handshake(KEY, role)
+    proof = exchange(first, Handshake(KEY, peer_role))
+    first.receive(proof)
+    assert first.done
+    second = Handshake(KEY, role)
+    exchange(second, Handshake(KEY, peer_role))
+    with pytest.raises(ValueError, match="its proof is wrong"):
+        second.receive(proof)
+    third, fourth = Handshake(KEY, role), Handshake(KEY, role)  # Reflection: both ends have the same role.
+    own_proof = third.receive(fourth.opening)
+    if own_proof:
+        fourth.receive(third.opening)
+        with pytest.raises(ValueError, match="its proof is wrong"):
+            fourth.receive(own_proof)
+    assert not second.done and not third.done and not fourth.done
+
+
+@pytest.mark.parametrize("receiver", ROLES)
+@pytest.mark.parametrize("line", [b"", b"\xff", b"[]", b"3", b'{"op": ', b"[" * 100_000, b'{"op": "raise"}'])
+def test_a_bad_message_or_a_handler_error_closes_the_channel_only(pair: Pair, receiver: Role, line: bytes) -> None:
+    sender = Role.CLIENT if receiver == Role.SERVER else Role.SERVER
+    pair.sockets[sender].sendall(line + b"\n" + b'{"op": "late"}\n')
+    assert turn(pair.loop, lambda: "closed" in pair.events[receiver].names)
+    assert {"op": "late"} not in pair.events[receiver].messages
+    assert turn(pair.loop, lambda: pair.events[sender].names[-1] == "closed")
+
+
+def test_a_silent_client_is_closed_and_one_that_answers_stays(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_server, "HEARTBEAT_INTERVAL", 0.05)
+    monkeypatch.setattr(rpc_server, "HEARTBEAT_TIMEOUT", 0.3)
+    events, answering, silent = Events(), Events(), Events()
+    server = RpcServer(loop, KEY, control_ports(None, 1), events, loopback=True, heartbeat=True)
+
+    def answer(channel: Channel, message: dict[str, Any]) -> None:
+        answering.messages.append(message)
+        channel.send(event="pong")
+
+    answering.received = answer  # type: ignore[method-assign]
+    clients = [
+        Channel(loop, socket.create_connection(("127.0.0.1", server.port)), KEY, Role.CLIENT, each)
+        for each in (answering, silent)
+    ]
+    assert turn(loop, lambda: silent.names[-1:] == ["closed"])
+    turn(loop, lambda: False, 0.4)
+    assert answering.names == ["authenticated"] and {"op": "ping"} in answering.messages
+    assert events.names == ["authenticated", "authenticated", "closed"] and events.messages == []  # A pong is no message.
+    server.close()
+    for each in [*clients, *events.channels]:
+        each.close()
+
+
+# ---- Too many strangers
+
+
+def test_strangers_are_few_at_once_and_keep_no_client_out(loop: Loop) -> None:
+    events, own = Events(), Events()
+    server = RpcServer(loop, KEY, control_ports(None, 1), events)
+    crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+    greeted = 0
+    try:
+        client = Channel(loop, socket.create_connection(("127.0.0.1", server.port)), KEY, Role.CLIENT, own)
+        turn(loop, lambda: False, 0.3)
+        for stranger in crowd:
+            stranger.setblocking(False)
+        for stranger in crowd:
+            try:
+                greeted += b"challenge" in stranger.recv(4096)
+            except BlockingIOError:
+                continue  # It waits in the kernel's queue.
+        assert greeted == 64
+        assert turn(loop, lambda: own.names == ["authenticated"], 8)
+        assert crowd[0].recv(4096) == b""  # The oldest had to give way.
+        client.close()
+    finally:
+        for stranger in crowd:
+            stranger.close()
+        server.close()
+        for channel in events.channels:
+            channel.close()
+
+
+def test_without_file_descriptors_the_server_waits_instead_of_spinning() -> None:
+    program = textwrap.dedent("""
+        import os, resource, socket
+        from dagster_rayslurm.runtime.process.loop import Loop
+        from dagster_rayslurm.runtime.protocol.rpc_server import Acceptor, listen
+        loop, asked, accepted = Loop(), [], []
+        sock = listen([0])
+        acceptor = Acceptor(loop, sock, accepted.append, lambda: asked.append(1) or 0.0)
+        client = socket.create_connection(("127.0.0.1", sock.getsockname()[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), 4096))
+        hogs = []
+        try:
+            while True:
+                hogs.append(os.dup(0))
+        except OSError:
+            pass
+        loop.resume(0.5)
+        print(len(asked), len(accepted))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+        loop.resume(1.0)
+        print(len(accepted))
+    """)
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30).stdout
+    assert said.split() == ["1", "0", "1"]
+
+
+def test_the_runtime_may_open_many_files() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    code = (
+        "import resource; from dagster_rayslurm.runtime.process.processes import raise_file_limit\n"
+        f"for low in (64, {min(hard, 65535) if hard > 0 else 65535}):\n"
+        f"    resource.setrlimit(resource.RLIMIT_NOFILE, (low, {hard})); raise_file_limit()\n"
+        "    print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    expected = f"{65535 if hard < 0 else min(65535, hard)} {hard}"
+    assert said.splitlines() == [expected, expected]
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return one, other
