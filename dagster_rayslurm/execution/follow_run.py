@@ -15,8 +15,8 @@ from ..errors import FailureKind, RunFailure
 from ..follow import Evidence, Follower, follow_all
 from ..interrupts import deferred_interrupts
 from ..outcome import judge
-from ..outcome.figures import Metadata
 from ..outcome.metadata import failure_metadata, run_metadata
+from ..outcome.usage import Metadata
 from ..plan import Plan
 from ..slurm.job_log import relevant_lines
 from .cleanup import RunSettings

@@ -17,9 +17,9 @@ from ..follow import Evidence, Follower
 from ..follow.pipes import RecordContextInjector, RecordReader, pipes_session
 from ..interface import CompletedRun
 from ..outcome import Judged, Verdict, judge, needs_job_facts
-from ..outcome.figures import Metadata
 from ..outcome.hints import with_hint
 from ..outcome.metadata import failure_metadata
+from ..outcome.usage import Metadata
 from ..plan import Plan
 from ..runtime.protocol.record import SECRETS, component_dir
 from ..ssh.base import ConnectionFailed

@@ -1,4 +1,4 @@
-"""What became of a run: from evidence to a verdict, and to what users see of it in Dagster. Pure."""
+"""Judge a run, and show it in Dagster: evidence → verdict and metadata. Pure."""
 
 from .verdict import SUCCESS, Judged, Verdict, exit_in_words, judge, judge_job, needs_job_facts, signal_name
 

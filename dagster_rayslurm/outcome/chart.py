@@ -1,4 +1,4 @@
-"""A picture of what a run used over time, small enough for Dagster to show it in place. Pure."""
+"""Draw the usage of a run over time, small enough for Dagster to show it in place. Pure."""
 
 from __future__ import annotations
 

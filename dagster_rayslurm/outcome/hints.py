@@ -1,4 +1,4 @@
-"""What to do about a payload's exception, where its message does not say so."""
+"""Hints: what to do about common exceptions of payloads. Pure but for looking beside the script."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from .verdict import Verdict
 
 
 def with_hint(verdict: Verdict, plan: Plan, evidence: Evidence) -> Verdict:
-    """A verdict whose sentence says what to do, where that is known."""
+    """The verdict, with a hint in its sentence where one is known."""
     if verdict.kind != FailureKind.PAYLOAD:
         return verdict
     context: Mapping[str, Any] = (evidence.end or {}).get("context") or {}
     for pattern, hint_of in _HINTS.items():
         match = re.search(pattern, verdict.sentence)
-        hint = hint_of(match, plan, context) if match else ""
-        if hint:
+        if match and (hint := hint_of(match, plan, context)):
             return replace(verdict, sentence=f"{verdict.sentence}; {hint}")
     return verdict
 
@@ -83,4 +82,4 @@ _HINTS: Mapping[str, Callable[[re.Match[str], Plan, Mapping[str, Any]], str]] = 
     ),
     r"report_asset_check`? without passing an asset key": _always("pass asset_key="),
 }
-"""By a pattern in the sentence; "" where a hint does not fit after all."""
+"""Hints by a pattern in the sentence; a hint that does not apply is empty."""

@@ -1,4 +1,4 @@
-"""What users see of a run in Dagster: metadata of results and of failures, from the record alone. Pure."""
+"""Metadata of results and failures in Dagster, from the record alone. Pure."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ from ..runtime.protocol.record import Record
 from ..runtime.ray.node_table import title
 from ..slurm.accounting import JobFacts
 from .chart import MIB
-from .figures import Metadata, memory_granted, of_node, usage_metadata
+from .usage import Metadata, NodeUsage, granted_memory, usage_metadata, usage_of
 
 _IN_PLACE = 990
-"""Characters of a text that a failure shows; the run directory has all of it."""
+"""Characters of a text in a failure's metadata; the run directory has all of it."""
 
 
 def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
-    """Metadata that is attached to every result of a run.
+    """Metadata of every result of a run.
 
     Args:
-        end: the `end` record, whose figures are the runtime's own measurements; None for a run without one.
-        mode: execution mode.
-        cluster_id: name of the Ray cluster.
+        end: the `end` record, or its members that are known.
+        mode: the execution mode.
+        cluster_id: the name of the Ray cluster.
     """
     metadata: Metadata = {"Execution mode": mode}
     if end is None:
         return metadata
     context: Mapping[str, Any] = end.get("context") or {}
+    usage: Mapping[str, Any] = end.get("usage") or {}
+    node_usage: NodeUsage = usage.get("nodes") or {}
     if context.get("ray_version"):
         metadata["Ray cluster ID"] = cluster_id
         metadata["Ray version"] = context["ray_version"]
         metadata["Ray cluster was warm"] = bool(context["warm"])
         metadata["Ray bring-up (s)"] = round(context["bring_up"], 2)
-        if context.get("dashboard_url") and context.get("kept_warm"):  # Any other has ended with the run.
+        if context.get("dashboard_url") and context.get("kept_warm"):  # Another cluster ends with the run.
             metadata["Ray dashboard"] = dg.MetadataValue.url(context["dashboard_url"])
-        metadata["Nodes"] = _nodes_table(context, (end.get("usage") or {}).get("nodes") or {})
+        metadata["Nodes"] = _nodes_table(context, node_usage)
     elif context.get("hostname"):
         metadata["Node"] = context["hostname"]
-    components = _components_table(context, (end.get("usage") or {}).get("nodes") or {})
+    components = _components_table(context, node_usage)
     if components is not None:
         metadata["Components"] = components
-    metadata.update(usage_metadata(end.get("usage") or {}, context))
+    metadata.update(usage_metadata(usage, context))
     if context.get("workers_killed"):
         metadata["Ray workers killed for memory"] = context["workers_killed"]
     if end.get("stdio_dropped"):
@@ -55,11 +57,11 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
 
 
 def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
-    """Metadata of a failure, the cause first: the last output, what the logs say, where the rest is, and how it ended.
+    """Metadata of a failure, the cause first: last output, ends of logs, run directory, exit code, Slurm state.
 
     Args:
-        evidence: what is known of the run.
-        run_dir: where its run directory is, in words; None if it is gone.
+        evidence: of the run.
+        run_dir: the place of its run directory; None if the directory is gone.
     """
     texts = {"Last output": evidence.output_tail()}
     texts.update((f"Log: {name}", text) for name, text in evidence.tails.items())
@@ -80,8 +82,8 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
     return metadata
 
 
-def _nodes_table(context: Mapping[str, Any], usage: Mapping[str, Mapping[str, Any]]) -> dg.TableMetadataValue:
-    """The nodes of a cluster, with what was measured on each where there are several."""
+def _nodes_table(context: Mapping[str, Any], usage: NodeUsage) -> dg.TableMetadataValue:
+    """The nodes of a cluster, each with its usage where there are several."""
     nodes: list[Mapping[str, Any]] = context["nodes"]
     in_components = any(node.get("component") for node in nodes)
     records = [
@@ -103,11 +105,11 @@ def _nodes_table(context: Mapping[str, Any], usage: Mapping[str, Mapping[str, An
     return dg.MetadataValue.table(records)
 
 
-def _used(usage: Mapping[str, Mapping[str, Any]], nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What was measured on some nodes: the sum of their CPU time, and the memory of the one that used most."""
+def _used(usage: NodeUsage, nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """CPU time of some nodes together, and the highest peak memory of one node."""
     if not usage:
         return {}
-    found = [of_node(usage, node) for node in nodes]
+    found = [usage_of(usage, node) for node in nodes]
     return {
         "CPU time (s)": round(sum(each.get("cpu_seconds", 0.0) for each in found), 2),
         "peak memory (MiB)": round(max((each.get("peak_memory", 0) for each in found), default=0) / MIB, 1),
@@ -115,13 +117,13 @@ def _used(usage: Mapping[str, Mapping[str, Any]], nodes: Sequence[Mapping[str, A
 
 
 def _memory(context: Mapping[str, Any], node: Mapping[str, Any]) -> float:
-    """Bytes of memory that Slurm granted on a node, or else those that Ray schedules."""
+    """Bytes of memory granted on a node by Slurm, else those that Ray schedules."""
     granted = {title(each): each for each in context.get("granted") or []}.get(title(dict(node)))
-    return memory_granted(granted) if granted is not None else node["resources"].get("memory", 0.0)
+    return granted_memory(granted) if granted is not None else node["resources"].get("memory", 0.0)
 
 
-def _components_table(context: Mapping[str, Any], usage: Mapping[str, Mapping[str, Any]]) -> dg.TableMetadataValue | None:
-    """The components of a run, as Slurm and Ray know them; None for a run without any."""
+def _components_table(context: Mapping[str, Any], usage: NodeUsage) -> dg.TableMetadataValue | None:
+    """The components of a run, as Slurm and Ray know them; None for a run without components."""
     nodes = context.get("nodes") or []
     granted = (context.get("allocation") or {}).get("components") or []
     by_name = {each["component"]: each for each in granted}
@@ -144,7 +146,7 @@ def _components_table(context: Mapping[str, Any], usage: Mapping[str, Mapping[st
 
 
 def _states_table(job: JobFacts) -> dg.TableMetadataValue:
-    """What Slurm says of each component."""
+    """Slurm's state of each component."""
     records = [
         dg.TableRecord(
             {
@@ -161,7 +163,7 @@ def _states_table(job: JobFacts) -> dg.TableMetadataValue:
 
 
 def _in_place(text: str) -> dg.TextMetadataValue:
-    """The end of a text. Dagster shows it as it is, without a click; so it is short, and no Markdown, which it might break."""
+    """The end of a text, short enough for Dagster to show in place; as plain text, because logs may break Markdown."""
     text = without_colours(text).rstrip()
     if len(text) > _IN_PLACE:
         text = "…\n" + text[-_IN_PLACE:].partition("\n")[2]

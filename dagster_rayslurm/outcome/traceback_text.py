@@ -1,6 +1,6 @@
-"""The exception of a traceback in one line: what was raised, in which line of the user's code, on which node. Pure.
+"""Shorten a traceback to one line: the exception, the line of the user's code, the node. Pure.
 
-It reads tracebacks of Python 3.8 to 3.14, and the text of Ray's exceptions (Ray 2.60), where the exceptions of nested tasks
+Reads tracebacks of Python 3.8 to 3.14, and the text of Ray's exceptions (Ray 2.60), where the exceptions of nested tasks
 follow each other, the innermost one last.
 """
 
@@ -19,11 +19,11 @@ _TASK = re.compile(r"ray::(?P<task>\S+)\(\) \(pid=\d+, ip=(?P<address>[^,) ]+)")
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*(\([\w.<>]+\))?(:.*)?")
 _ACTOR = re.compile(r"\t(class_name|ip): (.+)")
 _RAY_LOG = re.compile(r"\((autoscaler|raylet|([^()]+ )?pid=\d+)[^()]*\) ")
-"""What precedes the lines that Ray prints for other processes."""
+"""Prefix of lines that Ray prints for other processes."""
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _LINKS = {_CAUSE: "cause", "During handling of the above exception, another exception occurred:": "context"}
 _HARMLESS = ("Exception ignored ", "Exception in thread", "Error in atexit")
-"""Beginnings of the line before a traceback that does not end the process."""
+"""How the line before a traceback begins if the exception does not end the process."""
 _LIBRARY = re.compile(r"^<|^python/ray/|/(site|dist)-packages/|/lib/python3\.\d+/")
 _PLUMBING = re.compile(r"^<frozen |^python/ray/|/(ray|dagster_pipes)/|/importlib/")
 _LONGEST = 400
@@ -35,13 +35,13 @@ class Raised:
     """One exception of a traceback.
 
     Attributes:
-        link: how the exception before it is related to it: "cause", "context" or "".
-        harmless: whether it did not end the process.
+        link: "cause" or "context" if the exception before led to this one, else "".
+        harmless: whether the process survived it.
         task: the Ray task that raised it; "" for the payload's own process.
-        address: its node.
+        address: the node's address.
         frames: path, line and function, the innermost frame last.
-        text: its name and the first line of its message.
-        more: how many lines follow that.
+        text: the name and the first line of the message.
+        more: the number of lines behind that.
     """
 
     link: str = ""
@@ -53,7 +53,7 @@ class Raised:
     more: int = 0
 
     def in_words(self, nodes: Mapping[str, str]) -> str:
-        """The exception and where it was raised; `nodes` has hostnames by address."""
+        """The exception and its place; `nodes` has hostnames by address."""
         where = []
         if self.frames:
             path, line, function = self._own_frame()
@@ -68,7 +68,7 @@ class Raised:
         return f"{text} ({', '.join(where)})" if where else text
 
     def _own_frame(self) -> tuple[str, int, str]:
-        """The innermost frame of the user's own code, as far as its path tells."""
+        """The innermost frame of the user's code, judged by its path."""
         for foreign in (_LIBRARY, _PLUMBING):
             own = [frame for frame in self.frames if not foreign.search(frame[0])]
             if own:
@@ -77,12 +77,12 @@ class Raised:
 
 
 def shortened(text: str) -> str:
-    """A text that fits into a sentence."""
+    """The text, cut to fit into a sentence."""
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 def exception_in_words(found: list[Raised], nodes: Mapping[str, str]) -> str:
-    """The last one of some exceptions, and the innermost one that it was raised from."""
+    """The last exception, and the first of the chain of its causes."""
     last = cause = len(found) - 1
     while cause > 0 and found[cause].link == "cause":
         cause -= 1
@@ -91,7 +91,7 @@ def exception_in_words(found: list[Raised], nodes: Mapping[str, str]) -> str:
 
 
 def traceback_of(exception: Mapping[str, Any]) -> str:
-    """The traceback of an exception that Dagster Pipes tells of, as Python prints it."""
+    """The traceback of an exception reported by Dagster Pipes, as Python prints it."""
     cause = exception.get("cause")
     before = f"{traceback_of(cause)}\n{_CAUSE}\n\n" if isinstance(cause, Mapping) else ""
     stack = exception.get("stack")
@@ -100,7 +100,7 @@ def traceback_of(exception: Mapping[str, Any]) -> str:
 
 
 def read_traceback(text: str) -> list[Raised]:
-    """The exceptions of a text that may have tracebacks in it, in the order in which they are printed."""
+    """The exceptions of all tracebacks in a text, in order."""
     return [each for each in _read(text) if each.text and not each.harmless]
 
 
@@ -112,7 +112,7 @@ def _read(text: str) -> list[Raised]:
         is_open = current is not None and not current.text
         task, frame = _TASK.search(line), _FRAME.fullmatch(line)
         if task and is_open:
-            # This process, or this task, only waited for the task that failed.
+            # This process, or this task, only waited for the failed task.
             found[-1] = current = Raised(found[-1].link, found[-1].harmless)
         elif task or _HEADER in line or (frame and not is_open):
             current = Raised(link, harmless or bool(link and found and found[-1].harmless))
@@ -134,7 +134,7 @@ def _read(text: str) -> list[Raised]:
 def _lines(text: str) -> Iterator[str]:
     for line in without_colours(text).splitlines():
         if line.strip() and not _RAY_LOG.match(line):
-            yield line.removeprefix("  | ").rstrip()  # That is how the lines of an exception group begin.
+            yield line.removeprefix("  | ").rstrip()  # Prefix of the lines of an exception group.
 
 
 def _take_text(current: Raised, line: str) -> None:

@@ -1,11 +1,11 @@
-"""From evidence to verdict: success, or a failure of a named kind with the sentence that helps. Pure."""
+"""Judge a run: evidence → success, or a failure of a named kind with a helpful sentence. Pure."""
 
 from __future__ import annotations
 
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import FailureKind, without_colours
@@ -17,44 +17,42 @@ from ..slurm.job_log import relevant_lines
 from ..slurm.job_verdict import explain_job_end
 from .traceback_text import exception_in_words, read_traceback, shortened, traceback_of
 
-_REASONS: dict[str, FailureKind] = {
-    EndReason.ALLOCATION: FailureKind.ALLOCATION,
-    EndReason.CANCEL: FailureKind.CANCELLED,
-    EndReason.CLUSTER_START: FailureKind.CLUSTER_START,
-    EndReason.CLUSTER_LOST: FailureKind.CLUSTER_LOST,
-    EndReason.ENVIRONMENT: FailureKind.ENVIRONMENT,
-    EndReason.OTHER_COMPONENT: FailureKind.CANCELLED,
-    EndReason.RECORD: FailureKind.RECORD,
-    EndReason.RETURNED: FailureKind.ALLOCATION,
-    EndReason.RUNTIME: FailureKind.RUNTIME,
-    EndReason.SPAWN: FailureKind.PAYLOAD,
-    EndReason.TERMINATED: FailureKind.CANCELLED,
-    EndReason.TIMEOUT: FailureKind.ALLOCATION,
+_ENDS: dict[str, tuple[FailureKind, str]] = {
+    EndReason.ALLOCATION: (FailureKind.ALLOCATION, "the allocation is not what was asked for"),
+    EndReason.CANCEL: (FailureKind.CANCELLED, "the run was cancelled"),
+    EndReason.CLUSTER_LOST: (FailureKind.CLUSTER_LOST, "the Ray cluster was lost while the payload ran"),
+    EndReason.CLUSTER_START: (FailureKind.CLUSTER_START, "the Ray cluster did not start"),
+    EndReason.ENVIRONMENT: (FailureKind.ENVIRONMENT, "the environment cannot run the payload"),
+    EndReason.OTHER_COMPONENT: (FailureKind.CANCELLED, "the payload was ended because of another component"),
+    EndReason.RECORD: (FailureKind.RECORD, "the record of the run cannot be kept, so the payload was ended"),
+    EndReason.RETURNED: (FailureKind.ALLOCATION, "the session ended before it was the payload's turn, which was never started"),
+    EndReason.RUNTIME: (FailureKind.RUNTIME, "the runtime failed"),
+    EndReason.SPAWN: (FailureKind.PAYLOAD, "the payload did not start"),
+    EndReason.TERMINATED: (FailureKind.CANCELLED, "the run was ended from outside"),
+    EndReason.TIMEOUT: (FailureKind.ALLOCATION, "the payload ran out of time"),
 }
-"""Kinds for the reasons of an `end` that is not the payload's own."""
+"""Kind and sentence for each reason of an `end` except EXIT."""
 
 _RETRY: dict[str, bool] = {EndReason.RETURNED: True, EndReason.TIMEOUT: False}
-"""Whether another attempt may succeed, where the kind alone does not say: a payload that was never started, and one that
-takes longer than it may."""
+"""Whether another attempt may succeed, for reasons that differ from the default of their kind."""
 
 _NO_DETAIL = "<no detail available>"
-"""Python's text for an exception that it cannot print, such as a SyntaxError that Ray hands on."""
+"""Python's text for an exception that it cannot print, such as a SyntaxError raised through Ray."""
 
 _NEAR = 20
-"""Lines that may follow a traceback which is still worth a word."""
+"""Lines of output that may follow a traceback which still counts as the cause."""
 
 _ROUTINE = re.compile(r"\b(DEBUG|INFO)\b|^\((autoscaler|raylet|[^()]*pid=\d)")
-"""Lines of output that tell nothing of an end; the latter are those of other processes that Ray hands on."""
+"""Lines of output that do not explain an end; the second kind are lines of other processes that Ray prints."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The truth about a run.
+    """The outcome of a run.
 
     Attributes:
         kind: None for success.
-        sentence: what happened.
-        retry: whether another attempt may succeed; None for what the kind says.
+        retry: whether another attempt may succeed; None for the default of the kind.
     """
 
     kind: FailureKind | None
@@ -67,26 +65,26 @@ SUCCESS = Verdict(None, "the payload succeeded")
 
 @dataclass(frozen=True)
 class Judged:
-    """The verdict on one payload, and the evidence for it."""
+    """The verdict on one payload, with its evidence."""
 
     verdict: Verdict
     evidence: Evidence
 
 
 def needs_job_facts(evidence: Evidence) -> bool:
-    """Whether Slurm may know more of the end than the record: there is no `end`, or a signal from outside made it."""
+    """Whether Slurm may explain the end better than the record: without an `end`, or with one caused from outside."""
     end = evidence.end
     if end is None:
         return not evidence.interrupted and evidence.ended_unrecorded is None
     if end["reason"] == EndReason.CLUSTER_LOST:
-        # Slurm may have ended the nodes of one component, which the head's node saw nothing of.
+        # Slurm may have ended the nodes of one component, unseen by the head's node.
         allocation = (end.get("context") or {}).get("allocation") or {}
         return len(allocation.get("components") or ()) > 1
     return end["reason"] == EndReason.TERMINATED or (end["reason"] == EndReason.EXIT and _killed(end))
 
 
 def _killed(end: Record) -> bool:
-    """Whether a SIGKILL ended the payload, itself or below a shell; memory limits do that."""
+    """Whether the payload, or its command below a shell, ended by SIGKILL, as memory limits do."""
     return bool(end["signal"] == signal.SIGKILL or end["exit_code"] == 128 + signal.SIGKILL)
 
 
@@ -94,7 +92,7 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
     """Judge a run.
 
     Args:
-        evidence: what the record and the runtime's own end say.
+        evidence: of the run.
         uses_pipes: whether the payload is declared to open Dagster Pipes.
         require_messages: whether a payload that never opened or closed Pipes has failed.
 
@@ -109,7 +107,7 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
         return _without_end(evidence)
     reason = end["reason"]
     if reason != EndReason.EXIT:
-        return Verdict(_REASONS.get(reason, FailureKind.RUNTIME), _sentence_of(reason, end.get("message")), _RETRY.get(reason))
+        return _for_reason(reason, end.get("message"))
     if end["signal"] is not None:
         return Verdict(FailureKind.PAYLOAD, f"the payload was killed by {signal_name(end['signal'])}{_hint(end['signal'])}")
     if evidence.exception is not None:
@@ -120,7 +118,7 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
 
 
 def _exception(exception: Mapping[str, Any], evidence: Evidence) -> str:
-    """What the payload told Pipes that it raised."""
+    """The exception that the payload reported through Pipes, in one line."""
     found = read_traceback(traceback_of(exception))
     if not found or _NO_DETAIL in found[-1].text:
         found = read_traceback(evidence.last_errors()) or found
@@ -130,26 +128,28 @@ def _exception(exception: Mapping[str, Any], evidence: Evidence) -> str:
 
 
 def _exit_sentence(code: int, evidence: Evidence) -> str:
-    """How the payload ended, and the exception that ended it, as far as its standard error tells."""
+    """The exit code, with the exception or the last line of standard error."""
     found = read_traceback(evidence.last_errors())
     raised = exception_in_words(found, _nodes(evidence)) if found else ""
     if raised and code == 1 and not found[-1].more:
         return f"the payload raised {raised}"
-    sentence = f"the payload ended with exit code {code}{_exit_hint(code)}"
+    sentence = f"the payload ended with exit code {code}"
+    if code > 128:
+        sentence += f"; a shell reports {signal_name(code - 128)} of its command that way"
     if raised and found[-1].more < _NEAR:
         return f"{sentence}, after {raised}"
     return f"{sentence}; its standard error ends with: {last}" if (last := _last_words(evidence.last_errors())) else sentence
 
 
 def _last_words(text: str) -> str:
-    """The last line of some output that may tell why it ended."""
+    """The last line of output that may explain the end."""
     lines = [line.rpartition("\r")[2].strip() for line in without_colours(text).rstrip().split("\n")]
-    telling = [line for line in lines[-_NEAR:] if line and not _ROUTINE.search(line)]
-    return shortened(telling[-1]) if telling else ""
+    relevant = [line for line in lines[-_NEAR:] if line and not _ROUTINE.search(line)]
+    return shortened(relevant[-1]) if relevant else ""
 
 
 def _nodes(evidence: Evidence) -> dict[str, str]:
-    """Names of nodes by their addresses."""
+    """Hostnames by address."""
     nodes = ((evidence.end or {}).get("context") or {}).get("nodes") or []
     return {node["address"]: node["hostname"] for node in nodes}
 
@@ -175,23 +175,21 @@ def _judge_messages(evidence: Evidence, required: bool) -> Verdict:
 
 
 def judge_job(evidence: Evidence) -> Verdict | None:
-    """What Slurm's own word makes of a run; None if it explains nothing."""
-    if evidence.job is None:
+    """The verdict from Slurm's accounting of the job; None if Slurm explains nothing."""
+    job, end = evidence.job, evidence.end
+    if job is None:
         return None
     silent = not evidence.started and not evidence.runtime_log.strip()
-    end = evidence.end
-    # The first node's log tells nothing if srun ended it before it got that far, as another one had failed.
+    # If srun ended the first node because another node failed, only the other node's log explains it.
     log = "\n".join([evidence.runtime_log, *evidence.tails.values()])
-    found = explain_job_end(
-        evidence.job, log, terminated=end is not None and end["reason"] == EndReason.TERMINATED, silent=silent
-    )
-    if found is None or (end is not None and end["reason"] == EndReason.EXIT and not evidence.job.out_of_memory):
-        return None  # A payload that somebody killed, in a job that goes on or came to its end.
+    found = explain_job_end(job, log, terminated=end is not None and end["reason"] == EndReason.TERMINATED, silent=silent)
+    if found is None or (end is not None and end["reason"] == EndReason.EXIT and not job.out_of_memory):
+        return None  # Somebody killed the payload; the job itself went on.
     if found[0] == FailureKind.RUNTIME and evidence.culprit is not None:
         return Verdict(FailureKind.RUNTIME, f"{evidence.culprit}, and Slurm ended those of all nodes")
     if evidence.queued and end is None and found[0] != FailureKind.CANCELLED:
-        # What ended the session was not this payload's doing.
-        return Verdict(found[0], _sentence_of("returned", found[1]), _RETRY["returned"])
+        # A payload that waited in a session did not cause the session's end.
+        return replace(_for_reason(EndReason.RETURNED, found[1]), kind=found[0])
     return Verdict(*found)
 
 
@@ -213,32 +211,21 @@ def _without_end(evidence: Evidence) -> Verdict:
     return Verdict(FailureKind.RUNTIME, f"{sentence}: {log}" if log else sentence)
 
 
-def _sentence_of(reason: str, message: str | None) -> str:
-    said = {
-        "allocation": "the allocation is not what was asked for",
-        "cancel": "the run was cancelled",
-        "cluster-lost": "the Ray cluster was lost while the payload ran",
-        "cluster-start": "the Ray cluster did not start",
-        "environment": "the environment cannot run the payload",
-        "returned": "the session ended before it was the payload's turn, which was never started",
-        "other-component": "the payload was ended because of another component",
-        "record": "the record of the run cannot be kept, so the payload was ended",
-        "spawn": "the payload did not start",
-        "terminated": "the run was ended from outside",
-        "timeout": "the payload ran out of time",
-    }.get(reason, "the runtime failed")
-    return f"{said}: {message}" if message else said
+def _for_reason(reason: str, message: str | None) -> Verdict:
+    """The verdict for a reason other than EXIT."""
+    kind, sentence = _ENDS.get(reason, _ENDS[EndReason.RUNTIME])
+    return Verdict(kind, f"{sentence}: {message}" if message else sentence, _RETRY.get(reason))
 
 
 def exit_in_words(code: int) -> str:
-    """An exit code as `subprocess` gives it (negative: the signal), or a shell's 128 + signal."""
+    """An exit code in words, as `subprocess` gives it (negative: the signal), or a shell (128 + signal)."""
     if code < 0 or code > 128:
         return signal_name(-code if code < 0 else code - 128)
     return f"exit code {code}"
 
 
 def signal_name(number: int) -> str:
-    """ "signal 9 (SIGKILL)"."""
+    """Number and name of a signal, such as "signal 9 (SIGKILL)"."""
     name = processes.signal_name(number)
     return f"signal {number} ({name})" if name.startswith("SIG") else name
 
@@ -248,12 +235,6 @@ def _hint(number: int) -> str:
         return "; the kernel does that when memory runs out (see `dmesg`), else somebody ended it"
     if number == signal.SIGSEGV:
         return "; a native library crashed"
-    return ""
-
-
-def _exit_hint(code: int) -> str:
-    if code > 128:
-        return f"; a shell reports {signal_name(code - 128)} of its command that way"
     return ""
 
 

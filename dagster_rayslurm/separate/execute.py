@@ -16,9 +16,8 @@ from ..execution.run import PayloadRun
 from ..follow.pipes import RecordContextInjector, RecordReader, pipes_session
 from ..interface import CompletedRun
 from ..plan import Plan
-from .metadata import components_metadata, failures_metadata
+from .outcome import components_metadata, failures_metadata, judge_components
 from .reports import ReportMerger
-from .verdict import judge_components
 
 
 def execute_separate(

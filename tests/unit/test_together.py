@@ -44,9 +44,8 @@ from dagster_rayslurm.separate.backend import (
     job_specs,
     local_specs,
 )
-from dagster_rayslurm.separate.metadata import components_metadata, failures_metadata, merge_metadata
+from dagster_rayslurm.separate.outcome import components_metadata, failures_metadata, judge_components, merge_metadata
 from dagster_rayslurm.separate.reports import ReportMerger, merge, merge_checks
-from dagster_rayslurm.separate.verdict import judge_components
 from dagster_rayslurm.slurm.accounting import JobFacts
 from dagster_rayslurm.validation import by_component, check_uses_pipes
 

@@ -1,4 +1,4 @@
-"""What a run was granted, what it used of that, and what it held. Pure."""
+"""Metadata of granted and used resources. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .chart import MIB, usage_chart
 
 Metadata = dict[str, Any]
 Node = Mapping[str, Any]
-Figures = Mapping[str, Mapping[str, Any]]
-"""Figures by node."""
+NodeUsage = Mapping[str, Mapping[str, Any]]
+"""Usage by node title."""
 
 
 def usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Metadata:
-    """Metadata of the figures that were measured.
+    """Metadata of a run's usage; empty if nothing was measured.
 
     Args:
-        usage: of the `end` record, or what is known without one; empty if nothing was measured.
-        context: facts about the nodes.
+        usage: as in the `end` record.
+        context: facts about the nodes, as in the `end` record.
     """
     if not usage:
         return {}
@@ -45,24 +45,24 @@ def usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Meta
     if usage["spilled_bytes"]:
         metadata["Object store spilled (MiB)"] = round(usage["spilled_bytes"] / MIB, 1)
     if len(usage["points"]) >= 2:
-        memory = memory_granted(_largest(usage, context)) if context.get("granted") else 0.0
+        memory = granted_memory(_largest(usage, context)) if context.get("granted") else 0.0
         metadata["Usage"] = dg.MetadataValue.md(usage_chart(usage, cpus, memory))
     return metadata
 
 
 def _granted_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Metadata:
-    """What Slurm granted beside what was used, and for how long it was held."""
+    """Granted resources beside used ones, and the hours for which they were held."""
     granted: Sequence[Node] = context["granted"]
     largest, peak = _largest(usage, context), usage["peak_memory"]
     cpus, gpus = sum(node["num_cpus"] for node in granted), sum(node["num_gpus"] for node in granted)
     hours = (usage["elapsed"] + (0.0 if context.get("warm") else context.get("bring_up") or 0.0)) / 3600
     several = len(granted) > 1
     busy = usage["cpu_seconds"] / usage["elapsed"] if usage["elapsed"] > 0 else 0.0
-    text = f"granted {_count(cpus, 'CPU')}, {memory_granted(largest) / MIB:.0f} MiB"
+    text = f"granted {_count(cpus, 'CPU')}, {granted_memory(largest) / MIB:.0f} MiB"
     text += f" on {title(dict(largest))}" if several else ""
     text += f", {_count(gpus, 'GPU')}" if gpus else ""
     metadata: Metadata = {
-        "Memory efficiency (%)": round(100 * peak / memory_granted(largest), 1),
+        "Memory efficiency (%)": round(100 * peak / granted_memory(largest), 1),
         "Granted and used": f"{text}; used {busy:.1f} CPUs, {peak / MIB:.0f} MiB",
         "Node hours": round(hours * len(granted), 3),
         "CPU hours": round(hours * cpus, 3),
@@ -74,12 +74,12 @@ def _granted_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> M
     return metadata
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def cpus_of(context: Mapping[str, Any]) -> float:
-    """The CPUs of all nodes that a run had: those that Slurm granted, or those that Ray and this machine have."""
+    """CPUs of all nodes of a run: those granted by Slurm, else those of Ray and this machine."""
     if context.get("granted"):
         return float(sum(node["num_cpus"] for node in context["granted"]))
     nodes = context.get("nodes") or []
@@ -87,18 +87,18 @@ def cpus_of(context: Mapping[str, Any]) -> float:
     return min(counted, context.get("machine_cpus") or counted)
 
 
-def memory_granted(node: Node) -> float:
-    """Bytes of memory that Slurm granted on a node; all of its memory where Slurm sets no limit."""
+def granted_memory(node: Node) -> float:
+    """Bytes of memory granted on a node: the limit of Slurm, else all memory."""
     return float(node["memory_limit"] or node["memory"])
 
 
-def of_node(figures: Figures, node: Node) -> Mapping[str, Any]:
-    """What was measured on a node; if two components share a host, the figures carry the component's name, too."""
-    return figures.get(title(dict(node))) or figures.get(node["hostname"]) or {}
+def usage_of(usage: NodeUsage, node: Node) -> Mapping[str, Any]:
+    """The usage of one node; where components share a host, the usage is listed under host and component."""
+    return usage.get(title(dict(node))) or usage.get(node["hostname"]) or {}
 
 
 def _largest(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Node:
-    """The granted node that used most memory."""
-    figures: Figures = usage.get("nodes") or {}
+    """The granted node with the highest peak memory."""
+    nodes: NodeUsage = usage.get("nodes") or {}
     granted: Sequence[Node] = context["granted"]
-    return max(granted, key=lambda node: float(of_node(figures, node).get("peak_memory", 0)))
+    return max(granted, key=lambda node: float(usage_of(nodes, node).get("peak_memory", 0)))
