@@ -22,6 +22,7 @@ from xdist.scheduler import LoadScopeScheduling
 from dagster_rayslurm import BashLauncher, CompletedRun, ComputeResource, Launcher, RayLauncher, RunFailure
 
 from .core import is_core
+from .fake_slurm import FakeSlurm
 from .stack.access import Stack, stack_of_ones_own
 
 pytest_plugins = ["tests.connections.fixtures", "tests.slurm.fixtures"]
@@ -79,6 +80,14 @@ def scratch_base() -> Iterator[Path]:
 def stack() -> Iterator[Stack]:
     with stack_of_ones_own() as stack:
         yield stack
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
+    """A fake Slurm on the PATH of this machine, whose jobs really run unless a test sets otherwise."""
+    slurm = FakeSlurm(tmp_path / "slurm", monkeypatch)
+    yield slurm
+    slurm.close()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from dagster_rayslurm import ComputeResource, SlurmResource
 from dagster_rayslurm.backends import batch
 from dagster_rayslurm.backends.sessions import backend
 
-from .fake_slurm import FakeSlurm
+from ..fake_slurm import FakeSlurm
 
 NONCE = "0123456789ab"
 OTHERS = {1: "my-train-job", 2: f"my-job-{NONCE}", 3: "rayslurm-train-0123456789ff", 4: f"rayslurm-train-{NONCE}-copy"}

@@ -18,7 +18,7 @@ from dagster_rayslurm.slurm.states import JobPhase, JobStatus
 from dagster_rayslurm.slurm.submit import SubmittedJob
 from dagster_rayslurm.ssh.local import LocalConnection
 
-from .fake_slurm import FakeSlurm
+from ..fake_slurm import FakeSlurm
 from .lines import Log
 
 LOST = JobStatus(JobPhase.LOST)
@@ -95,11 +95,9 @@ class Clock(ClusterClock):
         return time.time() + self.ahead
 
 
-def test_the_first_look_at_the_queue_comes_when_slurm_knows_why_a_job_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_look_at_the_queue_comes_when_slurm_knows_why_a_job_waits(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """An earlier one shows a job without a reason, and the next one is half a minute later."""
-    slurm, log = FakeSlurm(tmp_path / "slurm", monkeypatch), Log()
+    slurm, log = fake_slurm, Log()
     clock = Clock(slurm.connection)
     queue = SharedQueue(slurm.connection, str(tmp_path / "queue-of-us"), 30.0, lambda work: work(), clock)
     job = SlurmJob(
@@ -114,11 +112,11 @@ def test_the_first_look_at_the_queue_comes_when_slurm_knows_why_a_job_waits(
     )
 
     def look(reason: str, ahead: float) -> tuple[int, list[str]]:
-        slurm.job(7, "x", "PENDING", reason, start=clock.now() + 60)
+        slurm.job(7, "x", "PENDING", reason=reason, start=clock.now() + 60)
         clock.ahead = ahead
         assert job.observe()
         job.tell()
-        return slurm.asked, log.lines
+        return len(slurm.calls("squeue")), log.lines
 
     assert look("None", 0.0) == (0, [])
     assert look("None", 1.5) == (0, [])

@@ -1,0 +1,118 @@
+"""A fake Slurm on this machine, for tests without a cluster."""
+
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagster_rayslurm.ssh.local import LocalConnection
+
+from . import programs
+
+PROGRAMS = ("sbatch", "squeue", "scancel", "srun", "sacct", "scontrol", "sinfo")
+
+
+class FakeSlurm:
+    """Programs of Slurm on the PATH of this machine, and what they make of jobs.
+
+    Args:
+        base: a directory for its state.
+        monkeypatch: puts the programs on the PATH.
+        settings: see `programs.FIRST_STATE`; jobs start and run their scripts unless told otherwise.
+    """
+
+    def __init__(self, base: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        self.base = base
+        self.connection = LocalConnection()
+        (base / "bin").mkdir(parents=True)
+        (base / "state.json").write_text(json.dumps({**programs.FIRST_STATE, **settings}))
+        for name in PROGRAMS:
+            program = base / "bin" / name
+            words = shlex.join([sys.executable, "-IS", programs.__file__, name])
+            program.write_text(f'#!/bin/sh\nFAKE_SLURM={shlex.quote(str(base))} exec {words} "$@"\n')
+            program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{base}/bin", prepend=os.pathsep)
+
+    def set(self, **settings: Any) -> None:
+        """Change settings."""
+        with programs.locked(str(self.base)) as state:
+            state.update(settings)
+
+    def fault(
+        self, program: str, stderr: str = "", code: int | None = 1, delay: float = 0.0, works: bool = False, times: int = 1
+    ) -> None:
+        """Let a program fail the next times.
+
+        Args:
+            program: its name.
+            stderr: its error message.
+            code: its exit code; None if it succeeds after the delay.
+            delay: seconds before it does anything.
+            works: whether it has its effect although it fails.
+            times: number of calls; -1 for all.
+        """
+        fault = {"stderr": stderr, "code": code, "delay": delay, "works": works, "times": times}
+        with programs.locked(str(self.base)) as state:
+            state["faults"].setdefault(program, []).append(fault)
+
+    def heal(self) -> None:
+        """Let all programs work again."""
+        self.set(faults={})
+
+    def job(self, job_id: int, name: str = "job", state: str = "RUNNING", **fields: Any) -> None:
+        """Put a job into the queue, or replace it there; its fields are those of `programs.new_job`."""
+        with programs.locked(str(self.base)) as content:
+            nodes = [] if state == "PENDING" else ["c1"]
+            job = programs.new_job(job_id, **{"name": name, "state": state, "nodes": nodes, "start": time.time(), **fields})
+            content["jobs"][str(job_id)] = job
+
+    def jobs(self, *states: str) -> list[int]:
+        """Ids of the jobs in some states, or in any."""
+        return [job["id"] for job in programs.read(str(self.base))["jobs"].values() if not states or job["state"] in states]
+
+    def state(self, job_id: int) -> str:
+        """The state of a job; "" if Slurm does not know it."""
+        job = programs.read(str(self.base))["jobs"].get(str(job_id))
+        return job["state"] if job else ""
+
+    def release(self, job_id: int) -> None:
+        """Let a pending job start."""
+        with programs.locked(str(self.base)) as state:
+            programs.start(str(self.base), state, job_id)
+
+    def end(self, job_id: int, final: str, reason: str = "None") -> None:
+        """Let a job end, such as by NODE_FAIL or OUT_OF_MEMORY, or start again by REQUEUED."""
+        with programs.locked(str(self.base)) as state:
+            programs.end(state, job_id, final, reason)
+
+    def forget(self, job_id: int) -> None:
+        """Remove a job without a trace."""
+        with programs.locked(str(self.base)) as state:
+            del state["jobs"][str(job_id)]
+
+    def calls(self, program: str) -> list[list[str]]:
+        """The arguments of each call of a program."""
+        path = self.base / "calls"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [words for name, *words in lines if name == program]
+
+    @property
+    def cancelled(self) -> list[str]:
+        """The ids and names that scancel was called with."""
+        words = [word.removeprefix("--name=") for call in self.calls("scancel") for word in call]
+        return [word for word in words if not word.startswith("--")]
+
+    def close(self) -> None:
+        """End all jobs."""
+        self.heal()
+        for job_id in self.jobs("PENDING", "RUNNING", "COMPLETING"):
+            self.end(job_id, "CANCELLED")
+            programs.kill_job(str(self.base), job_id)
+        deadline = time.monotonic() + 10
+        while self.jobs("COMPLETING") and time.monotonic() < deadline:
+            time.sleep(0.05)
