@@ -36,7 +36,7 @@ from .run_dir import Layout, run_files, write_run_dir, write_runtime_spec
 from .sessions import local as local_session
 from .sessions.local import LocalPayload
 from .sessions.matching import Capacity, Requirements, claimed_resources, misfit, misfit_error
-from .sessions.run_scope import end_with_run, local_session_of
+from .sessions.run_scope import end_with_run, local_target
 
 LOCAL_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
 """Reading a file of this machine costs next to nothing."""
@@ -111,7 +111,7 @@ class LocalBackend:
         if plan.ray is not None and self.session is not None:
 
             def ends_with_run(key: str) -> None:
-                end_with_run(self.layout, step.run_id, local_session_of(self.layout, key), step.log)
+                end_with_run(self.layout, step.run_id, local_target(self.layout, key), step.log)
 
             attempt = local_session.submit(
                 self.layout, self.interpreter, plan, ray, self.session, step.run_id, run_dir, ends_with_run

@@ -62,7 +62,7 @@ UNTOLD = "cannot be told to end, which is tried again"
 IMPATIENT = """
 from dagster_rayslurm.backends.sessions import payload
 from dagster_rayslurm.slurm import cancel as cancellation
-payload._TELL_DEADLINE = cancellation._GONE_DEADLINE = 3.0
+payload._DELIVERY_TIMEOUT = cancellation._GONE_DEADLINE = 3.0
 """
 """Tries for seconds only what it tries for a minute."""
 

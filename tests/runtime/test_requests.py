@@ -17,8 +17,7 @@ import pytest
 from dagster_rayslurm.backends.local_process import runtime_command
 from dagster_rayslurm.backends.run_dir import Layout, write_runtime_spec
 from dagster_rayslurm.backends.sessions import client as session_client
-from dagster_rayslurm.backends.sessions.client import Announcement, Unreachable, parse_announcement
-from dagster_rayslurm.backends.sessions.client import ask as ask_from_afar
+from dagster_rayslurm.backends.sessions.client import Announcement, Unreachable, parse_announcement, send_request
 from dagster_rayslurm.environments import InheritedEnvironment, resolve_environment
 from dagster_rayslurm.runtime.node.ports import control_ports
 from dagster_rayslurm.runtime.protocol.record import CANCEL, JOURNAL, PAYLOAD, SECRETS, SESSION, LineReader
@@ -364,11 +363,13 @@ def test_a_step_in_the_allocation_hands_the_request_over(session: Callable[..., 
     start = [*one.command[:-2], "ask"]
     announced = one.announced()
     assert announced is not None
-    answer = ask_from_afar(LocalConnection(), srun, announced, {"op": "describe"}, "srun", str(one.directory), start)  # type: ignore[arg-type]
+    answer = send_request(LocalConnection(), srun, announced, {"op": "describe"}, "srun", str(one.directory), start)  # type: ignore[arg-type]
     assert answer["ok"] is True and "--overlap" in srun.commands[0] and KEY not in " ".join(srun.commands[0])
 
 
-def test_without_tcp_the_step_is_taken_from_then_on(session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_uses_srun_alone_after_two_failures_of_tcp(
+    session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, srun = session(), Srun()
     start = [*one.command[:-2], "ask"]
     found = one.announced()
@@ -376,41 +377,25 @@ def test_without_tcp_the_step_is_taken_from_then_on(session: Callable[..., Sessi
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     walled = Announcement(**{**vars(found), "port": port})
-    mark = one.directory / "no-direct"
 
-    def ask(where: Announcement, carrier: str = "auto") -> int:
-        """How many steps one more question takes."""
+    def steps(where: Announcement, carrier: str = "auto") -> int:
+        """How many steps one more request takes."""
         before = len(srun.commands)
-        answer = ask_from_afar(LocalConnection(), srun, where, {"op": "describe"}, carrier, str(one.directory), start)  # type: ignore[arg-type]
+        answer = send_request(LocalConnection(), srun, where, {"op": "describe"}, carrier, str(one.directory), start)  # type: ignore[arg-type]
         assert answer["ok"] is True
         return len(srun.commands) - before
 
-    tried: list[int] = []
-    directly = session_client._ask_directly
-
-    def try_directly(connection: Any, where: Announcement, request: Any) -> Any:
-        tried.append(where.port)
-        return directly(connection, where, request)
-
-    monkeypatch.setattr(session_client, "_ask_directly", try_directly)
-    assert ask(walled) == 1
-    assert wait_until(mark.exists, 10)
-    assert str(port) in mark.read_text() and len(tried) == 2
-    # The mark spares every request the way that does not lead there, even once it would.
-    assert [ask(walled), ask(found), *(ask(walled) for _ in range(10))] == 12 * [1] and len(tried) == 2
-    # Beside a request this process looks again in time, and another one with its first request.
-    monkeypatch.setattr(session_client, "_LOOK_AGAIN", 0.0)
-    assert ask(walled) == 1 and wait_until(lambda: len(tried) == 3, 10) and mark.exists()
-    assert ask(found) == 1 and wait_until(lambda: not mark.exists(), 10)
-    assert ask(found) == 0
+    assert [steps(walled), steps(found), steps(walled), steps(walled)] == [1, 0, 1, 1]
+    # Now TCP is left alone, even once it would work, until the decision has grown old.
+    assert [steps(found), steps(found)] == [1, 1]
+    monkeypatch.setattr(session_client, "_TCP_RETRY_AFTER", 0.0)
+    assert [steps(walled), steps(found), steps(walled)] == [1, 0, 1]
     with pytest.raises(Unreachable, match="by TCP"):
-        ask(walled, "direct")
+        steps(walled, "direct")
 
 
 @pytest.mark.parametrize("trouble", ["forward", "connect", "setsockopt"])
-def test_trouble_of_a_moment_is_no_lack_of_a_way(
-    session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch, trouble: str
-) -> None:
+def test_one_failure_of_tcp_is_forgotten(session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
     """One attempt goes wrong: a step hands the request over, and the next one goes directly again."""
     one, srun = session(), Srun()
     found = one.announced()
@@ -432,13 +417,9 @@ def test_trouble_of_a_moment_is_no_lack_of_a_way(
         monkeypatch.setattr(socket, "create_connection", once(socket.create_connection))
     else:
         monkeypatch.setattr(socket.socket, "setsockopt", once(socket.socket.setsockopt))
-    threads = set(threading.enumerate())
     for steps in (1, 1):
         words = (srun, found, {"op": "describe"}, "auto", str(one.directory), [*one.command[:-2], "ask"])
-        assert ask_from_afar(connection, *words)["ok"] is True and len(srun.commands) == steps  # type: ignore[arg-type]
-    for thread in set(threading.enumerate()) - threads:
-        thread.join()
-    assert not (one.directory / "no-direct").exists()
+        assert send_request(connection, *words)["ok"] is True and len(srun.commands) == steps  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -453,7 +434,7 @@ def test_trouble_of_a_moment_is_no_lack_of_a_way(
 def test_what_a_step_leaves_open(tmp_path: Path, done: Completed, error: type[Exception]) -> None:
     announced = Announcement("slurm-1", "12", ("c1",), 1, KEY, 1, None, "c1")
     with pytest.raises(error):
-        ask_from_afar(LocalConnection(), Srun(lambda: done), announced, {"op": "run"}, "srun", str(tmp_path), ["true"])  # type: ignore[arg-type]
+        send_request(LocalConnection(), Srun(lambda: done), announced, {"op": "run"}, "srun", str(tmp_path), ["true"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("heterogeneous", [False, True])
@@ -461,7 +442,7 @@ def test_a_step_is_told_which_component(tmp_path: Path, heterogeneous: bool) -> 
     """srun starts nothing in a heterogeneous job otherwise, and nothing in any other job if it is told so."""
     announced = Announcement("slurm-1", "12", ("c1",), 1, KEY, 1, None, "c1", heterogeneous)
     srun = Srun(lambda: Completed(0, ANSWER.encode() + b"{}", b""))
-    assert ask_from_afar(LocalConnection(), srun, announced, {"op": "run"}, "srun", str(tmp_path), ["true"]) == {}  # type: ignore[arg-type]
+    assert send_request(LocalConnection(), srun, announced, {"op": "run"}, "srun", str(tmp_path), ["true"]) == {}  # type: ignore[arg-type]
     assert ("--het-group=0" in srun.commands[0]) == heterogeneous
 
 

@@ -167,7 +167,7 @@ def test_whoever_waits_for_the_end_of_a_run_reaches_the_cluster_later(
     assert dg.materialize([one], resources={"compute": compute}).success and site.jobs()
     (key,) = site.sh('ls "$1/sessions"', site.base).split()
     away = site.ssh.model_copy(update={"port": 1})
-    session = run_scope.slurm_session_of(away, site.base, key)
+    session = run_scope.slurm_target(away, site.base, key)
     waited: list[float] = []
 
     def back(pause: float) -> None:

@@ -72,7 +72,7 @@ def watchers() -> list[psutil.Process]:
 
 
 def session(home: Layout, key: str = "s-0123456789ab") -> dict[str, Any]:
-    return run_scope.local_session_of(home, key)
+    return run_scope.local_target(home, key)
 
 
 @pytest.mark.parametrize("executor", [("in_process",), ("multiprocess", "spawn"), ("multiprocess", "forkserver")])
@@ -227,9 +227,9 @@ def test_a_login_that_is_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPa
 def test_a_login_survives_the_way(home: Layout) -> None:
     jump = SSHConnectionResource(host="gate", password="jump")
     ssh = SSHConnectionResource(host="edge", port=2222, key_passphrase="secret", jump_host=jump)
-    handed = json.loads(json.dumps(run_scope.slurm_session_of(ssh, "/base", "key")))
+    handed = json.loads(json.dumps(run_scope.slurm_target(ssh, "/base", "key")))
     assert SSHConnectionResource(**handed["ssh"]) == ssh
-    assert run_scope.slurm_session_of(None, "/base", "key")["ssh"] is None
+    assert run_scope.slurm_target(None, "/base", "key")["ssh"] is None
 
 
 def test_the_run_is_none_of_a_forked_child(home: Layout, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:

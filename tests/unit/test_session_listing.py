@@ -11,7 +11,7 @@ from dagster_rayslurm import RayLauncher, SlurmQueueConfig
 from dagster_rayslurm.backends.sessions import listing as session_listing
 from dagster_rayslurm.backends.sessions.listing import end_sessions, job_of, list_generations, parse_listing, state_of
 from dagster_rayslurm.backends.sessions.matching import Requirements
-from dagster_rayslurm.backends.sessions.registry import SessionManifest, charter_to_json
+from dagster_rayslurm.backends.sessions.registry import SessionManifest, manifest_to_json
 from dagster_rayslurm.components import Component
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -113,11 +113,11 @@ def test_what_its_directory_tells_of_components(base: Path) -> None:
     queue = SlurmQueueConfig(partition="gpu")
     parts = tuple(Component(name, queue, RayLauncher()) for name in ("gpu", "cpu"))
     capacity = Requirements(None, (), queue, parts).capacity(reuse=False)
-    offer = charter_to_json(SessionManifest(1, capacity, ("python", "ask"))).decode()
+    offer = manifest_to_json(SessionManifest(1, capacity, ("python", "ask"))).decode()
     write(base, 1, job_id="12\n", offer_json=offer, session_json=json.dumps({**ANNOUNCED, "heterogeneous": True}))
     write(base, 2, job_id="13\n", session_json=json.dumps(ANNOUNCED))
     one, other = list_generations(LocalConnection(), str(base))
-    assert one.components == ("gpu", "cpu") and one.start == ("python", "ask") and other.components == ()
+    assert one.components == ("gpu", "cpu") and one.ask_command == ("python", "ask") and other.components == ()
     assert one.announcement is not None and one.announcement.heterogeneous
     assert other.announcement is not None and not other.announcement.heterogeneous
 
@@ -135,7 +135,7 @@ class Slurm:
         monkeypatch.setattr(session_listing, "fetch_queue", lambda _: queue(*self.rows))
         monkeypatch.setattr(session_listing, "wait_until_gone", self._gone)
         monkeypatch.setattr(session_listing, "cancel_named", lambda _, name, log: self.did.append(name))
-        monkeypatch.setattr(session_listing, "ask", self._ask)
+        monkeypatch.setattr(session_listing, "send_request", self._ask)
         self.answer: Any = {"ok": True}
 
     def _gone(self, _: Any, job_id: int, patience: float) -> bool:

@@ -231,11 +231,11 @@ def test_a_payload_that_another_attempt_has_taken_over_is_not_ended(scene: Scene
     assert scene.cancel is None
 
 
-def test_a_payload_is_not_told_to_end_before_its_owner_is_known(scene: Scene) -> None:
+def test_a_payload_is_not_told_to_end_before_its_owner_is_known(scene: Scene, clock: Clock) -> None:
     scene.owner.owns = ConnectionLost("cut")
     scene.payload.cancel()
     assert scene.cancel is None
     scene.owner.owns = True
-    scene.payload._order.sent_at = 0.0
+    clock.now += 2
     scene.payload.poll(Evidence())
     assert scene.cancel == {"op": "cancel", "now": False}

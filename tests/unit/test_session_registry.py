@@ -24,11 +24,11 @@ from dagster_rayslurm.backends.sessions.acquire import AcquiredSession, SessionA
 from dagster_rayslurm.backends.sessions.listing import list_generations
 from dagster_rayslurm.backends.sessions.matching import Requirements
 from dagster_rayslurm.backends.sessions.registry import (
-    Newest,
+    NewestGeneration,
     SessionManifest,
     SessionRegistry,
-    charter_to_json,
-    parse_charter,
+    manifest_to_json,
+    parse_manifest,
     parse_newest,
 )
 from dagster_rayslurm.backends.slurm_job import SlurmJob
@@ -118,37 +118,37 @@ class Cluster:
         for what, text in (("name", name), ("state", state)):
             (self.path / "jobs" / number / what).write_text(text)
 
-    def seek(self, passed: int = 0, timeout: float | None = None, log: Any = None) -> AcquiredSession:
-        return self.search(timeout, log).seek(passed)
+    def acquire(self, after: int = 0, timeout: float | None = None, log: Any = None) -> AcquiredSession:
+        return self.acquisition(timeout, log).acquire(after)
 
-    def search(self, timeout: float | None = None, log: Any = None, commands: Any = None) -> SessionAcquisition:
+    def acquisition(self, timeout: float | None = None, log: Any = None, commands: Any = None) -> SessionAcquisition:
         commands, log = commands or LocalConnection(), log or Log()
         registry = SessionRegistry(commands, str(self.directory))
         queue = SharedQueue(commands, str(self.path / "queue"), 0.2)
 
-        def job_of(number: int, job_id: str, name: str, at: float) -> SlurmJob:
+        def watch_job(number: int, job_id: str, name: str, at: float) -> SlurmJob:
             return self.watched(
-                commands, queue, request(name), SubmittedJob(job_id, at), registry.generation(number), timeout, log
+                commands, queue, request(name), SubmittedJob(job_id, at), registry.generation_dir(number), timeout, log
             )
 
         def create(number: int, hold: Callable[[SlurmJob], None]) -> bool:
             asked = request(f"rayslurm-session-default-{os.urandom(6).hex()}")
             try:
                 submitted = submit(
-                    commands, registry.generation(number), files(number), asked, queue.clock, log.warning, claim=True
+                    commands, registry.generation_dir(number), files(number), asked, queue.clock, log.warning, claim=True
                 )
             except ClaimTaken:
                 return False
-            hold(self.watched(commands, queue, asked, submitted, registry.generation(number), timeout, log))
+            hold(self.watched(commands, queue, asked, submitted, registry.generation_dir(number), timeout, log))
             return True
 
         return SessionAcquisition(
             commands=commands,
             registry=registry,
             queue=queue,
-            job_of=job_of,
+            watch_job=watch_job,
             create=create,
-            who=os.urandom(6).hex(),
+            waiter=os.urandom(6).hex(),
             start_timeout=10,
             patience=self.patience,
             log=log,
@@ -184,12 +184,12 @@ def request(name: str) -> JobRequest:
     return make_request(SlurmQueueConfig(), (), job_name=name, comment="")
 
 
-def charter(number: int) -> SessionManifest:
+def manifest(number: int) -> SessionManifest:
     return SessionManifest(number, Requirements(None, ()).capacity(reuse=False), ("python", "ask"))
 
 
 def files(number: int) -> dict[str, bytes]:
-    return {"job.sh": b"#!/bin/sh\n", "offer.json": charter_to_json(charter(number)), "session.json": b"", "exit": b""}
+    return {"job.sh": b"#!/bin/sh\n", "offer.json": manifest_to_json(manifest(number)), "session.json": b"", "exit": b""}
 
 
 @pytest.fixture
@@ -213,14 +213,14 @@ def test_of_many_at_once_one_makes_the_session(cluster: Cluster) -> None:
     """Threads of several processes, on a Slurm that takes its time."""
     cluster.set("slow", "0.3")
 
-    def seek_all(results: Any) -> None:
+    def acquire_all(results: Any) -> None:
         with ThreadPoolExecutor(5) as pool:
-            for arrival in pool.map(lambda _: cluster.seek(), range(5)):
-                results.put((arrival.found.charter.generation, arrival.found.announcement.job_id))
+            for acquired in pool.map(lambda _: cluster.acquire(), range(5)):
+                results.put((acquired.session.manifest.generation, acquired.session.announcement.job_id))
 
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    processes = [context.Process(target=seek_all, args=(results,)) for _ in range(6)]
+    processes = [context.Process(target=acquire_all, args=(results,)) for _ in range(6)]
     for process in processes:
         process.start()
     found = {results.get(timeout=60) for _ in range(30)}
@@ -231,40 +231,40 @@ def test_of_many_at_once_one_makes_the_session(cluster: Cluster) -> None:
 
 def test_a_second_look_needs_no_command(cluster: Cluster) -> None:
     commands = LocalConnection()
-    assert not cluster.search(commands=commands).seek(0).reused
-    search = cluster.search(commands=commands)
-    search._registry._commands.run = None  # type: ignore[method-assign,assignment]
-    arrival = search.seek(0)
-    assert arrival.reused and arrival.found.charter == charter(1) and arrival.found.announcement.job_id == "1"
+    assert not cluster.acquisition(commands=commands).acquire(0).reused
+    acquisition = cluster.acquisition(commands=commands)
+    acquisition._registry._commands.run = None  # type: ignore[method-assign,assignment]
+    acquired = acquisition.acquire(0)
+    assert acquired.reused and acquired.session.manifest == manifest(1) and acquired.session.announcement.job_id == "1"
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"protocol": 99}', "[]", "null", None])
 def test_a_hint_that_is_damaged_is_put_right(cluster: Cluster, damage: str | None) -> None:
-    cluster.seek()
+    cluster.acquire()
     current = cluster.directory / "current"
     current.unlink()
     if damage is not None:
         current.write_text(damage)
-    assert cluster.seek().found.charter.generation == 1
-    assert parse_charter(current.read_bytes()) == charter(1) and cluster.jobs() == ["1"]
+    assert cluster.acquire().session.manifest.generation == 1
+    assert parse_manifest(current.read_bytes()) == manifest(1) and cluster.jobs() == ["1"]
 
 
 @pytest.mark.parametrize("change", [{"closing": "its time is over"}, {"protocol": 99}])
 def test_one_that_takes_nothing_is_followed_by_another(cluster: Cluster, change: dict[str, Any]) -> None:
-    first = cluster.seek().found
+    first = cluster.acquire().session
     path = Path(first.directory, "session.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    assert cluster.seek().found.charter.generation == 2
-    assert cluster.seek().found.charter.generation == 2 and cluster.jobs() == ["1", "2"]
+    assert cluster.acquire().session.manifest.generation == 2
+    assert cluster.acquire().session.manifest.generation == 2 and cluster.jobs() == ["1", "2"]
 
 
 def test_one_that_is_known_to_be_over(cluster: Cluster) -> None:
     """Its announcement stands, but its script has ended; or whoever looks knows that nobody answers."""
-    first = cluster.seek().found
-    assert cluster.seek(passed=1).found.charter.generation == 2
+    first = cluster.acquire().session
+    assert cluster.acquire(after=1).session.manifest.generation == 2
     Path(first.directory).parent.joinpath("current").unlink()
     Path(first.directory).parent.joinpath("2", "exit").write_text("2 0 0\n")
-    assert cluster.seek().found.charter.generation == 3
+    assert cluster.acquire().session.manifest.generation == 3
 
 
 def test_names_that_are_none_of_ours(cluster: Cluster) -> None:
@@ -273,7 +273,7 @@ def test_names_that_are_none_of_ours(cluster: Cluster) -> None:
         (cluster.directory / name).mkdir()
     (cluster.directory / "3").write_text("a file")
     (cluster.directory / "5").symlink_to("nowhere")
-    assert cluster.seek().found.charter.generation == 6
+    assert cluster.acquire().session.manifest.generation == 6
 
 
 def age(path: Path, seconds: float) -> None:
@@ -285,13 +285,13 @@ def test_a_claim_that_was_left_behind(cluster: Cluster) -> None:
     """Made, and nothing more; or with a name of which there is no job."""
     (cluster.directory / "1").mkdir(parents=True)
     age(cluster.directory / "1", 61)
-    assert cluster.seek().found.charter.generation == 2
+    assert cluster.acquire().session.manifest.generation == 2
     cluster.directory.joinpath("current").unlink()
     (cluster.directory / "3").mkdir()
     creator = cluster.directory / "3" / "creator"
     creator.write_text("rayslurm-session-x-aaaaaaaaaaaa\n")
     age(creator, 61)
-    assert cluster.seek().found.charter.generation == 4
+    assert cluster.acquire().session.manifest.generation == 4
     assert cluster.directory.joinpath("1", "abandoned").exists() and cluster.directory.joinpath("3", "abandoned").exists()
 
 
@@ -305,21 +305,21 @@ def test_a_job_that_was_not_written_down(cluster: Cluster) -> None:
     age(place / "creator", 61)
     cluster.job("7", "rayslurm-session-x-aaaaaaaaaaaa", "PENDING")
     with ThreadPoolExecutor(1) as pool:
-        seeking = pool.submit(cluster.seek)
+        acquiring = pool.submit(cluster.acquire)
         deadline = time.monotonic() + 20
         while not place.joinpath("job_id").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert place.joinpath("job_id").read_text() == "7\n" and not seeking.done()
+        assert place.joinpath("job_id").read_text() == "7\n" and not acquiring.done()
         place.joinpath("session.json").write_text(json.dumps({**ANNOUNCED, "cluster_id": "slurm-7", "job_id": "7"}))
-        assert seeking.result(20).found.announcement.job_id == "7"
+        assert acquiring.result(20).session.announcement.job_id == "7"
     assert not place.joinpath("abandoned").exists() and cluster.jobs() == ["7"]
 
 
 def test_a_young_claim_is_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acquire, "CLAIM_GRACE", 2.0)
+    monkeypatch.setattr(acquire, "CLAIM_TIMEOUT", 2.0)
     (cluster.directory / "1").mkdir(parents=True)
     began = time.monotonic()
-    assert cluster.seek().found.charter.generation == 2
+    assert cluster.acquire().session.manifest.generation == 2
     assert 1 < time.monotonic() - began < 15
 
 
@@ -328,7 +328,7 @@ def test_a_maker_that_is_too_slow_takes_its_job_down(cluster: Cluster) -> None:
     cluster.set("state", "PENDING")
     registry = cluster.registry
     with ThreadPoolExecutor(1) as pool:
-        arguments = (LocalConnection(), registry.generation(1), files(1), request("rayslurm-session-x-bbbbbbbbbbbb"))
+        arguments = (LocalConnection(), registry.generation_dir(1), files(1), request("rayslurm-session-x-bbbbbbbbbbbb"))
         slow = pool.submit(submit, *arguments, ClusterClock(LocalConnection()), print, claim=True)
         deadline = time.monotonic() + 10
         while not cluster.directory.joinpath("1", "creator").exists() and time.monotonic() < deadline:
@@ -339,59 +339,59 @@ def test_a_maker_that_is_too_slow_takes_its_job_down(cluster: Cluster) -> None:
     assert cluster.jobs("CANCELLED") == ["1"]
     cluster.set("slow", "0")
     cluster.set("state", "RUNNING")
-    assert cluster.seek().found.charter.generation == 2
+    assert cluster.acquire().session.manifest.generation == 2
 
 
 def test_who_leaves_last_ends_what_has_not_begun(cluster: Cluster) -> None:
     cluster.set("state", "PENDING")
     log = Log()
     with ThreadPoolExecutor(2) as pool:
-        patient = pool.submit(cluster.seek, timeout=8, log=log)
+        patient = pool.submit(cluster.acquire, timeout=8, log=log)
         time.sleep(1.5)
         with pytest.raises(RunFailure, match="queue_timeout=1 s"):
-            cluster.seek(timeout=1)
+            cluster.acquire(timeout=1)
         assert cluster.jobs("PENDING") == ["1"]  # Another one waits for it still.
         with pytest.raises(RunFailure, match="queue_timeout=8 s"):
             patient.result(40)
     assert cluster.jobs("CANCELLED") == ["1"] and any("nobody waits" in line for line in log.lines)
     cluster.set("state", "RUNNING")
-    assert cluster.seek().found.charter.generation == 2
+    assert cluster.acquire().session.manifest.generation == 2
 
 
 def test_waiters_that_were_killed_do_not_count(cluster: Cluster) -> None:
     registry = cluster.registry
-    cluster.seek()
-    registry.wait_at(1, "one")
-    registry.wait_at(1, "two")
-    Path(registry.generation(1), "session.json").write_text("")
-    assert not registry.leave(1, "one")
-    registry.wait_at(1, "one")
-    age(Path(registry.generation(1), "waiting", "two"), 200)
-    assert registry.leave(1, "one") and registry.is_abandoned(1)
+    cluster.acquire()
+    registry.wait_for(1, "one")
+    registry.wait_for(1, "two")
+    Path(registry.generation_dir(1), "session.json").write_text("")
+    assert not registry.stop_waiting(1, "one")
+    registry.wait_for(1, "one")
+    age(Path(registry.generation_dir(1), "waiting", "two"), 200)
+    assert registry.stop_waiting(1, "one") and registry.is_abandoned(1)
 
 
 def test_one_that_has_come_up_is_left_alone(cluster: Cluster) -> None:
-    cluster.seek()
-    cluster.registry.wait_at(1, "one")
-    assert not cluster.registry.leave(1, "one") and not cluster.registry.is_abandoned(1)
+    cluster.acquire()
+    cluster.registry.wait_for(1, "one")
+    assert not cluster.registry.stop_waiting(1, "one") and not cluster.registry.is_abandoned(1)
 
 
 def test_an_announcement_that_is_damaged_is_waited_for(cluster: Cluster) -> None:
     """Its job lives, so it will be put right."""
-    found = cluster.seek().found
+    found = cluster.acquire().session
     path = Path(found.directory, "session.json")
     whole = path.read_text()
     path.write_text(whole[:20])
     threading.Timer(1.0, lambda: path.write_text(whole)).start()
-    assert cluster.seek().found.charter.generation == 1 and cluster.jobs() == ["1"]
+    assert cluster.acquire().session.manifest.generation == 1 and cluster.jobs() == ["1"]
 
 
 def test_one_whose_job_is_over_without_a_word(cluster: Cluster) -> None:
-    found = cluster.seek().found
+    found = cluster.acquire().session
     Path(found.directory, "session.json").write_text("{")
     age(Path(found.directory, "creator"), 100)
     cluster.path.joinpath("jobs", "1", "state").write_text("NODE_FAIL")
-    assert cluster.seek().found.charter.generation == 2
+    assert cluster.acquire().session.manifest.generation == 2
 
 
 def closed(cluster: Cluster, served: int) -> None:
@@ -402,7 +402,7 @@ def test_one_that_ends_at_once_is_one_failure(cluster: Cluster) -> None:
     """It says why, and the next one would do no better."""
     closed(cluster, 0)
     with pytest.raises(RunFailure, match="it ended before it took anything: it has 1 CPU, not 2") as caught:
-        cluster.seek()
+        cluster.acquire()
     assert caught.value.kind == "cluster-start" and cluster.jobs() == ["1"]
     assert "the last words" in str(caught.value.metadata)
 
@@ -411,21 +411,21 @@ def test_several_that_took_nothing_are_enough(cluster: Cluster) -> None:
     """They had served others, so that each of them may have been the last to end early."""
     closed(cluster, 1)
     with pytest.raises(RunFailure, match="3 sessions that were waited for took nothing; the last one: it has 1 CPU, not 2"):
-        cluster.seek()
+        cluster.acquire()
     assert cluster.jobs() == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize("said", ["its nodes are gone", None], ids=["it says why", "it says nothing"])
 def test_one_that_ends_before_it_is_asked(cluster: Cluster, said: str | None) -> None:
     cluster.set("announcement", json.dumps({**ANNOUNCED, "served": 0}))
-    search, other = cluster.search(), cluster.search()
-    found = search.seek(0).found
-    assert other.seek(0).reused
+    acquisition, other = cluster.acquisition(), cluster.acquisition()
+    found = acquisition.acquire(0).session
+    assert other.acquire(0).reused
     path = Path(found.directory, "session.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "closing": said}))
-    other.took_nothing(1, "nobody answers")  # It was there before that one came.
+    other.on_refused(1, "nobody answers")  # It was there before that one came.
     with pytest.raises(RunFailure, match=said or "nobody answers"):
-        search.took_nothing(1, "nobody answers")
+        acquisition.on_refused(1, "nobody answers")
 
 
 def foreign(path: Path) -> None:
@@ -444,16 +444,16 @@ def test_what_another_user_may_have_written_is_not_believed(cluster: Cluster, le
     mine.directory.mkdir(parents=True)
     for name in ("jobs", "queue"):
         (base / name).mkdir()
-    mine.seek()
+    mine.acquire()
     foreign((mine.directory, mine.directory.parent, base)[level])
     (cluster.path / "state").write_text("PENDING")
     with pytest.raises(
         StartError, match=r"belongs to .*, who could change what runs there; choose a directory of your own"
     ) as caught:
-        mine.seek()
+        mine.acquire()
     assert caught.value.kind == "configuration" and cluster.jobs() == ["1"]
     connection = LocalConnection()
-    arguments = (connection, mine.registry.generation(2), files(2), request("rayslurm-session-x-cccccccccccc"))
+    arguments = (connection, mine.registry.generation_dir(2), files(2), request("rayslurm-session-x-cccccccccccc"))
     with pytest.raises(SubmissionRefused, match="belongs to"):
         submit(*arguments, ClusterClock(connection), print, claim=True)
     assert cluster.jobs() == ["1"]
@@ -484,33 +484,33 @@ GONE = ConnectionFailed("dev@edge:22 does not answer", temporary=True)
 
 @pytest.mark.parametrize("error", [GONE, OSError("Stale file handle")], ids=["connection", "file system"])
 def test_one_is_waited_for_out_of_reach(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
-    monkeypatch.setattr(acquire, "_OUT_OF_REACH", 0.1)
+    monkeypatch.setattr(acquire, "_RETRY_INTERVAL", 0.1)
     cluster.set("state", "PENDING")
     connection, log = Flaky(), Log()
     with ThreadPoolExecutor(1) as pool:
-        seeking = pool.submit(cluster.search(log=log, commands=connection).seek, 0)
+        acquiring = pool.submit(cluster.acquisition(log=log, commands=connection).acquire, 0)
         place = cluster.directory / "1"
         assert wait_until(lambda: (place / "waiting").exists(), 20)
         connection.error = error
         time.sleep(2)
-        assert not seeking.done() and cluster.jobs("PENDING") == ["1"]
+        assert not acquiring.done() and cluster.jobs("PENDING") == ["1"]
         assert any(str(error) in line and "trying again" in line for line in log.lines)
         place.joinpath("session.json").write_text(json.dumps({**ANNOUNCED, "cluster_id": "slurm-1", "job_id": "1"}))
         connection.error = None
-        assert seeking.result(20).found.announcement.job_id == "1"
+        assert acquiring.result(20).session.announcement.job_id == "1"
 
 
 def test_out_of_reach_for_too_long(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acquire, "_OUT_OF_REACH", 0.1)
+    monkeypatch.setattr(acquire, "_RETRY_INTERVAL", 0.1)
     cluster.set("state", "PENDING")
     cluster.patience = 1.5
     connection, log = Flaky(), Log()
     with ThreadPoolExecutor(1) as pool:
-        seeking = pool.submit(cluster.search(log=log, commands=connection).seek, 0)
+        acquiring = pool.submit(cluster.acquisition(log=log, commands=connection).acquire, 0)
         assert wait_until(lambda: (cluster.directory / "1" / "waiting").exists(), 20)
         connection.error = GONE
         with pytest.raises(ConnectionFailed):
-            seeking.result(20)
+            acquiring.result(20)
     assert any("`scancel 1`" in line for line in log.lines)
 
 
@@ -527,12 +527,12 @@ def test_slurm_that_does_not_answer_ends_no_wait(cluster: Cluster, monkeypatch: 
 
     monkeypatch.setattr(slurm_job, "fetch_queue", silent)
     with pytest.raises(RunFailure, match="queue_timeout=1 s"):
-        cluster.seek(timeout=1)
+        cluster.acquire(timeout=1)
     assert len(asked) >= 3 and cluster.jobs("CANCELLED") == ["1"]
 
 
 def test_slurm_that_does_not_answer_leaves_a_claim_alone(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acquire, "_OUT_OF_REACH", 0.1)
+    monkeypatch.setattr(acquire, "_RETRY_INTERVAL", 0.1)
     place = cluster.directory / "1"
     place.mkdir(parents=True)
     for name, content in files(1).items():
@@ -550,28 +550,28 @@ def test_slurm_that_does_not_answer_leaves_a_claim_alone(cluster: Cluster, monke
         return fetch_queue(connection)
 
     monkeypatch.setattr(acquire, "fetch_queue", silent)
-    assert cluster.seek().found.announcement.job_id == "7"
+    assert cluster.acquire().session.announcement.job_id == "7"
     assert not place.joinpath("abandoned").exists() and cluster.jobs() == ["7"]
 
 
 def test_an_interrupt_just_after_the_submission(cluster: Cluster) -> None:
     cluster.set("state", "PENDING")
-    search = cluster.search()
-    create = search._create
+    acquisition = cluster.acquisition()
+    create = acquisition._create
 
     def interrupted(number: int, hold: Callable[[SlurmJob], None]) -> bool:
         create(number, hold)
         raise KeyboardInterrupt
 
-    search._create = interrupted
+    acquisition._create = interrupted
     with pytest.raises(KeyboardInterrupt):
-        search.seek(0)
+        acquisition.acquire(0)
     assert cluster.jobs("CANCELLED") == ["1"] and cluster.registry.is_abandoned(1)
 
 
 def test_a_young_claim_whose_session_is_up(cluster: Cluster) -> None:
     """Its maker was cut off before it wrote down the job; nobody has to wait until the claim is old."""
-    cluster.seek()
+    cluster.acquire()
     place = cluster.directory / "1"
     place.joinpath("job_id").unlink()
     cluster.directory.joinpath("current").unlink()
@@ -583,13 +583,13 @@ def test_a_young_claim_whose_session_is_up(cluster: Cluster) -> None:
     path.write_text("")
     threading.Timer(1.5, lambda: path.write_text(announced)).start()
     began = time.monotonic()
-    assert cluster.seek().found.announcement.job_id == "1" and time.monotonic() - began < 15
+    assert cluster.acquire().session.announcement.job_id == "1" and time.monotonic() - began < 15
 
 
 def test_a_number_that_leaves_none_for_others(cluster: Cluster) -> None:
     (cluster.directory / "999999999").mkdir(parents=True)
     with pytest.raises(StartError, match="999999999 leaves no number for another allocation of this session: remove it"):
-        cluster.seek()
+        cluster.acquire()
     assert not cluster.jobs()
 
 
@@ -614,14 +614,14 @@ def test_a_number_that_leaves_none_for_others(cluster: Cluster) -> None:
 )
 def test_a_charter_that_holds_something_else(cluster: Cluster, damage: dict[str, Any]) -> None:
     """JSON, but not what is expected there: the session is found by other means."""
-    cluster.seek()
+    cluster.acquire()
     current = cluster.directory / "current"
     whole = json.loads(current.read_text())
     offer = {**whole["offer"], **damage.get("offer", {})}
     current.write_text(json.dumps({**whole, **damage, "offer": offer}))
-    assert parse_charter(current.read_bytes()) is None
-    assert cluster.seek().found.charter == charter(1) and cluster.jobs() == ["1"]
-    assert parse_charter(current.read_bytes()) == charter(1)
+    assert parse_manifest(current.read_bytes()) is None
+    assert cluster.acquire().session.manifest == manifest(1) and cluster.jobs() == ["1"]
+    assert parse_manifest(current.read_bytes()) == manifest(1)
 
 
 def test_what_is_no_number_of_a_job() -> None:
@@ -632,11 +632,11 @@ def test_what_is_no_number_of_a_job() -> None:
 
 @given(st.binary())
 def test_any_bytes_are_a_charter_or_none(data: bytes) -> None:
-    assert parse_charter(data) is None
-    assert parse_charter(charter_to_json(charter(3))) == charter(3)
+    assert parse_manifest(data) is None
+    assert parse_manifest(manifest_to_json(manifest(3))) == manifest(3)
 
 
 @given(st.text())
 def test_any_answer_is_a_look_or_an_error(text: str) -> None:
     with contextlib.suppress(ValueError):
-        assert isinstance(parse_newest(text), Newest)
+        assert isinstance(parse_newest(text), NewestGeneration)

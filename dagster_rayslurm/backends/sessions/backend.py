@@ -1,4 +1,4 @@
-"""Session mode: the runtime in an allocation that is warm already, or is made warm for all who come after."""
+"""Session mode: run payloads in a warm allocation that many steps share, and create it if there is none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from ...runtime.protocol.spec import to_json
 from ...slurm.cancel import cancel_named
 from ...slurm.commands import slurm_commands
 from ...slurm.config import SlurmResource
-from ...slurm.queue import SharedQueue, shared_queue
+from ...slurm.queue import shared_queue
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
 from ...slurm.submit import JOB_SCRIPT, OFFER, ClaimTaken, SubmissionRefused, SubmittedJob, submit
 from ...ssh.base import Connection
@@ -50,30 +50,29 @@ from .matching import (
     same_capacity,
 )
 from .payload import SessionPayload
-from .registry import Found, SessionManifest, SessionRegistry, charter_to_json
-from .request import GONE, Request
-from .run_scope import end_with_run, slurm_session_of
+from .registry import LiveSession, SessionManifest, SessionRegistry, manifest_to_json
+from .request import GONE, RunRequest
+from .run_scope import end_with_run, slurm_target
 from .session_job import SessionSetup
 
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
 """A payload's record begins before it is followed, and a warm step may be over in no time."""
-_IN_SIGHT = 90.0
-"""Seconds in which a node sees what was delivered: a name that it looked for in vain stays missing on NFS for up to a minute."""
+_VISIBILITY_TIMEOUT = 90.0
+"""Seconds in which a node sees uploaded files: on NFS a name that was looked up in vain stays missing for up to a minute."""
 _DELIVERIES = 3
-"""Times that bundles are sent which are there no longer a moment later."""
+"""Uploads of bundles that are missing again a moment later."""
 
 
 @dataclass(frozen=True)
 class SessionBackend:
-    """Runs payloads in a session's allocation.
+    """Runs payloads in the allocations of sessions.
 
     Args:
-        setup: which sessions.
-        queue_timeout: seconds after which a run whose session still waits in the queue is given up; None waits for ever.
-        start_timeout: seconds in which a session announces itself whose job runs.
-        patience: seconds for which a session that may have accepted a payload, or its job that may be there, can be out of
-            reach.
-        home: where things are on this machine.
+        setup: which session a payload gets.
+        queue_timeout: seconds after which a run gives up a session that still waits in the queue; None waits for ever.
+        start_timeout: seconds in which a session announces itself once its job runs.
+        patience: seconds for which the cluster may be out of reach once a session or a job may have been started.
+        home: the base directory on this machine.
     """
 
     setup: SessionSetup
@@ -105,235 +104,217 @@ class SessionBackend:
     def sweep(self, retention_days: float) -> None:
         sweep_in_background(self.connection, str(self.layout.base), retention_days)
 
-    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Register) -> RunningPayload:
-        return _Start(self, plan, run_dir, context, step, hold).run()
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
+        return _SessionStart(self, plan, run_dir, context, step, register).run()
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         base, data_dir = str(self.layout.base), data_dir_of(self.connection, self.layout, plan)
         packed = pack(plan, base, data_dir).plan
-        payload = packed.payload
-        asked = {
-            PAYLOAD: to_json(dataclasses.replace(payload, step=step.step_key)).encode("utf-8"),
+        expected = {
+            PAYLOAD: to_json(dataclasses.replace(packed.payload, step=step.step_key)).encode("utf-8"),
             reattach.REQUIREMENTS_FILE: self.setup.fingerprint(packed, step.run_id, base, data_dir),
         }
 
         def job_of(start: Record | None) -> str | None:
             if start is None:
                 return None
-            there = list_generations(self.connection, base)
-            for each in there:
-                said = each.announcement
-                if said is not None and said.cluster_id == start.get("cluster_id") and each.exit_code is None:
-                    # Only the newest of them is asked whether it has the payload.
-                    newest = max(other.number for other in there if other.key == each.key)
-                    return said.job_id if each.number == newest else None
+            generations = list_generations(self.connection, base)
+            for each in generations:
+                announcement = each.announcement
+                if announcement is None or announcement.cluster_id != start.get("cluster_id") or each.exit_code is not None:
+                    continue
+                # A run request reaches only the newest generation, which then says whether it has the payload.
+                newest = max(other.number for other in generations if other.key == each.key)
+                return announcement.job_id if each.number == newest else None
             return None
 
-        return reattach.job_with(self.connection, run_dir, payload.nonce, asked, job_of, step.log) is not None
+        return reattach.job_with(self.connection, run_dir, packed.payload.nonce, expected, job_of, step.log) is not None
 
     def example(self, plan: Plan) -> str:
         return self.setup.example_script(plan)
 
 
 def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
-    """End the session of a cluster, with all that it runs; False if there is none.
+    """End the session of a cluster with all its payloads; False if there is none.
 
     Raises:
-        StartError: Slurm does not confirm its end.
-        OSError: the cluster cannot be reached, or Slurm cannot be asked.
+        StartError: Slurm does not confirm the end.
+        OSError: the cluster or Slurm does not answer.
     """
     nonce = nonce_of_cluster(cluster_id)
     if nonce is None:
         return False
     connection = connection_to(slurm.ssh)
-    there = list_generations(connection, absolute(connection, slurm.remote_base))
-    own = [each for each in there if is_job_of(each.job_name, nonce)]
+    generations = list_generations(connection, absolute(connection, slurm.remote_base))
+    own = [each for each in generations if is_job_of(each.job_name, nonce)]
     return bool(own) and end_generations(connection, own)
 
 
-class _Start:
-    """One payload on its way into a session: found or made, asked, and waited for until it has accepted.
-
-    Args:
-        backend: where and how.
-        plan: what to run.
-        run_dir: its run directory.
-        context: the Pipes context.
-        step: who asks.
-        hold: told of the attempt as soon as there is one.
-    """
+class _SessionStart:
+    """Gets one payload accepted by a session: acquires the session, uploads the payload's files, submits the request."""
 
     def __init__(
-        self,
-        backend: SessionBackend,
-        plan: Plan,
-        run_dir: str,
-        context: PipesContextData,
-        step: Step,
-        hold: Register,
+        self, backend: SessionBackend, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register
     ) -> None:
         self._began = time.monotonic()
         self._backend, self._setup = backend, backend.setup
         self._connection = backend.connection
         self._commands = slurm_commands(self._connection)
+        self._queue = shared_queue(self._commands, str(backend.layout.queue), backend.setup.slurm.poll_interval)
         self._base = str(backend.layout.base)
         self._data_dir = data_dir_of(self._connection, backend.layout, plan)
-        self._cargo = pack(plan, self._base, self._data_dir)
-        self._cargo.warn(step.log)
-        self._plan = self._cargo.plan
-        self._run_dir, self._context, self._step, self._hold = run_dir, context, step, hold
-        self._wish = self._setup.required(plan)
-        self._asked = self._setup.fingerprint(self._plan, step.run_id, self._base, self._data_dir)
-        # A launcher of the run's own that does not fit is known before anything is asked.
-        self._apart = self._setup.misfit(plan) is not None
-        self._arrival: AcquiredSession | None = None
-        self._attempt: SessionPayload | None = None
+        self._upload = pack(plan, self._base, self._data_dir)
+        self._upload.warn(step.log)
+        self._plan = self._upload.plan
+        self._run_dir, self._context, self._step, self._register = run_dir, context, step, register
+        self._required = self._setup.required(plan)
+        self._fingerprint = self._setup.fingerprint(self._plan, step.run_id, self._base, self._data_dir)
+        self._acquired: AcquiredSession | None = None
+        self._payload: SessionPayload | None = None
         self._refusal = ""
-        self._request = Request(
+        self._request = RunRequest(
             connection=self._connection,
             commands=self._commands,
-            queue=self._queue(),
+            queue=self._queue,
             run_dir=run_dir,
             nonce=plan.payload.nonce,
             carrier=self._setup.session.carrier,
             patience=backend.patience,
-            accept=self._accepted,
+            on_accepted=self._on_accepted,
             log=step.log,
             secrets=run_files(self._plan, context)[SECRETS] if plan.secret_env else b"",
         )
 
     def run(self) -> SessionPayload:
-        """Get it accepted.
+        """The payload, once a session has accepted it.
 
         Raises:
-            RunFailure: its session did not come up.
-            StartError: it fits no session, or none can be had.
+            RunFailure: its session did not start.
+            StartError: it fits no session, or none can be created.
             OSError: the cluster cannot be reached or written to.
         """
+        # A misfit of the run's own launcher or queue is known before any request.
+        apart = self._setup.misfit(self._plan) is not None
         try:
-            while self._attempt is None:
-                if self._try_session():
-                    self._apart = True
+            payload = self._submit(apart) or self._submit(apart=True)
         except BaseException:
-            if self._request.unsettled and self._attempt is None:
+            if self._request.unsettled and self._payload is None:
                 with deferred_interrupts():
                     self._request.withdraw()
             raise
-        return self._attempt
+        assert payload is not None
+        return payload
 
-    def _try_session(self) -> bool:
-        """Go from generation to generation of one session; whether the payload needs another session."""
-        kind = self._setup.own(self._plan) if self._apart else self._setup.default
-        key = self._setup.key(kind, self._step.run_id, self._base, self._data_dir, self._apart)
-        if self._setup.session.scope == "run":
-            session = slurm_session_of(self._setup.slurm.ssh, self._base, key)
-            end_with_run(self._backend.home, self._step.run_id, session, self._step.log)
+    def _submit(self, apart: bool) -> SessionPayload | None:
+        """Submit to one generation of a session after the other; None if the payload needs a session of its own.
+
+        Args:
+            apart: whether this is the session of the payload's own.
+        """
+        setup = self._setup
+        created_with = setup.own(self._plan) if apart else setup.default
+        key = setup.key(created_with, self._step.run_id, self._base, self._data_dir, apart)
+        if setup.session.scope == "run":
+            end_with_run(self._backend.home, self._step.run_id, slurm_target(setup.slurm.ssh, self._base, key), self._step.log)
         registry = SessionRegistry(self._commands, os.path.join(self._base, "sessions", key))
-        search = self._search(registry, kind)
-        passed = 0
+        acquisition = self._acquisition(registry, created_with)
+        number = 0
         while True:
-            self._arrival = search.seek(passed)
-            found = self._arrival.found
-            problem = misfit(self._wish, found.charter.offer)
-            if problem is None:
-                problem = self._ask(found)
-            if self._attempt is not None:
-                return False
+            self._acquired = acquisition.acquire(after=number)
+            session = self._acquired.session
+            problem = misfit(self._required, session.manifest.capacity) or self._submit_to(session)
+            if self._payload is not None:
+                return self._payload
             if problem is not None:
-                if self._apart or self._setup.session.on_misfit == "error":
-                    raise StartError(FailureKind.CONFIGURATION, problem if self._apart else misfit_error(problem))
-                if same_capacity(self._setup.own(self._plan).capacity(self._setup.reuse), found.charter.offer):
+                if apart or setup.session.on_misfit == "error":
+                    raise StartError(FailureKind.CONFIGURATION, problem if apart else misfit_error(problem))
+                if same_capacity(setup.own(self._plan).capacity(setup.reuse), session.manifest.capacity):
                     raise StartError(FailureKind.CONFIGURATION, f"{problem}; a session of its own would be given no more")
                 self._step.log.info(f"[rayslurm] another session is needed: {problem}")
-                return True
-            passed = found.charter.generation
-            search.took_nothing(passed, self._refusal)
+                return None
+            number = session.manifest.generation
+            acquisition.on_refused(number, self._refusal)
 
-    def _ask(self, found: Found) -> str | None:
-        """Ask one session; what keeps the payload from fitting in, if that is so."""
-        files = self._files(found.charter.offer)
-        needs = self._cargo.places(self._base)
-        deliveries, until, pause = 0, time.monotonic() + _IN_SIGHT, 0.1
+    def _submit_to(self, session: LiveSession) -> str | None:
+        """Submit to one generation; the misfit if the session refuses the payload as one."""
+        log, job_id = self._step.log, session.announcement.job_id
+        files = self._run_dir_files(session.manifest.capacity)
+        needs = self._upload.places(self._base)
+        deliveries, deadline, pause = 0, time.monotonic() + _VISIBILITY_TIMEOUT, 0.1
         while True:
-            answer = self._request.put(found, files, needs)
+            answer = self._request.submit(session, files, needs)
+            if self._payload is not None:
+                return None
             error = answer.get("error")
-            said = str(answer.get("message") or error)
-            if self._attempt is not None:
-                return None
-            if error == "missing" and time.monotonic() < until:
-                if deliveries < _DELIVERIES:
-                    with base_errors(self._base):
-                        deliver(self._connection, self._base, self._cargo, self._step.log, afresh=deliveries > 0)
-                deliveries += 1
-                if deliveries > 1:  # It is there, and its node has looked for it too early.
-                    time.sleep(pause)
-                    pause = min(2 * pause, 3.0)
-                continue
-            if error == "missing":
-                said = f"its node does not see {', '.join(map(str, answer.get('missing') or ()))}"
-            if error == "misfit":
-                return said
-            if error in ("closing", GONE):
-                self._refusal = "it was gone before it could be asked" if error == GONE else said
-                self._step.log.info(f"[rayslurm] Slurm job {found.announcement.job_id} takes no more payloads: {said}")
-                return None
-            break
-        raise StartError(FailureKind.RUNTIME, f"the session in Slurm job {found.announcement.job_id} refuses the payload: {said}")
+            message = str(answer.get("message") or error)
+            if error != "missing":
+                break
+            if time.monotonic() > deadline:
+                message = f"its node does not see {', '.join(map(str, answer.get('missing') or ()))}"
+                break
+            if deliveries < _DELIVERIES:
+                with base_errors(self._base):
+                    deliver(self._connection, self._base, self._upload, log, afresh=deliveries > 0)
+            deliveries += 1
+            if deliveries > 1:  # The bundle is there, but its node looked for it too early.
+                time.sleep(pause)
+                pause = min(2 * pause, 3.0)
+        if error == "misfit":
+            return message
+        if error not in ("closing", GONE):
+            raise StartError(FailureKind.RUNTIME, f"the session in Slurm job {job_id} refuses the payload: {message}")
+        self._refusal = "it was gone before it could be asked" if error == GONE else message
+        log.info(f"[rayslurm] Slurm job {job_id} takes no more payloads: {message}")
+        return None
 
-    def _files(self, offer: Capacity) -> Mapping[str, str]:
-        """What the payload's run directory begins with, but for secrets."""
-        cpus, gpus = claimed_resources(self._wish, offer)
+    def _run_dir_files(self, capacity: Capacity) -> dict[str, str]:
+        """The first files of the payload's run directory, except secrets."""
+        cpus, gpus = claimed_resources(self._required, capacity)
         payload = dataclasses.replace(
             self._plan.payload,
             run_id=self._step.run_id,
             step=self._step.step_key,
-            ray=None if offer.reuse else own_cluster(self._plan.ray, offer),
+            ray=None if capacity.reuse else own_cluster(self._plan.ray, capacity),
             want_cpus=cpus,
             want_gpus=gpus,
-            time_limit=payload_time_limit(self._wish, offer),
+            time_limit=payload_time_limit(self._required, capacity),
         )
         files = run_files(dataclasses.replace(self._plan, payload=payload, secret_env={}), self._context)
         first = {} if self._step.reattached else {FIRST_OWNER: b""}
-        # There from the beginning: on NFS a name that was looked for in vain stays missing for up to a minute.
-        files = {**files, reattach.REQUIREMENTS_FILE: self._asked, CANCEL: b"", **first}
+        # CANCEL is there from the beginning: on NFS a name that was looked up in vain stays missing for up to a minute.
+        files = {**files, reattach.REQUIREMENTS_FILE: self._fingerprint, CANCEL: b"", **first}
         return {name: content.decode("utf-8") for name, content in files.items()}
 
-    def _accepted(self, found: Found) -> None:
-        assert self._arrival is not None
-        number, key = found.charter.generation, os.path.basename(os.path.dirname(found.directory))
-        self._attempt = SessionPayload(
-            connection=self._connection,
-            job=self._job(found.directory, found.announcement.job_id, found.announcement.cluster_id, found.charter.offer),
-            cluster_id=found.announcement.cluster_id,
-            name=f"{key}/{number}",
-            run_dir=self._run_dir,
-            nonce=self._plan.payload.nonce,
-            # Of one that another process put to it nobody here knows how it came there.
-            reused=None if self._step.reattached else self._arrival.reused,
-            waited=None if self._step.reattached else time.monotonic() - self._began,
-            poll_interval=self._setup.slurm.poll_interval,
-            describe=lambda: self._request.describe(found),
-            step=self._step,
-        )
-        self._hold(self._attempt)
-
-    def _queue(self) -> SharedQueue:
-        return shared_queue(self._commands, str(self._backend.layout.queue), self._setup.slurm.poll_interval)
-
-    def _job(self, directory: str, job_id: str, cluster_id: str, offer: Capacity) -> SlurmJob:
-        """The job of a session that is there, as far as it matters to a payload of it."""
+    def _on_accepted(self, session: LiveSession) -> None:
+        assert self._acquired is not None
+        reattached = self._step.reattached
+        key, capacity = os.path.basename(os.path.dirname(session.directory)), session.manifest.capacity
+        cluster_id = session.announcement.cluster_id
         name = job_name(f"session-{self._setup.name}", cluster_id.removeprefix(CLUSTER))
         first, *others = [
-            JobRequest(name, "", partition=queue["partition"], component_id=component)
-            for component, queue in offer.queues.items()
+            JobRequest(name, "", partition=queue["partition"], component_id=part) for part, queue in capacity.queues.items()
         ]
         request = dataclasses.replace(first, further_components=tuple(others))
-        return self._watched(request, SubmittedJob(job_id, 0.0), directory)
+        self._payload = SessionPayload(
+            connection=self._connection,
+            job=self._slurm_job(request, SubmittedJob(session.announcement.job_id, 0.0), session.directory),
+            cluster_id=cluster_id,
+            name=f"{key}/{session.manifest.generation}",
+            run_dir=self._run_dir,
+            nonce=self._plan.payload.nonce,
+            # After a reattach, this process does not know whether the session was reused or how long the wait was.
+            reused=None if reattached else self._acquired.reused,
+            waited=None if reattached else time.monotonic() - self._began,
+            poll_interval=self._setup.slurm.poll_interval,
+            describe=lambda: self._request.describe(session),
+            step=self._step,
+        )
+        self._register(self._payload)
 
-    def _watched(self, request: JobRequest, submitted: SubmittedJob, directory: str, since: float | None = None) -> SlurmJob:
+    def _slurm_job(self, request: JobRequest, submitted: SubmittedJob, directory: str, since: float | None = None) -> SlurmJob:
         return SlurmJob(
             commands=self._commands,
-            queue=self._queue(),
+            queue=self._queue,
             request=request,
             submitted=submitted,
             directory=directory,
@@ -344,56 +325,63 @@ class _Start:
             waiting_since=since,
         )
 
-    def _search(self, registry: SessionRegistry, kind: Requirements) -> SessionAcquisition:
-        queue = self._queue()
-
-        def job_of(number: int, job_id: str, name: str, at: float) -> SlurmJob:
-            request = dataclasses.replace(kind.job_request(), job_name=name)
-            since = queue.clock.now() - (time.monotonic() - self._began)
-            return self._watched(request, SubmittedJob(job_id, at), registry.generation(number), since)
+    def _acquisition(self, registry: SessionRegistry, created_with: Requirements) -> SessionAcquisition:
+        def watch_job(number: int, job_id: str, name: str, submitted_at: float) -> SlurmJob:
+            request = dataclasses.replace(created_with.job_request(), job_name=name)
+            since = self._queue.clock.now() - (time.monotonic() - self._began)
+            return self._slurm_job(request, SubmittedJob(job_id, submitted_at), registry.generation_dir(number), since)
 
         return SessionAcquisition(
             commands=self._commands,
             registry=registry,
-            queue=queue,
-            job_of=job_of,
-            create=lambda number, hold: self._create(registry, kind, number, hold),
-            who=self._plan.payload.nonce,
+            queue=self._queue,
+            watch_job=watch_job,
+            create=lambda number, hold: self._create(registry, created_with, number, hold),
+            waiter=self._plan.payload.nonce,
             start_timeout=self._backend.start_timeout,
             patience=self._backend.patience,
             log=self._step.log,
         )
 
-    def _create(self, registry: SessionRegistry, kind: Requirements, number: int, hold: Callable[[SlurmJob], None]) -> bool:
-        """Claim a generation and submit its job, unless somebody else is faster."""
-        step, setup = self._step, self._setup
-        with base_errors(self._base):
-            ray, kept = kind.ray or self._plan.ray, str(self._backend.layout.environments)
+    def _create(
+        self, registry: SessionRegistry, created_with: Requirements, number: int, hold: Callable[[SlurmJob], None]
+    ) -> bool:
+        """Claim a generation and submit its job; False if another process was faster."""
+        step, setup, base = self._step, self._setup, self._base
+        with base_errors(base):
+            ray, kept = created_with.ray or self._plan.ray, str(self._backend.layout.environments)
             interpreter = check_environment_on(self._connection, setup.environment, ray, self._plan.uses_pipes, kept)
-            runtime = deliver(self._connection, self._base, self._cargo, step.log)
+            runtime = deliver(self._connection, base, self._upload, step.log)
         nonce = secrets.token_hex(6)
         name = job_name(f"session-{setup.name}", nonce)
-        request = kind.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
-        directory = registry.generation(number)
-        charter = SessionManifest(number, kind.capacity(setup.reuse), tuple(interpreter.start("-I", runtime, "ask")))
-        script = setup.script(request, interpreter, runtime, directory)
+        request = created_with.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
+        directory = registry.generation_dir(number)
+        ask_command = tuple(interpreter.start("-I", runtime, "ask"))
         files = {
-            RUNTIME: to_json(setup.runtime_spec(f"{CLUSTER}{nonce}", kind, request, self._plan)).encode("utf-8"),
-            JOB_SCRIPT: script.encode("utf-8", "surrogateescape"),
-            OFFER: charter_to_json(charter),
+            RUNTIME: to_json(setup.runtime_spec(f"{CLUSTER}{nonce}", created_with, request, self._plan)).encode("utf-8"),
+            JOB_SCRIPT: setup.script(request, interpreter, runtime, directory).encode("utf-8", "surrogateescape"),
+            OFFER: manifest_to_json(SessionManifest(number, created_with.capacity(setup.reuse), ask_command)),
             SESSION: b"",
             EXIT: b"",
         }
-        queue = self._queue()
         try:
-            patience = self._backend.patience
-            needs = needs_of(self._connection, self._base, [self._cargo], step.log)
-            submitted = submit(self._commands, directory, files, request, queue.clock, step.log.warning, True, patience, needs)
-            hold(self._watched(request, submitted, directory))
+            needs = needs_of(self._connection, base, [self._upload], step.log)
+            submitted = submit(
+                self._commands,
+                directory,
+                files,
+                request,
+                self._queue.clock,
+                step.log.warning,
+                claim=True,
+                patience=self._backend.patience,
+                needs=needs,
+            )
+            hold(self._slurm_job(request, submitted, directory))
         except ClaimTaken:
             return False
         except SubmissionRefused:
-            with contextlib.suppress(OSError):  # Others find out for themselves, when the claim has grown old.
+            with contextlib.suppress(OSError):  # Otherwise the claim expires.
                 registry.abandon(number)
             raise
         except BaseException:

@@ -1,13 +1,10 @@
-"""How a request gets to a session: by TCP through the connection, or by a step in its allocation that hands it over."""
+"""Send a request to a session: by TCP through the connection, or by a step in its allocation that hands the request over."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
-import os
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,38 +14,39 @@ from ...runtime.protocol.rpc_call import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLos
 from ...slurm.commands import without_option_variables
 from ...ssh.base import Connection, ConnectionLost
 
-__all__ = ["Announcement", "AnswerLost", "Unreachable", "ask", "parse_announcement"]
+__all__ = ["Announcement", "AnswerLost", "Unreachable", "parse_announcement", "send_request"]
 
-NO_DIRECT = "no-direct"
-"""File in a session's directory: TCP does not get through from the edge node, so no request waits for a try."""
-
-_LOOK_AGAIN = 300.0
-"""Seconds between two looks of one process at whether TCP gets through after all: networks get mended."""
-
-_PROVE_WITHIN = 3.0
-"""Seconds in which a session that TCP reaches proves itself; a firewall that drops packets costs as much, once."""
+_TCP_FAILURES = 2
+"""Failures of TCP in a row after which this process uses srun alone; one may be trouble of a moment."""
+_TCP_RETRY_AFTER = 300.0
+"""Seconds until this process tries TCP again: networks get mended."""
+_PROOF_TIMEOUT = 3.0
+"""Seconds in which a session that TCP reaches must prove itself; a firewall that drops packets costs as much."""
 _SRUN_TIMEOUT = 60.0 + ANSWER_TIMEOUT
+
+_tcp_failures: dict[str, tuple[int, float]] = {}
+"""By session directory: failures of TCP in a row while srun succeeded, and when the last one was (monotonic clock)."""
 
 
 class Unreachable(OSError):
-    """No carrier gets to the session; nothing was asked."""
+    """The session cannot be reached; it did not receive the request."""
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a session says of itself in `session.json`.
+    """How to reach a session, and its state, as the session writes both into `session.json`.
 
     Attributes:
         cluster_id: name of its cluster.
         job_id: Slurm's job id.
-        hosts: names and addresses of its head node, the likeliest first.
-        port: where it listens there.
-        key: what who asks must know.
-        protocol: version of what it understands.
-        closing: why it takes no more payloads; None while it does.
-        hostname: what the head node calls itself.
-        idle: whether it has served payloads, and has none now.
-        heterogeneous: whether its job is one of several components, whose first one has the head.
+        hosts: names and addresses of the head node, the likeliest first.
+        port: the port of the session server.
+        key: the secret of the session, hex.
+        protocol: version of the protocol.
+        closing: why it accepts no more payloads; None while it does.
+        hostname: the head node's own hostname.
+        heterogeneous: whether the job has several components, the head's first.
+        idle: whether it has served payloads and runs none now.
     """
 
     cluster_id: str
@@ -85,85 +83,62 @@ def parse_announcement(data: bytes) -> Announcement | None:
         return None
 
 
-def ask(
+def send_request(
     connection: Connection,
     commands: Connection,
     announcement: Announcement,
     request: Mapping[str, Any],
     carrier: str,
     directory: str,
-    start: Sequence[str],
-    patience: float = _SRUN_TIMEOUT,
+    ask_command: Sequence[str],
 ) -> dict[str, Any]:
-    """Put a request to a session.
+    """Send a request to a session and return its answer.
 
     Args:
         connection: the edge node, or this machine.
         commands: runs Slurm's programs there.
         announcement: where the session is.
-        request: what it is asked.
-        carrier: "direct" for TCP, "srun" for a step in its allocation, "auto" for the first that works.
-        directory: the session's directory.
-        start: the command that starts the runtime there with the role `ask`, without the directory.
-        patience: seconds for a step in its allocation.
-
-    Returns:
-        Its answer.
+        request: the request.
+        carrier: "direct" for TCP, "srun" for a step in the allocation, "auto" for TCP, or else srun.
+        directory: the directory of the session's generation.
+        ask_command: starts the runtime with the role `ask`; `directory` is appended.
 
     Raises:
-        Unreachable: nobody is there by any carrier; nothing was asked.
-        AnswerLost: it was asked, and the answer is not known.
+        Unreachable: the session did not receive the request.
+        AnswerLost: the session may have received the request, but its answer is not known.
         ConnectionFailed: the edge node itself cannot be reached.
     """
-    path = os.path.join(directory, NO_DIRECT)
-    marked = carrier == "auto" and connection.read(path, 0, 1) != b""
-    if carrier != "srun" and not marked:
+    failures, failed_at = _tcp_failures.get(directory, (0, 0.0))
+    blocked = failures >= _TCP_FAILURES and time.monotonic() - failed_at < _TCP_RETRY_AFTER
+    tcp = carrier == "direct" or (carrier == "auto" and not blocked)
+    if tcp:
         try:
-            return _ask_directly(connection, announcement, request)
+            answer = _send_by_tcp(connection, announcement, request)
+            _tcp_failures.pop(directory, None)
+            return answer
         except NotConnected as error:
             if carrier == "direct":
                 raise Unreachable(f"{_name(announcement)} cannot be reached by TCP: {error}") from None
-    answer = _ask_by_step(commands, announcement, request, directory, start, patience)
-    now = time.monotonic()
-    if carrier == "auto" and not (marked and now - _looked_at.get(path, -math.inf) < _LOOK_AGAIN):
-        _looked_at[path] = now
-        _look_whether_direct(connection, announcement, path)
+    answer = _send_by_srun(commands, announcement, request, [*ask_command, directory])
+    if tcp:  # The session lives, so TCP failed for another reason than its end.
+        _tcp_failures[directory] = (failures + 1, time.monotonic())
     return answer
-
-
-_looked_at: dict[str, float] = {}
-"""When this process last looked whether TCP gets through, by the file that says that it does not; on the monotonic clock."""
-
-
-def _look_whether_direct(connection: Connection, announcement: Announcement, path: str) -> None:
-    """Note whether TCP gets through to a session that is known to live; nobody waits for it."""
-
-    def look() -> None:
-        with contextlib.suppress(OSError):
-            try:
-                _ask_directly(connection, announcement, {"op": "describe"})
-            except NotConnected as error:
-                connection.write(path, str(error).encode("utf-8", "replace"))
-            else:
-                connection.remove(path)
-
-    threading.Thread(target=look, name="rayslurm-no-direct", daemon=True).start()
 
 
 def _name(announcement: Announcement) -> str:
     return f"the session in Slurm job {announcement.job_id} on {announcement.hostname}"
 
 
-def _ask_directly(connection: Connection, announcement: Announcement, request: Mapping[str, Any]) -> dict[str, Any]:
+def _send_by_tcp(connection: Connection, announcement: Announcement, request: Mapping[str, Any]) -> dict[str, Any]:
     problem = NotConnected("it announces no host")
     for host in announcement.hosts:
         try:
             with (
                 connection.forward(host, announcement.port) as forward,
-                socket.create_connection((forward.host, forward.port), _PROVE_WITHIN) as sock,
+                socket.create_connection((forward.host, forward.port), _PROOF_TIMEOUT) as sock,
             ):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return call(sock, announcement.key, dict(request), _PROVE_WITHIN)
+                return call(sock, announcement.key, dict(request), _PROOF_TIMEOUT)
         except AnswerLost:
             raise
         except OSError as error:
@@ -171,13 +146,8 @@ def _ask_directly(connection: Connection, announcement: Announcement, request: M
     raise problem
 
 
-def _ask_by_step(
-    commands: Connection,
-    announcement: Announcement,
-    request: Mapping[str, Any],
-    directory: str,
-    start: Sequence[str],
-    patience: float,
+def _send_by_srun(
+    commands: Connection, announcement: Announcement, request: Mapping[str, Any], program: Sequence[str]
 ) -> dict[str, Any]:
     # Without --overlap the step would wait for the CPUs that the session's own step holds, and a step asks for all of
     # the job's memory unless it is told otherwise (srun(1), Slurm 22.05). In a heterogeneous job srun finds nothing to start
@@ -195,11 +165,10 @@ def _ask_by_step(
         "--mpi=none",
         "--quiet",
         "--chdir=/",
-        *start,
-        directory,
+        *program,
     ]
     try:
-        done = commands.run(without_option_variables(command), json.dumps(request).encode(), timeout=patience)
+        done = commands.run(without_option_variables(command), json.dumps(request).encode(), timeout=_SRUN_TIMEOUT)
     except (ConnectionLost, TimeoutError) as error:
         raise AnswerLost(f"{_name(announcement)} may have been asked by srun: {error}") from None
     lines = done.stdout.decode("utf-8", "replace").splitlines()

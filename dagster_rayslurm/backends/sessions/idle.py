@@ -1,4 +1,4 @@
-"""Idle sessions that hold nodes for which another job of their user waits: they are named, and asked to end."""
+"""Make idle sessions yield their nodes to a waiting job of the same user."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from .client import parse_announcement
 from .listing import Generation, ask_session, list_generations
 
 _WAITS_FOR_NODES = ("Resources", "Priority")
-"""Slurm's reasons of a job that starts as soon as others end."""
+"""Slurm's pending reasons of a job that starts as soon as others end."""
 _SESSION_JOBS = "rayslurm-session-"
-"""What the names of sessions' jobs begin with, see `job_name`."""
+"""Prefix of the job names of sessions, see `job_name`."""
 _INTERVAL = 3.0
-"""Seconds between two looks at whether a session is idle; one small read for each."""
-_BETWEEN = 20.0
-"""Seconds in which the waiting job may start, after one session has ended for it, before another one is asked."""
+"""Seconds between two checks for an idle session; one small read for each."""
+_START_TIMEOUT = 20.0
+"""Seconds in which the waiting job may start after one session has yielded, before the next one is asked."""
 _MOST_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class _Holder:
-    """A session that holds nodes of a partition that a job waits for."""
-
     generation: Generation
     nodes: str
 
 
 class IdleSessions:
-    """Sessions of the same user and base directory that may be in the way of a waiting job.
+    """Idle sessions of the same user and base directory that hold nodes for which a job waits.
 
-    Nothing is asked of Slurm: which sessions hold nodes stands in the shared snapshot of the queue.
+    The shared snapshot of the queue tells which sessions hold nodes, so no request goes to Slurm.
 
     Args:
         connection: reaches the sessions.
@@ -49,32 +47,32 @@ class IdleSessions:
         self._base = base
         self._log = log
         self._holders: list[_Holder] = []
-        self._holders_of = 0.0
-        """When the snapshot began by which the holders are known."""
-        self._next_look = 0.0
-        self._kept: set[int | None] = set()
-        """Jobs of sessions that do not give way."""
+        self._snapshot_began = 0.0
+        """When the snapshot began that shows the holders."""
+        self._next_check = 0.0
+        self._keep: set[int | None] = set()
+        """Jobs of sessions that do not yield."""
 
     def make_way(self, snapshot: QueueSnapshot, waiting: Sequence[QueueRow]) -> None:
-        """Ask an idle session to end that holds nodes for which a job waits; to be called again while it does.
+        """Ask one idle session to yield if it holds nodes for which a job waits; to be called again while the job waits.
 
         Args:
             snapshot: the queue.
-            waiting: the rows of the job, or of its components.
+            waiting: the rows of the job, one for each component.
 
         Raises:
             OSError: the cluster, or a session, cannot be reached.
         """
         now = time.monotonic()
         wanted = {name for row in waiting if row.reason in _WAITS_FOR_NODES for name in row.partition.split(",")}
-        if not wanted or now < self._next_look:
+        if not wanted or now < self._next_check:
             return
-        self._next_look = now + _INTERVAL
-        if snapshot.began != self._holders_of:
-            self._holders, self._holders_of = self._find(snapshot, wanted), snapshot.began
+        self._next_check = now + _INTERVAL
+        if snapshot.began != self._snapshot_began:
+            self._holders, self._snapshot_began = self._find(snapshot, wanted), snapshot.began
         for holder in self._holders:
-            if holder.generation.job_id not in self._kept and self._is_idle(holder) and self._ends(holder):
-                self._next_look = now + _BETWEEN
+            if holder.generation.job_id not in self._keep and self._is_idle(holder) and self._yields(holder):
+                self._next_check = now + _START_TIMEOUT
                 return
 
     def _find(self, snapshot: QueueSnapshot, partitions: set[str]) -> list[_Holder]:
@@ -89,18 +87,18 @@ class IdleSessions:
 
     def _is_idle(self, holder: _Holder) -> bool:
         path = os.path.join(holder.generation.directory, SESSION)
-        said = parse_announcement(self._connection.read(path, 0, _MOST_BYTES))
-        return said is not None and said.idle and said.closing is None
+        announcement = parse_announcement(self._connection.read(path, 0, _MOST_BYTES))
+        return announcement is not None and announcement.idle and announcement.closing is None
 
-    def _ends(self, holder: _Holder) -> bool:
-        """Ask a session to end; it decides, as another payload may have come meanwhile."""
+    def _yields(self, holder: _Holder) -> bool:
+        """Ask a session to yield; the session decides, since another payload may have come meanwhile."""
         key = holder.generation.key
         answer = ask_session(self._connection, holder.generation, {"op": "yield"})
         if answer.get("ok"):
             self._log.info(f"[rayslurm] session {key} was idle and held {holder.nodes}: it ends, so that this job can start")
             return True
         if answer.get("error") != "busy":
-            self._kept.add(holder.generation.job_id)
+            self._keep.add(holder.generation.job_id)
             self._log.warning(
                 f"[rayslurm] session {key} is idle and holds {holder.nodes}, while this job waits; "
                 f"`rayslurm session stop {key}` ends it"

@@ -1,4 +1,4 @@
-"""Sessions as a person or the end of a run looks at them: which there are on a cluster, and how they are ended for sure."""
+"""List the sessions on a cluster, and end them for sure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ...slurm.snapshot import QueueRow, QueueSnapshot
 from ...slurm.states import TERMINAL, WAITING
 from ...slurm.submit import ABANDONED, CREATOR, JOB_ID, OFFER
 from ...ssh.base import Connection
-from .client import Announcement, AnswerLost, Unreachable, ask, parse_announcement
-from .registry import FOREIGN, parse_charter
+from .client import Announcement, AnswerLost, Unreachable, parse_announcement, send_request
+from .registry import FOREIGN, parse_manifest
 
 _TIMEOUT = 120.0
-_PATIENCE = 45.0
-"""Seconds in which a session that was asked to end is over: payloads have their grace periods, and Ray its own."""
+_END_TIMEOUT = 45.0
+"""Seconds in which a session ends that got a stop request: payloads have their grace periods, and Ray its own."""
 
-# Directories too, as one that has no file yet is a session that is being submitted. What goes meanwhile is no error.
+# Directories are listed too: one without files is a session that is being submitted. Files may disappear meanwhile.
 _LIST = f"""\
 unset TAR_OPTIONS
 for each in "$1" "$1/sessions"; do
@@ -48,15 +48,15 @@ class Generation:
     """One allocation of a session, as its directory shows it.
 
     Attributes:
-        key: the session's directory.
-        number: which of its allocations this is.
-        directory: where its files are, absolute.
+        key: the name of the session's directory.
+        number: the number of the generation.
+        directory: its directory, absolute.
         job_id: Slurm's id; None if it is not known (yet).
-        job_name: name of the job; "" if nothing has been written yet.
-        exit_code: how the job's script ended; None if it has not.
-        announcement: what the session says of itself; None before and after it takes requests.
-        start: the command that starts the runtime to hand a request over, without the directory.
-        components: names of the allocation's components, the head's first; none where all nodes are alike.
+        job_name: name of the job; "" if that was not written yet.
+        exit_code: exit code of the job's script; None before its end.
+        announcement: how to reach the session; None before it accepts requests.
+        ask_command: the command that hands a request over within the allocation, without the directory.
+        components: names of the allocation's components, the head's first; empty where all nodes are alike.
     """
 
     key: str
@@ -66,17 +66,17 @@ class Generation:
     job_name: str
     exit_code: int | None
     announcement: Announcement | None
-    start: tuple[str, ...]
+    ask_command: tuple[str, ...]
     components: tuple[str, ...] = ()
 
 
 def list_generations(connection: Connection, base: str, key: str = "*") -> list[Generation]:
-    """The sessions below a base directory on a cluster, by one command there; by name and number.
+    """The generations of sessions below a base directory, sorted by name and number; one command on the cluster.
 
     Args:
-        connection: how to reach the cluster.
+        connection: the cluster.
         base: the base directory, absolute.
-        key: a session's directory, or a pattern of some.
+        key: the name of a session's directory, or a pattern.
 
     Raises:
         OSError: the cluster cannot be reached, or the directory is another user's.
@@ -89,10 +89,10 @@ def list_generations(connection: Connection, base: str, key: str = "*") -> list[
 
 
 def parse_listing(data: bytes, base: str) -> list[Generation]:
-    """The sessions in a tar of their directories; what is none, or only half there, is left out."""
+    """The generations in a tar of the directories of sessions; other and damaged entries are left out."""
     files: dict[tuple[str, int], dict[str, bytes]] = {}
     known: set[tuple[str, int]] = set()
-    # What a listing that was cut off tells is told.
+    # The beginning of a listing that was cut off is used.
     with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(data)) as archive:
         for member in archive:
             key, _, rest = member.name.removeprefix("./").partition("/")
@@ -113,7 +113,7 @@ def _generation(base: str, key: str, number: int, files: Mapping[str, bytes]) ->
     announcement = parse_announcement(files.get(SESSION, b""))
     if job_id is None and announcement is not None:
         job_id = int(announcement.job_id)
-    charter = parse_charter(files.get(OFFER, b""))
+    manifest = parse_manifest(files.get(OFFER, b""))
     return Generation(
         key=key,
         number=number,
@@ -122,13 +122,13 @@ def _generation(base: str, key: str, number: int, files: Mapping[str, bytes]) ->
         job_name=files.get(CREATOR, b"").decode("utf-8", "replace").strip(),
         exit_code=None if job_id is None else parse_exit(files.get(EXIT, b""), job_id),
         announcement=announcement,
-        start=charter.ask if charter is not None else (),
-        components=tuple(charter.offer.components) if charter is not None else (),
+        ask_command=manifest.ask_command if manifest is not None else (),
+        components=tuple(manifest.capacity.components) if manifest is not None else (),
     )
 
 
 def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
-    """The job of a session if it is in the queue and not over; of a job with components the first one's."""
+    """The session's job (its first component) if it is in the queue and has not ended; else None."""
     if generation.exit_code is not None:
         return None
     if generation.job_id is not None:
@@ -140,7 +140,7 @@ def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
 
 
 def state_of(generation: Generation, row: QueueRow | None) -> str:
-    """What a session is as far as its files and Slurm tell: pending, starting, up, draining or ended."""
+    """The state of a session by its files and the queue: pending, starting, up, draining or ended."""
     if row is None:
         return "ended"
     if row.state in WAITING:
@@ -151,40 +151,31 @@ def state_of(generation: Generation, row: QueueRow | None) -> str:
 
 
 def ask_session(connection: Connection, generation: Generation, request: Mapping[str, object]) -> dict[str, object]:
-    """Put a request to a session that announces itself.
-
-    Raises:
-        Unreachable: nobody is there.
-        AnswerLost: it was asked, and the answer is not known.
-        OSError: the cluster cannot be reached.
-    """
+    """Send a request to a session and return its answer; raises as `send_request`."""
     if generation.announcement is None:
         raise Unreachable(f"the session {generation.key} does not say where it is")
-    carrier = "auto" if generation.start else "direct"
-    commands, directory = slurm_commands(connection), generation.directory
-    return ask(connection, commands, generation.announcement, request, carrier, directory, generation.start)
+    command, directory = generation.ask_command, generation.directory
+    carrier = "auto" if command else "direct"
+    return send_request(connection, slurm_commands(connection), generation.announcement, request, carrier, directory, command)
 
 
 def end_sessions(connection: Connection, base: str, key: str) -> bool:
-    """End all that there is of a session, and see Slurm confirm it.
+    """End all generations of a session and wait until Slurm confirms it; False if there was none.
 
     Args:
-        connection: how to reach the cluster.
+        connection: the cluster.
         base: the base directory there, absolute.
-        key: the session's directory.
-
-    Returns:
-        Whether there was anything.
+        key: the name of the session's directory, or a pattern.
 
     Raises:
         StartError: Slurm does not confirm the end.
-        OSError: the cluster or Slurm cannot be asked.
+        OSError: the cluster or Slurm does not answer.
     """
     return end_generations(connection, list_generations(connection, base, key))
 
 
 def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
-    """As `end_sessions`, for some allocations."""
+    """End some generations, as `end_sessions` does."""
     commands = slurm_commands(connection)
     snapshot = fetch_queue(commands)
     ended = False
@@ -194,18 +185,16 @@ def end_generations(connection: Connection, generations: Iterable[Generation]) -
             _end(connection, commands, generation, row)
             ended = True
         elif generation.job_id is None and generation.job_name:
-            # Its submission was cut off, or is on its way: with this mark the job goes as soon as Slurm has taken it.
+            # The submission was cut off or is under way: with this mark, its creator cancels the job after the submission.
             connection.make_dir(os.path.join(generation.directory, ABANDONED))
             cancel_named(commands, generation.job_name, _log)
     return ended
 
 
 def _end(connection: Connection, commands: Connection, generation: Generation, row: QueueRow) -> None:
-    asked = False
+    stopping = False
     if generation.announcement is not None:
-        try:
-            asked = bool(ask_session(connection, generation, {"op": "stop"}).get("ok"))
-        except (Unreachable, AnswerLost):
-            asked = False
-    if not wait_until_gone(commands, row.job_id, _PATIENCE if asked else 0.0):
+        with contextlib.suppress(Unreachable, AnswerLost):
+            stopping = bool(ask_session(connection, generation, {"op": "stop"}).get("ok"))
+    if not wait_until_gone(commands, row.job_id, _END_TIMEOUT if stopping else 0.0):
         raise StartError(FailureKind.RUNTIME, f"Slurm does not confirm the end of job {row.job_id}; run `scancel {row.job_id}`")

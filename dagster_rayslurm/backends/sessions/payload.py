@@ -1,4 +1,4 @@
-"""A payload that a session has accepted. The allocation owns it, so it ends by itself or is asked to, by a file."""
+"""A payload that a session has accepted. The allocation owns it; a file in its run directory asks it to end."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ..base import Step
 from ..cancel_request import CancelRequest, cancel_path, cancel_request_json, write_cancel_request
 from ..slurm_job import STATE_DEADLINE, SlurmJob
 
-_QUIET = 2.0
-"""Seconds of silence after which it is looked whether the session's script has ended; one small read a second."""
-_KILL_DEADLINE = 10.0
-"""Seconds in which a payload without grace comes to its end, once it was told to."""
-_TELL_DEADLINE = 60.0
-"""Seconds in which that can be told; as many as Slurm has to confirm the end of a job."""
-_ASK_AFTER = 60.0
-"""Seconds of silence after which a session is asked whether it has the payload still: it may have ended, and the disk where
-that was to be written was full. The pauses to the next questions grow with the silence."""
-_ASK_EVERY = 900.0
-"""Longest pause between two such questions."""
-_SETTLE = 30.0
-"""Seconds in which the end comes into sight of a payload that its session no longer has, or is written after all."""
-_LOOK_INTERVAL = 0.5
+_EXIT_POLL_AFTER = 2.0
+"""Seconds of silence after which the exit code of the session's script is polled; one small read a second."""
+_KILL_TIMEOUT = 10.0
+"""Seconds in which a payload without grace period ends once the cancel request was delivered."""
+_DELIVERY_TIMEOUT = 60.0
+"""Seconds in which the cancel request is delivered; as many as Slurm has to confirm the end of a job."""
+_DESCRIBE_AFTER = 60.0
+"""Seconds of silence after which the session says whether it still has the payload. A payload may have ended without a record
+of it, where the disk was full. The pauses between these requests grow with the silence."""
+_DESCRIBE_INTERVAL = 900.0
+"""Longest pause between two such requests."""
+_RECORD_TIMEOUT = 30.0
+"""Seconds in which the end of a payload appears that the session no longer has."""
+_POLL_INTERVAL = 0.5
 _CHUNK = 1024 * 1024
 
 
@@ -42,18 +42,17 @@ class SessionPayload:
         connection: reaches the files.
         job: the session's job.
         cluster_id: name of the session's cluster.
-        name: what the session is called.
+        name: name of the session, with its generation.
         run_dir: the payload's run directory.
-        nonce: the payload's name.
-        reused: whether the session was there before anybody waited for it; None if that is not known.
-        waited: seconds until the session had accepted it; None if that is not known.
-        poll_interval: seconds of silence after which Slurm is asked whether the session's job lives.
-        describe: asks the session what it has.
-        step: who asks.
+        nonce: the payload's nonce.
+        reused: whether the session accepted requests before this step came; None if that is not known.
+        waited: seconds until the session accepted the payload; None if that is not known.
+        poll_interval: seconds of silence after which the queue is polled for the session's job.
+        describe: requests the session's description.
+        step: the step that runs the payload.
     """
 
-    waiting = False
-    """Once it is accepted its record has begun."""
+    waiting = False  # The record of an accepted payload has begun.
     requeue = False
 
     def __init__(
@@ -85,10 +84,10 @@ class SessionPayload:
         self._step, self._log = step, step.log
         self._followed = False
         self._cancelled = False
-        self._order = CancelRequest(self._give, step.log)
-        self._ask_at = _ASK_AFTER
-        self._forgotten_since: float | None = None
-        """Since when it is known that the session no longer has the payload."""
+        self._cancel_request = CancelRequest(self._send_cancel, step.log)
+        self._describe_at = _DESCRIBE_AFTER
+        self._missing_since: float | None = None
+        """Since when the session is known to have the payload no longer."""
 
     @property
     def place(self) -> str:
@@ -96,75 +95,71 @@ class SessionPayload:
 
     def poll(self, evidence: Evidence) -> str | None:
         self._followed = True
-        self._order.resend_for(evidence)
+        self._cancel_request.resend_for(evidence)
         silence = time.monotonic() - evidence.last_growth
-        if self._is_forgotten(silence):
+        if self._is_lost(silence):
             evidence.ended_unrecorded = (
                 f"its session, {self._name}, no longer has it; what it wrote is in {self._run_dir} on {self._connection.place}"
             )
             return "its session no longer has it"
         # While the record grows the session lives, and a short step costs slurmctld nothing.
-        if silence < _QUIET and not self._job.view.over:
+        if silence < _EXIT_POLL_AFTER and not self._job.view.over:
             return None
         self._job.observe(evidence.started_at, ask=silence >= self._poll_interval)
         return self._job.end_description(started=True)
 
-    def _is_forgotten(self, silence: float) -> bool:
-        """Whether the session has not had the payload for a while, and yet nothing more was written."""
-        if silence < _ASK_AFTER:
-            self._ask_at, self._forgotten_since = _ASK_AFTER, None
-        elif self._forgotten_since is not None:
-            return time.monotonic() - self._forgotten_since >= _SETTLE
-        elif silence >= self._ask_at and not self._job.view.over:
-            self._ask_at = silence + min(silence, _ASK_EVERY)
+    def _is_lost(self, silence: float) -> bool:
+        """Whether the session has had the payload no longer for a while, and the record still has no end."""
+        if silence < _DESCRIBE_AFTER:
+            self._describe_at, self._missing_since = _DESCRIBE_AFTER, None
+        elif self._missing_since is not None:
+            return time.monotonic() - self._missing_since >= _RECORD_TIMEOUT
+        elif silence >= self._describe_at and not self._job.view.over:
+            self._describe_at = silence + min(silence, _DESCRIBE_INTERVAL)
             with contextlib.suppress(OSError):
-                said = self._describe()
-                payloads = said.get("payloads")
-                if said.get("ok") and isinstance(payloads, list) and self._run_dir not in [each["run_dir"] for each in payloads]:
-                    self._forgotten_since = time.monotonic()
+                answer = self._describe()
+                payloads = answer.get("payloads")
+                known = answer.get("ok") and isinstance(payloads, list)
+                if known and self._run_dir not in [each["run_dir"] for each in payloads or ()]:
+                    self._missing_since = time.monotonic()
         return False
 
     def cancel(self, now: bool = False) -> None:
         self._cancelled = True
-        self._order.send(now)
+        self._cancel_request.send(now)
 
-    def _give(self, now: bool) -> None:
-        """Tell the session to end the payload.
-
-        Raises:
-            OSError: it cannot be told.
-        """
+    def _send_cancel(self, now: bool) -> None:
         if self._step.may_end():
             write_cancel_request(self._connection, self._run_dir, now)
 
     def kill(self) -> None:
-        """End the payload without grace. The session, which serves others, is left alone."""
+        """End the payload without grace period; the session keeps serving other payloads."""
         with deferred_interrupts():
             if not self._step.should_end():
                 return
             began = time.monotonic()
             self.cancel(now=True)
-            order, file = self._order, cancel_path(self._run_dir)
+            request, file = self._cancel_request, cancel_path(self._run_dir)
             while not self._is_over():
                 now = time.monotonic()
-                if order.delivered and now - max(began, order.sent_at) > _KILL_DEADLINE:
+                if request.delivered and now - max(began, request.sent_at) > _KILL_TIMEOUT:
                     self._log.error(
                         f"[rayslurm] the payload may still run: {file} tells it to end, and session {self._name} does not say "
                         f"that it has; run `scancel {self.job_id}` on {self._connection.place} to end the session and all it runs"
                     )
                     return
-                if not order.delivered and now - began > _TELL_DEADLINE:
+                if not request.delivered and now - began > _DELIVERY_TIMEOUT:
                     self._log.error(
-                        f"[rayslurm] the payload may still run, as it could not be told to end ({order.error}); run "
+                        f"[rayslurm] the payload may still run, as it could not be told to end ({request.error}); run "
                         f"`echo '{cancel_request_json(True)}' > {shlex.quote(file)}` on {self._connection.place}, or "
                         f"`scancel {self.job_id}` to end session {self._name} and all it runs"
                     )
                     return
-                time.sleep(_LOOK_INTERVAL)
-                order.resend()
+                time.sleep(_POLL_INTERVAL)
+                request.resend()
 
     def _is_over(self) -> bool:
-        """Whether its end is written, or its session has ended."""
+        """Whether the end is recorded, or the session has ended."""
         if self._job.observe(ask=False) and self._job.view.over:
             return True
         reader = LineReader()
@@ -175,7 +170,7 @@ class SessionPayload:
         return False
 
     def explain(self, evidence: Evidence) -> None:
-        # A payload that was killed leaves its session as it was: Slurm will not come to a final word on that.
+        # If only the payload ended, its session's job reaches no final state to wait for.
         alone = evidence.end is not None and evidence.end["reason"] == EndReason.EXIT
         self._job.explain(evidence, patience=0.0 if alone else STATE_DEADLINE)
 
@@ -194,7 +189,7 @@ class SessionPayload:
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """Let go of it; the session goes on. One that nobody has followed is ended first."""
+        """Let go of the payload; kill it first if no one followed it."""
         if leaks := _leaks(evidence):
             self._log.warning(f"[rayslurm] the payload left on the session's cluster: {leaks}")
         if evidence.end is None and not self._followed and not self._cancelled:
@@ -202,5 +197,5 @@ class SessionPayload:
 
 
 def _leaks(evidence: Evidence) -> str:
-    """What the payload left alive on the cluster that others use after it."""
+    """What the payload left alive on the cluster that other payloads use after it."""
     return "; ".join(map(str, ((evidence.end or {}).get("context") or {}).get("leaks") or []))

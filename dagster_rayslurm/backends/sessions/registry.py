@@ -1,8 +1,8 @@
-"""Sessions on the cluster's file system: one directory for each name, in it one for each allocation there has been.
+"""The registry of sessions on the cluster's file system: a directory per session, and in it one per allocation (generation).
 
-The newest generation is the session; who makes the next one, by `mkdir`, submits its job. Nothing is removed in a race, so
-that nobody can take away what another one has just made; a generation that its maker has left is marked instead. Ages are
-differences between times of that file system alone: its clock may be any, and those of its clients differ.
+The newest generation is the session. The process that makes the next directory, by `mkdir`, has claimed that generation and
+submits its job. A race never removes anything, so no process can remove what another one has just made; an abandoned claim
+is marked instead. Ages are differences between times of that file system, since the clocks of its clients differ.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from .client import Announcement, parse_announcement
 from .matching import Capacity, capacity_from_json, capacity_to_json
 
 WAITING = "waiting"
-"""Directory of files of those who wait for a session to come up, touched by them."""
+"""Directory with a file for each process that waits for a session to start; the process touches its file."""
 TOUCH_INTERVAL = 60.0
-"""Seconds between two touches of such a file; after three times as long nobody waits there."""
+"""Seconds between two touches of such a file; after three times as long the process no longer waits."""
+FOREIGN = 77
+"""Exit code of a script that finds the directory of another user."""
 
 _MOST_BYTES = 1024 * 1024
 _MOST_GENERATIONS = 999_999_999
-_LOST_SIGHT = 0.2
-"""Seconds before a file is read once more that could not be read."""
+_READ_RETRY = 0.2
+"""Seconds before a failed read is repeated: a network file system that lost sight of a file finds it then."""
 
-FOREIGN = 77
-"""Exit code of a look at a directory of another user."""
-# All of them get the session's directory as $1 and a random word as $2.
+# All scripts get the session's directory as $1 and a word without meaning to the shell as $2.
 _NOW = """\
 : >".rs-$2.probe" || exit
 now=$(stat -c %Y -- ".rs-$2.probe")
 rm -f -- ".rs-$2.probe"
 """
 
-_LOOK = f"""\
+_NEWEST = f"""\
 umask 077
 cd -- "$1" 2>/dev/null || {{ echo 0; exit 0; }}
 newest=0
@@ -66,7 +66,7 @@ umask 077
 cd -- "$1" && mkdir -p {WAITING} && touch -- "{WAITING}/$2"
 """
 
-# Whoever comes while this is decided finds the mark, or a job that is over and the mark.
+# The session may announce itself while this script runs, so it looks before and after it makes the mark.
 _LEAVE = f"""\
 cd -- "$1" || exit 0
 rm -f -- "{WAITING}/$2"
@@ -83,59 +83,55 @@ echo last
 
 @dataclass(frozen=True)
 class SessionManifest:
-    """What the maker of a generation wrote down for those who find it.
+    """What the creator of a generation wrote down for the processes that find it.
 
     Attributes:
         generation: its number.
-        offer: what it has for each payload.
-        ask: the command that hands a request over within its allocation, but for the directory.
+        capacity: what it offers to each payload.
+        ask_command: the command that hands a request over within the allocation, without the directory.
     """
 
     generation: int
-    offer: Capacity
-    ask: tuple[str, ...]
+    capacity: Capacity
+    ask_command: tuple[str, ...]
 
 
-def charter_to_json(charter: SessionManifest) -> bytes:
-    """A charter as a file."""
-    content = {"generation": charter.generation, "offer": capacity_to_json(charter.offer), "ask": list(charter.ask)}
-    return json.dumps({"protocol": PROTOCOL_VERSION, **content}).encode()
+def manifest_to_json(manifest: SessionManifest) -> bytes:
+    """A manifest as a file."""
+    content = {
+        "protocol": PROTOCOL_VERSION,
+        "generation": manifest.generation,
+        "offer": capacity_to_json(manifest.capacity),
+        "ask": list(manifest.ask_command),
+    }
+    return json.dumps(content).encode()
 
 
-def parse_charter(data: bytes) -> SessionManifest | None:
-    """The charter in a file; None if there is none, or it is damaged, or of another version."""
+def parse_manifest(data: bytes) -> SessionManifest | None:
+    """The manifest in a file; None if there is none, or it is damaged or of another version."""
     try:
         found = json.loads(data)
-        number, ask = found["generation"], found["ask"]
+        number, command = found["generation"], found["ask"]
         if found["protocol"] != PROTOCOL_VERSION or type(number) is not int or not 0 < number <= _MOST_GENERATIONS:
             return None
-        if not isinstance(ask, list) or not ask or not all(isinstance(word, str) for word in ask):
+        if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
             return None
-        return SessionManifest(number, capacity_from_json(found["offer"]), tuple(ask))
+        return SessionManifest(number, capacity_from_json(found["offer"]), tuple(command))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def never_served(data: bytes) -> bool:
-    """Whether what a session says of itself tells that it has never taken a payload."""
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("served") == 0
-
-
 @dataclass(frozen=True)
-class Newest:
-    """The newest generation, as one look at its directory shows it.
+class NewestGeneration:
+    """The newest generation, as one look at the session's directory shows it.
 
     Attributes:
         number: its number; 0 if there has been none.
         age: seconds since it was claimed.
-        creator: name of the job that its maker submits; "" if that was never written.
+        creator: name of the job that its creator submits; "" if that was never written.
         job_id: its job; None if that is not known.
         abandoned: whether it was given up.
-        ended: whether its batch script has come to an end.
+        ended: whether its batch script has ended.
     """
 
     number: int
@@ -146,42 +142,42 @@ class Newest:
     ended: bool = False
 
 
-def parse_newest(text: str) -> Newest:
-    """What the look printed.
+def parse_newest(text: str) -> NewestGeneration:
+    """The newest generation from the output of the script.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is something else.
     """
     lines = text.split("\n")
     number = int(lines[0])
     if number == 0:
-        return Newest(0)
+        return NewestGeneration(0)
     age, creator, job_id, abandoned, ended = lines[1:6]
     known = job_id if re.fullmatch("[0-9]{1,18}", job_id) else None
-    return Newest(number, float(age), creator, known, abandoned == "abandoned", ended == "ended")
+    return NewestGeneration(number, float(age), creator, known, abandoned == "abandoned", ended == "ended")
 
 
 @dataclass(frozen=True)
-class Found:
-    """A generation that takes requests.
+class LiveSession:
+    """A generation that accepts requests.
 
     Attributes:
-        directory: where it is.
-        charter: what its maker wrote down.
-        announcement: how it is reached.
+        directory: its directory, absolute.
+        manifest: what its creator wrote down.
+        announcement: how to reach it.
     """
 
     directory: str
-    charter: SessionManifest
+    manifest: SessionManifest
     announcement: Announcement
 
 
-_ours: weakref.WeakKeyDictionary[Connection, set[str]] = weakref.WeakKeyDictionary()
-"""Sessions' directories that belong to this user, as do those above them, on each connection."""
+_own_directories: weakref.WeakKeyDictionary[Connection, set[str]] = weakref.WeakKeyDictionary()
+"""Session directories that belong to this user, as do their parents, by connection."""
 
 
 class SessionRegistry:
-    """The generations of one session.
+    """The generations of one session. Methods raise `StartError` if the directory is another user's, else `OSError`.
 
     Args:
         commands: runs commands on the edge node and reaches the files.
@@ -192,134 +188,86 @@ class SessionRegistry:
         self.directory = directory
         self._commands = commands
 
-    def generation(self, number: int) -> str:
+    def generation_dir(self, number: int) -> str:
         """The directory of a generation."""
         return os.path.join(self.directory, str(number))
 
-    def hinted(self) -> Found | None:
-        """The session, if it is where its last maker said; two reads, and no command.
+    def current(self) -> LiveSession | None:
+        """The session to which the hint of the last creator leads; two reads and no command."""
+        manifest = parse_manifest(self._read(CURRENT))
+        return self._live(manifest) if manifest is not None else None
 
-        Raises:
-            StartError: the directory is another user's.
-            OSError: it cannot be read.
-        """
-        charter = parse_charter(self._read(CURRENT))
-        return self._with_announcement(charter) if charter is not None else None
-
-    def found(self, number: int) -> Found | None:
-        """A generation that takes requests, whatever is said of it elsewhere; then that is put right.
-
-        Raises:
-            StartError: the directory is another user's.
-            OSError: it cannot be read.
-        """
-        charter = parse_charter(self._read(str(number), OFFER))
-        if charter is None or charter.generation != number:
+    def session(self, number: int) -> LiveSession | None:
+        """A generation if it accepts requests; corrects the hint that `current` follows."""
+        manifest = parse_manifest(self._read(str(number), OFFER))
+        if manifest is None or manifest.generation != number:
             return None
-        found = self._with_announcement(charter)
-        if found is not None and parse_charter(self._read(CURRENT)) != charter:
-            self._commands.write(os.path.join(self.directory, CURRENT), charter_to_json(charter))
-        return found
+        session = self._live(manifest)
+        if session is not None and parse_manifest(self._read(CURRENT)) != manifest:
+            self._commands.write(os.path.join(self.directory, CURRENT), manifest_to_json(manifest))
+        return session
 
-    def announcement(self, number: int) -> Announcement | None:
-        """What a generation says of itself.
-
-        Raises:
-            StartError: the directory is another user's.
-            OSError: it cannot be read.
-        """
-        return parse_announcement(self._read(str(number), SESSION))
-
-    def took_nothing(self, number: int) -> bool:
-        """Whether a generation that takes no payload has never taken one.
-
-        Raises:
-            StartError: the directory is another user's.
-            OSError: it cannot be read.
-        """
-        return never_served(self._read(str(number), SESSION))
-
-    def _with_announcement(self, charter: SessionManifest) -> Found | None:
-        announcement = self.announcement(charter.generation)
+    def _live(self, manifest: SessionManifest) -> LiveSession | None:
+        announcement = self.announcement(manifest.generation)
         if announcement is None or announcement.protocol != PROTOCOL_VERSION or announcement.closing is not None:
             return None
-        return Found(self.generation(charter.generation), charter, announcement)
+        return LiveSession(self.generation_dir(manifest.generation), manifest, announcement)
 
-    def look(self) -> Newest:
-        """The newest generation; one command.
+    def announcement(self, number: int) -> Announcement | None:
+        """The announcement of a generation, whether or not it accepts requests."""
+        return parse_announcement(self._read(str(number), SESSION))
 
-        Raises:
-            StartError: the directory is another user's, or no allocation can come after the newest one.
-            OSError: the directory cannot be read.
-        """
-        self._is_ours()
-        said = self._run(_LOOK)
+    def never_served(self, number: int) -> bool:
+        """Whether a generation announces that it has never accepted a payload."""
         try:
-            newest = parse_newest(said)
+            found = json.loads(self._read(str(number), SESSION))
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(found, dict) and found.get("served") == 0
+
+    def newest(self) -> NewestGeneration:
+        """The newest generation; one command."""
+        self._check_owner()
+        output = self._run(_NEWEST, self.directory, secrets.token_hex(8))
+        try:
+            newest = parse_newest(output)
         except ValueError:
-            raise OSError(f"{self._commands.place}: {self.directory} cannot be read: {said[-300:]!r}") from None
+            raise OSError(f"{self._commands.place}: {self.directory} cannot be read: {output[-300:]!r}") from None
         if newest.number >= _MOST_GENERATIONS:
-            where = f"{self._commands.place}:{self.generation(newest.number)}"
-            message = f"{where} leaves no number for another allocation of this session: remove it"
-            raise StartError(FailureKind.CONFIGURATION, message)
+            where = f"{self._commands.place}:{self.generation_dir(newest.number)}"
+            sentence = f"{where} leaves no number for another allocation of this session: remove it"
+            raise StartError(FailureKind.CONFIGURATION, sentence)
         return newest
 
-    def wait_at(self, number: int, who: str) -> None:
-        """Say that somebody waits for a generation to come up; to be repeated every `TOUCH_INTERVAL` seconds.
+    def wait_for(self, number: int, waiter: str) -> None:
+        """Note that a process waits for a generation to start; to be repeated every `TOUCH_INTERVAL` seconds."""
+        self._run(_WAIT, self.generation_dir(number), waiter)
 
-        Raises:
-            OSError: that cannot be written.
-        """
-        self._run(_WAIT, self.generation(number), who)
-
-    def leave(self, number: int, who: str) -> bool:
-        """Wait no longer.
-
-        Returns:
-            Whether nobody waits for it now, so that its job has to go; it counts as abandoned then.
-
-        Raises:
-            OSError: that cannot be found out.
-        """
+    def stop_waiting(self, number: int, waiter: str) -> bool:
+        """Note that a process no longer waits; True if it was the last one, so that the job must go. It is abandoned then."""
         fresh = str(round(3 * TOUCH_INTERVAL))
-        return self._run(_LEAVE, self.generation(number), who, fresh).strip() == "last"
+        return self._run(_LEAVE, self.generation_dir(number), waiter, fresh).strip() == "last"
 
     def abandon(self, number: int) -> None:
-        """Give a generation up: whoever made it takes it down if its job comes into being after all.
-
-        Raises:
-            OSError: the mark cannot be made.
-        """
-        self._commands.make_dir(os.path.join(self.generation(number), ABANDONED))
+        """Mark a generation as abandoned: its creator cancels the job if that is submitted after all."""
+        self._commands.make_dir(os.path.join(self.generation_dir(number), ABANDONED))
 
     def is_abandoned(self, number: int) -> bool:
-        """Whether a generation was given up.
-
-        Raises:
-            OSError: that cannot be found out.
-        """
-        done = self._commands.run(["test", "-e", os.path.join(self.generation(number), ABANDONED)])
+        """Whether a generation was abandoned."""
+        done = self._commands.run(["test", "-e", os.path.join(self.generation_dir(number), ABANDONED)])
         return done.returncode == 0
 
-    def adopt(self, number: int, job_id: str) -> None:
-        """Write down a job whose maker did not come to it.
+    def write_job_id(self, number: int, job_id: str) -> None:
+        """Write down a job whose creator was cut off before it did so."""
+        self._commands.write(os.path.join(self.generation_dir(number), JOB_ID), f"{job_id}\n".encode())
 
-        Raises:
-            OSError: it cannot be written.
+    def _check_owner(self) -> bool:
+        """Whether the session's directory exists; looked up once per process.
+
+        The names of sessions are predictable. The owner of a parent directory could put a session of their own there, with
+        a command that its finders run.
         """
-        self._commands.write(os.path.join(self.generation(number), JOB_ID), f"{job_id}\n".encode())
-
-    def _is_ours(self) -> bool:
-        """Whether the session's directory is there, and of nobody else; looked up once by each process.
-
-        Who owns one on the way could put a session of their own there, with a command that is run by those who find it:
-        what a session is called can be foreseen.
-
-        Raises:
-            StartError: it is another user's, or one above it is.
-            OSError: that cannot be found out.
-        """
-        known = _ours.setdefault(self._commands, set())
+        known = _own_directories.setdefault(self._commands, set())
         if self.directory in known:
             return True
         sessions = os.path.dirname(self.directory)
@@ -338,23 +286,20 @@ class SessionRegistry:
         return True
 
     def _read(self, *names: str) -> bytes:
-        """What is in a file of the session's directory; nothing at all is believed unless that is this user's."""
-        if not self._is_ours():
+        if not self._check_owner():
             return b""
         path = os.path.join(self.directory, *names)
         try:
             return self._commands.read(path, 0, _MOST_BYTES)
         except (ConnectionFailed, PermissionError):
             raise
-        except OSError:  # A network file system that has lost sight of a file finds it when it is asked again.
-            time.sleep(_LOST_SIGHT)
+        except OSError:
+            time.sleep(_READ_RETRY)
             return self._commands.read(path, 0, _MOST_BYTES)
 
-    def _run(self, script: str, directory: str | None = None, *words: str) -> str:
-        place = directory or self.directory
-        arguments = words or (secrets.token_hex(8),)
-        done = self._commands.run(["sh", "-c", script, "sh", place, *arguments], timeout=120)
+    def _run(self, script: str, directory: str, *words: str) -> str:
+        done = self._commands.run(["sh", "-c", script, "sh", directory, *words], timeout=120)
         if done.returncode:
             said = done.stderr.decode("utf-8", "replace").strip()[-300:]
-            raise OSError(f"{self._commands.place}: {place} cannot be used: {said or f'exit code {done.returncode}'}")
+            raise OSError(f"{self._commands.place}: {directory} cannot be used: {said or f'exit code {done.returncode}'}")
         return done.stdout.decode("utf-8", "replace")

@@ -1,8 +1,7 @@
-"""One payload's request: put to a session until it is known whether that has accepted it, so that it never runs twice."""
+"""The run request of one payload: repeated until it is known whether a session accepted it, so that it never runs twice."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,37 +14,40 @@ from ...slurm.queue import SharedQueue, fetch_queue
 from ...slurm.script import parse_exit
 from ...slurm.states import TERMINAL
 from ...ssh.base import Connection, ConnectionFailed
-from .client import AnswerLost, Unreachable, ask, parse_announcement
-from .registry import Found
+from .client import AnswerLost, Unreachable, parse_announcement, send_request
+from .registry import LiveSession
 
 GONE = "gone"
-"""The answer of a session that is over, made up here."""
+"""The error of a session that has ended; this side makes it up."""
 
 _PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-_SILENT_FOR = 600.0
-"""Seconds in which a session must answer that can be reached, as far as the edge node goes."""
-_REWRITES = 5
-"""Times that secrets are written again which a session does not find."""
+_ANSWER_DEADLINE = 600.0
+"""Seconds in which a session must answer while the edge node is in reach."""
+_SECRETS_REWRITES = 5
+"""Times that secrets are written again for a session that does not see them."""
 _MOST_BYTES = 1024 * 1024
 _WITHDRAWALS = 3
-_WITHDRAW_WITHIN = 20.0
-"""Seconds after which no other try is made to find out whether it was accepted; somebody has pressed Ctrl-C."""
+_WITHDRAW_TIMEOUT = 20.0
+"""Seconds after which no further withdrawal is tried; a person has pressed Ctrl-C and waits."""
 
 
-class Request:
-    """A payload on its way to a session.
+class RunRequest:
+    """The request of one payload.
 
     Args:
         connection: reaches the files and the session.
         commands: runs Slurm's programs.
         queue: the shared view of the queue.
         run_dir: the payload's run directory.
-        nonce: the payload's name; sessions accept it once.
-        carrier: how requests get to a session.
-        patience: seconds for which the edge node can be out of reach once a session may have accepted it.
-        accept: told of the session that has accepted it, with no interrupt in between.
+        nonce: the payload's nonce, the request's idempotency key.
+        carrier: how requests reach the session, see `send_request`.
+        patience: seconds for which the edge node may be out of reach once a session may have accepted the payload.
+        on_accepted: gets the session that accepted the payload; no interrupt comes in between.
         log: the step's log.
-        secrets: what its file of secret variables holds; empty if it has none.
+        secrets: content of the payload's file of secret variables; empty if it has none.
+
+    Attributes:
+        unsettled: whether a session may have accepted the payload although its answer is not known.
     """
 
     def __init__(
@@ -58,12 +60,11 @@ class Request:
         nonce: str,
         carrier: str,
         patience: float,
-        accept: Callable[[Found], None],
+        on_accepted: Callable[[LiveSession], None],
         log: Any,
         secrets: bytes = b"",
     ) -> None:
         self.unsettled = False
-        """Whether a session may have accepted it whose answer is not known, or not known yet."""
         self._connection = connection
         self._commands = commands
         self._queue = queue
@@ -71,218 +72,194 @@ class Request:
         self._nonce = nonce
         self._carrier = carrier
         self._patience = patience
-        self._accept = accept
+        self._on_accepted = on_accepted
         self._log = log
         self._secrets = secrets
-        self._asked: dict[str, Found] = {}
-        self._why = ""
-        """What the last try failed of."""
+        self._tried: dict[str, LiveSession] = {}
+        """Sessions that got the request, by cluster id."""
+        self._problem = ""
+        """Why the last try failed."""
         self._alive: bool | None = None
-        """Whether the session lives; None if nobody says so."""
+        """Whether the session lives; None if that is not known."""
 
-    def put(self, found: Found, files: Mapping[str, str], needs: Sequence[str]) -> dict[str, Any]:
-        """Ask a session to run it.
+    def submit(self, session: LiveSession, files: Mapping[str, str], needs: Sequence[str]) -> dict[str, Any]:
+        """Ask a session to run the payload, and return its answer.
 
         Args:
-            found: the session.
-            files: what its run directory begins with.
+            session: the session.
+            files: the first files of the run directory.
             needs: paths of bundles.
 
         Returns:
-            The answer; {"ok": True} also where this was accepted before, {"error": "gone"} where nobody is left to answer.
+            The answer; {"ok": True} also if a session accepted the payload before, {"error": "gone"} if this one has ended.
 
         Raises:
             StartError: the session does not answer, or cannot write to the run directory.
-            ConnectionFailed: the edge node cannot be reached; nothing was asked.
+            ConnectionFailed: the edge node cannot be reached; no session got the request.
             OSError: the secrets cannot be written.
         """
-        request = self._request("run", files=dict(files), needs=list(needs))
+        request = self._message("run", files=dict(files), needs=list(needs))
         if self._secrets:
             request["secrets"] = True
             self._write_secrets()
-        self._asked[found.announcement.cluster_id] = found
+        self._tried[session.announcement.cluster_id] = session
         pauses = iter(_PAUSES)
         in_reach, since = True, time.monotonic()
-        without_secrets = 0
-        told = ""
+        rewrites, logged = 0, ""
         while True:
-            before = in_reach
+            was_in_reach, in_reach, answer = in_reach, True, None
             try:
-                in_reach = True
-                answer = self._try(found, request)
+                answer = self._try(session, request)
             except ConnectionFailed as error:
                 if not self.unsettled:
                     raise
-                in_reach, answer, self._why = False, None, str(error)
+                in_reach, self._problem = False, str(error)
             if answer is not None:
+                message = str(answer.get("message"))
                 if answer.get("error") == "record":
-                    raise StartError(FailureKind.RECORD, f"{self._name(found)}, {self._commands.place}: {answer.get('message')}")
+                    raise StartError(FailureKind.RECORD, f"{_name(session)}, {self._commands.place}: {message}")
                 if answer.get("error") != "missing-secrets":
                     return answer
-                # They were swept; or written on the edge node a moment ago, and another node does not see them yet.
-                self._why = str(answer.get("message"))
-                without_secrets += 1
-                if without_secrets > _REWRITES:
-                    raise StartError(FailureKind.RECORD, f"{self._name(found)} cannot read what was written for it: {self._why}")
+                # A cleanup removed the file; or the file is new and the session's node does not see it yet.
+                self._problem = message
+                rewrites += 1
+                if rewrites > _SECRETS_REWRITES:
+                    raise StartError(FailureKind.RECORD, f"{_name(session)} cannot read what was written for it: {message}")
                 self._write_secrets()
             now = time.monotonic()
-            if in_reach is not before:
+            if in_reach is not was_in_reach:
                 since = now
-            if now - since > (_SILENT_FOR if in_reach else self._patience):
-                raise self._silent(found, in_reach)
-            if self._why != told:
-                told = self._why
-                self._log.warning(f"[rayslurm] {told}; asking again")
+            if now - since > (_ANSWER_DEADLINE if in_reach else self._patience):
+                raise self._no_answer(session, in_reach)
+            if self._problem != logged:
+                logged = self._problem
+                self._log.warning(f"[rayslurm] {logged}; asking again")
             time.sleep(next(pauses, _PAUSES[-1]))
 
-    def _request(self, op: str, **more: Any) -> dict[str, Any]:
+    def describe(self, session: LiveSession) -> dict[str, Any]:
+        """The state of a session; an OSError if it does not answer."""
+        return self._send(session, {"op": "describe"})
+
+    def withdraw(self) -> None:
+        """Withdraw the request before a cancel, or find out that a session accepted it after all."""
+        deadline = time.monotonic() + _WITHDRAW_TIMEOUT
+        for _ in range(_WITHDRAWALS):
+            try:
+                acceptor, _ = self._read_acceptor()
+                if acceptor is not None:
+                    self._settle(acceptor)
+                    return
+                newest = list(self._tried.values())[-1]
+                if self._try(newest, self._message("withdraw")) is not None:
+                    return
+            except OSError as error:
+                self._problem = str(error)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_PAUSES[0])
+        self._log.error(f"[rayslurm] a session may have accepted the payload, which may run now: see {self._run_dir}")
+
+    def _message(self, op: str, **more: Any) -> dict[str, Any]:
         return {"op": op, "request_id": self._nonce, "run_dir": self._run_dir, **more}
 
     def _write_secrets(self) -> None:
-        """Only now: while a session waits in the queue nobody sees to its payloads' directories, and they may be swept."""
+        """Write the secrets just before the request: while the session waits in the queue, a cleanup may remove them."""
         self._connection.make_dir(self._run_dir)
         self._connection.write(os.path.join(self._run_dir, SECRETS), self._secrets)
 
-    def _try(self, found: Found, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Ask once.
+    def _send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
+        announcement, command = session.announcement, session.manifest.ask_command
+        return send_request(self._connection, self._commands, announcement, request, self._carrier, session.directory, command)
 
-        Returns:
-            The answer; None if there is none, and it is not known that there will be none.
-
-        Raises:
-            ConnectionFailed: the edge node cannot be reached.
-        """
+    def _try(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Send the request once; None if there is no answer and the session may still live."""
         try:
-            return self._put_once(found, request)
+            return self._send_once(session, request)
         except (AnswerLost, Unreachable) as error:
-            self._why = str(error)
-            nobody_there = isinstance(error, Unreachable)
-        # The record tells without anybody's answer, and costs nobody but the file system.
-        if self.unsettled and (acceptor := self._started_by()) is not None:
-            return self._settled(acceptor)
-        self._alive = self._lives(found, nobody_there)
-        return self._without_answer() if self._alive is False else None
-
-    def _put_once(self, found: Found, request: Mapping[str, Any]) -> dict[str, Any]:
-        before = self.unsettled
-        # An interrupt may come from here on: whoever is about to cancel it finds out what became of it.
-        self.unsettled = True
-        try:
-            answer = self._ask(found, request)
-        except AnswerLost:
-            raise
-        except OSError:
-            self.unsettled = before  # Nothing was asked.
-            raise
-        if answer.get("ok"):
-            return self._settled(found)
-        if answer.get("error") == "duplicate":
-            return self._settled(self._acceptor(found))
-        # Whatever it says instead, it has looked whether this payload had been accepted.
-        self.unsettled = False
-        return answer
-
-    def _ask(self, found: Found, request: Mapping[str, Any]) -> dict[str, Any]:
-        announcement, start = found.announcement, found.charter.ask
-        return ask(self._connection, self._commands, announcement, request, self._carrier, found.directory, start)
-
-    def describe(self, found: Found) -> dict[str, Any]:
-        """What a session says of itself.
-
-        Raises:
-            OSError: it does not answer.
-        """
-        return self._ask(found, {"op": "describe"})
-
-    def _settled(self, acceptor: Found) -> dict[str, Any]:
-        with delayed_interrupts():
-            self._accept(acceptor)
-            self.unsettled = False
-        return {"ok": True}
-
-    def _without_answer(self) -> dict[str, Any] | None:
-        """What is to be said of a session that is over: it had accepted, or never will; None if that cannot be read."""
-        if self.unsettled:
-            try:
-                acceptor = self._read_start()
-            except ConnectionFailed:
-                raise
-            except OSError as error:
-                self._why = f"it may have been accepted, but that cannot be read: {error}"
-                return None
-            if acceptor is not None:
-                return self._settled(acceptor)
+            self._problem = str(error)
+            unreachable = isinstance(error, Unreachable)
+        # The record says who accepted the payload, and costs nothing but a read.
+        if self.unsettled and (acceptor := self._read_acceptor()[0]) is not None:
+            return self._settle(acceptor)
+        self._alive = self._lives(session, unreachable)
+        if self._alive is not False:
+            return None
+        # The session may have begun the record between the last look and its end.
+        acceptor, read_error = self._read_acceptor() if self.unsettled else (None, None)
+        if acceptor is not None:
+            return self._settle(acceptor)
+        if read_error is not None:
+            self._problem = f"it may have been accepted, but that cannot be read: {read_error}"
+            return None
         self.unsettled = False
         return {"ok": False, "error": GONE}
 
-    def _acceptor(self, found: Found) -> Found:
-        """Which session has accepted it: the one that says so, or one before that is gone by now.
+    def _send_once(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
+        before = self.unsettled
+        # From here on an interrupt leaves it open whether the session accepts the payload.
+        self.unsettled = True
+        try:
+            answer = self._send(session, request)
+        except AnswerLost:
+            raise
+        except OSError:
+            self.unsettled = before  # The session did not get the request.
+            raise
+        if answer.get("ok"):
+            return self._settle(session)
+        if answer.get("error") == "duplicate":
+            return self._settle(self._find_acceptor(session))
+        # Before any other answer, the session has checked that the payload was not accepted before.
+        self.unsettled = False
+        return answer
 
-        Raises:
-            AnswerLost: that cannot be read.
-            ConnectionFailed: the edge node cannot be reached.
-        """
-        if len(self._asked) == 1:
-            return found
-        problem: OSError | None = None
+    def _settle(self, acceptor: LiveSession) -> dict[str, Any]:
+        with delayed_interrupts():
+            self._on_accepted(acceptor)
+            self.unsettled = False
+        return {"ok": True}
+
+    def _find_acceptor(self, session: LiveSession) -> LiveSession:
+        """The session that accepted the payload: the one that answers, or one before it that has ended."""
+        if len(self._tried) == 1:
+            return session
+        error: OSError | None = None
         for pause in _PAUSES:
-            try:
-                problem, acceptor = None, self._read_start()
-            except ConnectionFailed:
-                raise
-            except OSError as error:
-                problem, acceptor = error, None
+            acceptor, error = self._read_acceptor()
             if acceptor is not None:
                 return acceptor
             time.sleep(pause)
-        if problem is not None:
-            raise AnswerLost(f"a session has accepted it, but which one cannot be read: {problem}")
-        return found
+        if error is not None:
+            raise AnswerLost(f"a session has accepted it, but which one cannot be read: {error}")
+        return session
 
-    def _started_by(self) -> Found | None:
-        """The session in whose name the record was begun; None also if that cannot be read, though the edge node is there."""
+    def _read_acceptor(self) -> tuple[LiveSession | None, OSError | None]:
+        """The session that began the payload's record, or the error that keeps the record from being read."""
         try:
-            return self._read_start()
+            data = self._connection.read(os.path.join(self._run_dir, JOURNAL), 0, _MOST_BYTES)
         except ConnectionFailed:
             raise
-        except OSError:
-            return None
+        except OSError as error:
+            return None, error
+        starts = (record for record in LineReader().feed(data) if record.get("type") == "start")
+        start = next(starts, None)
+        return (None if start is None else self._tried.get(str(start.get("cluster_id")))), None
 
-    def _read_start(self) -> Found | None:
-        """The session in whose name the record was begun; None if there is no record.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        for record in LineReader().feed(self._connection.read(os.path.join(self._run_dir, JOURNAL), 0, _MOST_BYTES)):
-            if record.get("type") == "start":
-                return self._asked.get(str(record.get("cluster_id")))
-        return None
-
-    def _lives(self, found: Found, nobody_there: bool) -> bool | None:
-        """Whether a session is there that may answer some time; None if nobody says so.
-
-        Args:
-            found: the session.
-            nobody_there: whether it could not be reached. One that can may be about to end, and answer all the same.
-
-        Raises:
-            ConnectionFailed: the edge node cannot be reached.
-        """
-        job_id = int(found.announcement.job_id)
+    def _lives(self, session: LiveSession, unreachable: bool) -> bool | None:
+        """Whether a session may still answer; None if that is not known."""
+        job_id = int(session.announcement.job_id)
         try:
-            if nobody_there:
-                said = parse_announcement(self._connection.read(os.path.join(found.directory, SESSION), 0, _MOST_BYTES))
-                if said is not None and said.closing is not None:
+            if unreachable:  # A session that is in reach may be about to end, and answer all the same.
+                now = parse_announcement(self._connection.read(os.path.join(session.directory, SESSION), 0, _MOST_BYTES))
+                if now is not None and now.closing is not None:
                     return False
-            if parse_exit(self._connection.read(os.path.join(found.directory, EXIT), 0, _MOST_BYTES), job_id) is not None:
+            if parse_exit(self._connection.read(os.path.join(session.directory, EXIT), 0, _MOST_BYTES), job_id) is not None:
                 return False
             snapshot = self._queue.latest(self._queue.clock.now())
             if snapshot is None or self._queue.error:
                 return None
             row = snapshot.job(job_id)
-            if row is None:
-                # The shared word may be older than the job; only then is Slurm asked for this payload alone.
+            if row is None:  # The shared snapshot may be older than the job.
                 row = fetch_queue(self._commands).job(job_id)
         except ConnectionFailed:
             raise
@@ -290,44 +267,27 @@ class Request:
             return None
         return row is not None and row.state not in TERMINAL
 
-    def _name(self, found: Found) -> str:
-        return f"the session in Slurm job {found.announcement.job_id}"
-
-    def _silent(self, found: Found, in_reach: bool) -> StartError:
-        job_id, place = found.announcement.job_id, self._commands.place
+    def _no_answer(self, session: LiveSession, in_reach: bool) -> StartError:
+        name, job_id, place = _name(session), session.announcement.job_id, self._commands.place
         if self.unsettled and not in_reach:
-            return StartError(
-                FailureKind.CONNECTION,
-                f"{self._name(found)} may have accepted the payload, which may run, and the edge node was out of reach for "
-                f"{self._patience:g} s: {self._why}",
-                retry=False,
+            message = (
+                f"{name} may have accepted the payload, which may run, and the edge node was out of reach for "
+                f"{self._patience:g} s: {self._problem}"
             )
+            return StartError(FailureKind.CONNECTION, message, retry=False)
         if self.unsettled:
-            return StartError(
-                FailureKind.RUNTIME,
-                f"{self._name(found)} was asked to run the payload, which may run, and has not answered for {_SILENT_FOR:g} s: "
-                f"{self._why}; see {self._run_dir} on {place}, where `scancel {job_id}` ends the session and all it runs",
-                retry=False,
+            message = (
+                f"{name} was asked to run the payload, which may run, and has not answered for {_ANSWER_DEADLINE:g} s: "
+                f"{self._problem}; see {self._run_dir} on {place}, where `scancel {job_id}` ends the session and all it runs"
             )
+            return StartError(FailureKind.RUNTIME, message, retry=False)
         if self._alive:
             remedy = f"Slurm says that it runs; run `scancel {job_id}` on {place}, then try again"
         else:
             remedy = f"whether it lives cannot be found out; see `squeue --job {job_id}` on {place}"
-        message = f"{self._name(found)} does not answer within {_SILENT_FOR:g} s: {self._why}; {remedy}"
+        message = f"{name} does not answer within {_ANSWER_DEADLINE:g} s: {self._problem}; {remedy}"
         return StartError(FailureKind.CLUSTER_START, message)
 
-    def withdraw(self) -> None:
-        """Withdraw the request, or find out that it was accepted after all, for somebody who is about to cancel it."""
-        deadline = time.monotonic() + _WITHDRAW_WITHIN
-        for _ in range(_WITHDRAWALS):
-            with contextlib.suppress(OSError):
-                if (acceptor := self._read_start()) is not None:
-                    self._settled(acceptor)
-                    return
-                newest = list(self._asked.values())[-1]
-                if self._try(newest, self._request("withdraw")) is not None:
-                    return
-            if time.monotonic() > deadline:
-                break
-            time.sleep(_PAUSES[0])
-        self._log.error(f"[rayslurm] a session may have accepted the payload, which may run now: see {self._run_dir}")
+
+def _name(session: LiveSession) -> str:
+    return f"the session in Slurm job {session.announcement.job_id}"

@@ -85,7 +85,7 @@ def end_with_run(home: Layout, run_id: str, session: Mapping[str, Any], log: Any
     Args:
         home: the base directory on this machine.
         run_id: the Dagster run.
-        session: which session, see `local_session_of` and `slurm_session_of`; it is handed over by a pipe, so that
+        session: which session, see `local_target` and `slurm_target`; it is handed over by a pipe, so that
             neither an argument list nor a file gets to see the login.
         log: the step's log.
     """
@@ -183,12 +183,12 @@ def _take(path: Path) -> int | None:
         os.close(fd)
 
 
-def local_session_of(home: Layout, name: str) -> dict[str, Any]:
+def local_target(home: Layout, name: str) -> dict[str, Any]:
     """A session of this machine, by the name of its directory."""
     return {"kind": "local", "key": name, "base": str(home.base)}
 
 
-def slurm_session_of(ssh: Any, base: str, key: str) -> dict[str, Any]:
+def slurm_target(ssh: Any, base: str, key: str) -> dict[str, Any]:
     """A session of a cluster.
 
     Args:
