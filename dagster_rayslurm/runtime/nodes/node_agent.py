@@ -16,23 +16,36 @@ from ..process.scratch import Scratch
 from ..process.stray_processes import StrayProcesses
 from ..protocol.end import ClusterError, EndReason
 from ..protocol.spec import RaySpec, RuntimeSpec, from_fields, node_spec
-from ..ray.cluster_dir import clear_away, token_of, worker_env_of
+from ..ray.cluster_dir import clear_away
 from ..ray.prestart import logs_of
-from ..ray.start import RayStart
+from ..ray.start import RayStart, StartListener
 
 Order = Dict[str, Any]
 
 
-class _Joined:
+class _Joined(StartListener):
     """A cluster that this node belongs to."""
 
-    def __init__(self, attempt: int, ray: RayStart, place: Scratch, guarded: bool) -> None:
+    def __init__(self, node: Follower, order: Order, attempt: int, place: Scratch, guarded: bool) -> None:
         self.attempt = attempt
-        self.ray = ray
         self.place = place
         self.guarded = guarded
         self.failure: Optional[ClusterError] = None
         """Why its Ray did not start, or has ended, here."""
+        self.ray: RayStart
+        self._node = node
+        self._order = order
+
+    def on_failed(self, error: ClusterError) -> None:
+        """Tell the head."""
+        self.failure = error
+        self._node._say(str(error))
+        self._node._tell_failed(self._order, error, self.ray.log_tails())
+
+    def on_phase(self, phase: str, message: str) -> None:
+        """Write it to this node's log."""
+        del phase
+        self._node._say(message)
 
 
 class Follower:
@@ -175,29 +188,15 @@ class Follower:
         assert whole is not None
         spec = node_spec(whole, self._machine.component)
 
-        def failed(error: ClusterError) -> None:
-            joined.failure = error
-            self._say(str(error))
-            self._tell_failed(order, error, ray.log_tails())
-
-        ray = RayStart(
-            self._loop,
-            spec,
-            self._machine,
-            place,
-            token_of(self._spec, key),
-            int(order["nodes"]),
-            lambda *_: None,
-            lambda *_: None,
-            failed,
-            lambda *said: self._say(said[1]),
-            {**worker_env_of(self._spec, key), **self._environ},
+        joined = _Joined(self, order, attempt, place, whole.memory_guard)
+        joined.ray = RayStart(
+            self._loop, self._spec, spec, key, self._machine, place, int(order["nodes"]), joined, self._environ
         )
-        self._clusters[key] = joined = _Joined(attempt, ray, place, whole.memory_guard)
+        self._clusters[key] = joined
         try:
-            ray.start(node_address(spec, order["gcs"]), order["gcs"])
+            joined.ray.start(node_address(spec, order["gcs"]), order["gcs"])
         except ClusterError as error:
-            failed(error)
+            joined.on_failed(error)
 
     def _tell_failed(self, order: Order, error: ClusterError, tails: Mapping[str, str]) -> None:
         named = {"cluster": order["cluster"]} if order.get("cluster") else {}

@@ -1,9 +1,4 @@
-"""One Ray cluster: start its head, let the other nodes join, report when it is complete or lost.
-
-The workers that one cluster waits for: who shall join, who will not after all, who is missing, and what their logs say.
-
-One Ray cluster: start its head and have the other nodes join, know when it is complete, notice when it is lost.
-"""
+"""One Ray cluster: start its head, have the workers join, know when it is complete, notice when it is lost."""
 
 from __future__ import annotations
 
@@ -11,67 +6,88 @@ import functools
 import time
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from ..node.addresses import interface_address, join_host_port
-from ..node.resources import Footprint, NodeResources, footprint_error, from_facts
+from ..node.resources import Footprint, NodeResources, footprint_error, from_facts, node_footprint, runtime_footprint
 from ..node.worker_node import WorkerNode, WorkerNodes
 from ..process.loop import Loop, Timer
 from ..process.scratch import Scratch
 from ..protocol.end import ClusterError, EndReason
-from ..protocol.spec import RaySpec, node_spec
+from ..protocol.spec import RaySpec, RuntimeSpec, node_spec
 from . import node_table
-from .leak_check import LeakQuery, Tables
+from .leak_check import Tables
 from .node_table import Nodes, alive, nodes_expected, present
-from .start import Event, RayStart
+from .start import Event, RayStart, StartListener
 from .start_arguments import ray_environment
 
+UNSCHEDULABLE = "unschedulable"
+"""Phase in which a payload waits for resources that no node can ever grant."""
 
-class JoiningWorkers:
-    """Keeps account of the workers of one cluster.
 
-    Args:
-        spec: what is asked for.
-        team: the other nodes; None if there are none.
+class HeadNode(NamedTuple):
+    """The node on which clusters have their head, and the nodes that join them.
+
+    Attributes:
+        machine: what this node grants.
+        workers: the other nodes; None if there are none.
+        address: the address by which this node is known to them; None for the one that Ray finds.
+        environ: variables for Ray's daemons on this node; None for one that must not be set.
     """
 
-    def __init__(self, spec: RaySpec, team: Optional[WorkerNodes]) -> None:
+    machine: NodeResources
+    workers: Optional[WorkerNodes] = None
+    address: Optional[str] = None
+    environ: Mapping[str, Optional[str]] = MappingProxyType({})
+
+
+class ClusterListener:
+    """Told what becomes of a cluster; the base class ignores it."""
+
+    def on_ready(self) -> None:
+        """The cluster is complete; called once."""
+
+    def on_failed(self, error: ClusterError) -> None:
+        """The cluster did not start, or was lost; called once."""
+
+    def on_phase(self, phase: str, message: str) -> None:
+        """Something happens that the user should see."""
+
+    def on_node_lost(self, name: str) -> None:
+        """A worker was lost after the cluster was ready."""
+
+
+class _JoiningWorkers:
+    """The workers that one cluster waits for."""
+
+    def __init__(self, spec: RaySpec, workers: Optional[WorkerNodes]) -> None:
         self.places: List[int] = []
-        """The workers that shall join, by place."""
         self.tails: Dict[str, str] = {}
         """The last lines of logs of workers that did not join."""
-        self._spec = spec
-        self._team = team
+        self._workers = workers
         self._given_up: Set[int] = set()
         self._failures: Set[Tuple[int, int]] = set()
         """Workers whose Ray failed, and in which attempt."""
-        self._told: Set[int] = set()
-        """Workers that know that their Ray counts."""
-        if team is not None:
-            self.places = sorted(team.members)[: nodes_expected(spec, 1 + len(team.members)) - 1]
-
-    @property
-    def expected(self) -> int:
-        """Nodes that the cluster has when it is complete, the head included."""
-        return 1 + len(self.places)
-
-    @property
-    def needed(self) -> int:
-        """Nodes without which it does not start."""
-        return self.expected if self._spec.min_nodes is None else min(self._spec.min_nodes, self.expected)
+        self._counted: Set[int] = set()
+        """Workers that know that the cluster counts their Ray in."""
+        if workers is not None:
+            self.places = sorted(workers.members)[: nodes_expected(spec, 1 + len(workers.members)) - 1]
+        self.expected = 1 + len(self.places)
+        """Nodes of the complete cluster, the head included."""
+        self.needed = self.expected if spec.min_nodes is None else min(spec.min_nodes, self.expected)
+        """Nodes without which the cluster does not start."""
 
     @property
     def members(self) -> List[WorkerNode]:
-        """The workers that shall join."""
-        return [self._team.members[place] for place in self.places] if self._team is not None else []
+        return [self._workers.members[place] for place in self.places] if self._workers is not None else []
 
     def order(self, **order: Any) -> None:
-        """Tell all of them something."""
-        if self._team is not None:
-            self._team.order(self.places, **order)
+        """Send an order to all of them."""
+        if self._workers is not None:
+            self._workers.order(self.places, **order)
 
-    def is_news(self, member: WorkerNode, attempt: int) -> bool:
-        """Whether the failure of a worker's Ray in this attempt was not known; a node that is back tells of it once more."""
+    def is_new_failure(self, member: WorkerNode, attempt: int) -> bool:
+        """Whether this failure was not reported yet; a node that reconnects repeats its report."""
         known = (member.node_id, attempt) in self._failures
         self._failures.add((member.node_id, attempt))
         return not known
@@ -81,29 +97,28 @@ class JoiningWorkers:
         self._given_up.add(member.node_id)
         return self.expected - len(self._given_up) >= self.needed
 
-    def tell_those_in(self, nodes: Nodes, **order: Any) -> None:
-        """Tell those something that the table of nodes has, each of them once."""
+    def order_present(self, nodes: Nodes, **order: Any) -> None:
+        """Send an order once to each worker that the node table has."""
         here = present(nodes)
         for member in self.members:
-            if member.node_id not in self._told and member.joined and member.identity in here:
-                self._told.add(member.node_id)
-                assert self._team is not None
-                self._team.order([member.node_id], **order)
+            if member.node_id not in self._counted and member.joined and member.identity in here:
+                self._counted.add(member.node_id)
+                assert self._workers is not None
+                self._workers.order([member.node_id], **order)
 
     def keep_tails(self, member: WorkerNode, tails: Mapping[str, str]) -> None:
-        """Keep what the logs of a worker's Ray say."""
-        for name, text in tails.items():
-            self.tails["%s on %s" % (name, member.title)] = text
+        """Keep the last lines of the logs of a worker's Ray."""
+        self.tails.update({"%s on %s" % (name, member.title): text for name, text in tails.items()})
 
     def keep_log(self, member: WorkerNode) -> None:
-        """Keep what a worker's runtime had to say."""
-        assert self._team is not None
-        tail = self._team.log_tail(member)
+        """Keep the last lines of the log of a worker's runtime."""
+        assert self._workers is not None
+        tail = self._workers.log_tail(member)
         if tail.strip():
             self.tails["runtime on %s" % member.title] = tail
 
-    def who_is_missing(self, nodes: Nodes) -> str:
-        """Names the workers that are not in the table of nodes, and keeps what their logs say."""
+    def missing(self, nodes: Nodes) -> str:
+        """Name the workers that are not in the node table, and keep the last lines of their logs."""
         here = present(nodes)
         missing = [member for member in self.members if not member.joined or member.identity not in here]
         unheard = [member.title for member in missing if not member.here]
@@ -116,76 +131,58 @@ class JoiningWorkers:
         return what
 
 
-UNSCHEDULABLE = "unschedulable"
-"""Phase in which a payload asks for what no node can ever grant."""
-
-
-class RayCluster:
+class RayCluster(StartListener):
     """A Ray cluster whose head is below this runtime.
 
     Args:
         loop: where everything happens.
-        spec: what is asked for.
-        footprint: what every node of a component must grant.
-        machine: what this node grants.
+        runtime: the start record.
+        head: the node of the head, and those that join.
         scratch: private directory for Ray's files and the token.
-        token: the cluster's secret.
-        on_ready: called once, when the cluster is complete.
-        on_failed: called once, with why the cluster did not start or was lost.
-        on_phase: called with a phase and a message for the user.
-        on_node_lost: called with the name of a node that was lost after the cluster was ready.
-        key: what the nodes call this cluster, where there are several; the others' order then carries what is asked for.
-        worker_env: variables for Ray's daemons, which all workers inherit; None for one that they must not have.
-        prestart: whether Ray's workers shall be kept ready on the head.
+        listener: told what becomes of it.
+        fresh: the cluster, if it is a payload's own; None for the one that the runtime keeps warm.
+        key: tells it from other clusters on the same nodes; "" for the warm one.
     """
 
     def __init__(
         self,
         loop: Loop,
-        spec: RaySpec,
-        footprint: Callable[[Optional[str]], Footprint],
-        machine: NodeResources,
+        runtime: RuntimeSpec,
+        head: HeadNode,
         scratch: Scratch,
-        token: str,
-        on_ready: Callable[[], None],
-        on_failed: Callable[[ClusterError], None],
-        on_phase: Callable[[str, str], None],
-        on_node_lost: Callable[[str], None] = lambda _: None,
+        listener: ClusterListener,
+        fresh: Optional[RaySpec] = None,
         key: str = "",
-        worker_env: Mapping[str, Optional[str]] = MappingProxyType({}),
-        prestart: bool = False,
     ) -> None:
+        spec = runtime.ray if fresh is None else fresh
+        assert spec is not None
         self.spec = spec
-        self.ready = False
-        self.nodes: node_table.Nodes = {}
-        self.ray_version: Optional[str] = None
-        self.bring_up: Optional[float] = None
-        self.address: Optional[str] = None
-        self.dashboard_url: Optional[str] = None
-        self._loop = loop
-        self._footprint = footprint
-        self._machine = machine
-        self._scratch = scratch
-        self._token = token
-        self._on_ready = on_ready
-        self._on_failed = on_failed
-        self._on_phase = on_phase
-        self._on_node_lost = on_node_lost
         self.key = key
-        self._worker_env = worker_env
-        self._prestart = prestart
-        self._auditor = LeakQuery(self._question, loop.call_later)
-        self._own = node_spec(spec, machine.component)
+        self.ready = False
+        self.ray_version: Optional[str] = None
+        self.address: Optional[str] = None
+        self._nodes: Nodes = {}
+        self._bring_up: Optional[float] = None
+        self._dashboard_url: Optional[str] = None
+        self._loop = loop
+        self._runtime = runtime
+        self._head = head
+        self._machine = head.machine
+        self._scratch = scratch
+        self._listener = listener
+        self._own = node_spec(spec, head.machine.component)
         self._components = [each.component_id for each in spec.components]
-        self._address: Optional[str] = None
-        self._joining = JoiningWorkers(spec, None)
+        self._joining = _JoiningWorkers(spec, head.workers)
         self._entrypoint = spec.launch_style == "builtin"
         self._deadline: Optional[Timer] = None
-        self._told = 0
+        self._joined = 0
+        """Number of living nodes that the user was told last."""
         self._attempt = 0
         self._started = time.monotonic()
         self._failed = False
         self._ray: Optional[RayStart] = None
+        self._queries: Dict[int, Callable[[Optional[Tables]], None]] = {}
+        self._last_query = 0
 
     @property
     def environment(self) -> Dict[str, str]:
@@ -193,8 +190,8 @@ class RayCluster:
         env = ray_environment(self.spec, self._scratch.join("ray.token"))
         if self.address:
             env["RAY_ADDRESS"] = self.address
-        if self.dashboard_url:
-            env["RAY_API_SERVER_ADDRESS"] = self.dashboard_url
+        if self._dashboard_url:
+            env["RAY_API_SERVER_ADDRESS"] = self._dashboard_url
         return env
 
     @property
@@ -207,70 +204,71 @@ class RayCluster:
         """The process below which all of Ray on this node is."""
         return self._ray.pid if self._ray is not None else None
 
-    def audit(self, patience: float, done: Callable[[Optional[Tables]], None]) -> None:
-        """Ask what there is in the cluster; `done` gets None if it does not answer within `patience` seconds."""
-        self._auditor.ask(patience, done)
-
-    def prestart(self) -> None:
-        """Have Ray start workers that wait for the next payload, if that was asked for."""
-        if self._ray is not None and self.ready:
-            self._ray.prestart()
-
     def facts(self) -> Dict[str, Any]:
-        """What metadata tells of the cluster."""
+        """The cluster for metadata."""
         return {
             "ray_version": self.ray_version,
             "ray_address": self.address,
-            "dashboard_url": self.dashboard_url,
-            "bring_up": self.bring_up,
-            "nodes": node_table.in_order(self.nodes, self._components),
+            "dashboard_url": self._dashboard_url,
+            "bring_up": self._bring_up,
+            "nodes": node_table.in_order(self._nodes, self._components),
         }
 
-    def start(self, team: Optional[WorkerNodes] = None, address: Optional[str] = None) -> None:
-        """Begin to start the cluster; `on_ready` or `on_failed` follows.
+    def query_tables(self, timeout: float, done: Callable[[Optional[Tables]], None]) -> None:
+        """Ask for the tables of the leak check; `done` gets None if they do not come within `timeout` seconds."""
+        self._last_query += 1
+        query = self._last_query
+        self._queries[query] = done
+        asked = self._ray is not None and self._ray.query_tables(query)
+        self._loop.call_later(timeout if asked else 0.0, lambda: self._answer(query, None))
 
-        Args:
-            team: the other nodes; None if there are none.
-            address: the address by which this node is known to them; None for the one that Ray finds.
-        """
-        self._joining, self._address = JoiningWorkers(self.spec, team), address
-        self._loop.call_later(0.0, self._see_who_is_here)
+    def _answer(self, query: int, tables: Optional[Tables]) -> None:
+        done = self._queries.pop(query, None)
+        if done is not None:
+            done(tables)
+
+    def prestart(self) -> None:
+        """Have Ray start idle workers for the next payload, if payloads begin with Ray imported."""
+        if self._ray is not None and self.ready:
+            self._ray.prestart()
+
+    def start(self) -> None:
+        """Begin to start the cluster; `on_ready` or `on_failed` of the listener follows."""
+        self._loop.call_later(0.0, self._check_present)
         problem = footprint_error(self._footprint(self._machine.component), self._machine)
         if problem:
-            return self._fail(ClusterError(EndReason.CLUSTER_START, problem))
-        self._deadline = self._loop.call_later(self.spec.startup_timeout, self._too_late)
+            return self.on_failed(ClusterError(EndReason.CLUSTER_START, problem))
+        self._deadline = self._loop.call_later(self.spec.startup_timeout, self._timed_out)
+        address = self._head.address
         try:
             if self.spec.node_ip_address:
-                self._address = self.spec.node_ip_address
+                address = self.spec.node_ip_address
             elif self._own.network_interface:
-                self._address = interface_address(self._own.network_interface)
+                address = interface_address(self._own.network_interface)
         except ClusterError as error:
-            return self._fail(error)
+            return self.on_failed(error)
         self._ray = RayStart(
             self._loop,
+            self._runtime,
             self._own,
+            self.key,
             self._machine,
             self._scratch,
-            self._token,
             self._joining.expected,
-            self._gcs_chosen,
-            self._take,
-            self._fail,
-            self._on_phase,
-            self._worker_env,
-            self._prestart,
+            self,
+            self._head.environ,
         )
-        self._ray.start(self._address)
+        self._ray.start(address)
 
     def stop(self) -> None:
-        """End every process of the cluster at once, on the other nodes as soon as they hear of it."""
+        """End every process of the cluster at once, on the other nodes as soon as the order reaches them."""
         if self.key and self._attempt:
             self._joining.order(op="end-ray", cluster=self.key)
         self.end()
 
     def end(self) -> None:
-        """End every process of the cluster on this node at once; its results are already elsewhere."""
-        self._failed = True  # Nothing that ends from here on is news.
+        """End every process of the cluster on this node at once; the listener is told no more."""
+        self._failed = True
         if self._deadline is not None:
             self._deadline.cancel()
         if self._ray is not None:
@@ -281,8 +279,8 @@ class RayCluster:
         own = self._ray.log_tails() if self._ray is not None else {}
         return {**own, **self._joining.tails}
 
-    def take(self, member: WorkerNode, message: Event) -> None:
-        """Take what the runtime of another node says."""
+    def handle(self, member: WorkerNode, message: Event) -> None:
+        """Handle a message of the runtime on another node."""
         if self._failed:
             return
         event = message.get("event")
@@ -291,38 +289,18 @@ class RayCluster:
             if problem:
                 self._give_up(member, ClusterError(EndReason.CLUSTER_START, problem))
         elif event == "failed" and (message.get("cluster", ""), message.get("attempt")) == (self.key, self._attempt):
-            if not self._joining.is_news(member, self._attempt):
+            if not self._joining.is_new_failure(member, self._attempt):
                 return
             self._joining.keep_tails(member, message.get("tails", {}))
             self._give_up(member, ClusterError(EndReason(message["reason"]), message["message"]))
         elif event == "lost":
             if self.ready:
-                self._on_phase("node-lost", "node %s is lost: %s" % (member.title, message["message"]))
+                self.on_phase("node-lost", "node %s is lost: %s" % (member.title, message["message"]))
             else:
-                self._on_phase("cluster-start", "node %s is out of reach: %s" % (member.title, message["message"]))
-                member.await_back(self._loop, lambda: self._missed(member))
+                self.on_phase("cluster-start", "node %s is out of reach: %s" % (member.title, message["message"]))
+                self._await_back(member)
 
-    def _see_who_is_here(self) -> None:
-        """Judge the nodes that came, or were lost, before this cluster was thought of."""
-        for member in self._joining.members:
-            if self._failed or not member.joined:
-                continue
-            self.take(member, {"event": "joined"})
-            if not member.here:
-                member.await_back(self._loop, functools.partial(self._missed, member))
-
-    def _question(self, question: int) -> bool:
-        return self._ray is not None and self._ray.audit(question)
-
-    def _missed(self, member: WorkerNode) -> None:
-        """A worker that was lost while the cluster started had time enough to come back."""
-        if not self.ready and not self._failed:
-            self._joining.keep_log(member)
-            self._give_up(
-                member, ClusterError(EndReason.CLUSTER_START, "node %s was lost while the cluster started" % member.title)
-            )
-
-    def _gcs_chosen(self, gcs: str) -> None:
+    def on_gcs(self, gcs: str) -> None:
         """Have the workers join; they start while the head does."""
         self._attempt += 1
         whole = {"ray": asdict(self.spec)} if self.key else {}
@@ -330,99 +308,125 @@ class RayCluster:
             op="ray", gcs=gcs, attempt=self._attempt, nodes=self._joining.expected, **self._name_in_orders, **whole
         )
 
-    def _take(self, event: Event) -> None:
-        kind = event["event"]
-        if kind == "audit":
-            self._auditor.take(event["id"], event["tables"])
-        elif kind == "version":
+    def on_report(self, event: Event) -> None:
+        """Handle a report of the process that runs Ray on this node."""
+        name = event["event"]
+        if name == "audit":
+            self._answer(event["id"], event["tables"])
+        elif name == "version":
             self.ray_version = event["ray_version"]
-        elif kind == "entrypoint":
+        elif name == "entrypoint":
             self._entrypoint = True
             self._ready_if_complete()
-        elif kind == "nodes":
-            self._take_nodes(event["nodes"])
-        elif kind == "unschedulable":
-            self._on_phase(UNSCHEDULABLE, event["message"])
-        elif kind == "gcs-lost" and self.ready:
-            self._fail(ClusterError(EndReason.CLUSTER_LOST, "the GCS on node %s is gone" % self._machine.name))
+        elif name == "nodes":
+            self._update_nodes(event["nodes"])
+        elif name == "unschedulable":
+            self.on_phase(UNSCHEDULABLE, event["message"])
+        elif name == "gcs-lost" and self.ready:
+            self.on_failed(ClusterError(EndReason.CLUSTER_LOST, "the GCS on node %s is gone" % self._machine.name))
 
-    def _take_nodes(self, nodes: node_table.Nodes) -> None:
-        before, self.nodes = self.nodes, node_table.within(self.spec, nodes)
+    def on_phase(self, phase: str, message: str) -> None:
+        """Pass a phase on to the listener."""
+        self._listener.on_phase(phase, message)
+
+    def on_failed(self, error: ClusterError) -> None:
+        """End Ray on this node and tell the listener, once."""
+        if self._failed:
+            return
+        self.end()
+        self._listener.on_failed(error)
+
+    def _footprint(self, component: Optional[str]) -> Footprint:
+        """What every node of a component must grant."""
+        if self.key:
+            return node_footprint(node_spec(self.spec, component))
+        return runtime_footprint(self._runtime, component)
+
+    def _check_present(self) -> None:
+        """Check the nodes that joined or were lost before this cluster began to start."""
+        for member in self._joining.members:
+            if self._failed or not member.joined:
+                continue
+            self.handle(member, {"event": "joined"})
+            if not member.here:
+                self._await_back(member)
+
+    def _await_back(self, member: WorkerNode) -> None:
+        member.await_back(self._loop, functools.partial(self._missed, member))
+
+    def _missed(self, member: WorkerNode) -> None:
+        """A worker that was lost while the cluster started did not come back in time."""
+        if not self.ready and not self._failed:
+            self._joining.keep_log(member)
+            self._give_up(
+                member, ClusterError(EndReason.CLUSTER_START, "node %s was lost while the cluster started" % member.title)
+            )
+
+    def _update_nodes(self, nodes: Nodes) -> None:
+        before, self._nodes = self._nodes, node_table.within(self.spec, nodes)
         if self.ready:
-            for gone in node_table.lost(before, self.nodes):
+            for gone in node_table.lost(before, self._nodes):
                 if gone["head"]:
-                    return self._fail(ClusterError(EndReason.CLUSTER_LOST, "the GCS reports the head node as dead"))
-                self._on_phase("node-lost", "Ray on node %s is dead, the others go on" % node_table.title(gone))
-                self._on_node_lost(node_table.title(gone))
+                    return self.on_failed(ClusterError(EndReason.CLUSTER_LOST, "the GCS reports the head node as dead"))
+                self.on_phase("node-lost", "Ray on node %s is dead, the others go on" % node_table.title(gone))
+                self._listener.on_node_lost(node_table.title(gone))
             return self._count_in()
-        alive = node_table.alive(self.nodes)
-        if self._joining.places and len(alive) != self._told:
-            self._told = len(alive)
-            self._on_phase("cluster-start", "%d/%d nodes joined" % (len(alive), self._joining.expected))
+        joined = len(alive(self._nodes))
+        if self._joining.places and joined != self._joined:
+            self._joined = joined
+            self.on_phase("cluster-start", "%d/%d nodes joined" % (joined, self._joining.expected))
         self._ready_if_complete()
 
     def _ready_if_complete(self) -> None:
-        alive = node_table.alive(self.nodes)
-        head = next((node for node in alive if node["head"]), None)
-        if self.ready or self._failed or head is None or len(alive) < self._joining.needed or not self._entrypoint:
+        living = alive(self._nodes)
+        head = next((node for node in living if node["head"]), None)
+        if self.ready or self._failed or head is None or len(living) < self._joining.needed or not self._entrypoint:
             return
         assert self._ray is not None and self._ray.ports is not None
         self.address = join_host_port(head["address"], self._ray.ports.gcs)
         if self.spec.dashboard:
-            self.dashboard_url = "http://127.0.0.1:%d" % self._ray.ports.dashboard
+            self._dashboard_url = "http://127.0.0.1:%d" % self._ray.ports.dashboard
         self.ready = self._ray.ready = True
-        self.bring_up = time.monotonic() - self._started
+        self._bring_up = time.monotonic() - self._started
         if self._deadline is not None:
             self._deadline.cancel()
-        up = "Ray %s is up on %s" % (self.ray_version, node_table.in_words(self.nodes, self._components))
-        if self.dashboard_url:
-            up += ", dashboard: %s on %s" % (self.dashboard_url, head["hostname"])
-        self._on_phase("cluster-ready", up)
+        up = "Ray %s is up on %s" % (self.ray_version, node_table.in_words(self._nodes, self._components))
+        if self._dashboard_url:
+            up += ", dashboard: %s on %s" % (self._dashboard_url, head["hostname"])
+        self.on_phase("cluster-ready", up)
         self._count_in()
         self.prestart()
-        self._on_ready()
+        self._listener.on_ready()
 
     def _count_in(self) -> None:
-        """Tell the workers whose Ray is up, those too that come late: from here on its end there is a loss."""
-        self._joining.tell_those_in(self.nodes, op="ready", attempt=self._attempt, **self._name_in_orders)
+        """Tell the workers whose Ray is up, late ones too, that its end is a loss from here on."""
+        self._joining.order_present(self._nodes, op="ready", attempt=self._attempt, **self._name_in_orders)
 
     @property
     def _name_in_orders(self) -> Dict[str, str]:
-        """What tells this cluster from others, where there are several."""
         return {"cluster": self.key} if self.key else {}
 
     def _give_up(self, member: WorkerNode, error: ClusterError) -> None:
-        """A worker will not join: the end of the cluster, unless enough others do."""
+        """Go on without a worker; without enough workers the cluster fails."""
         if self.ready:
-            self._on_node_lost(member.title)
-            return self._on_phase("node-lost", "node %s: %s" % (member.title, error))
+            self._listener.on_node_lost(member.title)
+            return self.on_phase("node-lost", "node %s: %s" % (member.title, error))
         if member.node_id not in self._joining.places:
             return
         if not self._joining.give_up(member):
-            self._fail(error)
+            self.on_failed(error)
         else:
-            self._on_phase("cluster-start", "the cluster starts without node %s: %s" % (member.title, error))
+            self.on_phase("cluster-start", "the cluster starts without node %s: %s" % (member.title, error))
 
-    def _too_late(self) -> None:
+    def _timed_out(self) -> None:
         limit = "within startup_timeout=%g s" % self.spec.startup_timeout
-        started = self._ray is not None and self._ray.started
-        if not started:
-            return self._fail(
-                ClusterError(EndReason.CLUSTER_START, "the health check did not end on node %s %s" % (self._machine.name, limit))
-            )
-        alive = node_table.alive(self.nodes)
-        if not alive:
-            return self._fail(ClusterError(EndReason.CLUSTER_START, "Ray was not up on node %s %s" % (self._machine.name, limit)))
-        if len(alive) >= self._joining.needed:
-            return self._fail(ClusterError(EndReason.CLUSTER_START, "`ray symmetric-run` did not start its command " + limit))
-        self._fail(ClusterError(EndReason.CLUSTER_START, self._joining.who_is_missing(self.nodes) + " " + limit))
-
-    def _fail(self, error: ClusterError) -> None:
-        if self._failed:
-            return
-        self._failed = True
-        if self._deadline is not None:
-            self._deadline.cancel()
-        if self._ray is not None:
-            self._ray.end()
-        self._on_failed(error)
+        living, name = alive(self._nodes), self._machine.name
+        if self._ray is None or not self._ray.started:
+            why = "the health check did not end on node %s %s" % (name, limit)
+        elif not living:
+            why = "Ray was not up on node %s %s" % (name, limit)
+        elif len(living) >= self._joining.needed:
+            why = "`ray symmetric-run` did not start its command " + limit
+        else:
+            why = self._joining.missing(self._nodes) + " " + limit
+        self.on_failed(ClusterError(EndReason.CLUSTER_START, why))

@@ -1,10 +1,7 @@
 """Private directory, token and process mark of one Ray cluster on a node.
 
-Directories within a scratch directory, for clusters that live beside each other there.
-
-What the key of a cluster means on every node alike: its secret, the mark of its processes, and how they are cleared away.
-
-The key of the cluster that a runtime keeps warm is ""; that of a payload's own, which lives beside others, is its nonce.
+The key of a cluster tells it from others on the same nodes: "" for the one that a runtime keeps warm, the payload's nonce
+for a payload's own.
 """
 
 from __future__ import annotations
@@ -22,20 +19,21 @@ from ..protocol.rpc import derive_key
 from ..protocol.spec import RuntimeSpec
 
 _NAMES = [name for name in string.digits + string.ascii_lowercase if name != "r"]
-"""One character each, as that of the scratch directory's own Ray: a socket's path has no room for more."""
+"""One character each, like the "r" of the scratch directory's own Ray: a socket's path has no room for more."""
+_MARK = "RAYSLURM_CLUSTER"
+"""Variable that all processes of a fresh cluster inherit: some of them may leave the process tree below `ray start`."""
+_DYING = 0.5
+"""Seconds that killed processes get before their directories are removed."""
+_LONGEST_PAUSE = 60.0
+"""Most seconds between two attempts to remove directories."""
 
 
 class ClusterDir(Scratch):
-    """A part of a scratch directory that one cluster has to itself.
+    """A part of a scratch directory for one cluster; `name` is one character."""
 
-    Args:
-        whole: the scratch directory.
-        name: one character; see `ClusterDirs`.
-    """
-
-    def __init__(self, whole: Scratch, name: str) -> None:
-        self.path = whole.join("corner-" + name)
-        self._ray_temp_dir = whole.join(name)
+    def __init__(self, parent: Scratch, name: str) -> None:
+        self.path = parent.join("cluster-" + name)
+        self._ray_temp_dir = parent.join(name)
         os.mkdir(self.path, 0o700)
 
     @property
@@ -48,35 +46,26 @@ class ClusterDir(Scratch):
 
 
 class ClusterDirs:
-    """Gives out the corners of a scratch directory, each name as seldom as can be: what is being removed is in use still."""
+    """Makes the directories of clusters. Names are reused as late as possible, because removal takes time."""
 
-    def __init__(self, whole: Scratch) -> None:
-        self._whole = whole
+    def __init__(self, parent: Scratch) -> None:
+        self._parent = parent
         self._names: Iterator[str] = itertools.cycle(_NAMES)
 
     def take(self) -> ClusterDir:
-        """A corner that is free.
+        """Make a directory.
 
         Raises:
-            OSError: none is, or it cannot be made.
+            OSError: all names are in use, or the directory cannot be made.
         """
         for name in itertools.islice(self._names, len(_NAMES)):
-            if not os.path.lexists(self._whole.join("corner-" + name)) and not os.path.lexists(self._whole.join(name)):
-                return ClusterDir(self._whole, name)
-        raise OSError("%d clusters are in %s already" % (len(_NAMES), self._whole.path))
-
-
-_MARK = "RAYSLURM_CLUSTER"
-"""Variable that all processes of a fresh cluster inherit: some of them may leave the tree that is below `ray start`."""
-
-_DYING = 0.5
-"""Seconds that killed processes get to be gone before their directories are."""
-_SELDOM = 60.0
-"""Most seconds between two attempts to remove what cannot be removed."""
+            if not os.path.lexists(self._parent.join("cluster-" + name)) and not os.path.lexists(self._parent.join(name)):
+                return ClusterDir(self._parent, name)
+        raise OSError("%d clusters are in %s already" % (len(_NAMES), self._parent.path))
 
 
 def token_of(spec: RuntimeSpec, key: str) -> str:
-    """The secret of a cluster: made from that of the allocation, so that its nodes need not tell each other."""
+    """The token of a cluster. It is derived from the allocation's secret, so that nodes need not exchange it."""
     secret = spec.token_key or spec.control_key
     if secret is None:
         return os.urandom(32).hex()
@@ -84,20 +73,20 @@ def token_of(spec: RuntimeSpec, key: str) -> str:
 
 
 def worker_env_of(spec: RuntimeSpec, key: str) -> Mapping[str, str]:
-    """The variables that Ray's daemons of a cluster get."""
+    """The variables of a cluster's daemons, which all its workers inherit."""
     return {**spec.worker_env, _MARK: key} if key else spec.worker_env
 
 
 def clear_away(loop: Loop, place: Scratch, key: str) -> None:
-    """Remove what a fresh cluster leaves on this node, once its processes have died; those included that got away.
+    """Remove what a fresh cluster leaves on this node: its directories, and processes that left the process tree.
 
-    What still dies may write once more, so it is tried until nothing is left: there are few names for such places.
+    Dying processes may write once more, so removal is repeated until nothing is left: names are few.
     """
 
     def clear(pause: float) -> None:
         processes.kill_all(processes.with_environment("%s=%s" % (_MARK, key)))
         place.remove()
         if os.path.lexists(place.path) or os.path.lexists(place.ray_temp_dir):
-            loop.call_later(pause, lambda: clear(min(2 * pause, _SELDOM)))
+            loop.call_later(pause, lambda: clear(min(2 * pause, _LONGEST_PAUSE)))
 
     loop.call_later(_DYING, lambda: clear(_DYING))

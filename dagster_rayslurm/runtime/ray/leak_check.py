@@ -1,39 +1,40 @@
-"""What payloads leave behind in a cluster that stays: asked of the GCS beside `ray start`, told in sentences elsewhere.
+"""What payloads leave alive in a warm cluster: detached actors, placement groups, submitted jobs, resources.
 
-The GCS is asked by `GlobalStateAccessor`, Ray's private API, as `ray.util.state` needs the dashboard and `ray.init` a job of
-its own (read in and tried on Ray 2.60): 2 ms for all of it.
+The process that runs `ray start` reads the GCS's tables (`serve`); the runtime asks it at the end of each payload, and once
+more when nothing runs (`LeakCheck`).
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
-from ..protocol.spec import JOB_MARK
+from ..process.loop import Loop, Timer
+from . import internals
+
+if TYPE_CHECKING:
+    from .cluster import RayCluster
 
 Tables = Dict[str, Any]
-"""`jobs`: job id to nonce; `actors`, `groups`: what is alive and has no job to end with; `submitted`: jobs of `ray job submit`
-that run; `available`, `total`: resources."""
+"""The answer of `internals.living_things`."""
 
-_LIVING = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")
-_GROUP_REMOVED = 3  # PlacementGroupTableData.REMOVED in Ray's gcs.proto.
-_SHARED_LIBRARIES = ("ray.data.", "ray.train.", "ray.tune.", "ray.llm.")
-"""Modules of Ray whose detached actors serve every later payload that uses the library, and cost nothing (Ray 2.60)."""
-_SUBMITTED = "_ray_internal_job_actor_"
-"""Begin of the name of the actor that runs a submitted job (Ray 2.60); the rest is the submission id."""
-_OWN_MEASURES = ("memory", "object_store_memory")
-"""Resources that Ray counts by the byte: what idle workers and cached objects hold comes back when it is needed."""
+_TIMEOUT = 0.3
+"""Seconds that the end of a payload waits for the tables, which take some milliseconds."""
+_IDLE = 10.0
+"""Seconds after the last payload's end in which Ray gives resources back that were only slow to be freed."""
+_IDLE_TIMEOUT = 5.0
+_COUNTED_IN_BYTES = ("memory", "object_store_memory")
+"""Resources that idle workers and cached objects hold until they are needed."""
 
 
 def serve(fd: int, gcs: str, report: Callable[..., None]) -> None:
-    """Answer each line that comes in, in a thread of its own; what goes wrong there is an answer, too.
+    """Answer queries with "audit" events, in a thread; an error is an answer without tables.
 
     Args:
-        fd: where questions come from: JSON objects with an `id`.
+        fd: where queries come from: JSON lines with an `id`.
         gcs: "HOST:PORT" of the GCS.
         report: called with the answer's members.
     """
@@ -41,169 +42,137 @@ def serve(fd: int, gcs: str, report: Callable[..., None]) -> None:
 
     def answer() -> None:
         accessor: Any = None
-        with os.fdopen(fd, encoding="utf-8") as questions:
-            for line in questions:
-                question = json.loads(line)
+        with os.fdopen(fd, encoding="utf-8") as queries:
+            for line in queries:
+                query = json.loads(line)["id"]
                 try:
-                    accessor = _connect(gcs) if accessor is None else accessor
-                    report(event="audit", id=question["id"], tables=_tables(accessor))
+                    accessor = internals.connect_state(gcs) if accessor is None else accessor
+                    report(event="audit", id=query, tables=internals.living_things(accessor))
                 except Exception as error:  # Ray's errors have no common public base, and other versions other modules.
                     accessor = None
-                    report(event="audit", id=question["id"], tables=None, message="%s: %s" % (type(error).__name__, error))
+                    report(event="audit", id=query, tables=None, message="%s: %s" % (type(error).__name__, error))
 
     threading.Thread(target=answer, daemon=True).start()
 
 
-def _connect(gcs: str) -> Any:
-    from ray._raylet import GcsClientOptions, GlobalStateAccessor  # type: ignore[attr-defined]
+class Leak(NamedTuple):
+    """Something that is left in the cluster.
 
-    accessor = GlobalStateAccessor(GcsClientOptions.create(gcs, None, True, True))
-    accessor.connect()
-    return accessor
-
-
-def _tables(accessor: Any) -> Tables:
-    gcs_pb2: Any = importlib.import_module("ray.core.generated.gcs_pb2")
-
-    # Else the GCS would ask every driver, stopped ones too, whether it is busy.
-    skip = {"skip_submission_job_info_field": True, "skip_is_running_tasks_field": True}
-    jobs = [gcs_pb2.JobTableData.FromString(row) for row in accessor.get_job_table(**skip)]
-    # It remembers up to 100000 dead ones, which take seconds to read.
-    living = [row for state in _LIVING for row in accessor.get_actor_table(None, state)]
-    detached = [actor for actor in map(gcs_pb2.ActorTableData.FromString, living) if actor.is_detached]
-    submitted = [actor for actor in detached if actor.name.startswith(_SUBMITTED)]
-    actors = [actor for actor in detached if actor not in submitted and not _is_shared(actor)]
-    groups = [gcs_pb2.PlacementGroupTableData.FromString(row) for row in accessor.get_placement_group_table()]
-    available = [gcs_pb2.AvailableResources.FromString(row) for row in accessor.get_all_available_resources()]
-    total = [gcs_pb2.TotalResources.FromString(row) for row in accessor.get_all_total_resources()]
-    lasting = {actor.actor_id for actor in detached}
-    return {
-        "jobs": {job.job_id.hex(): job.config.metadata.get(JOB_MARK) for job in jobs if JOB_MARK in job.config.metadata},
-        "actors": [
-            {"job": actor.job_id.hex(), "name": actor.name, "namespace": actor.ray_namespace, "class": actor.class_name}
-            for actor in actors
-        ],
-        # An actor that is still being created has not started.
-        "submitted": [{"id": job.name[len(_SUBMITTED) :], "since": job.start_time / 1000 or time.time()} for job in submitted],
-        # Others end with the job or the actor that made them.
-        "groups": [
-            {
-                "job": group.creator_job_id.hex(),
-                "name": group.name,
-                "namespace": group.ray_namespace,
-                "id": group.placement_group_id.hex(),
-            }
-            for group in groups
-            if group.state != _GROUP_REMOVED and (group.is_detached or group.creator_actor_id in lasting)
-        ],
-        "available": _sum(row.resources_available for row in available),
-        "total": _sum(row.resources_total for row in total),
-    }
-
-
-def _is_shared(actor: Any) -> bool:
-    """Whether an actor belongs to one of Ray's libraries and holds no resources: to kill it would break later payloads."""
-    module = actor.function_descriptor.python_function_descriptor.module_name
-    return module.startswith(_SHARED_LIBRARIES) and not actor.required_resources
-
-
-def _sum(rows: Any) -> Dict[str, float]:
-    total: Dict[str, float] = {}
-    for row in rows:
-        for name, amount in row.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
-
-
-def leaks(tables: Tables, nonce: Optional[str] = None, since: float = 0.0) -> List[str]:
-    """What stays alive although its job has ended, as sentences.
-
-    Args:
-        tables: what the GCS knows.
-        nonce: of whose jobs; None for all that there is.
-        since: the time from which submitted jobs count; they carry no mark of the payload that submitted them.
+    Attributes:
+        key: identifies it in later tables.
+        message: the sentence for the user.
+        nonce: the payload whose job made it; None if Ray does not tell, as for submitted jobs.
+        since: when a submitted job began.
     """
 
-    def mine(thing: Dict[str, str]) -> bool:
-        return nonce is None or tables["jobs"].get(thing["job"]) == nonce
+    key: Tuple[str, ...]
+    message: str
+    nonce: Optional[str] = None
+    since: float = 0.0
 
+
+def living(tables: Tables) -> List[Leak]:
+    """What is alive and does not end with its job. Pure."""
     actors = [
-        "detached actor %r (%s, namespace %r) is still alive; end it with "
-        "ray.kill(ray.get_actor(%r, namespace=%r)) before the payload ends"
-        % (actor["name"], actor["class"], actor["namespace"], actor["name"], actor["namespace"])
+        Leak(
+            ("actor", actor["job"], actor["namespace"], actor["name"]),
+            "detached actor %r (%s, namespace %r) is still alive; end it with "
+            "ray.kill(ray.get_actor(%r, namespace=%r)) before the payload ends"
+            % (actor["name"], actor["class"], actor["namespace"], actor["name"], actor["namespace"]),
+            tables["jobs"].get(actor["job"], ""),
+        )
         for actor in tables["actors"]
-        if mine(actor)
     ]
     groups = [
-        "placement group %s still holds its resources; give it back with "
-        "ray.util.remove_placement_group(group) before the payload ends"
-        % ("%(name)r (namespace %(namespace)r)" % group if group["name"] else group["id"])
+        Leak(
+            ("group", group["id"]),
+            "placement group %s still holds its resources; give it back with "
+            "ray.util.remove_placement_group(group) before the payload ends"
+            % ("%(name)r (namespace %(namespace)r)" % group if group["name"] else group["id"]),
+            tables["jobs"].get(group["job"], ""),
+        )
         for group in tables["groups"]
-        if mine(group)
     ]
-    return actors + groups + submitted_jobs(tables, since)
+    return actors + groups + _submitted(tables)
 
 
-def submitted_jobs(tables: Tables, since: float = 0.0) -> List[str]:
-    """The jobs that still run and were submitted after a time, as sentences."""
-    return [
-        "job %(id)s of `ray job submit` still runs; end it with `ray job stop %(id)s` before the payload ends, "
-        "or submit it without --no-wait" % job
-        for job in tables["submitted"]
-        if job["since"] >= since
-    ]
+def leaks_of(tables: Tables, nonce: str, began: float) -> List[str]:
+    """What one payload leaves alive, as sentences: what its jobs made, and jobs submitted since it began. Pure."""
+    return [each.message for each in living(tables) if each.nonce == nonce or (each.nonce is None and each.since >= began)]
 
 
-def still_left(before: Tables, now: Tables) -> Tables:
-    """What was left before and is left still; what has come meanwhile may be at work.
-
-    Args:
-        before: what the GCS knew when nothing ran.
-        now: what it knows by now.
-    """
-    available = {
-        name: max(tables.get(name, 0.0) for tables in (before["available"], now["available"])) for name in before["total"]
-    }
-    things = {kind: [thing for thing in before[kind] if thing in now[kind]] for kind in ("actors", "groups", "submitted")}
-    return {**before, **things, "available": available}
-
-
-def not_back(tables: Tables) -> List[str]:
-    """What is at work although no payload runs, as sentences: resources that are taken, and submitted jobs."""
-    found = []
+def left_when_idle(tables: Tables) -> List[Leak]:
+    """What is at work although no payload runs: submitted jobs, and resources in use with what may hold them. Pure."""
+    taken = []
     for name, total in sorted(tables["total"].items()):
-        if name in _OWN_MEASURES or name.startswith("node:") or "_group_" in name:
-            continue
-        available = tables["available"].get(name, 0.0)
-        if available < total - 1e-3:
-            found.append("%s: %g of %g are not free although no payload runs" % (name, total - available, total))
-    return found + leaks(tables) if found else submitted_jobs(tables)
+        used = total - tables["available"].get(name, 0.0)
+        if used > 1e-3 and name not in _COUNTED_IN_BYTES and not name.startswith("node:") and "_group_" not in name:
+            message = "%s: %g of %g are not free although no payload runs" % (name, used, total)
+            taken.append(Leak(("resource", name), message))
+    return taken + living(tables) if taken else _submitted(tables)
 
 
-class LeakQuery:
-    """Asks the process beside the GCS, and does not wait for long.
+def _submitted(tables: Tables) -> List[Leak]:
+    return [
+        Leak(
+            ("job", job["id"]),
+            "job %(id)s of `ray job submit` still runs; end it with `ray job stop %(id)s` before the payload ends, "
+            "or submit it without --no-wait" % job,
+            since=job["since"],
+        )
+        for job in tables["submitted"]
+    ]
+
+
+class LeakCheck:
+    """Finds what payloads leave in the warm cluster.
 
     Args:
-        ask: called with a question's id; False if there is nobody to ask.
-        call_later: the loop's.
+        loop: where the timers run.
+        cluster: returns the warm cluster, or None.
     """
 
-    def __init__(self, ask: Callable[[int], bool], call_later: Callable[[float, Callable[[], None]], Any]) -> None:
-        self._ask = ask
-        self._call_later = call_later
-        self._asked = 0
-        self._waiting: Dict[int, Callable[[Optional[Tables]], None]] = {}
+    def __init__(self, loop: Loop, cluster: Callable[[], Optional[RayCluster]]) -> None:
+        self._loop = loop
+        self._cluster = cluster
+        self._left: List[Leak] = []
+        self._timer: Optional[Timer] = None
 
-    def ask(self, patience: float, done: Callable[[Optional[Tables]], None]) -> None:
-        """Ask for the tables; `done` gets None after `patience` seconds without them."""
-        self._asked += 1
-        question = self._asked
-        self._waiting[question] = done
-        known = self._ask(question)
-        self._call_later(patience if known else 0.0, lambda: self.take(question, None))
+    @property
+    def found(self) -> List[str]:
+        """What was at work when no payload ran, and is still, as sentences."""
+        return [leak.message for leak in self._left]
 
-    def take(self, question: int, tables: Optional[Tables]) -> None:
-        """Take an answer, unless it comes too late."""
-        done = self._waiting.pop(question, None)
-        if done is not None:
-            done(tables)
+    def at_end(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
+        """For a payload that starts now: a function that finds its leaks at its end and passes them to a callback."""
+        began = time.time()
+
+        def find(done: Callable[[List[str]], None]) -> None:
+            def answered(tables: Optional[Tables]) -> None:
+                if tables is not None and self._left:
+                    keys = {leak.key for leak in left_when_idle(tables)}
+                    self._left = [leak for leak in self._left if leak.key in keys]
+                done([] if tables is None else leaks_of(tables, nonce, began))
+
+            self._query(_TIMEOUT, answered)
+
+        return find
+
+    def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
+        """Check the whole cluster after a while, unless a payload runs by then."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+        def answered(tables: Optional[Tables]) -> None:
+            if tables is not None and is_idle():
+                self._left = left_when_idle(tables)
+
+        if self._cluster() is not None:
+            self._timer = self._loop.call_later(_IDLE, lambda: self._query(_IDLE_TIMEOUT, answered) if is_idle() else None)
+
+    def _query(self, timeout: float, done: Callable[[Optional[Tables]], None]) -> None:
+        cluster = self._cluster()
+        if cluster is None:
+            done(None)
+        else:
+            cluster.query_tables(timeout, done)

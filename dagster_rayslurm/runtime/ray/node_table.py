@@ -1,6 +1,6 @@
-"""The nodes of a Ray cluster as its GCS tells of them: which is which, who is missing, what there is in all. Pure.
+"""Ray's table of nodes, as the GCS reports it. Pure.
 
-A node is known by its host and its component: two components may have a node each on one host.
+A node is identified by host and component: two components may have a node each on one host.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from ..protocol.spec import RaySpec
 
 Node = Dict[str, Any]
 Nodes = Dict[str, Node]
-"""Nodes by Ray's id of them."""
+"""Nodes by Ray's id."""
 
 
 def title(node: Node) -> str:
-    """A node of a table in words."""
+    """The name of a node for the user."""
     return named(str(node.get("hostname")), node.get("component"))
 
 
 def within(spec: RaySpec, nodes: Nodes) -> Nodes:
-    """The table as it is for this cluster: without components, a label of that name is the user's own."""
+    """The table without component labels if the cluster has no components: then the label is the user's own."""
     if spec.components:
         return nodes
     return {node_id: {**node, "component": None} for node_id, node in nodes.items()}
 
 
 def nodes_expected(spec: RaySpec, available: int) -> int:
-    """Nodes that a cluster shall have when it is complete."""
+    """Number of nodes of a complete cluster, if so many nodes are available."""
     return available if spec.max_workers is None else min(available, 1 + spec.max_workers)
 
 
 def alive(nodes: Nodes) -> List[Node]:
-    """Those that live."""
+    """The living nodes."""
     return [node for node in nodes.values() if node["alive"]]
 
 
 def present(nodes: Nodes) -> Set[Identity]:
-    """What those that live are known by."""
+    """The identities of the living nodes."""
     return {Identity(node["hostname"], node.get("component")) for node in alive(nodes)}
 
 
 def in_order(nodes: Nodes, components: Iterable[str]) -> List[Node]:
-    """All of them, the head first, then by component as the allocation has them, then by name."""
+    """All nodes: the head first, then by component in the order of the allocation, then by name."""
     places: Dict[Any, int] = {component: place for place, component in enumerate(components)}
     return sorted(
         nodes.values(), key=lambda node: (not node["head"], places.get(node.get("component"), len(places)), node["hostname"])
@@ -51,13 +51,13 @@ def in_order(nodes: Nodes, components: Iterable[str]) -> List[Node]:
 
 
 def lost(before: Nodes, after: Nodes) -> List[Node]:
-    """Those that lived, and do not any more."""
+    """The nodes that were alive before and are dead or gone now."""
     gone = [node_id for node_id, node in before.items() if node["alive"] and not after.get(node_id, {}).get("alive")]
     return [after.get(node_id, before[node_id]) for node_id in gone]
 
 
 def in_words(nodes: Nodes, components: Iterable[str]) -> str:
-    """The living nodes, and what Ray schedules on them: of all, or of each component."""
+    """The living nodes and the CPUs and GPUs that Ray schedules on them, in all or by component."""
     here = alive(nodes)
     head = next(node["hostname"] for node in here if node["head"])
     where = head if len(here) == 1 else "%d nodes, the head is %s" % (len(here), head)

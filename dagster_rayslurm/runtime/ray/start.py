@@ -1,4 +1,4 @@
-"""`ray start --block` on this node, head or not: health check, ports, the process, its reports and its log."""
+"""`ray start --block` on this node, head or worker: health check, ports, process, reports and log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
 from ..node import ports
 from ..node.addresses import join_host_port
@@ -24,17 +24,21 @@ from ..process.loop import Loop
 from ..process.scratch import Scratch
 from ..protocol.end import ClusterError, EndReason, last_words
 from ..protocol.record import split_lines, tail_file
-from ..protocol.spec import RAY_COORDINATES, RaySpec
-from .prestart import AT_FIRST_DRIVER, logs_of
-from .start_arguments import IMPATIENT, ray_environment, start_arguments, symmetric_arguments
+from ..protocol.spec import RAY_COORDINATES, RaySpec, RuntimeSpec
+from .cluster_dir import token_of, worker_env_of
+from .internals import PRESTART_AT_FIRST_DRIVER, RAYLET_ENVIRON
+from .prestart import logs_of
+from .start_arguments import ray_environment, start_arguments, symmetric_arguments
 
 _ATTEMPTS = 3
 _CLASH = re.compile(r"address already in use|port \d+ is already|already occupied|Failed to bind", re.IGNORECASE)
 _SLOW_AGENT = re.compile(r"Timed out waiting for file \S*_port_")
-"""What a raylet dies of whose agents are not up within 15 s, a limit that Ray 2.60 has no setting for."""
+"""A raylet dies with this when its agents are not up within 15 s; Ray 2.60 has no setting for that limit."""
+KEEPS_WORKERS_READY = "ray"
+"""A runtime that preloads this module keeps Ray's workers ready as well."""
 _LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard.log", "ray_process_exit.log")
 _SHIM = """#!/bin/sh
-# `ray stop` would end every Ray of this user on this node, other clusters too; what runs here ends with its runtime.
+# `ray stop` would end every Ray of this user on this node, also other clusters; this one ends with its runtime.
 [ "$1" = stop ] && exit 0
 exec %s -m ray.scripts.scripts "$@"
 """
@@ -42,58 +46,66 @@ exec %s -m ray.scripts.scripts "$@"
 Event = Dict[str, Any]
 
 
+class StartListener:
+    """Told what becomes of Ray on a node; the base class ignores it."""
+
+    def on_gcs(self, gcs: str) -> None:
+        """The head's port was chosen, first or anew: "HOST:PORT". Never called on a worker."""
+
+    def on_report(self, event: Event) -> None:
+        """The process that runs Ray reports something; see `node_main`."""
+
+    def on_failed(self, error: ClusterError) -> None:
+        """Ray did not start, or has ended; called once."""
+
+    def on_phase(self, phase: str, message: str) -> None:
+        """Something happens that the user should see."""
+
+
 class RayStart:
-    """Starts Ray on this node, again with other ports where one was taken meanwhile.
+    """Starts Ray on this node, and again with other ports if one was taken meanwhile.
 
     Args:
         loop: where everything happens.
-        spec: what is asked for.
+        runtime: the start record.
+        spec: the cluster as this node shall start it.
+        key: the cluster's key; see `cluster_dir`.
         machine: what this node grants.
         scratch: private directory for Ray's files and the token.
-        token: the cluster's secret.
-        nodes: number of nodes that the cluster shall have.
-        on_gcs: called with "HOST:PORT" whenever the head's port is chosen; never on a worker.
-        on_event: called with each report of `ray_node`.
-        on_failed: called once, when Ray does not start or has ended.
-        on_phase: called with a phase and a message for the user.
-        worker_env: variables for Ray's daemons, which all workers inherit; None for one that they must not have.
-        prestart: whether workers shall be kept ready on the head.
+        nodes: number of nodes of the complete cluster.
+        listener: told what becomes of it.
+        environ: variables for Ray's daemons on this node; None for one that must not be set.
     """
 
     def __init__(
         self,
         loop: Loop,
+        runtime: RuntimeSpec,
         spec: RaySpec,
+        key: str,
         machine: NodeResources,
         scratch: Scratch,
-        token: str,
         nodes: int,
-        on_gcs: Callable[[str], None],
-        on_event: Callable[[Event], None],
-        on_failed: Callable[[ClusterError], None],
-        on_phase: Callable[[str, str], None],
-        worker_env: Mapping[str, Optional[str]] = MappingProxyType({}),
-        prestart: bool = False,
+        listener: StartListener,
+        environ: Mapping[str, Optional[str]] = MappingProxyType({}),
     ) -> None:
         self.ready = False
         """Whether the cluster counts this node in; from then on its end is a loss."""
         self.started = False
         """Whether the health check is over."""
         self.ports: Optional[ports.Ports] = None
+        self.pid: Optional[int] = None
+        """The process below which all of Ray on this node is."""
         self._loop = loop
         self._spec = spec
         self._machine = machine
         self._scratch = scratch
         self._nodes = nodes
-        self._on_gcs = on_gcs
-        self._on_event = on_event
-        self._on_failed = on_failed
-        self._on_phase = on_phase
-        self._worker_env = worker_env
-        self._prestart = prestart
+        self._listener = listener
+        self._worker_env = {**worker_env_of(runtime, key), **environ}
+        self._prestart = KEEPS_WORKERS_READY in runtime.preload and not key
         self._audit_fd: Optional[int] = None
         self._prestart_fd: Optional[int] = None
-        self._pid: Optional[int] = None
         self._daemons: Set[int] = set()
         """Ray's daemons that are children of this runtime; none where `ray start` itself runs on."""
         self._report_fd: Optional[int] = None
@@ -104,31 +116,26 @@ class RayStart:
         self._gcs: Optional[str] = None
         self._address: Optional[str] = None
         with open(self.token_path, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            file.write(token)
+            file.write(token_of(runtime, key))
 
     @property
     def token_path(self) -> str:
         return self._scratch.join("ray.token")
 
-    @property
-    def pid(self) -> Optional[int]:
-        """The process below which all of Ray on this node is."""
-        return self._pid
-
-    def audit(self, question: int) -> bool:
-        """Ask for the cluster's tables; an "audit" event with this id answers. False if there is nobody to ask."""
-        if self._audit_fd is None or self._pid is None:
+    def query_tables(self, query: int) -> bool:
+        """Ask for the tables of the leak check; an "audit" event with this id answers. False if no process can answer."""
+        if self._audit_fd is None or self.pid is None:
             return False
         try:
-            os.write(self._audit_fd, json.dumps({"id": question}).encode("utf-8") + b"\n")
+            os.write(self._audit_fd, json.dumps({"id": query}).encode("utf-8") + b"\n")
         except OSError:
-            return False  # It is gone, or has not read for long.
+            return False  # The process is gone, or has not read for long.
         return True
 
     def prestart(self) -> None:
-        """Have workers start that wait for the next payload, if that was asked for."""
+        """Have Ray start idle workers for the next payload, if payloads begin with Ray imported."""
         if self._prestart_fd is not None:
-            with contextlib.suppress(OSError):  # Nobody reads there any more, or has not for long.
+            with contextlib.suppress(OSError):  # The process is gone, or has not read for long.
                 os.write(self._prestart_fd, b"\n")
 
     def start(self, address: Optional[str], gcs: Optional[str] = None) -> None:
@@ -145,10 +152,10 @@ class RayStart:
             self._start_ray()
 
     def end(self) -> None:
-        """End every process of Ray on this node at once; what comes of it is no news."""
+        """End every process of Ray on this node at once; the listener is told no more."""
         self._over = True
         self._kill()
-        self._close_audit()
+        self._close_pipes()
         if self.ports is not None and self.ports.lock is not None:
             os.close(self.ports.lock)
             self.ports = replace(self.ports, lock=None)
@@ -176,7 +183,7 @@ class RayStart:
         log = self._scratch.join("health-check.log")
 
         def done(code: int, _: Any) -> None:
-            self._pid = None
+            self.pid = None
             if self._over:
                 return
             if code != 0:
@@ -189,7 +196,7 @@ class RayStart:
             self._start_ray()
 
         with open(log, "wb") as output:
-            self._pid = self._loop.spawn(
+            self.pid = self._loop.spawn(
                 ["/bin/sh", "-c", command],
                 done,
                 env=self._environ(os.environ),
@@ -218,7 +225,7 @@ class RayStart:
         head = self._gcs is None
         gcs = self._gcs or join_host_port(self._address or "127.0.0.1", self.ports.gcs)
         if head:
-            self._on_gcs(gcs)
+            self._listener.on_gcs(gcs)
         entrypoint, command, env = None, ["start"], dict(os.environ)
         if self._spec.launch_style == "symmetric-run":
             entrypoint = self._scratch.join("entrypoint")
@@ -238,18 +245,18 @@ class RayStart:
             "command": command,
             "entrypoint": entrypoint,
         }
-        env = self._environ({**IMPATIENT, **{name: value for name, value in env.items() if name not in RAY_COORDINATES}})
+        env = self._environ({**RAYLET_ENVIRON, **{name: value for name, value in env.items() if name not in RAY_COORDINATES}})
         if self._cpus > (os.cpu_count() or 1):
-            env.setdefault(AT_FIRST_DRIVER, "0")  # Simulated CPUs need no worker each.
+            env.setdefault(PRESTART_AT_FIRST_DRIVER, "0")  # Simulated CPUs need no worker each.
         env.update(self.ports.environ)
         env.update(ray_environment(self._spec, self.token_path))
         if entrypoint:
             env["RAY_ADDRESS"] = gcs  # Its own `ray.init` finds other clusters otherwise.
-            env["TMPDIR"] = self._scratch.ray_temp_dir  # Else its dashboard leaves files behind: see `keep_dashboard_inside`.
+            env["TMPDIR"] = self._scratch.ray_temp_dir  # Else its dashboard leaves files behind: see `internals.move_dashboard_files`.
         self._spawn(order, env)
 
     def _environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
-        """An environment with what is Ray's own on this node, such as the GPUs that it may see."""
+        """An environment plus the variables for Ray's daemons on this node."""
         wanted = {**environ, **self._worker_env}
         return {name: value for name, value in wanted.items() if value is not None}
 
@@ -275,7 +282,7 @@ class RayStart:
         self._report = b""
         self._loop.on_readable(self._report_fd, self._read_report)
         kept = [writer]
-        self._close_audit()
+        self._close_pipes()
         order = dict(order, report_fd=writer, audit_fd=None, prestart=None)
         if self._gcs is None:
             order["audit_fd"], self._audit_fd = self._pipe(kept)
@@ -284,7 +291,7 @@ class RayStart:
             order["prestart"] = {"fd": fd, "logs": self._logs, "cpus": min(self._cpus, os.cpu_count() or 1)}
         try:
             with open(self._log_path, "ab") as log:
-                self._pid = self._loop.spawn(
+                self.pid = self._loop.spawn(
                     [sys.executable, sys.argv[0], "ray-node", json.dumps(order)],
                     self._exited,
                     cwd=self._scratch.path,
@@ -302,20 +309,20 @@ class RayStart:
                 os.close(fd)
 
     def _pipe(self, kept: List[int]) -> Tuple[int, int]:
-        """A pipe to the process, which never blocks here; its other end is to be closed once the process has it."""
+        """A pipe to the process that never blocks here. Its reading end is added to `kept`, to be closed after the start."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         kept.append(reader)
         return reader, writer
 
-    def _close_audit(self) -> None:
+    def _close_pipes(self) -> None:
         for fd in (self._audit_fd, self._prestart_fd):
             if fd is not None:
                 os.close(fd)
         self._audit_fd = self._prestart_fd = None
 
     def _read_report(self) -> None:
-        """Take what `ray_node` reported so far."""
+        """Handle the reports that have arrived."""
         try:
             while self._report_fd is not None:
                 data = os.read(self._report_fd, 65536)
@@ -325,11 +332,11 @@ class RayStart:
                     self._report_fd = None
                 lines, self._report = split_lines(self._report + data)
                 for line in lines:
-                    self._take(json.loads(line.decode("utf-8")))
+                    self._handle(json.loads(line.decode("utf-8")))
         except BlockingIOError:
-            return  # That was all for now.
+            return  # No more for now.
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         if event["event"] == "environment":
             self._problem = ClusterError(EndReason.ENVIRONMENT, "node %s: %s" % (self._machine.name, event["message"]))
         elif event["event"] == "watch-failed":
@@ -338,13 +345,13 @@ class RayStart:
         elif not self._over:
             if event["event"] == "entrypoint":
                 self._adopt_daemons()
-            self._on_event(event)
+            self._listener.on_report(event)
 
     def _adopt_daemons(self) -> None:
-        """Count Ray's daemons as this runtime's own, where `ray symmetric-run` leaves them as orphans; strays are ended."""
+        """Count Ray's daemons as children of this runtime, because `ray symmetric-run` orphans them and strays are ended."""
         mark, own = "TMPDIR=" + self._scratch.ray_temp_dir, os.getpid()
         for process in processes.table().values():
-            if process.parent == own and process.pid != self._pid and processes.has_environment(process.pid, mark):
+            if process.parent == own and process.pid != self.pid and processes.has_environment(process.pid, mark):
                 self._daemons.add(process.pid)
                 self._loop.adopt(process.pid, functools.partial(self._daemon_ended, process.pid))
 
@@ -352,9 +359,9 @@ class RayStart:
         self._daemons.discard(pid)
 
     def _exited(self, code: int, _: Any) -> None:
-        self._pid = None
-        self._close_audit()
-        self._read_report()  # Its last words may say why, and may not have been read yet.
+        self.pid = None
+        self._close_pipes()
+        self._read_report()  # The last reports may say why.
         if self._over:
             return
         how = "signal %d" % -code if code < 0 else "exit code %d" % code
@@ -366,10 +373,10 @@ class RayStart:
             return self._fail(self._problem)
         clash = any(_CLASH.search(text) for text in self.log_tails().values())
         slow = _SLOW_AGENT.search(tail_file(os.path.join(self._logs, "raylet.err"), lines=200)) is not None
-        # Agents that are late may well tell of ports, too.
+        # The logs of late agents may mention ports as well.
         why = "Ray's agents were not up within its own limit of 15 s" if slow else "a port was taken meanwhile"
-        if self._attempt < _ATTEMPTS and (clash or slow):  # Files that were read once are read faster.
-            self._on_phase("cluster-start", "%s; trying Ray on node %s again" % (why, node))
+        if self._attempt < _ATTEMPTS and (clash or slow):  # The next attempt reads files faster.
+            self._listener.on_phase("cluster-start", "%s; trying Ray on node %s again" % (why, node))
             return self._start_ray()
         if slow:
             why += " on node %s, %d times: it is overloaded, or the file system of its environment is slow"
@@ -382,12 +389,12 @@ class RayStart:
         if not self._over:
             self._over = True
             self._kill()
-            self._on_failed(error)
+            self._listener.on_failed(error)
 
     def _kill(self) -> None:
         """SIGKILL `ray start` and all below it; Ray's daemons are in sessions of their own."""
-        roots = [*self._daemons, *([] if self._pid is None else [self._pid])]
+        roots = [*self._daemons, *([] if self.pid is None else [self.pid])]
         below = [process.pid for root in roots for process in processes.descendants(root)]
-        if self._pid is not None:
-            processes.signal_group(self._pid, signal.SIGKILL)
+        if self.pid is not None:
+            processes.signal_group(self.pid, signal.SIGKILL)
         processes.kill_all([*below, *self._daemons])

@@ -1,4 +1,4 @@
-"""What Ray is started with on a node: arguments and environment (Ray 2.60). Pure."""
+"""Arguments and environment of `ray start` and `ray symmetric-run` on a node (Ray 2.60). Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ _STORE_SHARE = 0.3
 _SMALLEST_STORE = 75 * 2**20
 """Bytes of the smallest object store that Ray 2.60 starts with."""
 
-IMPATIENT = {"RAY_raylet_client_connect_timeout_milliseconds": "20", "RAY_raylet_client_num_connect_attempts": "500"}
-"""Ray 2.60's raylet connects to its object store before that listens, and then sleeps: 10 s at most, but not in steps of 1 s."""
-
 
 def start_arguments(
     spec: RaySpec, machine: NodeResources, chosen: ports.Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
 ) -> List[str]:
-    """The arguments of `ray start` (Ray 2.60).
+    """The arguments of `ray start`.
 
     Args:
-        spec: the cluster that is asked for.
+        spec: the cluster.
         machine: what this node grants.
         chosen: the node's ports.
         temp_dir: Ray's own directory.
@@ -41,16 +38,9 @@ def start_arguments(
 
 
 def symmetric_arguments(
-    spec: RaySpec,
-    machine: NodeResources,
-    chosen: ports.Ports,
-    temp_dir: str,
-    gcs: str,
-    head: bool,
-    nodes: int,
-    entrypoint: List[str],
+    spec: RaySpec, machine: NodeResources, chosen: ports.Ports, temp_dir: str, gcs: str, head: bool, nodes: int, entrypoint: List[str]
 ) -> List[str]:
-    """The arguments of `ray symmetric-run` (Ray 2.60), which starts the head where `gcs` is and workers elsewhere."""
+    """The arguments of `ray symmetric-run`, which starts the head at the address `gcs` and workers elsewhere."""
     arguments = ["--address=" + gcs, "--min-nodes=%d" % nodes]
     if head:
         arguments.append("--include-dashboard=%s" % ("true" if spec.dashboard else "false"))
@@ -59,7 +49,7 @@ def symmetric_arguments(
 
 
 def _node_arguments(spec: RaySpec, machine: NodeResources, chosen: ports.Ports, temp_dir: str) -> List[str]:
-    """What every node says of itself."""
+    """The arguments that every node has."""
     arguments = ["--disable-usage-stats", "--temp-dir=" + temp_dir, *chosen.options]
     arguments.append("--num-cpus=%d" % (machine.num_cpus if spec.num_cpus is None else spec.num_cpus))
     arguments.append("--num-gpus=%d" % (machine.num_gpus if spec.num_gpus is None else spec.num_gpus))
@@ -67,7 +57,7 @@ def _node_arguments(spec: RaySpec, machine: NodeResources, chosen: ports.Ports, 
     if store is not None:
         arguments.append("--object-store-memory=%d" % store)
     if machine.memory_limit is not None:
-        # Ray 2.60 looks at the machine and the root cgroup, not at what Slurm granted to the job.
+        # Ray 2.60 reads the limits of the machine and the root cgroup, not those of the job.
         usable = usable_memory(machine)
         if store is None:
             store = int(usable * _STORE_SHARE)
@@ -81,10 +71,11 @@ def _node_arguments(spec: RaySpec, machine: NodeResources, chosen: ports.Ports, 
 
 
 def granted_defaults(machine: NodeResources) -> Dict[str, str]:
-    """The variables by which a Ray that a payload starts itself takes by default what was granted (Ray 2.60).
+    """Variables that make a Ray that a payload starts itself use what was granted by default.
 
-    A `ray.init` that connects to a cluster reads none of them. Ray has no variable for a default number of CPUs
-    (`RAY_OVERRIDE_RESOURCES` would also override an explicit `num_cpus`), but counts as Python does, and Python 3.13 has one.
+    A `ray.init` that connects to a cluster reads none of them. Ray has no variable for the default number of CPUs
+    (`RAY_OVERRIDE_RESOURCES` would also override an explicit `num_cpus`), but Ray counts as Python does, and Python 3.13
+    has a variable.
     """
     env = {"PYTHON_CPU_COUNT": str(machine.num_cpus)}
     if machine.memory_limit is not None:
@@ -96,7 +87,7 @@ def granted_defaults(machine: NodeResources) -> Dict[str, str]:
 
 
 def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:
-    """What every process of a cluster needs in its environment, drivers included."""
+    """The environment of every process of a cluster, drivers included."""
     env = {"RAY_USAGE_STATS_ENABLED": "0"}
     if spec.auth == "token":
         env.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=token_path)

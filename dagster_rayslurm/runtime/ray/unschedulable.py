@@ -1,6 +1,6 @@
-"""What is asked of a Ray cluster and no node can ever grant, as sentences. Pure.
+"""Find tasks, actors and placement groups that no node can ever hold. Pure.
 
-Ray keeps such tasks, actors and placement groups pending without a word: a later node might have what they need.
+Ray keeps them pending without a message, because a later node might have what they need.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 LabelRule = Tuple[str, bool, Tuple[str, ...]]
-"""Key, whether the value must be (or must not be) one of these, and these."""
+"""Key, whether the label must (or must not) have one of the values, and the values."""
 
 _MOST_NAMES = 4
 """Nodes that are named in a sentence."""
@@ -16,11 +16,11 @@ _BYTES = ("memory", "object_store_memory")
 
 
 class Request(NamedTuple):
-    """What one task, actor or bundle asks of one node.
+    """What one task, actor or bundle needs of one node.
 
     Attributes:
         resources: amounts by name.
-        labels: alternatives, each of which is a list of rules; none if every node will do.
+        labels: alternatives, each a list of rules; empty if any node will do.
     """
 
     resources: Dict[str, float]
@@ -28,25 +28,33 @@ class Request(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A placement group that is not placed."""
+    """A placement group that is pending."""
 
     strategy: str
     bundles: List[Request]
 
 
 class Node(NamedTuple):
-    """A node of the cluster that is alive, and all that it has, in use or not."""
+    """A living node and its total resources."""
 
     name: str
     resources: Dict[str, float]
     labels: Dict[str, str]
 
 
+class Demand(NamedTuple):
+    """What is pending in a cluster, and the nodes that it has."""
+
+    requests: List[Request]
+    groups: List[Group]
+    nodes: List[Node]
+
+
 def unschedulable(requests: Sequence[Request], groups: Sequence[Group], nodes: Sequence[Node]) -> List[str]:
-    """Sentences about what no node, or no set of nodes, can ever grant; nothing about what waits for its turn."""
+    """Sentences about what no node, or no set of nodes, can ever hold; what only waits for its turn is left out."""
     found = []
     for request in requests:
-        # What runs inside a placement group waits until that is placed.
+        # A task inside a placement group waits until the group is placed.
         if not any("_group_" in name for name in request.resources) and not any(_fits(request, node) for node in nodes):
             found.append("a task or actor asks for %s, and no node has that" % _words(request))
     for group in groups:
@@ -64,16 +72,16 @@ def unschedulable(requests: Sequence[Request], groups: Sequence[Group], nodes: S
 def _fits(request: Request, node: Node) -> bool:
     if any(node.resources.get(name, 0.0) < amount for name, amount in request.resources.items()):
         return False
-    return not request.labels or any(all(_obeys(rule, node) for rule in rules) for rules in request.labels)
+    return not request.labels or any(all(_matches(rule, node) for rule in rules) for rules in request.labels)
 
 
-def _obeys(rule: LabelRule, node: Node) -> bool:
+def _matches(rule: LabelRule, node: Node) -> bool:
     key, wanted, values = rule
     return (node.labels.get(key) in values) is wanted
 
 
 def _group_fits(group: Group, nodes: Sequence[Node]) -> bool:
-    """Whether a group could be placed if nothing else ran; what only an exact packing would show counts as possible."""
+    """Whether a group could be placed if nothing else ran. True also if only an exact packing would show that it cannot."""
     if not all(any(_fits(bundle, node) for node in nodes) for bundle in group.bundles):
         return False
     total: Dict[str, float] = {}

@@ -1,0 +1,310 @@
+"""Every private or generated API of Ray that the runtime calls, in one place.
+
+Written for Ray 2.52 (the first with token authentication) and newer, and tried on 2.60; older versions work with
+`auth="disabled"` as far as they have the same names. `tests/runtime/test_ray_internals.py` calls each function against the
+installed Ray: it is the test that fails when a release moves something.
+
+Each function imports what it needs when it is called: the runtime itself never imports Ray. Two other places depend on
+Ray's internals and cannot be here, because they run in a payload's process, which cannot import the runtime:
+`payload/leave_ray.py` (Ray's worker module at the end of a driver) and `payload/preload_child.py` (modules that Ray imports
+lazily). Formats that are read from the outside stay with their readers: names of worker logs (`prestart`, `node/usage.py`)
+and the raylet's command line (`payload/own_ray.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import re
+import time
+from types import SimpleNamespace
+from typing import Any, Dict, Iterable, List, Mapping, Optional
+
+from ..protocol.spec import JOB_MARK, LABEL
+from .node_table import Nodes
+from .unschedulable import Demand, Group, Node, Request
+
+RAYLET_ENVIRON = {
+    "RAY_raylet_client_connect_timeout_milliseconds": "20",
+    "RAY_raylet_client_num_connect_attempts": "500",
+}
+"""Ray 2.60's raylet connects to its object store before that listens, and then sleeps: still 10 s at most, but not in steps
+of 1 s."""
+
+PRESTART_AT_FIRST_DRIVER = "RAY_prestart_worker_first_driver"
+"""Raylet option: each new driver starts one worker per CPU, even if workers wait, and these take the CPU that the driver
+needs for its first task."""
+
+_ALIVE = 0  # GcsNodeInfo.ALIVE in gcs.proto
+_GROUP_REMOVED = 3  # PlacementGroupTableData.REMOVED in gcs.proto
+_NOT_IN = 2  # LABEL_OPERATOR_NOT_IN in common.proto
+_LIVING_ACTORS = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")
+_CLIENT_SERVER = "get_ray_client_dependency_error"
+_DASHBOARD = "get_dashboard_dependency_error"
+_HEAD_INFO = "get_all_node_info_until_retrieved"
+_START_PROCESS = "start_ray_process"
+_TEMP_DIR_KEY = b"rayslurm_temp_dir"
+_SUBMITTED = "_ray_internal_job_actor_"
+"""Prefix of the name of the actor that runs a submitted job; the rest is the submission id."""
+_SHARED_LIBRARIES = ("ray.data.", "ray.train.", "ray.tune.", "ray.llm.")
+"""Libraries of Ray whose detached actors serve every later payload. To kill them would break later payloads."""
+_TIMEOUT = 5.0
+_IDLE_WORKERS = 600
+"""Seconds until Ray may end a waiting worker if there are more of them than CPUs."""
+
+
+def installed_version() -> Optional[str]:
+    """The version of Ray in this Python's environment, without importing it; None if there is none, or it cannot be read."""
+    importlib.invalidate_caches()
+    try:
+        spec = importlib.util.find_spec("ray")
+        if spec is None or spec.origin is None:
+            return None
+        with open(os.path.join(os.path.dirname(spec.origin), "_version.py"), encoding="utf-8") as file:
+            found = re.search(r"^version\s*=\s*[\"'](.+?)[\"']", file.read(), re.MULTILINE)
+    except (ImportError, OSError, ValueError):
+        return None  # Perhaps its file system is away for a moment.
+    return found.group(1) if found is not None else None
+
+
+# ---- Before `ray start`
+
+
+def dashboard_problem() -> Optional[str]:
+    """What the dashboard lacks to run, or None. Ray 2.60 reports it only in the dashboard's own log."""
+    problem = getattr(_module("ray._private.utils"), _DASHBOARD, lambda: None)()
+    return None if problem is None else str(problem)
+
+
+def disable_client_server(command: List[str]) -> List[str]:
+    """Keep `ray start` from starting the Ray Client server: drivers run on the nodes, and it costs a CPU second and a port.
+
+    Ray 2.60 starts it wherever `grpcio` is installed, without an option against it, and refuses an option for its port
+    elsewhere. `ray symmetric-run` calls `ray start` in other processes, which this does not reach.
+
+    Args:
+        command: the words after `ray`.
+
+    Returns:
+        The words to use instead.
+    """
+    scripts = _module("ray.scripts.scripts")
+    if command[0] == "start" and hasattr(scripts, _CLIENT_SERVER):
+        setattr(scripts, _CLIENT_SERVER, lambda: "disabled")
+    if getattr(scripts, _CLIENT_SERVER, lambda: None)() is None:
+        return command  # It will be started, and must not take the default port, which all clusters share.
+    return [word for word in command if not word.startswith("--ray-client-server-port=")]
+
+
+def move_dashboard_files(temp_dir: str) -> None:
+    """Have the dashboard's temporary files in Ray's directory, which is removed with the cluster.
+
+    Ray 2.60's dashboard forks its modules from a server of Python's multiprocessing, whose directory in TMPDIR stays when
+    it is killed. Tasks and actors keep their TMPDIR.
+    """
+    constants, services = _module("ray._private.ray_constants"), _module("ray._private.services")
+    start = getattr(services, _START_PROCESS, None)
+    if start is None:
+        return
+
+    def start_inside(words: List[str], process_type: str, *args: Any, **options: Any) -> Any:
+        if process_type == constants.PROCESS_TYPE_DASHBOARD:
+            options["env_updates"] = {**(options.get("env_updates") or {}), "TMPDIR": temp_dir}
+        return start(words, process_type, *args, **options)
+
+    setattr(services, _START_PROCESS, start_inside)
+
+
+# ---- The GCS
+
+
+def connect_gcs(gcs: str) -> Any:
+    """A client of the GCS at "HOST:PORT"; retries for tens of seconds when nobody listens there."""
+    return _module("ray._raylet").GcsClient(address=gcs)
+
+
+def node_table(client: Any) -> Nodes:
+    """The nodes of the cluster by id.
+
+    Raises:
+        Exception: the GCS does not answer; Ray's RPC errors have no common public base.
+    """
+    return {
+        node_id.hex(): {
+            "alive": info.state == _ALIVE,
+            "head": bool(info.is_head_node),
+            "hostname": info.node_manager_hostname,
+            "address": info.node_manager_address,
+            "resources": dict(info.resources_total),
+            "component": dict(getattr(info, "labels", {})).get(LABEL),
+        }
+        for node_id, info in client.get_all_node_info(timeout=2).items()
+    }
+
+
+def publish_head(client: Any, temp_dir: str, dashboard: bool) -> None:
+    """Write what Ray's processes would wait for although it is known already; if this fails, some seconds are lost.
+
+    Without a dashboard, Ray 2.60 waits a second for a process that writes just this. Workers would wait for the head's
+    raylet, which tells them where the head's files are.
+    """
+    with contextlib.suppress(Exception):
+        constants = _module("ray._private.ray_constants")
+        if not dashboard:
+            client.internal_kv_put(constants.DASHBOARD_ADDRESS.encode(), b"", False, constants.KV_NAMESPACE_DASHBOARD)
+        client.internal_kv_put(_TEMP_DIR_KEY, temp_dir.encode(), False, constants.KV_NAMESPACE_SESSION)
+
+
+def published_head(client: Any) -> Optional[SimpleNamespace]:
+    """The head as `publish_head` described it, in the shape of a row of Ray's node table; None if it is not there yet."""
+    values: List[Optional[bytes]] = []
+    with contextlib.suppress(Exception):  # The GCS does not answer yet.
+        namespace = _module("ray._private.ray_constants").KV_NAMESPACE_SESSION
+        values = [client.internal_kv_get(key, namespace) for key in (_TEMP_DIR_KEY, b"session_name")]
+    if not values or not all(values) or not hasattr(_module("ray._private.node"), _HEAD_INFO):
+        return None
+    temp_dir, session = (value.decode() for value in values if value)
+    return SimpleNamespace(state=_ALIVE, temp_dir=temp_dir, session_dir=os.path.join(temp_dir, session))
+
+
+def assume_head(head: SimpleNamespace) -> None:
+    """Have `ray start --address` take this row for the head, instead of asking for it in steps of two seconds (Ray 2.60)."""
+    setattr(_module("ray._private.node"), _HEAD_INFO, lambda *_, **__: [head])
+
+
+def pending_demand(client: Any, nodes: Mapping[str, Any]) -> Demand:
+    """What is asked for and not granted yet, and what the nodes have: Ray's answer to its autoscaler.
+
+    Args:
+        nodes: the node table, which has the nodes' names.
+    """
+    messages = _module("ray.core.generated.autoscaler_pb2")
+    reply = messages.GetClusterResourceStateReply.FromString(client.get_cluster_resource_state(timeout_s=2))
+    state = reply.cluster_resource_state
+
+    def request(wanted: Any) -> Request:
+        labels = tuple(
+            tuple((rule.label_key, rule.operator != _NOT_IN, tuple(rule.label_values)) for rule in selector.label_constraints)
+            for selector in wanted.label_selectors
+        )
+        return Request(dict(wanted.resources_bundle), labels)
+
+    # `details` is "ID:STRATEGY|STATE".
+    groups = [
+        Group(each.details.rpartition(":")[2].partition("|")[0], [request(bundle) for bundle in each.requests])
+        for each in state.pending_gang_resource_requests
+    ]
+    living = [(each.node_id.hex(), each) for each in state.node_states if each.status != messages.DEAD]
+    return Demand(
+        [request(each.request) for each in state.pending_resource_requests],
+        groups,
+        [
+            Node(nodes.get(name, {}).get("hostname", name), dict(each.total_resources), dict(each.labels))
+            for name, each in living
+        ],
+    )
+
+
+# ---- What is alive in the cluster
+
+
+def connect_state(gcs: str) -> Any:
+    """A client of the GCS's tables. `ray.util.state` would need the dashboard, and `ray.init` a job."""
+    raylet = _module("ray._raylet")
+    accessor = raylet.GlobalStateAccessor(raylet.GcsClientOptions.create(gcs, None, True, True))
+    accessor.connect()
+    return accessor
+
+
+def living_things(accessor: Any) -> Dict[str, Any]:
+    """The tables for the leak check (2 ms for all of them), as JSON: what is alive and does not end with its job.
+
+    Returns:
+        `jobs`: job id to the payload's nonce. `actors`, `groups`: detached actors and placement groups. `submitted`: running
+        jobs of `ray job submit`. `available`, `total`: resources.
+    """
+    messages = _module("ray.core.generated.gcs_pb2")
+    # Otherwise the GCS asks every driver, stopped ones too, whether it is busy.
+    skip = {"skip_submission_job_info_field": True, "skip_is_running_tasks_field": True}
+    jobs = map(messages.JobTableData.FromString, accessor.get_job_table(**skip))
+    # The GCS remembers up to 100000 dead actors, which take seconds to read.
+    living = [row for state in _LIVING_ACTORS for row in accessor.get_actor_table(None, state)]
+    detached = [actor for actor in map(messages.ActorTableData.FromString, living) if actor.is_detached]
+    groups = map(messages.PlacementGroupTableData.FromString, accessor.get_placement_group_table())
+    owners = {actor.actor_id for actor in detached}
+    available = map(messages.AvailableResources.FromString, accessor.get_all_available_resources())
+    total = map(messages.TotalResources.FromString, accessor.get_all_total_resources())
+    return {
+        "jobs": {job.job_id.hex(): job.config.metadata[JOB_MARK] for job in jobs if JOB_MARK in job.config.metadata},
+        "actors": [
+            {"job": actor.job_id.hex(), "name": actor.name, "namespace": actor.ray_namespace, "class": actor.class_name}
+            for actor in detached
+            if not actor.name.startswith(_SUBMITTED) and not _is_shared(actor)
+        ],
+        "submitted": [  # An actor that is still being created has no start time.
+            {"id": actor.name[len(_SUBMITTED) :], "since": actor.start_time / 1000 or time.time()}
+            for actor in detached
+            if actor.name.startswith(_SUBMITTED)
+        ],
+        "groups": [  # Others end with the job or the actor that made them.
+            {
+                "job": group.creator_job_id.hex(),
+                "name": group.name,
+                "namespace": group.ray_namespace,
+                "id": group.placement_group_id.hex(),
+            }
+            for group in groups
+            if group.state != _GROUP_REMOVED and (group.is_detached or group.creator_actor_id in owners)
+        ],
+        "available": _sum(row.resources_available for row in available),
+        "total": _sum(row.resources_total for row in total),
+    }
+
+
+def _is_shared(actor: Any) -> bool:
+    module = actor.function_descriptor.python_function_descriptor.module_name
+    return module.startswith(_SHARED_LIBRARIES) and not actor.required_resources
+
+
+def _sum(rows: Iterable[Mapping[str, float]]) -> Dict[str, float]:
+    total: Dict[str, float] = {}
+    for row in rows:
+        for name, amount in row.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
+
+
+# ---- The raylet
+
+
+def can_start_workers() -> bool:
+    """Whether this Ray has the RPC that starts idle workers, and `grpcio`, which comes with `ray[default]`."""
+    try:
+        _module("grpc")
+        _module("ray._private.grpc_utils")
+        return hasattr(_module("ray.core.generated.node_manager_pb2"), "PrestartWorkersRequest")
+    except Exception:  # Whatever is there instead cannot be used.
+        return False
+
+
+def connect_raylet(gcs: str) -> Any:
+    """A client of the head's raylet, with the cluster's token."""
+    nodes: List[Any] = list(connect_gcs(gcs).get_all_node_info(timeout=_TIMEOUT).values())
+    head = next(node for node in nodes if node.is_head_node)
+    host = head.node_manager_address
+    address = "%s:%d" % ("[%s]" % host if ":" in host else host, head.node_manager_port)
+    channel = _module("ray._private.grpc_utils").init_grpc_channel(address)
+    return _module("ray.core.generated.node_manager_pb2_grpc").NodeManagerServiceStub(channel)
+
+
+def start_workers(raylet: Any, number: int) -> None:
+    """Have the raylet start workers that belong to no job yet."""
+    messages = _module("ray.core.generated.node_manager_pb2")
+    request = messages.PrestartWorkersRequest(num_workers=number, keep_alive_duration_secs=_IDLE_WORKERS)
+    raylet.PrestartWorkers(request, timeout=_TIMEOUT)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
