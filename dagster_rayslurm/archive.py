@@ -1,4 +1,4 @@
-"""The runtime as one file, named by its content: what is cached here, and later on a cluster, is never stale."""
+"""Build the runtime as one file (a zipapp), named by its content, so that a cached copy is never stale."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .runtime.protocol.record import write_atomically
 from .ssh.local import LocalConnection
 
 PACKAGE = "rayslurm_runtime"
-"""Name of the package inside the archive; not `runtime`, which a payload's own module may be called."""
+"""Name of the package inside the archive; not `runtime`, because a payload's own module may have that name."""
 
 _MAIN = f"import sys\nfrom {PACKAGE}.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
 
@@ -27,27 +27,27 @@ def _sources() -> dict[str, bytes]:
 
 
 def sources_below(directory: Path) -> dict[str, bytes]:
-    """The files of the zipapp by name: those of a package and of its sub-packages, and what starts them."""
+    """The files of the zipapp by name: a package with its sub-packages, and `__main__.py`."""
     modules = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*.py"))}
     return {"__main__.py": _MAIN.encode()} | {f"{PACKAGE}/{name}": path.read_bytes() for name, path in modules.items()}
 
 
 def runtime_name() -> str:
-    """The file name of the runtime's zipapp: its sources, and the Python whose bytecode is in it beside them."""
+    """The file name of the runtime's zipapp, by its sources and the Python version of its bytecode."""
     content = b"".join(name.encode() + b"\0" + text + b"\0" for name, text in _sources().items())
     return f"runtime-{hashlib.sha256(content).hexdigest()[:16]}-{sys.implementation.cache_tag}.pyz"
 
 
 def build_runtime() -> bytes:
-    """The runtime's zipapp.
+    """The runtime's zipapp, with sources and bytecode.
 
-    zipimport never writes bytecode and would compile all of it at each start (50 ms), so it is put in; a Python of
-    another version passes over it and takes the sources.
+    zipimport never writes bytecode and would compile all modules at each start (50 ms). A Python of another version
+    ignores the bytecode and uses the sources.
     """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive, tempfile.TemporaryDirectory() as directory:
         for name, text in _sources().items():
-            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)  # Mostly nobody reads it.
+            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)  # Rarely read.
             source, compiled = Path(directory, "source.py"), Path(directory, "compiled.pyc")
             source.write_bytes(text)
             mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
@@ -57,7 +57,7 @@ def build_runtime() -> bytes:
 
 
 def install_runtime(directory: Path) -> Path:
-    """Put the runtime into a directory of this machine, unless it is there.
+    """Write the runtime into a directory of this machine, unless it is there already.
 
     Raises:
         OSError: the directory cannot be written.

@@ -1,5 +1,8 @@
 """`python -I runtime.pyz run DIR | node DIR | part DIR | session DIR | serve DIR | ask DIR | ray-node ORDER | hold FILE`."""
 
+# Types stand in comments, because an older Python must parse this file to say that it is too old. Each role imports what it
+# needs when it begins: a start takes about 0.13 s, most of it imports.
+
 import mmap
 import os
 import sys
@@ -28,15 +31,15 @@ def run(run_dir):  # type: (str) -> int
     scratch.sweep()
     spec = start_files.load_spec(run_dir)
     if spec.meeting is not None:
-        return _run_with_others(run_dir, spec)
+        return _run_component(run_dir, spec)
     runner = supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch())
     local_server.serve_parent(runner, run_dir)
     runner.run()
     return 0
 
 
-def _run_with_others(run_dir, spec):  # type: (str, RuntimeSpec) -> int
-    """Run a payload for the parent process that others of this machine are started and ended with."""
+def _run_component(run_dir, spec):  # type: (str, RuntimeSpec) -> int
+    """Run the payload of one of several components on this machine (separate topology) for the parent process."""
     from dataclasses import replace
 
     from .process import loop, scratch
@@ -57,10 +60,10 @@ def _run_with_others(run_dir, spec):  # type: (str, RuntimeSpec) -> int
 
 
 def node(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
-    """Be one node of a Slurm step: the first runs the payload of the run directory, the others help it.
+    """Be one node of a Slurm step: the first one runs the payload of the run directory, the others work for it.
 
-    `dispensable[0]` becomes 1 when this is one of the others and the head knows it: Ray goes on without such a node, and
-    its end must not have `srun` end the step.
+    A worker that the head knows sets `dispensable[0]` to 1: Ray goes on without it, so its end must not make `srun` end the
+    step.
     """
     from .supervisor import local_server
 
@@ -73,7 +76,7 @@ def node(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
 
 
 def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
-    """Be one node of a Slurm step whose components run a payload each: the first one of each leads its component."""
+    """Be one node of a Slurm step with a payload per component (separate topology): each component's first node leads it."""
     from dataclasses import replace
 
     from .node.allocation import head_address
@@ -97,11 +100,11 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     if here.node_id == 0:
         others = [node for node in whole.nodes if node not in here.nodes]
         here = replace(here, head_addresses=[head_address(replace(here, nodes=[*here.nodes, *others]))])
-    return _take_part(start_files.load_spec(directory), here, run_dir, dispensable, lead)
+    return _lead_or_work(start_files.load_spec(directory), here, run_dir, dispensable, lead)
 
 
 def _warn_before_limit(runner, here, payload):  # type: (supervisor.Supervisor, allocation.Allocation, Payload) -> None
-    """Warn a payload ahead of its allocation's time limit, if that was asked for."""
+    """Signal a payload before its allocation's time limit, if the user wants that."""
     from .supervisor import time_limit
 
     if runner.spec.warn_before_limit is not None:
@@ -115,7 +118,7 @@ def _warn_before_limit(runner, here, payload):  # type: (supervisor.Supervisor, 
 
 
 def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
-    """Be one node of a session's Slurm step: the first takes requests until the session is idle or its time is over."""
+    """Be one node of a session's Slurm step: the first one serves requests until the session is idle or its time is over."""
     from .protocol import rpc
     from .protocol.end import End, EndReason
     from .supervisor import session_server, time_limit
@@ -124,7 +127,7 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
         spec = runner.spec
 
         def known(left):  # type: (float) -> None
-            # A short allocation serves for most of its time as well.
+            # Also a short allocation serves for most of its time.
             margin = min(spec.drain_margin, left / 10)
             runner.set_margin(margin)
             limit.when(margin, lambda left: runner.drain("its time limit comes in %d s" % round(left)))
@@ -136,7 +139,7 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
         end = End(EndReason.TIMEOUT, "the session's allocation came to its time limit")
         limit.when(_LAST_CALL, lambda _: runner.close(end, grace=_LAST_CALL / 2))
         assert spec.control_key is not None
-        # A key of their own: a worker and somebody with a request must not take each other's door for theirs.
+        # Another key than that of the workers: a client and a worker must not mistake each other's server for their own.
         key = rpc.derive_key(spec.control_key, "requests")
         server = session_server.RequestServer(runner, session_dir, here, key, spec.control_ports)
         limit.start()
@@ -150,20 +153,20 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
 
 
 _LAST_CALL = 20.0
-"""Seconds before the time limit at which a session ends what still runs, so that each payload's end is written."""
+"""Seconds before the time limit at which a session ends running payloads, so that each payload's end is written."""
 
 
 def _be_node(directory, dispensable, lead):
     # type: (str, mmap.mmap, Lead) -> int
-    """Be one node of a Slurm step; `lead` is what its first node does."""
+    """Be one node of a Slurm step; the first node calls `lead`."""
     from .protocol import start_files
 
     spec = start_files.load_spec(directory)
-    return _take_part(spec, _allocation(spec), directory, dispensable, lead)
+    return _lead_or_work(spec, _allocation(spec), directory, dispensable, lead)
 
 
 def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
-    """The allocation of this task, whose variables tell of its own component from here on."""
+    """The allocation of this task. From here on, the environment describes the task's own component."""
     from .node import allocation
 
     here = allocation.from_environ(os.environ)
@@ -175,9 +178,9 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
         sys.exit("rayslurm runtime: %s" % error)
 
 
-def _take_part(spec, here, log_dir, dispensable, lead):
+def _lead_or_work(spec, here, log_dir, dispensable, lead):
     # type: (RuntimeSpec, allocation.Allocation, str, mmap.mmap, Lead) -> int
-    """Lead the nodes of an allocation, or help the one that does."""
+    """Lead the nodes of an allocation if this is the first one; otherwise be a worker node."""
     from .nodes import worker
     from .process import loop, scratch
     from .supervisor import supervisor
@@ -193,7 +196,7 @@ def _take_part(spec, here, log_dir, dispensable, lead):
 
 
 def serve(session_dir):  # type: (str) -> int
-    """Run payloads for whoever connects, until idle."""
+    """Run payloads for clients on this machine, until idle."""
     from .process import loop, scratch
     from .protocol import start_files
     from .supervisor import local_server, supervisor
@@ -221,9 +224,9 @@ def main(argv):  # type: (list[str]) -> int
 
         return node_main.main(argv[1:])
     if role == "hold":
-        from .ray import symmetric_entrypoint
+        from .ray import node_main
 
-        return symmetric_entrypoint.main(argv[1])
+        return node_main.hold(argv[1])
     if role == "ask":
         from .protocol import rpc_call
 
@@ -240,7 +243,7 @@ def main(argv):  # type: (list[str]) -> int
         from .process import keeper, processes, self_cancel
 
         processes.raise_file_limit()
-        # Of a job with one payload whoever runs that sees to the end; a session may have nobody.
+        # The Dagster process of a job with one payload sees to the job's end; a session may have no such process.
         orphaned = (lambda: self_cancel.cancel(os.environ)) if role == "session" else (lambda: None)
         return keeper.guard(lambda: roles[role](argv[1]), lambda: dispensable[0] == 1, role in _IN_A_STEP, orphaned)
     sys.exit(__doc__)

@@ -126,9 +126,9 @@ def go(looks=20):
     if looks and (count() or processes.descendants(os.getpid()) or len(os.listdir(runner._scratch.path)) > 1):
         return loop.call_later(0.5, lambda: go(looks - 1))
     said["after"] = count()
-    said["corners"] = [name for name in os.listdir(runner._scratch.path)]
+    said["scratch"] = [name for name in os.listdir(runner._scratch.path)]
     said["here"] = len([p for p in processes.descendants(os.getpid())])
-    said["orders"] = [list(m.orders) for m in runner.nodes.others.members.values()]
+    said["orders"] = [list(m.orders) for m in runner.nodes.workers.members.values()]
     said["draining"] = runner.closing
     loop.stop()
 when_done(go)
@@ -148,7 +148,7 @@ when_done(go)
     )
     assert ends["one"]["usage"]["shared"] == 1 and ends["three"]["usage"]["shared"] == 0
     assert (said["after"], said["here"], said["orders"], said["draining"]) == (0, 0, [[]], None)
-    assert said["corners"] == [".rayslurm-scratch"]
+    assert said["scratch"] == [".rayslurm-scratch"]
 
 
 def test_a_lost_node_drains_the_session(nodes: Any) -> None:
@@ -187,10 +187,10 @@ def test_a_node_that_a_payloads_own_cluster_loses_is_no_loss(runtime: Runtime) -
     said = runtime.run("""
         from dagster_rayslurm.runtime.supervisor import clusters
         class Cluster(clusters.RayCluster):
-            def start(self, *_):
-                self._on_node_lost("n2")
+            def start(self):
+                self._listener.on_node_lost("n2")
                 self.ready = True
-                self._on_ready()
+                self._listener.on_ready()
         clusters.RayCluster = Cluster
         session()
         submit("one")
@@ -235,7 +235,7 @@ def test_a_node_that_does_not_come_back_drains_a_session_without_a_cluster(nodes
 worker_node.RECONNECT_GRACE = 1.0
 submit("one")
 def look():
-    if not all(m.here for m in runner.nodes.others.members.values()):
+    if not all(m.here for m in runner.nodes.workers.members.values()):
         return loop.call_later(0.1, look)
     for p in [p for p in processes.descendants({pair.worker.pid})] + [processes.Process({pair.worker.pid}, 0, 0)]:
         os.kill(p.pid, 9)
@@ -332,8 +332,8 @@ def test_what_is_left_in_a_warm_cluster_is_told(runtime: Runtime) -> None:
         runtime.add(name, "import ray; ray.init(log_to_driver=False, namespace='mine')" + code, uses_ray=True)
     runtime.add("four", "import ray; ray.init(namespace='mine')" + CLEAN, uses_ray=True)
     said = runtime.run("""
-        from dagster_rayslurm.runtime.supervisor import leak_watch as leftovers
-        leftovers._IDLE = 1.0
+        from dagster_rayslurm.runtime.ray import leak_check
+        leak_check._IDLE = 1.0
         session(ray=RaySpec(num_cpus=2, object_store_memory=100 * 2**20, dashboard=False))
         [submit(name) for name in ("one", "two", "three")]
         def cleaned():

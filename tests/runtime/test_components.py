@@ -25,9 +25,9 @@ from dagster_rayslurm.runtime.process.scratch import Scratch
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, STDIO, LineReader
 from dagster_rayslurm.runtime.protocol.spec import ComponentSpec, NodeSpec, PayloadSpec, RaySpec, RuntimeSpec, node_spec, to_json
 from dagster_rayslurm.runtime.ray import node_table
-from dagster_rayslurm.runtime.ray.start import RayStart
+from dagster_rayslurm.runtime.ray.start import RayStart, StartListener
 from dagster_rayslurm.runtime.ray.start_arguments import start_arguments, symmetric_arguments
-from dagster_rayslurm.runtime.supervisor.queue import Claim, capacities_of, claims_of, misfit, room_for
+from dagster_rayslurm.runtime.supervisor.admission import Claim, capacities_of, claims_of, misfit, room_for
 
 from ..conftest import wait_until
 from .test_sharing import Runtime
@@ -276,23 +276,14 @@ def test_a_health_check_sees_what_ray_sees(monkeypatch: pytest.MonkeyPatch) -> N
     loop, private = Loop(), Scratch()
     failed: list[str] = []
 
-    def take(error: Exception) -> None:
-        failed.append(str(error))
-        loop.stop()
+    class Listener(StartListener):
+        def on_failed(self, error: Exception) -> None:
+            failed.append(str(error))
+            loop.stop()
 
-    ray = RayStart(
-        loop,
-        RaySpec(health_check='echo "sees $CUDA_VISIBLE_DEVICES ${HIP_VISIBLE_DEVICES-nothing}"; exit 3'),
-        G1,
-        private,
-        "t",
-        1,
-        lambda _: None,
-        lambda _: None,
-        take,
-        lambda *_: None,
-        {"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": None},
-    )
+    spec = RaySpec(health_check='echo "sees $CUDA_VISIBLE_DEVICES ${HIP_VISIBLE_DEVICES-nothing}"; exit 3')
+    environ = {"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": None}
+    ray = RayStart(loop, RuntimeSpec("c", spec), spec, "", G1, private, 1, Listener(), environ)
     ray.start(None, "127.0.0.1:1")
     loop.call_later(20, loop.stop)
     loop.run()

@@ -18,7 +18,8 @@ from dagster_rayslurm.runtime.node import memory_use, memory_watch, resources
 from dagster_rayslurm.runtime.node.memory_guard import KILL, WARN, Group, Sample, State, decide, needs_groups, pause
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.loop import Loop
-from dagster_rayslurm.runtime.protocol.spec import RaySpec
+from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
+from dagster_rayslurm.runtime.ray.cluster import ClusterListener, HeadNode
 from dagster_rayslurm.runtime.supervisor.clusters import Clusters
 
 from .test_clusters import SESSION, Nodes
@@ -207,13 +208,15 @@ def test_processes_count_for_the_worker_or_payload_that_started_them(family: Cal
 
 
 def test_a_cluster_may_be_left_alone() -> None:
-    def cluster(pid: int | None, **fields: Any) -> SimpleNamespace:
+    def cluster(pid: int | None, **fields: Any) -> Any:
         return SimpleNamespace(spec=RaySpec(**fields), pid=pid)
 
-    fresh = {"a": SimpleNamespace(cluster=cluster(2)), "b": SimpleNamespace(cluster=cluster(3, memory_guard=False))}
-    clusters = SimpleNamespace(warm=cluster(1), _fresh=fresh)
-    assert Clusters.guarded(clusters) == [1, 2]  # type: ignore[arg-type]
-    assert Clusters.guarded(SimpleNamespace(warm=cluster(None), _fresh={})) == []  # type: ignore[arg-type]
+    head = HeadNode(resources.Machine("n1", 4, 0, 2**33, None))
+    clusters = Clusters(Loop(), RuntimeSpec("c"), head, SimpleNamespace(), ClusterListener())  # type: ignore[arg-type]
+    assert clusters.guarded_pids() == []
+    clusters.warm = cluster(1)
+    clusters._fresh = {"a": cluster(2), "b": cluster(3, memory_guard=False), "c": cluster(None)}
+    assert clusters.guarded_pids() == [1, 2]
 
 
 # ---- On a node

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +19,7 @@ from dagster_rayslurm.runtime.node.resources import footprint_error, node_footpr
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.protocol.end import ClusterError
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
-from dagster_rayslurm.runtime.ray.node_main import lacks_tokens, refuse_dashboard, refuse_version, without_client_server
+from dagster_rayslurm.runtime.ray.node_main import lacks_tokens, refuse_version
 from dagster_rayslurm.runtime.ray.start_arguments import start_arguments
 
 HERE = resources.NodeResources("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_limit=None)
@@ -285,29 +284,3 @@ def test_versions_of_ray() -> None:
     assert "ray_version asks for 2.59.0" in (refuse_version("2.60.0", "2.59.0", token=True) or "")
     assert 'auth="disabled"' in (refuse_version("2.9.3", None, token=True) or "")
     assert refuse_version("2.9.3", None, token=False) is None
-
-
-def ray_modules(lacks: object) -> SimpleNamespace:
-    """Ray's modules, as far as they tell whether `grpcio` and the dashboard's packages are there."""
-    utils = SimpleNamespace(get_dashboard_dependency_error=lambda: lacks)
-    return SimpleNamespace(_private=SimpleNamespace(utils=utils), get_ray_client_dependency_error=lambda: lacks)
-
-
-def test_nobody_needs_the_server_of_ray_client() -> None:
-    port = "--ray-client-server-port=23456"
-    scripts = ray_modules(None)
-    assert without_client_server(scripts, ["start", "--head", port]) == ["start", "--head"]
-    assert scripts.get_ray_client_dependency_error() is not None  # Ray asks this before it starts one.
-    # Where it cannot be done without, it must not take the port that all clusters have in common.
-    assert without_client_server(ray_modules(None), ["symmetric-run", port]) == ["symmetric-run", port]
-    assert without_client_server(SimpleNamespace(), ["start", port]) == ["start", port]
-    # Without grpcio there is none, and Ray refuses the option.
-    assert without_client_server(ray_modules("no grpc"), ["symmetric-run", port]) == ["symmetric-run"]
-
-
-def test_a_dashboard_that_is_not_installed() -> None:
-    wanted, lacks = ["start", "--include-dashboard=true"], ImportError("No module named 'aiohttp'")
-    told = refuse_dashboard(ray_modules(lacks), wanted)
-    assert told is not None and "aiohttp" in told and "RayLauncher(dashboard=False)" in told
-    assert refuse_dashboard(ray_modules(lacks), ["start", "--include-dashboard=false"]) is None
-    assert refuse_dashboard(ray_modules(None), wanted) is None

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource, SessionConfig
-from dagster_rayslurm.runtime.ray import prestart
+from dagster_rayslurm.runtime.ray import internals, prestart
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 
@@ -40,15 +41,15 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_worker_waits_until_its_log_tells_of_a_job(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
-    assert prestart.waiting(str(tmp_path / "none")) == set()
+    assert prestart.idle_workers(str(tmp_path / "none")) == set()
     log = tmp_path / f"worker-ab12-ffffffff-{worker.pid}.out"
     log.touch()
     # The test itself is none of Ray's, one had a job from the start, and of one there is only the log.
     for other in (f"ffffffff-{os.getpid()}", f"01000000-{worker.pid}", "ffffffff-999999999"):
         (tmp_path / f"worker-ab12-{other}.out").touch()
-    assert prestart.waiting(str(tmp_path)) == {worker.pid}
+    assert prestart.idle_workers(str(tmp_path)) == {worker.pid}
     log.write_text(":job_id:01000000\n:task_name:f\n")
-    assert prestart.waiting(str(tmp_path)) == set()
+    assert prestart.idle_workers(str(tmp_path)) == set()
 
 
 class Raylet:
@@ -67,13 +68,13 @@ class Raylet:
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Raylet, int]]:
     """Serves questions with a raylet of the test's own; that, and where to ask."""
-    monkeypatch.delenv(prestart.AT_FIRST_DRIVER, raising=False)
-    monkeypatch.setattr(prestart, "_COME_UP", 0.3)
+    monkeypatch.delenv(internals.PRESTART_AT_FIRST_DRIVER, raising=False)
+    monkeypatch.setattr(prestart, "_START_TIMEOUT", 0.3)
 
     def serve(cpus: int, heeds: bool = True, connect: Any = lambda _: None) -> tuple[Raylet, int]:
         raylet = Raylet(tmp_path, heeds)
-        monkeypatch.setattr(prestart, "_connect", connect)
-        monkeypatch.setattr(prestart, "_ask", raylet.take)
+        monkeypatch.setattr(internals, "connect_raylet", connect)
+        monkeypatch.setattr(internals, "start_workers", raylet.take)
         reader, writer = os.pipe()
         prestart.serve(reader, "none:1", str(tmp_path), cpus)
         return raylet, writer
@@ -90,7 +91,7 @@ def test_each_time_only_those_that_miss_are_asked_for(served: Any, tmp_path: Pat
     os.write(writer, b"\n\n")
     assert wait_until(lambda: len(raylet.asked) > 1, 5) and raylet.asked == [2, 2]
     os.close(writer)
-    assert os.environ.pop(prestart.AT_FIRST_DRIVER) == "0"
+    assert os.environ.pop(internals.PRESTART_AT_FIRST_DRIVER) == "0"
 
 
 def test_on_a_large_node_a_few_wait_and_ray_starts_its_own_besides(served: Any) -> None:
@@ -98,7 +99,7 @@ def test_on_a_large_node_a_few_wait_and_ray_starts_its_own_besides(served: Any) 
     os.write(writer, b"\n")
     assert wait_until(lambda: raylet.asked == [prestart.MOST], 5)
     os.close(writer)
-    assert prestart.AT_FIRST_DRIVER not in os.environ
+    assert internals.PRESTART_AT_FIRST_DRIVER not in os.environ
 
 
 def gone(writer: int) -> bool:
@@ -126,14 +127,14 @@ def test_errors_are_no_failure(served: Any, capfd: pytest.CaptureFixture[str]) -
     os.close(writer)
 
 
-@pytest.mark.parametrize(("cpus", "module"), [(0, "grpc"), (2, "no_such_module_")])
-def test_without_cpus_or_grpc_nothing_is_done(served: Any, monkeypatch: pytest.MonkeyPatch, cpus: int, module: str) -> None:
-    imports = prestart.importlib.import_module
-    monkeypatch.setattr(prestart.importlib, "import_module", lambda name: imports(module if name == "grpc" else name))
+@pytest.mark.parametrize(("cpus", "has_grpc"), [(0, True), (2, False)])
+def test_without_cpus_or_grpc_nothing_is_done(served: Any, monkeypatch: pytest.MonkeyPatch, cpus: int, has_grpc: bool) -> None:
+    if not has_grpc:
+        monkeypatch.setitem(sys.modules, "grpc", None)
     threads = threading.active_count()
     _, writer = served(cpus)
     assert gone(writer) and threading.active_count() <= threads
-    assert prestart.AT_FIRST_DRIVER not in os.environ
+    assert internals.PRESTART_AT_FIRST_DRIVER not in os.environ
     os.close(writer)
 
 
@@ -149,7 +150,7 @@ def test_the_first_task_finds_a_worker_that_waits(base: Path, scratch_base: Path
 
     def waiting() -> set[int]:
         """The waiting workers, once they are two."""
-        found = [prestart.waiting(str(logs)) for logs in scratch_base.glob("**/session_latest/logs")]
+        found = [prestart.idle_workers(str(logs)) for logs in scratch_base.glob("**/session_latest/logs")]
         return found[0] if found and len(found[0]) == 2 else set()
 
     run_asset(compute, script("pass\n", "idle.py"))  # It waits for the cluster, and uses none of its workers.

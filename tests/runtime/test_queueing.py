@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime.node.resources import NodeResources
 from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, RaySpec
-from dagster_rayslurm.runtime.supervisor.queue import (
+from dagster_rayslurm.runtime.supervisor.admission import (
     Claim,
-    FairQueue,
     claim_of,
     fits,
     misfit,
@@ -20,6 +19,7 @@ from dagster_rayslurm.runtime.supervisor.queue import (
     time_needed,
     too_little_time,
 )
+from dagster_rayslurm.runtime.supervisor.queue import FairQueue
 
 Item = tuple[str, int, Claim]
 """Run, number within the run, claim."""

@@ -54,9 +54,10 @@ WARN = """
 class Cluster:
     ready = False
     ray_temp_dir = pid = None
-    def start(self, *_): pass
+    def start(self): pass
     def end(self): pass
-    def audit(self, _, done): done(None)
+    def prestart(self): pass
+    def query_tables(self, _, done): done(None)
     def facts(self): return {}
     environment = {}
 runner.clusters.warm = Cluster()
@@ -126,7 +127,7 @@ class WorkerNodes:
     def order(self, *_, **__): pass
     def dismiss(self): pass
     def wait_gone(self): pass
-runner.nodes.others = WorkerNodes()
+runner.nodes.workers = WorkerNodes()
 """
 
 
@@ -253,7 +254,7 @@ def test_a_defect_in_what_concerns_one_payload_ends_that_one(tmp_path: Path, whe
         def left():
             print("left:", [name for name in os.listdir(runner._scratch.path) if "messages" in name], file=sys.stderr)
             loop.stop()
-        runner.lifetime.leave = left
+        runner.hooks.finished = lambda _: left()
         runner.run()
     """
     records, said = supervised(tmp_path, program, ["sh", "-c", "echo x; sleep 1"])

@@ -33,7 +33,7 @@ from dagster_rayslurm.runtime.protocol.end import ClusterError
 from dagster_rayslurm.runtime.protocol.rpc import Channel, ChannelListener, Role
 from dagster_rayslurm.runtime.protocol.rpc_server import RpcServerError, listen
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.ray.cluster import RayCluster
+from dagster_rayslurm.runtime.ray.cluster import ClusterListener, HeadNode, RayCluster
 from dagster_rayslurm.runtime.ray.node_table import nodes_expected
 from dagster_rayslurm.runtime.ray.start_arguments import start_arguments, symmetric_arguments
 from dagster_rayslurm.runtime.supervisor.time_limit import parse_time_left
@@ -346,22 +346,49 @@ def test_figures_of_nodes_that_are_one_host(head: Head) -> None:
     two.close()
 
 
+class Told(ClusterListener):
+    """Keeps what becomes of a cluster."""
+
+    def __init__(self) -> None:
+        self.failed: list[ClusterError] = []
+        self.phases: list[tuple[str, str]] = []
+
+    def on_failed(self, error: ClusterError) -> None:
+        self.failed.append(error)
+
+    def on_phase(self, phase: str, message: str) -> None:
+        self.phases.append((phase, message))
+
+
+def head_cluster(head: Head, private: scratch.Scratch, listener: ClusterListener, spec: RaySpec) -> RayCluster:
+    """A cluster with the head's workers; its own Ray does not matter."""
+    node = HeadNode(resources.Machine("host0", 1, 0, 2**30, None), head.team, "127.0.0.1")
+    return RayCluster(head.loop, RuntimeSpec("c", spec), node, private, listener)
+
+
 def test_a_worker_that_comes_back_each_time_is_not_missed(head: Head, scratch_base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each loss has the whole of the time in which one that lives is back."""
     monkeypatch.setattr(worker_node, "RECONNECT_GRACE", 0.6)
     private = scratch.Scratch()
+<<<<<<< HEAD
     failed: list[ClusterError] = []
     node = resources.NodeResources("host0", 1, 0, 2**30, None)
     spec = RaySpec(min_nodes=3)
     one = RayCluster(head.loop, spec, lambda _: (), node, private, "t", lambda: None, failed.append, lambda *_: None)
     one.start(head.team, "127.0.0.1")
+=======
+    told = Told()
+    failed = told.failed
+    one = head_cluster(head, private, told, RaySpec(min_nodes=3))
+    one.start()
+>>>>>>> 229ca09 (Merge the dispatcher into the supervisor, split admission from the queue, and shrink the leak check)
     assert one._ray is not None
     one._ray.end()
-    head.passed_on = one.take
+    head.passed_on = one.handle
     until = head.loop.now() + 2.0
     while head.loop.now() < until:
-        channel, told, _ = head.worker()
-        head.until(lambda told=told: told)  # type: ignore[misc]
+        channel, orders, _ = head.worker()
+        head.until(lambda orders=orders: orders)  # type: ignore[misc]
         channel.close()
         head.until(lambda: head.team.members[1].channel is None)
         lull = head.loop.now() + 0.25
@@ -376,6 +403,7 @@ def test_a_worker_that_comes_back_each_time_is_not_missed(head: Head, scratch_ba
 def test_a_worker_is_told_when_its_ray_counts(head: Head, scratch_base: Any) -> None:
     """From then on its end is a loss; who comes late is told late."""
     private = scratch.Scratch()
+<<<<<<< HEAD
     phases: list[str] = []
     node = resources.NodeResources("host0", 1, 0, 2**30, None)
     cluster = RayCluster(
@@ -390,6 +418,11 @@ def test_a_worker_is_told_when_its_ray_counts(head: Head, scratch_base: Any) -> 
         lambda name, _: phases.append(name),
     )
     cluster.start(head.team, "127.0.0.1")
+=======
+    listener = Told()
+    cluster = head_cluster(head, private, listener, RaySpec(min_nodes=2))
+    cluster.start()
+>>>>>>> 229ca09 (Merge the dispatcher into the supervisor, split admission from the queue, and shrink the leak check)
     assert cluster._ray is not None
     cluster._ray.end()  # What Ray says is made up here.
     one, told_one, _ = head.worker(node_id=1)
@@ -402,13 +435,13 @@ def test_a_worker_is_told_when_its_ray_counts(head: Head, scratch_base: Any) -> 
     def ready(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [order for order in told if order["op"] == "ready"]
 
-    cluster._take({"event": "nodes", "nodes": alive("host0", "host1")})
-    assert cluster.ready and "cluster-ready" in phases
+    cluster.on_report({"event": "nodes", "nodes": alive("host0", "host1")})
+    assert cluster.ready and "cluster-ready" in [name for name, _ in listener.phases]
     head.until(lambda: ready(told_one))
     two, told_two, _ = head.worker(node_id=2)
     head.until(lambda: told_two)
     assert not ready(told_two)
-    cluster._take({"event": "nodes", "nodes": alive("host0", "host1", "host2")})
+    cluster.on_report({"event": "nodes", "nodes": alive("host0", "host1", "host2")})
     head.until(lambda: ready(told_two))
     two.close()
     head.until(lambda: ("n3", "lost") in head.heard)
@@ -426,10 +459,16 @@ def test_ray_that_cannot_be_laid_out_is_a_failure_in_one_sentence(head: Head, sc
     private = scratch.Scratch()
     with open(private.ray_temp_dir, "w"):
         pass  # Where a directory is to be.
+<<<<<<< HEAD
     failed: list[ClusterError] = []
     node = resources.NodeResources("host0", 1, 0, 2**30, None)
     cluster = RayCluster(head.loop, RaySpec(), lambda _: (), node, private, "t", lambda: None, failed.append, lambda *_: None)
     cluster.start(head.team, "127.0.0.1")
+=======
+    told = Told()
+    head_cluster(head, private, told, RaySpec()).start()
+    failed = told.failed
+>>>>>>> 229ca09 (Merge the dispatcher into the supervisor, split admission from the queue, and shrink the leak check)
     assert [error.reason for error in failed] == ["cluster-start"]
     assert str(failed[0]).startswith("node host0: Ray cannot be started: [Errno 17] File exists")
     private.remove()
@@ -447,14 +486,13 @@ def test_a_failure_that_nobody_heard_is_told_once_more(head: Head, scratch_base:
     head.until(lambda: told)
     worker.obey(order)
     assert [said["event"] for said in told] == ["failed"] * 2 and told[0] == told[1] and "unwell" in told[0]["message"]
-    phases: list[str] = []
-    ignore = (lambda: None, lambda _: None, lambda _, message: phases.append(message))
-    cluster = RayCluster(head.loop, RaySpec(min_nodes=1), lambda _: (), node, private, "t", *ignore)
-    cluster.start(head.team, "127.0.0.1")
+    listener = Told()
+    cluster = head_cluster(head, private, listener, RaySpec(min_nodes=1))
+    cluster.start()
     head.team.members[1].machine = node.facts()
     for said in told:
-        cluster.take(head.team.members[1], said)
-    assert len([phase for phase in phases if "without node n2" in phase]) == 1
+        cluster.handle(head.team.members[1], said)
+    assert len([message for _, message in listener.phases if "without node n2" in message]) == 1
     cluster.stop()
     worker.end()
     private.remove()
@@ -475,8 +513,8 @@ def test_a_worker_takes_the_end_of_its_ray_for_a_loss_once_it_counted(tmp_path: 
                     log.write("address already in use")
                 self._start_stub()
             def _start_stub(self):
-                self._pid = self._loop.spawn(["sleep", "600"], self._exited)
-                self._say_pid(self._pid)
+                self.pid = self._loop.spawn(["sleep", "600"], self._exited)
+                self._say_pid(self.pid)
             def _say_pid(self, pid):
                 print(pid, os.getpid(), flush=True)
             def _start_ray(self):

@@ -189,9 +189,7 @@ class Follower:
         spec = node_spec(whole, self._machine.component)
 
         joined = _Joined(self, order, attempt, place, whole.memory_guard)
-        joined.ray = RayStart(
-            self._loop, self._spec, spec, key, self._machine, place, int(order["nodes"]), joined, self._environ
-        )
+        joined.ray = RayStart(self._loop, self._spec, spec, key, self._machine, place, int(order["nodes"]), joined, self._environ)
         self._clusters[key] = joined
         try:
             joined.ray.start(node_address(spec, order["gcs"]), order["gcs"])

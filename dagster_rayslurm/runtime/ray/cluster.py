@@ -168,7 +168,7 @@ class RayCluster(StartListener):
         self._runtime = runtime
         self._head = head
         self._machine = head.machine
-        self._scratch = scratch
+        self.scratch = scratch
         self._listener = listener
         self._own = node_spec(spec, head.machine.component)
         self._components = [each.component_id for each in spec.components]
@@ -187,7 +187,7 @@ class RayCluster(StartListener):
     @property
     def environment(self) -> Dict[str, str]:
         """What a driver needs in its environment to reach this cluster and no other."""
-        env = ray_environment(self.spec, self._scratch.join("ray.token"))
+        env = ray_environment(self.spec, self.scratch.join("ray.token"))
         if self.address:
             env["RAY_ADDRESS"] = self.address
         if self._dashboard_url:
@@ -197,7 +197,7 @@ class RayCluster(StartListener):
     @property
     def ray_temp_dir(self) -> str:
         """Where Ray's own files are on this node."""
-        return self._scratch.ray_temp_dir
+        return self.scratch.ray_temp_dir
 
     @property
     def pid(self) -> Optional[int]:
@@ -253,7 +253,7 @@ class RayCluster(StartListener):
             self._own,
             self.key,
             self._machine,
-            self._scratch,
+            self.scratch,
             self._joining.expected,
             self,
             self._head.environ,

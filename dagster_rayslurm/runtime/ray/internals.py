@@ -200,10 +200,7 @@ def pending_demand(client: Any, nodes: Mapping[str, Any]) -> Demand:
     return Demand(
         [request(each.request) for each in state.pending_resource_requests],
         groups,
-        [
-            Node(nodes.get(name, {}).get("hostname", name), dict(each.total_resources), dict(each.labels))
-            for name, each in living
-        ],
+        [Node(nodes.get(name, {}).get("hostname", name), dict(each.total_resources), dict(each.labels)) for name, each in living],
     )
 
 

@@ -252,7 +252,8 @@ class RayStart:
         env.update(ray_environment(self._spec, self.token_path))
         if entrypoint:
             env["RAY_ADDRESS"] = gcs  # Its own `ray.init` finds other clusters otherwise.
-            env["TMPDIR"] = self._scratch.ray_temp_dir  # Else its dashboard leaves files behind: see `internals.move_dashboard_files`.
+            # Otherwise its dashboard leaves files behind: see `internals.move_dashboard_files`.
+            env["TMPDIR"] = self._scratch.ray_temp_dir
         self._spawn(order, env)
 
     def _environ(self, environ: Mapping[str, str]) -> Dict[str, str]:

@@ -1,7 +1,7 @@
-"""What a session is asked for, by whoever knows its key: to run a payload, to describe itself, to end, now or if it is idle.
+"""The request server of a session in an allocation, for clients that know its key.
 
-The allocation owns the payload: that the connection ends means nothing. The request's id is the payload's own, so that a
-request whose answer was lost may be repeated, here or at a session that came after this one.
+The allocation owns the payload: the end of a connection means nothing. The request id is the payload's own, so that a
+request whose answer was lost may be repeated, here or at a later session.
 """
 
 from __future__ import annotations
@@ -10,49 +10,49 @@ import contextlib
 import json
 import os
 import sys
-import traceback
 from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..node.allocation import Allocation
 from ..protocol.end import End, EndReason
 from ..protocol.record import JOURNAL, SECRETS, SESSION, write_atomically
+from ..protocol.requests import Operation, Refusal, answer_safely, refuse
 from ..protocol.rpc import Channel, ChannelListener, Message
 from ..protocol.rpc_server import RpcServer
 from ..protocol.spec import PROTOCOL_VERSION, SpecError, is_passable
+from .admission import Closing, Misfit
 from .local_server import serve_run_dir
-from .queue import Closing, Misfit
 from .supervisor import Supervisor
 
-_LOOK_INTERVAL = 1.0
-"""Seconds between two looks at whether the session takes payloads, and its announcement stands."""
+_POLL_INTERVAL = 1.0
+"""Seconds between two checks of the announcement."""
 
 _ENDED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
 
 
 class RequestServer(ChannelListener):
-    """Takes requests and says in the session's directory where it does so.
+    """Answers requests, and announces in the session's directory how to reach it.
 
     Args:
-        supervisor: who runs the payloads.
+        supervisor: runs the payloads.
         session_dir: the session's directory.
-        allocation: the allocation it holds.
+        allocation: the session's allocation.
         key: the secret of the session, hex.
-        ports: where to listen, the first free one; another one if none of them is.
+        ports: ports to listen on, the first free one; any other if none of them is free.
     """
 
     def __init__(self, supervisor: Supervisor, session_dir: str, allocation: Allocation, key: str, ports: List[int]) -> None:
         self._supervisor = supervisor
         self._path = os.path.join(session_dir, SESSION)
-        self._seen: Set[str] = set()
+        self._accepted_ids: Set[str] = set()
         self._withdrawn: Set[str] = set()
-        # A port of the kernel's choice is better than none: on this node it can be reached in any case.
-        self._rpc = RpcServer(supervisor.loop, key, [*ports, 0], self)
+        # A port that the kernel chooses is better than none: on this node it can be reached in any case.
+        self._server = RpcServer(supervisor.loop, key, [*ports, 0], self)
         self._announcement: Dict[str, Any] = {
             "protocol": PROTOCOL_VERSION,
             "cluster_id": supervisor.spec.cluster_id,
             "job_id": allocation.job_id,
             "hosts": list(dict.fromkeys([allocation.nodes[0], *allocation.head_addresses])),
-            "port": self._rpc.port,
+            "port": self._server.port,
             "key": key,
             "pid": os.getpid(),
             "hostname": supervisor.nodes.machine.hostname,
@@ -62,18 +62,18 @@ class RequestServer(ChannelListener):
             "idle": False,
         }
         self._announce()
-        self._look()
+        self._poll()
 
     def close(self) -> None:
-        """Take no more requests, and say so, unless the directory is another session's by now."""
-        self._rpc.close()
+        """Take no more requests, and announce that unless the directory belongs to another session by now."""
+        self._server.close()
         self._update(self._supervisor.closing or self._announcement["closing"] or "it has ended")
-        with contextlib.suppress(OSError):  # The job's end tells the same.
-            if not self._displaced():
+        with contextlib.suppress(OSError):  # The job's end says the same.
+            if not self._is_displaced():
                 self._announce()
 
     def _update(self, closing: Optional[str]) -> bool:
-        """Note what has changed, the end also in this node's log; whether anything has."""
+        """Update the announcement and log the closing; whether anything has changed."""
         before = dict(self._announcement)
         self._announcement.update(closing=closing, served=self._supervisor.served, idle=self._is_idle())
         if closing != before["closing"]:
@@ -87,22 +87,22 @@ class RequestServer(ChannelListener):
     def _announce(self) -> None:
         write_atomically(self._path, json.dumps(self._announcement).encode("utf-8"))
 
-    def _look(self) -> None:
-        """Keep the announcement true, and whole: files get lost."""
+    def _poll(self) -> None:
+        """Keep the announcement up to date, and restore it if the file was damaged."""
         changed = self._update(self._supervisor.closing)
         try:
-            if self._displaced():
+            if self._is_displaced():
                 self._supervisor.drain("another session stands in its place in %s" % os.path.dirname(self._path))
             elif changed or self._read() != self._announcement:
                 self._announce()
         except FileNotFoundError:
             self._supervisor.drain("nobody can find it: %s is gone" % os.path.dirname(self._path))
         except OSError:
-            pass  # A full disk, or a file system that does not answer: the next look may succeed.
-        self._supervisor.loop.call_later(_LOOK_INTERVAL, self._look)
+            pass  # A full disk, or a file system that does not answer: the next poll may succeed.
+        self._supervisor.loop.call_later(_POLL_INTERVAL, self._poll)
 
-    def _displaced(self) -> bool:
-        """Whether another session announces itself here, as may happen once somebody has removed directories."""
+    def _is_displaced(self) -> bool:
+        """Whether another session announces itself here, as may happen after a user removed directories."""
         found = self._read()
         return found is not None and found.get("cluster_id") not in (None, self._announcement["cluster_id"])
 
@@ -115,69 +115,66 @@ class RequestServer(ChannelListener):
             return None
 
     def received(self, channel: Channel, message: Message) -> None:
+        """Answer a request."""
         channel.send(**self.answer(message))
 
     def answer(self, request: Message) -> Message:
-        """The answer to a request, whatever that is: who asks must not end what others have here."""
-        try:
-            return self._take(request)
-        except Exception as error:
-            traceback.print_exc()
-            return {"ok": False, "error": "refused", "message": "%s: %s" % (type(error).__name__, error)}
+        """The answer to a request, whatever it contains."""
+        return dict(answer_safely(lambda: self._answer(request)))
 
-    def _take(self, request: Message) -> Message:
+    def _answer(self, request: Message) -> Message:
         op = request.get("op")
-        if op in ("run", "withdraw"):
+        if op in (Operation.RUN, Operation.WITHDRAW):
             problem = _problem(request)
             if problem is not None:
-                return {"ok": False, "error": "refused", "message": "the request cannot be understood: %s" % problem}
-            if request["request_id"] in self._seen or _has_started(request["run_dir"]):
-                return {"ok": False, "error": "duplicate"}
-            return self._admit(request) if op == "run" else self._withdraw(request)
-        if op == "describe":
+                return refuse(Refusal.REFUSED, "the request cannot be understood: %s" % problem)
+            if request["request_id"] in self._accepted_ids or _has_started(request["run_dir"]):
+                return refuse(Refusal.DUPLICATE)
+            return self._admit(request) if op == Operation.RUN else self._withdraw(request)
+        if op == Operation.DESCRIBE:
             return {**self._supervisor.describe(), "ok": True}
-        if op == "stop":
+        if op == Operation.STOP:
             self._supervisor.close(_ENDED)
             return {"ok": True}
-        if op == "yield":
+        if op == Operation.YIELD:
             if not self._supervisor.spec.yield_when_idle:
-                return {"ok": False, "error": "kept", "message": "SessionConfig.yield_when_idle is False"}
-            return {"ok": True} if self._supervisor.lifetime.give_way() else {"ok": False, "error": "busy"}
-        return {"ok": False, "error": "unknown request", "message": "this session does not know %.80r" % (op,)}
+                return refuse(Refusal.KEPT, "SessionConfig.yield_when_idle is False")
+            return {"ok": True} if self._supervisor.lifetime.give_way() else refuse(Refusal.BUSY)
+        return refuse(Refusal.UNKNOWN, "this session does not know %.80r" % (op,))
 
     def _withdraw(self, request: Message) -> Message:
         """Never run a payload that has not been accepted: its request may have been delayed, and arrive later."""
         self._withdrawn.add(request["request_id"])
-        return {"ok": False, "error": "withdrawn", "message": "the request was withdrawn"}
+        return refuse(Refusal.WITHDRAWN, "the request was withdrawn")
 
     def _admit(self, request: Message) -> Message:
         request_id, run_dir = request["request_id"], request["run_dir"]
         if request_id in self._withdrawn:
             return self._withdraw(request)
         if self._supervisor.closing is not None:
-            return {"ok": False, "error": "closing", "message": self._supervisor.closing}
+            return refuse(Refusal.CLOSING, self._supervisor.closing)
         missing = [path for path in request.get("needs", []) if not _use(path)]
         if missing:
-            return {"ok": False, "error": "missing", "missing": missing}
+            return refuse(Refusal.MISSING, missing=missing)
         if request.get("secrets") and not _use(os.path.join(run_dir, SECRETS)):
-            return {"ok": False, "error": "missing-secrets", "message": "%s has no %s" % (run_dir, SECRETS)}
+            return refuse(Refusal.MISSING_SECRETS, "%s has no %s" % (run_dir, SECRETS))
         try:
             lay_out(run_dir, request.get("files", {}))
             serve_run_dir(self._supervisor, run_dir)
         except Closing as error:
-            return {"ok": False, "error": "closing", "message": str(error)}
+            return refuse(Refusal.CLOSING, error)
         except Misfit as error:
-            return {"ok": False, "error": "misfit", "message": str(error)}
+            return refuse(Refusal.MISFIT, error)
         except SpecError as error:
-            return {"ok": False, "error": "refused", "message": str(error)}
+            return refuse(Refusal.REFUSED, error)
         except OSError as error:
-            return {"ok": False, "error": "record", "message": "the run directory %s cannot be written: %s" % (run_dir, error)}
-        self._seen.add(request_id)
+            return refuse(Refusal.RECORD, "the run directory %s cannot be written: %s" % (run_dir, error))
+        self._accepted_ids.add(request_id)
         return {"ok": True, "cluster_id": self._supervisor.spec.cluster_id}
 
 
 def _problem(request: Message) -> Optional[str]:
-    """What is wrong with a request to run something, or None."""
+    """What is wrong with a `run` or `withdraw` request, or None."""
     texts = [request.get("request_id"), request.get("run_dir")]
     if not all(isinstance(text, str) and text and is_passable(text) for text in texts):
         return "request_id and run_dir must be text"
@@ -194,7 +191,7 @@ def _problem(request: Message) -> Optional[str]:
 
 
 def _is_text(name: str, text: str) -> bool:
-    """Whether a file can have this name, less its directories, and UTF-8 this text."""
+    """Whether a file can have this name, without its directories, and this text in UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -203,7 +200,7 @@ def _is_text(name: str, text: str) -> bool:
 
 
 def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
-    """Make a run directory for this user alone.
+    """Make a run directory that only this user can read.
 
     Raises:
         OSError: it cannot be written.
@@ -216,14 +213,14 @@ def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
 
 
 def _has_started(run_dir: str) -> bool:
-    """Whether some session has accepted this payload: the start stands in its journal."""
+    """Whether a session has accepted this payload before: its journal has a start."""
     with contextlib.suppress(OSError):
         return os.path.getsize(os.path.join(run_dir, JOURNAL)) > 0
     return False
 
 
 def _use(path: str) -> bool:
-    """Whether something is there that this user owns; it is marked as in use then.
+    """Whether a file is there and belongs to this user; if so, it is marked as in use.
 
     The directory is read, not the name looked up: on NFS a name that was missing once stays so for up to a minute.
     """

@@ -1,7 +1,7 @@
-"""The heart of the runtime: payloads wait for the cluster, run, end; the cluster serves them and ends last.
+"""The heart of the runtime: payloads wait for their cluster, run and end; the cluster ends last.
 
-A runtime for one payload and a session that stays warm are the same thing here: they differ in who hands payloads
-over (`control`, `requests`) and in when there is nothing left to wait for (`lifetime`).
+A runtime for one payload and a warm session are the same here. They differ in who submits payloads (`local_server`,
+`session_server`) and in when nothing is left to wait for (`shutdown_policy`).
 """
 
 from __future__ import annotations
@@ -18,37 +18,41 @@ from typing import Any, Dict, List, Optional
 from ..node import resources
 from ..node.allocation import Allocation
 from ..node.memory_watch import MemoryWatch
-from ..node.resources import footprint_error, runtime_footprint
+from ..node.resources import count_cpus, footprint_error, runtime_footprint
+from ..node.usage import Gauges
 from ..node.worker_node import WorkerNode
+from ..payload.context import Setting
+from ..payload.own_ray import OwnRay
 from ..payload.payload import Payload
 from ..payload.preload_server import Templates
 from ..process import processes, scratch
-from ..process.loop import Loop
+from ..process.loop import Loop, Timers
 from ..process.stray_processes import StrayProcesses
 from ..protocol.end import ClusterError, End, EndReason, defect
 from ..protocol.record import PAYLOAD, RunRecord, tail_lines
 from ..protocol.spec import PROTOCOL_VERSION, PayloadSpec, RuntimeSpec, SpecError, from_json
 from ..protocol.start_files import read_text, take_secrets
-from ..ray.cluster import UNSCHEDULABLE, RayCluster
-from ..ray.version_watch import RayVersionWatch
+from ..ray.cluster import UNSCHEDULABLE, ClusterListener, RayCluster
+from ..ray.internals import installed_version
+from ..ray.leak_check import LeakCheck
+from .admission import Claims, Closing, Misfit, capacities_of, claims_of, misfit
 from .clusters import LOST_GRACE, Clusters
-from .dispatch import RAY_CHANGED, Dispatcher
-from .leak_watch import LeakWatch
 from .node_group import NodeGroup
-from .queue import Closing, Misfit, PayloadQueue, misfit
+from .queue import PayloadQueue
 from .shutdown_policy import ShutdownPolicy
 
+RAY_CHANGED = "the environment's Ray has changed"
+
 _SAME_SIGNAL = 1.0
-"""Seconds within which another signal is the same one: Slurm sends it to the keeper too, which passes it on."""
-
-_FRESH_INTERVAL = 600.0
+"""Seconds within which a second signal is taken for the first: Slurm also signals the keeper, which passes it on."""
+_REFRESH_INTERVAL = 600.0
 """Seconds between two marks that run directories are in use; old ones are swept after days."""
-
-_END_PATIENCE = 5.0
+_END_TIMEOUT = 5.0
 """Seconds at this runtime's own end in which an `end` that could not be written is tried again."""
-
-_LATECOMERS = 15.0
-"""Seconds that this runtime outlasts its work for nodes whose runtimes have not come yet; signals reach them without it."""
+_LATE_NODES = 15.0
+"""Seconds that this runtime waits at its end for nodes that have not joined yet; signals reach them without it."""
+_LATE_INTERVAL = 5.0
+"""Seconds between two checks whether the time left suffices for waiting payloads."""
 
 
 class Hooks:
@@ -73,16 +77,16 @@ class Hooks:
         """The warm cluster was lost while the runtime had no payload."""
 
 
-class Supervisor:
-    """Runs payloads, on one Ray cluster if the spec has one, else on one of each payload's own.
+class Supervisor(ClusterListener):
+    """Runs payloads, on one warm Ray cluster if the start record has one, otherwise each on its own.
 
     Args:
         loop: where everything happens.
-        spec: the cluster and the runtime's own life.
+        spec: the start record.
         private: scratch directory of this runtime.
         allocation: the Slurm step whose first node this is; None elsewhere.
         log_dir: directory of the logs of an allocation's nodes.
-        here: what this node grants; None to find out.
+        here: what this node grants; None to detect it.
     """
 
     def __init__(
@@ -95,54 +99,36 @@ class Supervisor:
         here: Optional[resources.NodeResources] = None,
     ) -> None:
         self.loop = loop
-        self.nodes = NodeGroup(loop, spec, private, self._hear, allocation, log_dir, here)
+        self.nodes = NodeGroup(loop, spec, private, self._handle_message, allocation, log_dir, here)
         self.spec = spec = self.nodes.spec
         self.exit_code = 0
-        """What the last payload's end makes of this process's own, so that Slurm's books tell the same."""
+        """The exit code of this process after the last payload's end, so that Slurm's accounting has the same."""
         self.hooks = Hooks()
         self._scratch = private
         self._unwritten: List[Payload] = []
-        """Those whose `end` could not be written yet."""
+        """Payloads whose `end` could not be written yet."""
         self._signalled = False
+        self._timers = Timers(loop)
+        self._gauges = Gauges(loop)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
-        loop.call_later(_FRESH_INTERVAL, self._keep_fresh)
-        self._roster = PayloadQueue(spec, lambda payload: self._dispatch.claims(payload), loop.now)
-        self.lifetime = ShutdownPolicy(loop, spec, self._roster, allocation is not None, self.close)
-        self.lifetime.leave = lambda: self.hooks.finished(loop)
-        is_session = self.lifetime.is_session
-        self._templates = Templates(loop, private.join("preload")) if is_session else None
-        self._leftovers = LeakWatch(loop, lambda: self.cluster)
+        loop.call_later(_REFRESH_INTERVAL, self._refresh)
+        self._queue = PayloadQueue(spec, self._claims, loop.now)
+        self.lifetime = ShutdownPolicy(
+            loop, spec, self._queue, allocation is not None, lambda: self.hooks.finished(loop), self.close
+        )
+        self._templates = Templates(loop, private.join("preload")) if self.is_session else None
+        self._ray_version = installed_version() if self.is_session else None
+        self._leaks = LeakCheck(loop, lambda: self.cluster)
         self._strays = StrayProcesses(loop)
-        self.clusters = Clusters(
-            loop,
-            spec,
-            self.nodes.machine,
-            private,
-            self.nodes.others,
-            self.nodes.address,
-            self.look_again,
-            self._cluster_failed,
-            self._tell,
-            self._node_lost,
-            self.nodes.ray_environ,
-        )
+        self.clusters = Clusters(loop, spec, self.nodes.head, private, self)
         if allocation is not None:
-            MemoryWatch(loop, self.nodes.machine.name, self.clusters.guarded, self._drivers, self._tell_of_memory)
-        self._dispatch = Dispatcher(
-            loop,
-            spec,
-            self.nodes,
-            private,
-            self._roster,
-            self.clusters,
-            self.lifetime,
-            lambda payload: self.hooks.may_start(payload),
-            RayVersionWatch() if is_session else None,
-            self._templates,
-            self._leftovers,
-            self._strays,
-        )
+            MemoryWatch(loop, self.nodes.machine.name, self.clusters.guarded_pids, self._drivers, self._tell_of_memory)
+
+    @property
+    def is_session(self) -> bool:
+        """Whether the runtime lives on without a payload."""
+        return self.lifetime.is_session
 
     @property
     def cluster(self) -> Optional[RayCluster]:
@@ -151,22 +137,22 @@ class Supervisor:
 
     @property
     def payloads(self) -> List[Payload]:
-        """Those that wait and those that run."""
-        return list(self._roster)
+        """The waiting and the running payloads."""
+        return list(self._queue)
 
     @property
     def durations(self) -> Dict[str, float]:
-        """Seconds that the longest run of each step took."""
-        return self._roster.durations
+        """Seconds of the longest run of each step."""
+        return self._queue.durations
 
     @property
     def served(self) -> int:
-        """Payloads that were taken so far."""
-        return self._roster.served
+        """Number of payloads that came so far."""
+        return self._queue.served
 
     def set_margin(self, seconds: float) -> None:
-        """Say what a payload is taken to need at least that does not say so itself."""
-        self._roster.margin = seconds
+        """Set the time that a payload without a time limit needs at least."""
+        self._queue.margin = seconds
 
     @property
     def closing(self) -> Optional[str]:
@@ -174,9 +160,10 @@ class Supervisor:
         return self.lifetime.closing
 
     def run(self) -> None:
-        """React until there is nothing left to do, then end everything that was started here."""
+        """Handle events until nothing is left to do, then end everything that was started here."""
         try:
-            self.clusters.start()
+            if self.cluster is not None:
+                self.cluster.start()
             if self._templates is not None:
                 ray_env = self.cluster.environment if self.cluster is not None else None
                 self._templates.warm(self.spec.preload, ray_env, self.nodes.payload_environ(dict(os.environ)))
@@ -187,43 +174,46 @@ class Supervisor:
             self.lifetime.settle()
             self.loop.run()
         except BaseException as error:
-            # A defect here must not leave anybody waiting for an `end` that nobody writes.
+            # A defect here must not leave a client waiting for an `end` that is never written.
             self._abort(error)
             raise
         finally:
-            self.clusters.stop()
+            self.clusters.end()
             if self._templates is not None:
                 self._templates.close()
-            self.nodes.dismiss()
+            workers = self.nodes.workers
+            if workers is not None:
+                workers.dismiss()
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
             self._write_ends()
             self._scratch.remove()
-            self.nodes.wait_gone(0.0 if self._signalled else _LATECOMERS)
+            if workers is not None:
+                workers.wait_gone(0.0 if self._signalled else _LATE_NODES)
 
     def _write_ends(self) -> None:
-        """Write what could not be written so far; nobody writes it later."""
-        deadline = self.loop.now() + _END_PATIENCE
-        left = [payload for payload in {*self._unwritten, *self._roster} if payload.ended]
+        """Write the ends that could not be written so far; this is the last chance."""
+        deadline = self.loop.now() + _END_TIMEOUT
+        left = [payload for payload in {*self._unwritten, *self._queue} if payload.ended]
         while True:
             left = [payload for payload in left if not payload.record.write_end()]
             if not left or self.loop.now() > deadline:
                 return
-            time.sleep(_END_PATIENCE / 10)
+            time.sleep(_END_TIMEOUT / 10)
 
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
-        """Take over the payload of a run directory.
+        """Queue the payload of a run directory.
 
         Args:
             run_dir: the run directory.
-            environ: what the payload's environment is made from; None for the runtime's own.
+            environ: the environment to make the payload's from; None for the runtime's own.
 
         Raises:
-            Closing: this runtime is about to end, and says why.
-            Misfit: the payload asks for more than the nodes grant.
+            Closing: this runtime takes no more payloads, or not this one.
+            Misfit: the payload needs more than the nodes grant.
             SpecError: the run directory's start record cannot be used.
             OSError: the run directory cannot be read or written.
         """
-        if self.closing is None and self._dispatch.ray_has_changed():
+        if self.closing is None and self._ray_has_changed():
             self.drain(RAY_CHANGED)
         if self.closing is not None:
             raise Closing(self.closing)
@@ -231,9 +221,9 @@ class Supervisor:
         problem = misfit(spec, self.nodes.machines())
         if problem:
             raise Misfit(problem)
-        late = self._roster.refusal(spec, self.lifetime.time_left())
+        late = self._queue.refusal(spec, self.lifetime.time_left())
         if late:
-            raise Closing(late)  # For this payload alone: others may take less time.
+            raise Closing(late)  # Only this payload: others may take less time.
         attempt = self.nodes.allocation.restarts if self.nodes.allocation is not None else 0
         record = RunRecord(run_dir, spec.max_stdio_bytes, attempt)
         try:
@@ -244,7 +234,7 @@ class Supervisor:
         payload = Payload(self.loop, run_dir, spec, secrets, record, self.nodes.payload_environ(environ or dict(os.environ)))
         payload.templates = self._templates
         payload.on_ended.append(lambda: self._ended(payload))
-        self._roster.add(payload)
+        self._queue.add(payload)
         self.lifetime.busy()
         payload.record.keep(
             {
@@ -257,7 +247,7 @@ class Supervisor:
                 "hostname": self.nodes.machine.hostname,
                 "pid": os.getpid(),
                 "python": sys.version.split()[0],
-                "allocation": self.nodes.allocation_facts(),
+                "allocation": self._allocation_facts(),
             }
         )
         if self.cluster is not None and spec.uses_ray and self.cluster.ready:
@@ -267,41 +257,37 @@ class Supervisor:
             payload.phase("cluster-start", "starting the Ray cluster %s on %s" % (self.spec.cluster_id, where))
         for remark in self.nodes.remarks(spec.uses_ray):
             payload.phase("cluster-start", remark)
-        for leak in self._leftovers.found:
+        for leak in self._leaks.found:
             payload.phase("leaks", "left in the Ray cluster by payloads before: " + leak)
         self.look_again()
         return payload
 
     def close(self, end: End, grace: Optional[float] = None, queued: Optional[End] = None) -> None:
-        """Take no more payloads, end those that are here and then the runtime.
+        """Take no more payloads, end the present ones and then the runtime.
 
         Args:
             end: how they end.
-            grace: seconds between SIGTERM and SIGKILL; None for what each payload asks for.
-            queued: how those end that never started; None for the same.
+            grace: seconds between SIGTERM and SIGKILL; None for each payload's own grace period.
+            queued: how payloads end that never started; None for the same.
         """
         self.lifetime.end(end)
         if end.reason == EndReason.TIMEOUT and queued is None:
             queued = End(EndReason.RETURNED, "%s before the payload's turn came" % end.message)
-        for payload in self._roster.waiting:
+        for payload in self._queue.waiting:
             payload.end_early(queued or end, grace)
-        for payload in list(self._roster.running):
+        for payload in list(self._queue.running):
             payload.end_early(end, grace)
         self.lifetime.settle()
 
     def drain(self, why: str) -> None:
-        """Take no more payloads, let those finish that are here, and then end.
-
-        Args:
-            why: what whoever comes with another payload is told.
-        """
+        """Take no more payloads, let the present ones finish, and then end; later clients are told why."""
         if self.closing is None:
             self.lifetime.draining = why
-            self._tell("drain", "the runtime takes no more payloads: " + why)
+            self.on_phase("drain", "the runtime takes no more payloads: " + why)
             self.lifetime.settle()
 
     def describe(self) -> Dict[str, Any]:
-        """What a session tells who asks."""
+        """The state of the runtime for clients and the CLI."""
         cluster = self.cluster.facts() if self.cluster is not None else {}
         idle = self.lifetime.idle_for
         return {
@@ -311,22 +297,148 @@ class Supervisor:
             "ready": self.cluster is None or self.cluster.ready,
             "closing": self.lifetime.ending is not None,
             "draining": self.closing,
-            "running": len(self._roster.running),
-            "waiting": len(self._roster.waiting),
-            "payloads": self._roster.facts(each for each in self._unwritten if not each.record.ended),
-            "served": self._roster.served,
+            "running": len(self._queue.running),
+            "waiting": len(self._queue.waiting),
+            "payloads": self._queue.facts(each for each in self._unwritten if not each.record.ended),
+            "served": self._queue.served,
             "idle": None if idle is None else round(idle, 1),
             "nodes": self.nodes.facts(),
             "ray_version": cluster.get("ray_version"),
             "address": cluster.get("ray_address"),
             "dashboard_url": cluster.get("dashboard_url"),
-            "leaks": self._leftovers.found,
+            "leaks": self._leaks.found,
             "time_left": self.lifetime.time_left(),
         }
 
     def look_again(self) -> None:
-        """Start what may start now, as when the gate has opened or the cluster is up."""
-        self._dispatch.pump()
+        """Start the payloads that may start now, in turn; return those for which too little time is left."""
+        left = self.lifetime.time_left()
+        self._timers.cancel("late")
+        for payload, why in self._queue.late(left):
+            payload.end_early(End(EndReason.RETURNED, "the session gives the payload back unstarted: " + why))
+        if left is not None and self._queue.waiting:
+            self._timers.due("late", _LATE_INTERVAL, self.look_again)
+        while self.lifetime.ending is None:
+            started = self._queue.next(capacities_of(self.nodes.machines()), self._may_start)
+            if started is None:
+                break
+            if not started.ended:  # A payload that was cancelled in the queue leaves it soon.
+                self._begin(started)
+        for place, payload in enumerate(self._queue.waiting, 1):
+            if payload.place != place and self._may_start(payload):
+                payload.place = place
+                payload.phase("queued", "place %d in the queue of the Ray cluster %s" % (place, self.spec.cluster_id))
+
+    def on_ready(self) -> None:
+        """The warm cluster is complete: start payloads."""
+        self.look_again()
+
+    def on_phase(self, phase: str, message: str) -> None:
+        """Tell all payloads; only running ones with Ray that something cannot be scheduled."""
+        for payload in self.payloads:
+            if phase != UNSCHEDULABLE or (payload.spec.uses_ray and payload.pid is not None):
+                payload.phase(phase, message)
+
+    def on_node_lost(self, name: str) -> None:
+        """Payloads go on without the node; a session takes no more of them, because it is not whole."""
+        if self.is_session:
+            self.drain("node %s is lost" % name)
+
+    def on_failed(self, error: ClusterError) -> None:
+        """The warm cluster failed: end the runtime."""
+        assert self.cluster is not None
+        if self.lifetime.ending is not None:
+            return  # Everything goes down, for instance because Slurm signals every process of the job.
+        for name, text in self.cluster.log_tails().items():
+            for payload in self.payloads:
+                payload.tail(name, text)
+            if not self.served:  # There is no record; the session's creators read this node's log.
+                print("rayslurm: the end of %s:\n%s" % (name, tail_lines(text)), file=sys.stderr)
+        if not len(self._queue):
+            self.hooks.cluster_lost(str(error))
+        queued = End(error.reason, "the payload never started: " + str(error)) if self.cluster.ready else None
+        self.close(End(error.reason, str(error)), LOST_GRACE, queued)
+
+    def _ray_has_changed(self) -> bool:
+        """Whether the environment has another version of Ray than at the start of this session."""
+        version = installed_version() if self._ray_version is not None else None
+        return version is not None and version != self._ray_version
+
+    def _claims(self, payload: Payload) -> Claims:
+        fresh = self.clusters.is_fresh(payload.spec)
+        return claims_of(payload.spec, fresh, capacities_of(self.nodes.machines()), self.nodes.machine.component)
+
+    def _may_start(self, payload: Payload) -> bool:
+        """Whether a payload waits for nothing but room."""
+        return not self.clusters.waits(payload.spec) and self.hooks.may_start(payload)
+
+    def _begin(self, payload: Payload) -> None:
+        """Start a payload once its cluster is up."""
+        self._strays.begin(payload.spec.nonce)
+        if self.clusters.is_fresh(payload.spec):
+            where = self.nodes.in_words(payload.spec.ray)
+            payload.phase("cluster-start", "starting a Ray cluster of the payload's own on %s" % where)
+
+        def start(cluster: Optional[RayCluster]) -> None:
+            payload.safely(lambda: self._start(payload, cluster))
+
+        payload.safely(lambda: self.clusters.serve(payload, start))
+
+    def _start(self, payload: Payload, cluster: Optional[RayCluster]) -> None:
+        """Start a payload on its cluster."""
+        messages = self._scratch.join("messages-%s.jsonl" % payload.spec.nonce)
+        payload.context = self._context(payload, cluster)
+        for other in self._queue.running:
+            if other is not payload and other.pid is not None:
+                other.companions.add(payload.spec.nonce)
+                payload.companions.add(other.spec.nonce)
+        OwnRay(self.loop, payload, self.nodes.machine)
+        if cluster is None:  # It uses only this node.
+            return payload.start(Setting(messages, self._gauges, others=lambda: self._foreign_pids(payload)))
+        is_warm = cluster is self.cluster
+        payload.start(
+            Setting(
+                messages,
+                self._gauges,
+                ray_env=cluster.environment,
+                worker_env=self.spec.worker_env,
+                spill_dir=cluster.ray_temp_dir,
+                shared_ray=(lambda: cluster.pid) if is_warm and self.is_session else None,
+                team=self.nodes.workers,
+                others=lambda: self._foreign_pids(payload),
+                audit=self._leaks.at_end(payload.spec.nonce) if is_warm else None,
+            )
+        )
+
+    def _context(self, payload: Payload, cluster: Optional[RayCluster]) -> Dict[str, Any]:
+        """What the `end` record tells of where the payload ran."""
+        context: Dict[str, Any] = {
+            "hostname": self.nodes.machine.hostname,
+            "num_cpus": self.nodes.machine.num_cpus,
+            "python": sys.executable,
+            "python_version": sys.version.split()[0],
+            "warm": self._queue.served > 1 and not self.clusters.is_fresh(payload.spec),
+        }
+        allocation = self._allocation_facts()
+        if allocation is None:
+            context["machine_cpus"] = count_cpus(os.environ)  # Some of `num_cpus` may be simulated.
+        else:
+            context["allocation"] = allocation
+            only_here = cluster is None and self.is_session  # The whole of any other job is the payload's.
+            machines = [self.nodes.machine] if only_here else self.nodes.machines()
+            context["granted"] = [machine.facts() for machine in machines]
+        if cluster is not None:
+            context.update(cluster.facts(), kept_warm=self.is_session and cluster is self.cluster)
+        return context
+
+    def _allocation_facts(self) -> Optional[Dict[str, Any]]:
+        return self.nodes.allocation.facts() if self.nodes.allocation is not None else None
+
+    def _foreign_pids(self, payload: Payload) -> List[int]:
+        """The processes that, with all below them, do not belong to a payload."""
+        drivers = [other.pid for other in self._queue.running if other is not payload and other.pid is not None]
+        templates = self._templates.pids() if self._templates is not None else []
+        return drivers + templates + self.clusters.foreign_pids(payload)
 
     def _ended(self, payload: Payload) -> None:
         self.exit_code = payload.ending.exit_code
@@ -335,76 +447,57 @@ class Supervisor:
         if self.spec.requeue and not payload.ending.terminated and self.spec.meeting is None:
             with contextlib.suppress(OSError, SpecError):
                 take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
-        self._roster.remove(payload)
+        self._queue.remove(payload)
         self.clusters.release(payload)
         self._strays.end(payload.spec.nonce)
-        if not self._roster.running:
-            self._leftovers.look_when_idle(lambda: not self._roster.running)
+        if not self._queue.running:
+            self._leaks.check_when_idle(lambda: not self._queue.running)
         self.look_again()
-        if not self._roster.running and self.closing is None:
-            self.clusters.prestart()  # Not while others run, whose CPU they would take.
+        if not self._queue.running and self.closing is None and self.cluster is not None:
+            self.cluster.prestart()  # Not while others run, whose CPU the new workers would take.
         self.lifetime.settle()
 
-    def _hear(self, member: WorkerNode, message: Dict[str, Any]) -> None:
-        self.clusters.take(member, message)
+    def _handle_message(self, member: WorkerNode, message: Dict[str, Any]) -> None:
+        """Handle a message of another node."""
+        self.clusters.handle(member, message)
         if message.get("event") == "memory":
             self._tell_of_memory(str(message["message"]), bool(message["killed"]))
         elif message.get("event") == "lost":
-            member.await_back(self.loop, lambda: self._node_lost(member.title))
+            member.await_back(self.loop, lambda: self.on_node_lost(member.title))
 
     def _drivers(self) -> List[int]:
-        return [payload.pid for payload in self._roster.running if payload.pid is not None]
+        return [payload.pid for payload in self._queue.running if payload.pid is not None]
 
     def _tell_of_memory(self, message: str, killed: bool) -> None:
-        """Tell all payloads that run of a node that is nearly full, and count the Ray workers killed while each ran."""
-        for payload in self._roster.running:
+        """Tell running payloads of a node that is nearly full, and count the Ray workers killed while each ran."""
+        for payload in self._queue.running:
             payload.phase("memory", message)
             if killed:
                 payload.context["workers_killed"] = payload.context.get("workers_killed", 0) + 1
 
-    def _node_lost(self, name: str) -> None:
-        """Payloads go on without it; a session that is whole takes those that come."""
-        if self.lifetime.is_session:
-            self.drain("node %s is lost" % name)
-
-    def _cluster_failed(self, error: ClusterError) -> None:
-        assert self.cluster is not None
-        if self.lifetime.ending is not None:
-            return  # It is going down with all else, as when Slurm signals every process of the job.
-        for name, text in self.cluster.log_tails().items():
-            for payload in self.payloads:
-                payload.tail(name, text)
-            if not self.served:  # Nobody has a record; whoever waits for the session looks at this node's log.
-                print("rayslurm: the end of %s:\n%s" % (name, tail_lines(text)), file=sys.stderr)
-        if not len(self._roster):
-            self.hooks.cluster_lost(str(error))
-        queued = End(error.reason, "the payload never started: " + str(error)) if self.cluster.ready else None
-        self.close(End(error.reason, str(error)), LOST_GRACE, queued)
-
-    def _keep_fresh(self) -> None:
+    def _refresh(self) -> None:
+        """Mark the run directories as in use."""
         for payload in self.payloads:
             payload.record.keep_fresh()
-        self.loop.call_later(_FRESH_INTERVAL, self._keep_fresh)
-
-    def _tell(self, phase: str, message: str) -> None:
-        for payload in self.payloads:
-            if phase != UNSCHEDULABLE or (payload.spec.uses_ray and payload.pid is not None):
-                payload.phase(phase, message)
+        self.loop.call_later(_REFRESH_INTERVAL, self._refresh)
 
     def _interrupted(self, signum: int) -> None:
         self._signalled = True
         again = self.lifetime.ending_for > _SAME_SIGNAL
         name = signal.Signals(signum).name
-        self.nodes.tell(op="ending")  # Those that were signalled, too, stay until all is over.
+        workers = self.nodes.workers
+        if workers is not None:
+            workers.order(workers.members, op="ending")  # Workers that got the signal too stay until the end.
         self.close(End(EndReason.TERMINATED, "the runtime received %s" % name), grace=0 if again else None)
-        if not len(self._roster):
+        if not len(self._queue):
             self.hooks.interrupted(self.loop, signum)
 
     def _abort(self, error: BaseException) -> None:
+        """Write the ends of all payloads after a defect of the runtime."""
         end = defect(error)
         said = tail_lines(traceback.format_exc())
         self.lifetime.ending = "it has a defect: %s" % end.message
         for payload in self.payloads:
-            with contextlib.suppress(Exception):  # What failed may be this very record.
+            with contextlib.suppress(Exception):  # The record may be what is broken.
                 payload.tail("runtime traceback", said)
-            payload.safely(functools.partial(payload.abandon, end))  # Whatever this one's has: the others get theirs.
+            payload.safely(functools.partial(payload.abandon, end))  # Another defect here must not stop the loop.

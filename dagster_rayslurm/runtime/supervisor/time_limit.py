@@ -1,4 +1,4 @@
-"""A job's time limit by the runtime's own clock, and the warning ahead of it: `sbatch --signal` would hit Ray as well."""
+"""A job's time limit by the runtime's own clock, and the warning before it: `sbatch --signal` would signal Ray as well."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..process.subprocesses import query_program
 from ..protocol.slurm_text import parse_duration
 
 _AHEAD = 10.0
-"""Seconds before something is due in which squeue is asked whether the limit has moved."""
-_PATIENCE = 5.0
+"""Seconds before a call is due at which squeue is asked whether the limit has moved."""
+_TIMEOUT = 5.0
 """Seconds in which squeue must answer."""
 _RETRY = 5.0
 """Seconds until squeue is asked again about a known limit that draws near."""
 _UNKNOWN = 30.0
-"""Seconds until squeue is asked again about a limit that it has not told yet."""
+"""Seconds until squeue is asked again about a limit that is not known yet."""
 _UNLIMITED = 600.0
 """Seconds until squeue is asked again about a job that has no limit; it may get one."""
 
@@ -27,14 +27,14 @@ _UNLIMITED = 600.0
 def parse_time_left(text: str) -> Optional[float]:
     """Seconds of `squeue --format=%L` ("1-02:03:04", "03:04"); None for UNLIMITED and other words (squeue(1), Slurm 22.05).
 
-    A heterogeneous job has a line for each component, in no order that is documented; the first that ends is what counts.
+    A heterogeneous job has a line for each component, in no documented order; the component that ends first counts.
     """
     known = [seconds for seconds in map(parse_duration, text.split()) if seconds is not None]
     return min(known) if known else None
 
 
 def signal_number(name: str) -> Optional[int]:
-    """The number of a signal: "USR1", "SIGUSR1" or "10", as Slurm takes them; None if this system has no such signal."""
+    """The number of a signal given as Slurm takes it ("USR1", "SIGUSR1" or "10"); None if this system has no such signal."""
     try:
         number = int(name) if name.isdigit() else int(signal.Signals["SIG" + re.sub("^SIG", "", name.upper())])
     except (KeyError, ValueError):
@@ -43,13 +43,13 @@ def signal_number(name: str) -> Optional[int]:
 
 
 class TimeLimit:
-    """When a job ends, wherever an administrator moves that.
+    """The time limit of a job, which an administrator may move.
 
     Args:
         loop: where the timers run.
-        job_id: the job whose limit it is.
-        tell: told, once, that the limit cannot be known, and why.
-        known: told, once, the seconds that are left when they are first known.
+        job_id: the job.
+        tell: called once with the reason if the limit cannot be known.
+        known: called once with the seconds left, when they are first known.
     """
 
     def __init__(
@@ -69,24 +69,22 @@ class TimeLimit:
         self._asking = False
 
     def left(self) -> Optional[float]:
-        """Seconds until the limit, as far as is known; None for no limit."""
+        """Seconds until the limit; None if there is none, or none is known."""
         return None if self._end is None else self._end - self._loop.now()
 
     def when(self, before: float, call: Callable[[float], None]) -> None:
-        """Have something called, with the seconds that are left, so many seconds ahead of the limit."""
+        """Have `call` called, with the seconds left, `before` seconds ahead of the limit."""
         self._due.append((before, call))
 
     def start(self) -> None:
-        """Ask how much time is left, and again before something is due: the limit may have moved.
+        """Ask squeue how much time is left, and again before a call is due: the limit may have moved.
 
-        Without an answer what is due goes by what was known before.
+        Without an answer the last known limit counts.
         """
         if self._asking:
             return
         try:
-            query_program(
-                self._loop, ["squeue", "--noheader", "--jobs=" + self._job_id, "--format=%L"], _PATIENCE, self._answered
-            )
+            query_program(self._loop, ["squeue", "--noheader", "--jobs=" + self._job_id, "--format=%L"], _TIMEOUT, self._answered)
         except OSError as error:
             if self._end is None:
                 return self._tell("squeue cannot be run (%s)" % error.strerror)
@@ -115,7 +113,7 @@ class TimeLimit:
             self._loop.call_later(_RETRY, self.start)
 
     def _plan(self, asked: bool = False) -> None:
-        """Call what is due by the limit as it is known, and have the next ones called."""
+        """Make the calls that are due by the known limit, and schedule the next one."""
         if self._timer is not None:
             self._timer.cancel()
         left = self.left()
@@ -137,13 +135,13 @@ class TimeLimit:
 
 
 def warn_payloads(limit: TimeLimit, before: float, signal_name: str, payloads: Callable[[], List[Payload]]) -> None:
-    """Have payloads signalled some time before the limit of their job.
+    """Signal payloads some time before the limit of their job.
 
     Args:
         limit: the limit.
         before: seconds ahead of it.
-        signal_name: the signal, such as "USR1", or its number; an unknown one is told to the user, and no warning is given.
-        payloads: those that are here.
+        signal_name: the signal, such as "USR1", or its number; an unknown one is reported to the user instead.
+        payloads: returns the present payloads.
     """
     signum = signal_number(signal_name)
     if signum is None:
