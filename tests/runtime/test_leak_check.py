@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dagster_rayslurm.runtime.node.resources import Machine
+from dagster_rayslurm.runtime.node.resources import NodeResources
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.ray.cluster import ClusterListener, HeadNode, RayCluster
 from dagster_rayslurm.runtime.ray.leak_check import LeakCheck, leaks_of, left_when_idle, living
@@ -79,7 +79,7 @@ class Clock:
 def test_an_answer_that_comes_too_late_is_ignored() -> None:
     clock = Clock()
     answers: list[Any] = []
-    head = HeadNode(Machine("n1", 1, 0, 2**30, None))
+    head = HeadNode(NodeResources("n1", 1, 0, 2**30, None))
     cluster = RayCluster(clock, RuntimeSpec("c", RaySpec()), head, None, ClusterListener())  # type: ignore[arg-type]
     cluster._ray = type("Ray", (), {"query_tables": lambda *_: True})()
     for _ in range(2):

@@ -211,7 +211,7 @@ def test_a_cluster_may_be_left_alone() -> None:
     def cluster(pid: int | None, **fields: Any) -> Any:
         return SimpleNamespace(spec=RaySpec(**fields), pid=pid)
 
-    head = HeadNode(resources.Machine("n1", 4, 0, 2**33, None))
+    head = HeadNode(resources.NodeResources("n1", 4, 0, 2**33, None))
     clusters = Clusters(Loop(), RuntimeSpec("c"), head, SimpleNamespace(), ClusterListener())  # type: ignore[arg-type]
     assert clusters.guarded_pids() == []
     clusters.warm = cluster(1)

@@ -26,13 +26,8 @@ from dagster_rayslurm.runtime.supervisor import supervisor
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.end import End
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
-<<<<<<< HEAD
-from dagster_rayslurm.runtime.supervisor.queue import Closing, Misfit
-machine.detect = lambda *_, **__: machine.NodeResources("n1", 4, 0, 2**33, None)
-=======
 from dagster_rayslurm.runtime.supervisor.admission import Closing, Misfit
-machine.detect = lambda *_, **__: machine.Machine("n1", 4, 0, 2**33, None)
->>>>>>> 229ca09 (Merge the dispatcher into the supervisor, split admission from the queue, and shrink the leak check)
+machine.detect = lambda *_, **__: machine.NodeResources("n1", 4, 0, 2**33, None)
 processes.become_subreaper()
 loop, base, said = Loop(), sys.argv[1], {}
 

@@ -362,7 +362,7 @@ class Told(ClusterListener):
 
 def head_cluster(head: Head, private: scratch.Scratch, listener: ClusterListener, spec: RaySpec) -> RayCluster:
     """A cluster with the head's workers; its own Ray does not matter."""
-    node = HeadNode(resources.Machine("host0", 1, 0, 2**30, None), head.team, "127.0.0.1")
+    node = HeadNode(resources.NodeResources("host0", 1, 0, 2**30, None), head.team, "127.0.0.1")
     return RayCluster(head.loop, RuntimeSpec("c", spec), node, private, listener)
 
 
@@ -370,18 +370,10 @@ def test_a_worker_that_comes_back_each_time_is_not_missed(head: Head, scratch_ba
     """Each loss has the whole of the time in which one that lives is back."""
     monkeypatch.setattr(worker_node, "RECONNECT_GRACE", 0.6)
     private = scratch.Scratch()
-<<<<<<< HEAD
-    failed: list[ClusterError] = []
-    node = resources.NodeResources("host0", 1, 0, 2**30, None)
-    spec = RaySpec(min_nodes=3)
-    one = RayCluster(head.loop, spec, lambda _: (), node, private, "t", lambda: None, failed.append, lambda *_: None)
-    one.start(head.team, "127.0.0.1")
-=======
     told = Told()
     failed = told.failed
     one = head_cluster(head, private, told, RaySpec(min_nodes=3))
     one.start()
->>>>>>> 229ca09 (Merge the dispatcher into the supervisor, split admission from the queue, and shrink the leak check)
     assert one._ray is not None
     one._ray.end()
     head.passed_on = one.handle
@@ -403,26 +395,9 @@ def test_a_worker_that_comes_back_each_time_is_not_missed(head: Head, scratch_ba
 def test_a_worker_is_told_when_its_ray_counts(head: Head, scratch_base: Any) -> None:
     """From then on its end is a loss; who comes late is told late."""
     private = scratch.Scratch()
-<<<<<<< HEAD
-    phases: list[str] = []
-    node = resources.NodeResources("host0", 1, 0, 2**30, None)
-    cluster = RayCluster(
-        head.loop,
-        RaySpec(min_nodes=2),
-        lambda _: (),
-        node,
-        private,
-        "t",
-        lambda: None,
-        lambda _: None,
-        lambda name, _: phases.append(name),
-    )
-    cluster.start(head.team, "127.0.0.1")
-=======
     listener = Told()
     cluster = head_cluster(head, private, listener, RaySpec(min_nodes=2))
     cluster.start()
->>>>>>> 229ca09 (Merge the dispatcher into the supervisor, split admission from the queue, and shrink the leak check)
     assert cluster._ray is not None
     cluster._ray.end()  # What Ray says is made up here.
     one, told_one, _ = head.worker(node_id=1)
@@ -459,16 +434,9 @@ def test_ray_that_cannot_be_laid_out_is_a_failure_in_one_sentence(head: Head, sc
     private = scratch.Scratch()
     with open(private.ray_temp_dir, "w"):
         pass  # Where a directory is to be.
-<<<<<<< HEAD
-    failed: list[ClusterError] = []
-    node = resources.NodeResources("host0", 1, 0, 2**30, None)
-    cluster = RayCluster(head.loop, RaySpec(), lambda _: (), node, private, "t", lambda: None, failed.append, lambda *_: None)
-    cluster.start(head.team, "127.0.0.1")
-=======
     told = Told()
     head_cluster(head, private, told, RaySpec()).start()
     failed = told.failed
->>>>>>> 229ca09 (Merge the dispatcher into the supervisor, split admission from the queue, and shrink the leak check)
     assert [error.reason for error in failed] == ["cluster-start"]
     assert str(failed[0]).startswith("node host0: Ray cannot be started: [Errno 17] File exists")
     private.remove()

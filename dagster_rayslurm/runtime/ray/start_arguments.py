@@ -38,7 +38,14 @@ def start_arguments(
 
 
 def symmetric_arguments(
-    spec: RaySpec, machine: NodeResources, chosen: ports.Ports, temp_dir: str, gcs: str, head: bool, nodes: int, entrypoint: List[str]
+    spec: RaySpec,
+    machine: NodeResources,
+    chosen: ports.Ports,
+    temp_dir: str,
+    gcs: str,
+    head: bool,
+    nodes: int,
+    entrypoint: List[str],
 ) -> List[str]:
     """The arguments of `ray symmetric-run`, which starts the head at the address `gcs` and workers elsewhere."""
     arguments = ["--address=" + gcs, "--min-nodes=%d" % nodes]

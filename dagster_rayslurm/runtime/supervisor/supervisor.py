@@ -17,12 +17,12 @@ from typing import Any, Dict, List, Optional
 
 from ..node import resources
 from ..node.allocation import Allocation
+from ..node.gpus import GpuMonitor
 from ..node.memory_watch import MemoryWatch
 from ..node.resources import count_cpus, footprint_error, runtime_footprint
-from ..node.usage import Gauges
 from ..node.worker_node import WorkerNode
-from ..payload.context import Setting
-from ..payload.own_ray import OwnRay
+from ..payload.environment import LaunchContext
+from ..payload.own_ray import OwnRayWatch
 from ..payload.payload import Payload
 from ..payload.preload_server import Templates
 from ..process import processes, scratch
@@ -109,7 +109,7 @@ class Supervisor(ClusterListener):
         """Payloads whose `end` could not be written yet."""
         self._signalled = False
         self._timers = Timers(loop)
-        self._gauges = Gauges(loop)
+        self._gpus = GpuMonitor(loop)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
         loop.call_later(_REFRESH_INTERVAL, self._refresh)
@@ -392,21 +392,21 @@ class Supervisor(ClusterListener):
             if other is not payload and other.pid is not None:
                 other.companions.add(payload.spec.nonce)
                 payload.companions.add(other.spec.nonce)
-        OwnRay(self.loop, payload, self.nodes.machine)
+        OwnRayWatch(self.loop, payload, self.nodes.machine)
         if cluster is None:  # It uses only this node.
-            return payload.start(Setting(messages, self._gauges, others=lambda: self._foreign_pids(payload)))
+            return payload.start(LaunchContext(messages, self._gpus, foreign_pids=lambda: self._foreign_pids(payload)))
         is_warm = cluster is self.cluster
         payload.start(
-            Setting(
+            LaunchContext(
                 messages,
-                self._gauges,
+                self._gpus,
                 ray_env=cluster.environment,
                 worker_env=self.spec.worker_env,
-                spill_dir=cluster.ray_temp_dir,
-                shared_ray=(lambda: cluster.pid) if is_warm and self.is_session else None,
-                team=self.nodes.workers,
-                others=lambda: self._foreign_pids(payload),
-                audit=self._leaks.at_end(payload.spec.nonce) if is_warm else None,
+                ray_temp_dir=cluster.ray_temp_dir,
+                shared_ray_pid=(lambda: cluster.pid) if is_warm and self.is_session else None,
+                workers=self.nodes.workers,
+                foreign_pids=lambda: self._foreign_pids(payload),
+                leak_check=self._leaks.at_end(payload.spec.nonce) if is_warm else None,
             )
         )
 
