@@ -5,14 +5,14 @@ Each mode once, each kind of verdict once, and one fault for each component. An 
 
 CORE = {
     "connections/test_contract.py": (
-        "test_a_command_says_what_it_has_to_say",
-        "test_a_command_that_takes_too_long_is_ended_with_all_it_started",
+        "test_exit_code_and_output_of_a_command",
+        "test_a_timeout_kills_the_command_and_its_children",
         "test_a_forward_serves_several_clients_at_once",
-        "test_a_write_replaces_in_one_step_and_leaves_nothing_beside",
-        "test_input_and_output_are_whole",
+        "test_a_write_is_atomic_and_leaves_no_temporary_file",
+        "test_large_input_and_output",
         "test_many_threads_at_once",
         "test_reading",
-        "test_words_arrive_as_they_are",
+        "test_arguments_are_passed_unchanged",
     ),
     "connections/test_logins.py": (
         "test_a_changed_host_key_is_refused",
@@ -32,7 +32,7 @@ CORE = {
     "connections/test_trouble.py": (
         "test_a_lost_sftp_server_costs_no_login",
         "test_a_restart_between_operations",
-        "test_a_restart_in_the_middle_of_an_upload_goes_on_where_it_was",
+        "test_an_upload_resumes_after_a_restart",
         "test_max_sessions[paramiko-1]",
         "test_max_sessions[openssh-1]",
     ),

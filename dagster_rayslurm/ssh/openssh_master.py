@@ -186,14 +186,11 @@ def existing_master(ssh: SSHConnectionResource) -> str:
 
 
 def _master_runs(path: str) -> bool:
-    """Whether a master answers at a control socket."""
     if not os.path.exists(path):
         return False
+    check = multiplexed(path, "-O", "check", "--", "host")
     try:
-        return (
-            subprocess.run(multiplexed(path, "-O", "check", "--", "host"), capture_output=True, timeout=_CHECK_TIMEOUT).returncode
-            == 0
-        )
+        return subprocess.run(check, capture_output=True, timeout=_CHECK_TIMEOUT).returncode == 0
     except subprocess.TimeoutExpired:
         return False
 
@@ -221,7 +218,7 @@ def _open_master(ssh: SSHConnectionResource, path: str) -> None:
         remaining = deadline - time.monotonic()
         try:
             with login_slot(f"{ssh.host}:{ssh.port}", ssh.connect_timeout), _scratch_dir(ssh) as scratch:
-                return _try_to_open(ssh, path, scratch, remaining, int(max(1, min(tcp_timeout, remaining))))
+                return _start_master(ssh, path, scratch, remaining, int(max(1, min(tcp_timeout, remaining))))
         except TimeoutError as error:
             raise errors.failed(ssh, str(error), temporary=True) from None
         except _NoAnswer as error:
@@ -249,9 +246,9 @@ def _scratch_dir(ssh: SSHConnectionResource) -> Iterator[str]:
             if hop.key_passphrase is not None:
                 answers.append({"kind": "passphrase", "for": key_path(hop) or "", "secret": hop.key_passphrase})
             if hop.password is not None:
-                who = f"{hop.user or getpass.getuser()}@{hop.host}"
+                login = f"{hop.user or getpass.getuser()}@{hop.host}"
                 answers.append(
-                    {"kind": "password", "for": who, "secret": hop.password, "alone": "yes" if len(ssh.hops()) == 1 else ""}
+                    {"kind": "password", "for": login, "secret": hop.password, "alone": "yes" if len(ssh.hops()) == 1 else ""}
                 )
         _write(os.path.join(scratch, openssh_askpass.ANSWERS), json.dumps(answers))
         program = shlex.join([sys.executable, "-I", openssh_askpass.__file__, scratch])
@@ -266,7 +263,7 @@ def _write(path: str, text: str, mode: int = 0o600) -> None:
         file.write(text)
 
 
-def _try_to_open(ssh: SSHConnectionResource, path: str, scratch: str, remaining: float, tcp_timeout: int) -> None:
+def _start_master(ssh: SSHConnectionResource, path: str, scratch: str, remaining: float, tcp_timeout: int) -> None:
     pinned = {number: os.path.join(scratch, f"pinned-{number}") for number, hop in enumerate(ssh.hops()) if hop.host_key}
     log_path = os.path.join(scratch, "log")
     command = [
@@ -304,49 +301,44 @@ def _try_to_open(ssh: SSHConnectionResource, path: str, scratch: str, remaining:
 
 
 def explain(ssh: SSHConnectionResource, output: str) -> Exception:
-    """The failure that the output of ssh(1) stands for.
-
-    Args:
-        ssh: the server.
-        output: the output of ssh in the C locale.
-    """
+    """The failure that the output of ssh(1), in the C locale, stands for."""
     hops = ssh.hops()
     # The hop that failed: the ssh of the first hop prints its message first, with the name of its host.
-    at = next((hop for hop in hops if re.search(rf"(?<![\w.-]){re.escape(hop.host)}(?![\w-]).*?\b{hop.port}\b", output)), None)
-    at = at or next((hop for hop in hops if hop.host in output), ssh)
-    file = known_hosts_path(at)
-    if re.search(r"REVOKED HOST KEY|is marked as revoked", output, re.IGNORECASE):
-        return errors.host_key_revoked(at, file)
-    if "HOST IDENTIFICATION HAS CHANGED" in output or "No matching host key" in output:
-        return errors.host_key_not_pinned(at, "") if at.host_key else errors.host_key_changed(at, file, "")
-    if "Host key verification failed" in output:
-        return errors.host_key_not_pinned(at, "") if at.host_key else errors.host_key_unknown(at, file, "")
-    if "Could not resolve hostname" in output:
-        return errors.unknown_host(at)
-    if refused := re.search(r"open failed: (?:connect failed|administratively prohibited): (.*)", output):
-        return errors.jump_refused(ssh, ssh.jump_host or ssh, refused[1].strip())
-    if "Connection refused" in output:
-        return errors.nothing_listens(at)
-    if re.search(r"Connection timed out|Operation timed out|Connection to \S+ port \d+ timed out", output):
-        return _NoAnswer(at)
-    if routed := re.search(r"No route to host|Network is unreachable|Host is down", output):
-        return errors.unreachable(at, routed[0])
-    if locked := re.search(r'Load key "?(.+?)"?: incorrect passphrase', output):
-        return errors.failed(at, f"`key_passphrase` does not open the key {locked[1]}, or it is missing; check it")
-    if invalid := re.search(r'Load key "?(.+?)"?: (.+)', output):
-        return errors.failed(at, f"{invalid[1]} is not a private key that can be read ({invalid[2].strip()}); check `key_path`")
-    if denied := re.search(r"Permission denied \(([^)]*)\)", output):
-        return errors.login_refused(at, _credentials(at), denied[1].replace(",", ", "))
-    if "Too many authentication failures" in output:
-        return errors.login_refused(at, "more keys than it allows", "")
-    if re.search(
-        r"kex_exchange_identification: (read: )?Connection (closed|reset)|banner exchange.*(closed|reset)", output, re.IGNORECASE
-    ):
-        return errors.busy(at)
-    if re.search(
-        r"kex_exchange_identification: (banner line|client sent)|Bad remote protocol|invalid format", output, re.IGNORECASE
-    ):
-        return errors.not_ssh(at)
+    hop = next((hop for hop in hops if re.search(rf"(?<![\w.-]){re.escape(hop.host)}(?![\w-]).*?\b{hop.port}\b", output)), None)
+    hop = hop or next((hop for hop in hops if hop.host in output), ssh)
+
+    def search(pattern: str) -> re.Match[str] | None:
+        return re.search(pattern, output)
+
+    if search("(?i)REVOKED HOST KEY|is marked as revoked"):
+        return errors.host_key_revoked(hop, known_hosts_path(hop))
+    if search("HOST IDENTIFICATION HAS CHANGED|No matching host key|Host key verification failed"):
+        if hop.host_key:
+            return errors.host_key_not_pinned(hop, "")
+        changed = search("HOST IDENTIFICATION HAS CHANGED|No matching host key")
+        return (errors.host_key_changed if changed else errors.host_key_unknown)(hop, known_hosts_path(hop), "")
+    if search("Could not resolve hostname"):
+        return errors.unknown_host(hop)
+    if match := search("open failed: (?:connect failed|administratively prohibited): (.*)"):
+        return errors.jump_refused(ssh, ssh.jump_host or ssh, match[1].strip())
+    if search("Connection refused"):
+        return errors.nothing_listens(hop)
+    if search(r"Connection timed out|Operation timed out|Connection to \S+ port \d+ timed out"):
+        return _NoAnswer(hop)
+    if match := search("No route to host|Network is unreachable|Host is down"):
+        return errors.unreachable(hop, match[0])
+    if match := search('Load key "?(.+?)"?: incorrect passphrase'):
+        return errors.failed(hop, f"`key_passphrase` does not open the key {match[1]}, or it is missing; check it")
+    if match := search('Load key "?(.+?)"?: (.+)'):
+        return errors.failed(hop, f"{match[1]} is not a private key that can be read ({match[2].strip()}); check `key_path`")
+    if match := search(r"Permission denied \(([^)]*)\)"):
+        return errors.login_refused(hop, _credentials(hop), match[1].replace(",", ", "))
+    if search("Too many authentication failures"):
+        return errors.login_refused(hop, "more keys than it allows", "")
+    if search("(?i)kex_exchange_identification: (read: )?Connection (closed|reset)|banner exchange.*(closed|reset)"):
+        return errors.busy(hop)
+    if search("(?i)kex_exchange_identification: (banner line|client sent)|Bad remote protocol|invalid format"):
+        return errors.not_ssh(hop)
     words = " / ".join(line.strip() for line in output.splitlines() if line.strip())[-300:]
     return errors.failed(ssh, f"ssh failed: {words or 'it said nothing'}", temporary=True)
 

@@ -136,44 +136,42 @@ def test_a_wrong_password(refused: Any, sshd: Any) -> None:
         assert len(re.findall("Failed (password|keyboard-interactive)", server.log())) == 1  # More tries lock accounts.
 
 
-def test_a_wrong_passphrase(refused: Any, server: Sshd, tmp_path: Path) -> None:
-    key = Key(tmp_path / "locked 'key'", passphrase=PASSPHRASE)
-    said = refused(server, key_path=str(key.path), key_passphrase="wr0ng-secret")
-    assert f"`key_passphrase` does not open the key {key.path}" in said
-
-
-def test_a_missing_passphrase(refused: Any, server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    key = Key(tmp_path / "locked", passphrase=PASSPHRASE)
-    assert f"the key {key.path} is locked; give `key_passphrase`, or add the key to an agent" in refused(
-        server, key_path=str(key.path)
-    )
-
-
-def test_a_missing_key_file(refused: Any, server: Sshd, tmp_path: Path) -> None:
-    assert f"{tmp_path}/none does not exist; check `key_path`" in refused(server, within=1, key_path=f"{tmp_path}/none")
-
-
-def test_a_key_file_that_is_a_directory(refused: Any, server: Sshd, tmp_path: Path) -> None:
-    assert f"{tmp_path} cannot be read (Is a directory)" in refused(server, within=1, key_path=str(tmp_path))
-
-
-def test_a_key_that_others_can_read(refused: Any, server: Sshd, tmp_path: Path) -> None:
-    key = Key(tmp_path / "key")
-    key.path.chmod(0o644)
-    assert f"others can read the key {key.path} (mode 0644); run: chmod 600 {key.path}" in refused(
-        server, within=1, key_path=str(key.path)
-    )
+NO_KEY = "is not a private key that can be read"
 
 
 @pytest.mark.parametrize(
-    "content", ["", "not a key\n", "-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n-----END OPENSSH PRIVATE KEY-----\n"]
+    ("make", "fields", "says"),
+    [
+        ("locked", {"key_passphrase": "wr0ng-secret"}, "`key_passphrase` does not open the key PATH"),
+        ("locked", {}, "the key PATH is locked; give `key_passphrase`, or add the key to an agent"),
+        ("missing", {}, "PATH does not exist; check `key_path`"),
+        ("directory", {}, "PATH cannot be read (Is a directory)"),
+        ("public", {}, "others can read the key PATH (mode 0644); run: chmod 600 PATH"),
+        (b"", {}, f"PATH {NO_KEY}"),
+        (b"not a key\n", {}, f"PATH {NO_KEY}"),
+        (b"-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n-----END OPENSSH PRIVATE KEY-----\n", {}, f"PATH {NO_KEY}"),
+    ],
 )
-def test_a_file_that_is_no_key(content: str, refused: Any, server: Sshd, tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    path.touch(0o600)
-    path.write_text(content)
-    assert f"{path} is not a private key that can be read" in refused(server, key_path=str(path))
+def test_a_key_file_that_cannot_be_used(
+    make: str | bytes,
+    fields: dict[str, str],
+    says: str,
+    refused: Any,
+    server: Sshd,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    path = tmp_path / "a 'key'"
+    if isinstance(make, bytes):
+        path.touch(0o600)
+        path.write_bytes(make)
+    elif make == "directory":
+        path.mkdir()
+    elif make != "missing":
+        Key(path, passphrase=PASSPHRASE if make == "locked" else None)
+        path.chmod(0o644 if make == "public" else 0o600)
+    assert says.replace("PATH", str(path)) in refused(server, key_path=str(path), **fields)
 
 
 def test_a_certificate_of_another_key(refused: Any, sshd: Any, stack: Any, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_mistake_gets_one_sentence(stack: Any, changes: dict[str, str | None],
     assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_a_place_without_slurm_is_said(stack: Any) -> None:
+def test_an_edge_node_without_slurm(stack: Any) -> None:
     stack.exec("edge", ["sh", "-c", "mkdir -p /opt/bare && mv /usr/bin/sinfo /opt/bare/"])
     try:
         done = check(stack)

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from dagster_rayslurm.ssh.base import Connection, Stat
 from dagster_rayslurm.ssh.connection import SSHConnection
 from dagster_rayslurm.ssh.local import LocalConnection
+from dagster_rayslurm.ssh.openssh import OpenSSHTransport
+from dagster_rayslurm.ssh.paramiko_client import ParamikoTransport
 
 from .fixtures import Place
 
@@ -31,12 +33,12 @@ odd_name = (
 """Bytes that need not be UTF-8, as names on a file system and words of a command line may be."""
 
 
-def test_a_command_says_what_it_has_to_say(place: Place) -> None:
+def test_exit_code_and_output_of_a_command(place: Place) -> None:
     done = place.connection.run(["sh", "-c", "printf out; printf err >&2; exit 3"])
     assert (done.returncode, done.stdout, done.stderr) == (3, b"out", b"err")
 
 
-def test_a_signal_and_a_missing_program_read_as_in_a_shell(place: Place) -> None:
+def test_exit_codes_of_a_signal_and_a_missing_program(place: Place) -> None:
     assert place.connection.run(["sh", "-c", "kill -9 $$"]).returncode == 137
     missing = place.connection.run(["no such program"])
     assert missing.returncode == 127 and b"no such program" in missing.stderr
@@ -45,7 +47,7 @@ def test_a_signal_and_a_missing_program_read_as_in_a_shell(place: Place) -> None
 
 @many
 @given(words=st.lists(odd_text, max_size=6))
-def test_words_arrive_as_they_are(place: Place, words: list[str]) -> None:
+def test_arguments_are_passed_unchanged(place: Place, words: list[str]) -> None:
     done = place.connection.run(["printf", "%s\\0", *words, "the last"])
     assert done.stdout.split(b"\0")[:-1] == [os.fsencode(word) for word in [*words, "the last"]]
 
@@ -53,18 +55,18 @@ def test_words_arrive_as_they_are(place: Place, words: list[str]) -> None:
 @pytest.mark.parametrize(
     "word", ["-n", "!!", "a!b", "$HOME", "`id`", "\\", "'", '"', "\n", "\r", "*", "~", "&", "%s", "@", "", "é\udcff"]
 )
-def test_words_that_shells_like(place: Place, word: str) -> None:
+def test_arguments_with_special_characters(place: Place, word: str) -> None:
     assert place.connection.run(["printf", "%s", word]).stdout == os.fsencode(word)
     assert place.connection.run(["env", "printf", "<%s>", word, "if"]).stdout == b"<" + os.fsencode(word) + b"><if>"
 
 
-def test_a_word_with_a_nul_is_refused(place: Place) -> None:
+def test_an_argument_with_nul_is_refused(place: Place) -> None:
     with pytest.raises(ValueError, match="NUL"):
         place.connection.run(["echo", "a\0b"])
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 70_000, 5_000_000])
-def test_input_and_output_are_whole(place: Place, size: int) -> None:
+def test_large_input_and_output(place: Place, size: int) -> None:
     data = os.urandom(size)
     assert place.connection.run(["cat"], stdin=data).stdout == data
     both = place.connection.run(["sh", "-c", "tee /dev/stderr"], stdin=data)
@@ -76,7 +78,7 @@ def test_a_command_need_not_read_its_input(place: Place) -> None:
     assert place.connection.run(["head", "-c", "3"], stdin=b"abcdef" * 500_000).stdout == b"abc"
 
 
-def test_nobody_waits_for_what_a_command_leaves_behind(place: Place) -> None:
+def test_background_processes_are_not_waited_for(place: Place) -> None:
     began = time.monotonic()
     noisy = "(for i in 1 2 3 4 5 6; do sleep 0.2; echo late; echo late >&2; done) & echo x"
     assert place.connection.run(["sh", "-c", noisy], timeout=10).stdout == b"x\n"
@@ -89,7 +91,7 @@ def test_a_long_command_line(place: Place) -> None:
     assert place.connection.run(["printf", "%s", word]).stdout == word.encode()
 
 
-def test_a_command_that_takes_too_long_is_ended_with_all_it_started(place: Place) -> None:
+def test_a_timeout_kills_the_command_and_its_children(place: Place) -> None:
     mark = f"3{os.getpid()}.{time.monotonic_ns()}"
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="took over 1 s"):
@@ -146,13 +148,13 @@ def test_directories_of_any_name(place: Place, names: list[str]) -> None:
     place.connection.remove(os.path.join(place.dir, "d"))
 
 
-def test_a_name_as_long_as_names_may_be(place: Place) -> None:
+def test_the_longest_file_name(place: Place) -> None:
     path = os.path.join(place.dir, "n" * 255)
     place.connection.write(path, b"x")
     assert place.connection.read(path, 0, 1) == b"x"
 
 
-def test_a_write_replaces_in_one_step_and_leaves_nothing_beside(place: Place) -> None:
+def test_a_write_is_atomic_and_leaves_no_temporary_file(place: Place) -> None:
     path, stop, seen = os.path.join(place.dir, "file"), threading.Event(), set()
     contents = [bytes([65 + index]) * 50_000 for index in range(4)]
     place.connection.write(path, contents[0])
@@ -182,7 +184,7 @@ def test_modes(place: Place) -> None:
     assert done.stdout.split() in ([b"700", b"600", b"755", b"666"], [b"700", b"600", b"755", b"644"])
 
 
-def test_what_the_place_refuses_is_said_in_a_sentence(place: Place) -> None:
+def test_errors_of_the_file_system(place: Place) -> None:
     missing = os.path.join(place.dir, "no", "file")
     with pytest.raises(FileNotFoundError) as caught:
         place.connection.write(missing, b"x")
@@ -211,29 +213,27 @@ def test_removing(place: Place) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 200])
-def test_a_directory_of_any_size_is_removed_and_a_small_one_without_a_command(
-    place: Place, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_directory_is_removed_without_a_command(place: Place, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     connection = place.connection
     script = f'mkdir -p "$1/sub/b\xff" && cd "$1/sub" && for n in $(seq {size}); do : > "file $n"; done; ln -s .. link'
     tree = os.path.join(place.dir, "tree")
     assert connection.run(["sh", "-c", script, "sh", tree]).returncode == 0
-    ran = []
-    if isinstance(connection, SSHConnection):
-        run = connection._run
-        monkeypatch.setattr(connection, "_run", lambda *words, **named: ran.append(words) or run(*words, **named))  # type: ignore
+    commands = []
+    for transport in (ParamikoTransport, OpenSSHTransport):
+        count = lambda self, command, execute=transport.execute: commands.append(command) or execute(self, command)  # noqa: E731
+        monkeypatch.setattr(transport, "execute", count)
     connection.remove(os.path.join(tree, "sub", "file 1"))
     connection.remove(tree)
-    assert len(ran) == (1 if size > 100 and isinstance(connection, SSHConnection) else 0)
+    assert len(commands) == (1 if size > 100 and isinstance(connection, SSHConnection) else 0)
     assert connection.run(["ls", "-A", place.dir]).stdout == b""
 
 
-def test_what_cannot_be_removed_is_said(place: Place) -> None:
+def test_a_failed_removal_is_an_error(place: Place) -> None:
     with pytest.raises(OSError, match="removing" if isinstance(place.connection, SSHConnection) else "."):
         place.connection.remove("/proc/version")
 
 
-def test_whose_a_file_is_and_of_when(place: Place) -> None:
+def test_owner_and_time_of_a_file(place: Place) -> None:
     path = os.path.join(place.dir, "file")
     assert place.connection.stat(path) is None
     place.connection.write(path, b"x")
@@ -331,7 +331,7 @@ def test_a_forward_to_a_port_where_nothing_listens_ends_its_client(place: Place)
             pass
 
 
-def test_it_can_be_used_again_after_closing(place: Place) -> None:
+def test_a_closed_connection_connects_again(place: Place) -> None:
     place.connection.close()
     assert place.connection.run(["echo", "again"]).stdout == b"again\n"
     place.connection.close()

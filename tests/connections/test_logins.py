@@ -315,9 +315,7 @@ def test_login_shells_that_run_nothing(user: str, says: str, connect: Connect, s
 # -- a master that a person opened -------------------------------------------------------------------------------------
 
 
-def test_a_configuration_that_runs_something_which_hangs(
-    connect: Connect, server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ssh_config_that_hangs(connect: Connect, server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config").write_text('Match exec "sleep 6"\n')
     (tmp_path / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {tmp_path}/config "$@"\n')
     (tmp_path / "ssh").chmod(0o755)

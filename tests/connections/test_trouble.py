@@ -132,7 +132,7 @@ def test_a_restart_between_operations(connect: Connect, server: Sshd, client: st
     assert connection.run(["echo", "x"]).stdout == b"x\n"
 
 
-def test_a_restart_in_the_middle_of_reads(connect: Connect, server: Sshd, client: str) -> None:
+def test_reads_continue_after_a_restart(connect: Connect, server: Sshd, client: str) -> None:
     connection = connect(server, client)
     path, data = new_path(connection, "read"), os.urandom(3_000_000)
     connection.write(path, data)
@@ -165,9 +165,7 @@ def test_a_restart_in_the_middle_of_reads(connect: Connect, server: Sshd, client
     connection.remove(path)
 
 
-def test_a_restart_in_the_middle_of_an_upload_goes_on_where_it_was(
-    connect: Connect, server: Sshd, client: str, tmp_path: Path
-) -> None:
+def test_an_upload_resumes_after_a_restart(connect: Connect, server: Sshd, client: str, tmp_path: Path) -> None:
     here = tmp_path / "big"
     here.write_bytes(os.urandom(200_000_000))
     connection = connect(server, client)
@@ -183,9 +181,7 @@ def test_a_restart_in_the_middle_of_an_upload_goes_on_where_it_was(
     connection.remove(path)
 
 
-def test_a_restart_in_the_middle_of_a_download_goes_on_where_it_was(
-    connect: Connect, server: Sshd, client: str, tmp_path: Path
-) -> None:
+def test_a_download_resumes_after_a_restart(connect: Connect, server: Sshd, client: str, tmp_path: Path) -> None:
     connection = connect(server, client)
     path = new_path(connection, "download")
     data = os.urandom(100_000_000)
@@ -197,7 +193,7 @@ def test_a_restart_in_the_middle_of_a_download_goes_on_where_it_was(
     connection.remove(path)
 
 
-def test_a_restart_in_the_middle_of_a_command_is_said_and_nothing_stays(connect: Connect, server: Sshd, client: str) -> None:
+def test_a_restart_during_a_command_is_an_error_and_kills_the_command(connect: Connect, server: Sshd, client: str) -> None:
     """Whether the command did its work is not known, so it is not run again; its caller is told at once."""
     connection = connect(server, client)
     mark = f"4{os.getpid()}.{time.monotonic_ns()}"
@@ -214,7 +210,7 @@ def test_a_restart_in_the_middle_of_a_command_is_said_and_nothing_stays(connect:
     connection.remove(path)
 
 
-def test_a_command_that_is_killed_with_its_shell_may_have_run(connect: Connect, server: Sshd, client: str) -> None:
+def test_a_command_killed_with_its_shell_is_not_repeated(connect: Connect, server: Sshd, client: str) -> None:
     """So it is not run again, whatever it printed, and nobody is told that it did not run; others are not disturbed."""
     connection = connect(server, client)
     path = new_path(connection, "once")
@@ -229,7 +225,9 @@ def test_a_command_that_is_killed_with_its_shell_may_have_run(connect: Connect, 
     connection.remove(path)
 
 
-def test_an_upload_whose_first_half_is_gone_begins_again(connect: Connect, server: Sshd, client: str, tmp_path: Path) -> None:
+def test_an_upload_starts_again_if_its_temporary_file_is_gone(
+    connect: Connect, server: Sshd, client: str, tmp_path: Path
+) -> None:
     here = tmp_path / "big"
     here.write_bytes(os.urandom(60_000_000))
     connection = connect(server, client)
@@ -242,9 +240,7 @@ def test_an_upload_whose_first_half_is_gone_begins_again(connect: Connect, serve
     connection.remove(path)
 
 
-def test_a_download_of_a_file_that_was_replaced_meanwhile_is_of_one_file(
-    connect: Connect, server: Sshd, client: str, tmp_path: Path
-) -> None:
+def test_a_download_starts_again_if_the_file_was_replaced(connect: Connect, server: Sshd, client: str, tmp_path: Path) -> None:
     connection = connect(server, client)
     path = new_path(connection, "replaced")
     connection.write(path, b"A" * 40_000_000)
@@ -270,7 +266,7 @@ def test_a_master_that_is_killed_is_opened_again(connect: Connect, server: Sshd,
             assert through.recv(3) == b"SSH"
 
 
-def test_waiting_for_a_session_counts_as_time(connect: Connect, sshd: Callable[..., Sshd], client: str) -> None:
+def test_the_timeout_includes_waiting_for_a_session(connect: Connect, sshd: Callable[..., Sshd], client: str) -> None:
     connection = connect(sshd("MaxSessions 2"), client)
     connection.read("/etc/hostname", 0, 1)
     with ThreadPoolExecutor(2) as pool:
@@ -292,7 +288,7 @@ def test_a_lost_sftp_server_costs_no_login(connect: Connect, server: Sshd, clien
     assert server.logins() == 1
 
 
-def test_input_that_is_cut_off_is_never_taken_for_whole(connect: Connect, server: Sshd, client: str) -> None:
+def test_a_command_never_takes_truncated_input_as_complete(connect: Connect, server: Sshd, client: str) -> None:
     """A command like sbatch must not act on the first half of its input."""
     with Link(server.host, server.port, 0.05) as link:
         connection = connect(server, client, host="127.0.0.1", port=link.port)
@@ -308,7 +304,7 @@ def test_input_that_is_cut_off_is_never_taken_for_whole(connect: Connect, server
         connection.remove(f"{path}.part")
 
 
-def test_a_server_that_is_gone_is_said_within_connect_timeout(connect: Connect, server: Sshd, client: str) -> None:
+def test_an_unreachable_server_is_reported_within_connect_timeout(connect: Connect, server: Sshd, client: str) -> None:
     connection = connect(server, client, connect_timeout=4)
     connection.run(["true"])
     server.stop()
@@ -412,7 +408,7 @@ def test_a_link_of_80_ms(connect: Connect, server: Sshd, client: str, tmp_path: 
         connection.remove(path)
 
 
-def test_a_child_process_does_not_speak_on_its_parents_connection(connect: Connect, server: Sshd) -> None:
+def test_a_forked_child_makes_its_own_connection(connect: Connect, server: Sshd) -> None:
     from dagster_rayslurm.ssh.pool import close_connections, connection_to
 
     ssh = connect.fields(server)

@@ -1,4 +1,4 @@
-"""The pure parts of connections, and those that need nothing but this machine."""
+"""Connections without an SSH server: known hosts, framed commands, options of ssh, askpass, retries."""
 
 import base64
 import hashlib
@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -19,13 +20,13 @@ from pydantic import ValidationError
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.backoff import Backoff
-from dagster_rayslurm.ssh import local as local_module
 from dagster_rayslurm.ssh.framed_command import BYE, Frame, Output, frame
 from dagster_rayslurm.ssh.known_hosts import KnownKey, Trust, add_key, judge, known_keys
 from dagster_rayslurm.ssh.local import private_dir
 from dagster_rayslurm.ssh.login import SLOTS, login_slot
 from dagster_rayslurm.ssh.openssh_askpass import choose
-from dagster_rayslurm.ssh.openssh_master import control_path, jump_options, login_options, master_command
+from dagster_rayslurm.ssh.openssh_master import control_path, explain, jump_options, login_options, master_command
+from dagster_rayslurm.ssh.pool import connection_to
 
 # -- known hosts ---------------------------------------------------------------------------------------------------------
 
@@ -64,7 +65,7 @@ def test_names_in_known_hosts(names: str, host: str, port: int, matches: bool) -
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
 @given(host=st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True), port=st.sampled_from([22, 2222]))
-def test_what_is_added_is_what_ssh_finds(host: str, port: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_ssh_finds_added_keys(host: str, port: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     key = "AAAAC3NzaC1lZDI1NTE5AAAAIEDShYqB4U8POSp9FNGz41/mdW55+3B0ypEtfSJ2vmv7"
     file = tmp_path_factory.mktemp("k") / "known"
     add_key(str(file), host, port, "ssh-ed25519", key)
@@ -77,7 +78,7 @@ def test_what_is_added_is_what_ssh_finds(host: str, port: int, tmp_path_factory:
     assert known_keys(file.read_text(), host, port) == [KnownKey("ssh-ed25519", key)]
 
 
-def test_what_known_keys_say_of_a_key() -> None:
+def test_trust_in_a_host_key() -> None:
     known = [KnownKey("ssh-rsa", "R"), KnownKey("ssh-ed25519", "E")]
     assert judge([], "ssh-ed25519", "E") is Trust.NEW
     assert judge(known, "ssh-ed25519", "E") is Trust.KNOWN
@@ -87,7 +88,7 @@ def test_what_known_keys_say_of_a_key() -> None:
     assert judge([KnownKey("ssh-ed25519", "O", revoked=True)], "ssh-ed25519", "E") is Trust.NEW
 
 
-def test_many_learn_a_key_at_once(tmp_path: Path) -> None:
+def test_threads_add_a_key_once(tmp_path: Path) -> None:
     file = tmp_path / "dir" / "known"
     threads = [threading.Thread(target=add_key, args=(str(file), f"h{i % 3}", 22, "ssh-rsa", "K")) for i in range(24)]
     for thread in threads:
@@ -103,7 +104,7 @@ SHELLS = [shell for shell in ("dash", "bash", "busybox", "zsh", "tcsh", "fish") 
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_frame_in_each_login_shell(shell: str) -> None:
+def test_a_framed_command_in_each_login_shell(shell: str) -> None:
     framed = frame(["printf", "%s", "a'b\n!! $x"], b"")
     words = [shell, "sh"] if shell == "busybox" else [shell]
     done = subprocess.run([*words, "-c", framed.command], input=framed.stdin + BYE, capture_output=True, timeout=20)
@@ -116,7 +117,7 @@ def completed(framed: Frame, stdout: bytes, stderr: bytes) -> Any:
     return output.completed()
 
 
-def run_frame(framed: Any) -> Any:
+def run_frame(framed: Frame) -> Any:
     done = subprocess.run(
         ["sh", "-c", framed.command], input=framed.stdin + BYE, capture_output=True, timeout=20, start_new_session=True
     )
@@ -126,7 +127,7 @@ def run_frame(framed: Any) -> Any:
 @given(
     noise=st.binary(max_size=50), output=st.binary(max_size=50).filter(lambda data: b"\0" not in data), code=st.integers(0, 255)
 )
-def test_output_is_told_from_noise(noise: bytes, output: bytes, code: int) -> None:
+def test_output_is_separated_from_that_of_start_up_files(noise: bytes, output: bytes, code: int) -> None:
     framed = frame(["x"], b"")
     out = noise + framed.begin + output + framed.end
     err = noise + framed.begin + output + framed.end + b" %d." % code
@@ -144,14 +145,14 @@ def test_a_command_that_prints_its_own_marks() -> None:
     assert run_frame(framed).returncode == 7
 
 
-def test_a_command_that_closes_its_input_is_left_alone() -> None:
+def test_a_command_that_closes_its_input_runs_to_its_end() -> None:
     framed = frame(["sh", "-c", "exec <&-; sleep 0.5; echo done"], b"x" * 200_000)
     assert run_frame(framed).stdout == b"done\n"
 
 
-def test_a_frame_without_goodbye_ends_everything() -> None:
+def test_the_end_of_the_lifeline_kills_the_session() -> None:
     framed = frame(["sleep", "77"], b"")
-    started = time.monotonic()
+    began = time.monotonic()
     process = subprocess.Popen(
         ["sh", "-c", framed.command],
         stdin=subprocess.PIPE,
@@ -160,7 +161,7 @@ def test_a_frame_without_goodbye_ends_everything() -> None:
         start_new_session=True,
     )
     out, err = process.communicate(framed.stdin, timeout=20)
-    assert not Output(framed).feed(out, err) and time.monotonic() - started < 10
+    assert not Output(framed).feed(out, err) and time.monotonic() - began < 10
 
 
 def test_an_empty_command_is_refused() -> None:
@@ -175,7 +176,7 @@ def resource(**fields: Any) -> SSHConnectionResource:
     return SSHConnectionResource(**{"host": "edge", **fields})
 
 
-def test_only_what_is_configured_overrides_the_users_own_ssh_config() -> None:
+def test_only_configured_fields_override_the_users_ssh_config() -> None:
     options = login_options(resource())
     assert not any(option.startswith(("Port=", "User=", "IdentityFile=", "UserKnownHostsFile=")) for option in options)
     assert "StrictHostKeyChecking=accept-new" in options and "BatchMode=yes" in options
@@ -208,7 +209,7 @@ def test_each_configuration_has_a_control_socket_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=touch /tmp/x", "-l", "a b", "", " edge", "edge\n"])
-def test_names_that_a_program_could_take_for_something_else_are_refused(name: str) -> None:
+def test_host_and_user_names_that_look_like_options_are_refused(name: str) -> None:
     for fields in ({"host": name}, {"user": name}):
         with pytest.raises(ValidationError, match=r"not a name of a host or user|control character"):
             resource(**fields)
@@ -236,16 +237,16 @@ ANSWERS = [
         ("The authenticity of host can't be established. Continue? ", None),
     ],
 )
-def test_which_answer_a_prompt_gets(prompt: str, index: int | None) -> None:
+def test_askpass_answers_a_prompt(prompt: str, index: int | None) -> None:
     assert choose(ANSWERS, prompt) == index
 
 
-def test_a_prompt_without_a_name_is_answered_if_there_is_but_one_server() -> None:
+def test_askpass_answers_a_prompt_without_a_name_if_there_is_one_server() -> None:
     assert choose([{**ANSWERS[1], "alone": "yes"}], "Password: ") == 0
     assert choose([{**ANSWERS[1], "alone": "yes"}], "somebody@else's password: ") is None
 
 
-def test_a_key_that_another_process_has_just_learned_counts(tmp_path: Path) -> None:
+def test_adding_a_key_that_another_process_has_just_added(tmp_path: Path) -> None:
     file = str(tmp_path / "known")
     assert add_key(file, "h", 22, "ssh-rsa", "A") is Trust.KNOWN
     assert add_key(file, "h", 22, "ssh-rsa", "A") is Trust.KNOWN
@@ -257,10 +258,10 @@ def test_secrets_are_not_printed() -> None:
     assert "s3cret" not in text and "pass-phrase" not in text
 
 
-# -- patience ------------------------------------------------------------------------------------------------------------
+# -- retries ------------------------------------------------------------------------------------------------------------
 
 
-def test_pauses_grow_with_the_outage_and_stay_bounded() -> None:
+def test_backoff_pauses_grow_with_the_outage_and_stay_bounded() -> None:
     for lasted, longest in ((0.0, 1.5), (60.0, 3.0), (86400.0, 30.0)):
         outage = Backoff(time.monotonic() - lasted)
         pauses = [outage.pause() for _ in range(20)]
@@ -268,7 +269,7 @@ def test_pauses_grow_with_the_outage_and_stay_bounded() -> None:
         assert pauses[0] < pauses[-1]
 
 
-def test_four_logins_at_a_time() -> None:
+def test_login_slots_limit_simultaneous_logins() -> None:
     at_once, most, lock = [0], [0], threading.Lock()
 
     def log_in() -> None:
@@ -288,19 +289,53 @@ def test_four_logins_at_a_time() -> None:
     assert most[0] == SLOTS
 
 
-def test_a_directory_that_somebody_else_made_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = private_dir()
-    assert os.stat(path).st_mode & 0o777 == 0o700
-    real = os.lstat(path)
-    for wrong in ({"st_mode": real.st_mode | 0o022}, {"st_uid": real.st_uid + 1}, {"st_mode": 0o120777}):
-        values = {"st_mode": real.st_mode, "st_uid": real.st_uid, **wrong}
-        monkeypatch.setattr(local_module.os, "lstat", lambda _, values=values: type("Stat", (), values))
+def test_a_private_directory_that_others_can_access_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as runtime:  # pytest's own paths are too long for control sockets.
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        path = Path(private_dir())
+        assert path.parent == Path(runtime) and path.stat().st_mode & 0o777 == 0o700
+        path.chmod(0o722)
         with pytest.raises(OSError, match="is not a directory of user"):
             private_dir()
+        path.rmdir()
+        path.symlink_to(runtime)
+        with pytest.raises(OSError, match="is not a directory of user"):
+            private_dir()
+        path.unlink()
+        if os.getuid() == 0:
+            path.mkdir(0o700)
+            os.chown(path, 12345, 12345)
+            with pytest.raises(OSError, match="is not a directory of user"):
+                private_dir()
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("ssh: Could not resolve hostname jump: Name or service not known", "SSH to jump:22: no host is called 'jump'"),
+        ("ssh: connect to host edge port 22: Connection refused", "SSH to edge:22: the connection is refused"),
+        ("ssh: connect to host jump port 22: No route to host", "SSH to jump:22: it cannot be reached (No route to host)"),
+        (
+            "channel 0: open failed: connect failed: Connection refused",
+            "the jump host jump:22 cannot reach it (Connection refused)",
+        ),
+        ("me@edge: Permission denied (publickey,password).", "SSH to edge:22: the server refused the login with the keys that"),
+        ("Received disconnect from edge port 22:2: Too many authentication failures", "more keys than it allows"),
+        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @ edge", "its host key is not the one in"),
+        ("No ED25519 host key is known for edge. Host key verification failed.", 'host_key_checking is "strict"'),
+        ("@ WARNING: REVOKED HOST KEY DETECTED! @ edge", "is marked @revoked in"),
+        ('Load key "/k": incorrect passphrase supplied to decrypt private key', "`key_passphrase` does not open the key /k"),
+        ('Load key "/k": invalid format', "/k is not a private key that can be read (invalid format)"),
+        ("kex_exchange_identification: Connection closed by remote host", "closes connections before the login"),
+        ("kex_exchange_identification: banner line contains invalid characters", "is not an SSH server; check `port`"),
+        ("a\n\n b ", "ssh failed: a / b"),
+        ("", "ssh failed: it said nothing"),
+    ],
+)
+def test_messages_of_ssh_become_sentences(output: str, message: str) -> None:
+    assert message in str(explain(resource(client="openssh", jump_host=resource(host="jump", client="openssh")), output))
 
 
 def test_a_local_connection_needs_no_forward() -> None:
-    from dagster_rayslurm.ssh.pool import connection_to
-
     with socket.create_server(("127.0.0.1", 0)) as server, connection_to(None).forward(*server.getsockname()) as forward:
         assert (forward.host, forward.port) == server.getsockname()
