@@ -240,11 +240,11 @@ def main(argv):  # type: (list[str]) -> int
         "serve": serve,
     }
     if role in roles:
-        from .process import keeper, processes, self_cancel
+        from .process import keeper, processes
 
         processes.raise_file_limit()
         # The Dagster process of a job with one payload sees to the job's end; a session may have no such process.
-        orphaned = (lambda: self_cancel.cancel(os.environ)) if role == "session" else (lambda: None)
+        orphaned = (lambda: keeper.cancel_own_job(os.environ)) if role == "session" else (lambda: None)
         return keeper.guard(lambda: roles[role](argv[1]), lambda: dispensable[0] == 1, role in _IN_A_STEP, orphaned)
     sys.exit(__doc__)
 

@@ -301,7 +301,7 @@ def test_descendants_are_found_and_ended() -> None:
         # A grandchild in a session of its own, whose parent is gone: an orphan of nobody but the subreaper.
         "subprocess.run(['setsid','sh','-c','sleep 60 & sleep 0.1'])\n"
         "found=[p.pid for p in processes.descendants(os.getpid())]\n"
-        "left=processes.kill_descendants(os.getpid(), keeper._collect)\n"
+        "left=processes.kill_descendants(os.getpid(), keeper._reap)\n"
         "print(len(found), left, len(processes.descendants(os.getpid())))" % os.getcwd()
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -359,14 +359,13 @@ def test_a_session_without_its_slurmstepd_has_its_job_cancelled(node_id: str, tm
     program = textwrap.dedent("""
         import os, signal, sys, time
         from dagster_rayslurm.runtime.process import keeper
-        from dagster_rayslurm.runtime.process import self_cancel as own_job
         waits = []
         def main():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             open(sys.argv[2], "w").close()
             time.sleep(60)
         def orphaned():
-            own_job.cancel(os.environ, waits.append)
+            keeper.cancel_own_job(os.environ, waits.append)
             open(sys.argv[1], "w").write(repr(waits))
         keeper.guard(main, in_a_step=True, orphaned=orphaned)
     """)

@@ -1,10 +1,9 @@
-"""The keeper: a parent that does nothing but make sure that no process outlives the runtime.
+"""The keeper: the runtime's parent process, which ends everything below it when the runtime has ended.
 
-The runtime tears down what it started. The keeper is for the case that the runtime itself is killed: it is the
-runtime's parent and a subreaper, so everything below becomes its child, and it ends all of it. When the keeper is
-killed instead, the kernel sends the runtime SIGTERM, which then tears down as usual. The keeper itself asks every now and
-then whether its parent still lives: it sends the runtime SIGTERM when Slurm's slurmstepd has been killed, as nobody else
-would ever end what runs on the node, nor perhaps the job.
+The runtime itself cleans up what it started. The keeper is for the case that the runtime is killed: it is a subreaper, so all
+orphans below become its children, and it kills them. If the keeper is killed instead, the kernel sends the runtime SIGTERM. The
+keeper also checks whether its own parent still lives: if slurmstepd was killed, it sends the runtime SIGTERM, because nothing
+else would end the processes on this node, and perhaps not the job.
 """
 
 from __future__ import annotations
@@ -12,16 +11,24 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
-from typing import Callable
+import time
+from typing import Callable, Mapping
 
 from . import processes, scratch
 
-_ORPHANED_AFTER = 2.0
-"""Seconds between two looks at the parent. The kernel's own message (prctl(2), PR_SET_PDEATHSIG) tells of the end of the
-thread that forked, which is no reason."""
+_PARENT_CHECK_INTERVAL = 2.0
+"""Seconds between two checks of the parent. The kernel's own signal (prctl(2), PR_SET_PDEATHSIG) comes already when the thread
+ends that forked, which is no reason to end."""
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_SCANCEL_DELAY = 25.0
+"""Seconds before the job is cancelled: until then Dagster asks Slurm why the payload ended, and must not read "cancelled"."""
+_SCANCEL_TIMEOUT = 60.0
+_SCANCEL_TRIES = 10
+_SCANCEL_PAUSE = 30.0
 
 
 def guard(
@@ -30,21 +37,21 @@ def guard(
     in_a_step: bool = False,
     orphaned: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run `main` in a forked child and outlive it.
+    """Run `main` in a forked child, and afterwards kill everything below this process.
 
     Args:
-        main: what to run.
-        excused: asked in this process when `main` has ended: whether its end, however it came, is no failure.
-        in_a_step: whether the parent is the slurmstepd of a job step, without which `main` must not go on.
-        orphaned: called in this process when `main` has ended and that slurmstepd is gone.
+        main: what the child runs; it never returns from here.
+        excused: called in this process after the end of `main`; True makes the exit code 0.
+        in_a_step: whether the parent is the slurmstepd of a job step, without which `main` must end.
+        orphaned: called in this process after the end of `main` if that slurmstepd is gone.
 
     Returns:
-        The exit code of `main`, or 128 + the signal that ended it; 0 if it is excused. The child never returns from here.
+        The exit code of `main`, or 128 + the signal that ended it.
     """
     processes.become_subreaper()
     arrange = processes.die_with_parent(signal.SIGTERM)
     parent = os.getppid()
-    # Blocked until the handlers stand: a signal in between would end the keeper alone.
+    # Blocked until the handlers are set: a signal in between would end the keeper alone.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     child = os.fork()
     if child == 0:
@@ -54,16 +61,16 @@ def guard(
     for signum in _FORWARDED:
         signal.signal(signum, lambda received, _: _forward(child, received))
     if in_a_step:
-        signal.signal(signal.SIGALRM, lambda *_: _end_an_orphan(child, parent))
-        signal.setitimer(signal.ITIMER_REAL, _ORPHANED_AFTER, _ORPHANED_AFTER)
+        signal.signal(signal.SIGALRM, lambda *_: _check_parent(child, parent))
+        signal.setitimer(signal.ITIMER_REAL, _PARENT_CHECK_INTERVAL, _PARENT_CHECK_INTERVAL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
-    # The runtime alone holds the control channel: its other end must see EOF when the runtime ends.
+    # Only the runtime may hold the control channel: the other end must see EOF when the runtime ends.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     code = _wait(child)
     signal.setitimer(signal.ITIMER_REAL, 0)
     for signum in _FORWARDED:
-        signal.signal(signum, signal.SIG_IGN)  # Nobody is left to forward to, and the tidying up must not be broken off.
-    processes.kill_descendants(os.getpid(), collect=_collect)
+        signal.signal(signum, signal.SIG_IGN)  # There is no child to forward to, and the cleanup must not be interrupted.
+    processes.kill_descendants(os.getpid(), collect=_reap)
     scratch.sweep()
     if in_a_step and os.getppid() != parent:
         orphaned()
@@ -73,21 +80,46 @@ def guard(
     return code
 
 
+def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = time.sleep) -> None:
+    """Cancel this task's job if this is its first node: after slurmstepd was killed, srun waits for this task for ever.
+
+    Retries while slurmctld does not answer.
+
+    Args:
+        environ: the task's environment.
+        sleep: `time.sleep`, replaced in tests.
+    """
+    if environ.get("SLURM_NODEID") != "0":
+        return
+    sleep(_SCANCEL_DELAY)
+    command, nothing = ["scancel", "--quiet", environ["SLURM_JOB_ID"]], subprocess.DEVNULL
+    for _ in range(_SCANCEL_TRIES):
+        try:
+            # Nobody reads what this process prints by now.
+            if subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_SCANCEL_TIMEOUT).returncode == 0:
+                return
+        except subprocess.TimeoutExpired:
+            pass
+        except OSError:
+            return  # This node has no scancel.
+        sleep(_SCANCEL_PAUSE)
+
+
 def _forward(child: int, signum: int) -> None:
-    """Pass a signal on; the child may just have ended."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError):  # The child may just have ended.
         os.kill(child, signum)
 
 
-def _end_an_orphan(child: int, parent: int) -> None:
+def _check_parent(child: int, parent: int) -> None:
+    """Send the child SIGTERM if the parent has ended."""
     if os.getppid() != parent:
         signal.setitimer(signal.ITIMER_REAL, 0)  # Once: a second signal would cut the payload's grace period short.
         _forward(child, signal.SIGTERM)
 
 
 def _exit_with(main: Callable[[], int]) -> None:
-    """Leave the forked child by `main`'s code, never by returning into the parent's stack."""
-    code = 70  # EX_SOFTWARE of sysexits(3), unless `main` says otherwise.
+    """Exit the forked child with the code of `main`, without returning into the parent's stack."""
+    code = 70  # EX_SOFTWARE of sysexits(3), unless `main` returns.
     try:
         code = main()
     except BaseException:
@@ -104,7 +136,7 @@ def _wait(child: int) -> int:
             return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-def _collect() -> None:
+def _reap() -> None:
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue

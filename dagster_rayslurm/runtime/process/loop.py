@@ -1,8 +1,7 @@
-"""One thread that waits for everything: file descriptors, timers, signals and exits of child processes.
+"""Event loop of the runtime: file descriptors, timers, signals and ends of child processes, all in one thread.
 
-One thread that waits for everything at once: file descriptors, timers, signals and the ends of processes.
-
-Timers by name, of which a new one takes the place of the one before.
+Not asyncio: the loop reaps children itself, with their resource usage and including orphans that this subreaper adopted, and no
+thread ever makes a fork unsafe.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import time
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 ExitCallback = Callable[[int, Any], None]
-"""Called with the exit status (negative: the signal) and the `resource.struct_rusage` of a process."""
+"""Gets the exit status of a process (negative: the signal) and its `resource.struct_rusage`."""
 
 
 class Timer:
-    """A call that is due later, until it is cancelled."""
+    """A call that is due later, unless it is cancelled."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.call: Optional[Callable[[], None]] = call
@@ -32,7 +31,7 @@ class Timer:
 
 
 class Loop:
-    """Reacts to what happens, one callback after another, so that no state needs a lock."""
+    """Runs callbacks one after another, so that no state needs a lock."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -54,17 +53,17 @@ class Loop:
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def on_writable(self, fd: int, call: Callable[[], None]) -> None:
-        """Have something called while a descriptor takes data; for a socket, that it is connected, or cannot be."""
+        """Call back while a descriptor can be written; a connecting socket can be when it is connected or has failed."""
         self._selector.register(fd, selectors.EVENT_WRITE, call)
 
     def forget(self, fd: int) -> None:
-        """Stop watching a descriptor; one that is not watched is ignored."""
+        """Stop watching a descriptor, if it is watched."""
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
     @staticmethod
     def now() -> float:
-        """Seconds of the clock that timers go by."""
+        """Seconds on the monotonic clock."""
         return time.monotonic()
 
     def call_later(self, delay: float, call: Callable[[], None]) -> Timer:
@@ -75,13 +74,13 @@ class Loop:
     def on_signal(self, signum: int, call: Callable[[int], None]) -> None:
         self._signals[signum] = call
         signal.signal(signum, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked it until somebody listens.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked it until there is a handler.
 
     def spawn(self, argv: Sequence[str], on_exit: ExitCallback, **options: Any) -> int:
-        """Start a process in a session of its own and be told of its end.
+        """Start a process in a session of its own, and call `on_exit` when it ends.
 
         Returns:
-            The process id, which is its process group too.
+            The process id, which is also the id of its process group.
 
         Raises:
             OSError: the program could not be started.
@@ -91,31 +90,31 @@ class Loop:
         return process.pid
 
     def adopt(self, pid: int, on_exit: ExitCallback) -> None:
-        """Be told of the end of a child that another process started for this one, which is a subreaper."""
+        """Call `on_exit` at the end of a process that another process started and this subreaper adopts."""
         self._children[pid] = (None, on_exit)
 
     def children(self) -> List[int]:
-        """Process ids started or adopted here that have not ended."""
+        """Ids of the processes started or adopted here that have not been reaped."""
         return list(self._children)
 
     def stop(self) -> None:
         self._stopping = True
 
     def run(self) -> None:
-        """React until `stop()`."""
+        """Run callbacks until `stop()`."""
         while not self._stopping:
             timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
             for key, _ in self._selector.select(timeout):
                 if self._selector.get_map().get(key.fd) is key:  # An earlier callback of this round may have closed it.
                     key.data()
-            now = time.monotonic()  # What a timer sets for at once has its turn after all else that is due.
+            now = time.monotonic()  # A timer that is set by a timer, for now, runs in the next round.
             while self._timers and self._timers[0][0] <= now:
                 timer = heapq.heappop(self._timers)[2]
                 if timer.call is not None:
                     timer.call()
 
     def resume(self, seconds: float) -> None:
-        """React once more after the end, until `stop()` or for so many seconds."""
+        """Run again after `stop()`, until the next `stop()` or for some seconds."""
         self._stopping = False
         timer = self.call_later(seconds, self.stop)
         self.run()
@@ -123,14 +122,14 @@ class Loop:
 
     def _wake(self) -> None:
         received = set(self._wakeup.recv(4096))
-        # Before the ends of children: a signal to all processes here explains why they ended.
+        # Signals come before the ends of children: a signal to all processes of the step explains them.
         for signum in received & set(self._signals):
             self._signals[signum](signum)
         if signal.SIGCHLD in received:
             self.reap()
 
     def reap(self) -> None:
-        """Collect every ended child, adopted orphans included, and tell those who asked."""
+        """Reap every ended child, including adopted orphans, and call their callbacks."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -142,16 +141,16 @@ class Loop:
                 process, on_exit = self._children.pop(pid)
                 code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
                 if process is not None:
-                    process.returncode = code  # Popen must not wait for a process that is already collected.
+                    process.returncode = code  # Popen must not wait for a process that is already reaped.
                 on_exit(code, usage)
 
 
 class Timers:
-    """The timers of one thing.
+    """Timers by name: a new one replaces the one of the same name.
 
     Args:
-        loop: where they run.
-        safely: makes the calls.
+        loop: the event loop.
+        safely: makes the calls, for instance to catch exceptions.
     """
 
     def __init__(self, loop: Loop, safely: Callable[[Callable[[], None]], None] = lambda call: call()) -> None:
@@ -160,16 +159,14 @@ class Timers:
         self._timers: Dict[str, Timer] = {}
 
     def due(self, name: str, delay: float, call: Callable[[], None]) -> None:
-        """Have `call` made later, instead of what was due under this name."""
+        """Make a call later."""
         self.cancel(name)
         self._timers[name] = self._loop.call_later(delay, lambda: self._safely(call))
 
     def cancel(self, name: str) -> None:
-        """Have nothing called that is due under this name."""
         if name in self._timers:
             self._timers.pop(name).cancel()
 
     def cancel_all(self) -> None:
-        """Have nothing called any more."""
         for name in list(self._timers):
             self.cancel(name)

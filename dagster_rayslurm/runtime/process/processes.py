@@ -1,6 +1,6 @@
-"""Processes of this runtime: who descends from it, and how to make sure that none outlives it (Linux: /proc, prctl).
+"""The process tree below this runtime: list it, and kill it (Linux: /proc, prctl).
 
-Elsewhere (macOS) process groups are all there is, and the functions here find no descendants.
+On other systems (macOS) there are only process groups, and these functions find no descendants.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 _CLOCK_STEP = 0.05
-"""Seconds within which two starts cannot be told apart: the kernel counts ticks."""
+"""Seconds within which the starts of two processes cannot be ordered, because the kernel counts ticks."""
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -30,12 +30,12 @@ class Process(NamedTuple):
     parent: int
     cpu_seconds: float
     started: float = 0.0
-    """When it started, on the clock of `uptime`, to a hundredth of a second."""
+    """Start time on the clock of `uptime`, to a hundredth of a second."""
     name: str = ""
 
 
 def become_subreaper() -> None:
-    """Adopt every orphan below this process, instead of losing it to PID 1 (prctl(2), Linux 3.4)."""
+    """Make this process the parent of all orphans below it, instead of PID 1 (prctl(2), Linux 3.4)."""
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -43,31 +43,31 @@ def become_subreaper() -> None:
 def raise_file_limit(wanted: int = 65535) -> None:
     """Raise the soft limit of open files as far as the hard one allows; children inherit it.
 
-    Ray needs some thousands on a large node (Ray 2.60 warns below 8192), a head one for each node besides.
+    Ray needs some thousands on a large node (Ray 2.60 warns below 8192), and the head's runtime one for each node.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft == resource.RLIM_INFINITY or soft >= target:
         return
-    with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit still, which only the kernel knows.
+    with contextlib.suppress(OSError, ValueError):  # macOS has an even lower limit, which only the kernel knows.
         resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
-    """A `preexec_fn` that has the kernel signal the child when its parent ends (prctl(2))."""
+    """A `preexec_fn` with which the kernel signals the child when its parent ends (prctl(2))."""
     parent = os.getpid()
 
     def arrange() -> None:
         if _libc is not None:
             _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
-            if os.getppid() != parent:  # The parent ended before the kernel was asked.
+            if os.getppid() != parent:  # The parent ended before the prctl call.
                 os.kill(os.getpid(), signum)
 
     return arrange
 
 
 def table() -> Dict[int, Process]:
-    """Every process of this machine that can be read."""
+    """All readable processes of this machine, by process id."""
     if sys.platform != "linux":
         return {}
     tick = os.sysconf("SC_CLK_TCK")
@@ -80,7 +80,7 @@ def table() -> Dict[int, Process]:
                 stat = file.read()
         except OSError:
             continue  # It ended meanwhile.
-        end = stat.rindex(b")")  # The name, in parentheses, may hold anything.
+        end = stat.rindex(b")")  # The name, in parentheses, may contain any character.
         fields = stat[end + 2 :].split()
         cpu = (int(fields[11]) + int(fields[12])) / tick
         called = stat[stat.index(b"(") + 1 : end].decode("utf-8", "replace")
@@ -89,7 +89,7 @@ def table() -> Dict[int, Process]:
 
 
 def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> List[Process]:
-    """The processes below `root`, without itself; zombies too."""
+    """The processes below `root`, including zombies, without `root` itself."""
     processes = table() if processes is None else processes
     below: Dict[int, List[Process]] = {}
     for process in processes.values():
@@ -114,7 +114,7 @@ def environment(pid: int) -> List[bytes]:
 
 
 def command_line(pid: int) -> bytes:
-    """The arguments of a process, each ended by NUL; a process may write another text there. b"" if it is gone."""
+    """The arguments of a process, each ended by NUL; a process may change that text. b"" if it is gone."""
     return _read(pid, "cmdline")
 
 
@@ -132,13 +132,13 @@ def with_environment(entry: str) -> List[int]:
 
 
 def signal_group(pid: int, signum: int) -> None:
-    """Signal what is left of a process group."""
+    """Signal a process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM when only zombies are left.
         os.killpg(pid, signum)
 
 
 def signal_name(signum: int) -> str:
-    """ "SIGUSR1"; signals without a name of their own, such as real-time ones, by number."""
+    """ "SIGUSR1"; signals without a name, such as real-time ones, by number."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -146,7 +146,7 @@ def signal_name(signum: int) -> str:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """SIGKILL some processes; those that are gone, or that `sudo` made another user's, are no error."""
+    """SIGKILL some processes; ignores those that are gone or, by `sudo`, belong to another user."""
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -155,19 +155,19 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def uptime() -> float:
-    """Seconds since this machine started, by the clock of `Process.started`."""
+    """Seconds since this machine booted; the clock of `Process.started`."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
 def kill_orphans(keep: Iterable[int], before: Optional[float] = None) -> List[str]:
-    """SIGKILL what this subreaper adopted, with all below it.
+    """SIGKILL the orphans that this subreaper adopted, with all processes below them.
 
     Args:
-        keep: the children that this process started itself.
-        before: end only what started before this time, by the clock of `uptime`; None for all.
+        keep: the children that this process started itself, which are no orphans.
+        before: kill only orphans that started before this time on the clock of `uptime`; None for all.
 
     Returns:
-        The orphans, by name and process id.
+        The killed orphans as text: name and process id.
     """
     everything = table()
     me, kept = os.getpid(), set(keep)
@@ -178,23 +178,23 @@ def kill_orphans(keep: Iterable[int], before: Optional[float] = None) -> List[st
     return ["%s (pid %d)" % (process.name, process.pid) for process in strays]
 
 
-def kill_descendants(root: int, collect: Callable[[], None], deadline: float = 5.0) -> List[int]:
-    """SIGKILL everything below `root` until nothing is left, not even a zombie for PID 1.
+def kill_descendants(root: int, collect: Callable[[], None], timeout: float = 5.0) -> List[int]:
+    """SIGKILL all processes below `root` until none is left, not even a zombie for PID 1.
 
     Args:
         root: this process, which must be a subreaper so that orphans below become its children.
         collect: reaps the children that ended.
-        deadline: seconds after which what still stands (uninterruptible sleep) is given up.
+        timeout: seconds after which processes in uninterruptible sleep are given up.
 
     Returns:
-        The process ids that could not be ended.
+        The process ids that could not be killed.
     """
-    until = time.monotonic() + deadline
+    deadline = time.monotonic() + timeout
     pause = 0.001
     while True:
         collect()
         left = [process.pid for process in descendants(root)]
-        if not left or time.monotonic() > until:
+        if not left or time.monotonic() > deadline:
             return left
         kill_all(left)
         time.sleep(pause)

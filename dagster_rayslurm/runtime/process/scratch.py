@@ -1,9 +1,8 @@
-"""Node-local private directories with short names, and the sweeping of those that a killed runtime left.
+"""Node-local private directories with short names, and the removal of those that killed runtimes left.
 
-Ray puts Unix sockets below its temporary directory; a socket's path must fit 107 bytes (unix(7)), of which Ray
-2.60 needs 68 with the dashboard on: 39 are left. The owner holds a lock on the directory itself for as long as it
-lives, so a directory whose lock can be had belongs to nobody. Only directories with this module's own marker in them
-are ever removed.
+Ray creates Unix sockets below its temporary directory. The path of a socket may have 107 bytes (unix(7)), of which Ray 2.60
+needs 68 with the dashboard, so 39 are left. The owner holds a lock on the directory as long as it lives: a directory that is not
+locked is abandoned. Only directories that contain the marker of this module are ever removed.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ MAX_RAY_TEMP_DIR_BYTES = 39
 _PREFIX = "rs-"
 _NAME = re.compile(r"^rs-[0-9a-f]{8}$")
 _MARKER = ".rayslurm-scratch"
-_ROOM = 256 * 1024
-"""Bytes that must fit into a place, at the least, for it to serve."""
+_MIN_FREE_BYTES = 256 * 1024
 
 
 class ScratchError(OSError):
-    """No directory can serve as scratch; the message lists why."""
+    """No scratch directory can be made; the message says why for each base directory."""
 
 
 def _bases() -> List[str]:
@@ -36,10 +34,10 @@ def _bases() -> List[str]:
 
 
 class Scratch:
-    """A 0700 directory for sockets, tokens and Ray's own files, gone when the runtime ends.
+    """A 0700 directory for sockets, tokens and Ray's files; the runtime removes it at its end.
 
     Raises:
-        ScratchError: if no directory can be made in any base.
+        ScratchError: no directory can be made in any base directory.
     """
 
     def __init__(self) -> None:
@@ -69,10 +67,10 @@ class Scratch:
 
 
 def _claim(path: str) -> int:
-    """Lock a new directory and mark it as a scratch directory; without either, it is removed again.
+    """Lock a new directory and write the marker into it; if either fails, remove the directory.
 
     Raises:
-        OSError: it cannot be locked, as where the file system has no locks, or cannot be written.
+        OSError: the file system has no locks, or cannot be written.
     """
     lock = None
     try:
@@ -80,9 +78,9 @@ def _claim(path: str) -> int:
         if lock is None:
             raise OSError("somebody else locked %s" % path)
         with open(os.path.join(path, _MARKER), "xb", 0) as marker:
-            # From here on a sweeper may remove it, once the lock is free. A full disk takes empty files yet, and no more.
-            marker.write(os.urandom(_ROOM))
-            if marker.tell() < _ROOM:
+            # A full disk still takes empty files, so write some bytes.
+            marker.write(os.urandom(_MIN_FREE_BYTES))
+            if marker.tell() < _MIN_FREE_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             marker.truncate(0)
         return lock
@@ -94,10 +92,10 @@ def _claim(path: str) -> int:
 
 
 def _lock(path: str) -> Optional[int]:
-    """Lock a directory; None if somebody else holds it.
+    """Lock a directory; None if another process holds the lock.
 
     Raises:
-        OSError: it is gone, or its file system has no locks.
+        OSError: the directory is gone, or its file system has no locks.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -112,11 +110,7 @@ def _lock(path: str) -> Optional[int]:
 
 
 def sweep() -> List[str]:
-    """Remove this user's scratch directories whose runtime is dead.
-
-    Returns:
-        The directories that were removed.
-    """
+    """Remove this user's abandoned scratch directories, and return their paths."""
     return [path for path, lock in _abandoned() if _remove_locked(path, lock)]
 
 
@@ -134,7 +128,7 @@ def _abandoned() -> List[Tuple[str, int]]:
                 if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
                     continue
                 if not os.path.lexists(os.path.join(path, _MARKER)):
-                    continue  # In the making, or somebody's own directory.
+                    continue  # It is just being made, or is no scratch directory.
                 lock = _lock(path)
             except OSError:
                 continue  # Removed meanwhile, or not ours to read.

@@ -11,27 +11,27 @@ from . import processes
 from .loop import Loop
 
 
-def query_program(loop: Loop, argv: Sequence[str], patience: float, answered: Callable[[Optional[str]], None]) -> None:
-    """Run a program.
+def query_program(loop: Loop, argv: Sequence[str], timeout: float, on_answer: Callable[[Optional[str]], None]) -> None:
+    """Run a program without blocking.
 
     Args:
-        loop: where everything happens.
-        argv: its command.
-        patience: seconds after which it is killed.
-        answered: called with what it has printed when it has ended, or with None if it failed. One that waits for a device or a
-            file system in a way that no signal ends never does.
+        loop: the event loop.
+        argv: the command.
+        timeout: seconds after which the program is killed.
+        on_answer: called with the output when the program has ended, or with None if it failed or was killed. Never called while
+            the program hangs in an uninterruptible wait for a device or a file system.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the program cannot be started.
     """
     reader, writer = os.pipe()
-    os.set_blocking(reader, False)  # Whatever holds the other end, such as what the program has left behind.
+    os.set_blocking(reader, False)  # A process that the program left behind may keep the other end open.
 
     def ended(code: int, _: Any) -> None:
-        hung.cancel()
+        timer.cancel()
         with os.fdopen(reader, "rb") as file:
             text = (file.read() or b"").decode("utf-8", "replace")
-        answered(text if code == 0 else None)
+        on_answer(text if code == 0 else None)
 
     try:
         pid = loop.spawn(
@@ -48,7 +48,4 @@ def query_program(loop: Loop, argv: Sequence[str], patience: float, answered: Ca
     finally:
         os.close(writer)
 
-    def hangs() -> None:
-        processes.signal_group(pid, signal.SIGKILL)
-
-    hung = loop.call_later(patience, hangs)
+    timer = loop.call_later(timeout, lambda: processes.signal_group(pid, signal.SIGKILL))
