@@ -10,6 +10,7 @@ from typing import Any
 
 from ..follow import Evidence
 from ..runtime.protocol.record import CANCEL
+from ..runtime.protocol.requests import Operation
 from ..ssh.base import Connection
 
 _INTERVAL = 1.0
@@ -23,7 +24,7 @@ def cancel_path(run_dir: str) -> str:
 
 def cancel_request_json(now: bool) -> str:
     """What is written there."""
-    return json.dumps({"op": "cancel", "now": now})
+    return json.dumps({"op": Operation.CANCEL, "now": now})
 
 
 def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> None:

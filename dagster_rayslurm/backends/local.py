@@ -28,6 +28,7 @@ from ..runtime.node.resources import Footprint, footprint_error, node_footprint
 from ..runtime.payload.environment import shared_variables
 from ..runtime.process import processes
 from ..runtime.protocol.record import RUNTIME_LOG, STATUS, tail_file
+from ..runtime.protocol.requests import Operation
 from ..runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec
 from ..ssh.local import LocalConnection
 from .base import Register, RunningPayload, Step
@@ -190,7 +191,7 @@ class OwnRuntime(LocalPayload):
         return None if code is None else exit_in_words(code)
 
     def cancel(self, now: bool = False) -> None:
-        self._request(op="cancel", now=now)
+        self._request(op=Operation.CANCEL, now=now)
 
     def _request(self, **request: Any) -> None:
         """Ask the runtime for something."""

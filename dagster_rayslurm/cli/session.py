@@ -21,6 +21,7 @@ from ..backends.sessions import local as local_session
 from ..backends.sessions.client import Unreachable
 from ..backends.sessions.listing import Generation, ask_session, end_generations, job_of, list_generations, state_of
 from ..errors import StartError
+from ..runtime.protocol.requests import Operation
 from ..slurm.commands import slurm_commands
 from ..slurm.pending_reasons import most_informative_row
 from ..slurm.queue import fetch_queue
@@ -166,7 +167,7 @@ def _local(directory: Any, announced: dict[str, Any]) -> Session:
         local_session.end_directory(directory)
         return True
 
-    return Session(row, partial(local_session.ask, directory, announced, "describe"), end)
+    return Session(row, partial(local_session.ask, directory, announced, Operation.DESCRIBE), end)
 
 
 def _remote(prefix: str, remote_base: str) -> Iterable[Session]:
@@ -205,7 +206,7 @@ def _on_cluster(connection: Connection, generation: Generation, job: QueueRow | 
         row["reason"] = announced.closing
     return Session(
         row,
-        lambda: ask_session(connection, generation, {"op": "describe"}),
+        lambda: ask_session(connection, generation, {"op": Operation.DESCRIBE}),
         lambda: end_generations(connection, [generation]),
     )
 

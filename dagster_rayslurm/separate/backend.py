@@ -29,6 +29,7 @@ from ..plan import Plan
 from ..runtime.node.ports import control_ports
 from ..runtime.payload.environment import shared_variables
 from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT, RUNTIME, component_dir
+from ..runtime.protocol.requests import Operation
 from ..runtime.protocol.rpc import derive_key
 from ..runtime.protocol.spec import BarrierSpec, ComponentSpec, RuntimeSpec, to_json
 from ..runtime.ray.node_table import nodes_expected
@@ -144,7 +145,7 @@ class _Part(OwnRuntime):
         gone = [each._component for each in self._parts if each._evidence.runtime_exit and each._evidence.end is None]
         if gone and not self._forsaken:
             self._forsaken = True
-            self._request(op="cancel", gone=gone[0])
+            self._request(op=Operation.CANCEL, gone=gone[0])
         return super().poll(evidence)
 
 

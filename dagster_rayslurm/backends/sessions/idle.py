@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...runtime.protocol.record import SESSION
+from ...runtime.protocol.requests import Operation, Refusal
 from ...slurm.snapshot import QueueRow, QueueSnapshot
 from ...ssh.base import Connection
 from .client import parse_announcement
@@ -93,11 +94,11 @@ class IdleSessions:
     def _yields(self, holder: _Holder) -> bool:
         """Ask a session to yield; the session decides, since another payload may have come meanwhile."""
         key = holder.generation.key
-        answer = ask_session(self._connection, holder.generation, {"op": "yield"})
+        answer = ask_session(self._connection, holder.generation, {"op": Operation.YIELD})
         if answer.get("ok"):
             self._log.info(f"[rayslurm] session {key} was idle and held {holder.nodes}: it ends, so that this job can start")
             return True
-        if answer.get("error") != "busy":
+        if answer.get("error") != Refusal.BUSY:
             self._keep.add(holder.generation.job_id)
             self._log.warning(
                 f"[rayslurm] session {key} is idle and holds {holder.nodes}, while this job waits; "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ...errors import FailureKind, StartError
 from ...runtime.protocol.record import EXIT, SESSION
+from ...runtime.protocol.requests import Operation
 from ...slurm.cancel import cancel_named, wait_until_gone
 from ...slurm.commands import slurm_commands
 from ...slurm.queue import fetch_queue
@@ -195,6 +196,6 @@ def _end(connection: Connection, commands: Connection, generation: Generation, r
     stopping = False
     if generation.announcement is not None:
         with contextlib.suppress(Unreachable, AnswerLost):
-            stopping = bool(ask_session(connection, generation, {"op": "stop"}).get("ok"))
+            stopping = bool(ask_session(connection, generation, {"op": Operation.STOP}).get("ok"))
     if not wait_until_gone(commands, row.job_id, _END_TIMEOUT if stopping else 0.0):
         raise StartError(FailureKind.RUNTIME, f"Slurm does not confirm the end of job {row.job_id}; run `scancel {row.job_id}`")

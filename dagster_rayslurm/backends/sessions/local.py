@@ -22,6 +22,7 @@ from ...follow import Evidence
 from ...plan import Plan, fingerprint
 from ...runtime.payload.environment import shared_variables
 from ...runtime.protocol.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
+from ...runtime.protocol.requests import Operation
 from ...runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec
 from ...ssh.local import LocalConnection
 from ..local_process import reap_later, runtime_command, start_process
@@ -110,7 +111,7 @@ class SharedRuntime(LocalPayload):
 
     def cancel(self, now: bool = False) -> None:
         try:
-            self._client.send(op="cancel", now=now)
+            self._client.send(op=Operation.CANCEL, now=now)
         except (BrokenPipeError, ConnectionResetError):
             return  # It is gone already; `poll` tells.
 
@@ -164,7 +165,7 @@ def submit(
         ends_with_run(directory.name)
     # An activated environment is the session's own; otherwise a warm payload sees what a cold one would.
     request = {
-        "op": "run",
+        "op": Operation.RUN,
         "run_dir": run_dir,
         "request_id": os.path.basename(run_dir),
         "environ": dict(os.environ) if interpreter.activate is None else None,
@@ -225,7 +226,7 @@ def stop(layout: Layout, cluster_id: str) -> bool:
     for directory in _directories(layout):
         announced = _announced(directory)
         if announced is not None and announced["cluster_id"] == cluster_id:
-            ask(directory, announced, "stop")
+            ask(directory, announced, Operation.STOP)
             return True
     return False
 
@@ -250,14 +251,14 @@ def end_directory(directory: Path) -> None:
         if announced is None and (before is not None or time.monotonic() > late):
             return
         if announced is not None and announced != before:
-            ask(directory, announced, "stop")
+            ask(directory, announced, Operation.STOP)
         time.sleep(0.1)
     pid = (announced or {}).get("pid")
     message = f"the warm session {directory.name} (pid {pid}) was asked to end and goes on; end that process"
     raise StartError(FailureKind.RUNTIME, message)
 
 
-def ask(directory: Path, announced: dict[str, Any], op: str) -> dict[str, Any]:
+def ask(directory: Path, announced: dict[str, Any], op: Operation) -> dict[str, Any]:
     """Have a session describe itself, or end; one that has ended answers "gone", which is what "stop" asks for.
 
     Raises:

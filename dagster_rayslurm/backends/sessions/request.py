@@ -10,6 +10,7 @@ from typing import Any
 from ...errors import FailureKind, StartError
 from ...interrupts import delayed_interrupts
 from ...runtime.protocol.record import EXIT, JOURNAL, SECRETS, SESSION, LineReader
+from ...runtime.protocol.requests import Operation, Refusal
 from ...slurm.queue import SharedQueue, fetch_queue
 from ...slurm.script import parse_exit
 from ...slurm.states import TERMINAL
@@ -98,7 +99,7 @@ class RunRequest:
             ConnectionFailed: the edge node cannot be reached; no session got the request.
             OSError: the secrets cannot be written.
         """
-        request = self._message("run", files=dict(files), needs=list(needs))
+        request = self._message(Operation.RUN, files=dict(files), needs=list(needs))
         if self._secrets:
             request["secrets"] = True
             self._write_secrets()
@@ -116,9 +117,9 @@ class RunRequest:
                 in_reach, self._problem = False, str(error)
             if answer is not None:
                 message = str(answer.get("message"))
-                if answer.get("error") == "record":
+                if answer.get("error") == Refusal.RECORD:
                     raise StartError(FailureKind.RECORD, f"{_name(session)}, {self._commands.place}: {message}")
-                if answer.get("error") != "missing-secrets":
+                if answer.get("error") != Refusal.MISSING_SECRETS:
                     return answer
                 # A cleanup removed the file; or the file is new and the session's node does not see it yet.
                 self._problem = message
@@ -138,7 +139,7 @@ class RunRequest:
 
     def describe(self, session: LiveSession) -> dict[str, Any]:
         """The state of a session; an OSError if it does not answer."""
-        return self._send(session, {"op": "describe"})
+        return self._send(session, {"op": Operation.DESCRIBE})
 
     def withdraw(self) -> None:
         """Withdraw the request before a cancel, or find out that a session accepted it after all."""
@@ -150,7 +151,7 @@ class RunRequest:
                     self._settle(acceptor)
                     return
                 newest = list(self._tried.values())[-1]
-                if self._try(newest, self._message("withdraw")) is not None:
+                if self._try(newest, self._message(Operation.WITHDRAW)) is not None:
                     return
             except OSError as error:
                 self._problem = str(error)
@@ -159,7 +160,7 @@ class RunRequest:
             time.sleep(_PAUSES[0])
         self._log.error(f"[rayslurm] a session may have accepted the payload, which may run now: see {self._run_dir}")
 
-    def _message(self, op: str, **more: Any) -> dict[str, Any]:
+    def _message(self, op: Operation, **more: Any) -> dict[str, Any]:
         return {"op": op, "request_id": self._nonce, "run_dir": self._run_dir, **more}
 
     def _write_secrets(self) -> None:
@@ -207,7 +208,7 @@ class RunRequest:
             raise
         if answer.get("ok"):
             return self._settle(session)
-        if answer.get("error") == "duplicate":
+        if answer.get("error") == Refusal.DUPLICATE:
             return self._settle(self._find_acceptor(session))
         # Before any other answer, the session has checked that the payload was not accepted before.
         self.unsettled = False

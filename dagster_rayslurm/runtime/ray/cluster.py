@@ -14,6 +14,7 @@ from ..node.worker_node import WorkerNode, WorkerNodes
 from ..process.loop import Loop, Timer
 from ..process.scratch import Scratch
 from ..protocol.end import ClusterError, EndReason
+from ..protocol.node_messages import NodeCommand, NodeEvent
 from ..protocol.spec import RaySpec, RuntimeSpec, node_spec
 from . import node_table
 from .leak_check import Tables
@@ -263,7 +264,7 @@ class RayCluster(StartListener):
     def stop(self) -> None:
         """End every process of the cluster at once, on the other nodes as soon as the order reaches them."""
         if self.key and self._attempt:
-            self._joining.order(op="end-ray", cluster=self.key)
+            self._joining.order(op=NodeCommand.END_RAY, cluster=self.key)
         self.end()
 
     def end(self) -> None:
@@ -284,16 +285,16 @@ class RayCluster(StartListener):
         if self._failed:
             return
         event = message.get("event")
-        if event == "joined":
+        if event == NodeEvent.JOINED:
             problem = footprint_error(self._footprint(member.component), from_facts(member.machine))
             if problem:
                 self._give_up(member, ClusterError(EndReason.CLUSTER_START, problem))
-        elif event == "failed" and (message.get("cluster", ""), message.get("attempt")) == (self.key, self._attempt):
+        elif event == NodeEvent.RAY_FAILED and (message.get("cluster", ""), message.get("attempt")) == (self.key, self._attempt):
             if not self._joining.is_new_failure(member, self._attempt):
                 return
             self._joining.keep_tails(member, message.get("tails", {}))
             self._give_up(member, ClusterError(EndReason(message["reason"]), message["message"]))
-        elif event == "lost":
+        elif event == NodeEvent.LOST:
             if self.ready:
                 self.on_phase("node-lost", "node %s is lost: %s" % (member.title, message["message"]))
             else:
@@ -305,7 +306,12 @@ class RayCluster(StartListener):
         self._attempt += 1
         whole = {"ray": asdict(self.spec)} if self.key else {}
         self._joining.order(
-            op="ray", gcs=gcs, attempt=self._attempt, nodes=self._joining.expected, **self._name_in_orders, **whole
+            op=NodeCommand.START_RAY,
+            gcs=gcs,
+            attempt=self._attempt,
+            nodes=self._joining.expected,
+            **self._name_in_orders,
+            **whole,
         )
 
     def on_report(self, event: Event) -> None:
@@ -347,7 +353,7 @@ class RayCluster(StartListener):
         for member in self._joining.members:
             if self._failed or not member.joined:
                 continue
-            self.handle(member, {"event": "joined"})
+            self.handle(member, {"event": NodeEvent.JOINED})
             if not member.here:
                 self._await_back(member)
 
@@ -400,7 +406,7 @@ class RayCluster(StartListener):
 
     def _count_in(self) -> None:
         """Tell the workers whose Ray is up, late ones too, that its end is a loss from here on."""
-        self._joining.order_present(self._nodes, op="ready", attempt=self._attempt, **self._name_in_orders)
+        self._joining.order_present(self._nodes, op=NodeCommand.RAY_READY, attempt=self._attempt, **self._name_in_orders)
 
     @property
     def _name_in_orders(self) -> Dict[str, str]:

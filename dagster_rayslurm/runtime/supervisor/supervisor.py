@@ -29,6 +29,7 @@ from ..process import processes, scratch
 from ..process.loop import Loop, Timers
 from ..process.stray_processes import StrayProcesses
 from ..protocol.end import ClusterError, End, EndReason, defect
+from ..protocol.node_messages import NodeCommand, NodeEvent
 from ..protocol.record import PAYLOAD, RunRecord, tail_lines
 from ..protocol.spec import PROTOCOL_VERSION, PayloadSpec, RuntimeSpec, SpecError, from_json
 from ..protocol.start_files import read_text, take_secrets
@@ -460,9 +461,9 @@ class Supervisor(ClusterListener):
     def _handle_message(self, member: WorkerNode, message: Dict[str, Any]) -> None:
         """Handle a message of another node."""
         self.clusters.handle(member, message)
-        if message.get("event") == "memory":
+        if message.get("event") == NodeEvent.MEMORY:
             self._tell_of_memory(str(message["message"]), bool(message["killed"]))
-        elif message.get("event") == "lost":
+        elif message.get("event") == NodeEvent.LOST:
             member.await_back(self.loop, lambda: self.on_node_lost(member.title))
 
     def _drivers(self) -> List[int]:
@@ -487,7 +488,7 @@ class Supervisor(ClusterListener):
         name = signal.Signals(signum).name
         workers = self.nodes.workers
         if workers is not None:
-            workers.order(workers.members, op="ending")  # Workers that got the signal too stay until the end.
+            workers.order(workers.members, op=NodeCommand.ENDING)  # Workers that got the signal too stay until the end.
         self.close(End(EndReason.TERMINATED, "the runtime received %s" % name), grace=0 if again else None)
         if not len(self._queue):
             self.hooks.interrupted(self.loop, signum)
