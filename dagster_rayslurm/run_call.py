@@ -25,8 +25,7 @@ from .backends.sessions.matching import required_head
 from .backends.sessions.session_job import SessionSetup
 from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
 from .config import ExecutionMode, Topology, check_environment, resolve_variables
-from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, resolve_environment
-from .environments.resolve import path_on_cluster
+from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, path_on_cluster, resolve_environment
 from .errors import FailureKind, RunFailure, one_sentence
 from .execution import RunSettings, execute, start_errors
 from .interface import CompletedRun, ComputeConfig, Context, RunArguments
@@ -80,9 +79,7 @@ def example(resource: ComputeConfig, arguments: RunArguments) -> str:
         RunFailure: the call is invalid.
     """
     with _configuration_errors():
-        # Outside of a run Dagster has resolved no variables.
-        mode = resource.mode.get_value() if isinstance(resource.mode, dg.EnvVar) else resource.mode
-        unused = ["slurm"] if mode == ExecutionMode.LOCAL else []
+        unused = ["slurm"] if _mode(resource) == ExecutionMode.LOCAL else []
         resource = resolve_variables(resource, type(resource).__name__, unused)
         _, plan, backend = _prepare(_validated(resource, arguments), "NONCE")
         return backend.example(plan)
@@ -95,8 +92,7 @@ def end_cluster(resource: ComputeConfig, cluster_id: str) -> bool:
         RunFailure: the cluster, or Slurm, does not answer.
     """
     with _configuration_errors(), start_errors():
-        if resource.slurm is not None and resource.mode != ExecutionMode.LOCAL:
-            # Outside of a run Dagster has resolved no variables.
+        if resource.slurm is not None and _mode(resource) != ExecutionMode.LOCAL:
             slurm = resolve_variables(resource.slurm, "slurm")
             return end_session(slurm, cluster_id) or cancel_cluster(slurm, cluster_id)
         return local_session.stop(_layout(resource), cluster_id)
@@ -311,6 +307,11 @@ def _origins(call: Call) -> Iterator[str]:
     base = session_queue(queue, resource.session) if resource.mode == ExecutionMode.SLURM_SESSION else queue
     if line := queue_origins(base, call.own_queue):
         yield line
+
+
+def _mode(resource: ComputeConfig) -> str | None:
+    """The mode, also outside of a run, where Dagster has resolved no variables."""
+    return resource.mode.get_value() if isinstance(resource.mode, dg.EnvVar) else resource.mode
 
 
 def _layout(resource: ComputeConfig) -> Layout:

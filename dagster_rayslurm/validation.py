@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from .config import ExecutionMode, SessionConfig, Topology, has_variables
-from .environments import PreDeployedEnvironment
-from .environments.resolve import path_on_cluster
+from .environments import PreDeployedEnvironment, path_on_cluster
 from .interface import ComputeConfig, RunArguments
 from .launchers import Launcher, RayLauncher
 from .overrides import session_queue

@@ -16,9 +16,8 @@ from typing import TypeVar
 from dagster_pipes import PipesContextData
 
 from ..components import Component, component_specs, request_for
-from ..environments import Environment, Interpreter
+from ..environments import Environment, Interpreter, path_on_cluster
 from ..environments.check import check_environment_on
-from ..environments.resolve import path_on_cluster
 from ..errors import FailureKind, StartError
 from ..follow import Cadence
 from ..interrupts import deferred_interrupts

@@ -1,13 +1,22 @@
-"""How an environment is named in configuration."""
+"""Environments: how configuration names them, and which Python they stand for."""
 
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, Union
 
 from pydantic import Field
 
 from ..config import StrictConfig, check_text, checked
+from ..ssh.base import check_no_variable, is_rooted
+
+PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
+"""Paths of Python in a prefix; the first that exists counts."""
+ACTIVATE = '. "$1" && shift && exec "$@"'
+"""Shell text that sources a script and then becomes a command; both are arguments, never part of the text."""
 
 
 def _check_prefix(value: object) -> str:
@@ -19,17 +28,17 @@ def _check_prefix(value: object) -> str:
 
 
 prefix = checked(_check_prefix)
-"""A directory of an environment, not the interpreter in it."""
+"""Validator of the directory of an environment; refuses an interpreter."""
 
 
 class InheritedEnvironment(StrictConfig):
-    """The Python that runs Dagster: in local mode, or where Dagster runs on the cluster's shared file system."""
+    """The Python that runs Dagster, for local mode or when Dagster runs on the cluster's shared file system."""
 
     kind: Literal["inherited"] = Field(default="inherited", description="Tells the environments apart in configuration.")
 
 
 class PreDeployedEnvironment(StrictConfig):
-    """An environment that is already where the payload runs."""
+    """An environment that is already installed where the payload runs."""
 
     kind: Literal["pre-deployed"] = Field(default="pre-deployed", description="Tells the environments apart in configuration.")
     path: Annotated[str, prefix] = Field(
@@ -38,3 +47,70 @@ class PreDeployedEnvironment(StrictConfig):
 
 
 Environment = Union[InheritedEnvironment, PreDeployedEnvironment]
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python, and the script that activates its environment."""
+
+    python: str
+    activate: str | None = None
+
+    def start(self, *arguments: str) -> list[str]:
+        """The command that starts this Python with these arguments."""
+        command = [self.python, *arguments]
+        if self.activate is None:
+            return command
+        return ["bash", "-c", ACTIVATE, "rayslurm", self.activate, *command]
+
+
+def resolve_environment(environment: Environment) -> Interpreter:
+    """Find the interpreter of an environment on this machine.
+
+    Raises:
+        ValueError: a pre-deployed environment does not exist or has no Python.
+    """
+    if not isinstance(environment, PreDeployedEnvironment):
+        return Interpreter(sys.executable)
+    prefix = Path(os.path.abspath(os.path.expanduser(environment.path)))
+    activate = prefix / "activate.sh"
+    python = next((path for path in map(prefix.joinpath, PYTHONS) if os.access(path, os.X_OK)), None)
+    if activate.is_file():
+        return Interpreter(str(python or "python3"), str(activate))
+    if python is None:
+        raise ValueError(
+            f"environment: {prefix} has neither bin/python nor activate.sh; point it at a conda prefix, a venv, or a "
+            "directory with an activate.sh"
+        )
+    return Interpreter(str(python))
+
+
+def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
+    """The path of an environment on the cluster, not yet expanded: a prefix, or the Python of this process.
+
+    Args:
+        environment: the environment.
+        over_ssh: whether the cluster is reached over SSH; otherwise its nodes share the files of this machine.
+
+    Returns:
+        An absolute path, or one that begins with "~/".
+
+    Raises:
+        ValueError: the environment cannot be on the cluster.
+    """
+    if not isinstance(environment, PreDeployedEnvironment):
+        if over_ssh:
+            raise ValueError(
+                "environment: the Python that runs Dagster is not on the cluster; name the environment there: "
+                'pre_deployed_env_path="/path/to/env"'
+            )
+        return sys.executable
+    check_no_variable(environment.path, "environment")
+    if is_rooted(environment.path):
+        return environment.path
+    if over_ssh:
+        raise ValueError(
+            f"environment: {environment.path!r} does not say where it is on the cluster; write an absolute path, or one that "
+            'begins with "~/"'
+        )
+    return os.path.abspath(os.path.expanduser(environment.path))

@@ -13,9 +13,15 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.environments import InheritedEnvironment, Interpreter, PreDeployedEnvironment, check, resolve_environment
+from dagster_rayslurm.environments import (
+    InheritedEnvironment,
+    Interpreter,
+    PreDeployedEnvironment,
+    check,
+    path_on_cluster,
+    resolve_environment,
+)
 from dagster_rayslurm.environments.check import Facts, check_environment_on, refusal
-from dagster_rayslurm.environments.resolve import path_on_cluster
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
 from dagster_rayslurm.ssh.local import LocalConnection

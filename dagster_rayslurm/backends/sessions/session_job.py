@@ -14,8 +14,7 @@ from typing import Any
 from ...archive import runtime_name
 from ...components import arrange, component_specs, ray_across, settle
 from ...config import SessionConfig, time_limit_seconds
-from ...environments import Environment, Interpreter
-from ...environments.resolve import path_on_cluster
+from ...environments import Environment, Interpreter, path_on_cluster
 from ...launchers import Launcher, RayLauncher
 from ...overrides import merge_queue, session_queue
 from ...plan import Plan

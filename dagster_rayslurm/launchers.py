@@ -1,4 +1,4 @@
-"""A payload with a Ray cluster around it."""
+"""Launchers: turn a payload into a command, and say what it needs around it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,84 @@ from typing import Annotated, Any, Literal, Optional
 
 from pydantic import Field, model_validator
 
-from ..config import at_least, check_text, checked, choice, identifier, is_env_var, plain_text
-from ..runtime.node.ports import parse_range
-from ..runtime.node.resources import Footprint, node_footprint
-from ..runtime.protocol.spec import RaySpec
-from .base import Launcher, forbid_subclassing
+from .config import StrictConfig, at_least, check_text, checked, choice, identifier, is_env_var, plain_text
+from .runtime.node.ports import parse_range
+from .runtime.node.resources import Footprint, Requirement, node_footprint
+from .runtime.protocol.spec import RaySpec
+
+__all__ = ["BashLauncher", "Launcher", "RayLauncher"]
+
+_DASHBOARD = "--include-dashboard"
+
+_OWN_OPTIONS = {
+    "--address": "the cluster is always a new one",
+    "--block": "it is always on",
+    "--dashboard-port": "use port_range",
+    "--head": "the first node is the head",
+    "--node-ip-address": "use head_node_address or network_interface",
+    "--num-cpus": "use num_cpus_per_node",
+    "--num-gpus": "use num_gpus_per_node",
+    "--object-store-memory": "use object_store_memory_gb",
+    "--port": "use port_range",
+    "--ray-client-server-port": "use port_range",
+    "--resources": "use resources",
+    "--temp-dir": "it must be short, private and on the node",
+}
+
+
+class Launcher(StrictConfig):
+    """Turns a payload into a command, and says what the command needs around it.
+
+    To write a launcher of your own, derive from this class and pass an instance to `ComputeResource.run(launcher=…)`.
+    `default_launcher` accepts only the launchers of this package: Dagster would silently drop the fields of a subclass.
+    """
+
+    working_dir: Annotated[Optional[str], plain_text] = Field(
+        default=None,
+        description="Directory of this machine whose entries the payload finds in its own working directory, as links: new files "
+        "stay apart, but here writing to an existing one changes the original; a cluster has a read-only copy. None for an empty "
+        "directory.",
+    )
+    grace_period: Annotated[int, at_least(0, "seconds")] = Field(
+        default=10, description="Seconds between SIGTERM and SIGKILL when the payload is cancelled."
+    )
+
+    def command(self, argv: list[str]) -> list[str]:
+        """The command to run for a payload's command; unchanged by default.
+
+        Args:
+            argv: the payload's command. `python` as the first word, here and in the result, means the environment's Python.
+        """
+        return argv
+
+    def ray_spec(self) -> RaySpec | None:
+        """The Ray cluster that must be alive before the payload starts, or None."""
+        return None
+
+    def footprint(self) -> Footprint:
+        """The resources that the payload requires on each node."""
+        return ()
+
+
+class BashLauncher(Launcher):
+    """Runs the payload as a plain process."""
+
+    kind: Literal["bash"] = Field(default="bash", description="Tells the launchers apart in configuration.")
+    num_cpus: Annotated[Optional[int], at_least(1)] = Field(
+        default=None, description="CPUs the payload needs; None for what is granted."
+    )
+    num_gpus: Annotated[Optional[int], at_least(0)] = Field(
+        default=None, description="GPUs the payload needs; None for what is granted."
+    )
+
+    def footprint(self) -> Footprint:
+        return (
+            Requirement("BashLauncher.num_cpus", self.num_cpus, "CPUs"),
+            Requirement("BashLauncher.num_gpus", self.num_gpus, "GPUs"),
+        )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        forbid_subclassing(cls, BashLauncher)
 
 
 def _check_port_range(value: object) -> str:
@@ -31,10 +104,10 @@ def _check_ray_args(value: object) -> list[str]:
 
 
 def _without_dashboard(arguments: Sequence[Any]) -> tuple[list[Any], bool | None]:
-    """The arguments of `ray start` besides --include-dashboard, and its value; None if it is not there.
+    """The arguments of `ray start` without --include-dashboard, and its value; None if it is absent.
 
     Raises:
-        ValueError: it has no value of true or false.
+        ValueError: its value is neither true nor false.
     """
     rest: list[Any] = []
     found: bool | None = None
@@ -52,7 +125,7 @@ def _without_dashboard(arguments: Sequence[Any]) -> tuple[list[Any], bool | None
 
 
 def _check_labels(value: object) -> object:
-    """Names and values that stay what they are in Ray's "NAME=VALUE,NAME=VALUE"; what they may be beyond that is Ray's to say."""
+    """Refuse characters that break Ray's "NAME=VALUE,NAME=VALUE"; Ray itself checks the rest."""
     for part in (part for item in value.items() for part in item) if isinstance(value, dict) else ():
         if not is_env_var(part) and set(check_text(part)) & set(",="):
             raise ValueError(f"{part!r} contains a comma or an equals sign, which a label of Ray cannot have")
@@ -66,24 +139,6 @@ def _check_modules(value: object) -> list[str]:
         if not all(part.isidentifier() and not iskeyword(part) for part in check_text(name).split(".")):
             raise ValueError(f'{name!r} is not the name of a module, such as "torch" or "torch.nn"')
     return list(dict.fromkeys(value))
-
-
-_DASHBOARD = "--include-dashboard"
-
-_OWN_OPTIONS = {
-    "--address": "the cluster is always a new one",
-    "--block": "it is always on",
-    "--dashboard-port": "use port_range",
-    "--head": "the first node is the head",
-    "--node-ip-address": "use head_node_address or network_interface",
-    "--num-cpus": "use num_cpus_per_node",
-    "--num-gpus": "use num_gpus_per_node",
-    "--object-store-memory": "use object_store_memory_gb",
-    "--port": "use port_range",
-    "--ray-client-server-port": "use port_range",
-    "--resources": "use resources",
-    "--temp-dir": "it must be short, private and on the node",
-}
 
 
 class RayLauncher(Launcher):
@@ -211,3 +266,11 @@ class RayLauncher(Launcher):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         forbid_subclassing(cls, RayLauncher)
+
+
+def forbid_subclassing(cls: type, base: type) -> None:
+    """Refuse a subclass, which Dagster would silently replace by its base when it reads configuration."""
+    raise TypeError(
+        f"{cls.__name__} cannot derive from {base.__name__}: as `default_launcher` Dagster would silently turn it into a "
+        f"{base.__name__}; derive from Launcher and pass an instance to run(launcher=…)"
+    )
