@@ -55,7 +55,7 @@ class BatchJob:
 
     @property
     def waiting(self) -> bool:
-        return not self._started and self._job.view.phase in (JobPhase.UNKNOWN, JobPhase.PENDING)
+        return not self._started and self._job.status.phase in (JobPhase.UNKNOWN, JobPhase.PENDING)
 
     @property
     def place(self) -> str:
@@ -70,7 +70,7 @@ class BatchJob:
         # Where the runtime could not be reached just now nobody can be asked either.
         away = self._started and isinstance(self._order.error, ConnectionFailed)
         seen = not away and job.observe(started_at)
-        self._started = started_at is not None and job.view.phase != JobPhase.PENDING
+        self._started = started_at is not None and job.status.phase != JobPhase.PENDING
         self._order.resend_for(evidence)
         if not seen:
             return None
@@ -78,8 +78,8 @@ class BatchJob:
             if started_at is not None and (self._heard is None or self._heard[0] != started_at):
                 self._heard = started_at, job.now()
             self._keep_fresh()
-            if not self._started and not job.view.over and not job.cancelled:
-                job.tell()
+            if not self._started and not job.status.over and not job.cancelled:
+                job.report_waiting()
                 job.check_waiting()
         return job.end_description(self._started)
 
@@ -128,7 +128,7 @@ class BatchJob:
         reason = (evidence.end or {}).get("reason")
         if evidence.connection_lost and not self._job.cancelled:
             return  # Nobody can be told, and the job may go on.
-        if self._job.cancelled or (not evidence.started and not self._job.view.over):
+        if self._job.cancelled or (not evidence.started and not self._job.status.over):
             if self._step.should_end():
                 self._job.cancel_until_gone()
         elif (self._ending or evidence.nodes_lost or reason in _SRUN_MAY_WAIT) and self._step.should_end():

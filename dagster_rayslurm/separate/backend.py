@@ -334,7 +334,7 @@ class ComponentJob(BatchJob):
 
     def _give(self, now: bool) -> None:
         # Another one's record may have started since this one was looked at.
-        self._started = self._started or (bool(self._shared.starts) and self._job.view.phase != JobPhase.PENDING)
+        self._started = self._started or (bool(self._shared.starts) and self._job.status.phase != JobPhase.PENDING)
         super()._give(now)
 
     def explain(self, evidence: Evidence) -> None:

@@ -35,7 +35,7 @@ BASE = Path({base!r})
 class Job:
     job_id, place = "7", ""
     def __init__(self, run_dir):
-        self.view, self._run_dir = self, Path(run_dir)
+        self.status, self._run_dir = self, Path(run_dir)
     @property
     def over(self):
         return not self._run_dir.exists() or (self._run_dir / "exit").exists()

@@ -13,6 +13,7 @@ from dagster_rayslurm.backends.cancel_request import CancelRequest
 from dagster_rayslurm.backends.slurm_job import SlurmJob
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.separate.backend import ComponentJob, SharedJobState
+from dagster_rayslurm.slurm.states import JobPhase, JobStatus
 from dagster_rayslurm.ssh.base import Completed, ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -88,11 +89,11 @@ class Job:
     """A job that Slurm does not confirm to be over."""
 
     job_id, number, cancelled = "7", 7, False
-    view = SimpleNamespace(kind="running", over=False)
+    status = JobStatus(JobPhase.RUNNING)
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.log = str(directory), Log()
-        self._confirmed, self._commands = False, LocalConnection()
+        self._cancel_confirmed, self._commands = False, LocalConnection()
 
     def observe(self, *_: Any) -> bool:
         return True

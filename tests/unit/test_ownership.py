@@ -11,6 +11,7 @@ from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.batch_job import BatchJob
 from dagster_rayslurm.backends.ownership import FIRST_OWNER, Ownership, owner_file, owner_in_words
 from dagster_rayslurm.follow import Evidence
+from dagster_rayslurm.slurm.states import JobPhase
 from dagster_rayslurm.ssh.base import Completed, ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
 
@@ -127,8 +128,8 @@ class Job:
 
     def __init__(self, directory: str) -> None:
         self.log, self.directory, self.job_id, self.place = Log(), directory, "7", ""
-        self.view = self
-        self.kind, self.over, self.cancelled = "running", False, False
+        self.status = self
+        self.phase, self.over, self.cancelled = JobPhase.RUNNING, False, False
         self.confirmed = 0
 
     def cancel_until_gone(self, *_: Any) -> None:

@@ -166,8 +166,22 @@ def test_a_run_without_an_end_has_the_figures_of_its_last_sample() -> None:
     evidence.context = {**END["context"], "granted": [granted("n1", 500), granted("n2", 500)]}
     assert "Peak memory (MiB)" not in run_metadata(evidence.end_or_partial, "slurm", "c1")
     usage = {key: value for key, value in END["usage"].items() if key != "points"}
-    evidence.take_usage({**usage, "elapsed": 2.0, "cpu_seconds": 2.0, "peak_memory": 100 * 2**20}, 90 * 2**20)
-    evidence.take_usage({**usage, "elapsed": 4.0, "cpu_seconds": 8.0, "peak_memory": 490 * 2**20}, 490 * 2**20)
+    evidence.add_record(
+        {
+            "type": "usage",
+            "usage": {**usage, "elapsed": 2.0, "cpu_seconds": 2.0, "peak_memory": 100 * 2**20},
+            "memory": 90 * 2**20,
+        },
+        "n",
+    )
+    evidence.add_record(
+        {
+            "type": "usage",
+            "usage": {**usage, "elapsed": 4.0, "cpu_seconds": 8.0, "peak_memory": 490 * 2**20},
+            "memory": 490 * 2**20,
+        },
+        "n",
+    )
     assert evidence.usage["points"] == [[2.0, 1.0, 90 * 2**20], [4.0, 3.0, 490 * 2**20]]
     metadata = run_metadata(evidence.end_or_partial, "slurm", "c1")
     assert metadata["Peak memory (MiB)"] == 490.0 and metadata["Memory efficiency (%)"] == 98.0

@@ -37,7 +37,7 @@ class Job:
     """A session's job, which runs."""
 
     def __init__(self) -> None:
-        self.view = self
+        self.status = self
         self.over = False
         self.job_id = "7"
         self.place = ""

@@ -10,7 +10,7 @@ import pytest
 
 from dagster_rayslurm import SlurmQueueConfig
 from dagster_rayslurm.backends import slurm_job
-from dagster_rayslurm.backends.slurm_job import SlurmJob, settling
+from dagster_rayslurm.backends.slurm_job import SlurmJob, settling_time
 from dagster_rayslurm.follow.follower import VISIBILITY_TIMEOUT
 from dagster_rayslurm.slurm.queue import ClusterClock, SharedQueue
 from dagster_rayslurm.slurm.request import make_request
@@ -31,8 +31,8 @@ def over(state: str = "", exit_code: int | None = None) -> JobStatus:
 @pytest.mark.parametrize("view", [over(exit_code=3), over(exit_code=0), over("FAILED", 3), over("FAILED"), over("COMPLETED")])
 def test_a_runtime_that_came_to_its_own_end_has_written_one(view: JobStatus) -> None:
     """It is waited for as long as a network file system may hide it, whether some of it was seen or nothing."""
-    assert settling(view, started=True, recorded=True) == settling(view, started=True, recorded=False) == VISIBILITY_TIMEOUT
-    assert settling(view, started=False, recorded=True) == VISIBILITY_TIMEOUT
+    assert settling_time(view, started=True, recorded=True) == settling_time(view, started=True, recorded=False) == VISIBILITY_TIMEOUT
+    assert settling_time(view, started=False, recorded=True) == VISIBILITY_TIMEOUT
 
 
 TASK_FAILED = "srun: error: c1: task 0: Exited with exit code 9"
@@ -68,7 +68,7 @@ def test_a_log_that_says_why_there_is_no_record_is_believed_before_that(
     (tmp_path / "slurm.log").write_text(f"{TASK_FAILED}\nsrun: Terminating StepId=1.0\n")
     (tmp_path / "node-0.log").write_text(log)
     assert job.end_description(started) is None, "it may just not be there yet"
-    monkeypatch.setattr(slurm_job, "_UNSEEN", 0.0)
+    monkeypatch.setattr(slurm_job, "_UNSEEN_TIMEOUT", 0.0)
     assert (job.end_description(started) is None) == waits
     monkeypatch.setattr(slurm_job, "VISIBILITY_TIMEOUT", 0.0)
     assert job.end_description(started) is not None
@@ -77,13 +77,13 @@ def test_a_log_that_says_why_there_is_no_record_is_believed_before_that(
 @pytest.mark.parametrize("view", [over(exit_code=137), over("CANCELLED", 3), over("NODE_FAIL"), over("TIMEOUT", 143), LOST])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_one_that_was_ended_may_have_written_nothing(view: JobStatus, recorded: bool) -> None:
-    assert settling(view, started=True, recorded=recorded) < 5
-    assert settling(view, started=False, recorded=recorded) < 5
+    assert settling_time(view, started=True, recorded=recorded) < 5
+    assert settling_time(view, started=False, recorded=recorded) < 5
 
 
 def test_where_nobody_reads_a_record_none_is_waited_for() -> None:
-    assert settling(over("FAILED"), started=False, recorded=False) == 0
-    assert settling(over(exit_code=1), started=False, recorded=False) < 5
+    assert settling_time(over("FAILED"), started=False, recorded=False) == 0
+    assert settling_time(over(exit_code=1), started=False, recorded=False) < 5
 
 
 class Clock(ClusterClock):
@@ -115,7 +115,7 @@ def test_the_first_look_at_the_queue_comes_when_slurm_knows_why_a_job_waits(tmp_
         slurm.job(7, "x", "PENDING", reason=reason, start=clock.now() + 60)
         clock.ahead = ahead
         assert job.observe()
-        job.tell()
+        job.report_waiting()
         return len(slurm.calls("squeue")), log.lines
 
     assert look("None", 0.0) == (0, [])

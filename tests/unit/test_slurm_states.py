@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.backends.slurm_job import settling
+from dagster_rayslurm.backends.slurm_job import settling_time
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot, parse_squeue
 from dagster_rayslurm.slurm.states import (
     ACTIVE,
@@ -154,7 +154,9 @@ def test_an_exit_that_comes_after_slurm_s_word_tells_more_of_it() -> None:
     seen_first = [present(1, "RUNNING", nodes="c1"), present(9, "FAILED", reason="NonZeroExitCode", nodes="c1")]
     ended = view(*seen_first, Exited(1010, 137))
     assert ended == replace(view(*seen_first), exit_code=137) == view(*seen_first, Exited(1010, 137), Exited(1011, 0))
-    assert settling(view(*seen_first), started=True, recorded=True) > 30 > 5 > settling(ended, started=True, recorded=True)
+    assert (
+        settling_time(view(*seen_first), started=True, recorded=True) > 30 > 5 > settling_time(ended, started=True, recorded=True)
+    )
 
 
 def test_an_exit_may_be_that_of_a_job_about_to_be_requeued() -> None:

@@ -196,8 +196,8 @@ def test_a_shell_that_cannot_start_the_environment(line: str) -> None:
 @pytest.mark.parametrize(("states", "settled"), [(("FAILED", "RUNNING"), False), (("FAILED", "CANCELLED"), True)])
 def test_a_heterogeneous_job_has_settled_with_the_last_of_its_components(states: tuple[str, ...], settled: bool) -> None:
     components = tuple(map(job, states))
-    assert dataclasses.replace(components[0], components=components).settled == settled
-    assert job("FAILED").settled and not job("RUNNING").settled
+    assert dataclasses.replace(components[0], components=components).is_final == settled
+    assert job("FAILED").is_final and not job("RUNNING").is_final
 
 
 @pytest.mark.parametrize("reason", ["Priority", "Resources", "JobHeldUser"])

@@ -234,7 +234,7 @@ class SessionAcquisition:
                 with contextlib.suppress(OSError):
                     self._registry.wait_for(number, self._waiter)
             if job.observe():
-                view = job.view
+                view = job.status
                 alive = alive or view.phase in (JobPhase.PENDING, JobPhase.RUNNING) or view.exit_code is not None
                 description = job.end_description(started=False, recorded=False)
                 if description is not None:
@@ -242,7 +242,7 @@ class SessionAcquisition:
                         return None
                     raise self._never_started(job, description)
                 if not view.over:
-                    job.tell()
+                    job.report_waiting()
                     with contextlib.suppress(OSError):  # Slurm that does not answer says nothing about the job.
                         job.check_waiting()
                 if view.phase != JobPhase.RUNNING:
@@ -277,7 +277,7 @@ class SessionAcquisition:
 
     def _stop_waiting(self, number: int, job: SlurmJob) -> None:
         """Wait no longer, and cancel the job if no other process waits for the session."""
-        if job.view.over:
+        if job.status.over:
             return
         try:
             last = self._registry.stop_waiting(number, self._waiter)
@@ -301,7 +301,7 @@ class SessionAcquisition:
 
     def _served_nothing(self, job: SlurmJob, sentence: str) -> RunFailure:
         evidence = Evidence(runtime_exit=self._problem, started_at=0.0)  # The job wrote an announcement, so its files are there.
-        job.explain(evidence, patience=_FINAL_STATE_TIMEOUT)
+        job.explain(evidence, timeout=_FINAL_STATE_TIMEOUT)
         verdict = judge_job(evidence)
         if verdict is not None and verdict.kind in (FailureKind.ALLOCATION, FailureKind.ENVIRONMENT):
             return RunFailure(verdict.kind, f"{sentence}; {verdict.sentence}", _metadata(job, evidence), verdict.retry)
@@ -309,7 +309,7 @@ class SessionAcquisition:
 
     def _silent(self, job: SlurmJob) -> RunFailure:
         evidence = Evidence()
-        job.explain(evidence, patience=0.0)
+        job.explain(evidence, timeout=0.0)
         log = f": {lines[-1]}" if (lines := relevant_lines(evidence.runtime_log)) else ""
         sentence = f"the session's runtime did not start within runtime_start_timeout={self._start_timeout:g} s{log}"
         return RunFailure(FailureKind.RUNTIME, sentence, _metadata(job, evidence))

@@ -16,7 +16,7 @@ from ...runtime.protocol.record import JOURNAL, LineReader
 from ...ssh.base import Connection
 from ..base import Step
 from ..cancel_request import CancelRequest, cancel_path, cancel_request_json, write_cancel_request
-from ..slurm_job import STATE_DEADLINE, SlurmJob
+from ..slurm_job import STATE_TIMEOUT, SlurmJob
 
 _EXIT_POLL_AFTER = 2.0
 """Seconds of silence after which the exit code of the session's script is polled; one small read a second."""
@@ -103,7 +103,7 @@ class SessionPayload:
             )
             return "its session no longer has it"
         # While the record grows the session lives, and a short step costs slurmctld nothing.
-        if silence < _EXIT_POLL_AFTER and not self._job.view.over:
+        if silence < _EXIT_POLL_AFTER and not self._job.status.over:
             return None
         self._job.observe(evidence.started_at, ask=silence >= self._poll_interval)
         return self._job.end_description(started=True)
@@ -114,7 +114,7 @@ class SessionPayload:
             self._describe_at, self._missing_since = _DESCRIBE_AFTER, None
         elif self._missing_since is not None:
             return time.monotonic() - self._missing_since >= _RECORD_TIMEOUT
-        elif silence >= self._describe_at and not self._job.view.over:
+        elif silence >= self._describe_at and not self._job.status.over:
             self._describe_at = silence + min(silence, _DESCRIBE_INTERVAL)
             with contextlib.suppress(OSError):
                 answer = self._describe()
@@ -160,7 +160,7 @@ class SessionPayload:
 
     def _is_over(self) -> bool:
         """Whether the end is recorded, or the session has ended."""
-        if self._job.observe(ask=False) and self._job.view.over:
+        if self._job.observe(ask=False) and self._job.status.over:
             return True
         reader = LineReader()
         with contextlib.suppress(OSError):
@@ -172,7 +172,7 @@ class SessionPayload:
     def explain(self, evidence: Evidence) -> None:
         # If only the payload ended, its session's job reaches no final state to wait for.
         alone = evidence.end is not None and evidence.end["reason"] == EndReason.EXIT
-        self._job.explain(evidence, patience=0.0 if alone else STATE_DEADLINE)
+        self._job.explain(evidence, timeout=0.0 if alone else STATE_TIMEOUT)
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         end = evidence.end or {}
