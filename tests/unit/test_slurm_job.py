@@ -31,7 +31,11 @@ def over(state: str = "", exit_code: int | None = None) -> JobStatus:
 @pytest.mark.parametrize("view", [over(exit_code=3), over(exit_code=0), over("FAILED", 3), over("FAILED"), over("COMPLETED")])
 def test_a_runtime_that_came_to_its_own_end_has_written_one(view: JobStatus) -> None:
     """It is waited for as long as a network file system may hide it, whether some of it was seen or nothing."""
-    assert settling_time(view, started=True, recorded=True) == settling_time(view, started=True, recorded=False) == VISIBILITY_TIMEOUT
+    assert (
+        settling_time(view, started=True, recorded=True)
+        == settling_time(view, started=True, recorded=False)
+        == VISIBILITY_TIMEOUT
+    )
     assert settling_time(view, started=False, recorded=True) == VISIBILITY_TIMEOUT
 
 
