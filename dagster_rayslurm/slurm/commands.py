@@ -70,7 +70,7 @@ class SlurmCommands:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._prefix = _local_prefix() if isinstance(connection, LocalConnection) else []
+        self._path_prefix: list[str] = []
         self._lock = threading.Lock()
         self._searched = False
 
@@ -83,11 +83,14 @@ class SlurmCommands:
         Raises:
             OSError: as `Connection.run`.
         """
-        tried = self._prefix
-        done = self._connection.run([*tried, *command], stdin, timeout)
+        environment = []
+        if isinstance(self._connection, LocalConnection):
+            environment = ["env", "-i", *(f"{name}={value}" for name, value in job_environment(os.environ).items())]
+        tried = self._path_prefix
+        done = self._connection.run([*environment, *tried, *command], stdin, timeout)
         if done.returncode != 127 or not self._extend_path(tried):
             return done
-        return self._connection.run([*self._prefix, *command], stdin, timeout)
+        return self._connection.run([*environment, *self._path_prefix, *command], stdin, timeout)
 
     def _extend_path(self, tried: list[str]) -> bool:
         """Whether there is a longer PATH than the one tried, from a search by this or another thread."""
@@ -100,8 +103,8 @@ class SlurmCommands:
                 self._searched = True
                 if found:
                     extend = 'PATH="$PATH:$1" && export PATH && shift && exec "$@"'
-                    self._prefix = [*self._prefix, "sh", "-c", extend, "sh", found.decode("utf-8", "surrogateescape")]
-            return self._prefix is not tried
+                    self._path_prefix = ["sh", "-c", extend, "sh", found.decode("utf-8", "surrogateescape")]
+            return self._path_prefix is not tried
 
 
 def slurm_commands(connection: Connection) -> SlurmCommands:
@@ -114,10 +117,6 @@ def slurm_commands(connection: Connection) -> SlurmCommands:
 
 _lock = threading.Lock()
 _commands: dict[Connection, SlurmCommands] = {}
-
-
-def _local_prefix() -> list[str]:
-    return ["env", "-i", *(f"{name}={value}" for name, value in job_environment(os.environ).items())]
 
 
 def _reset_after_fork() -> None:

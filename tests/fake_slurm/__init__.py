@@ -95,6 +95,10 @@ class FakeSlurm:
         with programs.locked(str(self.base)) as state:
             del state["jobs"][str(job_id)]
 
+    def processes(self) -> list[int]:
+        """Ids of the processes of all jobs."""
+        return [pid for job_id in self.jobs() for pid in programs.processes(str(self.base), job_id)]
+
     def calls(self, program: str) -> list[list[str]]:
         """The arguments of each call of a program."""
         path = self.base / "calls"

@@ -259,13 +259,20 @@ def finish(job: Job, code: int) -> None:
         job["state"] = job["ends_as"]
 
 
+def processes(base: str, job_id: int) -> list[int]:
+    """Ids of the processes of a job, however far they are detached."""
+    found, mark = [], f"{MARK}={base}:{job_id}".encode()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            found += [int(name)] if mark in file.read().split(b"\0") else []
+    return found
+
+
 def kill_job(base: str, job_id: int) -> None:
     """Kill all processes of a job, as its cgroup does on a cluster."""
-    mark = f"{MARK}={base}:{job_id}\0".encode()
-    for name in os.listdir("/proc"):
-        with suppress(OSError):
-            if name.isdigit() and mark in open(f"/proc/{name}/environ", "rb").read() + b"\0":
-                os.kill(int(name), signal.SIGKILL)
+    for pid in processes(base, job_id):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def variables(job: Job, suffix: str) -> dict[str, str]:

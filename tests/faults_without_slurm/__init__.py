@@ -1,0 +1,1 @@
+"""Faults of Slurm on this machine alone: whole runs against the fake Slurm."""
