@@ -15,21 +15,10 @@ from pydantic import Field
 
 from ..config import StrictResource, at_least, check_text, checked, choice, plain_text
 
-_STRINGS = (
-    "host",
-    "user",
-    "key_path",
-    "key_passphrase",
-    "password",
-    "certificate_path",
-    "host_key",
-    "host_key_checking",
-    "known_hosts_file",
-    "client",
-)
+_INTEGERS = ("port", "connect_timeout", "keepalive")
+_WITHOUT_VARIABLE = ("jump_host", "require_existing_master")
 _KEY = "KEY"
 """Name of KEY_PATH in dagster-slurm."""
-_INTEGERS = ("port", "connect_timeout", "keepalive")
 _WITH_USER_OR_PORT = re.compile(r"(?:ssh://)?(?:(?P<user>[^@/]+)@)?(?P<host>[^@:/]+|\[[^]]+\])(?::(?P<port>\d+))?/?")
 
 
@@ -154,9 +143,13 @@ class SSHConnectionResource(StrictResource):
         return cls(**fields)
 
 
+def _fields_with_variable() -> list[str]:
+    return [name for name in SSHConnectionResource.model_fields if name not in _WITHOUT_VARIABLE]
+
+
 def _references(stem: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """`EnvVar` references for the variables that are set, and always for the host, so that an error names its variable."""
-    names = {name: stem + name.upper() for name in (*_STRINGS, *_INTEGERS)}
+    names = {name: stem + name.upper() for name in _fields_with_variable()}
     if names["key_path"] not in environ:
         names["key_path"] = stem + _KEY
     return {
@@ -169,7 +162,7 @@ def _references(stem: str, environ: Mapping[str, str]) -> dict[str, Any]:
 @cache
 def _warn_of_unknown(stem: str, variables: tuple[str, ...]) -> None:
     """Warn once of unknown variables with the prefix."""
-    known = [name.upper() for name in (*_STRINGS, *_INTEGERS)]
+    known = [name.upper() for name in _fields_with_variable()]
     unknown = [name for name in variables if name.removeprefix(stem).removeprefix("JUMP_") not in (*known, _KEY)]
     if unknown:
         warnings.warn(

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 from . import errors
@@ -58,13 +59,7 @@ class PipeStream:
         self._socket, other = socket.socketpair()
         self._stderr = tempfile.TemporaryFile()
         with other:
-            self._process = subprocess.Popen(
-                multiplexed(transport.path, *arguments),
-                stdin=other.fileno(),
-                stdout=other.fileno(),
-                stderr=self._stderr,
-                start_new_session=True,
-            )
+            self._process = _start(transport.path, arguments, other.fileno(), other.fileno(), self._stderr)
 
     def get_name(self) -> str:
         """Name in paramiko's log."""
@@ -105,14 +100,8 @@ class OpenSSHProcess:
 
     def __init__(self, transport: OpenSSHTransport, command: str) -> None:
         self._transport = transport
-        self._process = subprocess.Popen(
-            multiplexed(transport.path, "-T", "--", "host", command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            bufsize=0,
-        )
+        pipes = subprocess.PIPE, subprocess.PIPE, subprocess.PIPE
+        self._process = _start(transport.path, ("-T", "--", "host", command), *pipes)
         assert self._process.stdout is not None and self._process.stderr is not None
         self._open = {self._process.stdout.fileno(): 0, self._process.stderr.fileno(): 1}
         self._poll = select.poll()
@@ -153,6 +142,12 @@ class OpenSSHProcess:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+
+
+def _start(path: str, arguments: Sequence[str], stdin: int, stdout: int, stderr: Any) -> subprocess.Popen[bytes]:
+    """Start a multiplexing client of the master at `path`."""
+    command = multiplexed(path, *arguments)
+    return subprocess.Popen(command, bufsize=0, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
@@ -204,13 +199,7 @@ class OpenSSHTransport:
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         with tempfile.TemporaryFile() as stderr:
-            process = subprocess.Popen(
-                multiplexed(self.path, "-W", target, "--", "host"),
-                stdin=client.fileno(),
-                stdout=client.fileno(),
-                stderr=stderr,
-                start_new_session=True,
-            )
+            process = _start(self.path, ("-W", target, "--", "host"), client.fileno(), client.fileno(), stderr)
             if process.wait() == 255:
                 stderr.seek(0)
                 if isinstance(failure := self.start_failure(stderr.read()), ConnectionGone):

@@ -1,4 +1,4 @@
-"""Connections of each kind to the same place, and all that a test of them needs on both sides."""
+"""Connections of each kind, with SSH servers and accounts for their tests."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ ACCOUNTS = {
 
 @dataclass
 class Place:
-    """A connection, and a directory of the test's own there."""
+    """A connection, and a new directory on its machine."""
 
     connection: Connection
     dir: str
@@ -44,7 +44,7 @@ class Place:
 
 @pytest.fixture(scope="session")
 def accounts(stack: Any) -> None:
-    """Users with all kinds of login shells, on the edge; each takes the stack's key."""
+    """Users with different login shells on the edge node. All of them accept the key of the stack."""
     script = ["set -e"]
     for name, (shell, file, text) in ACCOUNTS.items():
         script += [
@@ -68,7 +68,7 @@ def openssh_there() -> None:
 
 @pytest.fixture
 def sshd(stack: Any, accounts: None) -> Iterator[Callable[..., Sshd]]:
-    """Starts SSH servers with the options of sshd_config(5) that are given."""
+    """Starts SSH servers with the given options of sshd_config(5)."""
     servers: list[Sshd] = []
 
     def start(*options: str, service: str = "edge") -> Sshd:
@@ -82,7 +82,7 @@ def sshd(stack: Any, accounts: None) -> Iterator[Callable[..., Sshd]]:
 
 @pytest.fixture
 def server(sshd: Callable[..., Sshd]) -> Sshd:
-    """A server of the test's own, with sshd's defaults."""
+    """A new server with the default options of sshd."""
     return sshd()
 
 
@@ -95,7 +95,7 @@ def client(request: pytest.FixtureRequest) -> str:
 
 @contextlib.contextmanager
 def unmarked() -> Iterator[None]:
-    """Processes that are started meanwhile may outlive the test."""
+    """Processes that are started in this context may outlive the test."""
     mark = os.environ.pop(MARK, None)
     try:
         yield
@@ -105,7 +105,7 @@ def unmarked() -> Iterator[None]:
 
 
 class Connect:
-    """Makes connections, and ends them with all that they left on this machine."""
+    """Makes connections, and closes them with their master processes."""
 
     def __init__(self, stack: Any, known_hosts: Path) -> None:
         self._stack = stack
@@ -152,7 +152,7 @@ def connect(stack: Any, tmp_path: Path) -> Iterator[Connect]:
 
 @pytest.fixture(scope="module")
 def shared_connect(stack: Any, accounts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """One connection of each kind to one server, for all tests of a module."""
+    """One connection of each kind for all tests of a module."""
     server = Sshd(stack, "edge")
     connect = Connect(stack, tmp_path_factory.mktemp("ssh") / "known_hosts")
     made: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         return
     if request.param == "openssh":
         request.getfixturevalue("openssh_there")
-    with unmarked():  # What the connection itself keeps is not the test's.
+    with unmarked():  # A master process outlives the test.
         connection = request.getfixturevalue("shared_connect")(request.param)
         path = f"{connection.home()}/test-{uuid.uuid4().hex[:12]}"
         connection.make_dir(path)

@@ -1,4 +1,4 @@
-"""Real SSH servers in the stack's containers, each with the options that a test is about."""
+"""SSH servers in the containers of the stack, each with options of its own."""
 
 import itertools
 import random
@@ -52,7 +52,7 @@ class Sshd:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """End the server and every session of it, as a restart of the whole machine would."""
+        """Kill the server with all its sessions, as a restart of the machine would."""
         self.shell(
             f"pid=$(cat {self._file}.pid); all=$pid; new=$pid; "
             'while [ -n "$new" ]; do new=$(for p in $new; do ps -o pid=,comm= --ppid $p; done | '
@@ -60,7 +60,7 @@ class Sshd:
         )
 
     def end_sftp(self) -> None:
-        """End the SFTP servers of all users there."""
+        """Kill all SFTP servers of the container."""
         self.shell("for p in $(ps -C sftp-server -o pid=); do kill -9 $p; done; true")
 
     def log(self) -> str:

@@ -1,4 +1,4 @@
-"""Mistakes in a configuration: each gets one sentence that names the remedy, in time, with no secret and no traceback."""
+"""Mistakes in a configuration: each is reported in time, in one sentence with the remedy, without secrets or tracebacks."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ SECRETS = (PASSWORD, PASSPHRASE, "wr0ng-secret")
 
 @pytest.fixture
 def refused(connect: Connect, client: str, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Makes a connection that cannot be had, and returns the sentence."""
+    """Makes a connection that fails, and returns the message."""
 
     def refuse(server: Any, within: float = 6.0, **fields: Any) -> str:
         capfd.readouterr()
@@ -76,7 +76,7 @@ class Service(socketserver.BaseRequestHandler):
 
 @pytest.fixture
 def service() -> Iterator[Callable[[bytes], Any]]:
-    """Starts something that listens and is no SSH server."""
+    """Starts a TCP server that is no SSH server."""
     servers = []
 
     def start(greeting: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""`rayslurm check`, as a new user would try it."""
+"""`rayslurm check` with good and bad configurations."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What every connection promises, against this machine and against a real sshd with either client."""
+"""The contract of `Connection`, on this machine and on a real sshd with both clients."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ odd_name = (
     .filter(lambda data: b"\0" not in data and b"/" not in data and data not in (b".", b".."))
     .map(os.fsdecode)
 )
-"""Bytes that need not be UTF-8, as names on a file system and words of a command line may be."""
+"""Names of files and arguments of commands, which need not be UTF-8."""
 
 
 def test_exit_code_and_output_of_a_command(place: Place) -> None:

@@ -350,7 +350,7 @@ def test_a_master_opened_by_hand(connect: Connect, server: Sshd, openssh_there: 
 def test_a_master_of_the_users_own_configuration(
     connect: Connect, server: Sshd, openssh_there: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A site's ssh_config may say where masters are; ssh reads it from the home directory of the passwd entry, so -F here."""
+    """ssh reads its configuration from the home directory of the passwd entry, so a wrapper passes -F."""
     own = f"/tmp/own-{os.getpid()}"
     wrapper = tmp_path / "bin" / "ssh"
     wrapper.parent.mkdir()

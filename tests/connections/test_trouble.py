@@ -1,4 +1,4 @@
-"""What login nodes and networks do to people: full servers, restarts, cuts and slow links."""
+"""Troubles of login nodes and networks: full servers, restarts, cuts and slow links."""
 
 import contextlib
 import hashlib
@@ -35,7 +35,7 @@ def new_path(connection: Any, name: str) -> str:
 
 @pytest.mark.parametrize("allowed", [1, 2, 10])
 def test_max_sessions(allowed: int, connect: Connect, sshd: Callable[..., Sshd], client: str) -> None:
-    """Files and commands of 16 threads get by with what there is; not one login more."""
+    """Files and commands of 16 threads share the sessions of one login."""
     server = sshd(f"MaxSessions {allowed}")
     connection = connect(server, client)
     path = new_path(connection, "sessions")
@@ -70,7 +70,7 @@ def test_many_processes_on_one_master_get_a_second_one(connect: Connect, sshd: C
 
 
 def test_sixty_simultaneous_logins(connect: Connect, sshd: Callable[..., Sshd], client: str) -> None:
-    """sshd's MaxStartups is 10:30:100: more than ten at once and it turns some away, sixty and it turns away all."""
+    """With the default MaxStartups of 10:30:100 sshd refuses some of more than ten simultaneous logins."""
     server = sshd()
     connections = [connect(server, client) for _ in range(60)]
     if client == "openssh":  # Sixty Dagster hosts, as it were: processes of one host share a master.
@@ -82,7 +82,7 @@ def test_sixty_simultaneous_logins(connect: Connect, sshd: Callable[..., Sshd], 
 
 
 def test_a_server_that_turns_logins_away_for_a_while(connect: Connect, sshd: Callable[..., Sshd], client: str) -> None:
-    """Other hosts may have used up MaxStartups: a login waits for its turn instead of failing."""
+    """A login is repeated while other hosts use up MaxStartups."""
     server = sshd("MaxStartups 2:100:2", "LoginGraceTime 60")
     with contextlib.ExitStack() as others:
         for _ in range(2):
@@ -106,7 +106,7 @@ def restart(server: Sshd, down: float = 0.5) -> None:
 
 
 class RestartsAt:
-    """Is told of a copy's progress, and restarts the server once it has come so far; then a script may meddle there."""
+    """A progress callback that restarts the server once, after some bytes, and then runs a script there."""
 
     def __init__(self, bytes_done: int, server: Sshd, script: str = "true") -> None:
         self.told: list[int] = []
@@ -194,7 +194,7 @@ def test_a_download_resumes_after_a_restart(connect: Connect, server: Sshd, clie
 
 
 def test_a_restart_during_a_command_is_an_error_and_kills_the_command(connect: Connect, server: Sshd, client: str) -> None:
-    """Whether the command did its work is not known, so it is not run again; its caller is told at once."""
+    """The command may have done its work, so it is not run again. The caller gets an error at once."""
     connection = connect(server, client)
     mark = f"4{os.getpid()}.{time.monotonic_ns()}"
     path = new_path(connection, "times")
@@ -211,7 +211,7 @@ def test_a_restart_during_a_command_is_an_error_and_kills_the_command(connect: C
 
 
 def test_a_command_killed_with_its_shell_is_not_repeated(connect: Connect, server: Sshd, client: str) -> None:
-    """So it is not run again, whatever it printed, and nobody is told that it did not run; others are not disturbed."""
+    """The error says that it may have run, whatever it printed. Other commands on the connection continue."""
     connection = connect(server, client)
     path = new_path(connection, "once")
     with ThreadPoolExecutor(1) as pool:
@@ -321,14 +321,14 @@ def test_an_unreachable_server_is_reported_within_connect_timeout(connect: Conne
 
 @contextlib.contextmanager
 def cut_by_proxy(server: Sshd) -> Iterator[tuple[str, int, Callable[[], None], Callable[[], None]]]:
-    """What is open hangs for ever, what is new is refused: a NAT router that restarts."""
+    """Open connections hang for ever, new ones are refused, as when a NAT router restarts."""
     with Link(server.host, server.port) as link:
         yield "127.0.0.1", link.port, link.cut, link.mend
 
 
 @contextlib.contextmanager
 def cut_by_firewall(server: Sshd) -> Iterator[tuple[str, int, Callable[[], None], Callable[[], None]]]:
-    """Packets of this port vanish both ways, and pass again later: a cable that is pulled."""
+    """Packets of the port are dropped in both directions for a while, as when a cable is pulled."""
     rules = [["OUTPUT", "-p", "tcp", "-d", server.host, "--dport", str(server.port), "-j", "DROP"]]
     rules += [["INPUT", "-p", "tcp", "-s", server.host, "--sport", str(server.port), "-j", "DROP"]]
 
@@ -349,7 +349,7 @@ def cut_by_firewall(server: Sshd) -> Iterator[tuple[str, int, Callable[[], None]
 @pytest.mark.timeout(240)
 @pytest.mark.thorough
 def test_a_cut_of_a_minute(connect: Connect, sshd: Callable[..., Sshd], openssh_there: None) -> None:
-    """A reader as the follower is one: it goes on within 5 s after the cut, with both clients and both kinds of cut."""
+    """A reader continues within 5 s after the cut, with both clients and both kinds of cut."""
     resumed: dict[str, float] = {}
     failures: list[str] = []
 
@@ -389,7 +389,7 @@ def test_a_cut_of_a_minute(connect: Connect, sshd: Callable[..., Sshd], openssh_
 
 
 def test_a_link_of_80_ms(connect: Connect, server: Sshd, client: str, tmp_path: Path) -> None:
-    """Everything works, and what can be in flight together is: 40 reads take a few round trips, not hundreds."""
+    """Requests of 40 threads are in flight together: their reads take a few round trips, not hundreds."""
     with Link(server.host, server.port, 0.04) as link:
         connection = connect(server, client, host="127.0.0.1", port=link.port)
         assert connection.run(["cat"], stdin=b"x" * 100_000).stdout == b"x" * 100_000

@@ -376,7 +376,7 @@ def test_from_env_warns_of_variables_that_mean_nothing(monkeypatch: pytest.Monke
         SSHConnectionResource.from_env("ELSE")
     (said,) = [str(each.message) for each in told]
     assert said.startswith(
-        "ELSE_FORCE_TTY, ELSE_JUMP_OPTS_EXTRA: no such variable is read; there are ELSE_HOST, ELSE_USER, ELSE_"
+        "ELSE_FORCE_TTY, ELSE_JUMP_OPTS_EXTRA: no such variable is read; there are ELSE_HOST, ELSE_PORT, ELSE_"
     )
     assert "secret" not in said
 
