@@ -33,20 +33,22 @@ class Command:
         env = dict(order["env"], **self.order.get("env", {}))
         secrets = self.order.get("secrets", {})
         pipes = [os.pipe(), os.pipe()]
-        options = {"cwd": self.cwd, "env": dict(env, **secrets), "stdout": pipes[0][1], "stderr": pipes[1][1]}
+        options = {"cwd": self.cwd, "env": dict(env, **secrets)}
+        streams = pipes[0][1], pipes[1][1]
         argv = [sys.executable if word == "python" else word for word in self.order["argv"]]
         before = loop.now()
 
         def begin(forked):
             took, pid = loop.now() - before, forked
             if not isinstance(forked, int):
-                pid = loop.spawn(argv, self.ended, stdin=subprocess.DEVNULL, preexec_fn=processes.die_with_parent(), **options)
+                options.update(stdin=subprocess.DEVNULL, stdout=streams[0], stderr=streams[1])
+                pid = loop.spawn(argv, self.ended, preexec_fn=processes.die_with_parent(), **options)
             why = forked if isinstance(forked, str) else None
             self.result.update(pid=pid, why=why, took=took, known=pid in loop.children())
             self.begun(loop, pool, pipes, pid)
 
         if order["modules"]:
-            pool.spawn(order["modules"], argv, self.ended, secrets=secrets, done=begin, **options)
+            pool.fork(order["modules"], argv, self.ended, secrets=secrets, streams=streams, done=begin, **options)
         else:
             begin(None)
 
@@ -90,7 +92,7 @@ def main(order):
     loop = Loop()
     os.environ.clear()
     os.environ.update(order["env"])
-    pool = preload_server.Templates(loop, os.path.join(order["directory"], "preload"))
+    pool = preload_server.PreloadServer(loop, os.path.join(order["directory"], "preload"))
     stall = [loop.now(), 0.0]
 
     def tick():

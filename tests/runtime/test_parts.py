@@ -9,7 +9,10 @@ import subprocess
 import sys
 import textwrap
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from dagster_pipes import decode_param
@@ -20,8 +23,9 @@ from dagster_rayslurm import archive
 from dagster_rayslurm.archive import build_runtime, install_runtime, runtime_name
 from dagster_rayslurm.runtime.node import usage
 from dagster_rayslurm.runtime.node.ray_jobs import Attribution
-from dagster_rayslurm.runtime.payload import environment, output_streams
+from dagster_rayslurm.runtime.payload import environment
 from dagster_rayslurm.runtime.payload.outputs import OutputSearch
+from dagster_rayslurm.runtime.payload.process import PayloadProcess
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.processes import Process
 from dagster_rayslurm.runtime.protocol import spec
@@ -320,13 +324,34 @@ def test_environment_of_a_process_is_matched_exactly() -> None:
 
 @given(st.binary(max_size=400), st.lists(st.integers(1, 7), max_size=60))
 def test_bytes_of_any_kind_cut_anywhere_decode_alike(data: bytes, cuts: list[int]) -> None:
-    stream, text = output_streams._Stream("stdout"), ""
+    class Listener:
+        text, streams_ended = "", 0
+
+        def safely(self, call: Callable[[], None]) -> None:
+            call()
+
+        def process_output(self, stream: str, text: str) -> None:
+            self.text += text
+
+        def process_stream_ended(self) -> None:
+            self.streams_ended += 1
+
+    calls: list[Callable[[], None]] = []
+    loop = SimpleNamespace(on_readable=lambda fd, call: calls.append(call), forget=lambda fd: None)
+    listener: Any = Listener()
+    process = PayloadProcess(loop, "", listener)  # type: ignore[arg-type]
+    reader, writer = os.pipe()
+    process.read_stream("stdout", reader)
     rest = data
-    for size in cuts:
-        text += stream.decoder.decode(rest[:size])
+    for size in [*cuts, len(data)]:
+        if rest:
+            os.write(writer, rest[:size])
+            calls[0]()
         rest = rest[size:]
-    text += stream.decoder.decode(rest) + stream.decoder.decode(b"", final=True)
-    assert text == data.decode("utf-8", "replace")
+    os.close(writer)
+    calls[0]()
+    assert listener.text == data.decode("utf-8", "replace")
+    assert listener.streams_ended == 1 and not process.streams_open
 
 
 def test_a_signal_just_after_the_runtimes_end_is_no_error() -> None:

@@ -456,8 +456,8 @@ def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:
 
 
 HANGS = """
-from dagster_rayslurm.runtime.payload import preload_server as template_process
-template_process._PATIENCE = 6.0  # Longer than a busy machine keeps the loop waiting.
+from dagster_rayslurm.runtime.payload import preload_server
+preload_server._TIMEOUT = 6.0  # Longer than a busy machine keeps the loop waiting.
 def ticking(last=None):
     now = loop.now()
     said["gap"] = max(said.get("gap", 0.0), now - last if last is not None else 0.0)

@@ -131,7 +131,7 @@ runner.nodes.workers = WorkerNodes()
 """
 
 
-@pytest.mark.parametrize("where", ["_take_exit", "_conclude", "_take_output", "_start_process", ""])
+@pytest.mark.parametrize("where", ["process_exited", "_conclude", "process_output", "process_started", ""])
 def test_other_nodes_measure_no_longer_after_a_defect(tmp_path: Path, where: str) -> None:
     program = OTHERS + (
         f"""
@@ -234,7 +234,7 @@ runner.run()
     assert not (tmp_path / "journal.reserve").exists()
 
 
-@pytest.mark.parametrize("where", ["_take_exit", "_conclude", "_take_output", "_start_process"])
+@pytest.mark.parametrize("where", ["start", "process_started", "process_output", "process_exited", "_conclude"])
 def test_a_defect_in_what_concerns_one_payload_ends_that_one(tmp_path: Path, where: str) -> None:
     program = f"""
         import os, shutil

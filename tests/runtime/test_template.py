@@ -15,13 +15,19 @@ from typing import Any
 import pytest
 
 import dagster_rayslurm
-from dagster_rayslurm.runtime.payload.fork_safety import Threads, changed, fork_problem, look_at_threads, shadowed
-from dagster_rayslurm.runtime.payload.leave_ray import printed_since
+from dagster_rayslurm.runtime.payload.preload_child import (
+    Threads,
+    changed_file,
+    fork_problem,
+    process_threads,
+    shadowed_module,
+)
+from dagster_rayslurm.runtime.payload.preload_main import printed_since
 from dagster_rayslurm.runtime.payload.preload_server import (
-    acts_at_import,
+    affects_imports,
     command_problem,
     environment_problem,
-    template_environment,
+    preload_environment,
 )
 
 from ..conftest import MARK
@@ -512,7 +518,7 @@ def test_commands_that_can_be_forked(argv: list[str], forked: bool) -> None:
 def test_which_variables_matter() -> None:
     matter = ["PYTHONHASHSEED", "LD_PRELOAD", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RAY_AUTH_MODE", "TORCH_HOME", "HOME"]
     do_not = ["PATH", "FOO", "RAYSLURM_RUN_DIR", "RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "HF_TOKEN", "SLURM_JOB_ID"]
-    assert all(map(acts_at_import, matter)) and not any(map(acts_at_import, do_not))
+    assert all(map(affects_imports, matter)) and not any(map(affects_imports, do_not))
     template = {"PATH": "/a", "OMP_NUM_THREADS": "1", "TZ": "UTC"}
     assert environment_problem(template, {"PATH": "/b", "OMP_NUM_THREADS": "1", "TZ": "UTC", "MORE": "x"}) is None
     problem = environment_problem(template, {"OMP_NUM_THREADS": "1", "LC_ALL": "C"})
@@ -522,7 +528,7 @@ def test_which_variables_matter() -> None:
 def test_a_template_has_nothing_of_one_payload() -> None:
     base = {"KEPT": "1", "OMP_NUM_THREADS": "1", "TZ": "UTC"}
     payload = {"OWN": "2", "OMP_NUM_THREADS": "2", "HF_HOME": "/h", "RAY_SECRET": "s", "RAYSLURM_RUN_DIR": "/r"}
-    assert template_environment(base, payload, {"RAY_SECRET"}) == {"KEPT": "1", "OMP_NUM_THREADS": "2", "HF_HOME": "/h"}
+    assert preload_environment(base, payload, {"RAY_SECRET"}) == {"KEPT": "1", "OMP_NUM_THREADS": "2", "HF_HOME": "/h"}
 
 
 NONE = Threads([], [], "python", [], [], 4)
@@ -552,7 +558,7 @@ def test_threads_and_devices_that_matter(seen: Threads, why: Any) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_this_process_can_be_looked_at() -> None:
-    seen = look_at_threads()
+    seen = process_threads()
     assert seen.name and any(".so" in library for library in seen.libraries) and seen.cpus >= 1
 
 
@@ -563,10 +569,10 @@ def test_what_stands_beside_a_script(tmp_path: Path) -> None:
     (tmp_path / "namespace").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()
     there = str(tmp_path / "known.py")
-    assert shadowed(str(tmp_path), {"notes": None, "namespace": None, "other": None, "known": there}) is None
+    assert shadowed_module(str(tmp_path), {"notes": None, "namespace": None, "other": None, "known": there}) is None
     for name in ("alone", "fast", "pack"):
-        assert shadowed(str(tmp_path), {name: "/elsewhere"}) == name
-    assert shadowed(str(tmp_path / "nowhere"), {"alone": None}) is None
+        assert shadowed_module(str(tmp_path), {name: "/elsewhere"}) == name
+    assert shadowed_module(str(tmp_path / "nowhere"), {"alone": None}) is None
 
 
 def test_files_that_changed(tmp_path: Path) -> None:
@@ -574,11 +580,11 @@ def test_files_that_changed(tmp_path: Path) -> None:
     path.write_text("1")
     info = path.stat()
     files = {str(path): (info.st_mtime_ns, info.st_size)}
-    assert changed(files) is None
+    assert changed_file(files) is None
     path.write_text("12")
-    assert changed(files) == str(path)
+    assert changed_file(files) == str(path)
     path.unlink()
-    assert changed(files) == str(path)
+    assert changed_file(files) == str(path)
 
 
 def test_what_workers_printed_lately(tmp_path: Path) -> None:

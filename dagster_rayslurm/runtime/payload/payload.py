@@ -1,7 +1,4 @@
-"""One payload from its place in the queue to its `end`: when it starts, what ends it, and what its end waits for.
-
-Its process is in `payload_process`, its record in `payload_record`, its figures in `measurement`.
-"""
+"""One payload from its place in the queue to its `end` record."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from enum import Enum, IntEnum
 from typing import Any, Callable, Dict, List, Optional, Set
 
 from ..process import processes
@@ -21,20 +19,40 @@ from ..protocol.record import RunRecord, tail_lines
 from ..protocol.spec import PayloadSpec
 from .environment import Environment, LaunchContext, lay_out_work_dir, payload_environment
 from .measurement import UsageMeasurement
-from .output_streams import OutputStreams
 from .outputs import OutputSearch
-from .preload_server import Templates
-from .process import PayloadProcess, why_not_started
+from .preload_server import PreloadServer
+from .process import PayloadProcess, spawn_error
 from .record import MessageFile, PayloadRecord
 
 _MESSAGE_POLL = 0.1
 _TURN = 0.1
 """Seconds for which messages are copied, or outputs searched for, at a stretch: other payloads must not wait longer."""
 _SYNC_INTERVAL = 0.2
-_DRAIN_DEADLINE = 5.0
+_DRAIN_TIMEOUT = 5.0
 _SIGNAL_MARGIN = 0.25
-"""Seconds that a failed payload's end waits for a signal which ended it and the runtime alike: Slurm signals all
-processes of a job, the payload perhaps before the runtime."""
+"""Seconds that a failed payload's end waits for a signal to the runtime: Slurm signals all processes of a job, and the payload
+may get the signal first."""
+
+
+class _State(IntEnum):
+    QUEUED = 0
+    STARTING = 1
+    """The process is being started, or requested from a preload process."""
+    RUNNING = 2
+    EXITED = 3
+    """The process has ended; its last output and figures are awaited."""
+    FINISHING = 4
+    """The last messages are copied and the outputs searched for."""
+    ENDED = 5
+    """The `end` is written, or is retried."""
+
+
+class _Awaited(Enum):
+    """What the `end` waits for once the process has ended, besides its output."""
+
+    USAGE = "usage of the other nodes"
+    LEAKS = "leak check"
+    SIGNAL = "signal to the runtime"
 
 
 class Payload:
@@ -43,20 +61,14 @@ class Payload:
     Args:
         loop: where everything happens.
         run_dir: the run directory, with the Pipes context in it.
-        spec: what to run.
-        secret_env: variables for the driver only, which the record never sees.
+        spec: the payload.
+        secret_env: variables for the driver only, which are not recorded.
         record: the record of this run.
-        environ: what its environment is made from.
+        environ: variables that the payload's environment starts from.
     """
 
     def __init__(
-        self,
-        loop: Loop,
-        run_dir: str,
-        spec: PayloadSpec,
-        secret_env: Environment,
-        record: RunRecord,
-        environ: Environment,
+        self, loop: Loop, run_dir: str, spec: PayloadSpec, secret_env: Environment, record: RunRecord, environ: Environment
     ) -> None:
         self.loop = loop
         self.run_dir = run_dir
@@ -64,126 +76,50 @@ class Payload:
         self.context: Dict[str, Any] = {}
         """Facts about the cluster that the `end` repeats, so that metadata needs no other record."""
         self.place: Optional[int] = None
-        """Place in the queue that was last told to the user."""
+        """Place in the queue that was last reported to the user."""
         self.companions: Set[str] = set()
-        """Other payloads that ran at the same time, by nonce."""
-        self.templates: Optional[Templates] = None
-        """What it may be forked from, if it asks for preloaded modules."""
-        self.company: Environment = {}
-        """Variables that tell it of payloads that run with it."""
+        """Nonces of other payloads that ran at the same time."""
+        self.preload_server: Optional[PreloadServer] = None
+        self.component_env: Environment = {}
+        """Variables about the other components of a separate topology."""
         self.on_ended: List[Callable[[], None]] = []
-        """Called after the `end` is written, from the loop: never from within a call into this payload."""
-        self.ended = False
+        """Called from the loop after the `end` is written, never from within a call into this payload."""
         self.ending = Ending()
-        self.record = PayloadRecord(loop, record, spec.nonce, lambda: self._process.pid, self._unrecordable)
+        self.record = PayloadRecord(loop, record, spec.nonce, self._record_failed)
         self._environ = environ
         self._secret_env = secret_env
         self._work_dir = os.path.join(run_dir, "work")
-        self._streams = OutputStreams(loop, self._take_output, self._finish_if_complete, self.safely)
-        self._process = PayloadProcess(loop, run_dir, self._streams)
+        self._state = _State.QUEUED
+        self._process = PayloadProcess(loop, run_dir, self)
         self._timers = Timers(loop, self.safely)
-        self._due_signals: List[int] = []
+        self._early_signals: List[int] = []
+        """Signals that came before the process has started."""
         self._started_at: Optional[float] = None
         self._ended_at = 0.0
-        self._setting: Optional[LaunchContext] = None
+        self._argv = list(spec.argv)
+        self._leak_check: Optional[Callable[[Callable[[List[str]], None]], None]] = None
         self._messages: Optional[MessageFile] = None
         self._measurement: Optional[UsageMeasurement] = None
         self._kill_at: Optional[float] = None
-        self._awaited: Set[str] = set()
-        """What the `end` waits for once the process has ended."""
-        self._finishing = False
+        self._awaited: Set[_Awaited] = set()
         self._outputs: Optional[OutputSearch] = None
-        self._told_ended = False
 
-    def start(self, setting: LaunchContext) -> None:
-        """Start the process; a payload that cannot start ends at once."""
-        self._started_at = time.time()
-        self._setting = setting
-        try:
-            self._messages = MessageFile(setting.messages_path)
-            lay_out_work_dir(self._work_dir, self.spec)
-        except OSError as error:
-            return self._finish(End(EndReason.RECORD, "the run cannot be laid out: %s" % error))
-        argv = list(self.spec.argv)
-        if argv[0] in ("python", "python3"):
-            argv[0] = sys.executable  # The environment's Python started this runtime.
-        env = payload_environment(
-            self.spec,
-            self._environ,
-            sys.executable,
-            self.run_dir,
-            setting.messages_path,
-            setting.ray_env,
-            setting.worker_env,
-        )
-        self._measurement = UsageMeasurement(self.loop, self.spec.nonce, setting, self.record.note)
-        self._start_process(argv, {**env, **self.company})
-
-    def _begun(self, argv: List[str], error: Optional[Exception]) -> None:
-        """The process has started, or cannot be."""
-        if error is not None:
-            why = why_not_started(error, argv[0], self._work_dir)
-            return self._finish(End(EndReason.SPAWN, "the command %r cannot be started: %s" % (argv[0], why)))
-        self.record.note({"type": "context", "context": self.context})
-        self.record.phase("running", "payload started (pid %s)" % self._process.pid)
-        if self._process.why_fresh is not None:
-            self.record.phase("running", "a fresh interpreter, because %s" % self._process.why_fresh)
-        for signum in self._due_signals:
-            name = processes.signal_name(signum)
-            self.record.phase("running", "the payload gets %s now, which was due before it started" % name)
-            self.signal(signum)
-        if self.spec.time_limit is not None:
-            late = End(EndReason.TIMEOUT, "the payload took longer than its time limit of %g s" % self.spec.time_limit)
-            self._timers.due("limit", self.spec.time_limit, lambda: self.end_early(late))
-        self._timers.due("messages", _MESSAGE_POLL, self._copy_messages)
-        self._timers.due("sync", _SYNC_INTERVAL, self._sync)
-
-    def _start_process(self, argv: List[str], env: Environment) -> None:
-        def started(error: Optional[Exception]) -> None:
-            self.safely(lambda: self._begun(argv, error))
-
-        self._process.start(self.spec, argv, self._work_dir, env, self._secret_env, self._exited, self.templates, started)
-
-    def end_early(self, end: End, grace: Optional[float] = None) -> None:
-        """End the payload for a reason of the runtime's own: SIGTERM to its group, SIGKILL after the grace period.
-
-        The first reason stands; asking again shortens the wait if `grace` is shorter, and never lengthens it. Outputs that are
-        still being searched for are given up, and the reason is how the payload ended.
-        """
-        grace = self.spec.grace_period if grace is None else grace
-        if self._outputs is not None and not self.ended:
-            if end.reason != EndReason.RECORD:  # Nothing but the `end` is still to be recorded.
-                self._give_up_outputs(end)
-            return
-        itself = self.ending.exit is not None and "settling" not in self._awaited
-        if self.ended or (itself and end.reason != EndReason.RECORD):
-            return  # It ended by itself first, and that is the truth.
-        self.ending.decide(end)
-        if self._process.pid is None:
-            return self._finish(self.ending.verdict or end)
-        if self.ending.exit is not None:
-            return self._finish_if_complete()
-        if grace > 0 and self._kill_at is None:
-            self._process.signal(signal.SIGTERM)
-        self._kill_within(grace)
-
-    def signal(self, signum: int) -> bool:
-        """Send a signal to the payload's process group, unless it has ended; one that comes too early is kept for its start.
-
-        Returns:
-            False if the payload does not run yet.
-        """
-        if self._process.pid is None:
-            self._due_signals.append(signum)
-            return False
-        if self.ending.exit is None:
-            self._process.signal(signum)
-        return True
+    @property
+    def ended(self) -> bool:
+        """Whether the payload is done and its `end` is written, or is retried."""
+        return self._state == _State.ENDED
 
     @property
     def pid(self) -> Optional[int]:
-        """Its process, while that runs."""
+        """The payload's process while it runs."""
         return self._process.pid if self.ending.exit is None else None
+
+    def safely(self, call: Callable[[], None]) -> None:
+        """Make a call for this payload; an error in it ends this payload only."""
+        try:
+            call()
+        except Exception as error:
+            self._fail(error)
 
     def phase(self, name: str, message: str) -> None:
         """Tell the user what happens now, unless the payload has ended."""
@@ -195,36 +131,105 @@ class Payload:
         if not self.ended:
             self.record.tail(name, text)
 
-    def safely(self, call: Callable[[], None]) -> None:
-        """Do something for this payload; a defect in that ends it alone, and not what others have here."""
-        try:
-            call()
-        except Exception as error:
-            self._fail(error)
+    # ---- Start
 
-    def _fail(self, error: Exception) -> None:
-        traceback.print_exc()
-        if self._told_ended:
+    def start(self, launch: LaunchContext) -> None:
+        """Start the process; a payload that cannot start ends at once."""
+        self._state = _State.STARTING
+        self._started_at = time.time()
+        self._leak_check = launch.leak_check
+        try:
+            self._messages = MessageFile(launch.messages_path)
+            lay_out_work_dir(self._work_dir, self.spec)
+        except OSError as error:
+            return self._finish(End(EndReason.RECORD, "the run cannot be laid out: %s" % error))
+        if self._argv[0] in ("python", "python3"):
+            self._argv[0] = sys.executable  # The environment's Python started this runtime.
+        env = payload_environment(
+            self.spec, self._environ, sys.executable, self.run_dir, launch.messages_path, launch.ray_env, launch.worker_env
+        )
+        self._measurement = UsageMeasurement(self.loop, self.spec.nonce, launch, self.record.note)
+        env.update(self.component_env)
+        self._process.start(self.spec, self._argv, self._work_dir, env, self._secret_env, self.preload_server)
+
+    def process_started(self, error: Optional[Exception]) -> None:
+        """Take the news that the process has started, or cannot be started."""
+        if error is not None:
+            why = spawn_error(error, self._argv[0], self._work_dir)
+            return self._finish(End(EndReason.SPAWN, "the command %r cannot be started: %s" % (self._argv[0], why)))
+        self._state = _State.RUNNING
+        self.record.payload_pid = self._process.pid
+        self.record.note({"type": "context", "context": self.context})
+        self.record.phase("running", "payload started (pid %s)" % self._process.pid)
+        if self._process.not_forked_because is not None:
+            self.record.phase("running", "a fresh interpreter, because %s" % self._process.not_forked_because)
+        for signum in self._early_signals:
+            name = processes.signal_name(signum)
+            self.record.phase("running", "the payload gets %s now, which was due before it started" % name)
+            self.signal(signum)
+        if self.spec.time_limit is not None:
+            late = End(EndReason.TIMEOUT, "the payload took longer than its time limit of %g s" % self.spec.time_limit)
+            self._timers.due("limit", self.spec.time_limit, lambda: self.end_early(late))
+        self._timers.due("messages", _MESSAGE_POLL, self._copy_messages)
+        self._timers.due("sync", _SYNC_INTERVAL, self._sync)
+
+    # ---- While the process runs
+
+    def process_output(self, stream: str, text: str) -> None:
+        """Record output of the process."""
+        self.record.output(stream, text)
+
+    def _copy_messages(self) -> None:
+        assert self._messages is not None
+        until, more = self.loop.now() + _TURN, True
+        while more and self._state < _State.FINISHING and self.loop.now() < until:
+            more = self._messages.copy(self.record.keep)
+        if self._state < _State.FINISHING:
+            self._timers.due("messages", 0.0 if more else _MESSAGE_POLL, self._copy_messages)
+
+    def _sync(self) -> None:
+        self.record.sync()
+        if self._state < _State.FINISHING:
+            self._timers.due("sync", _SYNC_INTERVAL, self._sync)
+
+    def signal(self, signum: int) -> bool:
+        """Signal the payload's process group; a signal before the start is kept for it.
+
+        Returns:
+            False if the payload does not run yet.
+        """
+        if self._process.pid is None:
+            self._early_signals.append(signum)
+            return False
+        if self.ending.exit is None:
+            self._process.signal(signum)
+        return True
+
+    def end_early(self, end: End, grace: Optional[float] = None) -> None:
+        """End the payload for a reason of the runtime's: SIGTERM to its group, SIGKILL after the grace period.
+
+        The first reason stands. A second call shortens the grace period if `grace` is shorter, and never lengthens it. A
+        payload that has ended by itself stays so, but a search for its outputs is cut short and the reason is how it ended.
+        """
+        unrecorded = end.reason == EndReason.RECORD
+        if self._outputs is not None:
+            if not unrecorded:  # Only the `end` remains to be recorded.
+                self._give_up_outputs(end)
             return
-        with contextlib.suppress(Exception):  # What failed may be this very record.
-            self.tail("runtime traceback", tail_lines(traceback.format_exc()))
-        with contextlib.suppress(Exception):
-            if self._measurement is not None:
-                self._measurement.cancel()
-        with contextlib.suppress(Exception):
-            if self._messages is not None:
-                self._messages.remove()
-        self.ending.verdict = end = defect(error)
-        self._finishing = self.ended = True
-        self._process.give_up()
-        self._timers.cancel_all()
-        self._streams.close()
-        if self.pid is not None:
-            self._process.kill()
-        self._process.kill_leftovers()
-        self._ended_at, self._outputs = time.time(), None
-        self.record.end(self._end_record(end))
-        self._tell_ended()
+        if self.ended or (self.ending.exit is not None and _Awaited.SIGNAL not in self._awaited and not unrecorded):
+            return
+        self.ending.decide(end)
+        if self._process.pid is None:
+            return self._finish(self.ending.verdict or end)
+        if self.ending.exit is not None:
+            return self._finish_if_complete()
+        grace = self.spec.grace_period if grace is None else grace
+        if grace > 0 and self._kill_at is None:
+            self._process.signal(signal.SIGTERM)
+        kill_at = self.loop.now() + grace
+        if self._kill_at is None or kill_at < self._kill_at:
+            self._kill_at = kill_at
+            self._timers.due("kill", grace, self._process.kill)
 
     def abandon(self, end: End) -> None:
         """Write the `end` without waiting for the process, which the caller ends with everything else."""
@@ -232,91 +237,74 @@ class Payload:
             self._finish(end)
             self._give_up_outputs(end)
 
-    def _unrecordable(self, why: str) -> None:
-        """A record that cannot be kept ends the payload, because results would be lost."""
-        if not self.ended:
-            self.end_early(End(EndReason.RECORD, why))
+    def _record_failed(self, why: str) -> None:
+        """End a payload whose record cannot be written, because results would be lost."""
+        self.end_early(End(EndReason.RECORD, why))
 
-    def _kill_within(self, grace: float) -> None:
-        """Have it killed after so many seconds, unless that is to happen earlier anyway."""
-        at = self.loop.now() + grace
-        if self._kill_at is None or at < self._kill_at:
-            self._kill_at = at
-            self._timers.due("kill", grace, self._process.kill)
+    # ---- After the process has ended
 
-    def _take_output(self, stream: str, text: str) -> None:
-        self.record.output(stream, text)
-
-    def _copy_messages(self) -> None:
-        """Copy what messages there are, and see later whether there are more."""
-        assert self._messages is not None
-        until, more = self.loop.now() + _TURN, True
-        while more and not self._finishing and self.loop.now() < until:
-            more = self._messages.copy(self.record.keep)
-        if not self._finishing:
-            self._timers.due("messages", 0.0 if more else _MESSAGE_POLL, self._copy_messages)
-
-    def _sync(self) -> None:
-        self.record.sync()
-        if not self._finishing:
-            self._timers.due("sync", _SYNC_INTERVAL, self._sync)
-
-    def _exited(self, code: int, rusage: Any) -> None:
-        self.safely(lambda: self._take_exit(code, rusage))
-
-    def _take_exit(self, code: int, rusage: Any) -> None:
-        assert self._process.pid is not None and self._measurement is not None and self._setting is not None
+    def process_exited(self, code: int, rusage: Any) -> None:
+        """Take the end of the process; the `end` waits for its output and for what `_Awaited` names."""
+        assert self._process.pid is not None and self._measurement is not None
+        self._state = max(self._state, _State.EXITED)
         self.ending.exit = End(EndReason.EXIT, exit_code=code) if code >= 0 else End(EndReason.EXIT, signal=-code)
-        measured = functools.partial(self.safely, functools.partial(self._have, "usage"))
-        if self._measurement.finish(self._process.pid, rusage, str(self.context.get("hostname")), measured):
-            self._awaited.add("usage")
-        if self._setting.leak_check is not None:
-            self._awaited.add("audit")
-            self._setting.leak_check(lambda leaks: self.safely(lambda: self._take_leaks(leaks)))
+        hostname = str(self.context.get("hostname"))
+        if self._measurement.finish(self._process.pid, rusage, hostname, functools.partial(self.safely, self._usage_complete)):
+            self._awaited.add(_Awaited.USAGE)
+        if self._leak_check is not None:
+            self._awaited.add(_Awaited.LEAKS)
+            self._leak_check(lambda leaks: self.safely(lambda: self._leaks_found(leaks)))
         self._process.kill()
         self._process.kill_leftovers()
         if code != 0 and self.ending.verdict is None:
-            self._awaited.add("settling")
-            self._timers.due("settle", _SIGNAL_MARGIN, lambda: self._have("settling"))
-        self._timers.due("drain", _DRAIN_DEADLINE, self._give_up_draining)
+            self._awaited.add(_Awaited.SIGNAL)
+            self._timers.due("signal", _SIGNAL_MARGIN, lambda: self._received(_Awaited.SIGNAL))
+        self._timers.due("drain", _DRAIN_TIMEOUT, self._stop_draining)
         self._finish_if_complete()
 
-    def _take_leaks(self, leaks: List[str]) -> None:
-        """Take what this payload leaves alive in its cluster."""
+    def process_stream_ended(self) -> None:
+        """Take the end of an output stream."""
+        self._finish_if_complete()
+
+    def _stop_draining(self) -> None:
+        """Give up output of a process that cannot be killed and holds the pipe."""
+        self._process.close_streams()
+        self._finish_if_complete()
+
+    def _usage_complete(self) -> None:
+        self._received(_Awaited.USAGE)
+
+    def _leaks_found(self, leaks: List[str]) -> None:
         if leaks and not self.ended:
             self.context["leaks"] = leaks
-        self._have("audit")
+        self._received(_Awaited.LEAKS)
 
-    def _have(self, what: str) -> None:
-        """The `end` waits for this no longer."""
-        self._awaited.discard(what)
+    def _received(self, awaited: _Awaited) -> None:
+        self._awaited.discard(awaited)
         self._finish_if_complete()
 
     def _finish_if_complete(self) -> None:
-        if self.ending.exit is None or self._streams:
+        if self.ending.exit is None or self._process.streams_open:
             return
-        # Whether the end was a signal to all does not matter once there is a verdict.
-        if not self._awaited or (self.ending.verdict is not None and self._awaited == {"settling"}):
+        # With a verdict, a signal to the runtime makes no difference any more.
+        if not self._awaited or (self.ending.verdict is not None and self._awaited == {_Awaited.SIGNAL}):
             self._finish(self.ending.verdict or self.ending.exit)
 
-    def _give_up_draining(self) -> None:
-        """A process that cannot be killed holds the pipe: what it may still write is not waited for."""
-        self._streams.close()
-        self._finish_if_complete()
+    # ---- The end
 
     def _finish(self, end: End) -> None:
-        """Copy what is left to copy, and write the one `end`; nothing is written to the run directory afterwards."""
-        if self._finishing:
+        """Copy the last messages, search for outputs, and write the one `end`."""
+        if self._state >= _State.FINISHING:
             return
-        self._finishing = True
+        self._state = _State.FINISHING
         if self._process.pid is None:
-            self._process.give_up()
+            self._process.cancel_start()
             if self._measurement is not None:
                 self._measurement.cancel()
         if self._messages is not None:
             self._messages.copy_rest(self.record.keep)
             self._messages.remove()
-            end = self.ending.verdict or end  # Copying the last messages may itself have failed.
+            end = self.ending.verdict or end  # Copying the last messages may have failed.
         self._timers.cancel_all()
         self._ended_at = time.time()
         if self._started_at is None or not self.spec.outputs:
@@ -336,41 +324,62 @@ class Payload:
     def _give_up_outputs(self, end: End) -> None:
         """Write the `end` without the outputs that are still being searched for."""
         if self._outputs is not None and not self.ended:
-            self.ending.decide(end)  # A success would have them all.
+            self.ending.decide(end)  # A success would have all its outputs.
             self._outputs.files = []
             self._outputs.left_out = ["all of them: %s while they were searched for" % (end.message or end.reason)]
             self._conclude(end)
 
-    def _conclude(self, end: End) -> None:
-        """Write the one `end`."""
+    def _fail(self, error: Exception) -> None:
+        """End this payload because of a defect of the runtime."""
+        traceback.print_exc()
+        if self.ended:
+            return
+        with contextlib.suppress(Exception):  # The defect may be in this very record.
+            self.tail("runtime traceback", tail_lines(traceback.format_exc()))
+        with contextlib.suppress(Exception):
+            if self._measurement is not None:
+                self._measurement.cancel()
+        with contextlib.suppress(Exception):
+            if self._messages is not None:
+                self._messages.remove()
+        self._state = _State.FINISHING
+        self._process.cancel_start()
+        self._process.close_streams()
+        if self.pid is not None:
+            self._process.kill()
+        self._process.kill_leftovers()
+        self.ending.verdict = end = defect(error)
         self._timers.cancel_all()
-        self.ended = True
-        self.record.end(self._end_record(self.ending.verdict or end))
-        self._tell_ended()
+        self._ended_at, self._outputs = time.time(), None
+        self._write_end(end)
 
-    def _end_record(self, end: End) -> Dict[str, Any]:
+    def _conclude(self, end: End) -> None:
+        self._timers.cancel_all()
+        self._write_end(self.ending.verdict or end)
+
+    def _write_end(self, end: End) -> None:
+        """Write the one `end`; nothing is written to the run directory afterwards."""
         process = self.ending.exit or end
-        return {
-            "type": "end",
-            "nonce": self.spec.nonce,
-            "reason": end.reason,
-            "message": end.message,
-            "exit_code": process.exit_code,
-            "signal": process.signal,
-            "started_at": self._started_at,
-            "ended_at": self._ended_at,
-            "pipes_messages": self._messages.count if self._messages else 0,
-            "usage": self._usage(),
-            "outputs": self._outputs.files if self._outputs is not None else [],
-            "outputs_left_out": self._outputs.left_out if self._outputs is not None else [],
-            "context": self.context,
-        }
-
-    def _usage(self) -> Dict[str, Any]:
         usage = self._measurement.current() if self._measurement is not None else {}
-        return {**usage, "shared": len(self.companions)} if usage and self.ending.exit is not None else usage
-
-    def _tell_ended(self) -> None:
-        self._told_ended = True
+        if usage and self.ending.exit is not None:
+            usage = {**usage, "shared": len(self.companions)}
+        self.record.end(
+            {
+                "type": "end",
+                "nonce": self.spec.nonce,
+                "reason": end.reason,
+                "message": end.message,
+                "exit_code": process.exit_code,
+                "signal": process.signal,
+                "started_at": self._started_at,
+                "ended_at": self._ended_at,
+                "pipes_messages": self._messages.count if self._messages else 0,
+                "usage": usage,
+                "outputs": self._outputs.files if self._outputs is not None else [],
+                "outputs_left_out": self._outputs.left_out if self._outputs is not None else [],
+                "context": self.context,
+            }
+        )
+        self._state = _State.ENDED
         for call in self.on_ended:
             self.loop.call_later(0.0, call)

@@ -1,14 +1,13 @@
-"""An interpreter that has imported what payloads ask for, and forks one process per payload that goes on from there.
+"""An interpreter that imports modules once, and forks one process per payload that goes on from there.
 
-`templates` starts it as `python DIRECTORY/python.py FD MODULE… PADDING` from copies of this file, `forkable` and
-`as_main`, so these import nothing else of the package. `FD` is a socket: the template says on it once whether it can
-serve (`{"problem": null}`), and for each payload it receives one byte with three descriptors: the payload's own socket,
-its stdout, its stderr. A grandchild takes the request from that socket, is adopted by the runtime (a subreaper) as soon
-as the child in between ends, says its process id, and begins at the word "go". So the runtime waits for it as for any
-other child, and a template that dies takes no payload with it.
+`preload_server` starts it as `python DIRECTORY/python.py FD MODULE… PADDING` from copies of this file and `preload_main`, so
+these import nothing else of the package. `FD` is a socket. On it the process says once whether it can be forked
+(`{"problem": null}`). For each payload it receives one byte with three descriptors: the payload's own socket, its stdout and
+its stderr. A grandchild reads the request from that socket, is adopted by the runtime (a subreaper) as soon as the child in
+between ends, answers with its process id, and begins at the word "go". So the runtime waits for it as for any other child,
+and a preload process that dies takes no payload with it.
 
-What a payload finds differs from `python script.py` only in what has been imported, and in the frames of these files
-below its own.
+A payload differs from `python script.py` only in what has been imported, and in the frames of these files below its own.
 """
 
 from __future__ import annotations
@@ -23,63 +22,67 @@ import os
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 import warnings
-from typing import AbstractSet, Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import AbstractSet, Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
-from . import leave_ray, run_as_main
-from .fork_safety import Status, changed, fork_problem, look_at_threads, read, shadowed, sources
+from . import preload_main
 
-PAD = " " * 1500
+PADDING = " " * 1500
 """The last argument: room for the command that a payload's process shows in `ps`."""
+RUN_DIR_VARIABLE = "RAYSLURM_RUN_DIR"
+"""The variable that names a process's run; the preload process is started with `RUN_DIR_PADDING` as its value."""
+RUN_DIR_PADDING = "/" * 4096
 
-MARK = "RAYSLURM_RUN_DIR"
-"""The variable that tells whose process it is; the template is started with `MARK_ROOM` as its value."""
-
-MARK_ROOM = "/" * 4096
-
-_ADOPTION = 1.0
-"""Seconds in which the runtime must have become the parent: the kernel needs microseconds."""
-
-_LATER = {
+_ADOPTION_TIMEOUT = 1.0
+"""Seconds in which the runtime must have become the parent; the kernel needs microseconds."""
+_LAZY_IMPORTS = {
     "ray": (
         *("pydantic", "ray._common.pydantic_compat", "starlette.datastructures", "pyarrow", "ray._private.arrow_serialization"),
         "ray.dag.compiled_dag_node",
     )
 }
-"""What a module imports only when it is used, as far as that is installed: Ray at the first task and at the end (Ray 2.60)."""
-
+"""Modules that a module imports only when it is used: Ray at the first task and at the end (Ray 2.60)."""
+_FORK_SAFE_POOLS = ("openblas", "libmkl", "libiomp5", "libomp")
+"""Libraries whose threads end before a fork and restart on demand after it (pthread_atfork); libgomp's do not."""
+_FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
+"""Threads that their library does not need in a forked process (jemalloc 5, which pyarrow brings)."""
+_DEVICES = ("/dev/nvidia", "/dev/kfd")
 _PR_SET_PDEATHSIG = 1
 
+FileStates = Dict[str, Tuple[int, int]]
+"""Modification time and size of files, by path."""
 
-class Imported(NamedTuple):
-    """What payloads are judged by."""
 
-    files: Status
+class Imports(NamedTuple):
+    """The imports of this process, which must be those of the payload as well."""
+
+    files: FileStates
     startup: AbstractSet[str]
-    """Modules that every interpreter has at its first line; what stands beside the script cannot take their place."""
+    """Modules that every interpreter has at its first line; files beside the script cannot replace them."""
     directory: str
-    """Where the template was started."""
+    """The working directory at the time."""
 
 
-def _say(connection: socket.socket, **message: Any) -> None:
+def _send(connection: socket.socket, **message: Any) -> None:
     connection.sendall(json.dumps(message).encode("ascii") + b"\n")
 
 
 def _load(names: List[str]) -> Optional[str]:
-    """Import modules; why that failed, or why this process must not be forked afterwards."""
+    """Import modules; returns why that failed, or why this process must not be forked afterwards."""
     for name in names:
         try:
             __import__(name)
         except BaseException as error:  # A module may even call sys.exit.
             traceback.print_exc()
             return "%s cannot be imported: %s" % (name, traceback.format_exception_only(type(error), error)[-1].strip())
-    for later in [later for name in names for later in _LATER.get(name, ())]:
-        with contextlib.suppress(Exception):  # The payload will meet it where Ray does.
-            __import__(later)
-    return fork_problem(look_at_threads())
+    for lazy in [lazy for name in names for lazy in _LAZY_IMPORTS.get(name, ())]:
+        with contextlib.suppress(Exception):  # Not installed, or broken; the payload will get the same error from Ray.
+            __import__(lazy)
+    return fork_problem(process_threads())
 
 
 def _serve(control: socket.socket) -> Tuple[socket.socket, List[int]]:
@@ -100,7 +103,7 @@ def _serve(control: socket.socket) -> Tuple[socket.socket, List[int]]:
 
 def _fork() -> Optional[int]:
     with warnings.catch_warnings():
-        # Python 3.12 warns of all threads alike; those that are here have been looked at.
+        # Python 3.12 warns of all threads alike; the threads of this process were checked.
         warnings.simplefilter("ignore")
         try:
             return os.fork()
@@ -110,7 +113,7 @@ def _fork() -> Optional[int]:
 
 
 def _receive(control: socket.socket) -> List[int]:
-    """The descriptors of the next payload; ends this process when the runtime has gone."""
+    """Receive the descriptors of the next payload; ends this process when the runtime has ended."""
     size = array.array("i").itemsize
     data, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(3 * size), socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
@@ -121,15 +124,15 @@ def _receive(control: socket.socket) -> List[int]:
     return list(fds)
 
 
-def _become(request: Dict[str, Any], imported: Imported, streams: List[int]) -> Optional[str]:
-    """Make this process what the payload's own would be when its first line runs; why that cannot be, or None."""
+def _become(request: Dict[str, Any], imports: Imports, streams: List[int]) -> Optional[str]:
+    """Turn this process into the payload's own as of its first line; returns why that cannot be done, or None."""
     os.chdir(request["cwd"])
     first = None if getattr(sys.flags, "safe_path", False) else _first_of_path(request)
     if first is not None:
-        files = {name: getattr(sys.modules[name], "__file__", None) for name in set(sys.modules) - imported.startup}
-        taken = shadowed(first, files)
-        if taken is not None:
-            return "%s has a module %r of its own, and another one is imported already" % (first, taken)
+        files = {name: getattr(sys.modules[name], "__file__", None) for name in set(sys.modules) - imports.startup}
+        name = shadowed_module(first, files)
+        if name is not None:
+            return "%s has a module %r of its own, and another one is imported already" % (first, name)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda._is_in_bad_fork():
         return "importing them initialized CUDA, which no forked process can use"
@@ -141,17 +144,17 @@ def _become(request: Dict[str, Any], imported: Imported, streams: List[int]) -> 
         os.dup2(fd, number)
         os.close(fd)
     # Relative entries of PYTHONPATH were made absolute when the interpreter started, in its own directory.
-    here, cwd = imported.directory, os.getcwd()
+    here, cwd = imports.directory, os.getcwd()
     sys.path[:] = [cwd + entry[len(here) :] if entry == here or entry.startswith(here + "/") else entry for entry in sys.path]
     if first is not None:
         sys.path.insert(0, first)
     os.environ.clear()
     os.environ.update(request["env"])
-    _show(request["argv"], request["env"].get(MARK))
+    _set_title(request["argv"], request["env"].get(RUN_DIR_VARIABLE))
     sys.argv = request["argv"][1:]
     if hasattr(sys, "orig_argv"):
         vars(sys)["orig_argv"] = list(request["argv"])  # Python 3.10.
-    _forget_the_template(cwd)
+    _reset_inherited_state(cwd)
     _wait_for_parent(request["parent"])
     return None
 
@@ -161,104 +164,213 @@ def _first_of_path(request: Dict[str, Any]) -> str:
     return os.getcwd() if request["argv"][1] == "-m" else os.path.dirname(os.path.realpath(request["argv"][1]))
 
 
-def _forget_the_template(cwd: str) -> None:
-    """Undo what modules took over from the process that imported them: its directory, its state of random generators.
+def _reset_inherited_state(cwd: str) -> None:
+    """Reset state that modules inherited from the preload process: its directory, its random generators.
 
-    Python's own `random` is seeded anew by the fork itself.
+    Python itself seeds `random` anew after a fork.
     """
     numpy_random, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
     if numpy_random is not None:
         numpy_random.seed()
     if torch is not None and hasattr(torch, "default_generator"):
-        torch.default_generator.seed()  # Without a seed of the user's, each process begins elsewhere (torch 2.x).
+        torch.default_generator.seed()  # Without a seed of the user's, each process has a different one (torch 2.x).
     main_thread: Any = threading.main_thread()
     if hasattr(main_thread, "_set_native_id"):
-        main_thread._set_native_id()  # Python 3.11 leaves it that of the process that forked.
+        main_thread._set_native_id()  # Python 3.11 leaves the id of the process that forked.
     for path in [path for path, finder in sys.path_importer_cache.items() if finder is None]:
-        del sys.path_importer_cache[path]  # What was no directory when the template looked may be one by now.
+        del sys.path_importer_cache[path]  # A path that was no directory at the time of the import may be one by now.
     process: Any = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.ORIGINAL_DIR = cwd  # Where `multiprocessing` looks for the script that it imports again.
         process.current_process().authkey = os.urandom(32)
     if "ray" in sys.modules:
-        atexit.register(leave_ray.leave)
+        atexit.register(preload_main.leave_ray)
 
 
 def _wait_for_parent(parent: int) -> None:
     """Wait until the runtime is the parent, and die with it (prctl(2))."""
-    until = time.monotonic() + _ADOPTION
+    until = time.monotonic() + _ADOPTION_TIMEOUT
     while os.getppid() != parent:
         if time.monotonic() > until:
-            os._exit(71)  # EX_OSERR of sysexits(3): there is nobody who would wait for this process.
+            os._exit(71)  # EX_OSERR of sysexits(3): nobody would wait for this process.
         time.sleep(0.0002)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(71)
 
 
-def _show(argv: List[str], run_dir: Optional[str] = None) -> None:
-    """Have /proc, and with it `ps`, tell the payload's command and its run directory.
+def _set_title(argv: List[str], run_dir: Optional[str] = None) -> None:
+    """Make /proc, and with it `ps`, show the payload's command and its run directory.
 
-    The kernel reads them from the memory where they were when the process was started (proc(5)). Processes that are
-    forked from here, and never exec, are known by that run directory.
+    The kernel reads both from the memory where they were when the process was started (proc(5)). The runtime finds processes
+    that are forked from here, and never exec, by that run directory.
     """
-    stat = read("/proc/self/stat")
+    stat = _read_text("/proc/self/stat")
     fields = stat[stat.rindex(")") + 2 :].split()
     arg_start, arg_end, env_start, env_end = (int(field) for field in fields[45:49])
     room = arg_end - arg_start
-    if room > len(PAD):
+    if room > len(PADDING):
         # Without a NUL as its last byte the kernel takes all of it for one title that ends at the first NUL.
         title = b" ".join(os.fsencode(word) for word in argv)[: room - 2]
         ctypes.memmove(arg_start, title.ljust(room - 1, b"\0") + b" ", room)
     if run_dir is not None and 0 < env_start < env_end:
         memory = ctypes.string_at(env_start, env_end - env_start)
-        at = memory.find(b"%s=%s\0" % (MARK.encode(), MARK_ROOM.encode()))
+        at = memory.find(b"%s=%s\0" % (RUN_DIR_VARIABLE.encode(), RUN_DIR_PADDING.encode()))
         value = os.fsencode(run_dir)
-        if at >= 0 and len(value) <= len(MARK_ROOM):
-            ctypes.memmove(env_start + at + len(MARK) + 1, value.ljust(len(MARK_ROOM), b"\0"), len(MARK_ROOM))
+        if at >= 0 and len(value) <= len(RUN_DIR_PADDING):
+            ctypes.memmove(
+                env_start + at + len(RUN_DIR_VARIABLE) + 1, value.ljust(len(RUN_DIR_PADDING), b"\0"), len(RUN_DIR_PADDING)
+            )
+
+
+class Threads(NamedTuple):
+    """The threads and devices of a process."""
+
+    python: List[str]
+    """Names of Python's threads, without the main one."""
+    others: List[str]
+    """The kernel's names of all threads, without the main one."""
+    name: str
+    """The name of the main thread, which a thread inherits that has no name of its own."""
+    libraries: List[str]
+    """Shared libraries that are mapped."""
+    devices: List[str]
+    cpus: int
+
+
+def fork_problem(threads: Threads) -> Optional[str]:
+    """Why a process with such threads must not be forked, in the words that follow "because"; None if it may be."""
+    if threads.devices:
+        return "importing them opened a GPU (%s), which no forked process can use" % threads.devices[0]
+    if threads.python:
+        return "importing them started the thread %r, which no forked process has" % threads.python[0]
+    others = [name for name in threads.others if name not in _FORK_SAFE_THREADS]
+    strange = [name for name in others if name != threads.name]
+    if strange:
+        return "importing them started the thread %r, which no forked process has" % strange[0]
+    ends = ["/".join(library.split("/")[-2:]) for library in threads.libraries]  # Debian: openblas-pthread/libblas.so.3
+    pools = [end for end in ends if any(pool in end for pool in _FORK_SAFE_POOLS)]
+    if len(others) > len(pools) * max(threads.cpus - 1, 1):
+        return "importing them started %d threads, which no forked process has" % len(others)
+    return None
+
+
+def process_threads() -> Threads:
+    """The threads and devices of this process (proc(5))."""
+    main = threading.main_thread()
+    me = str(os.getpid())
+    names = {task: _read_text("/proc/self/task/%s/comm" % task).strip() for task in os.listdir("/proc/self/task")}
+    mapped = {line.split(None, 5)[5].strip() for line in _read_text("/proc/self/maps").splitlines() if ".so" in line}
+    opened = {_link("/proc/self/fd/%s" % fd) for fd in os.listdir("/proc/self/fd")}
+    return Threads(
+        [thread.name for thread in threading.enumerate() if thread is not main],
+        [name for task, name in sorted(names.items()) if task != me],
+        names[me],
+        sorted(mapped),
+        sorted(path for path in opened if path.startswith(_DEVICES)),
+        os.cpu_count() or 1,
+    )
+
+
+def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Optional[str]:
+    """The name of an imported module that the payload would import from its own directory instead.
+
+    Args:
+        directory: the first entry of the payload's search path.
+        modules: files of the imported modules by name, without those that every interpreter imports at its start.
+    """
+    try:
+        entries = list(os.scandir(directory))
+    except OSError:
+        return None
+    for entry in entries:
+        name, dot, extension = entry.name.partition(".")
+        if name not in modules or (modules[name] or "").startswith(os.path.join(directory, "")):
+            continue
+        is_package = not dot and os.path.exists(os.path.join(entry.path, "__init__.py"))
+        if is_package or extension == "py" or extension.endswith("so"):
+            return name
+    return None
+
+
+def changed_file(files: FileStates) -> Optional[str]:
+    """The path of a file that has changed since it was imported."""
+    return next((path for path, state in files.items() if _file_state(path) != state), None)
+
+
+def file_states(names: Iterable[str]) -> FileStates:
+    """The files of the requested modules and of all imported modules that are not installed packages; these may change."""
+    installed = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    own, found = os.path.dirname(os.path.dirname(__file__)), {}
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and not path.startswith(own) and (name in names or not path.startswith(installed)):
+            found[path] = _file_state(path)
+    return found
+
+
+def _file_state(path: str) -> Tuple[int, int]:
+    try:
+        found = os.stat(path)
+        return found.st_mtime_ns, found.st_size
+    except OSError:
+        return 0, 0
+
+
+def _read_text(path: str) -> str:
+    """The text of a file of /proc."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
 
 
 def main(bare: Dict[str, Any], startup: AbstractSet[str]) -> None:
-    """Serve, and in a payload's process be the payload.
+    """Serve fork requests; in a payload's process, run the payload.
 
     Args:
         bare: the names of `__main__` at its first line.
-        startup: the modules that were there at that line.
+        startup: the modules that are imported at that line.
     """
     names = sys.argv[2:-1]
-    os.environ.pop(MARK, None)
+    os.environ.pop(RUN_DIR_VARIABLE, None)
     os.set_inheritable(int(sys.argv[1]), False)
     control = socket.socket(fileno=int(sys.argv[1]))
     if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # The template's own directory.
-    _show(["rayslurm-preload", *names])
+        del sys.path[0]  # The directory of this script.
+    _set_title(["rayslurm-preload", *names])
     try:
         problem = _load(names)
-        imported = Imported(sources(names), startup, os.getcwd())
+        imports = Imports(file_states(names), startup, os.getcwd())
         gc.collect()
-        gc.freeze()  # What the collector never looks at stays shared by all processes.
-        _say(control, problem=problem)
+        gc.freeze()  # Memory that the collector never touches stays shared by all processes.
+        _send(control, problem=problem)
         if problem is not None:
             os._exit(0)
         connection, streams = _serve(control)
     except (KeyboardInterrupt, OSError):
         os._exit(1)
-    run_as_main.run(_take(connection, streams, imported), bare)
+    preload_main.run(_read_request(connection, streams, imports), bare)
 
 
-def _take(connection: socket.socket, streams: List[int], imported: Imported) -> List[str]:
-    """Become the payload that the runtime asks for, and wait for the word to begin; its command."""
+def _read_request(connection: socket.socket, streams: List[int], imports: Imports) -> List[str]:
+    """Read the request, become that payload, and wait for the word "go"; returns the payload's command."""
     try:
         with connection.makefile("rb") as reader:
             request = json.loads(reader.readline() or b"null")
             if request is None:
                 os._exit(0)
-            stale = changed(imported.files)
+            stale = changed_file(imports.files)
             if stale is not None:
                 problem: Optional[str] = "%s changed since it was imported" % stale
             else:
-                problem = _become(request, imported, streams)
-            _say(connection, pid=os.getpid(), problem=problem, stale=stale is not None)
+                problem = _become(request, imports, streams)
+            _send(connection, pid=os.getpid(), problem=problem, stale=stale is not None)
             if problem is not None or reader.read(2) != b"go":
                 os._exit(0)
         connection.close()
@@ -266,4 +378,4 @@ def _take(connection: socket.socket, streams: List[int], imported: Imported) -> 
         return command
     except BaseException:
         traceback.print_exc()
-        os._exit(70)  # EX_SOFTWARE of sysexits(3); the runtime learns that nothing has begun.
+        os._exit(70)  # EX_SOFTWARE of sysexits(3): the runtime sees the closed socket, and that nothing has begun.

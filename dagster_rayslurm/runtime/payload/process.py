@@ -1,40 +1,58 @@
-"""The process of one payload: started, or forked from one that has imported its modules; what it prints, and its signals."""
+"""The process of one payload: its start, its output and its end."""
 
 from __future__ import annotations
 
+import codecs
 import os
 import signal
 import subprocess
-from typing import Callable, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Protocol, Tuple
 
 from ..process import processes
-from ..process.loop import ExitCallback, Loop
+from ..process.loop import Loop
 from ..protocol.spec import PayloadSpec
 from .environment import Environment
-from .output_streams import OutputStreams
-from .preload_server import Fork, Forked, Templates
+from .preload_server import ForkRequest, ForkResult, PreloadServer
+
+_CHUNK = 256 * 1024
+
+
+class ProcessListener(Protocol):
+    """Receives the events of a process, each by way of `safely`, which handles errors of a call."""
+
+    def safely(self, call: Callable[[], None]) -> None: ...
+    def process_started(self, error: Optional[Exception]) -> None: ...
+    def process_output(self, stream: str, text: str) -> None: ...
+    def process_stream_ended(self) -> None: ...
+    def process_exited(self, code: int, rusage: Any) -> None: ...
 
 
 class PayloadProcess:
-    """Starts the process and ends it, with all that is its own.
+    """Starts and ends the process, together with all processes that it starts.
 
     Args:
-        loop: where everything happens.
+        loop: where pipes are watched.
         run_dir: the run directory, which the environment of all its processes names.
-        streams: reads what it prints.
+        listener: receives events, perhaps before `start` returns.
     """
 
-    def __init__(self, loop: Loop, run_dir: str, streams: OutputStreams) -> None:
+    def __init__(self, loop: Loop, run_dir: str, listener: ProcessListener) -> None:
         self.pid: Optional[int] = None
         """The process, which is its process group too; None before it has started."""
-        self.why_fresh: Optional[str] = None
-        """Why it was not forked although modules are to be preloaded, after "because"."""
+        self.not_forked_because: Optional[str] = None
+        """Why it was not forked from a preload process although it asks for one, after "because"."""
         self._loop = loop
         self._run_dir = run_dir
-        self._streams = streams
-        self._fork: Optional[Fork] = None
+        self._listener = listener
+        self._fork: Optional[ForkRequest] = None
         self._pipes: List[int] = []
-        """Their ends for reading and writing, while the process is yet to start."""
+        """All ends of the output pipes, while the process has yet to start."""
+        self._streams: Dict[int, Tuple[str, codecs.IncrementalDecoder]] = {}
+
+    @property
+    def streams_open(self) -> bool:
+        """Whether there may be more output to read."""
+        return bool(self._streams)
 
     def start(
         self,
@@ -43,33 +61,21 @@ class PayloadProcess:
         work_dir: str,
         env: Environment,
         secret_env: Environment,
-        exited: ExitCallback,
-        templates: Optional[Templates],
-        started: Callable[[Optional[Exception]], None],
+        preload_server: Optional[PreloadServer],
     ) -> None:
-        """Start the process; one that is forked starts a moment later.
-
-        Args:
-            spec: the payload.
-            argv: its command.
-            work_dir: its working directory.
-            env: its environment, without what is secret.
-            secret_env: variables that no other process shall have.
-            exited: called when it has ended.
-            templates: what it may be forked from.
-            started: called once, perhaps before this returns: with None, or with what keeps it from starting.
-        """
-        env = {**env, **secret_env}
+        """Start the process, or request a fork of a preload process if the payload has modules to preload."""
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         self._pipes = [out, err, out_end, err_end]
+        env = {**env, **secret_env}
 
-        def begin(forked: Optional[Forked]) -> None:
+        def begin(result: Optional[ForkResult]) -> None:
             self._fork, self._pipes = None, []
+            error: Optional[Exception] = None
             try:
-                if isinstance(forked, int):
-                    self.pid = forked
+                if isinstance(result, int):
+                    self.pid = result
                 else:
-                    self.why_fresh = forked
+                    self.not_forked_because = result
                     self.pid = self._loop.spawn(
                         argv,
                         exited,
@@ -80,26 +86,37 @@ class PayloadProcess:
                         stderr=err_end,
                         preexec_fn=processes.die_with_parent(),
                     )
-            except Exception as error:
+            except Exception as failure:
+                error = failure
                 os.close(out)
                 os.close(err)
-                return started(error)
             finally:
                 os.close(out_end)
                 os.close(err_end)
-            self._streams.add("stdout", out)
-            self._streams.add("stderr", err)
-            started(None)
+            if error is None:
+                self.read_stream("stdout", out)
+                self.read_stream("stderr", err)
+            self._listener.safely(lambda: self._listener.process_started(error))
 
-        if templates is None or not spec.preload:
+        def exited(code: int, rusage: Any) -> None:
+            self._listener.safely(lambda: self._listener.process_exited(code, rusage))
+
+        if preload_server is None or not spec.preload:
             return begin(None)
-        fork = templates.spawn(
-            spec.preload, argv, exited, cwd=work_dir, env=env, secrets=secret_env, stdout=out_end, stderr=err_end, done=begin
+        request = preload_server.fork(
+            spec.preload,
+            argv,
+            exited,
+            cwd=work_dir,
+            env=env,
+            secrets=secret_env,
+            streams=(out_end, err_end),
+            done=begin,
         )
-        self._fork = fork if self._pipes else None
+        self._fork = request if self._pipes else None
 
-    def give_up(self) -> None:
-        """Start no process that has yet to start."""
+    def cancel_start(self) -> None:
+        """Start no process, if it has yet to start."""
         if self._fork is not None:
             self._fork.cancel()
         for fd in self._pipes:
@@ -116,18 +133,38 @@ class PayloadProcess:
         self.signal(signal.SIGKILL)
 
     def kill_leftovers(self) -> None:
-        """End what it left behind in other process groups; its environment names this run."""
+        """SIGKILL the processes that it left behind in other process groups; their environment names this run."""
         processes.kill_all(processes.with_environment("RAYSLURM_RUN_DIR=" + self._run_dir))
 
+    def read_stream(self, name: str, fd: int) -> None:
+        """Pass on the text of a pipe until it ends. Bytes that are not UTF-8 become U+FFFD."""
+        self._streams[fd] = (name, codecs.getincrementaldecoder("utf-8")("replace"))
+        self._loop.on_readable(fd, lambda: self._listener.safely(lambda: self._read(fd)))
 
-def why_not_started(error: Exception, command: str, work_dir: str) -> str:
-    """Why a command cannot be started, and what to do.
+    def close_streams(self) -> None:
+        """Read no more output."""
+        for fd in list(self._streams):
+            self._close_stream(fd)
 
-    Args:
-        error: what starting it raised.
-        command: its first word.
-        work_dir: where it is started.
-    """
+    def _close_stream(self, fd: int) -> None:
+        self._loop.forget(fd)
+        os.close(fd)
+        del self._streams[fd]
+
+    def _read(self, fd: int) -> None:
+        data = os.read(fd, _CHUNK)
+        name, decoder = self._streams[fd]
+        text = decoder.decode(data, final=not data)
+        if not data:
+            self._close_stream(fd)
+        if text:
+            self._listener.process_output(name, text)
+        if not data:
+            self._listener.process_stream_ended()
+
+
+def spawn_error(error: Exception, command: str, work_dir: str) -> str:
+    """Why a command cannot be started in a directory, and the remedy."""
     why = str(error.strerror if isinstance(error, OSError) else error)
     if not isinstance(error, FileNotFoundError):
         return why

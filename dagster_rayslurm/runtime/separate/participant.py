@@ -126,7 +126,7 @@ class BarrierParticipant(Hooks):
             self._finish(payload, order.final)
         elif isinstance(order, Start):
             addresses = {name: asdict(address) for name, address in order.components.items()}
-            payload.company = {COMPONENT: self._spec.component_id, COMPONENTS: json.dumps(addresses)}
+            payload.component_env = {COMPONENT: self._spec.component_id, COMPONENTS: json.dumps(addresses)}
             if len(addresses) > 1:
                 payload.phase("start", "all %d components are ready" % len(addresses))
             self._started = True

@@ -24,7 +24,7 @@ from ..node.worker_node import WorkerNode
 from ..payload.environment import LaunchContext
 from ..payload.own_ray import OwnRayWatch
 from ..payload.payload import Payload
-from ..payload.preload_server import Templates
+from ..payload.preload_server import PreloadServer
 from ..process import processes, scratch
 from ..process.loop import Loop, Timers
 from ..process.stray_processes import StrayProcesses
@@ -118,7 +118,7 @@ class Supervisor(ClusterListener):
         self.lifetime = ShutdownPolicy(
             loop, spec, self._queue, allocation is not None, lambda: self.hooks.finished(loop), self.close
         )
-        self._templates = Templates(loop, private.join("preload")) if self.is_session else None
+        self._preload_server = PreloadServer(loop, private.join("preload")) if self.is_session else None
         self._ray_version = installed_version() if self.is_session else None
         self._leaks = LeakCheck(loop, lambda: self.cluster)
         self._strays = StrayProcesses(loop)
@@ -165,9 +165,9 @@ class Supervisor(ClusterListener):
         try:
             if self.cluster is not None:
                 self.cluster.start()
-            if self._templates is not None:
+            if self._preload_server is not None:
                 ray_env = self.cluster.environment if self.cluster is not None else None
-                self._templates.warm(self.spec.preload, ray_env, self.nodes.payload_environ(dict(os.environ)))
+                self._preload_server.preload(self.spec.preload, ray_env, self.nodes.payload_environ(dict(os.environ)))
             if self.cluster is None:
                 problem = footprint_error(runtime_footprint(self.spec, self.nodes.machine.component), self.nodes.machine)
                 if problem:
@@ -180,8 +180,8 @@ class Supervisor(ClusterListener):
             raise
         finally:
             self.clusters.end()
-            if self._templates is not None:
-                self._templates.close()
+            if self._preload_server is not None:
+                self._preload_server.close()
             workers = self.nodes.workers
             if workers is not None:
                 workers.dismiss()
@@ -233,7 +233,7 @@ class Supervisor(ClusterListener):
             record.withdraw()
             raise
         payload = Payload(self.loop, run_dir, spec, secrets, record, self.nodes.payload_environ(environ or dict(os.environ)))
-        payload.templates = self._templates
+        payload.preload_server = self._preload_server
         payload.on_ended.append(lambda: self._ended(payload))
         self._queue.add(payload)
         self.lifetime.busy()
@@ -438,8 +438,8 @@ class Supervisor(ClusterListener):
     def _foreign_pids(self, payload: Payload) -> List[int]:
         """The processes that, with all below them, do not belong to a payload."""
         drivers = [other.pid for other in self._queue.running if other is not payload and other.pid is not None]
-        templates = self._templates.pids() if self._templates is not None else []
-        return drivers + templates + self.clusters.foreign_pids(payload)
+        preloading = self._preload_server.pids() if self._preload_server is not None else []
+        return drivers + preloading + self.clusters.foreign_pids(payload)
 
     def _ended(self, payload: Payload) -> None:
         self.exit_code = payload.ending.exit_code
