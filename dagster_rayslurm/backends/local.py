@@ -32,12 +32,10 @@ from ..runtime.protocol.requests import Operation
 from ..runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec
 from ..ssh.local import LocalConnection
 from .base import Register, RunningPayload, Step
-from .local_process import example_command, reap_later, runtime_command, start_process
+from .local_process import LocalPayload, example_command, reap_later, runtime_command, start_process
 from .run_dir import Layout, run_files, write_run_dir, write_runtime_spec
 from .sessions import local as local_session
-from .sessions.local import LocalPayload
 from .sessions.matching import Capacity, Requirements, claimed_resources, misfit, misfit_error
-from .sessions.run_scope import end_with_run, local_target
 
 LOCAL_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
 """Reading a file of this machine costs next to nothing."""
@@ -110,13 +108,7 @@ class LocalBackend:
             plan = replace(plan, payload=payload)
         write_run_dir(self.connection, run_dir, run_files(plan, context))
         if plan.ray is not None and self.session is not None:
-
-            def ends_with_run(key: str) -> None:
-                end_with_run(self.layout, step.run_id, local_target(self.layout, key), step.log)
-
-            attempt = local_session.submit(
-                self.layout, self.interpreter, plan, ray, self.session, step.run_id, run_dir, ends_with_run
-            )
+            attempt = local_session.submit(self.layout, self.interpreter, plan, ray, self.session, step, run_dir)
         else:
             cluster_id = f"local-{plan.payload.nonce}"
             components, worker_env = list(plan.components), shared_variables(plan.payload)

@@ -6,13 +6,28 @@ import os
 import shlex
 import subprocess
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 from ..archive import install_runtime
 from ..environments import Interpreter
+from ..follow import Evidence
 from ..plan import Plan
 from ..runtime.protocol.record import RUNTIME_LOG
 from ..runtime.protocol.spec import RuntimeSpec, to_json
 from .run_dir import Layout
+
+
+class LocalPayload:
+    """Base of payloads on this machine, where there is no Slurm; see `RunningPayload`."""
+
+    job_id: str | None = None
+    waiting = False
+    place = ""
+    requeue = False
+
+    def metadata(self, evidence: Evidence) -> Mapping[str, Any]:  # noqa: ARG002
+        return {}
 
 
 def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directory: str) -> list[str]:

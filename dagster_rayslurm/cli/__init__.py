@@ -1,4 +1,4 @@
-"""The `rayslurm` command: a look at run directories and at the edge node, without Dagster."""
+"""The `rayslurm` command: inspect run directories, sessions and the edge node, without Dagster."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .._version import __version__
 from ..backends.run_dir import Layout
 from ..runtime.protocol.record import JOURNAL, STATUS, STDIO, LineReader, Record
 from .check import check
+from .common import print_table
 from .session import session
 
 _CHUNK = 1024 * 1024
@@ -49,15 +50,12 @@ def runs(layout: Layout, as_json: bool) -> None:
         for row in rows:
             click.echo(json.dumps(row))
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
-    table = Table("run", "state", "since", "says")
-    for row in rows:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["at"])) if row["at"] else ""
-        table.add_row(*map(escape, (row["run"], row["state"], since, row["says"])))
-    Console().print(table)
+    def since(row: dict[str, Any]) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["at"])) if row["at"] else ""
+
+    cells = ([row["run"], row["state"], since(row), row["says"]] for row in rows)
+    print_table(cells, "run", "state", "since", "says")
 
 
 @main.command()
@@ -88,7 +86,7 @@ def _find(layout: Layout, run: str) -> Path:
 
 
 def _by_age(layout: Layout) -> list[Path]:
-    """The run directories, the oldest first; those of runs that go on may vanish meanwhile."""
+    """The run directories, the oldest first; one of a running payload may vanish meanwhile."""
     found = []
     for path in layout.runs.glob("*"):
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""`rayslurm check`: whether the edge node can be reached as configured, and what is found there."""
+"""`rayslurm check`: log in to the edge node that the environment names, and show its Slurm."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import click
 
 from ..ssh.base import Connection
 from ..ssh.pool import connection_to
-from .edge import edge_node, prefix_option, sentences
+from .common import edge_node, one_sentence_errors, prefix_option
 
 
 @click.command()
 @prefix_option
 def check(prefix: str) -> None:
     """Log in to the edge node that the environment names, and ask for its Slurm."""
-    with sentences():
+    with one_sentence_errors():
         ssh = edge_node(prefix)
         connection = connection_to(ssh)
         seconds = _seconds(connection)
         click.echo(f"{connection.place}: logged in with {ssh.client} in {seconds:.2f} s")
         click.echo(f"a command takes {1000 * _seconds(connection):.0f} ms")
         click.echo(f"home directory: {connection.home()}")
-        click.echo(f"Slurm: {_ask(connection, 'sinfo', '--version')}")
-        click.echo(f"partitions: {', '.join(_ask(connection, 'sinfo', '--noheader', '--format=%P (%D nodes)').splitlines())}")
+        click.echo(f"Slurm: {_run(connection, 'sinfo', '--version')}")
+        click.echo(f"partitions: {', '.join(_run(connection, 'sinfo', '--noheader', '--format=%P (%D nodes)').splitlines())}")
 
 
 def _seconds(connection: Connection) -> float:
@@ -32,7 +32,7 @@ def _seconds(connection: Connection) -> float:
     return time.perf_counter() - started
 
 
-def _ask(connection: Connection, *command: str) -> str:
+def _run(connection: Connection, *command: str) -> str:
     done = connection.run(command, timeout=60)
     if done.returncode == 127:
         raise OSError(f"{command[0]} is not on the PATH that a non-interactive login has on {connection.place}; add it there")

@@ -9,6 +9,7 @@ import pytest
 from dagster_rayslurm import ComputeResource, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig
 from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.backends.sessions import local as local_session
+from dagster_rayslurm.runtime.protocol.requests import Operation
 
 from ..conftest import Ran, pipes_script, run_asset, small_ray
 
@@ -40,8 +41,8 @@ def warm(base: Path) -> Iterator[Callable[..., ComputeResource]]:
         return ComputeResource(local_base=str(base), session=session, **{**defaults, **fields})
 
     yield make
-    for directory, _ in local_session.living(Layout(base)):
-        local_session.end_directory(directory)
+    for session in local_session.list_sessions(Layout(base)):
+        local_session.end_directory(session.directory)
 
 
 def cluster_of(ran: Ran) -> str:
@@ -54,8 +55,8 @@ def test_a_payload_that_wants_something_else(warm: Callable[..., ComputeResource
     compute = warm()
     payload = script("import ray; ray.init()")
     first = cluster_of(run_asset(compute, payload, uses_pipes=False))
-    ((directory, announced),) = local_session.living(Layout(base))
-    nodes = local_session.ask(directory, announced, "describe")["nodes"]
+    (session,) = local_session.list_sessions(Layout(base))
+    nodes = session.ask(Operation.DESCRIBE)["nodes"]
     assert [(node["component"], node["cpus"], node["gpus"]) for node in nodes] == [("cpu", 1, 0), ("gpu", 1, 2)]
     less = [component("gpu", gpus_per_node=1)]
     assert cluster_of(run_asset(compute, payload, uses_pipes=False, components=less)) == first

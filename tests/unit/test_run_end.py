@@ -33,7 +33,7 @@ from dagster_rayslurm.backends.sessions.run_scope import run_process
 @dg.op
 def asks():
     found = run_process()
-    print("FOUND", found.pid, found.own, found.started is not None, os.getpid(), flush=True)
+    print("FOUND", found.pid, found.pid == os.getpid(), found.started is not None, os.getpid(), flush=True)
 
 @dg.job
 def job():

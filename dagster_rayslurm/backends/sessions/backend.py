@@ -20,6 +20,7 @@ from ...follow import Cadence
 from ...interrupts import deferred_interrupts
 from ...plan import Plan
 from ...runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME, SECRETS, SESSION, Record
+from ...runtime.protocol.requests import Refusal
 from ...runtime.protocol.spec import to_json
 from ...slurm.cancel import cancel_named
 from ...slurm.commands import slurm_commands
@@ -51,7 +52,7 @@ from .matching import (
 )
 from .payload import SessionPayload
 from .registry import LiveSession, SessionManifest, SessionRegistry, manifest_to_json
-from .request import GONE, RunRequest
+from .request import RunRequest
 from .run_scope import end_with_run, slurm_target
 from .session_job import SessionSetup
 
@@ -247,7 +248,7 @@ class _SessionStart:
                 return None
             error = answer.get("error")
             message = str(answer.get("message") or error)
-            if error != "missing":
+            if error != Refusal.MISSING:
                 break
             if time.monotonic() > deadline:
                 message = f"its node does not see {', '.join(map(str, answer.get('missing') or ()))}"
@@ -259,11 +260,11 @@ class _SessionStart:
             if deliveries > 1:  # The bundle is there, but its node looked for it too early.
                 time.sleep(pause)
                 pause = min(2 * pause, 3.0)
-        if error == "misfit":
+        if error == Refusal.MISFIT:
             return message
-        if error not in ("closing", GONE):
+        if error not in (Refusal.CLOSING, Refusal.GONE):
             raise StartError(FailureKind.RUNTIME, f"the session in Slurm job {job_id} refuses the payload: {message}")
-        self._refusal = "it was gone before it could be asked" if error == GONE else message
+        self._refusal = "it was gone before it could be asked" if error == Refusal.GONE else message
         log.info(f"[rayslurm] Slurm job {job_id} takes no more payloads: {message}")
         return None
 

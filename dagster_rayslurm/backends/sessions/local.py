@@ -1,4 +1,4 @@
-"""A warm local Ray cluster: found by many processes, started by one, ended by itself when idle."""
+"""Warm Ray clusters on this machine: one process starts a session, others find it, and it ends itself when idle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +23,25 @@ from ...follow import Evidence
 from ...plan import Plan, fingerprint
 from ...runtime.payload.environment import shared_variables
 from ...runtime.protocol.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
-from ...runtime.protocol.requests import Operation
+from ...runtime.protocol.requests import Operation, Refusal
 from ...runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec
 from ...ssh.local import LocalConnection
-from ..local_process import reap_later, runtime_command, start_process
+from ..base import Step
+from ..local_process import LocalPayload, reap_later, runtime_command, start_process
 from ..run_dir import Layout, write_runtime_spec
+from .run_scope import end_with_run, local_target
 
 _ANSWER_TIMEOUT = 30.0
 _START_TIMEOUT = 60.0
 _END_TIMEOUT = 120.0
 """Seconds for payloads' grace periods and the end of the Ray cluster."""
-_LATE = 3.0
-"""Seconds in which a session that was being started when its starter was killed may still come."""
+_LATE_START = 3.0
+"""Seconds in which a session may still appear that was starting when its starter was killed."""
 _ATTEMPTS = 5
 
 
 class SessionClient:
-    """One connection to a session.
-
-    Raises:
-        OSError: nobody listens.
-    """
+    """A connection to a session; an OSError if no session listens."""
 
     def __init__(self, socket_path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -54,7 +53,7 @@ class SessionClient:
             raise
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer; a session that ends meanwhile answers "gone".
+        """Send a request and return the answer; the error is "gone" if the session ends meanwhile.
 
         Raises:
             TimeoutError: the session does not answer.
@@ -64,8 +63,8 @@ class SessionClient:
             line = self._socket.makefile("rb").readline()
         except (BrokenPipeError, ConnectionResetError):
             line = b""
-        # One that ends in the middle of its answer has not given any.
-        return json.loads(line) if line.endswith(b"\n") else {"ok": False, "error": "gone"}
+        # An answer without its end is none.
+        return json.loads(line) if line.endswith(b"\n") else {"ok": False, "error": Refusal.GONE}
 
     def send(self, **request: Any) -> None:
         self._socket.sendall(json.dumps(request).encode() + b"\n")
@@ -86,37 +85,65 @@ class SessionClient:
         self._socket.close()
 
 
-class LocalPayload:
-    """What every runtime on this machine has in common: there is no Slurm."""
+@dataclass(frozen=True)
+class LocalSession:
+    """A session that listens.
 
-    job_id: str | None = None
-    waiting = False
-    place = ""
-    requeue = False
+    Attributes:
+        directory: its directory.
+        cluster_id: name of its cluster.
+        socket: path of its socket.
+        pid: its process, if it announces that.
+    """
 
-    def metadata(self, evidence: Evidence) -> Mapping[str, Any]:  # noqa: ARG002
-        return {}
+    directory: Path
+    cluster_id: str
+    socket: str
+    pid: int | None
+
+    def ask(self, op: Operation) -> dict[str, Any]:
+        """The answer to a request without arguments; the error is "gone" if the session has ended.
+
+        Raises:
+            StartError: the session does not answer.
+        """
+        try:
+            client = SessionClient(self.socket)
+            try:
+                return client.ask(op=op)
+            finally:
+                client.close()
+        except TimeoutError:
+            raise StartError(FailureKind.RUNTIME, self.no_answer) from None
+        except OSError:
+            return {"ok": False, "error": Refusal.GONE}
+
+    @property
+    def no_answer(self) -> str:
+        """The error for a session that does not answer."""
+        return (
+            f"the warm session {self.directory.name} (pid {self.pid}) does not answer within {_ANSWER_TIMEOUT:g} s; "
+            "end that process, then try again"
+        )
 
 
-class SharedRuntime(LocalPayload):
-    """A payload in a session's runtime; the connection is its lifeline."""
+class SessionRuntime(LocalPayload):
+    """A payload in a session's runtime; when the connection closes, the session cancels the payload."""
 
-    def __init__(self, client: SessionClient, cluster_id: str, directory: Path) -> None:
-        self.cluster_id = cluster_id
+    def __init__(self, client: SessionClient, session: LocalSession) -> None:
+        self.cluster_id = session.cluster_id
         self._client = client
-        self._directory = directory
+        self._directory = session.directory
 
     def poll(self, evidence: Evidence) -> str | None:  # noqa: ARG002
         return "its session closed the connection" if self._client.at_end() else None
 
     def cancel(self, now: bool = False) -> None:
-        try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # Then `poll` tells of the end.
             self._client.send(op=Operation.CANCEL, now=now)
-        except (BrokenPipeError, ConnectionResetError):
-            return  # It is gone already; `poll` tells.
 
     def kill(self) -> None:
-        return  # The session serves others; the end of the connection cancels what it still runs for this one.
+        return  # The session serves other payloads; `release` closes the connection.
 
     def explain(self, evidence: Evidence) -> None:
         evidence.runtime_log = tail_file(str(self._directory / RUNTIME_LOG))
@@ -125,78 +152,66 @@ class SharedRuntime(LocalPayload):
         self._client.close()
 
 
-def session_name(config: SessionConfig, run_id: str) -> str:
-    """The name under which a session is looked for; with `scope="run"` each Dagster run has its own."""
-    name = config.name or "default"
-    return f"{name}-{run_id[:8]}" if config.scope == "run" else name
-
-
 def submit(
-    layout: Layout,
-    interpreter: Interpreter,
-    plan: Plan,
-    ray: RaySpec,
-    config: SessionConfig,
-    run_id: str,
-    run_dir: str,
-    ends_with_run: Callable[[str], None],
-) -> SharedRuntime:
-    """Hand a payload to the session that fits, starting it if there is none.
+    layout: Layout, interpreter: Interpreter, plan: Plan, ray: RaySpec, config: SessionConfig, step: Step, run_dir: str
+) -> SessionRuntime:
+    """Submit a payload to the session with a given cluster, and start that session if there is none.
 
     Args:
         layout: where sessions are.
         interpreter: the Python that runs them.
-        plan: what to run.
+        plan: the payload.
         ray: the session's cluster.
         config: how sessions are shared.
-        run_id: the Dagster run.
+        step: the step that runs the payload.
         run_dir: the payload's run directory.
-        ends_with_run: sees to it that the session of a directory's name ends with the run; for `scope="run"`.
 
     Raises:
-        StartError: no session can be had, or `on_misfit="error"` and one of this name has another cluster.
+        StartError: the session does not start or accept the payload, or `on_misfit="error"` and the session of this name has
+            another cluster.
         OSError: the session directory cannot be written.
     """
-    name = session_name(config, run_id)
-    directory = layout.sessions / f"{name}-{session_fingerprint(ray, interpreter)}"
+    name = config.name or "default"
+    if config.scope == "run":
+        name = f"{name}-{step.run_id[:8]}"
+    directory = layout.sessions / f"{name}-{_session_fingerprint(ray, interpreter)}"
     if config.on_misfit == "error":
         _refuse_misfit(layout, name, directory)
     if config.scope == "run":
-        ends_with_run(directory.name)
-    # An activated environment is the session's own; otherwise a warm payload sees what a cold one would.
+        end_with_run(layout, step.run_id, local_target(layout, directory.name), step.log)
+    # An activated environment is the session's own; otherwise a warm payload gets the environment of a cold one.
     request = {
         "op": Operation.RUN,
         "run_dir": run_dir,
         "request_id": os.path.basename(run_dir),
         "environ": dict(os.environ) if interpreter.activate is None else None,
     }
-    refused = ""
+    refusal = ""
     for _ in range(_ATTEMPTS):
-        announced = _announced(directory) or _start(layout, interpreter, plan, ray, config, directory)
+        session = _find(directory) or _start(layout, interpreter, plan, ray, config, directory)
         try:
-            client = SessionClient(announced["socket"])
+            client = SessionClient(session.socket)
         except OSError:
-            continue  # It ended after it was announced.
+            continue  # The session ended meanwhile.
         try:
             answer = client.ask(**request)
         except TimeoutError:
             client.close()
-            raise StartError(FailureKind.CLUSTER_START, _stalled(directory, announced)) from None
-        if answer["ok"] or (answer["error"] == "gone" and _was_accepted(run_dir)):
-            return SharedRuntime(client, announced["cluster_id"], directory)
+            raise StartError(FailureKind.CLUSTER_START, session.no_answer) from None
+        if answer["ok"] or (answer["error"] == Refusal.GONE and _was_accepted(run_dir)):
+            return SessionRuntime(client, session)
         client.close()
-        refused = answer.get("message", answer["error"])
-        if answer["error"] not in ("closing", "gone"):
+        refusal = answer.get("message", answer["error"])
+        if answer["error"] not in (Refusal.CLOSING, Refusal.GONE):
             break
-    raise StartError(
-        FailureKind.CLUSTER_START, f"the warm session {directory.name} does not take the payload: {refused or 'it keeps ending'}"
-    )
+    message = f"the warm session {directory.name} does not take the payload: {refusal or 'it keeps ending'}"
+    raise StartError(FailureKind.CLUSTER_START, message)
 
 
-def session_fingerprint(ray: RaySpec, interpreter: Interpreter) -> str:
-    """A short name for everything that keeps two payloads from sharing a session.
+def _session_fingerprint(ray: RaySpec, interpreter: Interpreter) -> str:
+    """A fingerprint of everything that keeps two payloads from sharing a session.
 
-    The host is part of it: a socket is reached only there, also when the base directory is on a shared file system.
+    The host belongs to it: a socket works only there, even if the base directory is on a shared file system.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -206,83 +221,52 @@ def session_fingerprint(ray: RaySpec, interpreter: Interpreter) -> str:
 
 
 def _was_accepted(run_dir: str) -> bool:
-    """Whether a session that went away without an answer had begun with the payload; it must not run twice."""
+    """Whether a session that ended without an answer had begun with the payload, which must not run twice."""
     return LocalConnection().read(os.path.join(run_dir, JOURNAL), 0, 1) != b""
 
 
-def _stalled(directory: Path, announced: dict[str, Any]) -> str:
-    return (
-        f"the warm session {directory.name} (pid {announced.get('pid')}) does not answer within {_ANSWER_TIMEOUT:g} s; "
-        "end that process, then try again"
-    )
+def list_sessions(layout: Layout) -> list[LocalSession]:
+    """The sessions that listen."""
+    found = map(_find, sorted(path.parent for path in layout.sessions.glob(f"*/{SESSION}")))
+    return [session for session in found if session is not None]
 
 
 def stop(layout: Layout, cluster_id: str) -> bool:
-    """End the session with a cluster id, and its payloads; False if there is none.
+    """Ask the session with a cluster id to end with its payloads; False if there is none.
 
     Raises:
-        StartError: it does not answer.
+        StartError: the session does not answer.
     """
-    for directory in _directories(layout):
-        announced = _announced(directory)
-        if announced is not None and announced["cluster_id"] == cluster_id:
-            ask(directory, announced, Operation.STOP)
+    for session in list_sessions(layout):
+        if session.cluster_id == cluster_id:
+            session.ask(Operation.STOP)
             return True
     return False
-
-
-def living(layout: Layout) -> list[tuple[Path, dict[str, Any]]]:
-    """The directories of sessions that listen, and what they announce."""
-    found = ((directory, _announced(directory)) for directory in sorted(_directories(layout)))
-    return [(directory, announced) for directory, announced in found if announced is not None]
 
 
 def end_directory(directory: Path) -> None:
     """End the session of a directory, if there is one, and wait until it is gone.
 
     Raises:
-        StartError: it does not answer, or does not come to its end.
+        StartError: the session does not answer or does not end.
     """
-    announced = None
-    deadline = time.monotonic() + _END_TIMEOUT
-    late = time.monotonic() + _LATE
-    while time.monotonic() < deadline:
-        before, announced = announced, _announced(directory)
-        if announced is None and (before is not None or time.monotonic() > late):
+    session = None
+    began = time.monotonic()
+    while time.monotonic() - began < _END_TIMEOUT:
+        before, session = session, _find(directory)
+        if session is None and (before is not None or time.monotonic() - began > _LATE_START):
             return
-        if announced is not None and announced != before:
-            ask(directory, announced, Operation.STOP)
+        if session is not None and session != before:
+            session.ask(Operation.STOP)
         time.sleep(0.1)
-    pid = (announced or {}).get("pid")
+    pid = session.pid if session is not None else None
     message = f"the warm session {directory.name} (pid {pid}) was asked to end and goes on; end that process"
     raise StartError(FailureKind.RUNTIME, message)
 
 
-def ask(directory: Path, announced: dict[str, Any], op: Operation) -> dict[str, Any]:
-    """Have a session describe itself, or end; one that has ended answers "gone", which is what "stop" asks for.
-
-    Raises:
-        StartError: it does not answer.
-    """
-    try:
-        client = SessionClient(announced["socket"])
-        try:
-            return client.ask(op=op)
-        finally:
-            client.close()
-    except TimeoutError:
-        raise StartError(FailureKind.RUNTIME, _stalled(directory, announced)) from None
-    except OSError:
-        return {"ok": False, "error": "gone"}
-
-
-def _directories(layout: Layout) -> list[Path]:
-    return [path.parent for path in layout.sessions.glob(f"*/{SESSION}")]
-
-
 def _refuse_misfit(layout: Layout, name: str, directory: Path) -> None:
-    for other in _directories(layout):
-        if other != directory and other.name.rpartition("-")[0] == name and _announced(other) is not None:
+    for other in list_sessions(layout):
+        if other.directory != directory and other.directory.name.rpartition("-")[0] == name:
             raise StartError(
                 FailureKind.CLUSTER_START,
                 f"session {name!r} is alive with another cluster than this launcher asks for; use the same launcher, "
@@ -290,19 +274,20 @@ def _refuse_misfit(layout: Layout, name: str, directory: Path) -> None:
             )
 
 
-def _announced(directory: Path) -> dict[str, Any] | None:
-    """The announcement of a session that listens, else None."""
+def _find(directory: Path) -> LocalSession | None:
+    """The session of a directory if it listens."""
     try:
         announced: dict[str, Any] = json.loads((directory / SESSION).read_text(encoding="utf-8"))
-        SessionClient(announced["socket"]).close()
-        return announced
+        session = LocalSession(directory, announced["cluster_id"], announced["socket"], announced.get("pid"))
+        SessionClient(session.socket).close()
+        return session
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Be the only one who starts a session here; the kernel lets go when this process dies."""
+    """Let only one process start a session here; the kernel releases the lock when that process dies."""
     LocalConnection().make_dir(str(directory))
     with open(directory / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -314,12 +299,12 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _start(
     layout: Layout, interpreter: Interpreter, plan: Plan, ray: RaySpec, config: SessionConfig, directory: Path
-) -> dict[str, Any]:
-    """Start a session unless somebody else just did, and wait until it listens."""
+) -> LocalSession:
+    """Start a session and wait until it listens, unless another process just started it."""
     with _locked(directory):
-        announced = _announced(directory)
-        if announced is not None:
-            return announced
+        session = _find(directory)
+        if session is not None:
+            return session
         spec = RuntimeSpec(
             cluster_id=f"local-{secrets.token_hex(4)}",
             ray=ray,
@@ -330,17 +315,16 @@ def _start(
             components=[ComponentSpec(node.component_id) for node in ray.components],
         )
         write_runtime_spec(LocalConnection(), str(directory), spec)
-        LocalConnection().remove(str(directory / SESSION))
-        LocalConnection().remove(str(directory / RUNTIME_LOG))
+        for name in (SESSION, RUNTIME_LOG):
+            LocalConnection().remove(str(directory / name))
         command = runtime_command(layout, interpreter, "serve", str(directory))
         process = start_process(command, str(directory), subprocess.DEVNULL)
-        deadline = time.monotonic() + _START_TIMEOUT
-        pause = 0.005
+        deadline, pause = time.monotonic() + _START_TIMEOUT, 0.005
         while time.monotonic() < deadline:
-            announced = _announced(directory)
-            if announced is not None:
+            session = _find(directory)
+            if session is not None:
                 reap_later(process)
-                return announced
+                return session
             if process.poll() is not None:
                 break
             time.sleep(pause)

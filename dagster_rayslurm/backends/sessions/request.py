@@ -18,9 +18,6 @@ from ...ssh.base import Connection, ConnectionFailed
 from .client import AnswerLost, Unreachable, parse_announcement, send_request
 from .registry import LiveSession
 
-GONE = "gone"
-"""The error of a session that has ended; this side makes it up."""
-
 _PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _ANSWER_DEADLINE = 600.0
 """Seconds in which a session must answer while the edge node is in reach."""
@@ -193,7 +190,7 @@ class RunRequest:
             self._problem = f"it may have been accepted, but that cannot be read: {read_error}"
             return None
         self.unsettled = False
-        return {"ok": False, "error": GONE}
+        return {"ok": False, "error": Refusal.GONE}
 
     def _send_once(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
         before = self.unsettled

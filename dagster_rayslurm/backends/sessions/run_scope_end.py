@@ -1,4 +1,4 @@
-"""The end of a session whose run is over, whatever it takes; done by the process that `run_end` starts."""
+"""End the session of a run that has ended; the watcher process imports this."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ from .listing import end_sessions
 from .local import end_directory
 
 _PATIENCE = 600.0
-"""Seconds for which it is tried to reach a cluster that cannot be reached; then the session's idle_timeout is left."""
+"""Seconds for which the cluster may be out of reach; after that the session ends by its idle_timeout."""
 _PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)
 
 
-def end_session(session: Mapping[str, Any], patience: float = _PATIENCE, sleep: Callable[[float], None] = time.sleep) -> None:
-    """End all that there is of a session, and try again for a while if the cluster cannot be reached.
-
-    Args:
-        session: as `run_end.end_with_run` got it.
-        patience: seconds after which it is given up.
-        sleep: waits.
+def end_session(target: Mapping[str, Any], patience: float = _PATIENCE, sleep: Callable[[float], None] = time.sleep) -> None:
+    """End the session that `end_with_run` got as its target, with retries while the cluster is out of reach.
 
     Raises:
         OSError: the cluster cannot be reached.
@@ -35,18 +30,16 @@ def end_session(session: Mapping[str, Any], patience: float = _PATIENCE, sleep: 
     pauses = iter(_PAUSES)
     while True:
         try:
-            return _end(session)
-        except ConnectionFailed as error:
-            if not error.temporary or time.monotonic() > deadline:
-                raise
-        except (OSError, StartError):
-            if time.monotonic() > deadline:
+            return _end(target)
+        except (OSError, StartError) as error:
+            permanent = isinstance(error, ConnectionFailed) and not error.temporary
+            if permanent or time.monotonic() > deadline:
                 raise
         sleep(next(pauses, _PAUSES[-1]))
 
 
-def _end(session: Mapping[str, Any]) -> None:
-    if session["kind"] == "local":
-        return end_directory(Path(session["base"]) / "sessions" / session["key"])
-    ssh = None if session["ssh"] is None else SSHConnectionResource(**session["ssh"])
-    end_sessions(connection_to(ssh), session["base"], session["key"])
+def _end(target: Mapping[str, Any]) -> None:
+    if target["kind"] == "local":
+        return end_directory(Path(target["base"]) / "sessions" / target["key"])
+    ssh = None if target["ssh"] is None else SSHConnectionResource(**target["ssh"])
+    end_sessions(connection_to(ssh), target["base"], target["key"])

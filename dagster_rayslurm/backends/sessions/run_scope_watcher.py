@@ -1,8 +1,7 @@
-"""Waits for the end of a Dagster run and then ends its session: `python -I -S FILE`.
+"""Watcher process: waits for the end of a Dagster run, then ends its session (`python -I -S FILE`).
 
-It reads its order as JSON from its standard input. While it waits it is a bare interpreter (about 10 MB); only then does
-it import the package. A line after the order says that the run has ended although its process goes on; the end of the
-input says nothing.
+Its first line of input says what to wait for, as JSON. A second line says that the run has ended although its process goes on;
+the end of the input means nothing. Until the end of the run it is a bare interpreter (about 10 MB) without the package.
 """
 
 import contextlib
@@ -16,14 +15,14 @@ import traceback
 import types
 
 _POLL = 1.0
-"""Seconds between two looks at the process where the kernel does not tell of its end (before Linux 5.3, macOS)."""
+"""Seconds between two checks of the process where the kernel has no pidfd (before Linux 5.3, macOS)."""
 
 
 def start_time(pid: int) -> "str | None":
     """When a process started, in the kernel's ticks since boot; "" where there is no /proc, None if it has ended.
 
-    Its state and its start are fields 3 and 22 of proc_pid_stat(5); a name before them may hold anything but ends with
-    the last parenthesis.
+    State and start are fields 3 and 22 of proc_pid_stat(5); the name before them may hold anything but ends with the last
+    parenthesis.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -43,7 +42,7 @@ def start_time(pid: int) -> "str | None":
 
 
 def read_line(fd: int) -> bytes:
-    """A line, without taking more of the input than it."""
+    """A line of input; reads no byte beyond it."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(fd, 1)
@@ -53,41 +52,38 @@ def read_line(fd: int) -> bytes:
     return line
 
 
-def wait(pid: int, started: "str | None", told: int) -> None:
-    """Wait until a process has ended, or a line arrives on the descriptor `told`.
+def wait(pid: int, started: "str | None", input_fd: int) -> None:
+    """Wait until a process has ended, or a line arrives on a descriptor.
 
-    Args:
-        pid: the process.
-        started: its start as `start_time` gave it; None if it had ended before. A process of another start is another.
-        told: a descriptor.
+    A process with another start than `started` (see `start_time`) is another process that got its id.
     """
     try:
-        ended = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
     except (AttributeError, OSError):
-        ended = -1
-    watched = [fd for fd in (ended, told) if fd >= 0]
+        pidfd = -1
+    watched = [fd for fd in (pidfd, input_fd) if fd >= 0]
     while started is not None and start_time(pid) == started:
-        ready = select.select(watched, [], [], None if ended >= 0 else _POLL)[0]
-        if told in ready:
-            if read_line(told):
+        ready = select.select(watched, [], [], None if pidfd >= 0 else _POLL)[0]
+        if input_fd in ready:
+            if read_line(input_fd):
                 return
-            watched.remove(told)  # The end of the input: whoever started this may be gone long before the run.
-        if ended in ready:
+            watched.remove(input_fd)  # The step that started the watcher may end long before the run.
+        if pidfd in ready:
             return
 
 
 def main() -> None:
-    """Wait, then end the session; whatever goes wrong goes into a file."""
-    # A service manager that ends Dagster signals its whole group; the session still has to be ended then.
+    """Wait, then end the session; errors go to the log file."""
+    # A service manager that stops Dagster signals its whole group; the session must be ended after that.
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: None)
     order = json.loads(read_line(0))
 
-    def complain(kind: "type[BaseException]", error: BaseException, trace: "types.TracebackType | None") -> None:
+    def log_error(kind: "type[BaseException]", error: BaseException, trace: "types.TracebackType | None") -> None:
         with open(order["log"], "a", encoding="utf-8") as log:
             log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + "".join(traceback.format_exception(kind, error, trace)))
 
-    sys.excepthook = complain
+    sys.excepthook = log_error
     os.chdir("/")
     try:
         wait(order["pid"], order["started"], 0)

@@ -52,6 +52,8 @@ class Refusal(str, Enum):
     """The session is not idle."""
     KEPT = "kept"
     """The session is configured not to yield."""
+    GONE = "gone"
+    """The runtime has ended; the client makes this answer up."""
 
     def __str__(self) -> str:
         return self.value

@@ -1,9 +1,10 @@
-"""The edge node that the environment names, and what is wrong with it in one sentence."""
+"""What the commands share: the edge node that the environment names, errors as one sentence, and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import click
 
@@ -26,11 +27,23 @@ def edge_node(prefix: str) -> SSHConnectionResource:
 
 
 @contextmanager
-def sentences() -> Iterator[None]:
-    """Whatever is wrong with the environment, the edge node or a session is one sentence."""
+def one_sentence_errors() -> Iterator[None]:
+    """Print errors of the environment, the edge node or a session as one sentence, and exit."""
     try:
         yield
     except ValueError as error:
         raise click.ClickException(one_sentence(error)) from None
     except (OSError, StartError) as error:
         raise click.ClickException(str(error)) from None
+
+
+def print_table(rows: Iterable[Sequence[str]], *headers: str, **options: Any) -> None:
+    """Print a table without reading markup in its cells; `options` are those of `rich.table.Table`."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*headers, **options)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console().print(table)
