@@ -69,7 +69,7 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
             bundles["extra_files"] = bundle_files({os.path.basename(path): path for path in payload.extra_files})
         inside = plan.script and "working_dir" in bundles and bundles["working_dir"].name_of(plan.script)
         if plan.script and not inside:
-            bundles["script"] = bundle_files({os.path.basename(plan.script): plan.script}, what="payload_path")
+            bundles["script"] = bundle_files({os.path.basename(plan.script): plan.script}, argument="payload_path")
             left = modules_beside(plan.script)
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, str(error)) from None

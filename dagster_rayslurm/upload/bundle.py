@@ -1,4 +1,4 @@
-"""A bundle: entries and a name that says what is in all of them."""
+"""Bundles: immutable directories for the cluster, named by the hash of their content."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO
 
-from .manifest import DEFAULT_LIMITS, Entry, Limits, Manifest
+from .manifest import DEFAULT_LIMITS, Entry, EntryKind, Limits, Manifest
 from .tree import scan, scan_files
 
 _FORMAT = b"rayslurm bundle 1\n"
 _BLOCK = 1024 * 1024
 _NAME_LENGTH = 32
+_TAR_TYPES = {EntryKind.FILE: tarfile.REGTYPE, EntryKind.DIR: tarfile.DIRTYPE, EntryKind.LINK: tarfile.SYMTYPE}
 _SETTLED = 2_000_000_000
-"""Nanoseconds after which a changed file has another mtime, whatever the granularity of the file system's clock."""
+"""Nanoseconds after which a change of a file shows in its mtime, even on a file system with a coarse clock."""
 
 _digests: dict[str, tuple[tuple[int, ...], str]] = {}
+"""Stamp and SHA-256 of the files that this process has read, by path."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """An immutable directory for the cluster. Two of them are equal if their content is.
+    """An immutable directory for the cluster; bundles with equal content are equal.
 
     Attributes:
         name: hash of names, contents, links and executable bits.
-        manifest: what is in it.
         digests: SHA-256 of each file, by its name in the bundle.
     """
 
@@ -44,7 +45,7 @@ class Bundle:
         return self.manifest.size
 
     def name_of(self, path: str) -> str | None:
-        """What a file or directory of this machine is called in the bundle: "" is all of it, None if it is not in there."""
+        """The name in the bundle of a path on this machine: "" for the bundled directory itself, None if it is not bundled."""
         path = os.path.abspath(path)
         if self.manifest.root == os.path.realpath(path):
             return ""
@@ -54,37 +55,34 @@ class Bundle:
         return next(found, None)
 
     def write_archive(self, target: IO[bytes]) -> None:
-        """Write the bundle as a tar file under gzip, the same bytes for the same content.
-
-        Args:
-            target: where it goes; it is never held in memory.
+        """Write the bundle as a .tar.gz stream; equal content gives equal bytes.
 
         Raises:
-            ValueError: a file is not what it was when the bundle got its name.
-            OSError: it cannot be written.
+            ValueError: a file changed since the bundle was named.
+            OSError: the target cannot be written.
         """
-        # Level 1: few links to a cluster are so slow that saving a tenth of the bytes is worth thrice the time.
+        # Level 1: higher levels save a tenth of the bytes and take three times as long.
         with gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=target, mtime=0) as stream:
             for entry in self.manifest.entries:
                 stream.write(_header(entry))
-                if entry.kind == "file":
+                if entry.kind == EntryKind.FILE:
                     digest = hashlib.sha256()
-                    for data in _content(self.manifest.what, entry):
+                    for data in _content(self.manifest.argument, entry):
                         digest.update(data)
                         stream.write(data)
                     if digest.hexdigest() != self.digests[entry.name]:
-                        raise _changed(self.manifest.what, entry)
+                        raise _changed(self.manifest.argument, entry)
                     stream.write(bytes(-entry.size % tarfile.BLOCKSIZE))
             stream.write(bytes(2 * tarfile.BLOCKSIZE))
 
 
 def make_bundle(manifest: Manifest) -> Bundle:
-    """Name the content of a manifest. Files that this process has read before, and that did not change, are not read again.
+    """Hash the content of a manifest. Files that did not change since this process read them are not read again.
 
     Raises:
-        ValueError: a file cannot be read, or changes while it is.
+        ValueError: a file cannot be read, or changes while it is read.
     """
-    digests = {entry.name: _digest(manifest.what, entry) for entry in manifest.entries if entry.kind == "file"}
+    digests = {entry.name: _digest(manifest.argument, entry) for entry in manifest.entries if entry.kind == EntryKind.FILE}
     whole = hashlib.sha256(_FORMAT)
     for entry in manifest.entries:
         name, target = os.fsencode(entry.name), os.fsencode(entry.target)
@@ -93,34 +91,34 @@ def make_bundle(manifest: Manifest) -> Bundle:
     return Bundle(whole.hexdigest()[:_NAME_LENGTH], manifest, digests)
 
 
-def bundle_directory(directory: str, *, what: str = "working_dir", limits: Limits = DEFAULT_LIMITS) -> Bundle:
-    """The bundle of a directory's entries; see `scan`."""
-    return make_bundle(scan(directory, what=what, limits=limits))
+def bundle_directory(directory: str, *, argument: str = "working_dir", limits: Limits = DEFAULT_LIMITS) -> Bundle:
+    """Bundle the entries of a directory; see `scan`."""
+    return make_bundle(scan(directory, argument=argument, limits=limits))
 
 
-def bundle_files(files: Mapping[str, str], *, what: str = "extra_files", limits: Limits = DEFAULT_LIMITS) -> Bundle:
-    """The bundle of files and directories that were named one by one; see `scan_files`."""
-    return make_bundle(scan_files(files, what=what, limits=limits))
+def bundle_files(files: Mapping[str, str], *, argument: str = "extra_files", limits: Limits = DEFAULT_LIMITS) -> Bundle:
+    """Bundle single files and directories; see `scan_files`."""
+    return make_bundle(scan_files(files, argument=argument, limits=limits))
 
 
-def _digest(what: str, entry: Entry) -> str:
+def _digest(argument: str, entry: Entry) -> str:
     stamp, known = _digests.get(entry.source, ((), ""))
     if stamp == entry.stamp:
         return known
     digest = hashlib.sha256()
     now = time.time_ns()
-    for data in _content(what, entry):
+    for data in _content(argument, entry):
         digest.update(data)
-    if max(entry.stamp[-2:]) < now - _SETTLED:  # Else it may change once more without a sign.
+    if max(entry.stamp[-2:]) < now - _SETTLED:  # A later change would not show in a younger stamp.
         _digests[entry.source] = (entry.stamp, digest.hexdigest())
     return digest.hexdigest()
 
 
-def _content(what: str, entry: Entry) -> Iterator[bytes]:
-    """A file's bytes.
+def _content(argument: str, entry: Entry) -> Iterator[bytes]:
+    """Read a file.
 
     Raises:
-        ValueError: it cannot be read, or has not as many as when it was looked at.
+        ValueError: it cannot be read, or its size changed since the scan.
     """
     try:
         with open(entry.source, "rb", buffering=0) as file:
@@ -131,24 +129,26 @@ def _content(what: str, entry: Entry) -> Iterator[bytes]:
                     break
                 yield data
             if left:
-                raise _changed(what, entry)
+                raise _changed(argument, entry)
     except FileNotFoundError:
-        raise _changed(what, entry) from None
+        raise _changed(argument, entry) from None
     except OSError as error:
-        raise ValueError(f"{what}: {entry.source} cannot be read: {error.strerror}; make it readable or leave it out") from None
+        raise ValueError(
+            f"{argument}: {entry.source} cannot be read: {error.strerror}; make it readable or leave it out"
+        ) from None
 
 
-def _changed(what: str, entry: Entry) -> ValueError:
+def _changed(argument: str, entry: Entry) -> ValueError:
     return ValueError(
-        f"{what}: {entry.source} changed while it was being copied; try again, or leave it out if it keeps changing"
+        f"{argument}: {entry.source} changed while it was being copied; try again, or leave it out if it keeps changing"
     )
 
 
 def _header(entry: Entry) -> bytes:
-    """The blocks of a tar file that announce an entry, which nobody will be able to write to."""
+    """The tar header of an entry, read-only for its owner."""
     info = tarfile.TarInfo(entry.name)
     info.size, info.linkname = entry.size, entry.target
-    info.type = {"file": tarfile.REGTYPE, "dir": tarfile.DIRTYPE, "link": tarfile.SYMTYPE}[entry.kind]
-    info.mode = 0o500 if entry.kind == "dir" or entry.executable else 0o400
-    # GNU's own format holds names of any bytes and any length; tar has yet to learn that of the standard's.
+    info.type = _TAR_TYPES[entry.kind]
+    info.mode = 0o500 if entry.kind == EntryKind.DIR or entry.executable else 0o400
+    # GNU's format holds names of any bytes and any length.
     return info.tobuf(tarfile.GNU_FORMAT, sys.getfilesystemencoding(), "surrogateescape")

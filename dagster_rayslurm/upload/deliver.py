@@ -1,4 +1,4 @@
-"""Bundles and the runtime on the cluster: sent once, found by name, never half there."""
+"""Install bundles and the runtime on the cluster: each is sent once, found by name, and never visible half-written."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from dataclasses import dataclass
 from typing import IO
 
 from ..archive import build_runtime, runtime_name
-from ..ssh.base import Connection, ConnectionLost, Progress
+from ..ssh.base import Completed, Connection, ConnectionLost, Progress
 from ..ssh.local import private_dir
 from .bundle import Bundle
 
 _SMALL = 1024 * 1024
-"""Bytes that go along with the command that unpacks them, instead of over SFTP first."""
+"""Bytes up to which an archive is sent on the standard input of the command that unpacks it, not over SFTP."""
 _ENTRY = 1024
-"""Bytes of an archive that go to the header of an entry with a short name, and to fill up its last block."""
+"""Bytes of an archive for the header of an entry and the padding of its last block."""
 _KNOWN_FOR = 300.0
-"""Seconds for which this process does not ask again for what is there."""
+"""Seconds for which this process trusts that an installed item is still there."""
 _TRIES = 3
 _LOOK_TIMEOUT = 300.0
 _UNPACK_TIMEOUT = 600.0
 _UNPACKED_PER_SECOND = 1024 * 1024
-"""Seconds, and bytes of an archive for each more of them, within which a file system there answers, however busy it is."""
+"""Timeouts in seconds; unpacking has one more second for each so many bytes of the archive."""
 _LOCK_POLL = 0.1
 
 _FOREIGN = 77
 _OPEN = 78
+"""Exit codes of `_LOOK`: another user owns a directory; anybody may write to one."""
 _LOOK = """\
 cd -- "$1" 2>/dev/null || exit 0
 shift
@@ -53,16 +54,16 @@ for place; do
     if [ -e "$place" ] && [ -O "$place" ]; then printf '%s\\n' "$place"; fi
 done
 """
-"""Prints which places below the base directory are taken, and marks them as in use; in this order, see `remote_sweep`.
+"""Print which paths below the base directory exist, after touching them: `remote_cleanup` keeps what was touched recently.
 
-Only what this user owns counts, in directories of this user that not everybody may write to: names can be foreseen, so that
-on a file system where everybody may write others could put a runtime of theirs there. Of another user's directory it prints
-the owner, and the name of one that is open to all. Our own directories are closed to the group, which file systems of projects
-open by umask or default ACL. The base directory may be more than ours, so of that one it prints the group, unless that is the
-user's own or a sticky bit protects what is in it.
+Names are predictable, so on a shared file system another user could place a runtime there. Therefore only files of this user
+count, in directories that this user owns and that are not world-writable. For a directory of another user the script prints
+the owner, and for a world-writable one its name. It closes our own directories to the group, because project file systems
+open them by umask or default ACL. The base directory may hold more than our files: the script only prints its group, unless
+that is the user's own group or the sticky bit is set.
 """
 
-# A rename makes it count. Onto a directory with something in it there is none: then somebody else was faster.
+# The rename makes it visible. It fails onto a directory that is not empty: then another process was faster.
 _UNPACK = """\
 umask 077
 unset TAR_OPTIONS
@@ -82,17 +83,12 @@ exit $code
 """
 
 _known: weakref.WeakKeyDictionary[Connection, dict[str, float]] = weakref.WeakKeyDictionary()
-"""When something was last seen, by its path, on each connection: their names do not tell one from another."""
+"""By connection: when each path was last seen."""
 
 
 @dataclass(frozen=True)
 class Installed:
-    """Where things are on the cluster.
-
-    Attributes:
-        bundles: the directory of each bundle.
-        runtime: the runtime's zipapp.
-    """
+    """Paths on the cluster: the directory of each bundle, and the runtime's zipapp."""
 
     bundles: Mapping[Bundle, str]
     runtime: str
@@ -100,14 +96,14 @@ class Installed:
 
 @dataclass(frozen=True)
 class _Part:
-    """One thing that is there or not.
+    """One item to install.
 
     Attributes:
-        directory: where it goes, below the base directory.
-        name: what it is called there.
-        kind: "tree" for an archive that is unpacked, "file" for what is taken as it is.
-        size: bytes of what is sent, at most.
-        write: writes that.
+        directory: its directory below the base directory.
+        name: its name there.
+        kind: "tree" for an archive to unpack, "file" for a file to copy.
+        size: an upper limit of the bytes to send.
+        write: writes the archive or the file.
     """
 
     directory: str
@@ -122,12 +118,12 @@ class _Part:
 
 
 def place_of(base: str, bundle: Bundle) -> str:
-    """Where a bundle is on the cluster, once it is there."""
+    """The path of a bundle on the cluster."""
     return posixpath.join(base, "bundles", bundle.name)
 
 
 def runtime_place(base: str) -> str:
-    """Where the runtime is on the cluster, once it is there."""
+    """The path of the runtime on the cluster."""
     return posixpath.join(base, "runtime", runtime_name())
 
 
@@ -139,146 +135,144 @@ def install(
     afresh: bool = False,
     warn: Callable[[str], object] = lambda _: None,
 ) -> Installed:
-    """See to it that bundles and the runtime are on the cluster, for their owner alone and read-only.
+    """Install bundles and the runtime on the cluster, read-only and for their owner alone, unless they are there.
 
-    What is there costs one small command, or none if this process asked within the last five minutes. Several
-    processes may do this at once: those of one machine send a thing once, those of several in the worst case each.
+    If all are there, this takes one small command, or none within five minutes of the last one. Processes may install
+    at the same time: those of one machine send an item once, those of several machines in the worst case once each.
 
     Args:
-        connection: how to reach the cluster.
-        base: the base directory there, absolute.
-        bundles: what payloads need.
-        progress: told of what is sent, separately for each bundle.
-        afresh: look for all of it, whatever this process knows to be there.
-        warn: told of a base directory that others may write to.
-
-    Returns:
-        Where all of it is.
+        connection: the connection to the cluster.
+        base: the absolute base directory there.
+        bundles: the bundles that payloads need.
+        progress: called with the bytes sent, for each item.
+        afresh: check all items, even those seen by this process before.
+        warn: called with a warning about a base directory that others may write to.
 
     Raises:
-        ValueError: a file changed since its bundle got its name.
-        OSError: something cannot be written, here or there, or the base directory is another user's.
+        ValueError: a file changed since its bundle was named.
+        OSError: a file cannot be written, here or there, or the base directory is another user's.
     """
-    parts = [_runtime(), *map(_part, dict.fromkeys(bundles))]
+    runtime = _Part("runtime", runtime_name(), "file", 0, lambda target: target.write(build_runtime()))
     if afresh:
         _known.pop(connection, None)
-    for part in _missing(connection, base, parts, warn):
+    installer = _Installer(connection, base)
+    for part in installer.missing([runtime, *map(_part, dict.fromkeys(bundles))], warn):
         if part.size <= _SMALL:
-            _send_small(connection, base, part, progress)
+            installer.send_small(part, progress)
         else:
-            with _one_at_a_time(f"{connection.place} {base} {part.place}"):
-                if _missing(connection, base, [part]):
-                    _send_large(connection, base, part, progress)
-        _remember(connection, base, [part])
+            with _machine_lock(f"{connection.place} {base} {part.place}"):
+                if installer.missing([part]):
+                    installer.send_large(part, progress)
+        installer.remember([part])
     return Installed({bundle: place_of(base, bundle) for bundle in bundles}, runtime_place(base))
 
 
-def _runtime() -> _Part:
-    return _Part("runtime", runtime_name(), "file", 0, lambda target: target.write(build_runtime()))
-
-
 def _part(bundle: Bundle) -> _Part:
-    most = bundle.size + _ENTRY * len(bundle.manifest.entries)
-    return _Part("bundles", bundle.name, "tree", most, bundle.write_archive)
+    size = bundle.size + _ENTRY * len(bundle.manifest.entries)
+    return _Part("bundles", bundle.name, "tree", size, bundle.write_archive)
 
 
-def _missing(
-    connection: Connection, base: str, parts: Sequence[_Part], warn: Callable[[str], object] = lambda _: None
-) -> list[_Part]:
-    seen, since = _known.get(connection, {}), time.monotonic() - _KNOWN_FOR
-    if all(seen.get(posixpath.join(base, part.place), since) > since for part in parts):
-        return []
-    there = _look(connection, base, [part.place for part in parts])
-    for group in (line.removeprefix("group ") for line in there if line.startswith("group ")):
-        warn(
-            f"{connection.place}: group {group} may write to {base}, and so change what runs there; run: chmod g-w {base} "
-            f"(or chmod +t {base}, if the group needs it)"
-        )
-    _remember(connection, base, [part for part in parts if part.place in there])
-    return [part for part in parts if part.place not in there]
+class _Installer:
+    """Finds and sends items below one base directory."""
 
+    def __init__(self, connection: Connection, base: str) -> None:
+        self._connection, self._base = connection, base
 
-def _look(connection: Connection, base: str, places: Sequence[str]) -> list[str]:
-    for left in reversed(range(_TRIES)):
-        try:
-            done = connection.run(["sh", "-c", _LOOK, "sh", base, *places], timeout=_LOOK_TIMEOUT)
-        except ConnectionLost:
-            if not left:
-                raise
-            continue
-        except TimeoutError:
-            raise _hangs(connection, base, f"looking at {base}", _LOOK_TIMEOUT) from None
-        said = done.stdout.decode("utf-8", "replace").split("\n")
-        if done.returncode == _FOREIGN:
-            raise PermissionError(f"{connection.place}: {base} belongs to {said[0]}, who could change what runs there")
-        if done.returncode == _OPEN:
-            place = posixpath.normpath(posixpath.join(base, said[0]))
-            raise PermissionError(
-                f"{connection.place}: everybody may write to {place}, and so change what runs there; run: chmod o-w {place}"
+    def missing(self, parts: Sequence[_Part], warn: Callable[[str], object] = lambda _: None) -> list[_Part]:
+        seen, since = _known.get(self._connection, {}), time.monotonic() - _KNOWN_FOR
+        if all(seen.get(self._path(part), since) > since for part in parts):
+            return []
+        lines = self._look([part.place for part in parts])
+        for group in (line.removeprefix("group ") for line in lines if line.startswith("group ")):
+            warn(
+                f"{self._connection.place}: group {group} may write to {self._base}, and so change what runs there; run: "
+                f"chmod g-w {self._base} (or chmod +t {self._base}, if the group needs it)"
             )
-        return said
-    raise AssertionError("there is a last try")
+        self.remember([part for part in parts if part.place in lines])
+        return [part for part in parts if part.place not in lines]
 
+    def remember(self, parts: Sequence[_Part]) -> None:
+        now = time.monotonic()
+        _known.setdefault(self._connection, {}).update({self._path(part): now for part in parts})
 
-def _remember(connection: Connection, base: str, parts: Sequence[_Part]) -> None:
-    now = time.monotonic()
-    _known.setdefault(connection, {}).update({posixpath.join(base, part.place): now for part in parts})
+    def send_small(self, part: _Part, progress: Progress | None) -> None:
+        archive = io.BytesIO()
+        part.write(archive)
+        self._unpack(part, "-", archive.getvalue())
+        if progress:
+            progress(archive.tell(), archive.tell())
 
+    def send_large(self, part: _Part, progress: Progress | None) -> None:
+        place, name = self._connection.place, f".rs-{secrets.token_hex(8)}.tgz"
+        directory = posixpath.join(self._base, part.directory)
+        with tempfile.NamedTemporaryFile(prefix="rayslurm-") as archive:
+            try:
+                part.write(archive)
+                archive.flush()
+            except OSError as error:
+                raise OSError(f"{archive.name} cannot be written before it goes to {place}: {error.strerror}") from None
+            self._connection.make_dir(directory)
+            self._connection.upload(archive.name, posixpath.join(directory, name), progress)
+        self._unpack(part, name, b"")
 
-def _send_small(connection: Connection, base: str, part: _Part, progress: Progress | None) -> None:
-    archive = io.BytesIO()
-    part.write(archive)
-    size = archive.tell()
-    _unpack(connection, base, part, "-", archive.getvalue())
-    if progress:
-        progress(size, size)
+    def _path(self, part: _Part) -> str:
+        return posixpath.join(self._base, part.place)
 
+    def _look(self, places: Sequence[str]) -> list[str]:
+        command = ["sh", "-c", _LOOK, "sh", self._base, *places]
+        done = self._run(lambda: command, b"", _LOOK_TIMEOUT, f"looking at {self._base}")
+        assert done is not None
+        output = done.stdout.decode("utf-8", "replace").split("\n")
+        where = self._connection.place
+        if done.returncode == _FOREIGN:
+            raise PermissionError(f"{where}: {self._base} belongs to {output[0]}, who could change what runs there")
+        if done.returncode == _OPEN:
+            place = posixpath.normpath(posixpath.join(self._base, output[0]))
+            raise PermissionError(
+                f"{where}: everybody may write to {place}, and so change what runs there; run: chmod o-w {place}"
+            )
+        return output
 
-def _send_large(connection: Connection, base: str, part: _Part, progress: Progress | None) -> None:
-    directory, source = posixpath.join(base, part.directory), f".rs-{secrets.token_hex(8)}.tgz"
-    with tempfile.NamedTemporaryFile(prefix="rayslurm-") as archive:
-        try:
-            part.write(archive)
-            archive.flush()
-        except OSError as error:
-            raise OSError(f"{archive.name} cannot be written before it goes to {connection.place}: {error.strerror}") from None
-        connection.make_dir(directory)
-        connection.upload(archive.name, posixpath.join(directory, source), progress)
-    _unpack(connection, base, part, source, b"")
+    def _unpack(self, part: _Part, archive: str, stdin: bytes) -> None:
+        def command() -> list[str]:
+            return ["sh", "-c", _UNPACK, "sh", self._base, part.directory, part.name, part.kind, archive, secrets.token_hex(8)]
 
+        timeout = _UNPACK_TIMEOUT + part.size / _UNPACKED_PER_SECOND
+        done = self._run(command, stdin, timeout, f"making {self._path(part)}", lambda: not self.missing([part]))
+        if done is not None and done.returncode != 0:
+            error = done.stderr.decode("utf-8", "replace")[-500:].strip() or f"exit code {done.returncode}"
+            raise OSError(f"{self._connection.place}: {self._path(part)} cannot be made: {error}")
 
-def _unpack(connection: Connection, base: str, part: _Part, source: str, stdin: bytes) -> None:
-    timeout = _UNPACK_TIMEOUT + part.size / _UNPACKED_PER_SECOND
-    for left in reversed(range(_TRIES)):
-        command = ["sh", "-c", _UNPACK, "sh", base, part.directory, part.name, part.kind, source, secrets.token_hex(8)]
-        try:
-            done = connection.run(command, stdin, timeout)
-        except ConnectionLost:
-            if not left:
-                raise
-            if not _missing(connection, base, [part]):
-                return
-            continue
-        except TimeoutError:
-            raise _hangs(connection, base, f"making {posixpath.join(base, part.place)}", timeout) from None
-        if done.returncode == 0:
-            return
-        said = done.stderr.decode("utf-8", "replace")[-500:].strip() or f"exit code {done.returncode}"
-        raise OSError(f"{connection.place}: {posixpath.join(base, part.place)} cannot be made: {said}")
-
-
-def _hangs(connection: Connection, base: str, doing: str, timeout: float) -> TimeoutError:
-    return TimeoutError(
-        f"{connection.place}: {doing} took over {timeout:.0f} s and was ended; the file system of {base} does not answer: try "
-        "again later, or choose another remote_base"
-    )
+    def _run(
+        self,
+        command: Callable[[], list[str]],
+        stdin: bytes,
+        timeout: float,
+        doing: str,
+        done: Callable[[], bool] = lambda: False,
+    ) -> Completed | None:
+        """Run a command, up to `_TRIES` times if the connection is lost; None if a lost attempt turns out to be done."""
+        for left in reversed(range(_TRIES)):
+            try:
+                return self._connection.run(command(), stdin, timeout)
+            except ConnectionLost:
+                if not left:
+                    raise
+                if done():
+                    return None
+            except TimeoutError:
+                raise TimeoutError(
+                    f"{self._connection.place}: {doing} took over {timeout:.0f} s and was ended; the file system of {self._base} "
+                    "does not answer: try again later, or choose another remote_base"
+                ) from None
+        raise AssertionError("the last attempt returns or raises")
 
 
 @contextlib.contextmanager
-def _one_at_a_time(what: str) -> Iterator[None]:
-    """Be the only thread and process of this user on this machine that does something."""
-    # One digit: a lock file for everything that was ever sent would fill the directory.
-    path = os.path.join(private_dir(), f"install-{hashlib.sha256(os.fsencode(what)).hexdigest()[0]}")
+def _machine_lock(name: str) -> Iterator[None]:
+    """Hold a lock among all threads and processes of this user on this machine."""
+    # One hex digit of the hash limits the lock files to 16.
+    path = os.path.join(private_dir(), f"install-{hashlib.sha256(os.fsencode(name)).hexdigest()[0]}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         while True:
@@ -289,5 +283,5 @@ def _one_at_a_time(what: str) -> Iterator[None]:
                 time.sleep(_LOCK_POLL)
         yield
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # A child that was forked meanwhile holds the file open as well.
+        fcntl.flock(fd, fcntl.LOCK_UN)  # A child process that was forked meanwhile holds the file open, too.
         os.close(fd)

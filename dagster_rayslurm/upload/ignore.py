@@ -1,4 +1,4 @@
-"""What of a directory stays here: as Ray's own `runtime_env` working_dir has it, and what no cluster has a use for."""
+"""Ignore rules: files that are not sent, as in Ray's `runtime_env` working_dir, and files that no cluster needs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathspec import GitIgnoreSpec
 
 IGNORE_FILES = (".gitignore", ".rayignore")
-"""Files that list what stays here, in the syntax of gitignore(5). Ray 2.60 reads both, in every directory of the tree."""
+"""Files with patterns in the syntax of gitignore(5). Ray 2.60 reads both, in every directory of the tree."""
 
 _ALWAYS = frozenset(
     {
-        # These four Ray 2.60 leaves out by default (RAY_RUNTIME_ENV_DEFAULT_EXCLUDES).
+        # Ray 2.60 leaves out these four by default (RAY_RUNTIME_ENV_DEFAULT_EXCLUDES).
         ".git",
         ".venv",
         "venv",
@@ -33,8 +33,8 @@ _ALWAYS = frozenset(
         "node_modules",
     }
 )
-_ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
-"""What a virtual environment and a conda environment have in their prefix, whatever they are called."""
+_ENVIRONMENT_MARKERS = ("pyvenv.cfg", "conda-meta")
+"""Names in the prefix of every virtual environment and every conda environment."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,25 @@ class _IgnoreFile:
 
 @dataclass(frozen=True)
 class Rules:
-    """The ignore files that hold in one directory: its own and those above it, up to the top of the tree.
+    """The ignore files for one directory: its own and those above it, up to the top of the tree.
 
-    A file of either kind is left out if one of them says so. Among files of one kind the deepest that has a pattern for a
-    name decides, as in git.
+    An entry is left out if the ignore files of either kind say so. Among those of one kind the deepest with a matching
+    pattern decides, as in git.
     """
 
     files: tuple[_IgnoreFile, ...] = ()
 
     def within(self, directory: str, path: str, names: Collection[str]) -> Rules:
-        """The rules that hold in a directory further down.
+        """The rules for a subdirectory.
 
         Args:
             directory: its name in the tree; "" for the top.
-            path: where it is.
-            names: what is in it.
+            path: its path on this machine.
+            names: its entries.
 
         Raises:
-            ValueError: an ignore file has a pattern that means nothing.
-            OSError: one cannot be read.
+            ValueError: an ignore file has an invalid pattern.
+            OSError: an ignore file cannot be read.
         """
         found = []
         for kind in IGNORE_FILES:
@@ -74,11 +74,11 @@ class Rules:
         return Rules((*found, *self.files)) if found else self
 
     def ignores(self, name: str, is_dir: bool) -> bool:
-        """Whether an entry of that directory stays here.
+        """Whether an entry is left out.
 
         Args:
             name: its name in the tree.
-            is_dir: whether it is a directory, or a link to one; Ray looks through links as well.
+            is_dir: whether it is a directory or a link to one; Ray follows links as well.
         """
         base = name.rpartition("/")[2]
         return base in _ALWAYS or base.endswith(".pyc") or any(self._ignored_by(kind, name, is_dir) for kind in IGNORE_FILES)
@@ -94,8 +94,8 @@ class Rules:
 
 
 def is_environment(names: Collection[str]) -> bool:
-    """Whether a directory with these entries is a Python environment, which does not work anywhere else."""
-    return any(mark in names for mark in _ENVIRONMENT_MARKS)
+    """Whether a directory with these entries is a Python environment, which would not work elsewhere."""
+    return any(mark in names for mark in _ENVIRONMENT_MARKERS)
 
 
 def _read(path: str) -> GitIgnoreSpec:

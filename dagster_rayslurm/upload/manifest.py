@@ -1,4 +1,4 @@
-"""What is in a bundle, and what is too much for one."""
+"""The content of a bundle, and its limits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import posixpath
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
+
+
+class EntryKind(str, Enum):
+    """The type of an entry."""
+
+    FILE = "file"
+    DIR = "dir"
+    LINK = "link"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -14,16 +26,15 @@ class Entry:
 
     Attributes:
         name: its path in the bundle.
-        kind: "file", "dir" or "link".
-        source: where it is on this machine; "" for a directory that is nowhere.
-        executable: whether its owner may execute it; no other bit of the mode travels.
+        source: its path on this machine; "" for a directory that exists only in the bundle.
+        executable: whether its owner may execute it; no other mode bit is kept.
         size: bytes of a file.
-        target: what a link says, relative to the link where it leads to something in the bundle.
-        stamp: numbers that change whenever a file does.
+        target: the target of a link, relative to the link if it is in the bundle.
+        stamp: stat fields that change whenever the file does.
     """
 
     name: str
-    kind: str
+    kind: EntryKind
     source: str
     executable: bool = False
     size: int = 0
@@ -36,12 +47,12 @@ class Manifest:
     """The entries of a bundle.
 
     Attributes:
-        what: the argument that named them, for messages.
-        entries: what is in it, sorted by the bytes of the names.
-        root: the directory whose entries they are; None for files that were named one by one.
+        argument: the argument of `run()` or the launcher that named the files, for error messages.
+        entries: sorted by the bytes of their names.
+        root: the bundled directory; None for files that were named one by one.
     """
 
-    what: str
+    argument: str
     entries: tuple[Entry, ...]
     root: str | None = None
 
@@ -53,24 +64,24 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a bundle may hold.
+    """The largest bundle that is accepted.
 
     Attributes:
-        max_bytes: bytes of all files; by default what Ray 2.60 takes as working_dir.
-        max_entries: files, directories and links; with more of them somebody named the wrong directory.
+        max_bytes: bytes of all files; the default is the limit of Ray 2.60 for working_dir.
+        max_entries: files, directories and links; more of them suggest a wrong directory.
     """
 
     max_bytes: int = 500 * 2**20
     max_entries: int = 100_000
 
     def excess(self, sizes: Mapping[str, int]) -> str | None:
-        """By how much, and by what most of all, some entries go beyond the limits; None if they do not.
+        """Say by how much entries exceed the limits, and which ones most; None if they do not.
 
         Args:
-            sizes: the bytes of each entry, by name.
+            sizes: bytes by entry name.
         """
         if len(sizes) > self.max_entries:
-            most = [f"{name} ({count})" for name, count in largest(dict.fromkeys(sizes, 1))]
+            most = [f"{name} ({number})" for name, number in largest(dict.fromkeys(sizes, 1))]
             return f"more than {self.max_entries} files and directories, most of them in {', '.join(most)}"
         total = sum(sizes.values())
         if total > self.max_bytes:
@@ -83,17 +94,12 @@ DEFAULT_LIMITS = Limits()
 
 
 def remedy(root: str | None) -> str:
-    """What to do about a file that cannot be in a bundle."""
+    """Advice for a file that cannot be in a bundle."""
     return f"list what payloads do not need in {root}/.rayignore" if root else "leave it out"
 
 
-def largest(sizes: Mapping[str, int], most: int = 5) -> list[tuple[str, int]]:
-    """The names that explain most of a sum: a directory counts as one, unless nearly all of it is one thing in it.
-
-    Args:
-        sizes: a number for each path.
-        most: how many names are wanted.
-    """
+def largest(sizes: Mapping[str, int], count: int = 5) -> list[tuple[str, int]]:
+    """The paths with the largest sums. A directory counts as one path, unless one child has over 90 % of its sum."""
     sums: Counter[str] = Counter()
     children: dict[str, set[str]] = {}
     for path, size in sizes.items():
@@ -107,11 +113,11 @@ def largest(sizes: Mapping[str, int], most: int = 5) -> list[tuple[str, int]]:
         while inner := [child for child in children.get(name, ()) if sums[child] * 10 > sums[name] * 9]:
             name = inner[0]
         found.append((f"{name}/" if name in children else name, sums[name]))
-    return sorted(found, key=lambda item: (-item[1], item[0]))[:most]
+    return sorted(found, key=lambda item: (-item[1], item[0]))[:count]
 
 
 def amount(size: float) -> str:
-    """A number of bytes for people."""
+    """A number of bytes with a unit."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"
