@@ -1,4 +1,4 @@
-"""What every backend is, and what it hands back: a runtime at work on one payload."""
+"""Interfaces between execution and the backends: a backend starts payloads, and hands back running payloads."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from .ownership import Ownership
 from .run_dir import Layout
 
 P = TypeVar("P", contravariant=True)
-A = TypeVar("A", covariant=True)
+R = TypeVar("R", covariant=True)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What asks for a payload.
+    """The Dagster step that runs a payload, and its ownership of the payload.
 
     Attributes:
-        run_id: the Dagster run.
-        step_key: its step.
-        partition_key: the partition, or None.
+        partition_key: None for a step without partition.
         log: the step's log.
-        reattached: whether it goes on with what an attempt before it has started.
-        owner: whether this attempt owns the payload; None where nobody else can go on with it.
+        reattached: whether an earlier attempt at the step started the payload.
+        owner: this attempt's ownership; None for a payload that no later attempt can take over.
     """
 
     run_id: str
@@ -40,31 +38,31 @@ class Step:
 
     @property
     def new_owner(self) -> str | None:
-        """Who is known to have taken the payload over, in words."""
+        """The attempt that is known to have taken the payload over, in words."""
         return None if self.owner is None else self.owner.new_owner
 
     def may_end(self) -> bool:
-        """Whether this attempt may end the payload, because nobody else goes on with it or will.
+        """Whether this attempt still owns the payload, and so may end it; from now on no other can take it over.
 
         Raises:
-            OSError: that cannot be found out.
+            OSError: the owner cannot be determined.
         """
         return self.owner is None or self.owner.confirm()
 
     def should_end(self) -> bool:
-        """The same, for a payload that has to be ended even where that cannot be found out."""
-        return self.owner is None or self.owner.confirm_best_effort()
+        """The same, but True if the owner cannot be determined: for a payload that must not be left running."""
+        return self.owner is None or self.owner.confirm_or_assume()
 
 
 class RunningPayload(Protocol):
-    """A runtime at work on one payload.
+    """A payload whose runtime was started, or waits in Slurm's queue.
 
     Attributes:
-        cluster_id: name of the Ray cluster or of the runtime that holds it.
-        job_id: Slurm's job id; None where there is no Slurm.
-        waiting: whether the runtime has yet to be started, by a scheduler that takes its time.
-        place: where the run directory is, in words; "" for this machine.
-        requeue: whether the runtime may be started once more, by Slurm.
+        cluster_id: name of the Ray cluster.
+        job_id: Slurm's job id; None without Slurm.
+        waiting: whether Slurm has not started the runtime.
+        place: the host of the run directory; "" for this machine.
+        requeue: whether Slurm may run it again.
     """
 
     cluster_id: str
@@ -83,7 +81,7 @@ class RunningPayload(Protocol):
         """How the runtime ended, in words; None while it lives.
 
         Raises:
-            RunFailure: it will never start, or has had its time.
+            RunFailure: it can never start, or waited for too long.
         """
         ...
 
@@ -92,33 +90,39 @@ class RunningPayload(Protocol):
         ...
 
     def kill(self) -> None:
-        """End a runtime that does not answer, with all that it runs."""
+        """End the runtime and all that it runs."""
         ...
 
     def explain(self, evidence: Evidence) -> None:
-        """Add to the evidence what logs and Slurm tell of an end that the record does not explain."""
+        """Add logs and Slurm's accounting to the evidence, where the record does not explain the end."""
         ...
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
-        """What this way of running adds to the metadata of results and failures."""
+        """Metadata of this backend for results and failures."""
         ...
 
     def release(self, evidence: Evidence) -> None:
-        """Let go of the runtime after the payload's end was read, or see to it that it ends."""
+        """Free what this process holds of the runtime, and make sure that a runtime ends which has to."""
         ...
 
 
 Register = Callable[[RunningPayload], None]
-"""Takes note of an attempt, which is let go of whatever comes."""
+"""Takes a running payload, which is then released in any case."""
+
+Plans = Mapping[str, Plan]
+RunningPayloads = Mapping[str, RunningPayload]
+"""By component, in the job's order."""
 
 
-class Place(Protocol):
-    """Where runtimes work.
+class Backend(Protocol[P, R]):
+    """Starts payloads: of one plan, or of the plans of all components at once.
+
+    `P` is `Plan` or `Plans`; `R` is `RunningPayload` or `RunningPayloads`.
 
     Attributes:
-        connection: how to reach the files where the runtime works.
-        layout: where things are there; finding that out may take a look at the place.
-        cadence: how often the record is read.
+        connection: reaches the files where runtimes run.
+        layout: the directories there; the first access may ask the cluster.
+        cadence: how often records are read.
     """
 
     @property
@@ -130,60 +134,48 @@ class Place(Protocol):
     @property
     def cadence(self) -> Cadence: ...
 
-    def sweep(self, retention_days: float) -> None:
-        """Remove what nobody touched for so many days."""
-        ...
-
-
-class Backend(Place, Protocol[P, A]):
-    """A way to get runtimes started: for one plan, or for a plan of each component, all at once.
-
-    `P` is a plan, or plans by component in the job's order; `A` what is at work on it then.
-    """
-
     def check(self, plan: P, /) -> None:
-        """Refuse what this backend cannot give, before anything starts.
+        """Refuse a plan that this backend cannot run, before anything starts.
 
         Raises:
-            ValueError: naming the field, and the component if there are some.
+            ValueError: naming the field, and the component if there are several.
         """
         ...
 
-    def start(self, plan: P, run_dir: str, context: PipesContextData, step: Step, hold: Register, /) -> A:
-        """Make a run directory, with one for each component in it if there are some, and get runtimes to work there.
+    def start(self, plan: P, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> R:
+        """Write the run directory and start the runtime, or the runtimes of all components.
 
         Args:
             plan: what to run.
-            run_dir: its run directory, not there yet.
+            run_dir: the run directory; new unless the step reattached.
             context: the Pipes context.
-            step: who asks.
-            hold: told of each attempt before this returns: an interrupt in between must not lose it.
+            step: the step that asks.
+            register: called with each running payload at once, so that an interrupt cannot lose it.
 
         Raises:
-            StartError: no runtime can be had.
+            StartError: no runtime can be started.
             OSError: a file cannot be written.
         """
         ...
 
     def example(self, plan: P, /) -> str:
-        """What would be started, for a person to read, with words in capitals for what is known only then."""
+        """What would be started, for a person to read; words in capitals stand for what is known only then."""
+        ...
+
+    def sweep(self, retention_days: float) -> None:
+        """Remove what was not used for so many days where runtimes run."""
         ...
 
 
 @runtime_checkable
 class CanReattach(Protocol):
-    """A backend whose payloads outlive the Dagster process that started them, for another one to go on with."""
+    """A backend whose payloads outlive the Dagster process, so that a later attempt can take them over."""
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        """Whether what an attempt before started in a run directory is this plan, and still of use; then `start` goes on with it.
+        """Whether the payload of a run directory is this plan and still of use; then `start` continues with it.
 
         Raises:
-            StartError: no runtime can be had.
-            OSError: that cannot be found out.
+            StartError: no runtime can be started.
+            OSError: the payload's state cannot be determined.
         """
         ...
-
-
-Plans = Mapping[str, Plan]
-RunningPayloads = Mapping[str, RunningPayload]
-"""By component, in the job's order."""

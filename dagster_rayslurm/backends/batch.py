@@ -1,4 +1,4 @@
-"""Slurm mode: the runtime in a batch job of its own, on all nodes of the allocation."""
+"""Slurm mode: run each payload in a batch job of its own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 from dagster_pipes import PipesContextData
 
@@ -41,17 +40,15 @@ from . import reattach
 from .base import Register, Step
 from .batch_job import BatchJob
 from .ownership import FIRST_OWNER
-from .payload_files import PayloadFiles, base_errors, deliver, needs_of, pack
+from .payload_files import PayloadFiles, deliver, pack, remote_base_errors, required_files
 from .remote_cleanup import sweep_remote
 from .run_dir import Layout, run_files
 from .sessions.idle import IdleSessions
 from .slurm_job import SlurmJob
 
-T = TypeVar("T")
-
 _CADENCE = Cadence(busy=0.1, idle=3.0, waiting=15.0)
 CLUSTER = "slurm-"
-"""What the name of a cluster begins with; the rest is what the name of its job ends with."""
+"""Prefix of a cluster's id, before the nonce with which its job's name ends."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,11 @@ class BatchBackend:
 
     Args:
         slurm: the cluster.
-        queue: what to ask it for.
-        environment: the Python environment there.
-        queue_timeout: seconds after which a job that still waits is given up; None waits for ever.
-        patience: seconds for which a job that may have been submitted can be out of reach.
-        components: of a heterogeneous job, in its order, each with a queue of its own; none for any other job.
+        queue: the resources of the job.
+        environment: the Python environment on the cluster.
+        queue_timeout: seconds after which a waiting job fails; None waits for ever.
+        patience: seconds for which Slurm may be unreachable while it is unknown whether it took the job.
+        components: of a heterogeneous job, in its order, each with its own queue; none for any other job.
     """
 
     slurm: SlurmResource
@@ -97,126 +94,108 @@ class BatchBackend:
     def sweep(self, retention_days: float) -> None:
         sweep_in_background(self.connection, str(self.layout.base), retention_days)
 
-    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, hold: Register) -> BatchJob:
-        cargo, request, asked = self._asked(plan, run_dir, step)
-        plan = cargo.plan
-        files = {**run_files(plan, context), **asked, CANCEL: b"", EXIT: b"", FIRST_OWNER: b""}
-        commands, cluster_id = slurm_commands(self.connection), f"{CLUSTER}{plan.payload.nonce}"
-
-        def attempt_at(job: SlurmJob) -> BatchJob:
-            attempt = BatchJob(job, commands, cluster_id, step=step)
-            hold(attempt)
-            return attempt
-
-        needs = needs_of(self.connection, str(self.layout.base), [cargo], step.log)
-        return self.submit_job(run_dir, files, request, step, attempt_at, needs)
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> BatchJob:
+        packed, request, request_files = self._prepare(plan, run_dir, step)
+        plan = packed.plan
+        files = {**run_files(plan, context), **request_files, CANCEL: b"", EXIT: b"", FIRST_OWNER: b""}
+        needs = required_files(self.connection, str(self.layout.base), [packed], step.log)
+        with self.cancel_on_error(request, step):
+            job = self.submit_job(run_dir, files, request, step, needs)
+            running = BatchJob(job, slurm_commands(self.connection), f"{CLUSTER}{plan.payload.nonce}", step=step)
+            register(running)
+        return running
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        _, request, asked = self._asked(plan, run_dir, step)
+        _, request, request_files = self._prepare(plan, run_dir, step)
         commands = slurm_commands(self.connection)
 
         def job_of(_: object) -> str | None:
             rows = fetch_queue(commands).named(request.job_name)
             return next((str(row.job_id) for row in rows if row.is_leader and row.state not in TERMINAL), None)
 
-        job_id = reattach.job_with(self.connection, run_dir, plan.payload.nonce, asked, job_of, step.log)
+        job_id = reattach.reattachable_job(self.connection, run_dir, plan.payload.nonce, request_files, job_of, step.log)
         if job_id is not None:
-            # Whoever submitted it may have been killed before that was written; with it nothing is submitted again.
+            # An attempt that was killed may not have written the id, without which `submit` would submit again.
             commands.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
         return job_id is not None
 
-    def _asked(self, plan: Plan, run_dir: str, step: Step) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
-        """What is submitted for a plan: its files, the request, and the files that say what is asked for.
+    def _prepare(self, plan: Plan, run_dir: str, step: Step) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
+        """Deliver a plan's files; returns them, the job's request, and the files of the run directory that make the request.
 
         Raises:
-            StartError: it cannot be had.
+            StartError: the plan cannot be served.
             OSError: the cluster cannot be reached.
         """
         base = str(self.layout.base)
-        cargo = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
-        cargo.warn(step.log)
-        with base_errors(base):
+        packed = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
+        packed.warn(step.log)
+        with remote_base_errors(base):
             interpreter = self.interpreter_for(plan)
-            runtime = deliver(self.connection, base, cargo, step.log)
-        plan = cargo.plan
+            runtime = deliver(self.connection, base, packed, step.log)
+        plan = packed.plan
         name = job_name(step.step_key, plan.payload.nonce)
-        comment = job_comment(step.run_id, step.step_key, step.partition_key)
-        request = self._request(plan, job_name=name, comment=comment)
-        spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, request, self._leading_queue)
-        return (
-            cargo,
-            request,
-            {
-                PAYLOAD: to_json(plan.payload).encode("utf-8"),
-                RUNTIME: to_json(spec).encode("utf-8"),
-                JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm).encode("utf-8", "surrogateescape"),
-            },
-        )
+        request = self._request(plan, job_name=name, comment=job_comment(step.run_id, step.step_key, step.partition_key))
+        leading_queue = self.components[0].queue if self.components else self.queue  # Has the whole job's options.
+        spec = runtime_spec(f"{CLUSTER}{plan.payload.nonce}", plan, request, leading_queue)
+        files = {
+            PAYLOAD: to_json(plan.payload).encode("utf-8"),
+            RUNTIME: to_json(spec).encode("utf-8"),
+            JOB_SCRIPT: job_script(request, interpreter, runtime, run_dir, self.slurm).encode("utf-8", "surrogateescape"),
+        }
+        return packed, request, files
 
     def example(self, plan: Plan) -> str:
         request = self._request(plan, job_name=job_name("STEP", plan.payload.nonce), comment=job_comment("RUN", "STEP", None))
         python, base = Interpreter("ENVIRONMENT/bin/python"), self.slurm.remote_base
         return job_script(request, python, f"{base}/runtime/RUNTIME.pyz", f"{base}/runs/RUN_DIR", self.slurm)
 
-    def submit_job(
-        self,
-        run_dir: str,
-        files: Mapping[str, bytes],
-        request: JobRequest,
-        step: Step,
-        attempt_at: Callable[[SlurmJob], T],
-        needs: RequiredFiles,
-    ) -> T:
-        """Submit a job, or make sure that there is none; or go on with the one that the run directory names.
-
-        Args:
-            run_dir: its directory, not there yet.
-            files: what goes into it.
-            request: what its script asks for.
-            step: who asks.
-            attempt_at: makes of the job what is returned, and has it held.
-            needs: what must be on the cluster before.
-
-        Raises:
-            StartError: the job is not taken.
-            OSError: the cluster cannot be reached.
-        """
-        commands = slurm_commands(self.connection)
-        queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
+    @contextlib.contextmanager
+    def cancel_on_error(self, request: JobRequest, step: Step) -> Iterator[None]:
+        """Cancel the job by its name on any error or interrupt: Slurm may have taken it unnoticed."""
         try:
-            submitted = submit(
-                commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience, needs=needs
-            )
-            job = SlurmJob(
-                commands=commands,
-                queue=queue,
-                request=request,
-                submitted=submitted,
-                directory=run_dir,
-                queue_timeout=self.queue_timeout,
-                over_ssh=self.slurm.ssh is not None,
-                log=step.log,
-                idle_sessions=IdleSessions(self.connection, str(self.layout.base), step.log),
-            )
-            attempt = attempt_at(job)
+            yield
         except SubmissionRefused:
             raise
         except BaseException:
-            # Interrupted or cut off: whether Slurm has taken the job is not known, so it is cancelled by its name.
             with deferred_interrupts():
-                cancel_named(commands, request.job_name, step.log)
+                cancel_named(slurm_commands(self.connection), request.job_name, step.log)
             raise
-        which, place = f"Slurm job {submitted.job_id} ({request.job_name})", self.connection.place
+
+    def submit_job(
+        self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step, needs: RequiredFiles
+    ) -> SlurmJob:
+        """Submit a job, unless the run directory names one already; to be called within `cancel_on_error`.
+
+        Args:
+            run_dir: the job's directory.
+            files: what goes into it.
+            request: what the job's script asks for.
+            step: the step that asks.
+            needs: files that must be on the cluster before.
+
+        Raises:
+            StartError: Slurm refuses the job.
+            OSError: the cluster cannot be reached.
+        """
+        commands, place = slurm_commands(self.connection), self.connection.place
+        queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
+        submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience, needs=needs)
+        which = f"Slurm job {submitted.job_id} ({request.job_name})"
         if step.reattached:
             step.log.info(f"[rayslurm] going on with {which} on {place}")
         else:
             step.log.info(f"[rayslurm] submitted {which} to {request.partitions_text} on {place}")
-        return attempt
-
-    @property
-    def _leading_queue(self) -> SlurmQueueConfig:
-        """The queue that says what is the whole job's, such as its limit."""
-        return self.components[0].queue if self.components else self.queue
+        return SlurmJob(
+            commands=commands,
+            queue=queue,
+            request=request,
+            submitted=submitted,
+            directory=run_dir,
+            queue_timeout=self.queue_timeout,
+            over_ssh=self.slurm.ssh is not None,
+            log=step.log,
+            idle_sessions=IdleSessions(self.connection, str(self.layout.base), step.log),
+        )
 
     def _request(self, plan: Plan, *, job_name: str, comment: str) -> JobRequest:
         if self.components:
@@ -224,22 +203,23 @@ class BatchBackend:
         return make_request(self.queue, plan.footprint, job_name=job_name, comment=comment)
 
     def interpreter_for(self, plan: Plan) -> Interpreter:
-        kept = str(self.layout.environments)
-        return check_environment_on(self.connection, self.environment, plan.ray, plan.uses_pipes, kept)
+        """The environment's Python, after a check that it can run the plan."""
+        cache = str(self.layout.environments)
+        return check_environment_on(self.connection, self.environment, plan.ray, plan.uses_pipes, cache)
 
 
 def absolute(connection: Connection, path: str) -> str:
-    """An absolute path over there, whose user may have begun it with a tilde."""
+    """An absolute path on the cluster; a tilde is expanded there."""
     return os.path.normpath(expand_home(connection, path))
 
 
 def data_dir_of(connection: Connection, layout: Layout, plan: Plan) -> str:
-    """The directory there that payloads share."""
+    """The data directory on the cluster, absolute."""
     return absolute(connection, plan.payload.data_dir) if plan.payload.data_dir else str(layout.data)
 
 
 def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> None:
-    """Refuse paths that mean nothing on the cluster.
+    """Refuse paths that cannot be resolved on the cluster.
 
     Raises:
         ValueError: naming the field.
@@ -253,29 +233,29 @@ def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> N
 
 
 def sweep_in_background(connection: Connection, base: str, retention_days: float) -> None:
-    """Remove what nobody touched for so many days; it takes its time on a cluster's file system, and nobody waits for it."""
+    """Remove what was not used for so many days, in a thread: it may take long on a cluster's file system."""
 
     def work() -> None:
-        with contextlib.suppress(OSError):  # Another one will come to it.
+        with contextlib.suppress(OSError):  # A later sweep tries again.
             sweep_remote(slurm_commands(connection), base, retention_days)
 
     threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
 
 
-def nonce_of_cluster(cluster_id: str) -> str | None:
-    """The nonce in a cluster's name, with which the name of its job ends; None if this is not the name of a cluster."""
+def cluster_nonce(cluster_id: str) -> str | None:
+    """The nonce in a cluster's id; None if this is no cluster's id."""
     match = re.fullmatch(rf"{CLUSTER}([0-9a-f]{{12}})", cluster_id)
     return match[1] if match else None
 
 
 def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
-    """Cancel the job of a cluster; False if there is none.
+    """Cancel the job of a cluster; False if there is no such job.
 
     Raises:
         StartError: Slurm does not confirm its end.
         OSError: Slurm cannot be asked.
     """
-    nonce = nonce_of_cluster(cluster_id)
+    nonce = cluster_nonce(cluster_id)
     if nonce is None:
         return False
     commands = slurm_commands(connection_to(slurm.ssh))
@@ -296,7 +276,7 @@ def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQ
         plan.ray,
         control_key=secrets.token_hex(32),
         control_ports=control_ports(plan.ray.port_range if plan.ray is not None else None),
-        # What is asked of a component's nodes stands with the component.
+        # Components have their own figures.
         asked_cpus=None if components else request.cpus_per_node,
         asked_gpus=None if components else request.gpus_per_node,
         requeue=request.requeue,
@@ -310,5 +290,5 @@ def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQ
 def job_script(
     request: JobRequest, interpreter: Interpreter, runtime: str, run_dir: str, slurm: SlurmResource, role: str = "node"
 ) -> str:
-    """The batch script that starts the runtime on all nodes, in a role of its command line."""
+    """The batch script that starts the runtime on all nodes; `role` is the runtime's subcommand."""
     return render_script(request, interpreter.start("-I", runtime, role, run_dir), run_dir, slurm.site)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..follow import Evidence
+from ..runtime.protocol.end import EndReason
 from ..slurm.commands import without_option_variables
 from ..slurm.states import JobPhase
 from ..ssh.base import Connection, ConnectionFailed
@@ -15,43 +16,43 @@ from .base import Step
 from .cancel_request import CancelRequest, write_cancel_request
 from .slurm_job import SlurmJob
 
-_PATIENCE = 5.0
-"""Seconds in which a job whose runtime has written its `end` is over by itself."""
-_TERMINATED = "terminated"
-_SRUN_MAY_WAIT = ("cluster-lost", "cluster-start", _TERMINATED)
-"""Reasons of an `end` after which `srun` may wait for ever: it hears nothing of tasks on a node that was reset, nor of those
-whose slurmstepd was killed (22.05)."""
-_KEEP_FRESH = 3600.0
-_NOBODY = Step("", "", None, None)
+_END_TIMEOUT = 5.0
+"""Seconds in which a job ends by itself after its runtime wrote the `end`."""
+_SRUN_MAY_HANG = (EndReason.CLUSTER_LOST, EndReason.CLUSTER_START, EndReason.TERMINATED)
+"""Reasons of an `end` after which `srun` may wait for ever, because it does not notice the end of tasks on a node that was
+reset, or whose slurmstepd was killed (22.05)."""
+_TOUCH_INTERVAL = 3600.0
+_NO_STEP = Step("", "", None, None)
 
 
 class BatchJob:
-    """One Slurm job, whose directory is the run directory of its payload.
+    """One Slurm job as a running payload.
 
     Args:
-        job: the job, and its directory.
-        commands: runs commands there, and reaches the files.
+        job: the job, with its directory.
+        commands: runs commands on the cluster, and reaches the files.
         cluster_id: name of the Ray cluster.
         directory: the run directory; None for the job's.
-        step: who asks; it may go on with a job that another process submitted, so that nobody here knows when.
+        step: the step that asks.
     """
 
     def __init__(
-        self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str | None = None, step: Step | None = None
+        self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str | None = None, step: Step = _NO_STEP
     ) -> None:
         self.cluster_id = cluster_id
         self.job_id: str | None = job.job_id
         self._job = job
         self._commands = commands
         self._directory = job.directory if directory is None else directory
-        self._step = step or _NOBODY
+        self._step = step
         self._started = False
-        """Whether the runtime is at work: its record has started, and the job was not requeued since."""
-        self._heard: tuple[float, float] | None = None
-        """When the record started, by its node's clock, and when that was heard of, by the one that the submission goes by."""
-        self._fresh_at = time.monotonic()
-        self._ending = False
-        self._order = CancelRequest(self._give, job.log)
+        """Whether the record has started, and Slurm has not requeued the job since."""
+        self._start_seen: tuple[float, float] | None = None
+        """The start of the record by its node's clock, and when that was read, by the cluster's clock."""
+        self._touched_at = time.monotonic()
+        self._runtime_cancels = False
+        """Whether the runtime, not Slurm, was asked to end the payload."""
+        self._cancel_request = CancelRequest(self._send_cancel, job.log)
 
     @property
     def waiting(self) -> bool:
@@ -67,44 +68,24 @@ class BatchJob:
 
     def poll(self, evidence: Evidence) -> str | None:
         job, started_at = self._job, self._started_at(evidence)
-        # Where the runtime could not be reached just now nobody can be asked either.
-        away = self._started and isinstance(self._order.error, ConnectionFailed)
-        seen = not away and job.observe(started_at)
+        # While the runtime cannot be reached, Slurm cannot be reached either.
+        unreachable = self._started and isinstance(self._cancel_request.error, ConnectionFailed)
+        observed = not unreachable and job.observe(started_at)
         self._started = started_at is not None and job.status.phase != JobPhase.PENDING
-        self._order.resend_for(evidence)
-        if not seen:
+        self._cancel_request.resend_for(evidence)
+        if not observed:
             return None
         with contextlib.suppress(OSError):
-            if started_at is not None and (self._heard is None or self._heard[0] != started_at):
-                self._heard = started_at, job.now()
-            self._keep_fresh()
+            if started_at is not None and (self._start_seen is None or self._start_seen[0] != started_at):
+                self._start_seen = started_at, job.now()
+            self._touch_run_dir()
             if not self._started and not job.status.over and not job.cancelled:
                 job.report_waiting()
                 job.check_waiting()
         return job.end_description(self._started)
 
     def cancel(self, now: bool = False) -> None:
-        self._order.send(now)
-
-    def _give(self, now: bool) -> None:
-        """Have the payload ended, by Slurm if its runtime is not known to be at work.
-
-        Raises:
-            OSError: nobody can be told.
-        """
-        if not self._step.may_end():
-            return
-        if not self._started:
-            self._job.cancelled = True
-            done = self._commands.run(without_option_variables(["scancel", self._job.job_id]), timeout=60)
-            # In 22.05 it exits with 0 even where it could not reach slurmctld; of a job that is over it says nothing.
-            errors = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "error:" in line]
-            if done.returncode or errors:
-                raise OSError(f"{self._commands.place}: {'; '.join(errors[-2:]) or f'exit code {done.returncode}'}")
-            return
-        self._ending = True
-        # The runtime ends the payload with Ray alive; scancel would hit all of Ray at the same moment.
-        write_cancel_request(self._commands, self._directory, now)
+        self._cancel_request.send(now)
 
     def kill(self) -> None:
         if self._step.should_end():
@@ -118,31 +99,51 @@ class BatchJob:
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         metadata = self._job.metadata(evidence)
         if evidence.started_at is not None and not self._step.reattached:
-            # The clocks of a node and of the edge may differ: nothing has started after it was heard of.
-            started_at = min(evidence.started_at, self._heard[1] if self._heard else self._job.now())
+            # The node's clock may be ahead of the cluster's: the start was before it was read.
+            started_at = min(evidence.started_at, self._start_seen[1] if self._start_seen else self._job.now())
             metadata["Queue wait (s)"] = round(max(0.0, started_at - self._job.submitted_at), 2)
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """See to it that a job which was to be ended is over; one that ended by itself needs nobody."""
+        """Make sure that a job ends which was cancelled, never started, or may hang; any other ends by itself."""
         reason = (evidence.end or {}).get("reason")
         if evidence.connection_lost and not self._job.cancelled:
-            return  # Nobody can be told, and the job may go on.
+            return  # Slurm cannot be asked, and the job may go on.
         if self._job.cancelled or (not evidence.started and not self._job.status.over):
             if self._step.should_end():
                 self._job.cancel_until_gone()
-        elif (self._ending or evidence.nodes_lost or reason in _SRUN_MAY_WAIT) and self._step.should_end():
-            if reason == _TERMINATED and not self._ending:
-                self.explain(evidence)  # Slurm's reason, while it is not the cancellation to come.
-            self._job.cancelled = self._ending
-            self._job.cancel_until_gone(_PATIENCE)
+        elif (self._runtime_cancels or evidence.nodes_lost or reason in _SRUN_MAY_HANG) and self._step.should_end():
+            if reason == EndReason.TERMINATED and not self._runtime_cancels:
+                self.explain(evidence)  # Slurm's reason, before `scancel` replaces it.
+            self._job.cancelled = self._runtime_cancels
+            self._job.cancel_until_gone(_END_TIMEOUT)
+
+    def _send_cancel(self, now: bool) -> None:
+        """Have the payload ended: by its runtime if that has started, else by Slurm.
+
+        Raises:
+            OSError: neither can be reached.
+        """
+        if not self._step.may_end():
+            return
+        if self._started:
+            # The runtime ends the payload while Ray lives; scancel would end Ray at the same moment.
+            self._runtime_cancels = True
+            write_cancel_request(self._commands, self._directory, now)
+            return
+        self._job.cancelled = True
+        done = self._commands.run(without_option_variables(["scancel", self._job.job_id]), timeout=60)
+        # In 22.05 it exits with 0 even if it could not reach slurmctld; for a job that is over it prints nothing.
+        errors = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "error:" in line]
+        if done.returncode or errors:
+            raise OSError(f"{self._commands.place}: {'; '.join(errors[-2:]) or f'exit code {done.returncode}'}")
 
     def _started_at(self, evidence: Evidence) -> float | None:
         """When the job's record started, if it has."""
         return evidence.started_at
 
-    def _keep_fresh(self) -> None:
-        """A run directory whose job still waits is swept as old otherwise."""
-        if not self._started and time.monotonic() - self._fresh_at >= _KEEP_FRESH:
-            self._fresh_at = time.monotonic()
+    def _touch_run_dir(self) -> None:
+        """Keep the run directory of a waiting job from being swept as unused."""
+        if not self._started and time.monotonic() - self._touched_at >= _TOUCH_INTERVAL:
+            self._touched_at = time.monotonic()
             self._commands.run(["touch", "--", self._job.directory])

@@ -1,4 +1,4 @@
-"""The order that a payload ends: given again until it has arrived, as whoever takes it may be out of reach."""
+"""Cancel a payload by a file that its runtime reads; the request is repeated until it is delivered."""
 
 from __future__ import annotations
 
@@ -10,84 +10,78 @@ from typing import Any
 
 from ..follow import Evidence
 from ..runtime.protocol.record import CANCEL
-from ..runtime.protocol.requests import Operation
 from ..ssh.base import Connection
 
 _INTERVAL = 1.0
-"""Seconds between two tries."""
+"""Seconds between two attempts to deliver a request."""
 
 
 def cancel_path(run_dir: str) -> str:
-    """Where a runtime finds what it is asked for."""
+    """The file in which a runtime looks for a cancel request."""
     return os.path.join(run_dir, CANCEL)
 
 
 def cancel_request_json(now: bool) -> str:
-    """What is written there."""
-    return json.dumps({"op": Operation.CANCEL, "now": now})
+    """The content of that file."""
+    return json.dumps({"op": "cancel", "now": now})
 
 
 def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> None:
-    """Ask the runtime at work in a run directory to end its payload.
-
-    Args:
-        connection: reaches the files.
-        run_dir: the run directory.
-        now: whether to leave it no time.
+    """Ask the runtime of a run directory to end its payload, at once or after its grace period.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     connection.write(cancel_path(run_dir), cancel_request_json(now).encode())
 
 
 class CancelRequest:
-    """The order that a payload ends; there is none before `issue`.
+    """A cancel request for one payload, repeated until it is delivered; there is none before `send`.
 
     Args:
-        give: gives it, with whether to leave no time; an OSError if it does not arrive.
+        deliver: delivers it, with whether to leave no grace period; raises OSError on failure.
         log: the step's log.
 
     Attributes:
-        now: whether it leaves no time; None if there is no order.
-        delivered: whether it need not be given again.
-        error: why it could not be given the last time.
-        sent_at: when that was, or when it arrived, by this machine's monotonic clock.
+        now: whether the request leaves no grace period; None without a request.
+        delivered: whether it need not be repeated.
+        error: why the last attempt to deliver it failed.
+        sent_at: time of the last attempt, by this machine's monotonic clock.
     """
 
-    def __init__(self, give: Callable[[bool], Any], log: Any) -> None:
+    def __init__(self, deliver: Callable[[bool], Any], log: Any) -> None:
         self.now: bool | None = None
         self.delivered = False
         self.error: OSError | None = None
         self.sent_at = 0.0
-        self._give = give
+        self._deliver = deliver
         self._log = log
-        self._told = False
+        self._warned = False
 
     def send(self, now: bool) -> None:
-        """Give it, unless it was given before; one that leaves no time takes the place of one that does."""
+        """Send the request once; one without grace period replaces one with."""
         if self.now is None or now > self.now:
             self.now, self.delivered = now, False
             self._try(now)
 
     def resend(self) -> None:
-        """Give it again, if it has not arrived and was not given just now; for whoever waits for the end."""
+        """Repeat a request that was not delivered, at most once in an interval."""
         if self.now is not None and not self.delivered and time.monotonic() - self.sent_at >= _INTERVAL:
             self._try(self.now)
 
     def resend_for(self, evidence: Evidence) -> None:
-        """The same, for a payload that is followed: nobody waits on if it was to end at once and cannot be told."""
+        """Resend the request; if an immediate one cannot be delivered, the payload counts as unreachable."""
         self.resend()
         if self.now and self.error is not None:
             evidence.unreachable = str(self.error)
 
     def _try(self, now: bool) -> None:
         try:
-            self._give(now)
+            self._deliver(now)
             self.delivered, self.error = True, None
         except OSError as error:
             self.error = error
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 self._log.warning(f"[rayslurm] the payload cannot be told to end, which is tried again: {error}")
         self.sent_at = time.monotonic()

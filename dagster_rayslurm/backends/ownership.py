@@ -1,8 +1,8 @@
-"""Which attempt owns a payload that outlives its Dagster process: only the owner ends it, judges it or removes its files.
+"""Ownership of a payload that outlives its Dagster process: only the owner ends it, judges it or removes its files.
 
-A file name in the run directory says who the owner is. A later attempt takes the payload over by renaming that file. The owner
-renames it, too, before it ends or judges the payload; after that nobody can take it over. A rename is atomic, so of two
-attempts that try at the same time exactly one succeeds. No lock has to be released when a process is killed.
+The name of a file in the run directory names the owner. A later attempt takes the payload over by renaming that file. The
+owner renames it, too, before it ends or judges the payload; after that no attempt can take it over. A rename is atomic, so
+exactly one of two simultaneous attempts succeeds. No lock has to be released when a process is killed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from contextlib import suppress
 from ..ssh.base import Completed, Connection, ConnectionLost
 
 FIRST_OWNER = "owner.first"
-"""The file as it is before anybody has taken the payload over: its owner is the attempt that started it."""
+"""The owner file of the attempt that started the payload."""
 
 _PREFIX = "owner."
 _JUDGED = ".judged"
-"""How the name ends once the owner has begun to end or to judge the payload."""
+"""Suffix of the name once the owner has begun to end or to judge the payload."""
 
 _LIST = 'LC_ALL=C ls -a -- "$1"'
 _GONE = b"No such file or directory"
@@ -29,16 +29,16 @@ _TRIES = 3
 
 
 class Ownership:
-    """The owner of one payload.
+    """One attempt's ownership of a payload.
 
     Args:
         connection: reaches the run directory.
         run_dir: the run directory of the payload.
-        name: the file name of this attempt: `FIRST_OWNER`, or what `owner_file` gives.
-        successor: finds the Dagster run that goes on with this payload, by Dagster's event log; None if there is none.
+        name: the owner file of this attempt: `FIRST_OWNER`, or `owner_file(...)` for a later attempt.
+        successor: finds the Dagster run that took the payload over, by Dagster's event log; None if there is none.
 
     Attributes:
-        new_owner: who has taken the payload over, in words; None as far as is known nobody has.
+        new_owner: the attempt that has taken the payload over, in words; None if that is not known to have happened.
     """
 
     def __init__(self, connection: Connection, run_dir: str, name: str, successor: Callable[[], str | None]) -> None:
@@ -47,71 +47,67 @@ class Ownership:
         self._run_dir = run_dir
         self._name = name
         self._successor = successor
-        self._kept = False
+        self._confirmed = False
 
     def take_over(self) -> bool:
-        """Take the payload over; False if its owner has begun to end or to judge it.
+        """Become the owner; False if the owner has begun to end or to judge the payload.
 
         Raises:
-            OSError: that cannot be found out.
+            OSError: the owner cannot be determined.
         """
         for _ in range(_TRIES):
             owners = self._owners()
             if owners is None:
-                return False  # Its owner has removed it.
+                return False  # The owner has removed it.
             if self._name in owners:
                 return True
-            if any(each.endswith(_JUDGED) for each in owners):
+            if any(owner.endswith(_JUDGED) for owner in owners):
                 return False
-            if not owners:  # Version 0.1.0 started it.
+            if not owners:  # Version 0.1.0 wrote no owner file.
                 self._connection.write(os.path.join(self._run_dir, self._name), b"")
                 return True
-            with suppress(FileNotFoundError):  # Somebody else was faster, or the answer to an earlier try was lost.
+            with suppress(FileNotFoundError):  # Another attempt was faster, or an answer was lost.
                 self._rename(owners[0], self._name)
                 return True
         raise OSError(f"{self._run_dir}: others take the payload over at the same time")
 
     def confirm(self, remove: bool = False) -> bool:
-        """Make sure that nobody takes the payload over from now on; False if somebody has.
+        """Whether this attempt is still the owner; if so, no other can take the payload over from now on.
 
         Args:
-            remove: whether to remove the run directory then.
+            remove: remove the run directory, too.
 
         Raises:
-            OSError: that cannot be found out.
+            OSError: the owner cannot be determined.
         """
-        if self.new_owner is None and not self._kept:
+        if self.new_owner is None and not self._confirmed:
             judged = self._name + _JUDGED
             try:
                 self._rename(self._name, judged)
             except FileNotFoundError:
-                self.new_owner = self._who(judged)
-            self._kept = self.new_owner is None
-        if remove and self._kept:
+                self.new_owner = self._find_new_owner(judged)
+            self._confirmed = self.new_owner is None
+        if remove and self._confirmed:
             self._connection.remove(self._run_dir)
-        return self._kept
+        return self._confirmed
 
-    def confirm_best_effort(self) -> bool:
-        """The same, for a payload that has to be ended even where that cannot be found out."""
+    def confirm_or_assume(self) -> bool:
+        """The same; if the owner cannot be determined, True unless a new owner is known."""
         try:
             return self.confirm()
         except OSError:
             return self.new_owner is None
 
-    def _who(self, judged: str) -> str | None:
-        """Who has taken the payload over, after this attempt's file was not there; None if nobody has.
-
-        Raises:
-            OSError: that cannot be found out.
-        """
+    def _find_new_owner(self, judged: str) -> str | None:
+        """The new owner, after this attempt's file was missing; None if this attempt is still the owner."""
         owners = self._owners() or []
         if judged in owners:
-            return None  # Renamed by an earlier try, whose answer was lost.
+            return None  # An earlier rename worked, and its answer was lost.
         others = [name for name in owners if name != self._name]
         if others:
             return owner_in_words(others[0])
-        # Without any such file the directory was removed, by a successor or by hand. The listing of a network file system
-        # may be old, and still have this attempt's own file.
+        # Without an owner file, a successor removed the directory, or somebody by hand. The listing of a network file
+        # system may be stale, and still show this attempt's own file.
         successor = self._successor()
         if successor is not None:
             return f"run {successor}"
@@ -121,7 +117,7 @@ class Ownership:
         self._connection.rename(os.path.join(self._run_dir, old), os.path.join(self._run_dir, new))
 
     def _owners(self) -> list[str] | None:
-        """The owner's file in the run directory, where there may be two while it is renamed; None without the directory.
+        """The owner files, two at most during a rename; None without the run directory.
 
         Raises:
             OSError: the directory cannot be listed.
@@ -144,12 +140,12 @@ class Ownership:
 
 
 def owner_file(run_id: str) -> str:
-    """The file name of an attempt of this process that takes a payload over."""
+    """The owner file of a later attempt, in this process."""
     return f"{_PREFIX}{run_id}.{os.getpid()}.{re.sub('[^A-Za-z0-9.-]', '_', socket.gethostname())}.{secrets.token_hex(4)}"
 
 
 def owner_in_words(name: str) -> str:
-    """Who the owner is, by the file name."""
+    """The owner of an owner file, in words."""
     run_id, _, rest = name.removeprefix(_PREFIX).removesuffix(_JUDGED).partition(".")
     pid, _, rest = rest.partition(".")
     return f"run {run_id} (process {pid} on {rest.rpartition('.')[0]})"

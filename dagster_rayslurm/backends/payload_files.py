@@ -132,7 +132,7 @@ def deliver(connection: Connection, base: str, cargo: PayloadFiles, log: Any, af
     return installed.runtime
 
 
-def needs_of(connection: Connection, base: str, cargos: Sequence[PayloadFiles], log: Any) -> RequiredFiles:
+def required_files(connection: Connection, base: str, cargos: Sequence[PayloadFiles], log: Any) -> RequiredFiles:
     """What a job looks for that runs these plans, and how it is brought there again.
 
     Args:
@@ -144,7 +144,7 @@ def needs_of(connection: Connection, base: str, cargos: Sequence[PayloadFiles], 
 
     def restore() -> None:
         log.warning(f"[rayslurm] files that were sent to {base} on {connection.place} are gone; sending them again")
-        with base_errors(base):
+        with remote_base_errors(base):
             for cargo in cargos:
                 deliver(connection, base, cargo, log, afresh=True)
 
@@ -152,7 +152,7 @@ def needs_of(connection: Connection, base: str, cargos: Sequence[PayloadFiles], 
 
 
 @contextmanager
-def base_errors(base: object) -> Iterator[None]:
+def remote_base_errors(base: object) -> Iterator[None]:
     """Turn a base directory that cannot be used into one sentence."""
     try:
         yield

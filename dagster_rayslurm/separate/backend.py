@@ -1,8 +1,6 @@
-"""Backends of the separate topology: local processes, or one heterogeneous job.
+"""Backends of the separate topology: one payload for each component, in local processes or in one heterogeneous job.
 
-A payload for each component, started together: what their runtimes are told, and local mode, where all are on this machine.
-
-A payload for each component of a heterogeneous Slurm job: one job, one `srun`, and a run directory for each.
+The job has one `srun`. Each component has a run directory of its own, below the job's.
 """
 
 from __future__ import annotations
@@ -14,12 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from dagster_pipes import PipesContextData
 
-from ..backends.base import Plans, Register, RunningPayload, RunningPayloads, Step
+from ..backends.base import Plans, Register, RunningPayloads, Step
 from ..backends.batch import CLUSTER, BatchBackend, check_paths, data_dir_of, job_script, runtime_spec
 from ..backends.batch_job import BatchJob
 from ..backends.local import LOCAL_CADENCE, OwnRuntime
 from ..backends.local_process import runtime_command
-from ..backends.payload_files import base_errors, deliver, needs_of, pack
+from ..backends.payload_files import deliver, pack, remote_base_errors, required_files
 from ..backends.run_dir import Layout, run_files, write_run_dir, write_runtime_spec
 from ..backends.slurm_job import SlurmJob
 from ..components import Component, component_specs, request_for
@@ -42,17 +40,13 @@ from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
 
 _MARGIN = 30.0
-"""Seconds beyond the deadline of the slowest cluster until the meeting has failed: a cluster that is late says so itself."""
-_WITHOUT_RAY = 300.0
-"""Seconds in which runtimes without Ray shall meet."""
+"""Seconds by which the start barrier outlasts the slowest cluster's deadline: a late cluster fails with its own message first."""
+_TIMEOUT_WITHOUT_RAY = 300.0
+"""Seconds until the start barrier fails if no component has Ray."""
 
 
 def check_components(components: Sequence[Component], plans: Plans) -> None:
     """Refuse components that no job can have.
-
-    Args:
-        components: in the job's order.
-        plans: by component.
 
     Raises:
         ValueError: naming the component and the field.
@@ -69,16 +63,16 @@ def check_components(components: Sequence[Component], plans: Plans) -> None:
 
 
 def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
-    """How the runtimes of components meet.
+    """The start barrier of the components' runtimes; the first component's runtime is its server.
 
     Args:
-        plans: by component, in the job's order; the first one's runtime is the host.
-        secret: what only they know, hex.
+        plans: by component, in the job's order.
+        secret: the shared key, hex.
     """
     first = next(iter(plans.values())).ray
     ports = control_ports(first.port_range if first is not None else None)
     if first is not None and first.port_range:
-        ports = [port - 1 for port in ports]  # The host may listen for the other nodes of its own component, too.
+        ports = [port - 1 for port in ports]  # The next port may serve the other nodes of the first component.
     deadlines = [plan.ray.startup_timeout for plan in plans.values() if plan.ray is not None]
     return {
         component: BarrierSpec(
@@ -87,64 +81,69 @@ def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
             key=secret,
             ports=ports,
             hosts=[first.node_ip_address] if first is not None and first.node_ip_address else [],
-            patience=max(deadlines, default=_WITHOUT_RAY) + _MARGIN,
+            patience=max(deadlines, default=_TIMEOUT_WITHOUT_RAY) + _MARGIN,
         )
         for component in plans
     }
 
 
 def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
-    """The start records of runtimes on this machine, each with what all of them ask of it."""
-    meeting = barrier_specs(plans, secrets.token_hex(32))
+    """The start records of runtimes on this machine; each has the requirements of all, which share the machine."""
+    barriers = barrier_specs(plans, secrets.token_hex(32))
     token = secrets.token_hex(32)
-    wants = [_wants(each, plans[each.component_id]) for each in components]
+    requirements = [_requirements(each, plans[each.component_id]) for each in components]
     return {
         component: RuntimeSpec(
             f"{cluster_id}-{component}",
             plan.ray,
             token_key=token,
             worker_env=shared_variables(plan.payload),
-            components=wants,
-            meeting=meeting[component],
+            components=requirements,
+            meeting=barriers[component],
         )
         for component, plan in plans.items()
     }
 
 
-def _wants(component: Component, plan: Plan) -> ComponentSpec:
-    """What a component asks of this machine: what its launcher says, else its queue."""
+def _requirements(component: Component, plan: Plan) -> ComponentSpec:
+    """CPUs and GPUs of a component on this machine: those of its launcher, else of its queue."""
     ray = plan.ray
     cpus = component.queue.cpus_per_node if ray is None or ray.num_cpus is None else ray.num_cpus
     gpus = component.queue.gpus_per_node if ray is None or ray.num_gpus is None else ray.num_gpus
     return ComponentSpec(component.component_id, 1, cpus, gpus)
 
 
-class _Part(OwnRuntime):
-    """The runtime of one of several components; one that is gone before it met the others is missed by this process first.
+class ComponentProcess(OwnRuntime):
+    """The runtime of one of several components on this machine.
+
+    If another component's runtime ends before it reached the start barrier, only this process notices; so it cancels this
+    component's payload.
 
     Args:
-        layout: where run directories go.
-        interpreter: the Python that runs it.
-        run_dir: the component's run directory.
-        cluster_id: name of its cluster.
         component: its name.
-        parts: those of all components.
+        processes: the runtimes of all components.
     """
 
     def __init__(
-        self, layout: Layout, interpreter: Interpreter, run_dir: str, cluster_id: str, component: str, parts: list[_Part]
+        self,
+        layout: Layout,
+        interpreter: Interpreter,
+        run_dir: str,
+        cluster_id: str,
+        component: str,
+        processes: list[ComponentProcess],
     ) -> None:
         super().__init__(layout, interpreter, run_dir, cluster_id)
         self._component = component
-        self._parts = parts
+        self._processes = processes
         self._evidence = Evidence()
-        self._forsaken = False
+        self._told = False
 
     def poll(self, evidence: Evidence) -> str | None:
         self._evidence = evidence
-        gone = [each._component for each in self._parts if each._evidence.runtime_exit and each._evidence.end is None]
-        if gone and not self._forsaken:
-            self._forsaken = True
+        gone = [each._component for each in self._processes if each._evidence.runtime_exit and each._evidence.end is None]
+        if gone and not self._told:
+            self._told = True
             self._request(op=Operation.CANCEL, gone=gone[0])
         return super().poll(evidence)
 
@@ -154,10 +153,10 @@ class SeparateLocalBackend:
     """Runs the payloads of components on this machine, each below a runtime of its own.
 
     Args:
-        layout: where run directories go.
-        interpreter: the Python that runs them.
-        components: in the order that a job would have them.
-        simulate: whether CPUs that this machine lacks are simulated, as its GPUs always are.
+        layout: the base directory.
+        interpreter: the Python of the payloads.
+        components: in the order of a job.
+        simulate: whether CPUs that this machine lacks are simulated, as GPUs always are.
     """
 
     layout: Layout
@@ -168,13 +167,13 @@ class SeparateLocalBackend:
     cadence: Cadence = LOCAL_CADENCE
 
     def check(self, plans: Plans) -> None:
-        # What this machine does not have is simulated; a mistake shows all the same, before it comes to a cluster.
+        # Resources are simulated here, but a mistake should show before the components run on a cluster.
         check_components(self.components, plans)
 
     def sweep(self, retention_days: float) -> None:  # noqa: ARG002
         return  # This machine is swept in every mode.
 
-    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, hold: Register) -> RunningPayloads:  # noqa: ARG002
+    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayloads:  # noqa: ARG002
         plans = {name: replace(plan, ray=plan.ray and replace(plan.ray, simulate=self.simulate)) for name, plan in plans.items()}
         nonce = next(iter(plans.values())).payload.nonce
         specs = local_specs(f"local-{nonce}", plans, self.components)
@@ -182,15 +181,14 @@ class SeparateLocalBackend:
             directory = component_dir(run_dir, component)
             write_run_dir(self.connection, directory, run_files(plan, context))
             write_runtime_spec(self.connection, directory, specs[component])
-        attempts: dict[str, RunningPayload] = {}
-        parts: list[_Part] = []
+        processes: list[ComponentProcess] = []
         for component in plans:
             directory = component_dir(run_dir, component)
-            part = _Part(self.layout, self.interpreter, directory, specs[component].cluster_id, component, parts)
-            attempts[component] = part
-            parts.append(part)
-            hold(part)
-        return attempts
+            cluster_id = specs[component].cluster_id
+            process = ComponentProcess(self.layout, self.interpreter, directory, cluster_id, component, processes)
+            processes.append(process)
+            register(process)
+        return dict(zip(plans, processes, strict=True))
 
     def example(self, plans: Plans) -> str:
         run_dir = str(self.layout.runs / "RUN_DIR")
@@ -203,6 +201,7 @@ class SeparateLocalBackend:
 
 
 _ROLE = "part"
+"""The runtime's subcommand for a component."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +209,7 @@ class SeparateBatchBackend:
     """Runs the payloads of components in one heterogeneous job.
 
     Args:
-        batch: how jobs are submitted.
+        batch: submits jobs.
         components: in the job's order.
     """
 
@@ -237,17 +236,17 @@ class SeparateBatchBackend:
     def sweep(self, retention_days: float) -> None:
         self.batch.sweep(retention_days)
 
-    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, hold: Register) -> RunningPayloads:
+    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayloads:
         base, connection = str(self.layout.base), self.connection
-        cargos = {component: pack(plan, base, data_dir_of(connection, self.layout, plan)) for component, plan in plans.items()}
-        for cargo in cargos.values():
-            cargo.warn(step.log)
-        with base_errors(base):
-            # One environment, which must be good for each of them.
+        packed = {component: pack(plan, base, data_dir_of(connection, self.layout, plan)) for component, plan in plans.items()}
+        for each in packed.values():
+            each.warn(step.log)
+        with remote_base_errors(base):
+            # All components share one environment, which is checked for each of them.
             interpreters = [self.batch.interpreter_for(plan) for plan in plans.values()]
-            runtimes = [deliver(connection, base, cargo, step.log) for cargo in cargos.values()]
-        needs = needs_of(connection, base, list(cargos.values()), step.log)
-        plans = {component: cargo.plan for component, cargo in cargos.items()}
+            runtimes = [deliver(connection, base, each, step.log) for each in packed.values()]
+        needs = required_files(connection, base, list(packed.values()), step.log)
+        plans = {component: each.plan for component, each in packed.items()}
         nonce = next(iter(plans.values())).payload.nonce
         request = request_for(
             self.components,
@@ -266,14 +265,13 @@ class SeparateBatchBackend:
             own = {**run_files(plan, context), RUNTIME: to_json(specs[component]).encode("utf-8"), CANCEL: b""}
             files.update({f"{COMPONENTS}/{component}/{name}": content for name, content in own.items()})
 
-        def attempts_at(job: SlurmJob) -> RunningPayloads:
-            commands, shared = slurm_commands(connection), SharedJobState()
-            views = {each: ComponentJob(job, commands, cluster_id, component_dir(run_dir, each), shared) for each in plans}
-            for view in views.values():
-                hold(view)
-            return views
-
-        return self.batch.submit_job(run_dir, files, request, step, attempts_at, needs)
+        commands, shared = slurm_commands(connection), SharedJobState()
+        with self.batch.cancel_on_error(request, step):
+            job = self.batch.submit_job(run_dir, files, request, step, needs)
+            running = {each: ComponentJob(job, commands, cluster_id, component_dir(run_dir, each), shared) for each in plans}
+            for each_running in running.values():
+                register(each_running)
+        return running
 
     def example(self, plans: Plans) -> str:
         nonce = next(iter(plans.values())).payload.nonce
@@ -284,13 +282,13 @@ class SeparateBatchBackend:
 
 
 def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
-    """The start records of a job's runtimes, as each of them takes its component for a job of its own.
+    """The start records of a job's runtimes; each runtime treats its component as a job of its own.
 
-    Their clusters share a token, so that a payload may reach another component's; the runtimes of one component take no
-    other's for theirs.
+    The clusters share one token, so that a payload may reach another component's cluster. The control keys differ, so that
+    a runtime accepts only nodes of its own component.
     """
     secret = secrets.token_hex(32)
-    meeting = barrier_specs(plans, derive_key(secret, "meeting"))
+    barriers = barrier_specs(plans, derive_key(secret, "meeting"))
     specs = {}
     for part, each in zip(request.components, components, strict=True):
         component = each.component_id
@@ -299,18 +297,18 @@ def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Se
             runtime_spec(cluster_id, plans[component], alone, components[0].queue),
             control_key=derive_key(secret, "component:" + component),
             token_key=derive_key(secret, "token"),
-            meeting=meeting[component],
+            meeting=barriers[component],
         )
     return specs
 
 
 @dataclass
 class SharedJobState:
-    """What the views of one job know together.
+    """State of one job, shared by its components.
 
     Attributes:
-        starts: when the records of its components started, by run directory.
-        explained: what Slurm and the job's logs tell, once they were asked.
+        starts: when the components' records started, by run directory.
+        explained: Slurm's accounting and the job's logs, once fetched.
     """
 
     starts: dict[str, float] = field(default_factory=dict)
@@ -318,32 +316,24 @@ class SharedJobState:
 
 
 class ComponentJob(BatchJob):
-    """One component's payload in a job that others share.
-
-    Args:
-        job: the job of all of them.
-        commands: runs commands there, and reaches the files.
-        cluster_id: name of the Ray clusters.
-        directory: the component's run directory.
-        shared: what is known of the whole job.
-    """
+    """One component's payload in a shared job."""
 
     def __init__(self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str, shared: SharedJobState) -> None:
         super().__init__(job, commands, cluster_id, directory)
         self._shared = shared
 
-    def _give(self, now: bool) -> None:
-        # Another one's record may have started since this one was looked at.
+    def _send_cancel(self, now: bool) -> None:
+        # Another component's record may have started since the last poll.
         self._started = self._started or (bool(self._shared.starts) and self._job.status.phase != JobPhase.PENDING)
-        super()._give(now)
+        super()._send_cancel(now)
 
     def explain(self, evidence: Evidence) -> None:
         found = self._shared.explained
         if found is None:
-            # Of none of the components: what is in their own records is theirs alone.
+            # Separate evidence: each component keeps what its own record says.
             found = self._shared.explained = Evidence()
             super().explain(found)
-            # The first one to end took the others along; the host among them, with an exit code of its own.
+            # The first runtime that failed ended the others, even the barrier's server, which exits with a code of its own.
             node, _, how = next(iter(failed_tasks(found.runtime_log)), (None, 0, ""))
             if node is not None and f"on node {node} " not in (found.culprit or ""):
                 found.culprit = f"the runtime on node {node} ended ({how})"
@@ -351,7 +341,7 @@ class ComponentJob(BatchJob):
         evidence.tails.update({name: text for name, text in found.tails.items() if name not in evidence.tails})
 
     def _started_at(self, evidence: Evidence) -> float | None:
-        """The job is what has started: a component that is a moment late must not have all of it cancelled."""
+        """The last start of any component: once one has started, Slurm must not cancel the whole job for a late one."""
         starts = self._shared.starts
         if evidence.started_at is not None:
             starts[self._directory] = evidence.started_at

@@ -31,7 +31,7 @@ def test_a_file_here_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(payload_files, "bundle_files", unreadable)
     with (
         pytest.raises(StartError, match=f"cannot be read on this machine: .*{script}") as caught,
-        payload_files.base_errors("/base"),
+        payload_files.remote_base_errors("/base"),
     ):
         payload_files.pack(plan, "/base", "/base/data")
     assert caught.value.kind == "configuration" and "remote_base" not in str(caught.value)

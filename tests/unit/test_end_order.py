@@ -136,11 +136,11 @@ def test_whom_a_job_is_to_be_ended_by(tmp_path: Path, monkeypatch: pytest.Monkey
     attempt = BatchJob(job, commands, "c")  # type: ignore[arg-type]
     attempt.cancel()
     for _ in range(2):
-        attempt._order.sent_at -= 1.0
+        attempt._cancel_request.sent_at -= 1.0
         attempt.poll(Evidence())
     assert asked == 3 * ["scancel 7"] and not order.exists() and job.cancelled
     for _ in range(2):
-        attempt._order.sent_at -= 1.0
+        attempt._cancel_request.sent_at -= 1.0
         attempt.poll(Evidence(started_at=1.0))
     assert len(asked) == 3 and order.read_text() == '{"op": "cancel", "now": false}'
     assert len(job.log.lines) == 1 and "Unable to contact" in job.log.lines[0]

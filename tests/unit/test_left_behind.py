@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends.reattach import job_with, same_request
+from dagster_rayslurm.backends.reattach import reattachable_job, same_request
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, encode
 from dagster_rayslurm.slurm.submit import JOB_SCRIPT
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -64,6 +64,6 @@ def test_the_job_that_has_the_payload(
     for name, content in {**files(**other), JOURNAL: b"".join(map(encode, records))}.items():
         (tmp_path / name).write_bytes(content)
     log = logging.getLogger("test")
-    assert job_with(LocalConnection(), str(tmp_path), "n", files(), lambda _: "13", log) == job
+    assert reattachable_job(LocalConnection(), str(tmp_path), "n", files(), lambda _: "13", log) == job
     missing = str(tmp_path / "swept")
-    assert job_with(LocalConnection(), missing, "n", files(), lambda _: "13", log) is None
+    assert reattachable_job(LocalConnection(), missing, "n", files(), lambda _: "13", log) is None

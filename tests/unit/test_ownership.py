@@ -56,9 +56,9 @@ def later(run_dir: Path, run_id: str = "run-b", connection: LocalConnection | No
 
 def test_the_owner_steps_back_once_another_attempt_has_taken_the_payload_over(run_dir: Path) -> None:
     a, b = first(run_dir), later(run_dir)
-    assert b.take_over() and not a.confirm() and not a.confirm_best_effort() and not a.confirm(remove=True)
+    assert b.take_over() and not a.confirm() and not a.confirm_or_assume() and not a.confirm(remove=True)
     assert a.new_owner is not None and a.new_owner.startswith("run run-b (process ")
-    assert run_dir.exists() and b.confirm() and b.confirm_best_effort() and b.new_owner is None
+    assert run_dir.exists() and b.confirm() and b.confirm_or_assume() and b.new_owner is None
 
 
 def test_nobody_takes_over_what_its_owner_has_begun_to_end(run_dir: Path) -> None:
@@ -116,7 +116,7 @@ def test_an_owner_that_cannot_be_asked_for_is_not_known(run_dir: Path, monkeypat
     monkeypatch.setattr(LocalConnection, "rename", denied)
     with pytest.raises(OSError, match="Permission denied"):
         a.confirm()
-    assert a.confirm_best_effort() and a.new_owner is None
+    assert a.confirm_or_assume() and a.new_owner is None
 
 
 def test_the_owner_is_told_in_words() -> None:

@@ -62,7 +62,7 @@ class Owner:
             raise self.owns
         return self.owns
 
-    def confirm_best_effort(self) -> bool:
+    def confirm_or_assume(self) -> bool:
         return self.owns is not False
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dagster_rayslurm import BashLauncher
-from dagster_rayslurm.backends.payload_files import deliver, needs_of, pack
+from dagster_rayslurm.backends.payload_files import deliver, pack, required_files
 from dagster_rayslurm.plan import make_plan
 from dagster_rayslurm.slurm.queue import ClusterClock
 from dagster_rayslurm.slurm.request import JobRequest
@@ -32,7 +32,7 @@ def test_a_base_directory_that_was_removed_is_filled_again(claim: bool, tmp_path
     assert deliver(slurm.connection, str(base), cargo, log) and not base.exists()
 
     run_dir, request, clock = base / "sessions" / "s" / "1", JobRequest("n", "c"), ClusterClock(slurm.connection)
-    needs = needs_of(slurm.connection, str(base), [cargo], log)
+    needs = required_files(slurm.connection, str(base), [cargo], log)
     done = submit(slurm.connection, str(run_dir), FILES, request, clock, log.warning, claim, needs=needs)
     assert [done.job_id] == [str(job_id) for job_id in slurm.jobs()]
     assert runtime.is_file() and all(Path(place).is_dir() for place in cargo.places(str(base)))

@@ -32,9 +32,9 @@ from ...ssh.base import Connection
 from ...ssh.pool import connection_to
 from .. import reattach
 from ..base import Register, RunningPayload, Step
-from ..batch import CLUSTER, absolute, check_paths, data_dir_of, nonce_of_cluster, sweep_in_background
+from ..batch import CLUSTER, absolute, check_paths, cluster_nonce, data_dir_of, sweep_in_background
 from ..ownership import FIRST_OWNER
-from ..payload_files import base_errors, deliver, needs_of, pack
+from ..payload_files import deliver, pack, remote_base_errors, required_files
 from ..run_dir import Layout, run_files
 from ..slurm_job import SlurmJob
 from .acquire import AcquiredSession, SessionAcquisition
@@ -129,7 +129,7 @@ class SessionBackend:
                 return announcement.job_id if each.number == newest else None
             return None
 
-        return reattach.job_with(self.connection, run_dir, packed.payload.nonce, expected, job_of, step.log) is not None
+        return reattach.reattachable_job(self.connection, run_dir, packed.payload.nonce, expected, job_of, step.log) is not None
 
     def example(self, plan: Plan) -> str:
         return self.setup.example_script(plan)
@@ -142,7 +142,7 @@ def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
         StartError: Slurm does not confirm the end.
         OSError: the cluster or Slurm does not answer.
     """
-    nonce = nonce_of_cluster(cluster_id)
+    nonce = cluster_nonce(cluster_id)
     if nonce is None:
         return False
     connection = connection_to(slurm.ssh)
@@ -254,7 +254,7 @@ class _SessionStart:
                 message = f"its node does not see {', '.join(map(str, answer.get('missing') or ()))}"
                 break
             if deliveries < _DELIVERIES:
-                with base_errors(self._base):
+                with remote_base_errors(self._base):
                     deliver(self._connection, self._base, self._upload, log, afresh=deliveries > 0)
             deliveries += 1
             if deliveries > 1:  # The bundle is there, but its node looked for it too early.
@@ -349,7 +349,7 @@ class _SessionStart:
     ) -> bool:
         """Claim a generation and submit its job; False if another process was faster."""
         step, setup, base = self._step, self._setup, self._base
-        with base_errors(base):
+        with remote_base_errors(base):
             ray, kept = created_with.ray or self._plan.ray, str(self._backend.layout.environments)
             interpreter = check_environment_on(self._connection, setup.environment, ray, self._plan.uses_pipes, kept)
             runtime = deliver(self._connection, base, self._upload, step.log)
@@ -366,7 +366,7 @@ class _SessionStart:
             EXIT: b"",
         }
         try:
-            needs = needs_of(self._connection, base, [self._upload], step.log)
+            needs = required_files(self._connection, base, [self._upload], step.log)
             submitted = submit(
                 self._commands,
                 directory,

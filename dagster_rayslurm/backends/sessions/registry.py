@@ -20,7 +20,7 @@ from ...runtime.protocol.record import EXIT, SESSION
 from ...runtime.protocol.spec import PROTOCOL_VERSION
 from ...slurm.submit import ABANDONED, CREATOR, CURRENT, JOB_ID, OFFER
 from ...ssh.base import Connection, ConnectionFailed
-from ..payload_files import base_errors
+from ..payload_files import remote_base_errors
 from .client import Announcement, parse_announcement
 from .matching import Capacity, capacity_from_json, capacity_to_json
 
@@ -280,7 +280,7 @@ class SessionRegistry:
             if found.owner != user:
                 done = self._commands.run(["stat", "-L", "-c", "%U", "--", each])
                 owner = done.stdout.decode("utf-8", "replace").strip() or f"user {found.owner}"
-                with base_errors(base):
+                with remote_base_errors(base):
                     raise PermissionError(f"{self._commands.place}: {each} belongs to {owner}, who could change what runs there")
         known.add(self.directory)
         return True
