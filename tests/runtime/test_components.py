@@ -199,7 +199,7 @@ def test_gpus_of_a_machine_are_shared_out(
 ) -> None:
     components = [ComponentSpec(name, 1, 64, gpus) for name, gpus in zip("ab", wanted, strict=True)]
     here = NodeResources("h", 2, len(devices), 8 * 2**30, None)
-    roles = simulated_nodes.cast(RuntimeSpec("c", RaySpec(), components=components), here, ("X", devices))
+    roles = simulated_nodes.component_shares(RuntimeSpec("c", RaySpec(), components=components), here, ("X", devices))
     assert tuple(role.environ for role in roles) == shown
     assert {place: role.remark for place, role in enumerate(roles) if role.remark} == simulated
     assert [(role.machine.num_cpus, role.machine.num_gpus, role.machine.memory_limit) for role in roles] == [
@@ -226,7 +226,7 @@ def test_ray_counts_what_a_machine_lacks(
 ) -> None:
     """Nobody is shown a device that was hidden from this process."""
     here = NodeResources("h", 2, len(devices), 2**33, 2**32)
-    role = simulated_nodes.alone(RuntimeSpec("c", asked), here, ("X", devices))
+    role = simulated_nodes.single_node_share(RuntimeSpec("c", asked), here, ("X", devices))
     assert (role.machine.num_cpus, role.machine.num_gpus) == counted and role.machine.memory_limit == here.memory_limit
     assert role.environ == shown
     assert role.remark == (remark and f"Ray counts {remark} for it: the others are simulated, no device is behind them")
@@ -234,7 +234,9 @@ def test_ray_counts_what_a_machine_lacks(
 
 def test_a_launcher_goes_before_its_queue_where_components_are_simulated() -> None:
     components = [ComponentSpec("cpu", 1, 64, 0), ComponentSpec("gpu", 1, None, 8)]
-    roles = simulated_nodes.cast(RuntimeSpec("c", RAY, components=components), NodeResources("h", 2, 0, 2**33, 2**32), ("X", []))
+    roles = simulated_nodes.component_shares(
+        RuntimeSpec("c", RAY, components=components), NodeResources("h", 2, 0, 2**33, 2**32), ("X", [])
+    )
     assert [(role.machine.name, role.machine.num_cpus, role.machine.num_gpus) for role in roles] == [
         ("h (component cpu)", 1, 0),
         ("h (component gpu)", 2, 2),
@@ -264,7 +266,9 @@ def test_gpus_of_any_maker_are_shared_out(environ: dict[str, str], shown: list[d
     components = [ComponentSpec(name, 1, None, 1) for name in "ab"]
     count = count_gpus(environ)
     here = NodeResources("h", 2, count, 2**33, None)
-    roles = simulated_nodes.cast(RuntimeSpec("c", RaySpec(), components=components), here, visible_gpus(environ, count))
+    roles = simulated_nodes.component_shares(
+        RuntimeSpec("c", RaySpec(), components=components), here, visible_gpus(environ, count)
+    )
     assert count == 2 and [role.environ for role in roles] == shown
     assert [count_gpus({name: value for name, value in role.environ.items() if value is not None}) for role in roles] == [1, 1]
 

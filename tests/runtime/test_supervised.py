@@ -124,7 +124,7 @@ class WorkerNodes:
     def collect(self, nonce, done):
         print("collected", nonce, file=sys.stderr)
         loop.call_later(0, lambda: done({}))
-    def order(self, *_, **__): pass
+    def send_command(self, *_, **__): pass
     def dismiss(self): pass
     def wait_gone(self): pass
 runner.nodes.workers = WorkerNodes()

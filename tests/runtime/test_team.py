@@ -26,7 +26,7 @@ from dagster_rayslurm.runtime.node.resources import footprint_error, runtime_foo
 from dagster_rayslurm.runtime.node.usage import merge_usage
 from dagster_rayslurm.runtime.node.worker_node import WorkerNode
 from dagster_rayslurm.runtime.nodes.head import ConnectedWorkers
-from dagster_rayslurm.runtime.nodes.node_agent import Follower
+from dagster_rayslurm.runtime.nodes.node_agent import AgentOwner, NodeAgent
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.end import ClusterError
@@ -245,7 +245,7 @@ def head() -> Iterator[Head]:
 
 
 def test_a_worker_joins_is_told_and_is_missed(head: Head) -> None:
-    head.team.order([1], op="ray", attempt=1)
+    head.team.send_command([1], op="ray", attempt=1)
     channel, taken, _ = head.worker()
     head.until(lambda: taken)
     assert taken == [{"op": "ray", "attempt": 1}] and head.heard == [("n2", "joined")]
@@ -301,7 +301,7 @@ def test_payloads_are_measured_side_by_side(head: Head) -> None:
     head.until(lambda: taken)
     assert taken == [{"op": "report", "id": "p"}]
     again.send(event="usage", id="p", usage=None)
-    head.until(lambda: not head.team.members[1].orders)
+    head.until(lambda: not head.team.members[1].commands)
     again.close()
 
 
@@ -310,17 +310,17 @@ def test_clusters_side_by_side_are_ended_each_for_itself(head: Head) -> None:
     one, taken, _ = head.worker()
     head.until(lambda: len(head.heard) == 1)
     for key in ("p", "q"):
-        head.team.order([1, 2], op="ray", cluster=key, attempt=1)
-        head.team.order([1], op="ready", cluster=key, attempt=1)
+        head.team.send_command([1, 2], op="ray", cluster=key, attempt=1)
+        head.team.send_command([1], op="ready", cluster=key, attempt=1)
     head.until(lambda: len(taken) == 4)
     one.close()
     head.until(lambda: ("n2", "lost") in head.heard)
-    head.team.order([1, 2], op="end-ray", cluster="p")
+    head.team.send_command([1, 2], op="end-ray", cluster="p")
     again, taken, _ = head.worker()
     head.until(lambda: len(taken) == 3)
     assert [(order["op"], order["cluster"]) for order in taken] == [("end-ray", "p"), ("ray", "q"), ("ready", "q")]
     again.send(event="ended", cluster="p")
-    head.until(lambda: len(head.team.members[1].orders) == 2)
+    head.until(lambda: len(head.team.members[1].commands) == 2)
     late, told, _ = head.worker(node_id=2)
     head.until(lambda: told)
     assert told == [{"op": "ray", "cluster": "q", "attempt": 1}]
@@ -448,11 +448,22 @@ def test_a_failure_that_nobody_heard_is_told_once_more(head: Head, scratch_base:
     node = resources.NodeResources("host1", 1, 0, 2**30, None)
     told: list[dict[str, Any]] = []
     spec = RuntimeSpec("c", RaySpec(health_check="echo unwell; false", min_nodes=1), control_key=KEY)
-    worker = Follower(head.loop, spec, node, lambda _: own, lambda **said: told.append(said), lambda _: None)
+
+    class Owner(AgentOwner):
+        def scratch_for(self, cluster_key: str) -> scratch.Scratch:
+            return own
+
+        def send(self, **message: Any) -> None:
+            told.append(message)
+
+        def log(self, text: str) -> None:
+            pass
+
+    worker = NodeAgent(head.loop, spec, node, Owner())
     order = {"op": "ray", "gcs": "127.0.0.1:1", "attempt": 1, "nodes": 2}
-    worker.obey(order)
+    worker.handle(order)
     head.until(lambda: told)
-    worker.obey(order)
+    worker.handle(order)
     assert [said["event"] for said in told] == ["failed"] * 2 and told[0] == told[1] and "unwell" in told[0]["message"]
     listener = Told()
     cluster = head_cluster(head, private, listener, RaySpec(min_nodes=1))
@@ -499,7 +510,7 @@ def test_a_worker_takes_the_end_of_its_ray_for_a_loss_once_it_counted(tmp_path: 
     loop = Loop()
     heard: list[dict[str, Any]] = []
     team = ConnectedWorkers(loop, KEY, [port], ["n1", "n2"], str, lambda member, message: heard.append(message))
-    team.order([1], op="ray", gcs="127.0.0.1:1", attempt=1, nodes=2)
+    team.send_command([1], op="ray", gcs="127.0.0.1:1", attempt=1, nodes=2)
 
     def until(event: str) -> dict[str, Any]:
         def look() -> None:
@@ -522,7 +533,7 @@ def test_a_worker_takes_the_end_of_its_ray_for_a_loss_once_it_counted(tmp_path: 
         loop.run()
         assert process.stdout.readline() == "anew\n"  # It never counted: other ports may help.
         ray, runtime = map(int, process.stdout.readline().split())
-        team.order([1], op="ready", attempt=1)
+        team.send_command([1], op="ready", attempt=1)
         loop._stopping = False
         loop.call_later(0.5, loop.stop)
         loop.run()
@@ -627,7 +638,7 @@ def test_what_a_worker_says_wrongly_ends_its_connection_at_most(head: Head, word
     channel.send(**word)
     head.until(lambda: "gone" in events or word["event"] == [])
     channel, taken, _ = head.worker()
-    head.team.order([1], op="ray", attempt=1)
+    head.team.send_command([1], op="ray", attempt=1)
     head.until(lambda: taken)
     channel.close()
 

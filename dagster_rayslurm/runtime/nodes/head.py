@@ -64,7 +64,7 @@ class ConnectedWorkers(ChannelListener):
         """Processes of the worker nodes on this machine: none."""
         return []
 
-    def order(self, places: Iterable[int], **command: Any) -> None:
+    def send_command(self, places: Iterable[int], **command: Any) -> None:
         """Send a command to some nodes; a node that is not connected gets it when it connects.
 
         A command replaces an earlier one on the same subject, which is its `op` and the cluster or payload that it names. A
@@ -75,11 +75,11 @@ class ConnectedWorkers(ChannelListener):
         for place in places:
             node = self.members[place]
             if op == NodeCommand.END_RAY:
-                node.orders.pop(_subject(NodeCommand.RAY_READY, name), None)
+                node.commands.pop(_subject(NodeCommand.RAY_READY, name), None)
             if op in _UNDOES and not node.joined:
-                node.orders.pop(_subject(op, name), None)  # The node never heard of what ends now.
+                node.commands.pop(_subject(op, name), None)  # The node never heard of what ends now.
                 continue
-            node.orders[_subject(op, name)] = command
+            node.commands[_subject(op, name)] = command
             node.send(**command)
 
     def facts(self) -> List[Dict[str, Any]]:
@@ -92,7 +92,7 @@ class ConnectedWorkers(ChannelListener):
 
     def measure(self, nonce: str, jobs: Optional[List[str]]) -> None:
         """Measure usage on all nodes for one payload; `jobs` are its known Ray jobs in a cluster that payloads share."""
-        self.order(self.members, op=NodeCommand.MEASURE, id=nonce, jobs=jobs)
+        self.send_command(self.members, op=NodeCommand.MEASURE, id=nonce, jobs=jobs)
 
     def collect(self, nonce: str, done: Callable[[UsageByHost], None]) -> None:
         """Stop measuring for a payload, and call `done` with the usage of the nodes that answer in time."""
@@ -103,7 +103,7 @@ class ConnectedWorkers(ChannelListener):
             done(usage)
 
         self._collecting[nonce] = collection = _UsageCollection(connected, collected)
-        self.order(self.members, op=NodeCommand.REPORT, id=nonce)
+        self.send_command(self.members, op=NodeCommand.REPORT, id=nonce)
         self._loop.call_later(_USAGE_TIMEOUT if connected else 0.0, collection.finish)
 
     def dismiss(self) -> None:
@@ -135,11 +135,11 @@ class ConnectedWorkers(ChannelListener):
         event = message.get("event")
         if event == NodeEvent.USAGE:
             nonce, usage = message["id"], message["usage"]
-            node.orders.pop(_subject(NodeCommand.REPORT, nonce), None)
+            node.commands.pop(_subject(NodeCommand.REPORT, nonce), None)
             if nonce in self._collecting and usage is not None:
                 self._collecting[nonce].add(node, usage)
         elif event == NodeEvent.RAY_ENDED:
-            node.orders.pop(_subject(NodeCommand.END_RAY, message["cluster"]), None)
+            node.commands.pop(_subject(NodeCommand.END_RAY, message["cluster"]), None)
         else:
             self._on_event(node, message)
 
@@ -173,7 +173,7 @@ class ConnectedWorkers(ChannelListener):
         if self._stopped:
             channel.send(op=NodeCommand.STOP)
             return self._loop.stop() if self._all_joined else None
-        for command in node.orders.values():
+        for command in node.commands.values():
             channel.send(**command)
         if not reconnected:
             self._on_event(node, {"event": NodeEvent.JOINED})

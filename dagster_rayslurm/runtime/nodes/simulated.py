@@ -1,11 +1,10 @@
-"""Components simulated on one machine: a Ray node for each, all below one runtime, which is the head's and theirs.
+"""Simulated nodes: the components of an allocation on one machine, a Ray node for each, all started by the head's runtime.
 
-To the head's runtime they are what the nodes of an allocation are to it (`team`): they are told the same, and say the same.
+The head commands them like the nodes of an allocation: `SimulatedNodes` stands in for `ConnectedWorkers`.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from dataclasses import replace
@@ -16,24 +15,25 @@ from ..node.resources import NodeResources
 from ..node.worker_node import WorkerNode
 from ..process.loop import Loop
 from ..process.scratch import Scratch
+from ..protocol.node_messages import NodeCommand, NodeEvent
 from ..protocol.rpc import Message
 from ..protocol.spec import ComponentSpec, NodeSpec, RuntimeSpec
 from ..ray.cluster_dir import ClusterDirs
-from .node_agent import Follower
+from .node_agent import AgentOwner, NodeAgent
 
 ADDRESS = "127.0.0.1"
-"""Where the nodes of one machine find each other."""
+"""The address of all simulated nodes."""
 
 Variables = Dict[str, Optional[str]]
 
 
-class Role(NamedTuple):
-    """What the Ray node of one component is given of this machine.
+class Share(NamedTuple):
+    """The share of this machine that one Ray node gets.
 
     Attributes:
-        machine: what it grants, GPUs that are none included.
-        environ: variables for Ray there; None for one that must not be set.
-        remark: what is not as it seems, for the user; or "".
+        machine: its resources, including simulated GPUs.
+        environ: variables for Ray on this node; None for one that must not be set.
+        remark: what is simulated, for the user; or "".
     """
 
     machine: NodeResources
@@ -41,221 +41,208 @@ class Role(NamedTuple):
     remark: str
 
 
-def cast(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> List[Role]:
-    """What the nodes of a runtime's components are given of this machine; pure.
+def component_shares(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> List[Share]:
+    """The shares of all components. Pure.
 
-    Each may use all CPUs, if it does not ask for fewer, as what is simulated is seldom busy all at once. GPUs are shared out in
-    the order of the components; where too few are left, Ray counts placeholders as well.
+    Each component may use all CPUs unless it asks for fewer, because simulated components are rarely busy at the same time. GPUs
+    are assigned in the order of the components. Where too few are left, Ray counts placeholders.
 
     Args:
-        spec: the runtime.
-        here: what this machine grants.
-        visible: the variable by which GPUs are shown to a process, and what those are called that there are.
+        spec: the start record.
+        here: the resources of this machine.
+        visible: the variable that shows GPUs to a process, and the ids of the GPUs of this machine.
     """
-    left = list(visible[1])
+    variable, left = visible[0], list(visible[1])
     nodes = {each.component_id: each for each in spec.ray.components} if spec.ray is not None else {}
-    # What is not limited, Ray would take for each node anew.
+    # Without a limit, each Ray node would count the memory of the whole machine.
     memory = (here.memory if here.memory_limit is None else here.memory_limit) // max(1, len(spec.components))
-    roles = []
+    shares = []
     for component in spec.components:
         name = component.component_id
-        cpus, gpus = _wanted(component, nodes.get(name, NodeSpec(name)), here)
+        cpus, gpus = _requested(component, nodes.get(name, NodeSpec(name)), here)
         remark = _remark(cpus, gpus, here.num_cpus, len(left))
-        mine, left = left[:gpus], left[gpus:]
-        environ = _shown(visible, mine, gpus) if visible[1] or gpus else {}
+        own, left = left[:gpus], left[gpus:]
+        environ = _gpu_variables(variable, own, gpus) if visible[1] or gpus else {}
         machine = replace(here, num_cpus=cpus, num_gpus=gpus, memory_limit=memory, component=name)
-        roles.append(Role(machine, environ, remark and "component %s: %s" % (name, remark)))
-    return roles
+        shares.append(Share(machine, environ, remark and "component %s: %s" % (name, remark)))
+    return shares
 
 
-def alone(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> Role:
-    """What the only node of a runtime without components is given of this machine; pure.
-
-    Args:
-        spec: the runtime.
-        here: what this machine grants.
-        visible: as for `cast`.
-    """
+def single_node_share(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> Share:
+    """The share of the only node of a runtime without components, with simulated CPUs and GPUs if it asks for more. Pure."""
     if spec.ray is None:
-        return Role(here, {}, "")
+        return Share(here, {}, "")
     cpus, gpus = max(here.num_cpus, spec.ray.num_cpus or 0), max(here.num_gpus, spec.ray.num_gpus or 0)
-    environ = _shown(visible, visible[1], gpus) if gpus > here.num_gpus else {}
-    return Role(replace(here, num_cpus=cpus, num_gpus=gpus), environ, _remark(cpus, gpus, here.num_cpus, here.num_gpus))
+    environ = _gpu_variables(visible[0], visible[1], gpus) if gpus > here.num_gpus else {}
+    return Share(replace(here, num_cpus=cpus, num_gpus=gpus), environ, _remark(cpus, gpus, here.num_cpus, here.num_gpus))
 
 
-def _shown(visible: Tuple[str, Sequence[str]], mine: Sequence[str], gpus: int) -> Variables:
-    """The variables that show a node its own GPUs, and placeholders for those that the machine lacks."""
-    variable = visible[0]
-    missing = missing_gpus(gpus - len(mine))
-    others: Variables = dict.fromkeys(GPU_VARIABLES) if missing else {}  # Ray refuses a number that they contradict.
-    return {**others, **gpu_environment(variable, [*mine, *missing])}
+def _gpu_variables(variable: str, own: Sequence[str], gpus: int) -> Variables:
+    """The variables that show a node its own GPUs, and placeholders for missing ones."""
+    missing = missing_gpus(gpus - len(own))
+    others: Variables = dict.fromkeys(GPU_VARIABLES) if missing else {}  # Ray refuses a number that contradicts them.
+    return {**others, **gpu_environment(variable, [*own, *missing])}
 
 
 def _remark(cpus: int, gpus: int, has_cpus: int, has_gpus: int) -> str:
-    """What Ray counts here beyond what there is; "" if nothing is."""
-    kinds = [("CPU", cpus, has_cpus), ("GPU", gpus, has_gpus)]
-    short = [(_count(asked, unit), _count(has, unit)) for unit, asked, has in kinds if asked > has]
+    """What Ray counts beyond what this machine has; "" if nothing."""
+    units = [("CPU", cpus, has_cpus), ("GPU", gpus, has_gpus)]
+    short = [(_count(counted, unit), _count(has, unit)) for unit, counted, has in units if counted > has]
     if not short:
         return ""
-    asked, has = (" and ".join(words) for words in zip(*short))
-    return "Ray counts %s, but this machine has %s for it: the others are simulated, no device is behind them" % (asked, has)
+    counted, has = (" and ".join(words) for words in zip(*short))
+    return "Ray counts %s, but this machine has %s for it: the others are simulated, no device is behind them" % (counted, has)
 
 
 def _count(number: int, unit: str) -> str:
     return "%s %s%s" % (number or "no", unit, "" if number == 1 else "s")
 
 
-def _wanted(component: ComponentSpec, node: NodeSpec, here: NodeResources) -> Tuple[int, int]:
+def _requested(component: ComponentSpec, node: NodeSpec, here: NodeResources) -> Tuple[int, int]:
+    """CPUs and GPUs of a component's node."""
     cpus = min(component.asked_cpus or here.num_cpus, here.num_cpus) if node.num_cpus is None else node.num_cpus
     return cpus, (component.asked_gpus or 0) if node.num_gpus is None else node.num_gpus
 
 
-def settled(spec: RuntimeSpec) -> RuntimeSpec:
-    """The start record once its components have their roles: nothing was asked of Slurm, and nodes share a secret."""
-    plain = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
-    return replace(spec, components=plain, control_key=os.urandom(32).hex())
-
-
-class Stage(NamedTuple):
-    """A runtime with components or devices that are simulated.
+class Simulation(NamedTuple):
+    """A runtime with simulated components or devices.
 
     Attributes:
-        spec: the start record as it is then.
-        roles: what each component is given, the head's first.
-        team: the nodes of the others; None without components.
+        spec: the start record, changed for the simulation.
+        shares: of all components, the head's first.
+        workers: the nodes besides the head; None without components.
     """
 
     spec: RuntimeSpec
-    roles: List[Role]
-    team: Optional[SimulatedNodes]
+    shares: List[Share]
+    workers: Optional[SimulatedNodes]
 
     def remarks(self, uses_ray: bool) -> List[str]:
-        """What a payload is to be told; one without Ray runs in the first component alone."""
-        return [role.remark for role in (self.roles if uses_ray else self.roles[:1]) if role.remark]
+        """What is simulated, for the user; a payload without Ray runs in the first component only."""
+        return [share.remark for share in (self.shares if uses_ray else self.shares[:1]) if share.remark]
 
     def head_environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
-        """The environment of what runs beside the head, such as payloads: with the GPUs of the head's component alone."""
-        own = {**environ, **self.roles[0].environ}
+        """The environment for payloads, with only the GPUs of the head's component."""
+        own = {**environ, **self.shares[0].environ}
         return {name: value for name, value in own.items() if value is not None}
 
 
-def stage(
-    loop: Loop, spec: RuntimeSpec, here: NodeResources, private: Scratch, on_message: Callable[[WorkerNode, Message], None]
-) -> Stage:
-    """Set the nodes of a runtime up on this machine, with what is simulated; nothing starts before it is told to.
+def simulate(
+    loop: Loop, spec: RuntimeSpec, here: NodeResources, private: Scratch, on_event: Callable[[WorkerNode, Message], None]
+) -> Simulation:
+    """Set up the simulated nodes of a runtime; nothing starts yet.
 
     Args:
-        loop: where everything happens.
+        loop: the event loop.
         spec: the start record.
-        here: what this machine grants.
+        here: the resources of this machine.
         private: scratch directory of the runtime.
-        on_message: called with a member and its message.
+        on_event: called with a node and its event.
     """
     visible = visible_gpus(os.environ, here.num_gpus)
     if not spec.components:
-        return Stage(spec, [alone(spec, here, visible)], None)
-    roles = cast(spec, here, visible)
-    plain = settled(spec)
-    return Stage(plain, roles, SimulatedNodes(loop, plain, roles, ClusterDirs(private), on_message))
+        return Simulation(spec, [single_node_share(spec, here, visible)], None)
+    shares = component_shares(spec, here, visible)
+    # The shares meet what was requested of Slurm. The nodes need a secret in common.
+    components = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
+    spec = replace(spec, components=components, control_key=os.urandom(32).hex())
+    return Simulation(spec, shares, SimulatedNodes(loop, spec, shares, ClusterDirs(private), on_event))
 
 
-class SimulatedNode(WorkerNode):
-    """The Ray node of one component besides the head's."""
+class SimulatedNode(WorkerNode, AgentOwner):
+    """The Ray node of one component other than the head's."""
 
-    def __init__(self, place: int, machine: NodeResources) -> None:
-        super().__init__(place, machine.hostname, machine.component)
-        self.machine = machine.facts()
+    def __init__(self, nodes: SimulatedNodes, node_id: int, share: Share, cluster_dirs: ClusterDirs) -> None:
+        super().__init__(node_id, share.machine.hostname, share.machine.component)
+        self.machine = share.machine.facts()
+        self._nodes = nodes
+        self._log_name = share.machine.name
+        self._cluster_dirs = cluster_dirs
 
     @property
     def here(self) -> bool:
-        """It is where the head's runtime is."""
+        """A simulated node is always connected."""
         return True
+
+    def scratch_for(self, cluster_key: str) -> Scratch:  # noqa: ARG002
+        return self._cluster_dirs.take()
+
+    def send(self, **message: Any) -> None:
+        self._nodes.handle_event(self, message)
+
+    def log(self, text: str) -> None:
+        sys.stderr.write("rayslurm on %s: %s\n" % (self._log_name, text))
+        sys.stderr.flush()
 
 
 class SimulatedNodes:
-    """The nodes of the other components, in the way of a `ConnectedWorkers`.
+    """The simulated nodes besides the head; see `WorkerNodes`.
 
     Args:
-        loop: where everything happens.
+        loop: the event loop.
         spec: the start record.
-        roles: what each component is given, the head's first.
-        corners: where their directories are made.
-        on_message: called with a member and its message.
+        shares: of all components, the head's first.
+        cluster_dirs: makes their directories.
+        on_event: called with a node and its event.
     """
 
     def __init__(
         self,
         loop: Loop,
         spec: RuntimeSpec,
-        roles: Sequence[Role],
-        corners: ClusterDirs,
-        on_message: Callable[[WorkerNode, Message], None],
+        shares: Sequence[Share],
+        cluster_dirs: ClusterDirs,
+        on_event: Callable[[WorkerNode, Message], None],
     ) -> None:
         self._loop = loop
-        self._on_message = on_message
-        self._figures: Dict[str, Dict[str, Dict[str, Any]]] = {}
+        self._on_event = on_event
+        self._usage: Dict[str, Dict[str, Dict[str, Any]]] = {}
         self.members: Dict[int, WorkerNode] = {}
-        self._followers: Dict[int, Follower] = {}
-        for place, role in enumerate(roles):
-            if place:
-                self.members[place] = member = SimulatedNode(place, role.machine)
-                self._followers[place] = Follower(
-                    loop,
-                    spec,
-                    role.machine,
-                    lambda _: corners.take(),
-                    functools.partial(self._say, member),
-                    functools.partial(_log, role.machine.name),
-                    role.environ,
-                    alone=False,
-                )
+        self._agents: Dict[int, NodeAgent] = {}
+        for node_id, share in enumerate(shares):
+            if node_id:
+                self.members[node_id] = node = SimulatedNode(self, node_id, share, cluster_dirs)
+                self._agents[node_id] = NodeAgent(loop, spec, share.machine, node, share.environ, simulated=True)
 
     @property
     def pids(self) -> List[int]:
-        """The processes below which all of Ray is that is theirs."""
-        return [pid for follower in self._followers.values() for pid in follower.pids]
+        """The root processes of Ray on all nodes."""
+        return [pid for agent in self._agents.values() for pid in agent.pids]
 
-    def order(self, places: Iterable[int], **order: Any) -> None:
-        """Tell some nodes something."""
+    def send_command(self, places: Iterable[int], **command: Any) -> None:
         for place in places:
-            self._followers[place].obey(order)
+            self._agents[place].handle(command)
 
     def facts(self) -> List[Dict[str, Any]]:
-        """The nodes, and what each is given."""
-        return [member.facts() for member in self.members.values()]
+        """The resources of the nodes."""
+        return [node.facts() for node in self.members.values()]
 
     def log_tail(self, member: WorkerNode) -> str:  # noqa: ARG002
-        """They have no logs but the runtime's."""
+        """Nothing: the nodes write to the runtime's log."""
         return ""
 
     def measure(self, nonce: str, jobs: Optional[List[str]]) -> None:
-        """Measure what each node uses for one payload; `jobs` are its own in a Ray cluster that is shared."""
-        self._figures[nonce] = {}
-        self.order(self.members, op="measure", id=nonce, jobs=jobs)
+        self._usage[nonce] = {}
+        self.send_command(self.members, op=NodeCommand.MEASURE, id=nonce, jobs=jobs)
 
     def collect(self, nonce: str, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
-        """End the measuring for a payload and hand over the figures."""
-        self.order(self.members, op="report", id=nonce)
-        figures = self._figures.pop(nonce)
-        self._loop.call_later(0.0, lambda: done(figures))
+        self.send_command(self.members, op=NodeCommand.REPORT, id=nonce)
+        usage = self._usage.pop(nonce)
+        self._loop.call_later(0.0, lambda: done(usage))
 
     def dismiss(self) -> None:
-        """End all of them at once."""
-        for follower in self._followers.values():
-            follower.end()
+        """End Ray on all nodes."""
+        for agent in self._agents.values():
+            agent.end()
 
     def wait_gone(self, patience: float) -> None:
-        """They were below this runtime, which has ended what is."""
+        """Nothing to do: the processes of the nodes were below this runtime, which has ended them."""
 
-    def _say(self, member: WorkerNode, **message: Any) -> None:
-        if message["event"] == "usage":
-            if message["usage"] is not None and message["id"] in self._figures:
-                self._figures[message["id"]][member.title] = message["usage"]
-        elif message["event"] == "failed":
-            # Not from within what the head is just doing.
-            self._loop.call_later(0.0, lambda: self._on_message(member, message))
-
-
-def _log(name: str, text: str) -> None:
-    sys.stderr.write("rayslurm on %s: %s\n" % (name, text))
-    sys.stderr.flush()
+    def handle_event(self, node: WorkerNode, event: Message) -> None:
+        """Handle an event of a node."""
+        if event["event"] == NodeEvent.USAGE:
+            if event["usage"] is not None and event["id"] in self._usage:
+                self._usage[event["id"]][node.title] = event["usage"]
+        elif event["event"] == NodeEvent.RAY_FAILED:
+            # The head must not be interrupted in what it is doing.
+            self._loop.call_later(0.0, lambda: self._on_event(node, event))

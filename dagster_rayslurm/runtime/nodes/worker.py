@@ -20,7 +20,7 @@ from ..protocol.rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Message
 from ..protocol.rpc_client import Address, ClientListener, RpcClient, all_addresses
 from ..protocol.spec import RuntimeSpec
 from ..ray.cluster_dir import ClusterDirs
-from .node_agent import Follower
+from .node_agent import AgentOwner, NodeAgent
 
 _HEAD_SIGNAL_TIMEOUT = 20.0
 """Seconds after a signal until the head must have said that it ends as well; SIGKILL comes after 30 (Slurm's KillWait)."""
@@ -28,7 +28,7 @@ _FIRST_CONNECT_TIMEOUT = 600.0
 """Seconds until a head that was never reached counts as lost. The head ends the step long before, at its own deadline."""
 
 
-class Worker(ClientListener):
+class Worker(ClientListener, AgentOwner):
     """The runtime of one worker node.
 
     Args:
@@ -59,8 +59,8 @@ class Worker(ClientListener):
         self._on_connected = on_connected
         detected = resources.detect(with_gpus=may_need_gpus(spec))
         self._machine = replace(detected, component=allocation.component_of(allocation.node_id))
-        dirs = ClusterDirs(private)
-        self._agent = Follower(loop, spec, self._machine, lambda key: dirs.take() if key else private, self._send, self._log)
+        self._cluster_dirs = ClusterDirs(private)
+        self._agent = NodeAgent(loop, spec, self._machine, self)
         MemoryWatch(loop, self._machine.name, lambda: self._agent.guarded, lambda: [], self._report_memory)
         self._parent = os.getppid()
         self._was_signalled = False
@@ -88,7 +88,7 @@ class Worker(ClientListener):
 
     def connected(self) -> None:
         self._was_connected = True
-        self._send(node_id=self._node_id, machine=self._machine.facts())
+        self.send(node_id=self._node_id, machine=self._machine.facts())
         self._on_connected()
 
     def received(self, message: Message) -> None:
@@ -98,7 +98,7 @@ class Worker(ClientListener):
         elif op == NodeCommand.STOP:
             self._loop.stop()
         else:
-            self._agent.obey(message)
+            self._agent.handle(message)
 
     def disconnected(self) -> None:
         if self._was_signalled:
@@ -107,12 +107,12 @@ class Worker(ClientListener):
     def unreachable(self, address: Address, why: str) -> None:
         problem = "%s:%d: %s" % (address[0], address[1], why)
         if problem != self._logged_problem and address == self._likeliest_address:
-            self._log("the head's runtime cannot be reached at " + problem)
+            self.log("the head's runtime cannot be reached at " + problem)
             self._logged_problem = problem
 
     def _signalled(self, signum: int) -> None:
         """Slurm signals every process of the step; a connected head decides how much time is left."""
-        self._log("received %s" % signal.Signals(signum).name)
+        self.log("received %s" % signal.Signals(signum).name)
         self._was_signalled = True
         if (
             not self._head.is_connected or os.getppid() != self._parent
@@ -125,7 +125,7 @@ class Worker(ClientListener):
         """End while there is time to clean up: the head was not signalled, so Slurm ends only this node's component."""
         if self._head_is_ending:
             return
-        self._log("its component is being ended, and the head's goes on; ending")
+        self.log("its component is being ended, and the head's goes on; ending")
         self.exit_code = 128 + signal.SIGTERM
         self._loop.stop()
 
@@ -133,18 +133,20 @@ class Worker(ClientListener):
         """End if the head has been silent for too long."""
         silent = self._head.silent_for
         if silent > (HEARTBEAT_TIMEOUT if self._was_connected else _FIRST_CONNECT_TIMEOUT):
-            self._log("the head's runtime has been out of reach for %d s; ending" % silent)
+            self.log("the head's runtime has been out of reach for %d s; ending" % silent)
             return self._loop.stop()
         self._loop.call_later(HEARTBEAT_INTERVAL, self._check_head)
 
     def _report_memory(self, message: str, killed: bool) -> None:
-        self._log(message)
-        self._send(event=NodeEvent.MEMORY, message=message, killed=killed)
+        self.log(message)
+        self.send(event=NodeEvent.MEMORY, message=message, killed=killed)
 
-    def _send(self, **message: Any) -> None:
+    def scratch_for(self, cluster_key: str) -> Scratch:
+        return self._cluster_dirs.take() if cluster_key else self._scratch
+
+    def send(self, **message: Any) -> None:
         self._head.send(**message)
 
-    def _log(self, text: str) -> None:
-        """Write to this node's log; the head shows the end of it if this node is missing."""
+    def log(self, text: str) -> None:
         sys.stderr.write("rayslurm on %s: %s\n" % (self._machine.name, text))
         sys.stderr.flush()

@@ -85,7 +85,7 @@ class _JoiningWorkers:
     def order(self, **order: Any) -> None:
         """Send an order to all of them."""
         if self._workers is not None:
-            self._workers.order(self.places, **order)
+            self._workers.send_command(self.places, **order)
 
     def is_new_failure(self, member: WorkerNode, attempt: int) -> bool:
         """Whether this failure was not reported yet; a node that reconnects repeats its report."""
@@ -105,7 +105,7 @@ class _JoiningWorkers:
             if member.node_id not in self._counted and member.joined and member.identity in here:
                 self._counted.add(member.node_id)
                 assert self._workers is not None
-                self._workers.order([member.node_id], **order)
+                self._workers.send_command([member.node_id], **order)
 
     def keep_tails(self, member: WorkerNode, tails: Mapping[str, str]) -> None:
         """Keep the last lines of the logs of a worker's Ray."""

@@ -13,7 +13,7 @@ from typing import List, Optional, Sequence, Tuple, Union
 from ..node.allocation import Allocation, change
 from ..node.gpus import visible_gpus
 from ..node.resources import NodeResources, detect
-from ..nodes.simulated import cast
+from ..nodes.simulated import component_shares
 from ..payload.payload import Payload
 from ..process.loop import Loop
 from ..process.processes import signal_name
@@ -172,12 +172,12 @@ def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
     """
     assert spec.meeting is not None
     here = detect(with_gpus=True)
-    roles = cast(replace(spec, ray=None), here, visible_gpus(os.environ, here.num_gpus))
-    role = next(each for each in roles if each.machine.component == spec.meeting.component_id)
-    change(os.environ, role.environ)
+    shares = component_shares(replace(spec, ray=None), here, visible_gpus(os.environ, here.num_gpus))
+    share = next(each for each in shares if each.machine.component == spec.meeting.component_id)
+    change(os.environ, share.environ)
     # The remark begins with the component's name, which its own user knows. Without Ray, no simulated GPUs are counted.
-    remark = role.remark.partition(": ")[2] if spec.ray is not None else ""
-    return replace(role.machine, component=None), remark
+    remark = share.remark.partition(": ")[2] if spec.ray is not None else ""
+    return replace(share.machine, component=None), remark
 
 
 def join_barrier(

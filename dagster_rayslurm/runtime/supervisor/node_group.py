@@ -58,17 +58,17 @@ class NodeGroup:
         self.machine = resources.detect(with_gpus=may_need_gpus(spec)) if machine is None else machine
         self.allocation = allocation
         self.workers: Optional[WorkerNodes] = None
-        self._stage: Optional[simulated.Stage] = None
+        self._simulation: Optional[simulated.Simulation] = None
         if allocation is not None:
             self.machine = replace(self.machine, component=allocation.component_of(0))
             if len(allocation.nodes) > 1:
                 self.workers = _connected_workers(loop, spec, allocation, log_dir, on_message)
             self.head = HeadNode(self.machine, self.workers, head_address(allocation))
         elif spec.components or (spec.ray is not None and spec.ray.simulate):
-            self._stage = stage = simulated.stage(loop, spec, self.machine, private, on_message)
-            self.spec, self.workers, self.machine = stage.spec, stage.team, stage.roles[0].machine
+            self._simulation = simulation = simulated.simulate(loop, spec, self.machine, private, on_message)
+            self.spec, self.workers, self.machine = simulation.spec, simulation.workers, simulation.shares[0].machine
             address = simulated.ADDRESS if spec.components else None
-            self.head = HeadNode(self.machine, self.workers, address, stage.roles[0].environ)
+            self.head = HeadNode(self.machine, self.workers, address, simulation.shares[0].environ)
         else:
             self.head = HeadNode(self.machine)
 
@@ -79,13 +79,13 @@ class NodeGroup:
 
     def remarks(self, uses_ray: bool) -> List[str]:
         """What a payload's user should know of simulated resources."""
-        return self._stage.remarks(uses_ray) if self._stage is not None else []
+        return self._simulation.remarks(uses_ray) if self._simulation is not None else []
 
     def payload_environ(self, environ: Dict[str, str]) -> Dict[str, str]:
         """The environment to make a payload's from: limited to what this node grants."""
         if self.allocation is not None:
             environ = {**granted_defaults(self.machine), **environ}
-        return self._stage.head_environ(environ) if self._stage is not None else environ
+        return self._simulation.head_environ(environ) if self._simulation is not None else environ
 
     def in_words(self, ray: Optional[RaySpec]) -> str:
         """The nodes of a cluster for the user."""

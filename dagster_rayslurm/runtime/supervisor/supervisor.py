@@ -488,7 +488,7 @@ class Supervisor(ClusterListener):
         name = signal.Signals(signum).name
         workers = self.nodes.workers
         if workers is not None:
-            workers.order(workers.members, op=NodeCommand.ENDING)  # Workers that got the signal too stay until the end.
+            workers.send_command(workers.members, op=NodeCommand.ENDING)  # Workers that got the signal too stay until the end.
         self.close(End(EndReason.TERMINATED, "the runtime received %s" % name), grace=0 if again else None)
         if not len(self._queue):
             self.hooks.interrupted(self.loop, signum)
