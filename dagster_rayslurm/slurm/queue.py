@@ -1,12 +1,7 @@
-"""The queue as one `squeue` shows it: one snapshot for all jobs of a user, shared through a file.
+"""The queue of a user as one `squeue` shows it: one snapshot for all jobs, shared through a file on the cluster.
 
-The clock of the cluster: what happens there is compared with itself, never with this machine's clock.
-
-The queue as one `squeue` shows it to everybody: one snapshot for all jobs of a user, shared through a file.
-
-However many steps, processes and Dagster hosts look, slurmctld is asked once per `poll_interval`: the snapshot is a
-file on the cluster, and whoever finds it too old makes it anew if no other was faster. What squeue(1) prints is that of
-Slurm 22.05 and 24.11.
+However many steps, processes and Dagster hosts look at the queue, slurmctld is asked once per `poll_interval`. A process that
+finds the snapshot too old claims its renewal, and the others read the result. squeue(1) is that of Slurm 22.05 and 24.11.
 """
 
 from __future__ import annotations
@@ -20,20 +15,62 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from ..ssh.base import Completed, Connection
+from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
 from .commands import CLEAN
 from .errors import SlurmUnanswered, unanswered
 from .snapshot import COLUMNS, QueueSnapshot, parse_snapshot, parse_squeue, render_snapshot
 
+SNAPSHOT = "snapshot.json"
+"""Name of the file in the shared directory."""
+
+_MAX_BYTES = 64 * 1024 * 1024
+_BLOCK = 1024 * 1024
+_TIMEOUT = 120.0
+"""Seconds; if slurmctld is down, squeue gives up earlier (MessageTimeout, 10 s, a few times)."""
+_BACK_OFF = 5.0
+"""A slow slurmctld is asked no more often than every so many times its last answer took."""
+_REREAD = 2.0
+"""Seconds between two reads of a snapshot that another process is renewing."""
+_JITTER = 0.1
+"""Part of the interval over which the processes spread that find the same snapshot too old."""
+_KEEP_CLAIMS = 600.0
+"""Seconds; a claim must outlive the caches of other hosts (NFS: a minute)."""
+
+# $1 is a random word that begins each row, as a job name may contain a newline. Without --all hidden partitions hide jobs.
+# --states=all also shows jobs that ended, for MinJobAge (300 s by default).
+_SQUEUE = f"""\
+kept_variables=
+{CLEAN}
+export LC_ALL=C SLURM_TIME_FORMAT=%s
+squeue --me --all --noheader --states=all --format="$1$2"
+rc=$?; echo "$1 $(date +%s%3N)"; exit $rc
+"""
+
+# Before the claim: a host without squeue must not claim.
+_STAMP = 'now=$(date +%s%3N) && echo "$1 $now" && command -v squeue >/dev/null || exit 127\n'
+
+# $3 is the directory, $4 the interval and $5 the age at which claims are removed, in milliseconds. mkdir is atomic on NFS too,
+# so there is one claim in each interval of the cluster's clock, whatever clock the callers have. A directory in the claim is
+# named by the time of the claim, so that claims in successive intervals are not too close either.
+_CLAIM = """\
+umask 077 && mkdir -p -- "$3" && cd -- "$3" || exit
+claim="claim-$((now / $4 * $4))"
+for last in "claim-$((now / $4 * $4 - $4))"/[0-9]* "$claim"/[0-9]*; do
+    [ -d "$last" ] && [ $((now - ${last##*/})) -lt "$4" ] && echo "$1 taken ${last##*/}" && exit
+done
+mkdir "$claim" 2>/dev/null || { [ -d "$claim" ] && echo "$1 taken $now" || mkdir "$claim"; exit; }
+mkdir "$claim/$now"
+for old in claim-*; do [ "${old#claim-}" -lt $((now - $5)) ] && rmdir "$old"/* "$old"; done 2>/dev/null
+"""
+
 
 class ClusterClock:
-    """The clock of the edge node, as this machine can tell it without asking each time.
+    """The clock of the edge node, computed from this machine's clock; times on the cluster are compared with this clock only.
 
     Args:
-        connection: how to ask.
+        connection: the edge node.
         local: this machine's clock, in seconds; it may stand still while the machine sleeps.
     """
 
@@ -43,10 +80,10 @@ class ClusterClock:
         self._offset: float | None = None
 
     def now(self) -> float:
-        """Seconds of the epoch there; asked for once, then reckoned.
+        """The time there in seconds of the epoch; the edge node is asked once.
 
         Raises:
-            OSError: it cannot be asked.
+            OSError: the edge node cannot be asked.
         """
         if self._offset is None:
             asked = self.local()
@@ -61,75 +98,25 @@ class ClusterClock:
         return self.local() + self._offset
 
     def observe(self, stamp: float, asked: float, answered: float) -> None:
-        """Learn from any answer that carries the time there.
-
-        Args:
-            stamp: the time there.
-            asked: `local()` before the question.
-            answered: `local()` after the answer.
-        """
+        """Correct the clock by an answer with the time there, which was asked for and received at two `local()` times."""
         low, high = stamp - answered, stamp - asked
         before = (low + high) / 2 if self._offset is None else self._offset
         self._offset = min(max(before, low), high)
 
 
-SNAPSHOT = "snapshot.json"
-"""Name of the file in the shared directory."""
-
-_MOST_BYTES = 64 * 1024 * 1024
-_BLOCK = 1024 * 1024
-_TIMEOUT = 120.0
-"""Seconds; a slurmctld that is down makes squeue itself give up earlier (MessageTimeout, 10 s, a few times)."""
-_BACK_OFF = 5.0
-"""A slurmctld that takes long to answer is asked no more often than every so many times that long."""
-_REREAD = 2.0
-"""Seconds between two reads of a snapshot that somebody else is making anew."""
-_JITTER = 0.1
-"""Part of the interval over which those who find the same snapshot too old are spread."""
-_KEEP_CLAIMS = 600.0
-"""Seconds; a claim must outlive what another host may still believe of the snapshot (NFS caches: a minute)."""
-
-# $1 is a word that no job's name can know: it begins each row, since a name may well hold a newline. Without --all hidden
-# partitions hide jobs. --states=all shows jobs that have ended as well, for MinJobAge (300 s unless the site says otherwise).
-_ASK = f"""\
-kept_variables=
-{CLEAN}
-export LC_ALL=C SLURM_TIME_FORMAT=%s
-squeue --me --all --noheader --states=all --format="$1$2"
-rc=$?; echo "$1 $(date +%s%3N)"; exit $rc
-"""
-
-# Before the claim: whoever cannot ask must not keep others from it.
-_STAMP = 'now=$(date +%s%3N) && echo "$1 $now" && command -v squeue >/dev/null || exit 127\n'
-
-# $3 is the directory, $4 the interval and $5 the age at which claims are removed, in milliseconds. Making a directory is
-# atomic on NFS too, so there is one claim in each interval of the clock there, whatever callers reckon; when exactly it
-# was made is the name of a directory in it, so that two in successive intervals are not too close either.
-_CLAIM = """\
-umask 077 && mkdir -p -- "$3" && cd -- "$3" || exit
-claim="claim-$((now / $4 * $4))"
-for last in "claim-$((now / $4 * $4 - $4))"/[0-9]* "$claim"/[0-9]*; do
-    [ -d "$last" ] && [ $((now - ${last##*/})) -lt "$4" ] && echo "$1 taken ${last##*/}" && exit
-done
-mkdir "$claim" 2>/dev/null || { [ -d "$claim" ] && echo "$1 taken $now" || mkdir "$claim"; exit; }
-mkdir "$claim/$now"
-for old in claim-*; do [ "${old#claim-}" -lt $((now - $5)) ] && rmdir "$old"/* "$old"; done 2>/dev/null
-"""
-
-
 class SharedQueue:
-    """The snapshot of the queue that all processes and hosts of a user share. `look` never waits for Slurm.
+    """The snapshot of the queue that all processes and hosts of a user share.
 
     Args:
         connection: the edge node, or this machine if `squeue` is here.
-        directory: where the snapshot and the claims to make it anew are; on a file system that all edge nodes share.
+        directory: the directory of the snapshot and the claims, on a file system that all edge nodes share.
         poll_interval: seconds for which a snapshot is good.
-        start: starts the work that takes time; by default in a thread.
+        start: starts work that takes time; by default in a thread.
         clock: the cluster's clock, which learns from every answer.
 
     Attributes:
         clock: the cluster's clock.
-        trouble: why the last attempt brought no answer, in one sentence; None since the last one that did.
+        error: why the last query failed, in one sentence; None after one that succeeded.
     """
 
     def __init__(
@@ -150,25 +137,25 @@ class SharedQueue:
         self._busy = False
         self._snapshot: QueueSnapshot | None = None
         self._read_at = -math.inf
-        self._claim_at = -math.inf
-        self._spread = random.uniform(0, _JITTER)  # One for each process: all of them see the same snapshot grow old.
+        self._claimed_until = -math.inf
+        self._spread = random.uniform(0, _JITTER)
 
     def latest(self, now: float) -> QueueSnapshot | None:
-        """The newest snapshot that is known here; None before the first. A newer one may come with a later look.
+        """The newest known snapshot, None before the first; never waits for Slurm. A newer one may come with a later call.
 
         Args:
-            now: the cluster's clock, such as `clock.now()`, in seconds of the epoch.
+            now: the cluster's clock, such as `clock.now()`.
         """
         with self._lock:
-            # A `now` before the last read is a clock that was put right, and a snapshot of the future one that is wrong.
-            rested = not 0 <= now - self._read_at < min(_REREAD, self._interval() / 2)
-            if self._busy or not rested or abs(self._age(now)) < self._interval():
+            # A `now` before the last read means that a clock was corrected. A snapshot from the future is wrong.
+            just_read = 0 <= now - self._read_at < min(_REREAD, self._interval() / 2)
+            if self._busy or just_read or abs(self._age(now)) < self._interval():
                 return self._snapshot
             self._busy = True
             self._read_at = now
         try:
             self._start(lambda: self._update(now))
-        except RuntimeError:  # No thread can be had while the interpreter shuts down.
+        except RuntimeError:  # The interpreter shuts down and starts no more threads.
             self._busy = False
         return self._snapshot
 
@@ -185,98 +172,86 @@ class SharedQueue:
 
     def _update(self, now: float) -> None:
         try:
-            self._take(self._read())
+            shared = self._read()
+            # A slow writer, or another host's cache, may show an older one.
+            if shared and (self._snapshot is None or shared.began > self._snapshot.began):
+                self._snapshot, self.error = shared, None
             interval = self._interval()
-            if abs(self._age(now)) >= interval * (1 + self._spread) and not now < self._claim_at <= now + 2 * interval:
-                self._refresh(now, interval)
+            if abs(self._age(now)) >= interval * (1 + self._spread) and not now < self._claimed_until <= now + 2 * interval:
+                self._renew(now, interval)
         except OSError as error:
             self.error = str(error)
         finally:
             self._busy = False
-
-    def _take(self, snapshot: QueueSnapshot | None) -> None:
-        """Keep the newer one: a late writer, or another host's cache, may show an older one."""
-        if snapshot and (self._snapshot is None or snapshot.began > self._snapshot.began):
-            self._snapshot = snapshot
-            self.error = None
 
     def _read(self) -> QueueSnapshot | None:
         path = os.path.join(self._directory, SNAPSHOT)
         data = b""
         while not data.endswith(b"\n") and (block := self._connection.read(path, len(data), _BLOCK)):
             data += block
-            if len(data) > _MOST_BYTES:
+            if len(data) > _MAX_BYTES:
                 return None
         return parse_snapshot(data)
 
-    def _refresh(self, now: float, interval: float) -> None:
-        """Ask Slurm and tell all others, unless one of them does so already.
+    def _renew(self, now: float, interval: float) -> None:
+        """Query Slurm and write the snapshot, unless another process has claimed that.
 
         Raises:
-            OSError: Slurm did not answer, or it cannot be asked.
+            OSError: Slurm did not answer, or cannot be asked.
         """
-        self._claim_at = now + interval  # Should this fail, whoever comes in the next interval tries again.
+        self._claimed_until = now + interval  # If this fails, any process may try again in the next interval.
         keep = max(_KEEP_CLAIMS, 10 * interval)
         words = (self._directory, str(round(1000 * interval)), str(round(1000 * keep)))
         asked = self.clock.local()
-        reply = _put(self._connection, _STAMP + _CLAIM + _ASK, *words)
-        self.clock.observe(reply.began, asked, self.clock.local())
-        taken = re.fullmatch(rf"{reply.mark} taken ([0-9]+)\n", reply.text)
-        self._claim_at = (int(taken[1]) / 1000 if taken else reply.began) + interval * (1 + self._spread)
-        if taken:
+        began, answer = _run_squeue(self._connection, _STAMP + _CLAIM + _SQUEUE, *words)
+        self.clock.observe(began, asked, self.clock.local())
+        claimed = began if isinstance(answer, QueueSnapshot) else answer
+        self._claimed_until = claimed + interval * (1 + self._spread)
+        if not isinstance(answer, QueueSnapshot):
             return
-        snapshot = reply.snapshot()
         shared = self._read()
-        self._snapshot, self.error = snapshot, None
+        self._snapshot, self.error = answer, None
         # A later claim may have been answered earlier.
-        if shared is None or not 0 <= shared.began - snapshot.began < interval:
-            self._connection.write(os.path.join(self._directory, SNAPSHOT), render_snapshot(snapshot))
+        if shared is None or not 0 <= shared.began - began < interval:
+            self._connection.write(os.path.join(self._directory, SNAPSHOT), render_snapshot(answer))
 
 
 def fetch_queue(connection: Connection) -> QueueSnapshot:
-    """What is in the queue right now: for the few questions that a shared snapshot is too old for.
+    """The queue right now, for the few decisions that need more than the shared snapshot.
 
     Raises:
         SlurmUnanswered: Slurm did not answer.
-        OSError: it cannot be asked.
+        OSError: Slurm cannot be asked.
     """
-    return _put(connection, _STAMP + _ASK).snapshot()
+    _, answer = _run_squeue(connection, _STAMP + _SQUEUE)
+    assert isinstance(answer, QueueSnapshot)
+    return answer
 
 
-@dataclass(frozen=True)
-class _Reply:
-    """What came back: the time there at which the question was put, and what followed."""
+def _run_squeue(connection: Connection, script: str, *words: str) -> tuple[float, QueueSnapshot | float]:
+    """Run a script on the cluster: the time there before, and the queue or the time at which another process claimed it.
 
-    place: str
-    done: Completed
-    mark: str
-    began: float
-    text: str
-
-    def snapshot(self) -> QueueSnapshot:
-        """The queue that it tells of.
-
-        Raises:
-            SlurmUnanswered: it tells of none.
-        """
-        rows, _, ended = ("\n" + self.text).rpartition(f"\n{self.mark} ")
-        # A squeue that fails may have printed half of the jobs all the same.
-        if self.done.returncode or not ended.strip().isdigit():
-            raise unanswered(self.place, "squeue", self.done)
-        try:
-            return QueueSnapshot(self.began, parse_squeue(rows, self.mark), int(ended) / 1000 - self.began)
-        except ValueError as error:
-            raise SlurmUnanswered(f"{self.place}: {error}") from None
-
-
-def _put(connection: Connection, script: str, *words: str) -> _Reply:
+    Raises:
+        OSError: there is no answer.
+    """
     mark = secrets.token_hex(8)
     done = connection.run(["sh", "-c", script, "sh", mark, COLUMNS, *words], timeout=_TIMEOUT)
-    stamp, _, text = done.stdout.decode("utf-8", "replace").partition("\n")
-    match = re.fullmatch(rf"{mark} ([0-9]+)", stamp)
-    if not match:
+    first, _, text = done.stdout.decode("utf-8", "replace").partition("\n")
+    stamp = re.fullmatch(rf"{mark} ([0-9]+)", first)
+    if not stamp:
         raise unanswered(connection.place, "squeue", done)
-    return _Reply(connection.place, done, mark, int(match[1]) / 1000, text)
+    began = int(stamp[1]) / 1000
+    taken = re.fullmatch(rf"{mark} taken ([0-9]+)\n", text)
+    if taken:
+        return began, int(taken[1]) / 1000
+    rows, _, ended = ("\n" + text).rpartition(f"\n{mark} ")
+    # A squeue that fails may have printed half of the jobs.
+    if done.returncode or not ended.strip().isdigit():
+        raise unanswered(connection.place, "squeue", done)
+    try:
+        return began, QueueSnapshot(began, parse_squeue(rows, mark), int(ended) / 1000 - began)
+    except ValueError as error:
+        raise SlurmUnanswered(f"{connection.place}: {error}") from None
 
 
 def _in_background(work: Callable[[], None]) -> None:
@@ -288,16 +263,8 @@ _queues: weakref.WeakValueDictionary[tuple[int, str, float], SharedQueue] = weak
 
 
 def shared_queue(connection: Connection, directory: str, poll_interval: float) -> SharedQueue:
-    """The queue of a cluster, one for all steps and threads of this process that need it at the same time.
-
-    Nothing is sent before its first use.
-
-    Args:
-        connection: the edge node; the same object for the same queue.
-        directory: where the snapshot is.
-        poll_interval: seconds for which a snapshot is good.
-    """
-    # A queue keeps its connection, so that the id is not another's while the queue is here.
+    """The one `SharedQueue` of this process for a connection, directory and interval. Its first use sends the first command."""
+    # A queue keeps its connection alive, so no other connection has the same id.
     key = (0 if isinstance(connection, LocalConnection) else id(connection), directory, poll_interval)
     with _lock:
         queue = _queues.get(key)
@@ -306,11 +273,11 @@ def shared_queue(connection: Connection, directory: str, poll_interval: float) -
         return queue
 
 
-def _start_anew() -> None:
-    """In a forked child, which has none of its parent's threads."""
+def _reset_after_fork() -> None:
+    """A forked child has no threads that could release the lock."""
     global _lock
     _lock = threading.Lock()
     _queues.clear()
 
 
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -1,4 +1,4 @@
-"""What `squeue` says of all jobs of a user, as rows and as a file. Pure; of Slurm 22.05 and 24.11."""
+"""A snapshot of the queue: the rows of `squeue`, and the file that shares them. Pure; of Slurm 22.05 and 24.11."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 _VERSION = 1
 
 _UNIT = "\x1f"
-# All that a name may hold comes last. %A is a number of its own even for components and array tasks, %i is what users
-# know them by; %S of a pending job is when Slurm expects to start it.
+# The name comes last, as it may contain any character. %A is the number of a component or array task itself, %i the label that
+# users know; %S of a pending job is when Slurm expects it to start.
 COLUMNS = "".join(_UNIT + column for column in ("%A", "%i", "%T", "%r", "%S", "%V", "%D", "%N", "%P", "%j"))
 """What follows the mark in `squeue --format`."""
 
 
 @dataclass(frozen=True)
 class QueueRow:
-    """A job as `squeue` shows it.
+    """A job, or one component of a heterogeneous job, in the queue.
 
     Attributes:
-        job_id: its own number, also for a component of a heterogeneous job or a task of an array.
-        label: what users know it by, such as "12+1" or "12_[1-5]".
+        job_id: its own number, also of a component or an array task.
+        label: the number that users know, such as "12+1" or "12_[1-5]".
         state: Slurm's word, such as "PENDING".
         reason: why it waits, or why it ended; "None" for none.
         start: when it started, or is expected to, in seconds of the epoch; None if Slurm does not know.
-        submit: when it was submitted, or requeued.
-        num_nodes: number of nodes that it has or asks for.
+        submit: when it was submitted or requeued.
+        num_nodes: number of nodes that it has or requests.
         nodes: its nodes in Slurm's short form; "" while it has none.
         partition: one partition, or several separated by commas while it is pending.
-        name: its name, whatever is in it.
+        name: the job name, with any characters.
     """
 
     job_id: int
@@ -48,13 +48,13 @@ class QueueRow:
 
     @property
     def is_leader(self) -> bool:
-        """Whether it is a job of its own, or the first component of one, by whose id the whole job is known and ended."""
+        """Whether this is a plain job or the first component, whose id stands for the whole job."""
         component = self.label.partition("+")[2]
         return not component or component == "0"
 
     @property
     def leader_label(self) -> str:
-        """What the label of every component of its job begins with."""
+        """The beginning of the label that all components of the job share."""
         return self.label.partition("+")[0]
 
 
@@ -63,10 +63,9 @@ class QueueSnapshot:
     """All jobs of the user in one answer of `squeue`.
 
     Attributes:
-        began: when the question was put, by the cluster's clock, in seconds of the epoch; what was submitted later
-            cannot be in it.
-        rows: the jobs, also those that have just ended.
-        took: seconds that the answer took.
+        began: when squeue was called, by the cluster's clock; jobs that were submitted later are not in the snapshot.
+        rows: the jobs, including those that ended recently.
+        took: seconds that squeue took.
     """
 
     began: float
@@ -82,9 +81,9 @@ class QueueSnapshot:
         return self._by_id.get(job_id)
 
     def components(self, job_id: int) -> tuple[QueueRow, ...]:
-        """The rows of a job's components, in the job's order; its own row alone if it has none.
+        """The rows of a job's components, in order; of a plain job its one row.
 
-        Slurm forgets each component at a time of its own, the first one too, whose number all of them carry.
+        Slurm forgets each component at a time of its own, the first component too.
         """
         row = self.job(job_id)
         if row is not None and "+" not in row.label:
@@ -94,7 +93,7 @@ class QueueSnapshot:
         return tuple(sorted(own, key=lambda each: each.job_id))
 
     def named(self, name: str) -> tuple[QueueRow, ...]:
-        """The rows of jobs with exactly this name."""
+        """The rows of the jobs of this name."""
         return tuple(row for row in self.rows if row.name == name)
 
 
@@ -106,7 +105,7 @@ def render_snapshot(snapshot: QueueSnapshot) -> bytes:
 
 
 def parse_snapshot(data: bytes) -> QueueSnapshot | None:
-    """The snapshot of a file; None if there is none, or it is one of another version."""
+    """The snapshot in a file; None if there is none, or one of another version."""
     try:
         content: dict[str, Any] = json.loads(data)
         if content["version"] != _VERSION:
@@ -118,10 +117,10 @@ def parse_snapshot(data: bytes) -> QueueSnapshot | None:
 
 
 def parse_squeue(text: str, mark: str) -> tuple[QueueRow, ...]:
-    """The rows of `squeue --format` with `mark` and `COLUMNS`, with `SLURM_TIME_FORMAT=%s` and `LC_ALL=C`.
+    """The rows of `squeue --format` with `mark` and `COLUMNS`, under `SLURM_TIME_FORMAT=%s` and `LC_ALL=C`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has other lines.
     """
     before, *rows = ("\n" + text.removesuffix("\n")).split(f"\n{mark}{_UNIT}")
     if before.strip():
@@ -150,15 +149,11 @@ def _row(text: str) -> QueueRow:
 
 
 def parse_time(text: str) -> float | None:
-    """A time as Slurm prints it with `SLURM_TIME_FORMAT=%s`; None for "N/A", "Unknown" and the like."""
-    # A date would be one of the cluster's time zone, which is not known here.
+    """A time as Slurm prints it with `SLURM_TIME_FORMAT=%s`; None for "N/A", "Unknown" and such."""
     return float(text) if re.fullmatch(r"[1-9][0-9]*", text) else None
 
 
 def parse_count(text: str) -> int:
-    """A number as Slurm prints it: "1K" for 1024 nodes (convert_num_unit), "2-4" for a range, of which it is the first.
-
-    What cannot be read is 0: it is no reason to doubt all the rest.
-    """
+    """A number as Slurm prints it: "1K" for 1024 nodes (convert_num_unit), the first of a range "2-4", 0 for any other text."""
     match = re.match(r"([0-9]+)([KM]?)(?:-|$)", text)
     return int(match[1]) * {"": 1, "K": 1024, "M": 1024 * 1024}[match[2]] if match else 0
