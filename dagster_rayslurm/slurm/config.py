@@ -1,9 +1,4 @@
-"""What to ask Slurm for, and how to reach it. Options mean what sbatch(1) of Slurm 22.05 says.
-
-What to ask Slurm for, and how to reach it. Options mean what sbatch(1) of Slurm 22.05 says.
-
-Components of a heterogeneous Slurm job.
-"""
+"""The configuration of a Slurm cluster and of allocations on it. Options mean what sbatch(1) of Slurm 22.05 says."""
 
 from __future__ import annotations
 
@@ -37,7 +32,7 @@ def _check_gpus(value: object) -> Any:
 
 
 class SlurmQueueConfig(StrictConfig):
-    """The footprint of an allocation and where it is asked for. None leaves a choice to Slurm or the launcher."""
+    """An allocation: its size, and where to request it. None leaves a choice to Slurm or the launcher."""
 
     partition: Annotated[Optional[str], plain_text] = Field(
         default=None, description="Partition (`--partition`); None for the cluster's default."
@@ -117,7 +112,7 @@ class SlurmResource(StrictResource):
     )
 
     def run(self, **_arguments: Any) -> NoReturn:
-        """Say that a cluster alone runs no payload: `ComputeResource.run` does.
+        """Refuse to run: `ComputeResource.run` runs payloads.
 
         Raises:
             TypeError: always.
@@ -129,7 +124,7 @@ class SlurmResource(StrictResource):
 
 
 def split_signal(text: str | None) -> tuple[str, float | None]:
-    """The signal and the seconds of `signal_before_timeout`; "300" is SIGTERM, None no signal at all."""
+    """The signal and the seconds of `signal_before_timeout`; "300" means SIGTERM, and None no signal."""
     if text is None:
         return "TERM", None
     name, _, seconds = text.rpartition("@")
@@ -137,7 +132,7 @@ def split_signal(text: str | None) -> tuple[str, float | None]:
 
 
 class HetComponent(StrictConfig):
-    """One component of a heterogeneous job: nodes of one kind, for a Ray cluster across all components or one of its own."""
+    """One component of a heterogeneous job: equal nodes, for a Ray cluster across all components or for one of their own."""
 
     component_id: Annotated[str, identifier] = Field(description="Name of the component; Ray nodes carry it as a label.")
     queue: SlurmQueueConfig = Field(description="What the component asks Slurm for.")

@@ -1,16 +1,14 @@
-"""What Slurm's word for the end of a job means for the run in it. Pure; states as in squeue(1), Slurm 22.05."""
+"""What Slurm's account of a job's end means for the run in it. Pure; states as in squeue(1), Slurm 22.05."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from ..errors import FailureKind
 from .accounting import JobFacts, memory_kill
 
-Found = tuple[FailureKind, str, bool | None]
-"""Kind of failure, sentence, and whether another attempt may succeed (None for what the kind says)."""
-
-_WHY_IT_WAITED = ("BeginTime", "JobHeldAdmin", "JobHeldUser", "Licenses", "Priority", "Reservation", "Resources")
+_REASONS_FOR_WAITING = ("BeginTime", "JobHeldAdmin", "JobHeldUser", "Licenses", "Priority", "Reservation", "Resources")
 """Reasons that Slurm keeps from the time before a job was cancelled."""
 _LOST_NODES = {
     "BOOT_FAIL": "its nodes did not boot",
@@ -18,84 +16,83 @@ _LOST_NODES = {
     "PREEMPTED": "another job took its place",
     "REVOKED": "another cluster took it over",
 }
-
 _NOT_STARTED = re.compile(
     r"^(?:slurmstepd\S*: error: execve\(\)|rayslurm: line \d+(?:: exec)?|rayslurm: \d+: exec): (/.*?)(?:: cannot execute)?"
     r": (No such file .*|not found|Permission denied|Exec format error)$",
     re.MULTILINE,
 )
-"""What slurmstepd (Slurm 22.05 and 24.11) prints where the environment's Python cannot be started, and dash and bash."""
+"""Messages of slurmstepd (Slurm 22.05 and 24.11), bash and dash if the environment's Python cannot be started."""
 _STEP = re.compile(r"StepId=([0-9]+)")
 
 
-def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> Found | None:
-    """What became of a run whose record does not tell, or tells of a signal from outside.
+class JobVerdict(NamedTuple):
+    """The failure that the end of a job means; `retry` is None for the default of the kind."""
+
+    kind: FailureKind
+    sentence: str
+    retry: bool | None = None
+
+
+def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> JobVerdict | None:
+    """The failure of a run whose record has no end, or ends by a signal from outside; None if Slurm explains nothing.
 
     Args:
-        job: what Slurm says of it.
-        log: what the batch script, slurmstepd and the runtime printed.
+        job: the job in Slurm.
+        log: the output of the batch script, slurmstepd and the runtime.
         terminated: whether the record says that a signal from outside ended the runtime.
-        silent: whether nothing at all was written into the run directory.
-
-    Returns:
-        None if Slurm has nothing to add.
+        silent: whether nothing was written into the run directory.
     """
     killed = memory_kill(log)
-    told = _told(job, killed)
-    which = f"Slurm job {job.job_id}" if told is job else f"{_component(told)} of Slurm job {job.job_id}"
-    where = f" on {', '.join(told.nodes[:8])}" if told.nodes else ""
-    if job.out_of_memory or killed:
-        said = f" ({killed})" if killed else _measured(told)
-        sentence = f"OUT_OF_MEMORY: {which}{where} used more memory than it was granted{_granted(told)}{said}"
-        return FailureKind.ALLOCATION, f"{sentence}; ask for more with SlurmQueueConfig.mem or mem_per_cpu", False
+    part = _explaining_part(job, killed)
+    which = f"Slurm job {job.job_id}"
+    if part is not job:
+        which = f"component {part.component_id!r} of {which}" if part.component_id else f"component {part.job_id} of {which}"
+    on_nodes = f"{which} on {', '.join(part.nodes[:8])}" if part.nodes else which
+    reason = f" ({job.reason})" if job.reason else ""
     state = job.final_state
+    if job.out_of_memory or killed:
+        granted = f": {_mebibytes(part.memory / max(1, part.num_nodes))} on each node" if part.memory else ""
+        measured = f", of which Slurm saw {_mebibytes(part.max_rss)}" if part.max_rss else ""
+        sentence = f"OUT_OF_MEMORY: {on_nodes} used more memory than it was granted{granted}"
+        sentence += f" ({killed})" if killed else measured
+        return JobVerdict(FailureKind.ALLOCATION, f"{sentence}; ask for more with SlurmQueueConfig.mem or mem_per_cpu", False)
     if state in ("TIMEOUT", "DEADLINE"):
         what = "time limit" if state == "TIMEOUT" else "deadline"
         limit = f" of {_duration(job.time_limit)}" if job.time_limit else ""
         ran = f" after {_duration(job.elapsed)}" if job.elapsed else ""
-        return (
-            FailureKind.ALLOCATION,
-            f"{state}: {which} was ended at its {what}{limit}{ran}; raise SlurmQueueConfig.time_limit",
-            False,
-        )
+        sentence = f"{state}: {which} was ended at its {what}{limit}{ran}; raise SlurmQueueConfig.time_limit"
+        return JobVerdict(FailureKind.ALLOCATION, sentence, False)
     if state in _LOST_NODES or job.state == "REVOKED":
         lost = state or job.state
-        return FailureKind.ALLOCATION, f"{lost}: {which}{where} is lost, {_LOST_NODES[lost]}{_reason(job)}", True
+        return JobVerdict(FailureKind.ALLOCATION, f"{lost}: {on_nodes} is lost, {_LOST_NODES[lost]}{reason}", True)
     if state == "CANCELLED":
-        return (
-            FailureKind.CANCELLED,
-            f"{which} was cancelled{_by(job)}{'' if job.reason in _WHY_IT_WAITED else _reason(job)}",
-            None,
-        )
+        why = "" if job.reason in _REASONS_FOR_WAITING else reason
+        return JobVerdict(FailureKind.CANCELLED, f"{which} was cancelled{_by(job)}{why}")
     if terminated and state is None:
         code = f", exit code {job.exit_code}" if job.exit_code else ""
-        ends = f"{which}{where} is {job.state}{_reason(job)}{code}; `sacct -j {job.job_id}` may tell more by now"
+        ends = f"{on_nodes} is {job.state}{reason}{code}; `sacct -j {job.job_id}` may tell more by now"
         if job.state == "COMPLETING":  # Jobs that fail by themselves have a reason.
-            return FailureKind.CANCELLED, f"the job was ended from outside, and Slurm does not say yet by whom: {ends}", None
-        return FailureKind.RUNTIME, f"the runtime got a signal from outside, and Slurm does not say why: {ends}", None
+            what = "the job was ended from outside, and Slurm does not say yet by whom"
+            return JobVerdict(FailureKind.CANCELLED, f"{what}: {ends}")
+        return JobVerdict(FailureKind.RUNTIME, f"the runtime got a signal from outside, and Slurm does not say why: {ends}")
     if terminated:
-        what = f"the runtime got a signal from outside, though Slurm cancelled nothing: {which}{where} is {state}"
-        return (
-            FailureKind.RUNTIME,
-            f"{what}; the runtime of another node died, or somebody signalled it (see the nodes' logs)",
-            None,
-        )
-    unseen = _NOT_STARTED.search(log)
-    if unseen and state == "FAILED":
-        what = f"{which}{where} cannot start {unseen[1]}: {unseen[2]}"
-        return FailureKind.ENVIRONMENT, f"{what}; name an environment that the compute nodes see at this path, and can run", None
+        what = f"the runtime got a signal from outside, though Slurm cancelled nothing: {on_nodes} is {state}"
+        why = "the runtime of another node died, or somebody signalled it (see the nodes' logs)"
+        return JobVerdict(FailureKind.RUNTIME, f"{what}; {why}")
+    not_started = _NOT_STARTED.search(log)
+    if not_started and state == "FAILED":
+        what = f"{on_nodes} cannot start {not_started[1]}: {not_started[2]}"
+        advice = "name an environment that the compute nodes see at this path, and can run"
+        return JobVerdict(FailureKind.ENVIRONMENT, f"{what}; {advice}")
     if silent and state in ("FAILED", "COMPLETED"):
-        return (
-            FailureKind.ALLOCATION,
-            f"{state}: {which}{where} ended before it could write into its run directory{_reason(job)}; "
-            "SlurmResource.remote_base must be on a file system that the edge and the compute nodes share",
-            False,
-        )
+        what = f"{state}: {on_nodes} ended before it could write into its run directory{reason}"
+        advice = "SlurmResource.remote_base must be on a file system that the edge and the compute nodes share"
+        return JobVerdict(FailureKind.ALLOCATION, f"{what}; {advice}", False)
     return None
 
 
-def _told(job: JobFacts, killed: str | None) -> JobFacts:
-    """The component that Slurm's word is about; the job itself if it is about all of it."""
+def _explaining_part(job: JobFacts, killed: str | None) -> JobFacts:
+    """The component whose end explains the job's end; the job itself if all components ended alike."""
     if not job.components:
         return job
     step = _STEP.search(killed or "")
@@ -103,10 +100,6 @@ def _told(job: JobFacts, killed: str | None) -> JobFacts:
         return next((each for each in job.components if each.job_id == int(step[1])), job)
     ends = {(each.final_state, each.out_of_memory) for each in job.components}
     return job if len(ends) == 1 else job.components[job.decisive_component]
-
-
-def _component(facts: JobFacts) -> str:
-    return f"component {facts.component_id!r}" if facts.component_id else f"component {facts.job_id}"
 
 
 def _by(job: JobFacts) -> str:
@@ -117,19 +110,7 @@ def _by(job: JobFacts) -> str:
     return f" by user id {job.cancelled_by}"
 
 
-def _reason(job: JobFacts) -> str:
-    return f" ({job.reason})" if job.reason else ""
-
-
-def _granted(job: JobFacts) -> str:
-    return f": {_size(job.memory / max(1, job.num_nodes))} on each node" if job.memory else ""
-
-
-def _measured(job: JobFacts) -> str:
-    return f", of which Slurm saw {_size(job.max_rss)}" if job.max_rss else ""
-
-
-def _size(amount: float) -> str:
+def _mebibytes(amount: float) -> str:
     return f"{amount / 2**20:.0f} MiB"
 
 
