@@ -173,7 +173,7 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
     if here is None:
         sys.exit("rayslurm runtime: this is no task of a Slurm step: SLURM_JOB_ID and SLURM_NODEID are not set")
     try:
-        return allocation.settle(os.environ, here, [each.component_id for each in spec.components])
+        return allocation.select_component(os.environ, here, [each.component_id for each in spec.components])
     except ValueError as error:
         sys.exit("rayslurm runtime: %s" % error)
 

@@ -61,7 +61,7 @@ C1, G1 = (NodeResources(name, 4, gpus, 2**33, None, component) for name, gpus, c
 def settled(environ: dict[str, str], *names: str) -> allocation.Allocation:
     here = allocation.from_environ(environ)
     assert here is not None
-    return allocation.settle(environ, here, names)
+    return allocation.select_component(environ, here, names)
 
 
 def test_a_task_knows_its_component() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.archive import install_runtime
-from dagster_rayslurm.runtime.node.allocation import from_environ, settle
+from dagster_rayslurm.runtime.node.allocation import from_environ, select_component
 from dagster_rayslurm.runtime.node.ports import control_ports
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.process.processes import descendants
@@ -329,7 +329,7 @@ def test_a_cluster_that_is_lost_at_rest_is_told_to_the_others(job: Any) -> None:
 def test_a_single_component_is_a_cluster_of_its_own(job: Any) -> None:
     """Slurm makes no heterogeneous job of it; nothing within it bears the component's name, nor waits for others."""
     step = {"SLURM_JOB_ID": "17", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_PARTITION": "p"}
-    whole = settle(dict(step), from_environ(step) or pytest.fail("this is a step"), ["only"])
+    whole = select_component(dict(step), from_environ(step) or pytest.fail("this is a step"), ["only"])
     assert whole.component_of(1) == "only" and whole.of_own_group().component_of(1) is None
     assert whole.of_own_group().nodes == ["n1", "n2"]
     one = job(only=SAY)

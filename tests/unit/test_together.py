@@ -23,7 +23,7 @@ from dagster_rayslurm.follow.output import LinePrefixer
 from dagster_rayslurm.follow.pipes import RecordReader
 from dagster_rayslurm.outcome import SUCCESS, Judged, Verdict, judge
 from dagster_rayslurm.plan import Plan, make_plan
-from dagster_rayslurm.runtime.node.allocation import from_environ, settle
+from dagster_rayslurm.runtime.node.allocation import from_environ, select_component
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, encode
 from dagster_rayslurm.runtime.protocol.spec import RuntimeSpec, from_json, to_json
 from dagster_rayslurm.runtime.separate.barrier import (
@@ -148,7 +148,7 @@ def test_a_component_is_an_allocation_of_its_own(node: int, own: int) -> None:
     task = {**TASK, "SLURM_NODEID": str(node)}
     here = from_environ(task)
     assert here is not None
-    part = settle(task, here, ["cpu", "gpu"]).of_own_group()
+    part = select_component(task, here, ["cpu", "gpu"]).of_own_group()
     first = node == 0
     assert (part.node_id, part.nodes, part.first) == (own, ["c1"] if first else ["g1", "g2"], 0 if first else 1)
     assert (part.job_id, part.partition) == (("17", "compute") if first else ("18", "gpu"))

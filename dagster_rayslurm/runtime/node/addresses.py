@@ -16,7 +16,7 @@ _IPV6 = "/proc/net/if_inet6"
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means another machine to each machine; False for a name."""
+    """Whether this is a loopback address; False for a name."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -27,7 +27,7 @@ def interface_address(interface: str) -> str:
     """The IPv4 address of a network interface, or its IPv6 address if it has no other.
 
     Raises:
-        ClusterError: if this node has no such interface, or it has no address.
+        ClusterError: this node has no such interface, or the interface has no address.
     """
     request = struct.pack("256s", os.fsencode(interface)[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -47,7 +47,7 @@ def interface_address(interface: str) -> str:
 
 
 def _ipv6_address(interface: str) -> Optional[str]:
-    """The IPv6 address of an interface that other networks reach, too (proc(5)); None without one."""
+    """The global IPv6 address of an interface (proc(5)); None without one."""
     try:
         with open(_IPV6) as file:
             rows = [line.split() for line in file]
@@ -58,7 +58,7 @@ def _ipv6_address(interface: str) -> Optional[str]:
 
 
 def route_address(host: str) -> Optional[str]:
-    """The address from which this node reaches a host; None if it has no route there."""
+    """The address from which this node reaches a host; None without a route."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -69,10 +69,10 @@ def route_address(host: str) -> Optional[str]:
 
 
 def node_address(spec: RaySpec, gcs: str) -> Optional[str]:
-    """The address that a worker gives itself: of the interface it is told to use, else where the route to the head begins.
+    """The address of a worker node: of the configured interface, else the one from which it reaches the head's GCS.
 
     Raises:
-        ClusterError: the interface is not there.
+        ClusterError: the interface has no address.
     """
     if spec.network_interface:
         return interface_address(spec.network_interface)

@@ -1,4 +1,4 @@
-"""What Slurm says of this task: its job, the nodes of the step, and where the head is (srun(1), Slurm 22.05)."""
+"""The Slurm job of this task, the nodes of its step, and the addresses of the head (srun(1), Slurm 22.05)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from ..protocol.slurm_text import expand_nodelist
 from .addresses import is_loopback, route_address
 from .gpus import GPU_VARIABLES
 
-_ELSEWHERE = "192.0.2.1"
-"""An address on no network (RFC 5737): the route there is the default one."""
+_UNKNOWN_NETWORK = "192.0.2.1"
+"""An address on no network (RFC 5737): the route there is the default route."""
+_COMPONENT_VARIABLES = ("SLURM_JOB_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE")
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,9 @@ class Allocation:
 
     Attributes:
         job_id: Slurm's job id.
-        node_id: this node's place in `nodes`; the head is 0.
+        node_id: index of this node in `nodes`; the head is 0.
         nodes: names of all nodes, the head's first.
-        head_addresses: where the head may be reached, the likeliest first; no loopback address if there are other nodes.
+        head_addresses: addresses of the head, the likeliest first; no loopback address if there are other nodes.
         partition: partition of the job.
         account: account of the job; empty where Slurm has no accounts.
         restarts: how often Slurm has requeued the job.
@@ -29,7 +30,7 @@ class Allocation:
         job_ids: Slurm's job id of each component; empty for any other job.
         partitions: the partition of each component; empty for any other job.
         component_ids: the names of the components; empty if they have none.
-        first: the place of its first node in the step, where it is one component of several.
+        first: index of its first node in the step, if this is one component of several.
     """
 
     job_id: str
@@ -46,7 +47,7 @@ class Allocation:
     first: int = 0
 
     def group_of(self, node_id: int) -> int:
-        """The component, counted from 0, of the node in a place."""
+        """Index of the component that a node belongs to."""
         for group, nodes in enumerate(self.groups):
             if node_id < len(nodes):
                 return group
@@ -54,17 +55,17 @@ class Allocation:
         return 0
 
     def component_of(self, node_id: int) -> Optional[str]:
-        """The name of the component of the node in a place; None if it has none."""
+        """Name of the component that a node belongs to; None if it has none."""
         return self.component_ids[self.group_of(node_id)] if self.component_ids else None
 
     def of_own_group(self) -> "Allocation":
-        """What this task sees of the step if its own component is all there is; the same for any other job."""
+        """The part of the allocation that is this task's own component; all of it if there are no components."""
         if not self.groups:
             return replace(self, component_ids=[])
         group = self.group_of(self.node_id)
         first = sum(map(len, self.groups[:group]))
         nodes = self.groups[group]
-        # srun tells its own address alone, which is that of the first component's first node.
+        # srun tells only its own address, which is that of the first component's first node.
         addresses = [address for address in self.head_addresses if address != nodes[0]] if group == 0 else []
         return replace(
             self,
@@ -81,13 +82,13 @@ class Allocation:
         )
 
     def facts(self) -> Dict[str, Any]:
-        """What metadata tells of the allocation."""
+        """The facts that metadata shows."""
         facts = {"job_id": self.job_id, "partition": self.partition, "account": self.account, "nodes": self.nodes}
         return {**facts, "components": self._component_facts()} if self.component_ids else facts
 
     def _component_facts(self) -> List[Dict[str, Any]]:
-        """The components; Slurm counts those of a heterogeneous job from its own number, as in 17+0 and 17+1 (squeue(1))."""
-        if not self.groups:  # A single one makes no heterogeneous job.
+        """Facts about each component; Slurm numbers those of a heterogeneous job as in 17+0 and 17+1 (squeue(1))."""
+        if not self.groups:  # A single component makes no heterogeneous job.
             groups = [(self.job_id, self.partition, self.nodes)]
         else:
             numbers = ["%s+%d" % (self.job_id, group) for group in range(len(self.groups))]
@@ -102,14 +103,14 @@ def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
     """The allocation of this task, or None outside of a Slurm step."""
     if "SLURM_JOB_ID" not in environ or "SLURM_NODEID" not in environ:
         return None
-    groups = [expand_nodelist(text) for text in _of_groups(environ, "SLURM_JOB_NODELIST")]
+    groups = [expand_nodelist(text) for text in _of_components(environ, "SLURM_JOB_NODELIST")]
     # The step's own list of a heterogeneous job is sorted, and its node ids go by component (tried on 22.05 and 24.11).
     nodes = [node for group in groups for node in group]
     nodes = nodes or expand_nodelist(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
     # srun runs on the first node; the address is what that node's name means there, by its own /etc/hosts perhaps 127.0.1.1.
     launch = environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
     addresses = ["" if len(nodes) > 1 and is_loopback(launch) else launch, nodes[0]]
-    partitions = _of_groups(environ, "SLURM_JOB_PARTITION")
+    partitions = _of_components(environ, "SLURM_JOB_PARTITION")
     return Allocation(
         job_id=environ["SLURM_JOB_ID"],
         node_id=int(environ["SLURM_NODEID"]),
@@ -119,56 +120,52 @@ def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
         account=environ.get("SLURM_JOB_ACCOUNT", ""),
         restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
         groups=groups,
-        job_ids=_of_groups(environ, "SLURM_JOB_ID"),
+        job_ids=_of_components(environ, "SLURM_JOB_ID"),
         partitions=partitions,
     )
 
 
 def head_address(allocation: Allocation) -> str:
-    """The address by which the head is known to the other nodes of its allocation; alone, any of its own will do.
+    """The address by which the other nodes reach the head; on a single node, any of its own.
 
-    Without one that Slurm tells, it is the address at which the route to another node begins.
+    If Slurm does not tell one, this is the address from which the head reaches another node.
     """
     known, *_ = allocation.head_addresses
     name, *others = allocation.nodes
     if not others or known != name:
         return known
-    for host in (others[0], _ELSEWHERE):
+    for host in (others[0], _UNKNOWN_NETWORK):
         address = route_address(host)
         if address is not None and not is_loopback(address):
             return address
-    return name  # The others know it, or nobody does.
+    return name
 
 
-def own_variables(environ: Mapping[str, str], group: int) -> Dict[str, Optional[str]]:
-    """What variables of a task in a heterogeneous job must be, so that they tell of its own component; None for unset.
+def component_variables(environ: Mapping[str, str], group: int) -> Dict[str, Optional[str]]:
+    """The Slurm variables of one component of a heterogeneous job; None for one that must be unset.
 
-    Every task has those of the first component, or of the last (srun(1); tried on Slurm 22.05 and 24.11).
-
-    Args:
-        environ: the task's environment.
-        group: its component, counted from 0.
+    Every task has the variables of the first component, or of the last (srun(1); tried on Slurm 22.05 and 24.11).
     """
-    own = {name: environ.get("%s_HET_GROUP_%d" % (name, group)) for name in _OF_A_COMPONENT}
+    own = {name: environ.get("%s_HET_GROUP_%d" % (name, group)) for name in _COMPONENT_VARIABLES}
     if environ.get("SLURM_GPUS_ON_NODE", "0") == "0" and not environ.get("SLURM_STEP_GPUS"):
-        # srun sets these where there are GPUs; here they are those of the first node, where the job's script ran.
+        # srun sets them on nodes with GPUs; on this node they come from the first node, where the job's script ran.
         own.update(dict.fromkeys(GPU_VARIABLES))
     return own
 
 
-def settle(environ: MutableMapping[str, str], here: Allocation, component_ids: Sequence[str]) -> Allocation:
-    """Have the variables of a task tell of its own component, and its components have names.
+def select_component(environ: MutableMapping[str, str], here: Allocation, component_ids: Sequence[str]) -> Allocation:
+    """Set the variables of a task to those of its own component, and return its allocation with component names.
 
     Args:
-        environ: the task's environment.
+        environ: the task's environment, which is changed.
         here: the task's allocation.
-        component_ids: the names of its components, as they were asked for; empty if it has none.
+        component_ids: the names of the requested components; empty if there are none.
 
     Raises:
-        ValueError: Slurm's step has others.
+        ValueError: Slurm's step has another number of components.
     """
     if here.groups:
-        change(environ, own_variables(environ, here.group_of(here.node_id)))
+        change(environ, component_variables(environ, here.group_of(here.node_id)))
     if component_ids and len(component_ids) != max(1, len(here.groups)):
         raise ValueError(
             "the start record has %d components (%s), and Slurm's step %d"
@@ -186,10 +183,7 @@ def change(environ: MutableMapping[str, str], changes: Mapping[str, Optional[str
             environ[name] = value
 
 
-_OF_A_COMPONENT = ("SLURM_JOB_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE")
-
-
-def _of_groups(environ: Mapping[str, str], name: str) -> List[str]:
+def _of_components(environ: Mapping[str, str], name: str) -> List[str]:
     """The values of a variable for each component of a heterogeneous job; empty for any other job."""
     size = int(environ.get("SLURM_HET_SIZE") or 0)
     return [environ.get("%s_HET_GROUP_%d" % (name, group), "") for group in range(size)]

@@ -1,9 +1,9 @@
 """Ports for Ray's services on a node that other clusters share.
 
-Every fixed port is chosen free and outside the kernel's ephemeral range, so that no outgoing connection takes it
-between the choice and Ray's own bind. With a `port_range` (a firewalled site) this user's clusters on the node divide
-the range into blocks, each held by a lock for as long as its runtime lives; other users' are met by their listening
-ports, and less often for a random choice of the block.
+Every fixed port is free and outside the kernel's ephemeral range when it is chosen, so that no outgoing connection takes it
+before Ray binds it. With a `port_range` (a firewalled site) this user's clusters on the node divide the range into blocks,
+each held by a lock while its runtime lives. Other users' clusters are noticed by their listening ports; the random choice of
+a block makes collisions with them rare.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import List, Optional, Tuple
 
 BLOCK = 100
-"""Ports of one cluster on one node when a `port_range` is set: a dozen for services, the others for workers."""
+"""Number of ports of one cluster on one node with a `port_range`: a dozen for services, the others for workers."""
 
 HEAD_SERVICES = ("port", "ray-client-server-port", "dashboard-port")
-"""The options of `ray start --head` that take a port, and that workers have no use for (Ray 2.60)."""
+"""Options of `ray start` that take a port of the head only (Ray 2.60)."""
 
 NODE_SERVICES = (
     "dashboard-agent-listen-port",
@@ -33,31 +33,28 @@ NODE_SERVICES = (
     "node-manager-port",
     "object-manager-port",
 )
-"""Those of every node. They are left to the kernel unless there is a range; the head's must be known beforehand."""
-
-
-class PortError(OSError):
-    """No port can be had; the message says in which range."""
+"""Options for ports of every node, chosen by the kernel without a range; the head's must be known beforehand."""
 
 
 HEAD_VARIABLES = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
-"""Ports of the head that Ray 2.60 takes from the environment only; fixed ones otherwise, which it can do without."""
-
+"""Variables for optional ports of the head, which are fixed without them and have no option (Ray 2.60)."""
 
 _LOCK_BASES = ("/tmp", "/var/tmp", "/dev/shm")
-"""Directories of this node that everybody may write to; not TMPDIR, which jobs have to themselves."""
+"""Directories of this node that all users and jobs share; each job may have a TMPDIR of its own."""
+
+
+class PortError(OSError):
+    """No port is free; the message names the range."""
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Ports of a node. A worker has no GCS and no dashboard (0).
+    """Ports of a node. `gcs` and `dashboard` are 0 on a worker.
 
     Attributes:
-        gcs: the head's GCS.
-        dashboard: the head's dashboard.
         options: options of `ray start`.
         environ: variables for `ray start`.
-        lock: keeps a block.
+        lock: descriptor that locks the block.
     """
 
     gcs: int
@@ -68,10 +65,10 @@ class Ports:
 
 
 def parse_range(text: str) -> Tuple[int, int]:
-    """The bounds of "LOW-HIGH", both included.
+    """The inclusive bounds of "LOW-HIGH".
 
     Raises:
-        ValueError: if it is no such range, or too small for one cluster.
+        ValueError: it is not a range, or too small for one cluster.
     """
     match = re.match(r"^(\d+)-(\d+)$", text)
     low, high = (int(match.group(1)), int(match.group(2))) if match else (0, 0)
@@ -107,9 +104,9 @@ def is_free(port: int) -> bool:
 
 
 def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
-    """Ports that a head's runtime may try to listen on, chosen before anything is known of its node.
+    """Ports for the head's RPC server to try in turn, chosen before its node is known.
 
-    With a `port_range` they are the last ones of some of its blocks, where they are among the workers' ports.
+    With a `port_range` they are the last ports of some of its blocks, which are among the workers' ports.
     """
     chance = random.SystemRandom()
     if port_range:
@@ -123,18 +120,18 @@ def choose(port_range: Optional[str] = None, head: bool = True) -> Ports:
     """Choose the ports of a node.
 
     Args:
-        port_range: "LOW-HIGH" that all of them lie in, or None.
-        head: whether it is the head of its cluster.
+        port_range: "LOW-HIGH" for all ports, or None.
+        head: whether the node is the head of its cluster.
 
     Raises:
-        PortError: if there are not enough free ones.
+        PortError: there are not enough free ports.
     """
     if port_range:
         return _from_block(*_claim_block(port_range), head)
-    return _scattered(HEAD_SERVICES if head else ())
+    return _choose_anywhere(HEAD_SERVICES if head else ())
 
 
-def _scattered(services: Tuple[str, ...]) -> Ports:
+def _choose_anywhere(services: Tuple[str, ...]) -> Ports:
     low, high = ephemeral_range()
     candidates = [*range(10000, min(low, 65536)), *range(high + 1, 65536)] or list(range(10000, 65536))
     chosen: List[int] = []
@@ -172,13 +169,12 @@ def _claim_block(port_range: str) -> Tuple[List[int], int]:
 
 
 def _lock_directory() -> str:
-    """This user's directory of locks.
+    """This user's directory of locks, the same for all its runtimes.
 
-    Its name can be foreseen, so another user may have put something there. Then the next base serves, for all runtimes of
-    this user alike.
+    Another user may have taken its name, because the name is predictable. Then the next base is used.
 
     Raises:
-        PortError: there is no base left.
+        PortError: every base has such a directory of another user.
     """
     for base in _LOCK_BASES:
         path = os.path.join(base, "rayslurm-ports-%d" % os.geteuid())

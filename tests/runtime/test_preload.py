@@ -209,7 +209,7 @@ def run(directory: Path, commands: list[dict[str, Any]], modules: list[str], **o
     env[MARK] = os.environ[MARK]
     env.update(order.pop("env", {}))
     order.update(commands=commands, modules=modules, directory=str(directory), env=env)
-    runner = [PYTHON, "-B", str(Path(__file__).with_name("template_runner.py")), str(PACKAGE)]
+    runner = [PYTHON, "-B", str(Path(__file__).with_name("preload_runner.py")), str(PACKAGE)]
     done = subprocess.run(runner, input=json.dumps(order), capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)

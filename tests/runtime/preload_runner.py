@@ -1,4 +1,4 @@
-"""Runs commands below a runtime's loop, forked from a template or not: `template_runner.py PACKAGE` with JSON on stdin.
+"""Runs commands below a runtime's loop, forked from a template or not: `preload_runner.py PACKAGE` with JSON on stdin.
 
 A script of its own, so that any Python can run it: the runtime's package is imported from its directory `PACKAGE`.
 """
