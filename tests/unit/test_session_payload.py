@@ -191,7 +191,7 @@ def test_a_session_is_asked_ever_more_rarely_for_one_that_says_nothing(scene: Sc
 def test_an_answer_that_says_nothing_of_it(scene: Scene, clock: Clock, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.answers = [answer]
     if answer == "no list":
-        scene.payload._describe = lambda: {"ok": False, "error": "unknown request"}
+        scene.payload.describe = lambda: {"ok": False, "error": "unknown request"}
     assert silent_for(scene, clock, Evidence(started_at=1.0, last_growth=clock.now), 3600) is None
 
 

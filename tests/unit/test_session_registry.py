@@ -233,7 +233,7 @@ def test_a_second_look_needs_no_command(cluster: Cluster) -> None:
     commands = LocalConnection()
     assert not cluster.acquisition(commands=commands).acquire(0).reused
     acquisition = cluster.acquisition(commands=commands)
-    acquisition._registry._commands.run = None  # type: ignore[method-assign,assignment]
+    acquisition.commands.run = None  # type: ignore[method-assign,assignment]
     acquired = acquisition.acquire(0)
     assert acquired.reused and acquired.session.manifest == manifest(1) and acquired.session.announcement.job_id == "1"
 
@@ -557,13 +557,13 @@ def test_slurm_that_does_not_answer_leaves_a_claim_alone(cluster: Cluster, monke
 def test_an_interrupt_just_after_the_submission(cluster: Cluster) -> None:
     cluster.set("state", "PENDING")
     acquisition = cluster.acquisition()
-    create = acquisition._create
+    create = acquisition.create
 
     def interrupted(number: int, hold: Callable[[SlurmJob], None]) -> bool:
         create(number, hold)
         raise KeyboardInterrupt
 
-    acquisition._create = interrupted
+    acquisition.create = interrupted
     with pytest.raises(KeyboardInterrupt):
         acquisition.acquire(0)
     assert cluster.jobs("CANCELLED") == ["1"] and cluster.registry.is_abandoned(1)

@@ -268,7 +268,7 @@ def _stumble(route: Route, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
 
 def with_secrets(route: Route) -> Path:
-    route.request._secrets = b"{}"
+    route.request.secrets = b"{}"
     return route.path / "run" / "secrets.json"
 
 
@@ -362,7 +362,7 @@ def test_an_interrupt_between_the_answer_and_its_being_known(route: Route, monke
         signal.raise_signal(signal.SIGINT)
         route.accepted.append(session.announcement.cluster_id)
 
-    monkeypatch.setattr(route.request, "_on_accepted", accept)
+    monkeypatch.setattr(route.request, "on_accepted", accept)
     route.events = [OK]
     with pytest.raises(KeyboardInterrupt):
         route.submit()

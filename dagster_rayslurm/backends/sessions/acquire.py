@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ...errors import FailureKind, RunFailure
@@ -48,13 +48,11 @@ class AcquiredSession:
     reused: bool
 
 
+@dataclass(kw_only=True, eq=False)
 class SessionAcquisition:
     """Acquires a session for one step.
 
-    Args:
-        commands: runs Slurm's programs, and reaches the files.
-        registry: the session's generations.
-        queue: the shared view of the queue.
+    Attributes:
         watch_job: makes the job of a generation that another process created, from the generation, the job's id and name,
             and the time of its submission by the cluster's clock.
         create: claims a generation and submits its job, which it passes to its second argument before an interrupt can come;
@@ -62,35 +60,22 @@ class SessionAcquisition:
         waiter: a name for this step that no other one has.
         start_timeout: seconds in which a session announces itself once its job runs.
         patience: seconds for which the cluster, or Slurm, may be out of reach.
-        log: the step's log.
     """
 
-    def __init__(
-        self,
-        *,
-        commands: Connection,
-        registry: SessionRegistry,
-        queue: SharedQueue,
-        watch_job: Callable[[int, str, str, float], SlurmJob],
-        create: Callable[[int, Callable[[SlurmJob], None]], bool],
-        waiter: str,
-        start_timeout: float,
-        patience: float,
-        log: Any,
-    ) -> None:
-        self._commands = commands
-        self._registry = registry
-        self._queue = queue
-        self._watch_job = watch_job
-        self._create = create
-        self._waiter = waiter
-        self._start_timeout = start_timeout
-        self._patience = patience
-        self._log = log
-        self._jobs: dict[int, SlurmJob] = {}
-        """Jobs for which this step waited, by generation."""
-        self._problem = ""
-        """Why the last of them served nothing."""
+    commands: Connection
+    registry: SessionRegistry
+    queue: SharedQueue
+    watch_job: Callable[[int, str, str, float], SlurmJob]
+    create: Callable[[int, Callable[[SlurmJob], None]], bool]
+    waiter: str
+    start_timeout: float
+    patience: float
+    log: Any
+
+    _jobs: dict[int, SlurmJob] = field(default_factory=dict, init=False)
+    """Jobs for which this step waited, by generation."""
+    _problem: str = field(default="", init=False)
+    """Why the last of them served nothing."""
 
     def acquire(self, after: int) -> AcquiredSession:
         """A session that accepts requests, of a generation after `after`.
@@ -100,11 +85,11 @@ class SessionAcquisition:
             StartError: the session cannot be created.
             OSError: the cluster cannot be reached.
         """
-        session = self._registry.current()
+        session = self.registry.current()
         if session is not None and session.manifest.generation > after:
             return AcquiredSession(session, reused=True)
         while True:
-            newest = self._registry.newest()
+            newest = self.registry.newest()
             joins = newest.number > after
             number = newest.number if joins else after + 1
             try:
@@ -129,9 +114,9 @@ class SessionAcquisition:
         job = self._jobs.get(number)
         if job is None:
             return  # The session served others before, so its end is nothing unusual.
-        announcement = self._retry(lambda: self._registry.announcement(number))
+        announcement = self._retry(lambda: self.registry.announcement(number))
         self._problem = (announcement.closing if announcement is not None else None) or reason
-        if self._retry(lambda: self._registry.never_served(number)):
+        if self._retry(lambda: self.registry.never_served(number)):
             sentence = f"the session did not come up, it ended before it took anything: {self._problem}"
             raise self._served_nothing(job, sentence)
 
@@ -141,7 +126,7 @@ class SessionAcquisition:
         def hold(job: SlurmJob) -> None:
             self._jobs[number] = job
 
-        if not self._create(number, hold):
+        if not self.create(number, hold):
             time.sleep(_CLAIM_INTERVAL)  # Another host may not see the faster one at once.
             return None
         session = self._wait(number, self._jobs[number], created=True)
@@ -152,16 +137,16 @@ class SessionAcquisition:
         number = newest.number
         if newest.ended:
             return None
-        if self._registry.announcement(number) is not None:
-            session = self._registry.session(number)
+        if self.registry.announcement(number) is not None:
+            session = self.registry.session(number)
             return None if session is None else AcquiredSession(session, reused=True)
         job_id = newest.job_id or self._wait_for_job(newest)
         if job_id is None or ((newest.abandoned or newest.age > CLAIM_TIMEOUT) and self._is_over(int(job_id))):
             return None
         self._check_allocations()
-        submitted_at = self._retry(self._queue.clock.now) - newest.age
-        job = self._jobs[number] = self._watch_job(number, job_id, newest.creator, submitted_at)
-        self._log.info(f"[rayslurm] waiting for the session that Slurm job {job_id} is to hold")
+        submitted_at = self._retry(self.queue.clock.now) - newest.age
+        job = self._jobs[number] = self.watch_job(number, job_id, newest.creator, submitted_at)
+        self.log.info(f"[rayslurm] waiting for the session that Slurm job {job_id} is to hold")
         session = self._wait(number, job, created=False)
         return None if session is None else AcquiredSession(session, reused=False)
 
@@ -172,32 +157,32 @@ class SessionAcquisition:
             if newest.age > CLAIM_TIMEOUT:
                 return self._expire_claim(newest)
             # The creator may have been cut off after the submission, before it wrote down the job.
-            announcement = self._retry(lambda: self._registry.announcement(number))
+            announcement = self._retry(lambda: self.registry.announcement(number))
             if announcement is not None:
                 return announcement.job_id
             time.sleep(_CLAIM_INTERVAL)
-            newest = self._retry(self._registry.newest)
+            newest = self._retry(self.registry.newest)
         return newest.job_id if newest.number == number else None
 
     def _expire_claim(self, claim: NewestGeneration) -> str | None:
         """The job of a claim whose creator is gone or slow; abandons the claim if there is none."""
         # An old claim may mean that slurmctld answers no one: then its creator still waits for the submission.
-        queue = self._retry(lambda: fetch_queue(self._commands)) if claim.creator else None
+        queue = self._retry(lambda: fetch_queue(self.commands)) if claim.creator else None
         jobs = [str(row.job_id) for row in queue.named(claim.creator) if row.is_leader] if queue is not None else []
         if jobs:
-            self._retry(lambda: self._registry.write_job_id(claim.number, jobs[0]))
+            self._retry(lambda: self.registry.write_job_id(claim.number, jobs[0]))
             return jobs[0]
         # A slow creator finds the mark after its submission and cancels its job; or it was done before the mark.
-        self._retry(lambda: self._registry.abandon(claim.number))
-        return self._retry(self._registry.newest).job_id
+        self._retry(lambda: self.registry.abandon(claim.number))
+        return self._retry(self.registry.newest).job_id
 
     def _is_over(self, job_id: int) -> bool:
         """Whether a job that was submitted a while ago has ended; False if Slurm does not say."""
         try:
-            snapshot = self._queue.wait_for_latest(self._queue.clock.now())
+            snapshot = self.queue.wait_for_latest(self.queue.clock.now())
             row = snapshot.job(job_id) if snapshot is not None else None
             if row is None or row.state in TERMINAL:  # The shared snapshot may be old.
-                row = fetch_queue(self._commands).job(job_id)
+                row = fetch_queue(self.commands).job(job_id)
         except OSError:
             return False
         return row is None or row.state in TERMINAL
@@ -214,10 +199,10 @@ class SessionAcquisition:
         alive = created
 
         def look() -> tuple[LiveSession | None, bool, str | None]:
-            announcement = self._registry.announcement(number)
+            announcement = self.registry.announcement(number)
             if announcement is None:
                 return None, False, None
-            return self._registry.session(number), True, announcement.closing
+            return self.registry.session(number), True, announcement.closing
 
         while True:
             # Out of reach nothing is known of the session, so neither its lateness nor its end is decided.
@@ -232,13 +217,13 @@ class SessionAcquisition:
             if now - touched >= TOUCH_INTERVAL:
                 touched = now
                 with contextlib.suppress(OSError):
-                    self._registry.wait_for(number, self._waiter)
+                    self.registry.wait_for(number, self.waiter)
             if job.observe():
                 view = job.status
                 alive = alive or view.phase in (JobPhase.PENDING, JobPhase.RUNNING) or view.exit_code is not None
                 description = job.end_description(started=False, recorded=False)
                 if description is not None:
-                    if not alive or self._retry(lambda: self._registry.is_abandoned(number)):
+                    if not alive or self._retry(lambda: self.registry.is_abandoned(number)):
                         return None
                     raise self._never_started(job, description)
                 if not view.over:
@@ -249,13 +234,13 @@ class SessionAcquisition:
                     running_since = None
                 elif running_since is None:
                     running_since = now
-                elif now - running_since > self._start_timeout:
+                elif now - running_since > self.start_timeout:
                     raise self._silent(job)
             time.sleep(_CADENCE.pause(now - (running_since or began), running_since is not None))
 
     def _retry(self, action: Callable[[], T], any_error: bool = False) -> T:
         """Repeat an action while the cluster is out of reach, for as long as patience allows; or after any OSError."""
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self.patience
         logged = ""
         while True:
             try:
@@ -265,7 +250,7 @@ class SessionAcquisition:
                     raise
                 if str(error) != logged:
                     logged = str(error)
-                    self._log.warning(f"[rayslurm] the session cannot be looked for, trying again: {error}")
+                    self.log.warning(f"[rayslurm] the session cannot be looked for, trying again: {error}")
             time.sleep(_RETRY_INTERVAL)
 
     def _check_allocations(self) -> None:
@@ -280,15 +265,15 @@ class SessionAcquisition:
         if job.status.over:
             return
         try:
-            last = self._registry.stop_waiting(number, self._waiter)
+            last = self.registry.stop_waiting(number, self.waiter)
         except OSError as error:
-            self._log.error(
+            self.log.error(
                 f"[rayslurm] Slurm job {job.job_id} may hold a session that nobody waits for ({error}); run "
-                f"`scancel {job.job_id}` on {self._commands.place}"
+                f"`scancel {job.job_id}` on {self.commands.place}"
             )
             return
         if last:
-            self._log.info(f"[rayslurm] nobody waits for the session any more: cancelling Slurm job {job.job_id}")
+            self.log.info(f"[rayslurm] nobody waits for the session any more: cancelling Slurm job {job.job_id}")
             job.cancelled = True
             job.cancel_until_gone()
 
@@ -311,7 +296,7 @@ class SessionAcquisition:
         evidence = Evidence()
         job.explain(evidence, timeout=0.0)
         log = f": {lines[-1]}" if (lines := relevant_lines(evidence.runtime_log)) else ""
-        sentence = f"the session's runtime did not start within runtime_start_timeout={self._start_timeout:g} s{log}"
+        sentence = f"the session's runtime did not start within runtime_start_timeout={self.start_timeout:g} s{log}"
         return RunFailure(FailureKind.RUNTIME, sentence, _metadata(job, evidence))
 
 

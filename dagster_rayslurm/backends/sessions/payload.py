@@ -7,6 +7,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ...follow import Evidence
@@ -35,63 +36,48 @@ _POLL_INTERVAL = 0.5
 _CHUNK = 1024 * 1024
 
 
+@dataclass(kw_only=True, eq=False)
 class SessionPayload:
     """One payload in a session.
 
-    Args:
+    Attributes:
         connection: reaches the files.
         job: the session's job.
-        cluster_id: name of the session's cluster.
         name: name of the session, with its generation.
-        run_dir: the payload's run directory.
-        nonce: the payload's nonce.
         reused: whether the session accepted requests before this step came; None if that is not known.
         waited: seconds until the session accepted the payload; None if that is not known.
         poll_interval: seconds of silence after which the queue is polled for the session's job.
         describe: requests the session's description.
-        step: the step that runs the payload.
     """
+
+    connection: Connection
+    job: SlurmJob
+    cluster_id: str
+    name: str
+    run_dir: str
+    nonce: str
+    reused: bool | None
+    waited: float | None
+    poll_interval: float
+    describe: Callable[[], Mapping[str, Any]]
+    step: Step
 
     waiting = False  # The record of an accepted payload has begun.
     requeue = False
 
-    def __init__(
-        self,
-        *,
-        connection: Connection,
-        job: SlurmJob,
-        cluster_id: str,
-        name: str,
-        run_dir: str,
-        nonce: str,
-        reused: bool | None,
-        waited: float | None,
-        poll_interval: float,
-        describe: Callable[[], Mapping[str, Any]],
-        step: Step,
-    ) -> None:
-        self.cluster_id = cluster_id
-        self.job_id: str | None = job.job_id
-        self._connection = connection
-        self._job = job
-        self._name = name
-        self._run_dir = run_dir
-        self._nonce = nonce
-        self._reused = reused
-        self._waited = waited
-        self._poll_interval = poll_interval
-        self._describe = describe
-        self._step, self._log = step, step.log
+    def __post_init__(self) -> None:
+        self.job_id: str | None = self.job.job_id
+        self._log = self.step.log
         self._followed = False
         self._cancelled = False
-        self._cancel_request = CancelRequest(self._send_cancel, step.log)
+        self._cancel_request = CancelRequest(self._send_cancel, self.step.log)
         self._describe_at = _DESCRIBE_AFTER
         self._missing_since: float | None = None
         """Since when the session is known to have the payload no longer."""
 
     @property
     def place(self) -> str:
-        return self._job.place
+        return self.job.place
 
     def poll(self, evidence: Evidence) -> str | None:
         self._followed = True
@@ -99,14 +85,14 @@ class SessionPayload:
         silence = time.monotonic() - evidence.last_growth
         if self._is_lost(silence):
             evidence.ended_unrecorded = (
-                f"its session, {self._name}, no longer has it; what it wrote is in {self._run_dir} on {self._connection.place}"
+                f"its session, {self.name}, no longer has it; what it wrote is in {self.run_dir} on {self.connection.place}"
             )
             return "its session no longer has it"
         # While the record grows the session lives, and a short step costs slurmctld nothing.
-        if silence < _EXIT_POLL_AFTER and not self._job.status.over:
+        if silence < _EXIT_POLL_AFTER and not self.job.status.over:
             return None
-        self._job.observe(evidence.started_at, ask=silence >= self._poll_interval)
-        return self._job.end_description(started=True)
+        self.job.observe(evidence.started_at, ask=silence >= self.poll_interval)
+        return self.job.end_description(started=True)
 
     def _is_lost(self, silence: float) -> bool:
         """Whether the session has had the payload no longer for a while, and the record still has no end."""
@@ -114,13 +100,13 @@ class SessionPayload:
             self._describe_at, self._missing_since = _DESCRIBE_AFTER, None
         elif self._missing_since is not None:
             return time.monotonic() - self._missing_since >= _RECORD_TIMEOUT
-        elif silence >= self._describe_at and not self._job.status.over:
+        elif silence >= self._describe_at and not self.job.status.over:
             self._describe_at = silence + min(silence, _DESCRIBE_INTERVAL)
             with contextlib.suppress(OSError):
-                answer = self._describe()
+                answer = self.describe()
                 payloads = answer.get("payloads")
                 known = answer.get("ok") and isinstance(payloads, list)
-                if known and self._run_dir not in [each["run_dir"] for each in payloads or ()]:
+                if known and self.run_dir not in [each["run_dir"] for each in payloads or ()]:
                     self._missing_since = time.monotonic()
         return False
 
@@ -129,30 +115,30 @@ class SessionPayload:
         self._cancel_request.send(now)
 
     def _send_cancel(self, now: bool) -> None:
-        if self._step.may_end():
-            write_cancel_request(self._connection, self._run_dir, now)
+        if self.step.may_end():
+            write_cancel_request(self.connection, self.run_dir, now)
 
     def kill(self) -> None:
         """End the payload without grace period; the session keeps serving other payloads."""
         with deferred_interrupts():
-            if not self._step.should_end():
+            if not self.step.should_end():
                 return
             began = time.monotonic()
             self.cancel(now=True)
-            request, file = self._cancel_request, cancel_path(self._run_dir)
+            request, file = self._cancel_request, cancel_path(self.run_dir)
             while not self._is_over():
                 now = time.monotonic()
                 if request.delivered and now - max(began, request.sent_at) > _KILL_TIMEOUT:
                     self._log.error(
-                        f"[rayslurm] the payload may still run: {file} tells it to end, and session {self._name} does not say "
-                        f"that it has; run `scancel {self.job_id}` on {self._connection.place} to end the session and all it runs"
+                        f"[rayslurm] the payload may still run: {file} tells it to end, and session {self.name} does not say "
+                        f"that it has; run `scancel {self.job_id}` on {self.connection.place} to end the session and all it runs"
                     )
                     return
                 if not request.delivered and now - began > _DELIVERY_TIMEOUT:
                     self._log.error(
                         f"[rayslurm] the payload may still run, as it could not be told to end ({request.error}); run "
-                        f"`echo '{cancel_request_json(True)}' > {shlex.quote(file)}` on {self._connection.place}, or "
-                        f"`scancel {self.job_id}` to end session {self._name} and all it runs"
+                        f"`echo '{cancel_request_json(True)}' > {shlex.quote(file)}` on {self.connection.place}, or "
+                        f"`scancel {self.job_id}` to end session {self.name} and all it runs"
                     )
                     return
                 time.sleep(_POLL_INTERVAL)
@@ -160,27 +146,27 @@ class SessionPayload:
 
     def _is_over(self) -> bool:
         """Whether the end is recorded, or the session has ended."""
-        if self._job.observe(ask=False) and self._job.status.over:
+        if self.job.observe(ask=False) and self.job.status.over:
             return True
         reader = LineReader()
         with contextlib.suppress(OSError):
-            while data := self._connection.read(os.path.join(self._run_dir, JOURNAL), reader.next_read, _CHUNK):
-                if any(each.get("type") == "end" and each.get("nonce") == self._nonce for each in reader.feed(data)):
+            while data := self.connection.read(os.path.join(self.run_dir, JOURNAL), reader.next_read, _CHUNK):
+                if any(each.get("type") == "end" and each.get("nonce") == self.nonce for each in reader.feed(data)):
                     return True
         return False
 
     def explain(self, evidence: Evidence) -> None:
         # If only the payload ended, its session's job reaches no final state to wait for.
         alone = evidence.end is not None and evidence.end["reason"] == EndReason.EXIT
-        self._job.explain(evidence, timeout=0.0 if alone else STATE_TIMEOUT)
+        self.job.explain(evidence, timeout=0.0 if alone else STATE_TIMEOUT)
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         end = evidence.end or {}
-        metadata = {**self._job.metadata(evidence), "Slurm session": self._name}
-        if self._reused is not None:
-            metadata["Session reused"] = self._reused
-        if self._waited is not None:
-            metadata["Queue wait (s)"] = round(self._waited, 2)
+        metadata = {**self.job.metadata(evidence), "Slurm session": self.name}
+        if self.reused is not None:
+            metadata["Session reused"] = self.reused
+        if self.waited is not None:
+            metadata["Queue wait (s)"] = round(self.waited, 2)
         if leaks := _leaks(evidence):
             metadata["Left on the cluster"] = leaks
         shared = (end.get("usage") or {}).get("shared")

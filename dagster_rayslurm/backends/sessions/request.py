@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import FailureKind, StartError
@@ -29,56 +30,40 @@ _WITHDRAW_TIMEOUT = 20.0
 """Seconds after which no further withdrawal is tried; a person has pressed Ctrl-C and waits."""
 
 
+@dataclass(kw_only=True, eq=False)
 class RunRequest:
     """The request of one payload.
 
-    Args:
+    Attributes:
         connection: reaches the files and the session.
         commands: runs Slurm's programs.
-        queue: the shared view of the queue.
         run_dir: the payload's run directory.
-        nonce: the payload's nonce, the request's idempotency key.
+        nonce: the payload's nonce, which is the request's idempotency key.
         carrier: how requests reach the session, see `send_request`.
         patience: seconds for which the edge node may be out of reach once a session may have accepted the payload.
         on_accepted: gets the session that accepted the payload; no interrupt comes in between.
-        log: the step's log.
         secrets: content of the payload's file of secret variables; empty if it has none.
-
-    Attributes:
         unsettled: whether a session may have accepted the payload although its answer is not known.
     """
 
-    def __init__(
-        self,
-        *,
-        connection: Connection,
-        commands: Connection,
-        queue: SharedQueue,
-        run_dir: str,
-        nonce: str,
-        carrier: str,
-        patience: float,
-        on_accepted: Callable[[LiveSession], None],
-        log: Any,
-        secrets: bytes = b"",
-    ) -> None:
-        self.unsettled = False
-        self._connection = connection
-        self._commands = commands
-        self._queue = queue
-        self._run_dir = run_dir
-        self._nonce = nonce
-        self._carrier = carrier
-        self._patience = patience
-        self._on_accepted = on_accepted
-        self._log = log
-        self._secrets = secrets
-        self._tried: dict[str, LiveSession] = {}
-        """Sessions that got the request, by cluster id."""
-        self._problem = ""
-        """Why the last try failed."""
-        self._alive: bool | None = None
-        """Whether the session lives; None if that is not known."""
+    connection: Connection
+    commands: Connection
+    queue: SharedQueue
+    run_dir: str
+    nonce: str
+    carrier: str
+    patience: float
+    on_accepted: Callable[[LiveSession], None]
+    log: Any
+    secrets: bytes = b""
+
+    unsettled: bool = field(default=False, init=False)
+    _tried: dict[str, LiveSession] = field(default_factory=dict, init=False)
+    """Sessions that got the request, by cluster id."""
+    _problem: str = field(default="", init=False)
+    """Why the last try failed."""
+    _alive: bool | None = field(default=None, init=False)
+    """Whether the session lives; None if that is not known."""
 
     def submit(self, session: LiveSession, files: Mapping[str, str], needs: Sequence[str]) -> dict[str, Any]:
         """Ask a session to run the payload, and return its answer.
@@ -97,7 +82,7 @@ class RunRequest:
             OSError: the secrets cannot be written.
         """
         request = self._message(Operation.RUN, files=dict(files), needs=list(needs))
-        if self._secrets:
+        if self.secrets:
             request["secrets"] = True
             self._write_secrets()
         self._tried[session.announcement.cluster_id] = session
@@ -115,7 +100,7 @@ class RunRequest:
             if answer is not None:
                 message = str(answer.get("message"))
                 if answer.get("error") == Refusal.RECORD:
-                    raise StartError(FailureKind.RECORD, f"{_name(session)}, {self._commands.place}: {message}")
+                    raise StartError(FailureKind.RECORD, f"{_name(session)}, {self.commands.place}: {message}")
                 if answer.get("error") != Refusal.MISSING_SECRETS:
                     return answer
                 # A cleanup removed the file; or the file is new and the session's node does not see it yet.
@@ -127,11 +112,11 @@ class RunRequest:
             now = time.monotonic()
             if in_reach is not was_in_reach:
                 since = now
-            if now - since > (_ANSWER_DEADLINE if in_reach else self._patience):
+            if now - since > (_ANSWER_DEADLINE if in_reach else self.patience):
                 raise self._no_answer(session, in_reach)
             if self._problem != logged:
                 logged = self._problem
-                self._log.warning(f"[rayslurm] {logged}; asking again")
+                self.log.warning(f"[rayslurm] {logged}; asking again")
             time.sleep(next(pauses, _PAUSES[-1]))
 
     def describe(self, session: LiveSession) -> dict[str, Any]:
@@ -155,19 +140,19 @@ class RunRequest:
             if time.monotonic() > deadline:
                 break
             time.sleep(_PAUSES[0])
-        self._log.error(f"[rayslurm] a session may have accepted the payload, which may run now: see {self._run_dir}")
+        self.log.error(f"[rayslurm] a session may have accepted the payload, which may run now: see {self.run_dir}")
 
     def _message(self, op: Operation, **more: Any) -> dict[str, Any]:
-        return {"op": op, "request_id": self._nonce, "run_dir": self._run_dir, **more}
+        return {"op": op, "request_id": self.nonce, "run_dir": self.run_dir, **more}
 
     def _write_secrets(self) -> None:
         """Write the secrets just before the request: while the session waits in the queue, a cleanup may remove them."""
-        self._connection.make_dir(self._run_dir)
-        self._connection.write(os.path.join(self._run_dir, SECRETS), self._secrets)
+        self.connection.make_dir(self.run_dir)
+        self.connection.write(os.path.join(self.run_dir, SECRETS), self.secrets)
 
     def _send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
         announcement, command = session.announcement, session.manifest.ask_command
-        return send_request(self._connection, self._commands, announcement, request, self._carrier, session.directory, command)
+        return send_request(self.connection, self.commands, announcement, request, self.carrier, session.directory, command)
 
     def _try(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """Send the request once; None if there is no answer and the session may still live."""
@@ -213,7 +198,7 @@ class RunRequest:
 
     def _settle(self, acceptor: LiveSession) -> dict[str, Any]:
         with delayed_interrupts():
-            self._on_accepted(acceptor)
+            self.on_accepted(acceptor)
             self.unsettled = False
         return {"ok": True}
 
@@ -234,7 +219,7 @@ class RunRequest:
     def _read_acceptor(self) -> tuple[LiveSession | None, OSError | None]:
         """The session that began the payload's record, or the error that keeps the record from being read."""
         try:
-            data = self._connection.read(os.path.join(self._run_dir, JOURNAL), 0, _MOST_BYTES)
+            data = self.connection.read(os.path.join(self.run_dir, JOURNAL), 0, _MOST_BYTES)
         except ConnectionFailed:
             raise
         except OSError as error:
@@ -248,17 +233,17 @@ class RunRequest:
         job_id = int(session.announcement.job_id)
         try:
             if unreachable:  # A session that is in reach may be about to end, and answer all the same.
-                now = parse_announcement(self._connection.read(os.path.join(session.directory, SESSION), 0, _MOST_BYTES))
+                now = parse_announcement(self.connection.read(os.path.join(session.directory, SESSION), 0, _MOST_BYTES))
                 if now is not None and now.closing is not None:
                     return False
-            if parse_exit(self._connection.read(os.path.join(session.directory, EXIT), 0, _MOST_BYTES), job_id) is not None:
+            if parse_exit(self.connection.read(os.path.join(session.directory, EXIT), 0, _MOST_BYTES), job_id) is not None:
                 return False
-            snapshot = self._queue.latest(self._queue.clock.now())
-            if snapshot is None or self._queue.error:
+            snapshot = self.queue.latest(self.queue.clock.now())
+            if snapshot is None or self.queue.error:
                 return None
             row = snapshot.job(job_id)
             if row is None:  # The shared snapshot may be older than the job.
-                row = fetch_queue(self._commands).job(job_id)
+                row = fetch_queue(self.commands).job(job_id)
         except ConnectionFailed:
             raise
         except OSError:
@@ -266,17 +251,17 @@ class RunRequest:
         return row is not None and row.state not in TERMINAL
 
     def _no_answer(self, session: LiveSession, in_reach: bool) -> StartError:
-        name, job_id, place = _name(session), session.announcement.job_id, self._commands.place
+        name, job_id, place = _name(session), session.announcement.job_id, self.commands.place
         if self.unsettled and not in_reach:
             message = (
                 f"{name} may have accepted the payload, which may run, and the edge node was out of reach for "
-                f"{self._patience:g} s: {self._problem}"
+                f"{self.patience:g} s: {self._problem}"
             )
             return StartError(FailureKind.CONNECTION, message, retry=False)
         if self.unsettled:
             message = (
                 f"{name} was asked to run the payload, which may run, and has not answered for {_ANSWER_DEADLINE:g} s: "
-                f"{self._problem}; see {self._run_dir} on {place}, where `scancel {job_id}` ends the session and all it runs"
+                f"{self._problem}; see {self.run_dir} on {place}, where `scancel {job_id}` ends the session and all it runs"
             )
             return StartError(FailureKind.RUNTIME, message, retry=False)
         if self._alive:
