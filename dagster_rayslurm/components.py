@@ -1,9 +1,8 @@
-"""Components of a heterogeneous allocation: which of them comes first, and what they agree on. Pure.
+"""Components of a heterogeneous job: their order, their requests to Slurm, and the Ray cluster across them. Pure.
 
-The component of the Ray head comes first in the job: its first node then is the one where Slurm runs the batch script,
-its job id is the one that users know the job by, and nothing has to look for the head.
+The component of the Ray head comes first: Slurm runs the batch script on its first node, and its job id names the whole job.
 
-What sbatch makes of options that only some components have was tried on Slurm 22.05 and 24.11.
+How sbatch treats options that only some components have was tried on Slurm 22.05 and 24.11.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from .slurm.request import JobRequest, make_request
 
 _WHOLE_JOB = {field.name: field.meaning for field in SBATCH_FIELDS if field.inheritance is Inheritance.WHOLE_JOB}
 _INHERITED = tuple(field.name for field in SBATCH_FIELDS if field.inheritance is Inheritance.INHERITED)
-_MOST = 128
-"""Components of one job (MAX_HET_JOB_COMPS in Slurm's source)."""
-_OF_NODES = (
+_MAX_COMPONENTS = 128
+"""Most components of one job (MAX_HET_JOB_COMPS in Slurm's source)."""
+_NODE_FIELDS = [
     "num_cpus_per_node",
     "num_gpus_per_node",
     "object_store_memory_gb",
@@ -30,8 +29,8 @@ _OF_NODES = (
     "labels",
     "network_interface",
     "health_check",
-)
-"""Fields of a launcher that say something of each node; the others are the cluster's, or the payload's."""
+]
+"""Fields of `RayLauncher` that concern each node; the others concern the cluster or the payload."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,9 @@ class Component:
     """One component of an allocation.
 
     Attributes:
-        component_id: its name.
-        queue: what it is asked for.
-        launcher: what runs on its nodes.
-        payload_wants: what the payload wants of its nodes besides, as it runs there.
+        queue: its request to Slurm.
+        launcher: the launcher of its nodes.
+        payload_wants: what the payload requires of its nodes in addition, because it runs there.
     """
 
     component_id: str
@@ -52,12 +50,11 @@ class Component:
 
 
 def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -> tuple[Component, ...]:
-    """The components in the order that the job has them, each with the job's own limit and signal.
+    """Put components in the order of the job, each with the job's time limit and signal.
 
     Args:
         components: every `EnvVar` resolved.
-        payload_in: the component that the payload asks to run in, and the head with it; None for that marked `head`, or the
-            first.
+        payload_in: the component in which the payload and the head run; None for the one marked `head`, or the first.
 
     Raises:
         ValueError: they contradict each other; the sentence names the component and the field.
@@ -65,8 +62,8 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
     names = [each.component_id for each in components]
     if not names:
         raise ValueError("components: there is none; declare at least one HetComponent")
-    if len(names) > _MOST:
-        raise ValueError(f"components: Slurm takes at most {_MOST} components in a job, and these are {len(names)}")
+    if len(names) > _MAX_COMPONENTS:
+        raise ValueError(f"components: Slurm takes at most {_MAX_COMPONENTS} components in a job, and these are {len(names)}")
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"components: two are called {name!r}; give each a component_id of its own")
@@ -87,7 +84,7 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
 
 
 def _share(queues: list[SlurmQueueConfig], names: list[str]) -> list[SlurmQueueConfig]:
-    """The queues, with what is the whole job's said by all of them if one says it; a field at its default says nothing."""
+    """Copy fields of the whole job to all queues, from any queue that does not have the default."""
     common = {}
     for field, meaning in _WHOLE_JOB.items():
         default = SlurmQueueConfig.model_fields[field].default
@@ -103,7 +100,7 @@ def _share(queues: list[SlurmQueueConfig], names: list[str]) -> list[SlurmQueueC
 
 
 def _check_inheritance(queues: Sequence[tuple[str, SlurmQueueConfig]]) -> None:
-    """Refuse what sbatch would hand on from one component to those after it, or mix up."""
+    """Refuse fields and options that a component would inherit from an earlier one by mistake."""
     for field in _INHERITED:
         before: tuple[str, str] | None = None
         for name, queue in queues:
@@ -122,7 +119,7 @@ def _check_inheritance(queues: Sequence[tuple[str, SlurmQueueConfig]]) -> None:
                 before = name, getattr(queue, field)
     given: dict[str, tuple[str, str]] = {}
     for name, queue in queues:
-        own = {_handed_on(option): option for option in queue.extra_sbatch}
+        own = {_inherited_option(option): option for option in queue.extra_sbatch}
         for option, (whose, written) in given.items():
             if option not in own:
                 raise ValueError(
@@ -132,8 +129,8 @@ def _check_inheritance(queues: Sequence[tuple[str, SlurmQueueConfig]]) -> None:
         given |= {option: (name, written) for option, written in own.items() if option}
 
 
-def _handed_on(written: str) -> str | None:
-    """The option that sbatch hands on, as it takes any beginning of a name; None for one that it resets."""
+def _inherited_option(written: str) -> str | None:
+    """The inherited option that a word stands for, as sbatch accepts prefixes of names; None for other options."""
     name = written.partition("=")[0].removeprefix("--")
     if name in INHERITED_OPTIONS:
         return name
@@ -141,15 +138,15 @@ def _handed_on(written: str) -> str | None:
     return longer[0] if len(longer) == 1 else None
 
 
-def settle(launcher: Launcher, components: Sequence[Component]) -> tuple[Component, ...]:
-    """The components with what the payload's launcher wants of their nodes; where it says something of each node, as its default.
+def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tuple[Component, ...]:
+    """Merge the payload's launcher into the launchers of the components; its node fields are their defaults.
 
     Args:
-        launcher: the payload's; it says all that is the whole cluster's.
-        components: in the job's order. One without Ray needs no cluster, and runs in the first component alone.
+        launcher: the payload's. Without Ray, the payload runs in the first component alone.
+        components: in the job's order.
 
     Raises:
-        ValueError: a component asks for what is not its own to say.
+        ValueError: a component sets a field that belongs to the cluster or the payload.
     """
     if launcher.ray_spec() is None:
         first, *others = components
@@ -160,21 +157,21 @@ def settle(launcher: Launcher, components: Sequence[Component]) -> tuple[Compone
 
 
 def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec | None:
-    """The cluster that spans the components, or None for a payload without one.
+    """The Ray cluster across the components; None for a payload without Ray.
 
     Args:
-        launcher: the payload's; it says all that is the whole cluster's, and what components leave at its default.
-        components: in the job's order; settled or not.
+        launcher: the payload's; sets the fields of the cluster and the defaults of the components.
+        components: in the job's order; merged with the launcher or not.
 
     Raises:
-        ValueError: a component asks for what is not its own to say, or the cluster for more or fewer nodes than there are.
+        ValueError: a component sets a field that belongs to the cluster, or the number of nodes is wrong.
     """
     spec = launcher.ray_spec()
     if spec is None or not components:
         return spec
     nodes = [_node_spec(each.component_id, _node_launcher(launcher, each)) for each in components]
     if spec.max_workers is not None:
-        # The last components would have no node in the cluster, and tasks that ask for them would wait for ever.
+        # The last components would have no node in the cluster; tasks that require them would wait forever.
         raise ValueError(
             f"RayLauncher.max_workers={spec.max_workers}: with components, each component's SlurmQueueConfig.num_nodes says how "
             "many nodes join; leave max_workers out"
@@ -189,7 +186,7 @@ def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec |
 
 
 def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) -> tuple[Component, ...]:
-    """The components of one cluster, or of one payload, in the job's order; empty if there are none.
+    """Arrange the components of the spanning topology, merged with the launcher; empty if there are none.
 
     Raises:
         ValueError: they contradict each other, or the payload's launcher.
@@ -197,11 +194,11 @@ def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) 
     if not components:
         return ()
     payload_in = launcher.component_id if isinstance(launcher, RayLauncher) else None
-    return settle(launcher, arrange(components, payload_in))
+    return merge_launchers(launcher, arrange(components, payload_in))
 
 
 def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
-    """What a component's nodes have: its own word, else that of the payload's launcher."""
+    """The launcher of a component's nodes: its own fields, else those of the payload's launcher."""
     name, own = component.component_id, component.launcher
     if not isinstance(own, RayLauncher):
         raise ValueError(
@@ -209,7 +206,7 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
             'use topology="separate"'
         )
     said = {field for field in RayLauncher.model_fields if getattr(own, field) != RayLauncher.model_fields[field].default}
-    for field in sorted(said - {*_OF_NODES, "component_id"}):
+    for field in sorted(said - {*_NODE_FIELDS, "component_id"}):
         if getattr(own, field) != getattr(launcher, field, None):
             raise ValueError(
                 f"components: {field} in the launcher of {name!r} is for the whole cluster or the payload; set it in "
@@ -218,7 +215,7 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
     both = (
         own
         if not isinstance(launcher, RayLauncher)
-        else RayLauncher(**{field: getattr(own if field in said else launcher, field) for field in _OF_NODES})
+        else RayLauncher(**{field: getattr(own if field in said else launcher, field) for field in _NODE_FIELDS})
     )
     if LABEL in both.labels:
         raise ValueError(
@@ -230,7 +227,7 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
 
 
 def _node_spec(name: str, launcher: RayLauncher) -> NodeSpec:
-    """What the nodes of a component are to Ray."""
+    """The nodes of a component in the Ray cluster."""
     ray = launcher.ray_spec()
     return NodeSpec(
         component_id=name,
@@ -245,10 +242,10 @@ def _node_spec(name: str, launcher: RayLauncher) -> NodeSpec:
 
 
 def request_for(components: Sequence[Component], *, job_name: str, comment: str) -> JobRequest:
-    """What to ask Slurm for: one job of all components.
+    """The request to Slurm for one job of all components.
 
     Raises:
-        ValueError: a component contradicts itself, or grants less than its launcher wants; the sentence names both.
+        ValueError: a component contradicts itself, or grants less than its launcher requires; the sentence names both.
     """
     requests = []
     for each in components:
@@ -263,12 +260,12 @@ def request_for(components: Sequence[Component], *, job_name: str, comment: str)
 
 
 def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int) -> RaySpec:
-    """The cluster with components simulated on a machine: what their queues ask for is what their nodes have.
+    """Simulate components on one machine: their nodes have what their queues request.
 
     Args:
         ray: the cluster.
-        components: what is asked of Slurm for each of its components.
-        cpus: of the machine, which are most that a queue gets here.
+        components: the request to Slurm for each component.
+        cpus: the CPUs of the machine, a maximum for each component.
     """
     asked = {each.component_id: each for each in components}
     nodes = []
@@ -281,7 +278,7 @@ def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int)
 
 
 def component_specs(request: JobRequest) -> list[ComponentSpec]:
-    """What the runtime is told of a job's components; nothing of a job that has none."""
+    """The components of a job as the runtime gets them; empty for a job without components."""
     return [
         ComponentSpec(part.component_id, part.num_nodes, part.cpus_per_node, part.gpus_per_node)
         for part in request.components

@@ -1,4 +1,4 @@
-"""Interrupts while a cancelled run is wound down: counted, so that none of them breaks off the cleaning up."""
+"""Hold back SIGINT and SIGTERM while a run is cancelled and cleaned up."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-_SAME = 1.0
-"""Seconds within which another interrupt is the same one: Ctrl-C reaches a step process once from the terminal and
-once from the process that runs the steps (Dagster's multiprocess executor)."""
+_REPEATED = 1.0
+"""Seconds within which a second interrupt counts as the first: Ctrl-C reaches a step process from the terminal and from
+Dagster's multiprocess executor."""
 
 
 @contextmanager
-def _taken_by(take: Callable[[int], None]) -> Iterator[None]:
-    """Let somebody else have SIGINT and SIGTERM, and give both back even if one of them comes while that is done."""
+def _handled_by(take: Callable[[int], None]) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM with `take`; restore both handlers even if a signal arrives meanwhile."""
     with ExitStack() as stack:
         for signum in _SIGNALS:
-            # None: whoever handled it is not known to Python, so it cannot be given back.
+            # None: the handler was not installed by Python, so it cannot be restored.
             stack.callback(signal.signal, signum, signal.getsignal(signum) or signal.SIG_DFL)
             signal.signal(signum, lambda received, _: take(received))
         yield
@@ -29,13 +29,13 @@ def _taken_by(take: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back for a moment in which nobody could say what was done and what was not."""
+    """Delay SIGINT and SIGTERM during a step that must not be interrupted halfway; raise the first one afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
     try:
-        with _taken_by(came.append):
+        with _handled_by(came.append):
             yield
     finally:
         if came:
@@ -44,20 +44,20 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Hold SIGINT and SIGTERM back; only the main thread gets them, so elsewhere there is nothing to hold.
+    """Ignore SIGINT and SIGTERM; only the main thread receives them, so other threads do nothing.
 
     Yields:
-        Whether somebody interrupted once more, after the one that led here.
+        A function: whether another interrupt came after the one that started the cleanup.
     """
     began = time.monotonic()
     again = threading.Event()
 
     def take(*_: Any) -> None:
-        if time.monotonic() - began > _SAME:
+        if time.monotonic() - began > _REPEATED:
             again.set()
 
     if threading.current_thread() is not threading.main_thread():
         yield again.is_set
         return
-    with _taken_by(take):
+    with _handled_by(take):
         yield again.is_set

@@ -1,4 +1,4 @@
-"""What a call of `run()` changes in the queue and the launcher of its resource: fields that the call sets win. Pure."""
+"""Merge the queue and the launcher of a call into those of its resource: fields that the call sets win. Pure."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ C = TypeVar("C", bound=StrictConfig)
 
 
 def merge_queue(base: SlurmQueueConfig, own: SlurmQueueConfig | None) -> SlurmQueueConfig:
-    """The queue of a call: `base`, with the fields that `own` sets. Fields of `base` that these rule out are dropped."""
-    return base if own is None else _merge(base, own, _ruled_out(base, _set_fields(own)))
+    """`base` with the fields that `own` sets, without the fields of `base` that contradict them."""
+    return base if own is None else _merge(base, own, _contradicted(base, _set_fields(own)))
 
 
 def session_queue(queue: SlurmQueueConfig, session: SessionConfig) -> SlurmQueueConfig:
-    """What the allocation of a session is asked for: the resource's queue, with what the session's configuration changes."""
+    """The queue of a session's allocation: the resource's, with the fields that the session's configuration sets."""
     changes: dict[str, Any] = {"num_nodes": session.num_nodes, "time_limit": session.time_limit}
     return merge_queue(queue, SlurmQueueConfig(**{name: value for name, value in changes.items() if value is not None}))
 
 
 def merge_launcher(base: Launcher, own: Launcher | None) -> Launcher:
-    """The launcher of a call: `base`, with the fields that `own` sets; `own` as a whole if it is of another kind."""
+    """`base` with the fields that `own` sets; `own` alone if it is of another class."""
     if own is None:
         return base
     return _merge(base, own, {}) if type(own) is type(base) else own
 
 
 def queue_origins(base: SlurmQueueConfig, own: SlurmQueueConfig) -> str | None:
-    """A line for the log that says where the fields of a merged queue come from; None if the call sets no field."""
-    return _origins("queue", "the resource", base, own, _ruled_out(base, _set_fields(own)))
+    """A log line about the origin of the fields of a merged queue; None if the call sets no field."""
+    return _origins("queue", "the resource", base, own, _contradicted(base, _set_fields(own)))
 
 
 def launcher_origins(base: Launcher, own: Launcher) -> str | None:
-    """A line for the log that says where the fields of a merged launcher come from; None if nothing is merged."""
+    """A log line about the origin of the fields of a merged launcher; None if nothing is merged."""
     return _origins("launcher", "default_launcher", base, own, {}) if type(own) is type(base) else None
 
 
@@ -47,12 +47,12 @@ def _merge(base: StrictConfig, own: C, replaced: Mapping[str, Any]) -> C:
 
 
 def _set_fields(config: StrictConfig) -> dict[str, Any]:
-    """The fields that were given, even where they were given their default; in the order of the class."""
+    """The fields that were set, even to their default, in the order of the class."""
     return {name: getattr(config, name) for name in type(config).model_fields if name in config.model_fields_set - {"kind"}}
 
 
-def _ruled_out(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """New values for the fields of a queue that contradict those that are given."""
+def _contradicted(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """New values for the fields of `base` that contradict the given ones."""
     changes: dict[str, Any] = {}
     if given.get("mem") is not None:
         changes["mem_per_cpu"] = None
@@ -72,7 +72,7 @@ def _ruled_out(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str, An
 
 
 def _contradicts(option: str, given: Mapping[str, Any]) -> bool:
-    """Whether an option of `extra_sbatch` means what a given field says."""
+    """Whether an option of `extra_sbatch` means the same as a given field."""
     gpus = given.get("gpus_per_node") is not None and requests_gpus(option)
     return gpus or ("exclusive" in given and option.startswith("--exclusive="))
 
@@ -87,14 +87,14 @@ def _origins(what: str, source: str, base: StrictConfig, own: StrictConfig, repl
         for name in fields
         if name not in {*given, *replaced, "kind"} and getattr(base, name) != fields[name].default
     }
-    parts = [f"{_written(given)} from run({what}=…)"]
+    parts = [f"{_text(given)} from run({what}=…)"]
     if kept:
-        parts.append(f"{_written(kept)} from {source}")
+        parts.append(f"{_text(kept)} from {source}")
     if replaced:
         dropped = {name: getattr(base, name) for name in replaced}
-        parts.append(f"{_written(dropped)} from {source} dropped, as run({what}=…) rules it out")
+        parts.append(f"{_text(dropped)} from {source} dropped, as run({what}=…) rules it out")
     return f"{what}: {'; '.join(parts)}"
 
 
-def _written(values: Mapping[str, Any]) -> str:
+def _text(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in values.items())

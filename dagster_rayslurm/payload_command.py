@@ -1,6 +1,6 @@
-"""From `payload_path` to the words of a command: a script, a script with arguments, or any other command.
+"""Parse `payload_path`: a script, a script with arguments, or any other command.
 
-No shell runs a payload, so what only a shell understands is refused.
+No shell runs a payload, so shell syntax is refused.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _VARIABLE = re.compile(r"\$[A-Za-z_({]|`")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _MODULES = frozenset({".", "ml", "module", "source"})
 _BUILTINS = _MODULES | {"alias", "cd", "eval", "exec", "export", "set", "ulimit", "umask", "unset"}
-"""Words that begin a command of a shell and are no programs."""
+"""Commands of a shell that are not programs."""
 
 
 def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[str]:
-    """The command of a payload.
+    """The command of a payload as a list of words.
 
     Args:
-        payload_path: an existing file is a script, whatever characters its path has; other text is split as a shell
-            would, and is a script with arguments if its first word is an existing `.py` file; a list is taken as it is.
+        payload_path: an existing file is a script, even with spaces in its path. Other text is split like a shell does, and
+            is a script with arguments if its first word is an existing `.py` file. A list is used unchanged.
 
     Raises:
-        ValueError: it is empty, contains a NUL, cannot be split, needs a shell, or looks like a file that is not there.
+        ValueError: it is empty, contains a NUL, cannot be split, needs a shell, or names a file that does not exist.
     """
     if isinstance(payload_path, (str, os.PathLike)):
         argv = _parse_text(os.fspath(payload_path), is_path=isinstance(payload_path, os.PathLike))
@@ -68,7 +68,7 @@ def _parse_text(text: str, is_path: bool) -> list[str]:
 
 
 def _on_cluster(argv: list[str]) -> str:
-    """What to write for a file that is on the cluster alone."""
+    """Advice for a file that is only on the cluster."""
     if not os.path.isabs(argv[0]):
         return ""
     command = ["python", *argv] if argv[0].endswith(".py") else argv
@@ -76,7 +76,7 @@ def _on_cluster(argv: list[str]) -> str:
 
 
 def script_of(payload_path: str | os.PathLike[str] | Sequence[str]) -> str | None:
-    """The absolute path of a payload that is a script on this machine, with or without arguments; None if it is a command."""
+    """The absolute path of the script that a payload runs, if it is a file on this machine; else None."""
     if not isinstance(payload_path, (str, os.PathLike)):
         return None
     whole = existing_file(os.fspath(payload_path))
@@ -90,9 +90,9 @@ def script_of(payload_path: str | os.PathLike[str] | Sequence[str]) -> str | Non
 
 
 def existing_file(text: str) -> str | None:
-    """The absolute path of a file; None if there is none."""
+    """The absolute path of a file; None if it does not exist."""
     path = os.path.expanduser(text)
-    # Path.is_file raises for a command longer than a file name can be, and os.path.isfile for a NUL in some Pythons.
+    # Path.is_file raises if the text is longer than a file name can be, and os.path.isfile for a NUL in some Pythons.
     return os.path.abspath(path) if "\0" not in path and os.path.isfile(path) else None
 
 
@@ -104,7 +104,7 @@ def _split(text: str) -> list[str]:
 
 
 def _refuse_shell(text: str) -> None:
-    """Refuse a command that a shell would have to run; the same words in a list are taken as they are."""
+    """Refuse text that only a shell understands; a list may contain anything."""
     for index, word in enumerate(_WORD.findall(text)):
         bare = _QUOTED.sub(_without_quotes, word)
         first = index == 0 and (bare in _BUILTINS or _ASSIGNMENT.match(bare))
@@ -118,6 +118,6 @@ def _refuse_shell(text: str) -> None:
 
 
 def _without_quotes(piece: re.Match[str]) -> str:
-    """What stands for a quoted piece of a word: nothing is special in it but variables between double quotes."""
+    """A placeholder for a quoted part of a word, in which only variables in double quotes are special."""
     quoted = piece.group()
     return "_$_" if quoted[0] == '"' and _VARIABLE.search(re.sub(r"\\.", "", quoted)) else "_"

@@ -1,4 +1,4 @@
-"""From the arguments of `run()` to a plan: what runs, on what footprint. Pure but for looking at named files."""
+"""Plan a payload: its command, its Ray cluster and its requirements. Pure, except that named files must exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True)
 class Plan:
-    """One payload and the cluster it needs, in the runtime's own words."""
+    """One payload and the cluster it needs, as specifications for the runtime."""
 
     payload: PayloadSpec
     ray: RaySpec | None
@@ -31,13 +31,13 @@ class Plan:
     secret_env: dict[str, str] = field(default_factory=dict, repr=False)
     uses_pipes: bool = True
     script: str | None = None
-    """The script on this machine that the payload's command names; None for a command of another form."""
+    """The script on this machine that the payload's command runs; None for other commands."""
     components: tuple[ComponentSpec, ...] = ()
-    """Components of its allocation, in the job's order; local mode simulates them. None where all nodes are alike."""
+    """Components of the allocation in the job's order, which local mode simulates; empty where all nodes are alike."""
 
 
 def relocate(plan: Plan, script: str | None, working_dir: str | None, extra_files: Sequence[str], data_dir: str) -> Plan:
-    """The plan with the places that its files have where the payload runs."""
+    """The plan with the paths that its files have where the payload runs."""
     payload = plan.payload
     argv = [script if script is not None and word == plan.script else word for word in payload.argv]
     moved = replace(payload, argv=argv, working_dir=working_dir, extra_files=list(extra_files), data_dir=data_dir)
@@ -45,10 +45,10 @@ def relocate(plan: Plan, script: str | None, working_dir: str | None, extra_file
 
 
 def existing_directory(path: str | None, what: str) -> str | None:
-    """An absolute directory.
+    """The absolute path of a directory.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: it does not exist.
     """
     if path is None:
         return None
@@ -59,10 +59,10 @@ def existing_directory(path: str | None, what: str) -> str | None:
 
 
 def existing_files(paths: Sequence[str | os.PathLike[str]] | None, what: str) -> list[str]:
-    """Absolute paths of files or directories with different names.
+    """The absolute paths of files and directories.
 
     Raises:
-        ValueError: one is not there, or two have the same name.
+        ValueError: one does not exist, or two have the same name.
     """
     if isinstance(paths, (str, os.PathLike)):
         raise ValueError(f"{what}: write a list, such as [{os.fspath(paths)!r}]")
@@ -78,10 +78,10 @@ def existing_files(paths: Sequence[str | os.PathLike[str]] | None, what: str) ->
 
 
 def check_outputs(patterns: Sequence[str] | None) -> list[str]:
-    """Patterns that stay within the payload's directory.
+    """Check patterns of output files.
 
     Raises:
-        ValueError: one is absolute or climbs out.
+        ValueError: a pattern is invalid, or leaves the payload's directory.
     """
     if isinstance(patterns, str):
         raise ValueError(f"outputs: write a list, such as [{patterns!r}]")
@@ -108,19 +108,19 @@ def make_plan(
     uses_pipes: bool = True,
     components: Sequence[Component] = (),
 ) -> Plan:
-    """Put a plan together.
+    """Plan a payload.
 
     Args:
-        components: in the job's order, each with what the launcher wants of it; none where all nodes are alike.
+        components: in the job's order, merged with the launcher; empty where all nodes are alike.
 
     Raises:
-        ValueError: an argument cannot be used; the sentence names it.
+        ValueError: an argument is invalid; the sentence names it.
     """
     both = sorted(set(env) & set(secret_env))
     if both:
         raise ValueError(f"secret_env: {both[0]} is in extra_env too; Ray workers would see it there")
     ray = ray_across(launcher, components)
-    # What the job asks for is made again once its name is known; a mistake in it shows now, and in local mode too.
+    # Backends make the request again with the job's name; here it shows mistakes early, and in local mode too.
     parts = component_specs(request_for(components, job_name="rayslurm", comment="")) if components else []
     payload = PayloadSpec(
         argv=launcher.command(parse_payload(payload_path)),
@@ -143,19 +143,19 @@ def make_plan(
 
 
 def fingerprint(ray: RaySpec, python: Sequence[str]) -> str:
-    """A short name for everything that makes two warm clusters differ."""
-    # How long to wait for a cluster says nothing about the cluster.
+    """A short hash of everything that makes two warm clusters differ."""
+    # The timeout does not change the cluster.
     shape = asdict(replace(ray, startup_timeout=0.0))
     text = json.dumps([PROTOCOL_VERSION, list(python), shape], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:12]
 
 
 def run_dir_name(run_id: str, step_key: str, nonce: str) -> str:
-    """The name of a run directory: readable, unique and harmless in a path."""
+    """The name of a run directory: readable, unique and safe in a path."""
     step = _UNSAFE.sub("_", step_key)[:40]
     return f"{run_id[:8]}-{step}-{nonce}"
 
 
 def nonce_of(name: str) -> str:
-    """The nonce of a payload whose run directory has a name."""
+    """The nonce of a payload, from the name of its run directory."""
     return name.rpartition("-")[2]

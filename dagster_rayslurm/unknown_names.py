@@ -1,4 +1,4 @@
-"""What is said of a field or an argument that does not exist: the one that was probably meant, or its name here."""
+"""Error messages for unknown fields and arguments, with the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ON_CLUSTER = 'for a file on the cluster write payload_path=["python", "/path/th
 _FIGURES = "remove it, figures of Slurm and Ray are in the metadata of each run"
 _CPU_BINDING = "remove it, the runtime is one task with all CPUs of its node"
 
-_INSTEAD = {
+_REPLACEMENTS = {
     "SlurmQueueConfig": {
         "cpus": "use cpus_per_node",
         "cpus_per_task": "use cpus_per_node",
@@ -105,30 +105,30 @@ _INSTEAD = {
         "use_session": 'use ComputeResource(mode="slurm-session")',
     },
 }
-"""By class or method: names that other tools use, dagster-slurm before all, and what to write here."""
+"""By class or method: names in other tools, mainly dagster-slurm, and what to write instead."""
 _CLASSES = {"SlurmRunAllocationConfig": "SessionConfig", "SlurmSessionResource": "SessionConfig"}
-"""Classes of dagster-slurm that have another name here."""
+"""Classes of dagster-slurm, and their names here."""
 
 
-def explain(owner: str, name: str, known: Iterable[str], what: str = "field") -> str:
-    """A sentence for a name that does not exist.
+def explain(owner: str, name: str, known: Iterable[str], noun: str = "field") -> str:
+    """A sentence for an unknown name.
 
     Args:
-        owner: the class or method that has no such field or argument.
+        owner: the class or method without such a field or argument.
         name: the unknown name.
-        known: the names that there are.
-        what: "field" or "argument".
+        known: the known names.
+        noun: "field" or "argument".
     """
     names = list(known)
-    instead = _INSTEAD.get(owner, {}).get(name)
+    instead = _REPLACEMENTS.get(owner, {}).get(name)
     if instead is None:
         close = difflib.get_close_matches(name, names, n=1)
-        instead = f"did you mean {close[0]}?" if close else f"{what}s are {', '.join(sorted(names))}"
-    return f"{owner} has no {what} {name!r}; {instead}"
+        instead = f"did you mean {close[0]}?" if close else f"{noun}s are {', '.join(sorted(names))}"
+    return f"{owner} has no {noun} {name!r}; {instead}"
 
 
 def explain_class(value: object) -> str | None:
-    """A sentence for an object of dagster-slurm; None for any other."""
+    """A sentence for an object of dagster-slurm; None for other objects."""
     cls = type(value)
     if cls.__module__.partition(".")[0] != "dagster_slurm":
         return None
@@ -138,7 +138,7 @@ def explain_class(value: object) -> str | None:
 
 
 def explain_arguments(method: Callable[P, R]) -> Callable[P, R]:
-    """A method whose `TypeError` for an unknown argument says what to write instead."""
+    """Decorate a method so that its `TypeError` for an unknown argument says what to write instead."""
     known = [name for name in inspect.signature(method).parameters if name != "self"]
 
     @functools.wraps(method)

@@ -18,7 +18,7 @@ from dagster_rayslurm import (
     SlurmQueueConfig,
     SlurmResource,
 )
-from dagster_rayslurm.components import arrange, component_specs, ray_across, request_for, settle
+from dagster_rayslurm.components import arrange, component_specs, merge_launchers, ray_across, request_for
 from dagster_rayslurm.runtime.protocol.spec import ComponentSpec, NodeSpec, RaySpec
 
 PLAIN = RayLauncher()
@@ -30,7 +30,7 @@ def het(name: str, launcher: Any = PLAIN, head: bool = False, **queue: Any) -> H
 
 def refusal(*components: HetComponent, launcher: Launcher = PLAIN, payload_in: str | None = None) -> str:
     with pytest.raises(ValueError) as caught:
-        settled = settle(launcher, arrange(components, payload_in))
+        settled = merge_launchers(launcher, arrange(components, payload_in))
         ray_across(launcher, settled)
         request_for(settled, job_name="job", comment="why")
     assert "\n" not in str(caught.value)
@@ -137,13 +137,13 @@ def test_a_component_says_what_its_nodes_have_and_the_payloads_launcher_the_rest
     own = RayLauncher(num_gpus_per_node=1, labels={"tier": "fast"}, network_interface="ib0", dashboard=False)
     components = arrange([het("a"), het("b", launcher=own, num_nodes=3)])
     spec = ray_across(launcher, components)
-    assert spec is not None and spec == ray_across(launcher, settle(launcher, components))
+    assert spec is not None and spec == ray_across(launcher, merge_launchers(launcher, components))
     assert (spec.dashboard, spec.startup_timeout, spec.num_cpus) == (False, 7, 2)
     assert spec.components == [
         NodeSpec("a", num_cpus=2, labels={"tier": "any"}),
         NodeSpec("b", num_cpus=2, num_gpus=1, labels={"tier": "fast"}, network_interface="ib0"),
     ]
-    request = request_for(settle(launcher, components), job_name="job", comment="why")
+    request = request_for(merge_launchers(launcher, components), job_name="job", comment="why")
     assert component_specs(request) == [ComponentSpec("a", 1, 2, None), ComponentSpec("b", 3, 2, 1)]
     assert [part.component_id for part in request.components] == [
         "a",
@@ -165,7 +165,7 @@ def test_a_cluster_has_all_nodes_of_its_components(components: list[HetComponent
 
 def test_a_payload_without_ray_needs_its_first_component_alone() -> None:
     launcher = BashLauncher(num_cpus=3, num_gpus=1)
-    components = settle(launcher, arrange([het("a"), het("b", head=True, launcher=BashLauncher())]))
+    components = merge_launchers(launcher, arrange([het("a"), het("b", head=True, launcher=BashLauncher())]))
     assert ray_across(launcher, components) is None
     assert component_specs(request_for(components, job_name="job", comment="why")) == [
         ComponentSpec("b", 1, 3, 1),

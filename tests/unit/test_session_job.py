@@ -9,7 +9,7 @@ import pytest
 from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
 from dagster_rayslurm.backends.sessions.matching import Requirements, capacity_from_json, capacity_to_json, misfit
 from dagster_rayslurm.backends.sessions.session_job import SessionSetup
-from dagster_rayslurm.components import arrange, settle
+from dagster_rayslurm.components import arrange, merge_launchers
 from dagster_rayslurm.environments import PreDeployedEnvironment
 from dagster_rayslurm.launchers import Launcher
 from dagster_rayslurm.plan import Plan, make_plan
@@ -51,7 +51,7 @@ def plan(one: SessionSetup) -> Plan:
         nonce="n",
         max_output_bytes=1,
         max_stdio_bytes=1,
-        components=settle(launcher, arrange(chosen, own)) if chosen else (),
+        components=merge_launchers(launcher, arrange(chosen, own)) if chosen else (),
     )
 
 

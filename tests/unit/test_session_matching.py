@@ -20,7 +20,7 @@ from dagster_rayslurm.backends.sessions.matching import (
     payload_time_limit,
     same_capacity,
 )
-from dagster_rayslurm.components import Component, arrange, ray_across, settle
+from dagster_rayslurm.components import Component, arrange, merge_launchers, ray_across
 from dagster_rayslurm.launchers import Launcher
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
 
@@ -258,7 +258,7 @@ def component(name: str, queue: dict[str, Any], head: bool = False, **launcher: 
 
 def settled(launcher: Launcher, *components: HetComponent) -> tuple[Component, ...]:
     own = launcher.component_id if isinstance(launcher, RayLauncher) else None
-    return settle(launcher, arrange(components, own))
+    return merge_launchers(launcher, arrange(components, own))
 
 
 BOTH = (component("cpu", CPU), component("gpu", GPU, resources={"disk": 2.0}))

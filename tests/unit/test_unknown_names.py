@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 import dagster_rayslurm
 from dagster_rayslurm import ComputeResource, RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource, SSHConnectionResource
-from dagster_rayslurm.unknown_names import _INSTEAD
+from dagster_rayslurm.unknown_names import _REPLACEMENTS
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_classes_of_dagster_slurm_are_explained() -> None:
         ComputeResource(session=theirs)
 
 
-@pytest.mark.parametrize("owner", _INSTEAD)
+@pytest.mark.parametrize("owner", _REPLACEMENTS)
 def test_what_is_said_to_use_exists(owner: str) -> None:
     cls: Any = getattr(dagster_rayslurm, owner, ComputeResource)
     known = set(inspect.signature(ComputeResource.run).parameters) if owner == "run()" else set(cls.model_fields)
-    for name, instead in _INSTEAD[owner].items():
+    for name, instead in _REPLACEMENTS[owner].items():
         assert name not in known, f"{owner} has {name}"
         named = re.match(r"use (\w+)( |$|,)", instead)
         if named and named[1] not in dir(dagster_rayslurm):

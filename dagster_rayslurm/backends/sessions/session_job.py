@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from ...archive import runtime_name
-from ...components import arrange, component_specs, ray_across, settle
+from ...components import arrange, component_specs, merge_launchers, ray_across
 from ...config import SessionConfig, time_limit_seconds
 from ...environments import Environment, Interpreter, path_on_cluster
 from ...launchers import Launcher, RayLauncher
@@ -70,7 +70,7 @@ class SessionSetup:
             queue = session_queue(self.slurm.queue, self.session)
             return Requirements(self.launcher.ray_spec(), self.launcher.footprint(), queue)
         check_session(self.session, self.components)
-        parts = settle(self.launcher, arrange(self.components, _component_of(self.launcher)))
+        parts = merge_launchers(self.launcher, arrange(self.components, _component_of(self.launcher)))
         ray = ray_across(self.launcher, parts)
         required = Requirements(ray, self.launcher.footprint(), parts[0].queue, parts)
         return required.with_time_limit(self.session.time_limit) if self.session.time_limit is not None else required
@@ -86,7 +86,7 @@ class SessionSetup:
         launcher = self.own_launcher or self.launcher
         # The head stays where sessions have it, unless the run brings components or names one.
         head = _component_of(launcher) or (None if own else _component_of(self.launcher))
-        parts = settle(launcher, arrange(components, head))
+        parts = merge_launchers(launcher, arrange(components, head))
         wanted_head = required_head(launcher, self.own_components)
         required = Requirements(plan.ray, plan.footprint, parts[0].queue, parts, time_limited=own, head=wanted_head)
         return required if own else required.with_time_limit(self.default.queue.time_limit)
