@@ -27,6 +27,7 @@ FIRST_STATE = {
     "starts": True,  # Whether new jobs start at once; else they wait for `reason`.
     "reason": "Resources",
     "runs": True,  # Whether a job that starts runs its script.
+    "instead": "",  # Else a shell command in the job's directory, which the job's start waits for.
     "kill_wait": 2.0,
     "accounting": True,
     "faults": {},
@@ -180,6 +181,9 @@ def start(base: str, state: dict[str, Any], job_id: int) -> None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+    elif state["instead"]:
+        env = {**os.environ, "SLURM_JOB_ID": str(job_id)}
+        subprocess.run(["sh", "-c", state["instead"]], cwd=first_of(state, job_id)["directory"], env=env, check=True)
 
 
 def end(state: dict[str, Any], job_id: int, final: str, reason: str = "None", by: int | None = None) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
-import sys
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -42,81 +42,31 @@ from dagster_rayslurm.ssh.base import Completed, ConnectionFailed
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import wait_until
+from ..fake_slurm import FakeSlurm
 from .lines import Log
-
-# A Slurm of files: a directory for each job, with its name and state in it. What is submitted announces itself at once.
-FAKE = """\
-#!{python} -IS
-import os, sys, time, json
-jobs, program, arguments = {jobs!r}, os.path.basename(sys.argv[0]), sys.argv[1:]
-def read(job, name):
-    try:
-        return open(os.path.join(jobs, job, name)).read()
-    except FileNotFoundError:
-        return ""
-def write(job, name, text):
-    open(os.path.join(jobs, job, name), "w").write(text)
-def option(name):
-    return next((each.partition("=")[2] for each in arguments if each.startswith(name + "=")), None)
-if program == "sbatch":
-    time.sleep(float(open({slow!r}).read()))
-    number = 1
-    while True:
-        try:
-            os.mkdir(os.path.join(jobs, str(number)))
-            break
-        except FileExistsError:
-            number += 1
-    write(str(number), "name", open("creator").read().strip())
-    write(str(number), "state", open({state!r}).read())
-    if read(str(number), "state") == "RUNNING":
-        announced = dict(json.load(open({announcement!r})), cluster_id="slurm-%d" % number, job_id=str(number))
-        open("session.json", "w").write(json.dumps(announced))
-        open("node-0.log", "w").write("rayslurm: the last words\\n")
-    print(number)
-elif program == "squeue":
-    for job in sorted(os.listdir(jobs)):
-        name, state = read(job, "name"), read(job, "state")
-        if option("--name") not in (None, name):
-            continue
-        if "|" in option("--format"):
-            print(job, state, "None", sep="|")
-        else:
-            mark = option("--format").split(chr(31))[0]
-            print(mark, job, job, state, "None", "N/A", "N/A", 1, "", "p", name, sep=chr(31))
-elif program == "scancel":
-    for job in os.listdir(jobs):
-        if job in arguments or option("--name") == read(job, "name"):
-            write(job, "state", "CANCELLED")
-elif program == "sinfo":
-    print("p")
-"""
 
 ANNOUNCED = {"protocol": PROTOCOL_VERSION, "hosts": ["n"], "port": 1, "key": "00", "pid": 1, "hostname": "n", "closing": None}
 
 
 @dataclass
 class Cluster:
-    """A directory for sessions, and a Slurm of files."""
+    """A directory for sessions, and a Slurm whose jobs announce themselves at once."""
 
     path: Path
+    slurm: FakeSlurm
     patience: float = 30.0
 
     @property
     def directory(self) -> Path:
         return self.path / "sessions" / "default-0"
 
-    def set(self, name: str, text: str) -> None:
-        (self.path / name).write_text(text)
+    def announce(self, **fields: Any) -> None:
+        """Change what jobs announce from now on."""
+        content = {**ANNOUNCED, "cluster_id": "slurm-@JOB@", "job_id": "@JOB@", **fields}
+        (self.path / "announcement").write_text(json.dumps(content))
 
     def jobs(self, *states: str) -> list[str]:
-        found = sorted(each.name for each in (self.path / "jobs").iterdir())
-        return [job for job in found if not states or (self.path / "jobs" / job / "state").read_text() in states]
-
-    def job(self, number: str, name: str, state: str) -> None:
-        (self.path / "jobs" / number).mkdir()
-        for what, text in (("name", name), ("state", state)):
-            (self.path / "jobs" / number / what).write_text(text)
+        return list(map(str, self.slurm.jobs(*states)))
 
     def acquire(self, after: int = 0, timeout: float | None = None, log: Any = None) -> AcquiredSession:
         return self.acquisition(timeout, log).acquire(after)
@@ -135,7 +85,13 @@ class Cluster:
             asked = request(f"rayslurm-session-default-{os.urandom(6).hex()}")
             try:
                 submitted = submit(
-                    commands, registry.generation_dir(number), files(number), asked, queue.clock, log.warning, claim=True
+                    commands,
+                    registry.generation_dir(number),
+                    files(number, asked.job_name),
+                    asked,
+                    queue.clock,
+                    log.warning,
+                    claim=True,
                 )
             except ClaimTaken:
                 return False
@@ -188,30 +144,23 @@ def manifest(number: int) -> SessionManifest:
     return SessionManifest(number, Requirements(None, ()).capacity(reuse=False), ("python", "ask"))
 
 
-def files(number: int) -> dict[str, bytes]:
-    return {"job.sh": b"#!/bin/sh\n", "offer.json": manifest_to_json(manifest(number)), "session.json": b"", "exit": b""}
+def files(number: int, job_name: str = "rayslurm-session-x") -> dict[str, bytes]:
+    script = f"#!/bin/sh\n#SBATCH --job-name={job_name}\n".encode()
+    return {"job.sh": script, "offer.json": manifest_to_json(manifest(number)), "session.json": b"", "exit": b""}
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    for name in ("jobs", "bin", "queue"):
-        (tmp_path / name).mkdir()
-    made = Cluster(tmp_path)
-    made.set("slow", "0")
-    made.set("state", "RUNNING")
-    made.set("announcement", json.dumps(ANNOUNCED))
-    names = {name: str(tmp_path / name) for name in ("jobs", "slow", "state", "announcement")}
-    for program in ("sbatch", "squeue", "scancel", "sinfo"):
-        path = tmp_path / "bin" / program
-        path.write_text(FAKE.format(python=sys.executable, **names))
-        path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+def cluster(tmp_path: Path, fake_slurm: FakeSlurm) -> Cluster:
+    made = Cluster(tmp_path, fake_slurm)
+    made.announce()
+    announce = f'sed "s/@JOB@/$SLURM_JOB_ID/g" {shlex.quote(str(tmp_path))}/announcement >session.json'
+    fake_slurm.set(runs=False, instead=f'{announce}; echo "rayslurm: the last words" >node-0.log')
     return made
 
 
 def test_of_many_at_once_one_makes_the_session(cluster: Cluster) -> None:
     """Threads of several processes, on a Slurm that takes its time."""
-    cluster.set("slow", "0.3")
+    cluster.slurm.fault("sbatch", code=None, delay=0.3, times=-1)
 
     def acquire_all(results: Any) -> None:
         with ThreadPoolExecutor(5) as pool:
@@ -303,7 +252,7 @@ def test_a_job_that_was_not_written_down(cluster: Cluster) -> None:
         place.joinpath(name).write_bytes(content)
     place.joinpath("creator").write_text("rayslurm-session-x-aaaaaaaaaaaa\n")
     age(place / "creator", 61)
-    cluster.job("7", "rayslurm-session-x-aaaaaaaaaaaa", "PENDING")
+    cluster.slurm.job(7, "rayslurm-session-x-aaaaaaaaaaaa", "PENDING")
     with ThreadPoolExecutor(1) as pool:
         acquiring = pool.submit(cluster.acquire)
         deadline = time.monotonic() + 20
@@ -324,11 +273,16 @@ def test_a_young_claim_is_waited_for(cluster: Cluster, monkeypatch: pytest.Monke
 
 
 def test_a_maker_that_is_too_slow_takes_its_job_down(cluster: Cluster) -> None:
-    cluster.set("slow", "2")
-    cluster.set("state", "PENDING")
+    cluster.slurm.fault("sbatch", code=None, delay=2.0)
+    cluster.slurm.set(starts=False)
     registry = cluster.registry
     with ThreadPoolExecutor(1) as pool:
-        arguments = (LocalConnection(), registry.generation_dir(1), files(1), request("rayslurm-session-x-bbbbbbbbbbbb"))
+        arguments = (
+            LocalConnection(),
+            registry.generation_dir(1),
+            files(1, "rayslurm-session-x-bbbbbbbbbbbb"),
+            request("rayslurm-session-x-bbbbbbbbbbbb"),
+        )
         slow = pool.submit(submit, *arguments, ClusterClock(LocalConnection()), print, claim=True)
         deadline = time.monotonic() + 10
         while not cluster.directory.joinpath("1", "creator").exists() and time.monotonic() < deadline:
@@ -337,13 +291,12 @@ def test_a_maker_that_is_too_slow_takes_its_job_down(cluster: Cluster) -> None:
         with pytest.raises(ClaimTaken):
             slow.result(20)
     assert cluster.jobs("CANCELLED") == ["1"]
-    cluster.set("slow", "0")
-    cluster.set("state", "RUNNING")
+    cluster.slurm.set(starts=True)
     assert cluster.acquire().session.manifest.generation == 2
 
 
 def test_who_leaves_last_ends_what_has_not_begun(cluster: Cluster) -> None:
-    cluster.set("state", "PENDING")
+    cluster.slurm.set(starts=False)
     log = Log()
     with ThreadPoolExecutor(2) as pool:
         patient = pool.submit(cluster.acquire, timeout=8, log=log)
@@ -354,7 +307,7 @@ def test_who_leaves_last_ends_what_has_not_begun(cluster: Cluster) -> None:
         with pytest.raises(RunFailure, match="queue_timeout=8 s"):
             patient.result(40)
     assert cluster.jobs("CANCELLED") == ["1"] and any("nobody waits" in line for line in log.lines)
-    cluster.set("state", "RUNNING")
+    cluster.slurm.set(starts=True)
     assert cluster.acquire().session.manifest.generation == 2
 
 
@@ -390,12 +343,12 @@ def test_one_whose_job_is_over_without_a_word(cluster: Cluster) -> None:
     found = cluster.acquire().session
     Path(found.directory, "session.json").write_text("{")
     age(Path(found.directory, "creator"), 100)
-    cluster.path.joinpath("jobs", "1", "state").write_text("NODE_FAIL")
+    cluster.slurm.end(1, "NODE_FAIL")
     assert cluster.acquire().session.manifest.generation == 2
 
 
 def closed(cluster: Cluster, served: int) -> None:
-    cluster.set("announcement", json.dumps({**ANNOUNCED, "closing": "it has 1 CPU, not 2", "served": served}))
+    cluster.announce(closing="it has 1 CPU, not 2", served=served)
 
 
 def test_one_that_ends_at_once_is_one_failure(cluster: Cluster) -> None:
@@ -417,7 +370,7 @@ def test_several_that_took_nothing_are_enough(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("said", ["its nodes are gone", None], ids=["it says why", "it says nothing"])
 def test_one_that_ends_before_it_is_asked(cluster: Cluster, said: str | None) -> None:
-    cluster.set("announcement", json.dumps({**ANNOUNCED, "served": 0}))
+    cluster.announce(served=0)
     acquisition, other = cluster.acquisition(), cluster.acquisition()
     found = acquisition.acquire(0).session
     assert other.acquire(0).reused
@@ -440,13 +393,11 @@ def foreign(path: Path) -> None:
 def test_what_another_user_may_have_written_is_not_believed(cluster: Cluster, level: int) -> None:
     """Who owns a directory on the way could put a command there that is run by those who find the session."""
     base = cluster.path / "base"
-    mine = Cluster(base)
+    mine = Cluster(base, cluster.slurm)
     mine.directory.mkdir(parents=True)
-    for name in ("jobs", "queue"):
-        (base / name).mkdir()
     mine.acquire()
     foreign((mine.directory, mine.directory.parent, base)[level])
-    (cluster.path / "state").write_text("PENDING")
+    cluster.slurm.set(starts=False)
     with pytest.raises(
         StartError, match=r"belongs to .*, who could change what runs there; choose a directory of your own"
     ) as caught:
@@ -485,7 +436,7 @@ GONE = ConnectionFailed("dev@edge:22 does not answer", temporary=True)
 @pytest.mark.parametrize("error", [GONE, OSError("Stale file handle")], ids=["connection", "file system"])
 def test_one_is_waited_for_out_of_reach(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
     monkeypatch.setattr(acquire, "_RETRY_INTERVAL", 0.1)
-    cluster.set("state", "PENDING")
+    cluster.slurm.set(starts=False)
     connection, log = Flaky(), Log()
     with ThreadPoolExecutor(1) as pool:
         acquiring = pool.submit(cluster.acquisition(log=log, commands=connection).acquire, 0)
@@ -502,7 +453,7 @@ def test_one_is_waited_for_out_of_reach(cluster: Cluster, monkeypatch: pytest.Mo
 
 def test_out_of_reach_for_too_long(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acquire, "_RETRY_INTERVAL", 0.1)
-    cluster.set("state", "PENDING")
+    cluster.slurm.set(starts=False)
     cluster.patience = 1.5
     connection, log = Flaky(), Log()
     with ThreadPoolExecutor(1) as pool:
@@ -516,7 +467,7 @@ def test_out_of_reach_for_too_long(cluster: Cluster, monkeypatch: pytest.MonkeyP
 
 def test_slurm_that_does_not_answer_ends_no_wait(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the very moment at which the job has waited for too long."""
-    cluster.set("state", "PENDING")
+    cluster.slurm.set(starts=False)
     asked: list[float] = []
 
     def silent(_: Any) -> Any:
@@ -539,7 +490,7 @@ def test_slurm_that_does_not_answer_leaves_a_claim_alone(cluster: Cluster, monke
         place.joinpath(name).write_bytes(content)
     place.joinpath("creator").write_text("rayslurm-session-x-aaaaaaaaaaaa\n")
     age(place / "creator", 61)
-    cluster.job("7", "rayslurm-session-x-aaaaaaaaaaaa", "PENDING")
+    cluster.slurm.job(7, "rayslurm-session-x-aaaaaaaaaaaa", "PENDING")
     asked: list[Any] = []
 
     def silent(connection: Any) -> Any:
@@ -555,7 +506,7 @@ def test_slurm_that_does_not_answer_leaves_a_claim_alone(cluster: Cluster, monke
 
 
 def test_an_interrupt_just_after_the_submission(cluster: Cluster) -> None:
-    cluster.set("state", "PENDING")
+    cluster.slurm.set(starts=False)
     acquisition = cluster.acquisition()
     create = acquisition.create
 
