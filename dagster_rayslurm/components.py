@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from .launchers import Launcher, RayLauncher
 from .runtime.node.resources import Footprint
-from .runtime.protocol.spec import LABEL, RESOURCE, ComponentSpec, NodeSpec, RaySpec
+from .runtime.protocol.spec import COMPONENT_LABEL, COMPONENT_RESOURCE, ComponentSpec, NodeSpec, RaySpec
 from .slurm.config import HetComponent, SlurmQueueConfig
 from .slurm.fields import INHERITED_OPTIONS, SBATCH_FIELDS, Inheritance
 from .slurm.request import JobRequest, make_request
@@ -217,12 +217,14 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
         if not isinstance(launcher, RayLauncher)
         else RayLauncher(**{field: getattr(own if field in said else launcher, field) for field in _NODE_FIELDS})
     )
-    if LABEL in both.labels:
+    if COMPONENT_LABEL in both.labels:
         raise ValueError(
-            f"components: the launcher of {name!r} has a label {LABEL!r}, which names the component; call it otherwise"
+            f"components: the launcher of {name!r} has a label {COMPONENT_LABEL!r}, which names the component; call it otherwise"
         )
-    if any(resource.startswith(RESOURCE) for resource in both.resources):
-        raise ValueError(f"components: the launcher of {name!r} has a resource that begins with {RESOURCE!r}; call it otherwise")
+    if any(resource.startswith(COMPONENT_RESOURCE) for resource in both.resources):
+        raise ValueError(
+            f"components: the launcher of {name!r} has a resource that begins with {COMPONENT_RESOURCE!r}; call it otherwise"
+        )
     return both
 
 

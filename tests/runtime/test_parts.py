@@ -29,7 +29,7 @@ from dagster_rayslurm.runtime.payload.process import PayloadProcess
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.processes import Process
 from dagster_rayslurm.runtime.protocol import spec
-from dagster_rayslurm.runtime.protocol.end import last_words
+from dagster_rayslurm.runtime.ray.start import last_error_line
 
 from ..conftest import wait_until
 
@@ -80,7 +80,7 @@ def test_a_spec_that_cannot_be_used_says_why(text: str, says: str) -> None:
     ],
 )
 def test_the_log_of_ray_start_ends_with_why(log: str, words: str) -> None:
-    assert last_words(log) == words
+    assert last_error_line(log) == words
 
 
 def test_the_archive_is_reproducible_and_named_by_its_content(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, List, Optional, Set
 
 from ..process import processes
 from ..process.loop import Loop, Timers
-from ..protocol.end import End, Ending, EndReason, defect
+from ..protocol.end import End, EndReason, PayloadEnd, defect
 from ..protocol.record import RunRecord, tail_lines
 from ..protocol.spec import PayloadSpec
 from .environment import Environment, LaunchContext, lay_out_work_dir, payload_environment
@@ -84,7 +84,7 @@ class Payload:
         """Variables about the other components of a separate topology."""
         self.on_ended: List[Callable[[], None]] = []
         """Called from the loop after the `end` is written, never from within a call into this payload."""
-        self.ending = Ending()
+        self.ending = PayloadEnd()
         self.record = PayloadRecord(loop, record, spec.nonce, self._record_failed)
         self._environ = environ
         self._secret_env = secret_env
@@ -218,9 +218,9 @@ class Payload:
             return
         if self.ended or (self.ending.exit is not None and _Awaited.SIGNAL not in self._awaited and not unrecorded):
             return
-        self.ending.decide(end)
+        self.ending.force(end)
         if self._process.pid is None:
-            return self._finish(self.ending.verdict or end)
+            return self._finish(self.ending.forced or end)
         if self.ending.exit is not None:
             return self._finish_if_complete()
         grace = self.spec.grace_period if grace is None else grace
@@ -256,7 +256,7 @@ class Payload:
             self._leak_check(lambda leaks: self.safely(lambda: self._leaks_found(leaks)))
         self._process.kill()
         self._process.kill_leftovers()
-        if code != 0 and self.ending.verdict is None:
+        if code != 0 and self.ending.forced is None:
             self._awaited.add(_Awaited.SIGNAL)
             self._timers.due("signal", _SIGNAL_MARGIN, lambda: self._received(_Awaited.SIGNAL))
         self._timers.due("drain", _DRAIN_TIMEOUT, self._stop_draining)
@@ -287,8 +287,8 @@ class Payload:
         if self.ending.exit is None or self._process.streams_open:
             return
         # With a verdict, a signal to the runtime makes no difference any more.
-        if not self._awaited or (self.ending.verdict is not None and self._awaited == {_Awaited.SIGNAL}):
-            self._finish(self.ending.verdict or self.ending.exit)
+        if not self._awaited or (self.ending.forced is not None and self._awaited == {_Awaited.SIGNAL}):
+            self._finish(self.ending.forced or self.ending.exit)
 
     # ---- The end
 
@@ -304,7 +304,7 @@ class Payload:
         if self._messages is not None:
             self._messages.copy_rest(self.record.keep)
             self._messages.remove()
-            end = self.ending.verdict or end  # Copying the last messages may have failed.
+            end = self.ending.forced or end  # Copying the last messages may have failed.
         self._timers.cancel_all()
         self._ended_at = time.time()
         if self._started_at is None or not self.spec.outputs:
@@ -324,7 +324,7 @@ class Payload:
     def _give_up_outputs(self, end: End) -> None:
         """Write the `end` without the outputs that are still being searched for."""
         if self._outputs is not None and not self.ended:
-            self.ending.decide(end)  # A success would have all its outputs.
+            self.ending.force(end)  # A success would have all its outputs.
             self._outputs.files = []
             self._outputs.left_out = ["all of them: %s while they were searched for" % (end.message or end.reason)]
             self._conclude(end)
@@ -348,14 +348,14 @@ class Payload:
         if self.pid is not None:
             self._process.kill()
         self._process.kill_leftovers()
-        self.ending.verdict = end = defect(error)
+        self.ending.forced = end = defect(error)
         self._timers.cancel_all()
         self._ended_at, self._outputs = time.time(), None
         self._write_end(end)
 
     def _conclude(self, end: End) -> None:
         self._timers.cancel_all()
-        self._write_end(self.ending.verdict or end)
+        self._write_end(self.ending.forced or end)
 
     def _write_end(self, end: End) -> None:
         """Write the one `end`; nothing is written to the run directory afterwards."""

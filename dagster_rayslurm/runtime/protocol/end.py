@@ -1,8 +1,7 @@
-"""How a payload or a Ray cluster ended."""
+"""How payloads and Ray clusters end."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Optional
@@ -14,15 +13,15 @@ class EndReason(str, Enum):
     EXIT = "exit"
     """The payload's process ended by itself: see its exit code or signal."""
     CANCEL = "cancel"
-    """Dagster or `cleanup_cluster` asked for the end."""
+    """Dagster or `cleanup_cluster` cancelled it."""
     TERMINATED = "terminated"
     """The runtime received a signal, for instance from Slurm."""
     TIMEOUT = "timeout"
     """The payload's or the allocation's time limit."""
     RETURNED = "returned"
-    """The session did not start the payload and gives it back."""
+    """The session returned the payload without starting it."""
     ALLOCATION = "allocation"
-    """The allocation has fewer resources than asked for."""
+    """The allocation has fewer resources than requested."""
     ENVIRONMENT = "environment"
     """The environment lacks Ray, or has another version."""
     SPAWN = "spawn"
@@ -51,58 +50,52 @@ class End:
 
 
 def defect(error: BaseException) -> End:
-    """The end of a payload that a defect of the runtime has ended: one line; where it happened is in the tail."""
-    said = " ".join(str(error).split())
-    return End(EndReason.RUNTIME, type(error).__name__ + (": " + said if said else ""))
+    """The end of a payload that a defect of the runtime ended; the message is one line, without the traceback."""
+    text = " ".join(str(error).split())
+    return End(EndReason.RUNTIME, type(error).__name__ + (": " + text if text else ""))
 
 
-class Ending:
-    """What is known of a payload's end: what its process came to, and why the runtime ended it.
+class PayloadEnd:
+    """How one payload ends, while it does: by its own process, by the runtime, or by both.
 
     Attributes:
-        exit: how the process ended; None while it has not.
-        verdict: why the runtime ends it, or has; None if it does not.
+        exit: how the process ended; None until then.
+        forced: why the runtime ends the payload; None if it does not.
     """
 
     def __init__(self) -> None:
         self.exit: Optional[End] = None
-        self.verdict: Optional[End] = None
+        self.forced: Optional[End] = None
 
-    def decide(self, end: End) -> None:
-        """End it for a reason, unless there is one already: the first one stands."""
-        self.verdict = self.verdict or end
+    def force(self, end: End) -> None:
+        """Set why the runtime ends the payload; only the first reason counts."""
+        self.forced = self.forced or end
 
     @property
-    def by_itself(self) -> bool:
-        """Whether it ran to an end of its own, so that it took as long as it takes."""
-        return self.verdict is None and self.exit is not None and self.exit.signal is None
+    def result(self) -> Optional[End]:
+        """How the payload ended: the runtime's reason, else the end of the process; None until then."""
+        return self.forced or self.exit
+
+    @property
+    def ran_to_exit(self) -> bool:
+        """Whether the process exited by itself, so that its duration is that of a whole run."""
+        return self.forced is None and self.exit is not None and self.exit.signal is None
 
     @property
     def terminated(self) -> bool:
-        """Whether a signal from outside ended the run, so that Slurm may run it again."""
-        return self.verdict is not None and self.verdict.reason == EndReason.TERMINATED
+        """Whether a signal to the runtime ended the payload, so that Slurm may run it again."""
+        return self.forced is not None and self.forced.reason == EndReason.TERMINATED
 
     @property
     def exit_code(self) -> int:
-        """The exit code that a shell would report for the payload; 1 if something else ended the run."""
-        if self.verdict is not None or self.exit is None:
+        """The exit code that a shell would report for the process; 1 if the runtime ended the payload."""
+        if self.forced is not None or self.exit is None:
             return 1
         return 128 + self.exit.signal if self.exit.signal is not None else int(self.exit.exit_code or 0)
 
-    @property
-    def how(self) -> Optional[End]:
-        """Why it was ended, or how it ended by itself; None while it has not."""
-        return self.verdict or self.exit
-
-
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\t[A-Z]+ \S+ -- ")
-_TELLS_NOTHING = re.compile(r"\b(DEBUG|INFO)\b|`\{\}`")
-"""Lines that are no errors, and the ones in which `ray start` prints a format without its values."""
-
 
 class ClusterError(Exception):
-    """The cluster did not start or was lost.
+    """The Ray cluster did not start or was lost.
 
     Attributes:
         reason: ENVIRONMENT, CLUSTER_START or CLUSTER_LOST.
@@ -111,9 +104,3 @@ class ClusterError(Exception):
     def __init__(self, reason: EndReason, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-def last_words(log: str) -> str:
-    """The last line of the log of `ray start` that may tell why it ended; "" if there is none."""
-    lines = [line for line in map(str.strip, _COLOURS.sub("", log).splitlines()) if line and not _TELLS_NOTHING.search(line)]
-    return _PREFIX.sub("", lines[-1])[:500] if lines else ""

@@ -1,8 +1,6 @@
-"""The start record: what the orchestrator asks the runtime to do, as frozen dataclasses that travel as JSON.
+"""Start records: what Dagster's side tells a runtime to do, as frozen dataclasses that are sent as JSON. Pure.
 
-The start record: what the orchestrator asks the runtime to do, as frozen dataclasses that travel as JSON.
-
-Components of an allocation within one Ray cluster: what tells their nodes apart, for Ray and for the user. Pure.
+`runtime.json` holds a `RuntimeSpec`, `payload.json` a `PayloadSpec`. Parsing refuses unknown keys and values of another type.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ RAY_COORDINATES = (
     "RAY_AUTH_TOKEN_PATH",
     "RAY_JOB_CONFIG_JSON_ENV_VAR",
 )
-"""Variables that lead to a Ray cluster (Ray 2.60): the runtime sets them, and those it inherits lead elsewhere."""
+"""Variables that name a Ray cluster (Ray 2.60). The runtime sets them; inherited ones would name another cluster."""
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """What the nodes of one component of an allocation are to Ray. `None` means "as granted on the node"."""
+    """Ray's resources and labels on the nodes of one component. `None` means "as granted on the node"."""
 
     component_id: str
     num_cpus: Optional[int] = None
@@ -49,7 +47,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class ComponentSpec:
-    """One component of an allocation: its name, and what was asked for on each of its nodes."""
+    """One component of an allocation: its name, and what was requested for each of its nodes."""
 
     component_id: str
     num_nodes: int = 1
@@ -76,21 +74,21 @@ class RaySpec:
     startup_timeout: float = 300.0
     health_check: Optional[str] = None
     max_workers: Optional[int] = None
-    """Most nodes that join the head; None for all."""
+    """Largest number of nodes that join the head; None for all."""
     min_nodes: Optional[int] = None
     """Nodes that must be alive before the payload starts; None for all."""
     launch_style: str = "builtin"
     memory_guard: bool = True
     """Whether the largest Ray worker of a node is killed before Slurm ends the job for its memory."""
     components: List[NodeSpec] = field(default_factory=list)
-    """What nodes are where they differ by the component that they belong to, the head's first; none if they are all alike."""
+    """Settings that differ by component, the head's first; empty if all nodes are alike."""
     simulate: bool = False
-    """Local mode: Ray counts the CPUs and GPUs that are asked for, even if the machine has fewer."""
+    """Local mode: Ray counts the requested CPUs and GPUs even if the machine has fewer."""
 
 
 @dataclass(frozen=True)
 class PayloadSpec:
-    """One payload: a command, its environment and what is expected of it."""
+    """One payload: its command, environment, resources and limits."""
 
     argv: List[str]
     nonce: str
@@ -98,7 +96,7 @@ class PayloadSpec:
     working_dir: Optional[str] = None
     """Directory whose entries appear in the payload's own working directory; None for an empty one."""
     data_dir: Optional[str] = None
-    """Directory that outlives the run, made if it is not there; the payload and its workers find it in RAYSLURM_DATA_DIR."""
+    """Directory that outlives the run, created if missing; RAYSLURM_DATA_DIR of the payload and its workers."""
     extra_files: List[str] = field(default_factory=list)
     outputs: List[str] = field(default_factory=list)
     max_output_bytes: int = 100 * 2**20
@@ -106,71 +104,72 @@ class PayloadSpec:
     grace_period: float = 10.0
     uses_ray: bool = False
     ray: Optional[RaySpec] = None
-    """The cluster that it needs, for a runtime that keeps none; None if it takes the runtime's."""
+    """The payload's own cluster, for a runtime that keeps none; None to use the runtime's."""
     preload: List[str] = field(default_factory=list)
-    """Modules that a template process has imported from which the payload is forked; none for a fresh interpreter."""
+    """Modules of the preload server that the payload is forked from; empty for a fresh interpreter."""
     want_cpus: Optional[int] = None
     want_gpus: Optional[int] = None
-    """What it claims of each node while others run beside it; None claims nothing."""
+    """CPUs and GPUs of each node that the payload occupies beside others; None for none."""
     time_limit: Optional[float] = None
-    """Seconds that it may take; None for as long as its allocation lives."""
+    """Seconds; None for the time limit of the allocation."""
     run_id: str = ""
     step: str = ""
-    """Dagster's run and step: runs take turns, and steps take about as long as they did before."""
+    """Dagster's run and step: runs take turns in the queue, and the last duration of a step is its estimate."""
 
 
 @dataclass(frozen=True)
 class BarrierSpec:
-    """How the runtimes of components meet that run a payload each; the first component's is the host of the others."""
+    """Start barrier of the separate topology; the first component's runtime is the host."""
 
     component_id: str
-    """The component of this runtime."""
+    """This runtime's component."""
     components: List[str]
-    """All of them, the host's first."""
+    """All components, the host's first."""
     key: str
-    """Secret that they know each other by, hex."""
+    """Shared secret of the runtimes, hex."""
     ports: List[int]
-    """Where the host listens: the first of them that is free."""
+    """The host listens on the first free one."""
     hosts: List[str] = field(default_factory=list)
-    """Where the host may be reached besides what Slurm says of its node."""
+    """Where the host may be reached, besides the addresses that Slurm reports."""
     patience: float = 300.0
-    """Seconds in which all components must be ready."""
+    """Timeout of the barrier in seconds."""
 
 
 @dataclass(frozen=True)
 class RuntimeSpec:
-    """One runtime: the cluster it keeps, and how long it lives without a payload."""
+    """One runtime: its cluster, nodes and lifetime."""
 
     cluster_id: str
     ray: Optional[RaySpec] = None
     idle_timeout: Optional[float] = None
-    yield_when_idle: bool = False
     """Seconds without a payload after which a session ends; None for a runtime that runs one payload and ends."""
+    yield_when_idle: bool = False
+    """Whether an idle session ends on request of a job that waits for its nodes."""
     max_concurrent_payloads: int = 1
     control_key: Optional[str] = None
-    """Secret that the runtimes of an allocation know each other by, hex; the cluster's token is made from it."""
+    """Shared secret of the runtimes of an allocation, hex; the Ray token is derived from it."""
     token_key: Optional[str] = None
-    """What the cluster's token is made from instead, where several runtimes share it, hex."""
+    """Secret for the Ray token instead of `control_key` if several runtimes share the token, hex."""
     control_ports: List[int] = field(default_factory=list)
-    """Where the head's runtime listens for the others: the first of them that is free."""
+    """The head's RPC server listens on the first free one."""
     asked_cpus: Optional[int] = None
-    """CPUs that Slurm was asked for on each node; fewer are an error of the site."""
+    """CPUs per node that were requested of Slurm; a node that grants fewer is an error."""
     asked_gpus: Optional[int] = None
     requeue: bool = False
-    """Whether Slurm may run the job again: what the next attempt needs is then left where it is."""
+    """Whether Slurm may run the job again; then files that the next attempt needs are kept."""
     warn_before_limit: Optional[float] = None
     """Seconds before the time limit at which the payload gets `warn_signal`; None for no warning."""
     warn_signal: str = "TERM"
     worker_env: Dict[str, str] = field(default_factory=dict)
-    """Variables of Ray's daemons, which all workers inherit: those of a job's own make each worker start anew."""
+    """Variables of Ray's daemons, inherited by all workers; variables of a Ray job would make each worker restart."""
     preload: List[str] = field(default_factory=list)
-    """Modules that a template process imports while the cluster starts, for payloads that ask for the same ones."""
+    """Modules that the preload server imports while the cluster starts, for payloads with the same `preload`."""
     drain_margin: float = 60.0
-    """Seconds before the time limit from which a session takes no payload whose duration is not known."""
+    """Seconds before the time limit from which a session takes no payload of unknown duration."""
     components: List[ComponentSpec] = field(default_factory=list)
-    """Components of the allocation, the head's first; none for an allocation of nodes that are all alike."""
+    """Components of the allocation, the head's first; empty if all nodes are alike."""
     meeting: Optional[BarrierSpec] = None
-    """What its payload waits for and ends with; None for a payload that is on its own."""
+    """Start barrier of the separate topology; None otherwise."""
     protocol: int = PROTOCOL_VERSION
 
 
@@ -179,7 +178,7 @@ class SpecError(ValueError):
 
 
 def to_json(spec: Any) -> str:
-    """Render a spec as JSON, one key per line so that a person can read it in the run directory."""
+    """A spec as JSON, one key per line to be readable in the run directory."""
     return json.dumps(dataclasses.asdict(spec), indent=1, sort_keys=True)
 
 
@@ -187,7 +186,7 @@ def from_json(cls: Type[T], text: str) -> T:
     """Parse a spec, refusing unknown keys, values of other types and other protocol versions.
 
     Raises:
-        SpecError: if the text is no JSON object of this class, or speaks another protocol version.
+        SpecError: the text is no JSON object of this class, or has another protocol version.
     """
     try:
         data = json.loads(text)
@@ -205,42 +204,42 @@ def from_json(cls: Type[T], text: str) -> T:
 
 
 def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
-    """A dataclass from an object as JSON has it, each value of the type that its field is annotated with.
+    """A dataclass from a JSON object; each value must have the type of its field.
 
     Raises:
-        SpecError: it is not.
+        SpecError: a key is unknown or missing, or a value has another type.
     """
     if not isinstance(data, dict):
         raise SpecError("%s is not a JSON object" % where)
-    kinds = get_type_hints(cls)
-    unknown = sorted(set(data) - set(kinds))
+    types = get_type_hints(cls)
+    unknown = sorted(set(data) - set(types))
     if unknown:
         raise SpecError("%s has unknown keys: %s" % (where, ", ".join(unknown)))
-    values = {name: _of_kind(kinds[name], value, "%s's %s" % (where, name)) for name, value in data.items()}
+    values = {name: _convert(types[name], value, "%s's %s" % (where, name)) for name, value in data.items()}
     try:
         return cls(**values)
     except TypeError as error:
         raise SpecError("%s is incomplete: %s" % (where, error)) from None
 
 
-def _of_kind(kind: Any, value: Any, where: str) -> Any:
-    """The value, if it is of that type; a dataclass in it is made."""
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    """The value as this type; JSON objects become dataclasses."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Union:  # The one union that is used is Optional.
-        return None if value is None else _of_kind(args[0], value, where)
+        return None if value is None else _convert(args[0], value, where)
     if dataclasses.is_dataclass(kind):
         return from_fields(kind, value, where)  # type: ignore[arg-type]
     if origin is list and isinstance(value, list):
-        return [_of_kind(args[0], each, where) for each in value]
+        return [_convert(args[0], each, where) for each in value]
     if origin is dict and isinstance(value, dict):
-        return {_of_kind(args[0], name, where): _of_kind(args[1], each, where) for name, each in value.items()}
-    if not _is_plain(origin or kind, value):
+        return {_convert(args[0], name, where): _convert(args[1], each, where) for name, each in value.items()}
+    if not _is_scalar(origin or kind, value):
         name = str(kind).replace("typing.", "") if origin else kind.__name__
         raise SpecError("%s must be %s, not %.80r" % (where, name, value))
     return value
 
 
-def _is_plain(kind: Any, value: Any) -> bool:
+def _is_scalar(kind: Any, value: Any) -> bool:
     if kind is str:
         return isinstance(value, str) and is_passable(value)
     if kind is bool or isinstance(value, bool):
@@ -254,27 +253,27 @@ def _is_plain(kind: Any, value: Any) -> bool:
 
 
 def is_passable(text: str) -> bool:
-    """Whether the system takes a text as an argument, a variable or a path."""
+    """Whether a text can be an argument, a variable or a path of a process."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
 
 
-LABEL = "component"
-"""Label of each node that names its component: `label_selector={"component": "gpu"}`."""
-RESOURCE = "component:"
-"""What the name of a component's custom resource begins with: `resources={"component:gpu": 1}`."""
-PLENTY = 1000.0
-"""How much of that resource a node has: it says where something runs, and not how much of it."""
+COMPONENT_LABEL = "component"
+"""Ray label with the name of a node's component: `label_selector={"component": "gpu"}`."""
+COMPONENT_RESOURCE = "component:"
+"""Prefix of the Ray resource that places tasks on a component's nodes: `resources={"component:gpu": 1}`."""
+COMPONENT_AMOUNT = 1000.0
+"""Amount of that resource on a node, so large that it never limits how many tasks run."""
 
 
 def node_spec(ray: RaySpec, component_id: Optional[str]) -> RaySpec:
-    """What one node is told of its cluster.
+    """The cluster's spec with the values for one node, which may differ by component.
 
     Args:
         ray: the cluster.
-        component_id: the component that the node belongs to; None in an allocation that has none.
+        component_id: the node's component; None in an allocation without components.
     """
     own = next((each for each in ray.components if each.component_id == component_id), None)
     if own is None:
@@ -284,13 +283,8 @@ def node_spec(ray: RaySpec, component_id: Optional[str]) -> RaySpec:
         num_cpus=own.num_cpus,
         num_gpus=own.num_gpus,
         object_store_memory=own.object_store_memory,
-        resources={**own.resources, **place(own)},
-        labels={**own.labels, LABEL: own.component_id},
+        resources={**own.resources, COMPONENT_RESOURCE + own.component_id: COMPONENT_AMOUNT},
+        labels={**own.labels, COMPONENT_LABEL: own.component_id},
         network_interface=own.network_interface,
         health_check=own.health_check,
     )
-
-
-def place(node: NodeSpec) -> Dict[str, float]:
-    """The custom resource by which tasks and actors find the nodes of a component."""
-    return {RESOURCE + node.component_id: PLENTY}

@@ -22,7 +22,7 @@ import time
 from types import SimpleNamespace
 from typing import Any, Dict, Iterable, List, Mapping, Optional
 
-from ..protocol.spec import JOB_MARK, LABEL
+from ..protocol.spec import COMPONENT_LABEL, JOB_MARK
 from .node_table import Nodes
 from .unschedulable import Demand, Group, Node, Request
 
@@ -138,7 +138,7 @@ def node_table(client: Any) -> Nodes:
             "hostname": info.node_manager_hostname,
             "address": info.node_manager_address,
             "resources": dict(info.resources_total),
-            "component": dict(getattr(info, "labels", {})).get(LABEL),
+            "component": dict(getattr(info, "labels", {})).get(COMPONENT_LABEL),
         }
         for node_id, info in client.get_all_node_info(timeout=2).items()
     }

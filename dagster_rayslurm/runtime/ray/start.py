@@ -22,7 +22,7 @@ from ..node.resources import NodeResources
 from ..process import processes
 from ..process.loop import Loop
 from ..process.scratch import Scratch
-from ..protocol.end import ClusterError, EndReason, last_words
+from ..protocol.end import ClusterError, EndReason
 from ..protocol.record import split_lines, tail_file
 from ..protocol.spec import RAY_COORDINATES, RaySpec, RuntimeSpec
 from .cluster_dir import token_of, worker_env_of
@@ -382,7 +382,7 @@ class RayStart:
         if slow:
             why += " on node %s, %d times: it is overloaded, or the file system of its environment is slow"
             return self._fail(ClusterError(EndReason.CLUSTER_START, why % (node, self._attempt)))
-        said = last_words(tail_file(self._log_path))
+        said = last_error_line(tail_file(self._log_path))
         how += " before Ray was up" + (said and ": " + said)
         self._fail(ClusterError(EndReason.CLUSTER_START, "%s on node %s ended with %s" % (what, node, how)))
 
@@ -399,3 +399,15 @@ class RayStart:
         if self.pid is not None:
             processes.signal_group(self.pid, signal.SIGKILL)
         processes.kill_all([*below, *self._daemons])
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\t[A-Z]+ \S+ -- ")
+_NO_ERROR = re.compile(r"\b(DEBUG|INFO)\b|`\{\}`")
+"""Lines that are no errors, and those in which `ray start` prints a format without its values."""
+
+
+def last_error_line(log: str) -> str:
+    """The last line of a log of `ray start` that may say why it ended; "" if there is none."""
+    lines = [line for line in map(str.strip, _COLOURS.sub("", log).splitlines()) if line and not _NO_ERROR.search(line)]
+    return _LOG_PREFIX.sub("", lines[-1])[:500] if lines else ""

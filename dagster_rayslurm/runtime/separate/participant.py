@@ -116,7 +116,7 @@ class BarrierParticipant(Hooks):
         self._side.ended(Ended(_failure_of(payload), ending.exit_code, ending.terminated))
         if alone or self._finished:
             self._supervisor.loop.stop()  # Slurm gives this process little time.
-        if ending.how is not None and ending.how.reason == EndReason.OTHER_COMPONENT and not self._other_failed:
+        if ending.result is not None and ending.result.reason == EndReason.OTHER_COMPONENT and not self._other_failed:
             self._side.give_up_absent()  # Dagster said that a component is gone; it knows better than this runtime.
 
     def _handle(self, order: Union[Order, TimedOut]) -> None:
@@ -201,7 +201,7 @@ def _failure_of(payload: Payload) -> Optional[str]:
     """Why a payload failed, for the other components; None for success."""
     if payload.ending.exit_code == 0:
         return None
-    end = payload.ending.how
+    end = payload.ending.result
     if end is None:
         return "its payload did not run"
     if end.reason != EndReason.EXIT:

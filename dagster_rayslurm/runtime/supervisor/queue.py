@@ -146,7 +146,7 @@ class PayloadQueue:
             self._queue.remove(payload)
             return
         self.running.remove(payload)
-        if payload.ending.by_itself:  # The time of a payload that was cut off says nothing about the next one.
+        if payload.ending.ran_to_exit:  # The time of a payload that was cut off says nothing about the next one.
             step = payload.spec.step
             self.durations[step] = max(self._now() - since, self.durations.get(step, 0.0))
 
