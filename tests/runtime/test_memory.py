@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime.node import memory_use, memory_watch, resources
-from dagster_rayslurm.runtime.node.memory_guard import KILL, WARN, Group, Sample, State, decide, needs_groups, pause
+from dagster_rayslurm.runtime.node.memory_guard import KILL, WARN, Group, GroupKind, Sample, State, decide, needs_groups, pause
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
@@ -25,10 +25,10 @@ from dagster_rayslurm.runtime.supervisor.clusters import Clusters
 from .test_clusters import SESSION, Nodes
 
 MIB = 2**20
-HOG = Group(7, "ray::hog", 1945 * MIB, "worker")
-DRIVER = Group(5, "the payload's own process", 300 * MIB, "driver")
-RAYLET = Group(3, "raylet", 2000 * MIB, "system")
-IDLE = Group(8, "ray::IDLE", 60 * MIB, "worker")
+HOG = Group(7, "ray::hog", 1945 * MIB, GroupKind.WORKER)
+DRIVER = Group(5, "the payload's own process", 300 * MIB, GroupKind.DRIVER)
+RAYLET = Group(3, "raylet", 2000 * MIB, GroupKind.SYSTEM)
+IDLE = Group(8, "ray::IDLE", 60 * MIB, GroupKind.WORKER)
 WARNED = State(warned=True)
 
 # ---- The decision
@@ -70,9 +70,7 @@ def test_a_kill_says_what_to_do() -> None:
     assert "SlurmQueueConfig.mem" in action.message and "num_cpus=" in action.message and "memory=" in action.message
 
 
-GROUPS = st.builds(
-    Group, st.integers(2, 9), st.just("p"), st.integers(0, 4000 * MIB), st.sampled_from(["worker", "driver", "system"])
-)
+GROUPS = st.builds(Group, st.integers(2, 9), st.just("p"), st.integers(0, 4000 * MIB), st.sampled_from(GroupKind))
 
 
 @given(st.lists(st.tuples(st.floats(0, 1.3), st.lists(GROUPS, max_size=5), st.booleans()), max_size=30))
@@ -89,8 +87,8 @@ def test_the_guard_over_any_samples(course: list[tuple[float, list[Group], bool]
                 assert not told
                 continue
             assert may_kill and seen.used >= KILL * seen.limit
-            chosen = max((each for each in groups if each.kind != "system"), key=lambda each: each.memory)
-            assert chosen.kind == "worker" and chosen.pid == action.kill
+            chosen = max((each for each in groups if each.kind != GroupKind.SYSTEM), key=lambda each: each.memory)
+            assert chosen.kind == GroupKind.WORKER and chosen.pid == action.kill
         told = (told or bool(actions)) and share >= 0.85
 
 
@@ -200,11 +198,16 @@ def test_processes_count_for_the_worker_or_payload_that_started_them(family: Cal
     found = memory_watch.process_groups(processes.table(), [os.getpid()], [driver])
     by_pid = {group.pid: group for group in found}
     kinds = {pid: by_pid[pid].kind for pid in (worker, agent, driver, other)}
-    assert kinds == {worker: "worker", agent: "system", driver: "driver", other: "system"}
+    assert kinds == {
+        worker: GroupKind.WORKER,
+        agent: GroupKind.SYSTEM,
+        driver: GroupKind.DRIVER,
+        other: GroupKind.SYSTEM,
+    }
     assert 70 * MIB < by_pid[worker].memory < 150 * MIB and 30 * MIB < by_pid[driver].memory < 110 * MIB
-    assert sum(group.kind == "worker" for group in found) == 1
+    assert sum(group.kind == GroupKind.WORKER for group in found) == 1
     unguarded = memory_watch.process_groups(processes.table(), [], [driver])
-    assert not any(group.kind == "worker" for group in unguarded)
+    assert not any(group.kind == GroupKind.WORKER for group in unguarded)
 
 
 def test_a_cluster_may_be_left_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 WARN, KILL = 0.90, 0.95
@@ -19,6 +20,19 @@ _SHORTEST, LONGEST = 0.1, 5.0
 """Seconds between two samples."""
 
 
+class GroupKind(str, Enum):
+    """What a group of processes is."""
+
+    WORKER = "worker"
+    """A Ray worker."""
+    DRIVER = "driver"
+    """A payload's own process."""
+    SYSTEM = "system"
+
+    def __str__(self) -> str:
+        return self.value
+
+
 class Group(NamedTuple):
     """A process with the processes below it.
 
@@ -26,13 +40,12 @@ class Group(NamedTuple):
         pid: the process.
         name: as the user knows it, such as "ray::train".
         memory: bytes that become free when the group ends.
-        kind: "worker" for a worker of Ray, "driver" for a payload, "system" for everything else.
     """
 
     pid: int
     name: str
     memory: int
-    kind: str
+    kind: GroupKind
 
 
 class Sample(NamedTuple):
@@ -95,9 +108,9 @@ def _victim(state: State, sample: Sample, now: float) -> Optional[Group]:
     pids = {group.pid for group in sample.groups}
     if state.victim in pids and now < state.killed_at + _SETTLE:
         return None
-    largest = _largest([group for group in sample.groups if group.kind != "system"])
+    largest = _largest([group for group in sample.groups if group.kind != GroupKind.SYSTEM])
     least = min(_LEAST_SHARE * sample.limit, _LEAST)
-    if largest is None or largest.kind != "worker" or largest.memory < least:
+    if largest is None or largest.kind != GroupKind.WORKER or largest.memory < least:
         return None
     return largest
 

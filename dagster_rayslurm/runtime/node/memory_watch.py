@@ -11,7 +11,7 @@ from ..process.loop import Loop
 from ..process.processes import Process
 from ..process.subprocesses import query_program
 from . import memory_guard, memory_use, resources
-from .memory_guard import Group, Sample, State
+from .memory_guard import Group, GroupKind, Sample, State
 from .usage import PROCESS_TABLE
 
 _SCONTROL_TIMEOUT = 20.0
@@ -112,9 +112,9 @@ class MemoryWatch:
 
 def process_groups(table: Dict[int, Process], ray_pids: Iterable[int], payload_pids: Iterable[int]) -> List[Group]:
     """This runtime's processes: each Ray worker and each payload with all processes below it, each other process alone."""
-    leaders: Dict[int, str] = {pid: "driver" for pid in payload_pids}
+    leaders = {pid: GroupKind.DRIVER for pid in payload_pids}
     for root in ray_pids:
-        leaders.update({each.pid: "worker" for each in processes.descendants(root, table) if is_worker(each)})
+        leaders.update({each.pid: GroupKind.WORKER for each in processes.descendants(root, table) if is_worker(each)})
     children: Dict[int, List[int]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process.pid)
@@ -125,7 +125,8 @@ def process_groups(table: Dict[int, Process], ray_pids: Iterable[int], payload_p
         memory[leader] = memory.get(leader, 0) + memory_use.private_memory(pid)
         for child in children.get(pid, []):
             queue.append((child, leader if leader in leaders and child not in leaders else child))
-    return [Group(pid, _name(pid, leaders.get(pid, "")), size, leaders.get(pid, "system")) for pid, size in memory.items()]
+    kinds = {pid: leaders.get(pid, GroupKind.SYSTEM) for pid in memory}
+    return [Group(pid, _name(pid, kinds[pid]), size, kinds[pid]) for pid, size in memory.items()]
 
 
 def is_worker(process: Process) -> bool:
@@ -141,7 +142,7 @@ def _title(pid: int) -> str:
     return processes.command_line(pid)[:200].split(b"\0")[0].decode("utf-8", "replace")
 
 
-def _name(pid: int, kind: str) -> str:
-    if kind == "driver":
+def _name(pid: int, kind: GroupKind) -> str:
+    if kind == GroupKind.DRIVER:
         return "the payload's own process"
-    return os.path.basename(_title(pid)) if kind != "worker" else _title(pid)
+    return _title(pid) if kind == GroupKind.WORKER else os.path.basename(_title(pid))

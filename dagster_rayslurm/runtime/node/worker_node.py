@@ -10,7 +10,7 @@ from ..protocol.rpc_server import Peer
 
 
 class Identity(NamedTuple):
-    """What a node is known by; `component` is None where an allocation has none."""
+    """Identifies a node; `component` is None if the allocation has no components."""
 
     hostname: str
     component: Optional[str]
@@ -22,7 +22,7 @@ def named(hostname: str, component: Optional[str]) -> str:
 
 
 class WorkerNode(Peer):
-    """One other node."""
+    """One worker node as the head sees it."""
 
     def __init__(self, node_id: int, name: str, component: Optional[str] = None) -> None:
         super().__init__()
@@ -33,16 +33,16 @@ class WorkerNode(Peer):
         self.commands: Dict[str, Message] = {}
         """Commands that the node gets again when it reconnects, by subject."""
         self.losses = 0
-        """How often it was lost so far."""
+        """How often the node was lost so far."""
 
     @property
     def joined(self) -> bool:
-        """Whether it has been here, even if it is lost by now."""
+        """Whether the node has ever joined, even if it is lost by now."""
         return bool(self.machine)
 
     @property
     def hostname(self) -> str:
-        """What the node calls itself, and Ray calls it; Slurm's name may be another one."""
+        """The hostname of the node, which Ray uses; Slurm's name may differ."""
         return str(self.machine.get("hostname") or self.name)
 
     @property
@@ -52,16 +52,16 @@ class WorkerNode(Peer):
 
     @property
     def identity(self) -> Identity:
-        """What it is known by in Ray's table of nodes."""
+        """The node's identity in Ray's table of nodes."""
         return Identity(self.hostname, self.component)
 
     def await_back(self, loop: Loop, missed: Callable[[], None]) -> None:
-        """Call `missed` if it does not come back in time; one that does has the whole of its time again."""
+        """Call `missed` unless the node reconnects within the grace period, which starts anew with each loss."""
         losses = self.losses
         loop.call_later(RECONNECT_GRACE, lambda: missed() if not self.here and self.losses == losses else None)
 
     def facts(self) -> Dict[str, Any]:
-        """What it grants as far as that is known, and whether it can be reached."""
+        """The node's resources as far as they are known, and whether it is connected."""
         return {
             "name": self.name,
             "cpus": self.machine.get("num_cpus"),
@@ -72,7 +72,7 @@ class WorkerNode(Peer):
 
 
 class WorkerNodes(Protocol):
-    """The other nodes, wherever they are; `ConnectedWorkers` says what each of these does."""
+    """The interface of all worker nodes; `ConnectedWorkers` documents its methods."""
 
     @property
     def members(self) -> Mapping[int, WorkerNode]: ...
