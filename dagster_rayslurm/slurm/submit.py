@@ -289,7 +289,7 @@ def _run_repeatedly(commands: Connection, command: list[str], patience: float) -
     Raises:
         ConnectionFailed: for longer than `patience`, or for good.
     """
-    outage, left = Backoff(time.monotonic()), _ATTEMPTS
+    outage, left = Backoff(), _ATTEMPTS
     while True:
         try:
             return commands.run(command, timeout=120)

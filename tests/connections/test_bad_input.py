@@ -35,12 +35,12 @@ def refused(connect: Connect, client: str, capfd: pytest.CaptureFixture[str]) ->
         began = time.monotonic()
         with pytest.raises(ConnectionFailed) as caught:
             connect(server, client, **{"connect_timeout": 5, **fields}).run(["true"])
-        took, said, printed = time.monotonic() - began, str(caught.value), "".join(capfd.readouterr())
+        took, message, printed = time.monotonic() - began, str(caught.value), "".join(capfd.readouterr())
         assert took < within
-        assert "\n" not in said and "Traceback" not in printed and "Exception" not in said + printed
-        assert said.startswith("SSH to ") and not any(secret in said + printed for secret in SECRETS)
+        assert "\n" not in message and "Traceback" not in printed and "Exception" not in message + printed
+        assert message.startswith("SSH to ") and not any(secret in message + printed for secret in SECRETS)
         assert caught.value.__cause__ is None and caught.value.__suppress_context__
-        return said
+        return message
 
     return refuse
 
@@ -100,20 +100,20 @@ def test_a_port_that_says_nothing(refused: Any, service: Any) -> None:
 
 
 def test_a_port_that_speaks_something_else(refused: Any, service: Any) -> None:
-    said = refused(service(b"HTTP/1.1 400 Bad Request\r\nServer: x\r\n\r\n" + b"<html>\r\n" * 2000), connect_timeout=3)
-    assert "what answers there is not an SSH server; check `port`" in said
+    message = refused(service(b"HTTP/1.1 400 Bad Request\r\nServer: x\r\n\r\n" + b"<html>\r\n" * 2000), connect_timeout=3)
+    assert "what answers there is not an SSH server; check `port`" in message
 
 
 def test_a_host_that_does_not_answer(refused: Any, server: Sshd) -> None:
     host = server.host.rpartition(".")[0] + ".253"  # An address of the containers' network that nobody has.
-    said = refused(server, host=host, connect_timeout=3)
-    assert re.search(r"cannot be reached \(No route to host\); check the network|no answer within 3 s", said)
+    message = refused(server, host=host, connect_timeout=3)
+    assert re.search(r"cannot be reached \(No route to host\); check the network|no answer within 3 s", message)
 
 
 def test_a_wrong_user(refused: Any, server: Sshd) -> None:
-    said = refused(server, user="nobody-here")
+    message = refused(server, user="nobody-here")
     assert re.search(
-        r"SSH to nobody-here@.*refused the login with the key .*; it takes publickey; check `user`, `key_path`", said
+        r"SSH to nobody-here@.*refused the login with the key .*; it takes publickey; check `user`, `key_path`", message
     )
 
 
@@ -131,8 +131,8 @@ def test_no_key_at_all(refused: Any, server: Sshd, monkeypatch: pytest.MonkeyPat
 def test_a_wrong_password(refused: Any, sshd: Any) -> None:
     for method in ("PasswordAuthentication yes", "KbdInteractiveAuthentication yes"):
         server = sshd(method, "PubkeyAuthentication no")
-        said = refused(server, key_path=None, password="wr0ng-secret", within=12)
-        assert "refused the login with" in said and "the password" in said
+        message = refused(server, key_path=None, password="wr0ng-secret", within=12)
+        assert "refused the login with" in message and "the password" in message
         assert len(re.findall("Failed (password|keyboard-interactive)", server.log())) == 1  # More tries lock accounts.
 
 
@@ -140,7 +140,7 @@ NO_KEY = "is not a private key that can be read"
 
 
 @pytest.mark.parametrize(
-    ("make", "fields", "says"),
+    ("make", "fields", "expected"),
     [
         ("locked", {"key_passphrase": "wr0ng-secret"}, "`key_passphrase` does not open the key PATH"),
         ("locked", {}, "the key PATH is locked; give `key_passphrase`, or add the key to an agent"),
@@ -155,7 +155,7 @@ NO_KEY = "is not a private key that can be read"
 def test_a_key_file_that_cannot_be_used(
     make: str | bytes,
     fields: dict[str, str],
-    says: str,
+    expected: str,
     refused: Any,
     server: Sshd,
     tmp_path: Path,
@@ -171,7 +171,7 @@ def test_a_key_file_that_cannot_be_used(
     elif make != "missing":
         Key(path, passphrase=PASSPHRASE if make == "locked" else None)
         path.chmod(0o644 if make == "public" else 0o600)
-    assert says.replace("PATH", str(path)) in refused(server, key_path=str(path), **fields)
+    assert expected.replace("PATH", str(path)) in refused(server, key_path=str(path), **fields)
 
 
 def test_a_certificate_of_another_key(refused: Any, sshd: Any, stack: Any, tmp_path: Path) -> None:
@@ -179,8 +179,8 @@ def test_a_certificate_of_another_key(refused: Any, sshd: Any, stack: Any, tmp_p
     stack.exec("edge", ["sh", "-c", 'echo "$0" > /tmp/ca2.pub', authority.public])
     server = sshd("TrustedUserCAKeys /tmp/ca2.pub", "AuthorizedKeysFile none")
     certificate = other.certify(authority, "dev")
-    said = refused(server, key_path=str(key.path), certificate_path=str(certificate))
-    assert "is not a certificate for the key" in said or "refused the login with the key" in said
+    message = refused(server, key_path=str(key.path), certificate_path=str(certificate))
+    assert "is not a certificate for the key" in message or "refused the login with the key" in message
     assert "does not exist; check `certificate_path`" in refused(server, certificate_path=str(tmp_path / "none"))
 
 
@@ -195,22 +195,22 @@ def test_a_jump_host_that_refuses_the_login(refused: Any, connect: Connect, serv
 
 
 def test_a_host_that_the_jump_host_cannot_reach(refused: Any, connect: Connect, server: Sshd) -> None:
-    said = refused(server, port=1, jump_host=connect.fields(server))
+    message = refused(server, port=1, jump_host=connect.fields(server))
     assert re.search(
-        rf"the jump host dev@{server.host}:{server.port} cannot reach it \(.*\); check `host` and `port` as seen from", said
+        rf"the jump host dev@{server.host}:{server.port} cannot reach it \(.*\); check `host` and `port` as seen from", message
     )
 
 
 def test_a_jump_host_that_does_not_forward(refused: Any, connect: Connect, sshd: Any, server: Sshd) -> None:
-    said = refused(server, jump_host=connect.fields(sshd("AllowTcpForwarding no")))
-    assert re.search(r"the jump host .* cannot reach it \(.*(rohibited|open failed)\).*AllowTcpForwarding", said)
+    message = refused(server, jump_host=connect.fields(sshd("AllowTcpForwarding no")))
+    assert re.search(r"the jump host .* cannot reach it \(.*(rohibited|open failed)\).*AllowTcpForwarding", message)
 
 
 def test_the_key_of_a_jump_host_has_changed(refused: Any, connect: Connect, server: Sshd, sshd: Any, tmp_path: Path) -> None:
     jump, file = sshd(), tmp_path / "known jump"
     file.write_text(f"[{jump.host}]:{jump.port} {Key(tmp_path / 'k').public}\n")
-    said = refused(server, jump_host=connect.fields(jump, known_hosts_file=str(file)))
-    assert f"SSH to dev@{jump.host}:{jump.port}: its host key is not the one in {file}" in said
+    message = refused(server, jump_host=connect.fields(jump, known_hosts_file=str(file)))
+    assert f"SSH to dev@{jump.host}:{jump.port}: its host key is not the one in {file}" in message
 
 
 class Questions(paramiko.ServerInterface):
@@ -242,17 +242,17 @@ def test_a_prompt_that_nobody_can_answer(refused: Any, client: str) -> None:
 
     threading.Thread(target=serve, daemon=True).start()
     place = type("Server", (), {"host": "127.0.0.1", "port": listener.getsockname()[1]})
-    said = refused(place, password="wr0ng-secret")
+    message = refused(place, password="wr0ng-secret")
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
-    assert "the server asks 'Verification code:', which nobody can answer here" in re.sub(r"\(dev@127.0.0.1\) ", "", said)
-    assert 'client="openssh" and require_existing_master=True, then type: ssh -M -S /tmp/' in said
+    assert "the server asks 'Verification code:', which nobody can answer here" in re.sub(r"\(dev@127.0.0.1\) ", "", message)
+    assert 'client="openssh" and require_existing_master=True, then type: ssh -M -S /tmp/' in message
 
 
 def test_a_certificate_with_no_known_hosts_to_write(refused: Any, server: Sshd, tmp_path: Path) -> None:
     (tmp_path / "dir").mkdir()
-    said = refused(server, known_hosts_file=str(tmp_path / "dir"))
-    assert "cannot be read (Is a directory); check `known_hosts_file`" in said
+    message = refused(server, known_hosts_file=str(tmp_path / "dir"))
+    assert "cannot be read (Is a directory); check `known_hosts_file`" in message
 
 
 def test_no_ssh_program(connect: Connect, server: Sshd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_the_stack_is_found(stack: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"HOST": None}, "SSHConnectionResource.host: the environment variable SLURM_EDGE_NODE_HOST is not set"),
         ({"PORT": "abc"}, "SSHConnectionResource.port: the environment variable SLURM_EDGE_NODE_PORT is 'abc', not an integer"),
@@ -35,9 +35,9 @@ def test_the_stack_is_found(stack: Any) -> None:
         ({"USER": "nobody-here"}, "refused the login with the key"),
     ],
 )
-def test_a_mistake_gets_one_sentence(stack: Any, changes: dict[str, str | None], says: str) -> None:
+def test_a_mistake_gets_one_sentence(stack: Any, changes: dict[str, str | None], message: str) -> None:
     done = check(stack, **changes)
-    assert done.returncode == 1 and says in done.stderr and done.stdout == ""
+    assert done.returncode == 1 and message in done.stderr and done.stdout == ""
     assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1, done.stderr
 
 

@@ -159,11 +159,11 @@ def test_a_write_is_atomic_and_leaves_no_temporary_file(place: Place) -> None:
     contents = [bytes([65 + index]) * 50_000 for index in range(4)]
     place.connection.write(path, contents[0])
 
-    def look() -> None:
+    def read_all() -> None:
         while not stop.is_set():
             seen.add(hashlib.sha256(place.connection.read(path, 0, 60_000)).hexdigest())
 
-    reader = threading.Thread(target=look)
+    reader = threading.Thread(target=read_all)
     reader.start()
     for index in range(30):
         place.connection.write(path, contents[index % 4])
@@ -253,15 +253,15 @@ def test_copies_of_200_mb_with_progress(place: Place, tmp_path: Path) -> None:
             block = os.urandom(1_000_000)
             digest.update(block)
             file.write(block)
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     path = os.path.join(place.dir, "big there")
-    place.connection.upload(str(here), path, lambda done, size: told.append((done, size)), 0o640)
-    assert told[-1] == (200_000_000, 200_000_000) and len(told) >= 100 and told == sorted(told)
+    place.connection.upload(str(here), path, lambda done, size: reports.append((done, size)), 0o640)
+    assert reports[-1] == (200_000_000, 200_000_000) and len(reports) >= 100 and reports == sorted(reports)
     assert place.connection.run(["sha256sum", path]).stdout.startswith(digest.hexdigest().encode())
     assert place.connection.run(["stat", "-c", "%a", path]).stdout == b"640\n"
-    told.clear()
-    place.connection.download(path, str(back), lambda done, size: told.append((done, size)))
-    assert told[-1] == (200_000_000, 200_000_000) and told == sorted(told)
+    reports.clear()
+    place.connection.download(path, str(back), lambda done, size: reports.append((done, size)))
+    assert reports[-1] == (200_000_000, 200_000_000) and reports == sorted(reports)
     assert hashlib.sha256(back.read_bytes()).digest() == digest.digest()
     assert [entry.name for entry in back.parent.iterdir()] == ["big back"]
     assert stat.S_IMODE(back.stat().st_mode) == 0o644

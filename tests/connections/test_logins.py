@@ -304,11 +304,11 @@ def test_login_shells_that_print(user: str, connect: Connect, sshd: Callable[...
     connection.remove(path)
 
 
-@pytest.mark.parametrize(("user", "says"), [("nologin", "This account is currently not available"), ("exits", "has expired")])
-def test_login_shells_that_run_nothing(user: str, says: str, connect: Connect, server: Sshd, client: str) -> None:
-    with pytest.raises(ConnectionFailed, match=f"login shell ended before it ran anything and said .*{says}"):
+@pytest.mark.parametrize(("user", "message"), [("nologin", "This account is currently not available"), ("exits", "has expired")])
+def test_login_shells_that_run_nothing(user: str, message: str, connect: Connect, server: Sshd, client: str) -> None:
+    with pytest.raises(ConnectionFailed, match=f"login shell ended before it ran anything and said .*{message}"):
         connect(server, client, user=user).run(["true"])
-    with pytest.raises(ConnectionFailed, match=f"SFTP subsystem does not work.*{says}"):
+    with pytest.raises(ConnectionFailed, match=f"SFTP subsystem does not work.*{message}"):
         connect(server, client, user=user).read("/etc/hostname", 0, 1)
 
 
@@ -441,14 +441,14 @@ def test_the_stack_by_its_environment(stack: Any, client: str, monkeypatch: pyte
     for name, value in stack.env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_EDGE_NODE_CLIENT", client)
-    said = []
+    outputs = []
 
     @dg.asset
     def who(ssh: SSHConnectionResource) -> None:
-        said.append(connect.to(ssh).run(["sinfo", "--noheader", "-o", "%P"]).stdout)
+        outputs.append(connect.to(ssh).run(["sinfo", "--noheader", "-o", "%P"]).stdout)
 
     assert dg.materialize([who], resources={"ssh": SSHConnectionResource.from_env()}).success
-    assert re.search(rb"compute\*?\ngpu", said[0])
+    assert re.search(rb"compute\*?\ngpu", outputs[0])
 
 
 def test_a_jump_host_from_the_environment(

@@ -109,14 +109,14 @@ class RestartsAt:
     """A progress callback that restarts the server once, after some bytes, and then runs a script there."""
 
     def __init__(self, bytes_done: int, server: Sshd, script: str = "true") -> None:
-        self.told: list[int] = []
+        self.reports: list[int] = []
         self.restarted = False
         self._at = bytes_done
         self._server = server
         self._script = script
 
     def __call__(self, done: int, size: int) -> None:
-        self.told.append(done)
+        self.reports.append(done)
         if done > self._at and not self.restarted:
             self.restarted = True
             restart(self._server, 0)
@@ -140,7 +140,7 @@ def test_reads_continue_after_a_restart(connect: Connect, server: Sshd, client: 
     wrong: list[Any] = []
     turns = [0]
 
-    def look() -> None:
+    def read_all() -> None:
         while not stop.is_set():
             got = b""
             while part := connection.read(path, len(got), 1024 * 1024):
@@ -149,7 +149,7 @@ def test_reads_continue_after_a_restart(connect: Connect, server: Sshd, client: 
                 wrong.append(len(got))
             turns[0] += 1
 
-    readers = [threading.Thread(target=look) for _ in range(3)]
+    readers = [threading.Thread(target=read_all) for _ in range(3)]
     for reader in readers:
         reader.start()
     for _ in range(3):
@@ -173,8 +173,8 @@ def test_an_upload_resumes_after_a_restart(connect: Connect, server: Sshd, clien
     progress = RestartsAt(60_000_000, server)
 
     connection.upload(str(here), path, progress)
-    assert progress.restarted and progress.told[-1] == 200_000_000
-    assert progress.told == sorted(progress.told)  # It never began again.
+    assert progress.restarted and progress.reports[-1] == 200_000_000
+    assert progress.reports == sorted(progress.reports)  # It never began again.
     digest = connection.run(["sha256sum", path]).stdout.decode().split()[0]
     assert digest == hashlib.sha256(here.read_bytes()).hexdigest()
     assert b".rs-" not in connection.run(["ls", "-A", connection.home()]).stdout
@@ -205,8 +205,8 @@ def test_a_restart_during_a_command_is_an_error_and_kills_the_command(connect: C
     assert time.monotonic() - began < 4
     server.start()
     assert connection.read(path, 0, 10) == b"x\n"
-    look = ["sh", "-c", f"ps -eo args= | grep '^sleep {mark[:-1]}[{mark[-1]}]'"]
-    assert wait_until(lambda: not connection.run(look).stdout, 8)
+    list_sleeping = ["sh", "-c", f"ps -eo args= | grep '^sleep {mark[:-1]}[{mark[-1]}]'"]
+    assert wait_until(lambda: not connection.run(list_sleeping).stdout, 8)
     connection.remove(path)
 
 
