@@ -22,18 +22,8 @@ _TIMEOUT = 120.0
 _UNKNOWN_JOB = b"Invalid job id specified"
 _ACCOUNTING_DISABLED = b"accounting storage is disabled"
 
-SACCT_FIELDS = (
-    "JobID",
-    "State",
-    "ExitCode",
-    "Reason",
-    "ElapsedRaw",
-    "TimelimitRaw",
-    "NNodes",
-    "NodeList",
-    "ReqMem",
-    "MaxRSS",
-)
+_SACCT_FORMAT = "JobID,State,ExitCode,Reason,ElapsedRaw,TimelimitRaw,NNodes,NodeList,ReqMem,MaxRSS"
+SACCT_FIELDS = tuple(_SACCT_FORMAT.split(","))
 """Columns of `sacct --format`. Users choose the text of none of them, so "|" separates them."""
 
 _OUT_OF_MEMORY_SIGNAL = 125
@@ -48,19 +38,9 @@ _STATE_OF_REASON = {
     "TimeLimit": "TIMEOUT",
 }
 """Reason of slurmctld (job_reason_string in slurm_protocol_defs.c) → state."""
-_BY_SEVERITY = (
-    "COMPLETED",
-    "FAILED",
-    "",
-    "CANCELLED",
-    "DEADLINE",
-    "TIMEOUT",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "BOOT_FAIL",
-    "NODE_FAIL",
-)
-"""Final states by how much they explain of a heterogeneous job, the least first; "" is a state that is not known yet."""
+_FINAL_STATES = "COMPLETED FAILED UNKNOWN CANCELLED DEADLINE TIMEOUT OUT_OF_MEMORY PREEMPTED BOOT_FAIL NODE_FAIL"
+_BY_SEVERITY = _FINAL_STATES.split()
+"""Final states by how much they explain of a heterogeneous job, the least first; UNKNOWN is a state that is not final yet."""
 _JOB_ID = re.compile(r"(?P<number>[0-9]+)(?:\+(?P<component>[0-9]+))?(?:\.(?P<step>.+))?")
 _MEMORY_KILL = re.compile(r"exceeded memory limit|oom[-_]kill event|Out Of Memory", re.IGNORECASE)
 
@@ -149,7 +129,7 @@ class JobFacts:
         if self.out_of_memory:
             return len(_BY_SEVERITY)
         final = self.final_state
-        return _BY_SEVERITY.index(final if final in _BY_SEVERITY else "")
+        return _BY_SEVERITY.index(final if final in _BY_SEVERITY else "UNKNOWN")
 
     @property
     def final_state(self) -> str | None:
@@ -200,7 +180,7 @@ def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
     """
     # A job in a hidden partition shows with --all only.
     show = ["scontrol", "--all", "show", "job", str(job_id)]
-    list_job = ["sacct", f"--jobs={job_id}", "--noheader", "--parsable2", "--duplicates", f"--format={','.join(SACCT_FIELDS)}"]
+    list_job = ["sacct", f"--jobs={job_id}", "--noheader", "--parsable2", "--duplicates", f"--format={_SACCT_FORMAT}"]
     scontrol, sacct = (
         connection.run(without_option_variables(["env", "LC_ALL=C", *command]), timeout=_TIMEOUT) for command in (show, list_job)
     )

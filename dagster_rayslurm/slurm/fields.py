@@ -129,69 +129,29 @@ FIELD_OF_OPTION = {
 }
 """Options of sbatch that have a field of `SlurmQueueConfig`."""
 
-INHERITED_OPTIONS = (
-    "acctg-freq",
-    "begin",
-    "cluster-constraint",
-    "deadline",
-    "delay-boot",
-    "dependency",
-    "distribution",
-    "export",
-    "export-file",
-    "get-user-env",
-    "hint",
-    "hold",
-    "ignore-pbs",
-    "immediate",
-    "kill-on-invalid-dep",
-    "mcs-label",
-    "nice",
-    "no-kill",
-    "oom-kill-step",
-    "priority",
-    "profile",
-    "propagate",
-    "time-min",
-    "wckey",
-)
+_INHERITED = """
+acctg-freq begin cluster-constraint deadline delay-boot dependency distribution export export-file get-user-env hint hold
+ignore-pbs immediate kill-on-invalid-dep mcs-label nice no-kill oom-kill-step priority profile propagate time-min wckey
+"""
+INHERITED_OPTIONS = tuple(_INHERITED.split())
 """Options without a field that sbatch hands on to later components: those listed by "Heterogeneous Job Support" in Slurm's
 documentation, and `hint`, `kill-on-invalid-dep` and `oom-kill-step`, which were seen in later components."""
 
-_ONE_TASK = "the runtime is the one task of each node; use cpus_per_node for its CPUs"
-_ONE_CLUSTER = "a SlurmResource is one cluster; use another one for another cluster"
-_NO_JOB = "with it sbatch submits nothing"
-_RUN_DIRECTORY = "what the job writes stands in its run directory"
-_ELSEWHERE = "the job's script and its srun would run elsewhere"
-RESERVED_OPTIONS = {
-    "array": "each run is one job",
-    "batch": _ELSEWHERE,
-    "chdir": _RUN_DIRECTORY,
-    "cluster": _ONE_CLUSTER,
-    "clusters": _ONE_CLUSTER,
-    "comment": "it names the Dagster run, step and partition",
-    "container": _ELSEWHERE,
-    "container-id": _ELSEWHERE,
-    "error": _RUN_DIRECTORY,
-    "help": _NO_JOB,
-    "het-group": _ELSEWHERE,
-    "input": "the job reads nothing",
-    "job-name": "the job is found again by its name",
-    "ntasks": _ONE_TASK,
-    "ntasks-per-core": _ONE_TASK,
-    "ntasks-per-gpu": _ONE_TASK,
-    "ntasks-per-node": _ONE_TASK,
-    "ntasks-per-socket": _ONE_TASK,
-    "ntasks-per-tres": _ONE_TASK,
-    "open-mode": _RUN_DIRECTORY,
-    "output": _RUN_DIRECTORY,
-    "pack-group": _ELSEWHERE,
-    "parsable": "it is always on",
-    "tasks-per-node": _ONE_TASK,
-    "test-only": _NO_JOB,
-    "usage": _NO_JOB,
-    "version": _NO_JOB,
-    "wait": "results are followed without it",
-    "wrap": "the job starts the runtime",
+_RESERVED = {
+    "the runtime is the one task of each node; use cpus_per_node for its CPUs": (
+        "ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket ntasks-per-tres tasks-per-node"
+    ),
+    "a SlurmResource is one cluster; use another one for another cluster": "cluster clusters",
+    "with it sbatch submits nothing": "help test-only usage version",
+    "what the job writes stands in its run directory": "chdir error open-mode output",
+    "the job's script and its srun would run elsewhere": "batch container container-id het-group pack-group",
+    "each run is one job": "array",
+    "it names the Dagster run, step and partition": "comment",
+    "the job reads nothing": "input",
+    "the job is found again by its name": "job-name",
+    "it is always on": "parsable",
+    "results are followed without it": "wait",
+    "the job starts the runtime": "wrap",
 }
+RESERVED_OPTIONS = {option: reason for reason, options in _RESERVED.items() for option in options.split()}
 """Options of sbatch that users may not set, with the reason."""

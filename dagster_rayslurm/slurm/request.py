@@ -175,7 +175,7 @@ def _check_extra_option(queue: SlurmQueueConfig, option: str) -> None:
     if name in RESERVED_OPTIONS:
         raise ValueError(f"SlurmQueueConfig.extra_sbatch: --{name} cannot be chosen; {RESERVED_OPTIONS[name]}")
     # sbatch accepts a prefix of an option for the option, unless the prefix is an option itself, as --gpus is.
-    known = [*sorted(FIELD_OF_OPTION), *RESERVED_OPTIONS]
+    known = [*sorted(FIELD_OF_OPTION), *sorted(RESERVED_OPTIONS)]
     longer = [each for each in known if each.startswith(name) and name != "gpus"]
     if longer:
         raise ValueError(

@@ -15,26 +15,14 @@ from enum import Enum
 from .snapshot import QueueRow, QueueSnapshot
 
 TERMINAL = frozenset(
-    {
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "TIMEOUT",
-    }
+    ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"]
 )
 """States that a job does not leave, unless Slurm requeues it. COMPLETING, STAGE_OUT and REVOKED are not among them."""
 
 MAY_REQUEUE = frozenset({"BOOT_FAIL", "NODE_FAIL", "PREEMPTED"})
 """Terminal states after which Slurm requeues a job that allows it, under the same id."""
 
-WAITING = frozenset(
-    {"CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"},
-)
+WAITING = frozenset(["CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"])
 """States in which nothing of the job runs, but may run later. In CONFIGURING nodes are being powered up."""
 
 ACTIVE = frozenset({"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"})
