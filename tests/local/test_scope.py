@@ -1,4 +1,4 @@
-"""`SessionConfig(scope="run")` on this machine: the warm cluster ends with the run, whatever ends that."""
+"""`SessionConfig(scope="run")` on this machine: the warm cluster ends with the run, however that ends."""
 
 import os
 import signal

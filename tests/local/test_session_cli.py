@@ -1,4 +1,4 @@
-"""`rayslurm session` on this machine, and what it says of an edge node that cannot be used."""
+"""`rayslurm session` on this machine, and its errors for an edge node that cannot be used."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_a_local_session_is_listed_shown_and_stopped(base: Path, script: Any) ->
 
 
 def invoke(base: Path, *arguments: str, **variables: str) -> Result:
-    """The same in this process, where no more is asked than what is said: a program of its own takes seconds to begin."""
+    """As `rayslurm`, in this process: a process of its own takes seconds to start."""
     without = dict.fromkeys(name for name in os.environ if name.startswith("SLURM_EDGE_NODE"))
     return CliRunner(env={**without, **variables}).invoke(main, ["--base", str(base), "session", *arguments])
 
@@ -72,7 +72,7 @@ def test_a_bad_edge_node_is_one_sentence(base: Path, command: tuple[str, ...], v
 
 
 @pytest.mark.parametrize("ident", ["", "nope", "[bold]", "../x"])
-def test_nothing_is_there(base: Path, ident: str) -> None:
+def test_an_unknown_session_is_one_sentence(base: Path, ident: str) -> None:
     for command in ("show", "stop"):
         said = invoke(base, command, ident)
         assert said.exit_code == 1 and said.stderr.startswith("Error: there is no session"), said.stderr

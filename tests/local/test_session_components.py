@@ -1,4 +1,4 @@
-"""Warm clusters of several components on this machine: simulated, shared by all payloads that they are enough for."""
+"""Warm clusters of several simulated components on this machine, shared by all payloads that fit."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,8 +50,8 @@ def cluster_of(ran: Ran) -> str:
     return ran.completed[0].cluster_id
 
 
-def test_a_payload_that_wants_something_else(warm: Callable[..., ComputeResource], script: Any, base: Path) -> None:
-    """Less of it is there; more, and a head that is elsewhere, is another cluster, or none."""
+def test_payloads_with_other_requirements(warm: Callable[..., ComputeResource], script: Any, base: Path) -> None:
+    """A payload that requires less shares the cluster; one that requires more, or another head, gets its own or fails."""
     compute = warm()
     payload = script("import ray; ray.init()")
     first = cluster_of(run_asset(compute, payload, uses_pipes=False))

@@ -1,4 +1,4 @@
-"""Figures of payloads that run side by side in a warm cluster are their own."""
+"""Payloads side by side in a warm cluster have separate usage figures."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def warm(base: Path) -> Iterator[ComputeResource]:
         compute.cleanup_cluster(json.loads(directory.read_text())["cluster_id"])
 
 
-def test_figures_are_each_payloads_own(warm: ComputeResource, script: Any) -> None:
+def test_usage_is_measured_per_payload(warm: ComputeResource, script: Any) -> None:
     payloads = [script(pipes_script(code), name) for name, code in (("sleep.py", SLEEPER), ("burn.py", BURNER))]
     with ThreadPoolExecutor() as pool:
         sleeper, burner = pool.map(lambda payload: run_asset(warm, payload).metadata, payloads)

@@ -36,7 +36,7 @@ def test_runs_are_listed_shown_and_their_output_printed(kept: Path, base: Path) 
     assert "to stdout" in logs.stdout and "to stderr" in logs.stderr
 
 
-def test_a_name_that_fits_none_or_many_is_explained(kept: Path, base: Path) -> None:
+def test_an_ambiguous_or_unknown_run_is_explained(kept: Path, base: Path) -> None:
     (base / "runs" / f"{kept.name}x").mkdir()
     for name, says in (("nope", "no run"), (kept.name[:4], "2 runs")):
         answer = invoke(base, "logs", name)
@@ -54,7 +54,7 @@ def test_the_command_is_installed() -> None:
     assert said.stdout.startswith("rayslurm, version ")
 
 
-def test_what_a_run_says_is_no_markup(base: Path) -> None:
+def test_messages_of_runs_are_not_markup(base: Path) -> None:
     run = base / "runs" / "abc-step-0123"
     run.mkdir(parents=True)
     (base / "runs" / "no run").write_text("")

@@ -1,4 +1,4 @@
-"""Which sessions are asked to end when a job of the same user waits for nodes, and what its log says of them."""
+"""Idle sessions yield to a job of the same user that waits for their nodes."""
 
 import json
 from pathlib import Path
@@ -41,8 +41,8 @@ def row(job_id: int, state: str, **fields: Any) -> QueueRow:
 SESSION = row(12, "RUNNING", nodes="c[1-2]", name="rayslurm-session-default-0123456789ab")
 
 
-class RunArguments:
-    """Idle sessions below a base directory, and what they are asked."""
+class Scene:
+    """Idle sessions below a base directory, and the requests that they get."""
 
     def __init__(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log, self.requests = Log(), list[Any]()
@@ -68,18 +68,18 @@ class RunArguments:
 
 
 @pytest.fixture
-def asked(base: Path, monkeypatch: pytest.MonkeyPatch) -> RunArguments:
-    return RunArguments(base, monkeypatch)
+def scene(base: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(base, monkeypatch)
 
 
 @pytest.mark.parametrize("reason", ["Resources", "Priority"])
-def test_an_idle_session_ends_for_a_job_that_waits_for_its_nodes(asked: RunArguments, reason: str) -> None:
-    asked.wait(reason, SESSION, partition="gpu,compute")
-    assert asked.requests == [(KEY, "yield")]
-    assert asked.log.lines == [f"[rayslurm] session {KEY} was idle and held c[1-2]: it ends, so that this job can start"]
+def test_an_idle_session_yields_to_a_job_that_waits_for_its_nodes(scene: Scene, reason: str) -> None:
+    scene.wait(reason, SESSION, partition="gpu,compute")
+    assert scene.requests == [(KEY, "yield")]
+    assert scene.log.lines == [f"[rayslurm] session {KEY} was idle and held c[1-2]: it ends, so that this job can start"]
     # The job has a while to start before another session ends for it.
-    asked.wait(reason, SESSION)
-    assert len(asked.requests) == 1
+    scene.wait(reason, SESSION)
+    assert len(scene.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -95,23 +95,23 @@ def test_an_idle_session_ends_for_a_job_that_waits_for_its_nodes(asked: RunArgum
     ],
     ids=["another reason", "no session", "waits itself", "other nodes", "another base directory", "busy", "ends already"],
 )
-def test_no_other_session_is_asked(asked: RunArguments, reason: str, session: QueueRow, said: dict[str, Any]) -> None:
-    asked.announce(**said)
-    asked.wait(reason, session)
-    assert asked.requests == [] and asked.log.lines == []
+def test_other_sessions_are_left_alone(scene: Scene, reason: str, session: QueueRow, said: dict[str, Any]) -> None:
+    scene.announce(**said)
+    scene.wait(reason, session)
+    assert scene.requests == [] and scene.log.lines == []
 
 
-def test_a_session_that_got_a_payload_meanwhile_is_asked_again_later(asked: RunArguments) -> None:
-    asked.answer = {"ok": False, "error": "busy"}
+def test_a_session_that_got_a_payload_meanwhile_is_asked_again_later(scene: Scene) -> None:
+    scene.answer = {"ok": False, "error": "busy"}
     for _ in range(2):
-        asked.wait("Resources", SESSION)
-    assert len(asked.requests) == 2 and asked.log.lines == []
+        scene.wait("Resources", SESSION)
+    assert len(scene.requests) == 2 and scene.log.lines == []
 
 
-def test_a_session_that_stays_is_named_once_with_the_command_that_ends_it(asked: RunArguments) -> None:
-    asked.answer = {"ok": False, "error": "kept"}
+def test_a_session_that_does_not_yield_is_reported_once(scene: Scene) -> None:
+    scene.answer = {"ok": False, "error": "kept"}
     for _ in range(2):
-        asked.wait("Resources", SESSION)
-    assert len(asked.requests) == 1
-    (line,) = asked.log.lines
+        scene.wait("Resources", SESSION)
+    assert len(scene.requests) == 1
+    (line,) = scene.log.lines
     assert f"session {KEY} is idle and holds c[1-2], while this job waits; `rayslurm session stop {KEY}` ends it" in line

@@ -1,4 +1,4 @@
-"""Sessions as their directories and Slurm show them, listed by the very command that looks at a cluster."""
+"""List and end sessions, with the real listing command on a local directory."""
 
 import json
 import os
@@ -81,8 +81,8 @@ def test_states(base: Path) -> None:
     assert [state_of(each, job_of(each, over)) for each in found] == ["ended", "ended", "up", "ended", "ended"]
 
 
-def test_a_job_of_components_is_known_by_its_first() -> None:
-    """Slurm gives each component a number of its own and the same name, and lists them in any order."""
+def test_a_heterogeneous_job_is_found_by_its_first_component() -> None:
+    """Slurm gives each component a number of its own and the same name, in any order."""
     rows = [
         (18, "17+1", "gpu"),
         (17, "17+0", "cpu"),
@@ -109,7 +109,7 @@ def test_a_job_of_components_is_known_by_its_first() -> None:
     assert (row := job_of(generation, found)) is not None and row.job_id == 17
 
 
-def test_what_its_directory_tells_of_components(base: Path) -> None:
+def test_components_are_listed_from_the_manifest(base: Path) -> None:
     queue = SlurmQueueConfig(partition="gpu")
     parts = tuple(Component(name, queue, RayLauncher()) for name in ("gpu", "cpu"))
     capacity = Requirements(None, (), queue, parts).capacity(reuse=False)
@@ -127,7 +127,7 @@ def parse_generation(creator: str) -> session_listing.Generation:
 
 
 class Slurm:
-    """Jobs that go when they are cancelled, or when their session is asked to end."""
+    """Jobs that end when they are cancelled or their session gets a stop request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *rows: tuple[int, str, str]) -> None:
         self.rows = list(rows)
@@ -149,7 +149,7 @@ class Slurm:
         return self.answer
 
 
-def test_a_session_is_asked_to_end_and_its_job_is_gone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_sessions_stops_cancels_and_abandons(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = Slurm(monkeypatch, (12, "RUNNING", ""), (13, "PENDING", ""), (99, "RUNNING", "another"))
     write(base, 1, job_id="11\n", exit="11 0 0\n")
     write(base, 2, job_id="12\n", exit="", session_json=json.dumps(ANNOUNCED))
@@ -169,14 +169,14 @@ def test_a_session_that_does_not_answer_is_cancelled(base: Path, answer: Excepti
     assert slurm.did[1:] == [(12, False)]
 
 
-def test_an_end_that_slurm_does_not_confirm(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unconfirmed_end_fails(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Slurm(monkeypatch, (12, "RUNNING", "")).answer = "stuck"
     write(base, 2, job_id="12\n", exit="")
     with pytest.raises(session_listing.StartError, match="does not confirm the end of job 12; run `scancel 12`"):
         end_sessions(LocalConnection(), str(base), "default-0123456789ab")
 
 
-def test_nothing_to_end(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_sessions_without_a_living_session(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = Slurm(monkeypatch)
     write(base, 1, job_id="11\n", exit="")
     assert not end_sessions(LocalConnection(), str(base), "default-0123456789ab") and slurm.did == []

@@ -305,7 +305,7 @@ def test_a_payload_fits_the_components_of_the_default_session() -> None:
     ],
     ids=str,
 )
-def test_components_of_a_payloads_own(wanted: list[HetComponent], says: str | None) -> None:
+def test_an_allocation_meets_the_components_of_a_payload(wanted: list[HetComponent], says: str | None) -> None:
     problem = misfit(required_across(RayLauncher(), *wanted), across())
     assert (problem is None) == (says is None), problem
     assert says is None or (problem and says in problem and "\n" not in problem)

@@ -1,4 +1,4 @@
-"""A payload in a session: how it is told to end until it is, and what is said of one whose end nobody has written."""
+"""A payload in a session: its cancel request is repeated until delivered, and an end without a record is detected."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from .lines import Log
 
 
 class Clock:
-    """Time that passes when somebody sleeps."""
+    """Time that passes only in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -34,7 +34,7 @@ class Clock:
 
 
 class Job:
-    """A session's job, which runs."""
+    """The running job of a session."""
 
     def __init__(self) -> None:
         self.status = self
@@ -121,7 +121,7 @@ def scene(tmp_path: Path, clock: Clock) -> Iterator[Scene]:
 
 
 def failing(scene: Scene, monkeypatch: pytest.MonkeyPatch, times: int, then: Callable[[], None] = lambda: None) -> list[int]:
-    """Let so many writes fail; those that were tried."""
+    """Let some writes fail; returns the times of all tries."""
     write, tries = scene.connection.write, [0]
 
     def fail(*words: Any) -> None:
@@ -135,7 +135,7 @@ def failing(scene: Scene, monkeypatch: pytest.MonkeyPatch, times: int, then: Cal
     return tries
 
 
-def test_one_that_could_not_be_told_at_once_is_told_again(scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_cancel_request_is_sent_again(scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = failing(scene, monkeypatch, 3)
     scene.payload.cancel()
     evidence = Evidence(started_at=1.0, last_growth=clock.now)
@@ -146,14 +146,14 @@ def test_one_that_could_not_be_told_at_once_is_told_again(scene: Scene, clock: C
     assert len([line for line in scene.log.lines if "tried again: no way" in line]) == 1
 
 
-def test_killing_is_repeated_until_it_is_written(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_repeats_the_cancel_request(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(scene, monkeypatch, 20, then=scene.end)
     scene.payload.kill()
     assert scene.cancel == {"op": "cancel", "now": True} and not any("may still run" in line for line in scene.log.lines)
 
 
-def test_one_that_could_not_be_told_to_end(scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not said to be cancelled, and the remedy leaves the session to the others."""
+def test_kill_reports_an_undelivered_cancel_request(scene: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy keeps the session for other payloads."""
     began, tries = clock.now, failing(scene, monkeypatch, 1000)
     scene.payload.kill()
     assert 60 <= clock.now - began < 65 and tries[0] >= 30
@@ -162,7 +162,7 @@ def test_one_that_could_not_be_told_to_end(scene: Scene, clock: Clock, monkeypat
     assert f"""run `echo '{{"op": "cancel", "now": true}}' > '{scene.run_dir}/cancel.json'` on this machine""" in said
 
 
-def test_one_that_was_told_and_does_not_end(scene: Scene, clock: Clock) -> None:
+def test_kill_reports_a_payload_that_does_not_end(scene: Scene, clock: Clock) -> None:
     began = clock.now
     scene.payload.kill()
     assert 10 <= clock.now - began < 12
@@ -170,7 +170,7 @@ def test_one_that_was_told_and_does_not_end(scene: Scene, clock: Clock) -> None:
 
 
 def silent_for(scene: Scene, clock: Clock, evidence: Evidence, seconds: float) -> str | None:
-    """What is said of the end, with nothing new in the record for so long."""
+    """How the payload ended, if the record stays silent for some seconds."""
     until = clock.now + seconds
     while clock.now < until:
         clock.sleep(1.0)
@@ -180,7 +180,7 @@ def silent_for(scene: Scene, clock: Clock, evidence: Evidence, seconds: float) -
     return None
 
 
-def test_a_session_is_asked_ever_more_rarely_for_one_that_says_nothing(scene: Scene, clock: Clock) -> None:
+def test_a_silent_payload_is_looked_up_less_and_less_often(scene: Scene, clock: Clock) -> None:
     scene.answers = [[str(scene.run_dir)]]
     evidence = Evidence(started_at=1.0, last_growth=clock.now)
     assert silent_for(scene, clock, evidence, 59) is None and scene.asked == 0
@@ -188,15 +188,15 @@ def test_a_session_is_asked_ever_more_rarely_for_one_that_says_nothing(scene: Sc
 
 
 @pytest.mark.parametrize("answer", [OSError("nobody is there"), "no list"])
-def test_an_answer_that_says_nothing_of_it(scene: Scene, clock: Clock, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_payloads_is_ignored(scene: Scene, clock: Clock, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.answers = [answer]
     if answer == "no list":
         scene.payload.describe = lambda: {"ok": False, "error": "unknown request"}
     assert silent_for(scene, clock, Evidence(started_at=1.0, last_growth=clock.now), 3600) is None
 
 
-def test_one_that_has_ended_without_a_record(scene: Scene, clock: Clock) -> None:
-    """Its runtime lives, and serves others: it did not end, and nobody knows whether the payload has succeeded."""
+def test_a_payload_that_ended_without_a_record(scene: Scene, clock: Clock) -> None:
+    """The runtime serves other payloads, and no one knows whether this one succeeded."""
     scene.answers = [[str(scene.run_dir)], ["/another"]]
     evidence = Evidence(started_at=1.0, last_growth=clock.now)
     began = clock.now
@@ -208,7 +208,7 @@ def test_one_that_has_ended_without_a_record(scene: Scene, clock: Clock) -> None
     assert str(scene.run_dir) in verdict.sentence and "may have succeeded" in verdict.sentence
 
 
-def test_an_end_that_comes_into_sight_later(scene: Scene, clock: Clock) -> None:
+def test_an_end_record_that_appears_later(scene: Scene, clock: Clock) -> None:
     scene.answers = [[]]
     evidence = Evidence(started_at=1.0, last_growth=clock.now)
     assert silent_for(scene, clock, evidence, 80) is None and scene.asked == 1
@@ -216,13 +216,13 @@ def test_an_end_that_comes_into_sight_later(scene: Scene, clock: Clock) -> None:
     assert silent_for(scene, clock, evidence, 59) is None and evidence.ended_unrecorded is None
 
 
-def test_the_end_of_its_job_needs_no_question(scene: Scene, clock: Clock) -> None:
+def test_the_end_of_the_job_is_seen_without_a_request(scene: Scene, clock: Clock) -> None:
     scene.job.over, scene.job.how = True, "Slurm calls the job TIMEOUT"
     assert silent_for(scene, clock, Evidence(started_at=1.0, last_growth=clock.now), 600) == "Slurm calls the job TIMEOUT"
     assert scene.asked == 0
 
 
-def test_a_payload_that_another_attempt_has_taken_over_is_not_ended(scene: Scene) -> None:
+def test_a_payload_with_a_new_owner_is_not_ended(scene: Scene) -> None:
     scene.owner.owns = False
     scene.payload.cancel()
     scene.payload.cancel(now=True)
@@ -231,7 +231,7 @@ def test_a_payload_that_another_attempt_has_taken_over_is_not_ended(scene: Scene
     assert scene.cancel is None
 
 
-def test_a_payload_is_not_told_to_end_before_its_owner_is_known(scene: Scene, clock: Clock) -> None:
+def test_a_cancel_request_waits_until_the_owner_is_known(scene: Scene, clock: Clock) -> None:
     scene.owner.owns = ConnectionLost("cut")
     scene.payload.cancel()
     assert scene.cancel is None

@@ -1,4 +1,4 @@
-"""The registry of sessions, by a real shell on a real directory: whoever comes, one makes the session, and nobody is lost."""
+"""The registry and the acquisition of sessions, with a real shell on a real directory and a Slurm of files."""
 
 import contextlib
 import json
@@ -158,8 +158,7 @@ def cluster(tmp_path: Path, fake_slurm: FakeSlurm) -> Cluster:
     return made
 
 
-def test_of_many_at_once_one_makes_the_session(cluster: Cluster) -> None:
-    """Threads of several processes, on a Slurm that takes its time."""
+def test_only_one_of_many_processes_creates_the_session(cluster: Cluster) -> None:
     cluster.slurm.fault("sbatch", code=None, delay=0.3, times=-1)
 
     def acquire_all(results: Any) -> None:
@@ -178,7 +177,7 @@ def test_of_many_at_once_one_makes_the_session(cluster: Cluster) -> None:
     assert found == {(1, "1")} and cluster.jobs() == ["1"]
 
 
-def test_a_second_look_needs_no_command(cluster: Cluster) -> None:
+def test_a_known_session_is_acquired_without_a_command(cluster: Cluster) -> None:
     commands = LocalConnection()
     assert not cluster.acquisition(commands=commands).acquire(0).reused
     acquisition = cluster.acquisition(commands=commands)
@@ -188,7 +187,7 @@ def test_a_second_look_needs_no_command(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"protocol": 99}', "[]", "null", None])
-def test_a_hint_that_is_damaged_is_put_right(cluster: Cluster, damage: str | None) -> None:
+def test_a_damaged_hint_is_repaired(cluster: Cluster, damage: str | None) -> None:
     cluster.acquire()
     current = cluster.directory / "current"
     current.unlink()
@@ -199,7 +198,7 @@ def test_a_hint_that_is_damaged_is_put_right(cluster: Cluster, damage: str | Non
 
 
 @pytest.mark.parametrize("change", [{"closing": "its time is over"}, {"protocol": 99}])
-def test_one_that_takes_nothing_is_followed_by_another(cluster: Cluster, change: dict[str, Any]) -> None:
+def test_a_closing_or_incompatible_session_is_replaced(cluster: Cluster, change: dict[str, Any]) -> None:
     first = cluster.acquire().session
     path = Path(first.directory, "session.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -207,8 +206,8 @@ def test_one_that_takes_nothing_is_followed_by_another(cluster: Cluster, change:
     assert cluster.acquire().session.manifest.generation == 2 and cluster.jobs() == ["1", "2"]
 
 
-def test_one_that_is_known_to_be_over(cluster: Cluster) -> None:
-    """Its announcement stands, but its script has ended; or whoever looks knows that nobody answers."""
+def test_an_ended_session_is_replaced(cluster: Cluster) -> None:
+    """Its script has ended although its announcement says nothing; or the caller knows that it does not answer."""
     first = cluster.acquire().session
     assert cluster.acquire(after=1).session.manifest.generation == 2
     Path(first.directory).parent.joinpath("current").unlink()
@@ -216,7 +215,7 @@ def test_one_that_is_known_to_be_over(cluster: Cluster) -> None:
     assert cluster.acquire().session.manifest.generation == 3
 
 
-def test_names_that_are_none_of_ours(cluster: Cluster) -> None:
+def test_other_names_in_the_directory_are_ignored(cluster: Cluster) -> None:
     cluster.directory.mkdir(parents=True)
     for name in ("x", "007", "1x", "12345678901", "-1", " 4"):
         (cluster.directory / name).mkdir()
@@ -230,8 +229,8 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (then, then))
 
 
-def test_a_claim_that_was_left_behind(cluster: Cluster) -> None:
-    """Made, and nothing more; or with a name of which there is no job."""
+def test_an_old_claim_without_a_job_expires(cluster: Cluster) -> None:
+    """A claim without a job name, and one whose job does not exist."""
     (cluster.directory / "1").mkdir(parents=True)
     age(cluster.directory / "1", 61)
     assert cluster.acquire().session.manifest.generation == 2
@@ -244,8 +243,8 @@ def test_a_claim_that_was_left_behind(cluster: Cluster) -> None:
     assert cluster.directory.joinpath("1", "abandoned").exists() and cluster.directory.joinpath("3", "abandoned").exists()
 
 
-def test_a_job_that_was_not_written_down(cluster: Cluster) -> None:
-    """Its maker was cut off in between: the job is found by its name, and its session is everybody's."""
+def test_a_job_whose_id_was_not_written_is_found_by_name(cluster: Cluster) -> None:
+    """The creator was cut off in between."""
     place = cluster.directory / "1"
     place.mkdir(parents=True)
     for name, content in files(1).items():
@@ -264,7 +263,7 @@ def test_a_job_that_was_not_written_down(cluster: Cluster) -> None:
     assert not place.joinpath("abandoned").exists() and cluster.jobs() == ["7"]
 
 
-def test_a_young_claim_is_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_young_claim_delays_the_next_one(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acquire, "CLAIM_TIMEOUT", 2.0)
     (cluster.directory / "1").mkdir(parents=True)
     began = time.monotonic()
@@ -272,7 +271,7 @@ def test_a_young_claim_is_waited_for(cluster: Cluster, monkeypatch: pytest.Monke
     assert 1 < time.monotonic() - began < 15
 
 
-def test_a_maker_that_is_too_slow_takes_its_job_down(cluster: Cluster) -> None:
+def test_a_slow_creator_cancels_its_job(cluster: Cluster) -> None:
     cluster.slurm.fault("sbatch", code=None, delay=2.0)
     cluster.slurm.set(starts=False)
     registry = cluster.registry
@@ -295,7 +294,7 @@ def test_a_maker_that_is_too_slow_takes_its_job_down(cluster: Cluster) -> None:
     assert cluster.acquire().session.manifest.generation == 2
 
 
-def test_who_leaves_last_ends_what_has_not_begun(cluster: Cluster) -> None:
+def test_the_last_waiter_cancels_a_pending_session(cluster: Cluster) -> None:
     cluster.slurm.set(starts=False)
     log = Log()
     with ThreadPoolExecutor(2) as pool:
@@ -311,7 +310,7 @@ def test_who_leaves_last_ends_what_has_not_begun(cluster: Cluster) -> None:
     assert cluster.acquire().session.manifest.generation == 2
 
 
-def test_waiters_that_were_killed_do_not_count(cluster: Cluster) -> None:
+def test_killed_waiters_do_not_count(cluster: Cluster) -> None:
     registry = cluster.registry
     cluster.acquire()
     registry.wait_for(1, "one")
@@ -323,14 +322,14 @@ def test_waiters_that_were_killed_do_not_count(cluster: Cluster) -> None:
     assert registry.stop_waiting(1, "one") and registry.is_abandoned(1)
 
 
-def test_one_that_has_come_up_is_left_alone(cluster: Cluster) -> None:
+def test_a_live_session_is_never_abandoned(cluster: Cluster) -> None:
     cluster.acquire()
     cluster.registry.wait_for(1, "one")
     assert not cluster.registry.stop_waiting(1, "one") and not cluster.registry.is_abandoned(1)
 
 
-def test_an_announcement_that_is_damaged_is_waited_for(cluster: Cluster) -> None:
-    """Its job lives, so it will be put right."""
+def test_a_damaged_announcement_is_awaited(cluster: Cluster) -> None:
+    """The job lives, so the session repairs its announcement."""
     found = cluster.acquire().session
     path = Path(found.directory, "session.json")
     whole = path.read_text()
@@ -339,7 +338,7 @@ def test_an_announcement_that_is_damaged_is_waited_for(cluster: Cluster) -> None
     assert cluster.acquire().session.manifest.generation == 1 and cluster.jobs() == ["1"]
 
 
-def test_one_whose_job_is_over_without_a_word(cluster: Cluster) -> None:
+def test_a_session_whose_job_ended_silently_is_replaced(cluster: Cluster) -> None:
     found = cluster.acquire().session
     Path(found.directory, "session.json").write_text("{")
     age(Path(found.directory, "creator"), 100)
@@ -351,8 +350,7 @@ def closed(cluster: Cluster, served: int) -> None:
     cluster.announce(closing="it has 1 CPU, not 2", served=served)
 
 
-def test_one_that_ends_at_once_is_one_failure(cluster: Cluster) -> None:
-    """It says why, and the next one would do no better."""
+def test_a_new_session_that_serves_nothing_fails_the_step(cluster: Cluster) -> None:
     closed(cluster, 0)
     with pytest.raises(RunFailure, match="it ended before it took anything: it has 1 CPU, not 2") as caught:
         cluster.acquire()
@@ -360,8 +358,8 @@ def test_one_that_ends_at_once_is_one_failure(cluster: Cluster) -> None:
     assert "the last words" in str(caught.value.metadata)
 
 
-def test_several_that_took_nothing_are_enough(cluster: Cluster) -> None:
-    """They had served others, so that each of them may have been the last to end early."""
+def test_three_sessions_that_serve_nothing_fail_the_step(cluster: Cluster) -> None:
+    """They had served other payloads, so each of them may have ended early by chance."""
     closed(cluster, 1)
     with pytest.raises(RunFailure, match="3 sessions that were waited for took nothing; the last one: it has 1 CPU, not 2"):
         cluster.acquire()
@@ -369,7 +367,7 @@ def test_several_that_took_nothing_are_enough(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("said", ["its nodes are gone", None], ids=["it says why", "it says nothing"])
-def test_one_that_ends_before_it_is_asked(cluster: Cluster, said: str | None) -> None:
+def test_a_session_that_ends_before_the_request_fails_only_its_waiter(cluster: Cluster, said: str | None) -> None:
     cluster.announce(served=0)
     acquisition, other = cluster.acquisition(), cluster.acquisition()
     found = acquisition.acquire(0).session
@@ -382,7 +380,7 @@ def test_one_that_ends_before_it_is_asked(cluster: Cluster, said: str | None) ->
 
 
 def foreign(path: Path) -> None:
-    """Let a directory be another user's."""
+    """Make another user the owner of a directory."""
     if os.geteuid() == 0:
         return os.chown(path, 65534, 65534)
     path.rename(path.with_name("own"))
@@ -390,8 +388,8 @@ def foreign(path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_what_another_user_may_have_written_is_not_believed(cluster: Cluster, level: int) -> None:
-    """Who owns a directory on the way could put a command there that is run by those who find the session."""
+def test_directories_of_other_users_are_refused(cluster: Cluster, level: int) -> None:
+    """The owner of a parent directory could put a command there that the finders of the session run."""
     base = cluster.path / "base"
     mine = Cluster(base, cluster.slurm)
     mine.directory.mkdir(parents=True)
@@ -414,7 +412,7 @@ def test_what_another_user_may_have_written_is_not_believed(cluster: Cluster, le
 
 
 class Flaky(LocalConnection):
-    """A cluster that is out of reach now and then."""
+    """A cluster that is out of reach while `error` is set."""
 
     def __init__(self) -> None:
         self.error: OSError | None = None
@@ -434,7 +432,9 @@ GONE = ConnectionFailed("dev@edge:22 does not answer", temporary=True)
 
 
 @pytest.mark.parametrize("error", [GONE, OSError("Stale file handle")], ids=["connection", "file system"])
-def test_one_is_waited_for_out_of_reach(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+def test_waiting_goes_on_while_the_cluster_is_out_of_reach(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
     monkeypatch.setattr(acquire, "_RETRY_INTERVAL", 0.1)
     cluster.slurm.set(starts=False)
     connection, log = Flaky(), Log()
@@ -451,7 +451,7 @@ def test_one_is_waited_for_out_of_reach(cluster: Cluster, monkeypatch: pytest.Mo
         assert acquiring.result(20).session.announcement.job_id == "1"
 
 
-def test_out_of_reach_for_too_long(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_ends_when_patience_does(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acquire, "_RETRY_INTERVAL", 0.1)
     cluster.slurm.set(starts=False)
     cluster.patience = 1.5
@@ -465,8 +465,8 @@ def test_out_of_reach_for_too_long(cluster: Cluster, monkeypatch: pytest.MonkeyP
     assert any("`scancel 1`" in line for line in log.lines)
 
 
-def test_slurm_that_does_not_answer_ends_no_wait(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the very moment at which the job has waited for too long."""
+def test_an_unanswered_query_does_not_end_the_wait(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The query fails when the queue timeout has passed."""
     cluster.slurm.set(starts=False)
     asked: list[float] = []
 
@@ -482,7 +482,7 @@ def test_slurm_that_does_not_answer_ends_no_wait(cluster: Cluster, monkeypatch: 
     assert len(asked) >= 3 and cluster.jobs("CANCELLED") == ["1"]
 
 
-def test_slurm_that_does_not_answer_leaves_a_claim_alone(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unanswered_query_does_not_expire_a_claim(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acquire, "_RETRY_INTERVAL", 0.1)
     place = cluster.directory / "1"
     place.mkdir(parents=True)
@@ -505,7 +505,7 @@ def test_slurm_that_does_not_answer_leaves_a_claim_alone(cluster: Cluster, monke
     assert not place.joinpath("abandoned").exists() and cluster.jobs() == ["7"]
 
 
-def test_an_interrupt_just_after_the_submission(cluster: Cluster) -> None:
+def test_an_interrupt_after_the_submission_cancels_the_job(cluster: Cluster) -> None:
     cluster.slurm.set(starts=False)
     acquisition = cluster.acquisition()
     create = acquisition.create
@@ -520,8 +520,8 @@ def test_an_interrupt_just_after_the_submission(cluster: Cluster) -> None:
     assert cluster.jobs("CANCELLED") == ["1"] and cluster.registry.is_abandoned(1)
 
 
-def test_a_young_claim_whose_session_is_up(cluster: Cluster) -> None:
-    """Its maker was cut off before it wrote down the job; nobody has to wait until the claim is old."""
+def test_a_young_claim_with_a_live_session_is_joined_at_once(cluster: Cluster) -> None:
+    """The creator was cut off before it wrote down the job."""
     cluster.acquire()
     place = cluster.directory / "1"
     place.joinpath("job_id").unlink()
@@ -537,7 +537,7 @@ def test_a_young_claim_whose_session_is_up(cluster: Cluster) -> None:
     assert cluster.acquire().session.announcement.job_id == "1" and time.monotonic() - began < 15
 
 
-def test_a_number_that_leaves_none_for_others(cluster: Cluster) -> None:
+def test_the_largest_generation_is_refused(cluster: Cluster) -> None:
     (cluster.directory / "999999999").mkdir(parents=True)
     with pytest.raises(StartError, match="999999999 leaves no number for another allocation of this session: remove it"):
         cluster.acquire()
@@ -563,8 +563,8 @@ def test_a_number_that_leaves_none_for_others(cluster: Cluster) -> None:
     ],
     ids=str,
 )
-def test_a_charter_that_holds_something_else(cluster: Cluster, damage: dict[str, Any]) -> None:
-    """JSON, but not what is expected there: the session is found by other means."""
+def test_a_manifest_with_wrong_types_is_ignored(cluster: Cluster, damage: dict[str, Any]) -> None:
+    """The session is found without the manifest of the hint."""
     cluster.acquire()
     current = cluster.directory / "current"
     whole = json.loads(current.read_text())
@@ -575,19 +575,19 @@ def test_a_charter_that_holds_something_else(cluster: Cluster, damage: dict[str,
     assert parse_manifest(current.read_bytes()) == manifest(1)
 
 
-def test_what_is_no_number_of_a_job() -> None:
+def test_only_ascii_numbers_are_job_ids() -> None:
     for text in ("\u00b2", "\u0663", "1" * 5000, "-1", "x"):
         assert parse_newest(f"1\n0\nx\n{text}\n\n\n").job_id is None
     assert parse_newest("1\n0\nx\n12\n\n\n").job_id == "12"
 
 
 @given(st.binary())
-def test_any_bytes_are_a_charter_or_none(data: bytes) -> None:
+def test_any_bytes_are_a_manifest_or_none(data: bytes) -> None:
     assert parse_manifest(data) is None
     assert parse_manifest(manifest_to_json(manifest(3))) == manifest(3)
 
 
 @given(st.text())
-def test_any_answer_is_a_look_or_an_error(text: str) -> None:
+def test_any_output_is_parsed_or_an_error(text: str) -> None:
     with contextlib.suppress(ValueError):
         assert isinstance(parse_newest(text), NewestGeneration)

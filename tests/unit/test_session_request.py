@@ -1,4 +1,4 @@
-"""A payload's request: whatever gets lost on the route, it is accepted once, and it is known by whom."""
+"""The run request of a payload: it is accepted at most once, whatever gets lost on the way."""
 
 import json
 import signal
@@ -48,7 +48,7 @@ class Route:
         self.error: str | None = None
         self.known = True
         self.questions = 0
-        """How often Slurm was asked for this payload alone."""
+        """Queries of the queue beside the shared snapshot."""
         self.request = RunRequest(
             connection=connection,
             commands=connection,
@@ -74,7 +74,7 @@ class Route:
         return 0.0
 
     def latest(self, _: float) -> QueueSnapshot | None:
-        """The queue, as others have asked for it."""
+        """The shared snapshot."""
         return self._queue() if self.known else QueueSnapshot(0.0, ())
 
     def _ask_queue(self) -> QueueSnapshot:
@@ -105,7 +105,7 @@ def route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Route:
     return Route(tmp_path, monkeypatch)
 
 
-def test_one_that_is_accepted(route: Route) -> None:
+def test_an_accepted_request(route: Route) -> None:
     route.events = [OK]
     assert route.submit()["ok"] and route.accepted == ["slurm-1"] and len(route.asked) == 1
     request = route.asked[0][1]
@@ -113,7 +113,7 @@ def test_one_that_is_accepted(route: Route) -> None:
 
 
 @pytest.mark.parametrize("second", [OK, DUPLICATE], ids=["it never came there", "it was accepted"])
-def test_an_answer_that_is_lost(route: Route, second: Any) -> None:
+def test_a_lost_answer_repeats_the_same_request(route: Route, second: Any) -> None:
     route.events = [LOST, LOST, ConnectionLost("gone"), second]
     assert route.submit()["ok"] and not route.request.unsettled
     assert len(route.asked) == 4 and len({json.dumps(request) for _, request in route.asked}) == 1
@@ -125,22 +125,22 @@ def test_a_refusal_after_a_lost_answer_settles_it(route: Route) -> None:
     assert route.submit() == CLOSING and not route.accepted and not route.request.unsettled
 
 
-def test_a_session_that_died_after_it_had_accepted(route: Route) -> None:
-    """Its answer never came, but the record has begun: the payload is its own, whatever became of it."""
+def test_a_session_that_died_after_accepting(route: Route) -> None:
+    """The answer is lost, but the record has begun."""
     route.events = [LOST, NOBODY]
     route.state = "NODE_FAIL"
     route.began("slurm-1")
     assert route.submit()["ok"] and route.accepted == ["slurm-1"]
 
 
-def test_a_session_that_died_before_it_had_accepted(route: Route) -> None:
+def test_a_session_that_died_before_accepting(route: Route) -> None:
     route.events = [LOST, NOBODY]
     route.state = "NODE_FAIL"
     assert route.submit() == {"ok": False, "error": "gone"} and not route.accepted and not route.request.unsettled
 
 
-def test_the_next_session_says_who_was_faster(route: Route) -> None:
-    """The record came into sight only after the one that had begun it was taken for one that had not."""
+def test_the_next_session_reports_a_duplicate(route: Route) -> None:
+    """The record appears only after the first session was taken for ended without accepting."""
     route.events = [LOST, NOBODY]
     route.state = "NODE_FAIL"
     assert route.submit(1)["error"] == "gone"
@@ -150,7 +150,7 @@ def test_the_next_session_says_who_was_faster(route: Route) -> None:
 
 
 @pytest.mark.parametrize("sign", ["exit", "closing", "queue"])
-def test_signs_that_nobody_will_answer(route: Route, sign: str) -> None:
+def test_an_ended_session_is_not_asked_again(route: Route, sign: str) -> None:
     directory = Path(route.session().directory)
     if sign == "exit":
         (directory / "exit").write_text("1 0 0\n")
@@ -170,8 +170,8 @@ def test_a_session_that_lives_is_asked_again(route: Route) -> None:
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "", "unknown"])
-def test_one_that_never_answers(route: Route, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    """It is said to run only if that is Slurm's word."""
+def test_a_session_that_never_answers(route: Route, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """The error says that the session runs only if Slurm says so."""
     monkeypatch.setattr(session_request, "_ANSWER_DEADLINE", 0.1)
     route.events = [NOBODY]
     if state == "unknown":
@@ -189,7 +189,7 @@ def test_one_that_never_answers(route: Route, monkeypatch: pytest.MonkeyPatch, s
     assert ("cannot be found out" in said) is (state == "unknown")
 
 
-def test_slurm_is_asked_for_this_payload_alone_only_where_the_shared_word_is_too_old(route: Route) -> None:
+def test_only_an_old_snapshot_causes_a_query_of_its_own(route: Route) -> None:
     route.known = False
     route.events = [NOBODY, OK]
     assert route.submit()["ok"] and route.questions == 1
@@ -198,8 +198,8 @@ def test_slurm_is_asked_for_this_payload_alone_only_where_the_shared_word_is_too
 
 
 @pytest.mark.parametrize("error", [NOBODY, LOST], ids=["nobody there", "lost"])
-def test_a_session_behind_an_edge_node_that_is_gone(route: Route, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
-    """TCP sees nobody there, whoever is gone; nothing is known of the session then, and nothing said of it."""
+def test_an_edge_node_that_is_lost_during_a_request(route: Route, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    """TCP fails whichever host is gone, so nothing is known of the session."""
     monkeypatch.setattr(session_request, "_ANSWER_DEADLINE", 0.1)
 
     def read(*_: Any) -> bytes:
@@ -217,8 +217,8 @@ def test_a_session_behind_an_edge_node_that_is_gone(route: Route, monkeypatch: p
         assert caught.value.kind == "connection" and caught.value.retry is False and time.monotonic() - began > 1.0
 
 
-def test_one_that_hangs_once_it_was_asked(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in reach: nobody waits for it as long as for an edge node."""
+def test_a_session_that_hangs_after_a_request(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session in reach has a shorter deadline than an edge node out of reach."""
     monkeypatch.setattr(session_request, "_ANSWER_DEADLINE", 0.1)
     route.events = [LOST]
     with pytest.raises(
@@ -228,7 +228,7 @@ def test_one_that_hangs_once_it_was_asked(route: Route, monkeypatch: pytest.Monk
     assert caught.value.kind == "runtime" and caught.value.retry is False and route.request.unsettled
 
 
-def test_the_record_tells_what_the_answer_would_have_said(route: Route) -> None:
+def test_the_record_replaces_a_lost_answer(route: Route) -> None:
     def lost() -> dict[str, Any]:
         route.began("slurm-1")
         raise LOST
@@ -237,16 +237,14 @@ def test_the_record_tells_what_the_answer_would_have_said(route: Route) -> None:
     assert route.submit()["ok"] and route.accepted == ["slurm-1"] and len(route.asked) == 1 and route.questions == 0
 
 
-def test_a_session_that_died_is_no_reason_to_run_it_again_while_its_record_cannot_be_read(
-    route: Route, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_record_never_runs_a_payload_twice(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     route.began("slurm-1")
     route.events, route.state = [LOST, NOBODY], ""
     _stumble(route, monkeypatch, times=3)
     assert route.submit()["ok"] and route.accepted == ["slurm-1"]
 
 
-def test_who_was_faster_is_read_again_until_it_is_known(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_acceptor_is_read_until_it_is_known(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     route.events, route.state = [NOBODY], ""
     assert route.submit(1)["error"] == "gone"
     route.began("slurm-1")
@@ -256,7 +254,6 @@ def test_who_was_faster_is_read_again_until_it_is_known(route: Route, monkeypatc
 
 
 def _stumble(route: Route, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Let the next reads of the record fail."""
     read, left = route.connection.read, [OSError(116, "Stale file handle")] * times
 
     def stumble(path: str, offset: int, limit: int) -> bytes:
@@ -272,8 +269,8 @@ def with_secrets(route: Route) -> Path:
     return route.path / "run" / "secrets.json"
 
 
-def test_secrets_are_written_when_they_are_needed(route: Route) -> None:
-    """Right before it is asked, for each session; and again if that one does not find them."""
+def test_secrets_are_written_before_each_request(route: Route) -> None:
+    """They are also written again if the session does not see them."""
     path = with_secrets(route)
     assert not path.exists()
 
@@ -293,7 +290,7 @@ def test_secrets_are_written_when_they_are_needed(route: Route) -> None:
     assert all(request["secrets"] is True for _, request in route.asked)
 
 
-def test_secrets_that_a_session_never_sees(route: Route) -> None:
+def test_secrets_that_stay_invisible_fail_the_request(route: Route) -> None:
     with_secrets(route)
     route.events = [{"ok": False, "error": "missing-secrets", "message": "there are none"}]
     with pytest.raises(StartError, match="there are none") as caught:
@@ -301,15 +298,15 @@ def test_secrets_that_a_session_never_sees(route: Route) -> None:
     assert caught.value.kind == "record" and not route.accepted and not route.request.unsettled
 
 
-def test_a_run_directory_that_cannot_be_written(route: Route) -> None:
+def test_an_unwritable_run_directory_fails_the_request(route: Route) -> None:
     route.events = [{"ok": False, "error": "record", "message": "the run directory /x cannot be written: No space left"}]
     with pytest.raises(StartError, match="Slurm job 1, this machine: the run directory /x cannot be written: No space") as caught:
         route.submit()
     assert caught.value.kind == "record"
 
 
-def test_an_edge_node_out_of_reach(route: Route) -> None:
-    """Nothing was asked: so it may be tried again. After a lost answer it may run, and must not be run again."""
+def test_an_edge_node_out_of_reach_before_and_after_a_request(route: Route) -> None:
+    """Before a request the step may be retried. After a lost answer the payload may run, so it must not."""
     route.events = [ConnectionLost("no way")]
     with pytest.raises(ConnectionLost):
         route.submit()
@@ -319,7 +316,7 @@ def test_an_edge_node_out_of_reach(route: Route) -> None:
     assert caught.value.kind == "connection" and caught.value.retry is False
 
 
-def test_a_payload_that_is_called_back(route: Route) -> None:
+def test_withdraw_a_request(route: Route) -> None:
     route.events = [LOST, KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         route.submit()
@@ -328,7 +325,7 @@ def test_a_payload_that_is_called_back(route: Route) -> None:
     assert not route.accepted and not route.request.unsettled and route.asked[-1][1]["op"] == "withdraw"
 
 
-def test_one_that_had_been_accepted_is_known_when_it_is_called_back(route: Route) -> None:
+def test_withdraw_an_accepted_request(route: Route) -> None:
     route.events = [LOST, KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         route.submit()
@@ -338,8 +335,8 @@ def test_one_that_had_been_accepted_is_known_when_it_is_called_back(route: Route
 
 
 @pytest.mark.parametrize("accepted", [True, False])
-def test_an_interrupt_need_not_wait_for_the_answer(route: Route, accepted: bool) -> None:
-    """It comes at once; who takes it finds out what became of the question."""
+def test_an_interrupt_does_not_wait_for_the_answer(route: Route, accepted: bool) -> None:
+    """The caller finds out afterwards whether the payload was accepted."""
 
     def slow() -> dict[str, Any]:
         main = threading.get_ident()
@@ -357,7 +354,7 @@ def test_an_interrupt_need_not_wait_for_the_answer(route: Route, accepted: bool)
     assert route.accepted == (["slurm-1"] if accepted else []) and not route.request.unsettled
 
 
-def test_an_interrupt_between_the_answer_and_its_being_known(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_interrupt_loses_an_accepted_payload(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     def accept(session: LiveSession) -> None:
         signal.raise_signal(signal.SIGINT)
         route.accepted.append(session.announcement.cluster_id)
@@ -369,7 +366,7 @@ def test_an_interrupt_between_the_answer_and_its_being_known(route: Route, monke
     assert route.accepted == ["slurm-1"] and not route.request.unsettled
 
 
-def test_one_that_is_called_back_from_a_session_that_is_over(route: Route) -> None:
+def test_withdraw_from_an_ended_session(route: Route) -> None:
     route.events = [LOST, KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         route.submit()
@@ -378,14 +375,14 @@ def test_one_that_is_called_back_from_a_session_that_is_over(route: Route) -> No
     assert not route.request.unsettled and not route.accepted and not any("may run" in line for line in route.log.lines)
 
 
-def test_one_that_is_called_back_and_nobody_knows(route: Route) -> None:
+def test_withdraw_without_an_answer(route: Route) -> None:
     route.events = [LOST]
     route.request._tried["slurm-1"] = route.session()
     route.request.withdraw()
     assert route.request.unsettled and "which may run now: see " + str(route.path / "run") in route.log.lines[-1]
 
 
-def test_nothing_was_asked_of_a_session_that_cannot_be_reached(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_session_leaves_the_request_settled(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_request, "_ANSWER_DEADLINE", 0.05)
     route.events = [NOBODY]
     with pytest.raises(StartError):

@@ -1,4 +1,4 @@
-"""A retry goes on with the payload that an attempt before left in a session, if it asks for the same."""
+"""A retry reattaches to the payload that an earlier attempt left in a session, if its requirements are the same."""
 
 import dataclasses
 from pathlib import Path
@@ -25,7 +25,7 @@ CLUSTER = "slurm-0123456789ab"
 
 
 def asking(base: Path, **fields: Any) -> tuple[SessionBackend, Plan]:
-    """A backend and its plan, for a run that asks for something in a session of a fixed name."""
+    """A backend and its plan, for a session with a fixed name."""
     slurm = SlurmResource(queue=SlurmQueueConfig(partition="p", num_nodes=2), remote_base=str(base))
     environment, session = PreDeployedEnvironment(path="/env"), SessionConfig(name="ours")
     usual: dict[str, Any] = {"own_queue": None, "launcher": RayLauncher(), "reuse": True}
@@ -47,7 +47,7 @@ def asking(base: Path, **fields: Any) -> tuple[SessionBackend, Plan]:
     ],
     ids=["the same", "launcher", "time limit", "nodes", "reuse"],
 )
-def test_a_retry_that_asks_for_something_else_begins_anew(
+def test_a_retry_with_other_requirements_does_not_reattach(
     other: dict[str, Any], expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Step(run_id="r", step_key="s", partition_key=None, log=Log())

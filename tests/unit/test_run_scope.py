@@ -1,4 +1,4 @@
-"""Which process is the run, and the small one that waits for its end."""
+"""End a session with its run: the process of the run, and the watcher that waits for its end."""
 
 import contextlib
 import json
@@ -55,7 +55,7 @@ def home(tmp_path: Path) -> Layout:
 
 @pytest.fixture
 def run() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that stands for a run."""
+    """A process in place of a run."""
     process = subprocess.Popen(["sleep", "60"])
     yield process
     process.kill()
@@ -76,7 +76,7 @@ def session(home: Layout, key: str = "s-0123456789ab") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("executor", [("in_process",), ("multiprocess", "spawn"), ("multiprocess", "forkserver")])
-def test_the_run_is_found(tmp_path: Path, executor: tuple[str, ...]) -> None:
+def test_the_process_of_the_run_is_found(tmp_path: Path, executor: tuple[str, ...]) -> None:
     (tmp_path / "probe.py").write_text(PROBE)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "DAGSTER_DISABLE_TELEMETRY": "yes"}
     command = [sys.executable, str(tmp_path / "probe.py"), str(tmp_path), *executor]
@@ -87,12 +87,11 @@ def test_the_run_is_found(tmp_path: Path, executor: tuple[str, ...]) -> None:
     assert (found[2] == "True") == (found[4] == run) == (executor == ("in_process",))
 
 
-def test_no_run_is_here() -> None:
-    """As in a step that another executor started elsewhere."""
+def test_another_executor_has_no_run_process() -> None:
     assert run_process() is None
 
 
-def test_nothing_is_watched_without_a_run(home: Layout, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_watcher_without_a_run_process(home: Layout, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         end_with_run(home, "run", session(home), logging.getLogger("step"))
     assert "idle_timeout" in caplog.text and not home.base.exists()
@@ -100,7 +99,7 @@ def test_nothing_is_watched_without_a_run(home: Layout, caplog: pytest.LogCaptur
 
 @pytest.fixture
 def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replaces the end of the session in the watcher: what it would end is written to this file."""
+    """Replaces `end_session` in the watcher, which writes its target to this file."""
     path = tmp_path / "ended"
     package = tmp_path / "fake" / "dagster_rayslurm" / "backends" / "sessions"
     package.mkdir(parents=True)
@@ -114,7 +113,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_it_waits_for_the_end_of_a_process(home: Layout, run: Any, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watcher_ends_the_session_after_the_run(home: Layout, run: Any, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(run.pid, run_scope_watcher.start_time(run.pid)))
     secret = {**session(home), "ssh": {"password": "hush-hush"}}
     for _ in range(3):
@@ -137,7 +136,7 @@ def test_it_waits_for_the_end_of_a_process(home: Layout, run: Any, ended: Path, 
     assert list(home.sessions.iterdir()) == [], "neither its lock nor a log is left"
 
 
-def test_two_sessions_of_a_run(home: Layout, run: Any, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_session_of_a_run_has_a_watcher(home: Layout, run: Any, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(run.pid, run_scope_watcher.start_time(run.pid)))
     for key in ("a-000000000000", "b-000000000000"):
         end_with_run(home, "run", session(home, key), None)
@@ -146,7 +145,7 @@ def test_two_sessions_of_a_run(home: Layout, run: Any, ended: Path, monkeypatch:
     assert wait_until(lambda: not watchers(), 5)
 
 
-def test_the_run_of_this_process_tells_its_end(home: Layout, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_ended_notifies_the_watcher(home: Layout, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(os.getpid(), run_scope_watcher.start_time(os.getpid())))
     end_with_run(home, "run", session(home), None)
     run_ended("another")
@@ -158,8 +157,10 @@ def test_the_run_of_this_process_tells_its_end(home: Layout, ended: Path, monkey
 
 
 @pytest.mark.parametrize("started", [None, "1"])
-def test_a_process_that_ended_before(home: Layout, run: Any, ended: Path, started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its id may be that of another by now."""
+def test_a_process_that_had_ended_before(
+    home: Layout, run: Any, ended: Path, started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its id may belong to another process now."""
     monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(run.pid, started))
     end_with_run(home, "run", session(home), None)
     assert wait_until(ended.exists, 5) and wait_until(lambda: not watchers(), 5)
@@ -180,7 +181,7 @@ def test_without_pidfd(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         os.close(fd)
 
 
-def test_what_goes_wrong_is_in_a_log(home: Layout, run: Any, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_watcher_are_logged(home: Layout, run: Any, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(run.pid, None))
     (Path(sys.path[0]) / "dagster_rayslurm/backends/sessions/run_scope_end.py").write_text(
         "def end_session(session): raise OSError('out of reach')"
@@ -192,14 +193,14 @@ def test_what_goes_wrong_is_in_a_log(home: Layout, run: Any, ended: Path, monkey
     assert list(home.sessions.glob("*.watch")) == []
 
 
-def test_a_watcher_that_cannot_be_started_is_warned_of(home: Layout, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+def test_a_watcher_that_does_not_start_causes_a_warning(home: Layout, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(os.getpid(), "1"))
     home.base.write_text("this is no directory")
     end_with_run(home, "run", session(home), logging.getLogger("step"))
     assert "the session will not end with the run but after its idle_timeout" in caplog.text
 
 
-def test_a_cluster_out_of_reach_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_session_retries_while_the_cluster_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[float] = []
 
     def end(_: Any) -> None:
@@ -215,7 +216,7 @@ def test_a_cluster_out_of_reach_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
     assert tries == []
 
 
-def test_a_login_that_is_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_session_does_not_retry_a_refused_login(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(_: Any) -> None:
         raise ConnectionFailed("the key is refused", temporary=False)
 
@@ -224,7 +225,7 @@ def test_a_login_that_is_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPa
         end_session({}, sleep=lambda _: pytest.fail("it was tried again"))
 
 
-def test_a_login_survives_the_way(home: Layout) -> None:
+def test_a_target_keeps_the_login(home: Layout) -> None:
     jump = SSHConnectionResource(host="gate", password="jump")
     ssh = SSHConnectionResource(host="edge", port=2222, key_passphrase="secret", jump_host=jump)
     handed = json.loads(json.dumps(run_scope.slurm_target(ssh, "/base", "key")))
@@ -232,7 +233,7 @@ def test_a_login_survives_the_way(home: Layout) -> None:
     assert run_scope.slurm_target(None, "/base", "key")["ssh"] is None
 
 
-def test_the_run_is_none_of_a_forked_child(home: Layout, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_does_not_notify(home: Layout, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(os.getpid(), run_scope_watcher.start_time(os.getpid())))
     end_with_run(home, "run", session(home), None)
     child = os.fork()
@@ -246,7 +247,7 @@ def test_the_run_is_none_of_a_forked_child(home: Layout, ended: Path, monkeypatc
     assert wait_until(lambda: not watchers(), 5)
 
 
-def test_a_child_that_is_forked_while_another_thread_tells_does_not_hang(home: Layout) -> None:
+def test_a_fork_under_the_lock_does_not_hang(home: Layout) -> None:
     with run_scope._lock:
         child = os.fork()
         if child == 0:
@@ -260,13 +261,12 @@ def test_a_child_that_is_forked_while_another_thread_tells_does_not_hang(home: L
         raise
 
 
-def test_the_base_directory_is_made_for_this_user_alone(home: Layout, run: Any, ended: Path, monkeypatch: Any) -> None:
+def test_the_base_directory_is_private(home: Layout, run: Any, ended: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(run_scope, "run_process", lambda: RunProcess(run.pid, None))
     end_with_run(home, "run", session(home), None)
     assert [path.stat().st_mode & 0o777 for path in (home.base, home.sessions)] == [0o700, 0o700]
     assert wait_until(lambda: not watchers(), 5)
 
 
-def test_a_direct_call_has_no_run(compute: Any) -> None:
-    """The resource ends with no run at all."""
+def test_teardown_without_a_run(compute: Any) -> None:
     compute.teardown_after_execution(dg.build_init_resource_context())
