@@ -129,7 +129,7 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
         def known(left):  # type: (float) -> None
             # Also a short allocation serves for most of its time.
             margin = min(spec.drain_margin, left / 10)
-            runner.set_margin(margin)
+            runner.queue.margin = margin
             limit.when(margin, lambda left: runner.drain("its time limit comes in %d s" % round(left)))
 
         limit = time_limit.TimeLimit(runner.loop, here.job_id, known=known)

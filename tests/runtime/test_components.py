@@ -25,7 +25,7 @@ from dagster_rayslurm.runtime.process.scratch import Scratch
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, STDIO, LineReader
 from dagster_rayslurm.runtime.protocol.spec import ComponentSpec, NodeSpec, PayloadSpec, RaySpec, RuntimeSpec, node_spec, to_json
 from dagster_rayslurm.runtime.ray import node_table
-from dagster_rayslurm.runtime.ray.start import RayStart, StartListener
+from dagster_rayslurm.runtime.ray.start import RayListener, RayStart
 from dagster_rayslurm.runtime.ray.start_arguments import start_arguments, symmetric_arguments
 from dagster_rayslurm.runtime.supervisor.admission import Claim, capacities_of, claims_of, misfit, room_for
 
@@ -280,7 +280,7 @@ def test_a_health_check_sees_what_ray_sees(monkeypatch: pytest.MonkeyPatch) -> N
     loop, private = Loop(), Scratch()
     failed: list[str] = []
 
-    class Listener(StartListener):
+    class Listener(RayListener):
         def on_failed(self, error: Exception) -> None:
             failed.append(str(error))
             loop.stop()

@@ -7,8 +7,9 @@ from typing import Any
 
 from dagster_rayslurm.runtime.node.resources import NodeResources
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.ray.cluster import ClusterListener, HeadNode, RayCluster
+from dagster_rayslurm.runtime.ray.cluster import HeadNode, RayCluster
 from dagster_rayslurm.runtime.ray.leak_check import LeakCheck, leaks_of, left_when_idle, living
+from dagster_rayslurm.runtime.ray.start import RayListener
 
 ACTOR = {"job": "01", "name": "model", "namespace": "mine", "class": "Model"}
 GROUP = {"job": "02", "name": "", "namespace": "", "id": "ab12"}
@@ -80,7 +81,7 @@ def test_an_answer_that_comes_too_late_is_ignored() -> None:
     clock = Clock()
     answers: list[Any] = []
     head = HeadNode(NodeResources("n1", 1, 0, 2**30, None))
-    cluster = RayCluster(clock, RuntimeSpec("c", RaySpec()), head, None, ClusterListener())  # type: ignore[arg-type]
+    cluster = RayCluster(clock, RuntimeSpec("c", RaySpec()), head, None, RayListener())  # type: ignore[arg-type]
     cluster._ray = type("Ray", (), {"query_tables": lambda *_: True})()
     for _ in range(2):
         cluster.query_tables(0.3, answers.append)

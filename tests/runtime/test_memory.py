@@ -19,7 +19,8 @@ from dagster_rayslurm.runtime.node.memory_guard import KILL, WARN, Group, GroupK
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.ray.cluster import ClusterListener, HeadNode
+from dagster_rayslurm.runtime.ray.cluster import HeadNode
+from dagster_rayslurm.runtime.ray.start import RayListener
 from dagster_rayslurm.runtime.supervisor.clusters import Clusters
 
 from .test_clusters import SESSION, Nodes
@@ -215,7 +216,7 @@ def test_a_cluster_may_be_left_alone() -> None:
         return SimpleNamespace(spec=RaySpec(**fields), pid=pid)
 
     head = HeadNode(resources.NodeResources("n1", 4, 0, 2**33, None))
-    clusters = Clusters(Loop(), RuntimeSpec("c"), head, SimpleNamespace(), ClusterListener())  # type: ignore[arg-type]
+    clusters = Clusters(Loop(), RuntimeSpec("c"), head, SimpleNamespace(), RayListener())  # type: ignore[arg-type]
     assert clusters.guarded_pids() == []
     clusters.warm = cluster(1)
     clusters._fresh = {"a": cluster(2), "b": cluster(3, memory_guard=False), "c": cluster(None)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import shutil
@@ -105,6 +106,15 @@ def test_a_worker_can_be_told_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     head = SimpleNamespace(state=0, temp_dir="/tmp/r", session_dir="/tmp/r/session")
     internals.assume_head(head)
     assert getattr(node, name)("any", timeout=1) == [head]
+
+
+def test_what_preload_processes_use_of_ray() -> None:
+    """They cannot import `internals`; see its docstring."""
+    worker, node = (importlib.import_module("ray._private." + name) for name in ("worker", "node"))
+    assert hasattr(worker, "_global_node") and callable(node.Node.get_logs_dir_path)
+    assert "time.sleep(0.5)" in inspect.getsource(worker.shutdown), "the preloaded driver need not avoid Ray's sleep any more"
+    for name in ("ray._common.pydantic_compat", "ray._private.arrow_serialization", "ray.dag.compiled_dag_node"):
+        assert importlib.util.find_spec(name) is not None
 
 
 # ---- With a small cluster

@@ -226,7 +226,7 @@ def test_what_was_cut_off_tells_nothing_of_its_step(runtime: Runtime) -> None:
         session(max_concurrent_payloads=4)
         payloads = [submit(name) for name in ("timeout", "cancelled", "killed", "failed")]
         loop.call_later(0.5, lambda: payloads[1].end_early(End("cancel", "not wanted")))
-        when_done(lambda: (said.update(runner.durations), end()))
+        when_done(lambda: (said.update(runner.queue.durations), end()))
     """)
     assert list(said) == ["d"] and 0.3 <= said["d"] < 10
 
@@ -239,7 +239,7 @@ def test_steps_take_as_long_as_they_did_before(runtime: Runtime) -> None:
         runner.lifetime.time_left = lambda: 1.0
         submit("a")
         def go():
-            said["durations"] = runner.durations
+            said["durations"] = runner.queue.durations
             submit("b")
             end()
         when_done(go)
@@ -295,16 +295,17 @@ def test_one_without_ray_does_not_wait_for_the_cluster(runtime: Runtime) -> None
         session()
         class Cluster:
             ready, ray_temp_dir, pid, environment = False, None, None, {"RAY_ADDRESS": "x:1"}
-            def start(self, *_): pass
+            def start(self): pass
             def end(self): pass
-            def audit(self, _, done): done(None)
+            def prestart(self): pass
+            def query_tables(self, _, done): done(None)
             def facts(self): return {}
         runner.clusters.warm = Cluster()
         for name in ("ray", "plain", "other"):
             submit(name)
         def up():
             runner.clusters.warm.ready = True
-            runner.look_again()
+            runner.schedule()
             when_done(end)
         loop.call_later(1.5, up)
     """)
@@ -442,9 +443,10 @@ def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:
         class Cluster:
             ready, ray_temp_dir, environment = True, base, {}
             pid = loop.spawn(["sh", "-c", "while :; do :; done"], lambda *_: None)
-            def start(self, *_): pass
+            def start(self): pass
             def end(self): pass
-            def audit(self, _, done): done(None)
+            def prestart(self): pass
+            def query_tables(self, _, done): done(None)
             def facts(self): return {}
         runner.clusters.warm = Cluster()
         submit("plain")

@@ -67,7 +67,7 @@ time_limit.warn_payloads(limit, 60, %r, lambda: [payload])
 limit.start()
 def up():
     runner.clusters.warm.ready = True
-    runner.look_again()
+    runner.schedule()
 loop.call_later(%g, up)
 runner.run()
 """
@@ -142,7 +142,7 @@ if {where!r}:
     Payload.{where or "x"} = broken
 """
         + WARN.partition("limit =")[0]
-        + "runner.clusters.warm.ready = True; runner.look_again(); runner.run()"
+        + "runner.clusters.warm.ready = True; runner.schedule(); runner.run()"
     )
     records, said = supervised(tmp_path, program, ["sh", "-c", "echo x"])
     assert (records[-1]["type"], records[-1]["reason"]) == ("end", "runtime" if where else "exit")

@@ -33,8 +33,9 @@ from dagster_rayslurm.runtime.protocol.end import ClusterError
 from dagster_rayslurm.runtime.protocol.rpc import Channel, ChannelListener, Role
 from dagster_rayslurm.runtime.protocol.rpc_server import RpcServerError, listen
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.ray.cluster import ClusterListener, HeadNode, RayCluster
+from dagster_rayslurm.runtime.ray.cluster import HeadNode, RayCluster
 from dagster_rayslurm.runtime.ray.node_table import nodes_expected
+from dagster_rayslurm.runtime.ray.start import RayListener
 from dagster_rayslurm.runtime.ray.start_arguments import start_arguments, symmetric_arguments
 from dagster_rayslurm.runtime.supervisor.time_limit import parse_time_left
 
@@ -346,7 +347,7 @@ def test_figures_of_nodes_that_are_one_host(head: Head) -> None:
     two.close()
 
 
-class Told(ClusterListener):
+class Told(RayListener):
     """Keeps what becomes of a cluster."""
 
     def __init__(self) -> None:
@@ -360,7 +361,7 @@ class Told(ClusterListener):
         self.phases.append((phase, message))
 
 
-def head_cluster(head: Head, private: scratch.Scratch, listener: ClusterListener, spec: RaySpec) -> RayCluster:
+def head_cluster(head: Head, private: scratch.Scratch, listener: RayListener, spec: RaySpec) -> RayCluster:
     """A cluster with the head's workers; its own Ray does not matter."""
     node = HeadNode(resources.NodeResources("host0", 1, 0, 2**30, None), head.team, "127.0.0.1")
     return RayCluster(head.loop, RuntimeSpec("c", spec), node, private, listener)

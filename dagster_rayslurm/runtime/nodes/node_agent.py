@@ -19,7 +19,7 @@ from ..protocol.node_messages import NodeCommand, NodeEvent
 from ..protocol.spec import RaySpec, RuntimeSpec, from_fields, node_spec
 from ..ray.cluster_dir import clear_away
 from ..ray.prestart import logs_of
-from ..ray.start import RayStart, StartListener
+from ..ray.start import RayListener, RayStart
 
 Command = Dict[str, Any]
 
@@ -44,7 +44,7 @@ class AgentOwner:
         raise NotImplementedError
 
 
-class _NodeCluster(StartListener):
+class _NodeCluster(RayListener):
     """A Ray cluster that this node belongs to."""
 
     def __init__(self, agent: NodeAgent, command: Command, attempt: int, scratch: Scratch, guarded: bool) -> None:

@@ -19,7 +19,7 @@ from ..protocol.spec import RaySpec, RuntimeSpec, node_spec
 from . import node_table
 from .leak_check import Tables
 from .node_table import Nodes, alive, nodes_expected, present
-from .start import Event, RayStart, StartListener
+from .start import Event, RayListener, RayStart
 from .start_arguments import ray_environment
 
 UNSCHEDULABLE = "unschedulable"
@@ -40,22 +40,6 @@ class HeadNode(NamedTuple):
     workers: Optional[WorkerNodes] = None
     address: Optional[str] = None
     environ: Mapping[str, Optional[str]] = MappingProxyType({})
-
-
-class ClusterListener:
-    """Told what becomes of a cluster; the base class ignores it."""
-
-    def on_ready(self) -> None:
-        """The cluster is complete; called once."""
-
-    def on_failed(self, error: ClusterError) -> None:
-        """The cluster did not start, or was lost; called once."""
-
-    def on_phase(self, phase: str, message: str) -> None:
-        """Something happens that the user should see."""
-
-    def on_node_lost(self, name: str) -> None:
-        """A worker was lost after the cluster was ready."""
 
 
 class _JoiningWorkers:
@@ -132,7 +116,7 @@ class _JoiningWorkers:
         return what
 
 
-class RayCluster(StartListener):
+class RayCluster(RayListener):
     """A Ray cluster whose head is below this runtime.
 
     Args:
@@ -151,7 +135,7 @@ class RayCluster(StartListener):
         runtime: RuntimeSpec,
         head: HeadNode,
         scratch: Scratch,
-        listener: ClusterListener,
+        listener: RayListener,
         fresh: Optional[RaySpec] = None,
         key: str = "",
     ) -> None:

@@ -4,11 +4,11 @@ Written for Ray 2.52 (the first with token authentication) and newer, and tried 
 `auth="disabled"` as far as they have the same names. `tests/runtime/test_ray_internals.py` calls each function against the
 installed Ray: it is the test that fails when a release moves something.
 
-Each function imports what it needs when it is called: the runtime itself never imports Ray. Two other places depend on
-Ray's internals and cannot be here, because they run in a payload's process, which cannot import the runtime:
-`payload/leave_ray.py` (Ray's worker module at the end of a driver) and `payload/preload_child.py` (modules that Ray imports
-lazily). Formats that are read from the outside stay with their readers: names of worker logs (`prestart`, `node/usage.py`)
-and the raylet's command line (`payload/own_ray.py`).
+Each function imports what it needs when it is called: the runtime itself never imports Ray. Two modules depend on Ray's
+internals as well, because they run in a payload's process, which cannot import the runtime: `payload/preload_child.py`
+(modules that Ray imports lazily) and `payload/preload_main.py` (the exit of a driver). Formats that are read from the outside
+stay with their readers: names of worker logs (`prestart`, `node/usage.py`) and the raylet's command line
+(`payload/own_ray.py`).
 """
 
 from __future__ import annotations

@@ -31,13 +31,7 @@ _COUNTED_IN_BYTES = ("memory", "object_store_memory")
 
 
 def serve(fd: int, gcs: str, report: Callable[..., None]) -> None:
-    """Answer queries with "audit" events, in a thread; an error is an answer without tables.
-
-    Args:
-        fd: where queries come from: JSON lines with an `id`.
-        gcs: "HOST:PORT" of the GCS.
-        report: called with the answer's members.
-    """
+    """Answer queries from `fd` (JSON lines with an `id`) with "audit" events, in a thread; without tables after an error."""
     os.set_inheritable(fd, False)
 
     def answer() -> None:
@@ -56,19 +50,14 @@ def serve(fd: int, gcs: str, report: Callable[..., None]) -> None:
 
 
 class Leak(NamedTuple):
-    """Something that is left in the cluster.
-
-    Attributes:
-        key: identifies it in later tables.
-        message: the sentence for the user.
-        nonce: the payload whose job made it; None if Ray does not tell, as for submitted jobs.
-        since: when a submitted job began.
-    """
+    """Something that is left in the cluster. `key` identifies it in later tables."""
 
     key: Tuple[str, ...]
     message: str
     nonce: Optional[str] = None
+    """The payload whose job made it; None for submitted jobs, of which Ray does not know that."""
     since: float = 0.0
+    """When a submitted job began."""
 
 
 def living(tables: Tables) -> List[Leak]:
@@ -76,9 +65,8 @@ def living(tables: Tables) -> List[Leak]:
     actors = [
         Leak(
             ("actor", actor["job"], actor["namespace"], actor["name"]),
-            "detached actor %r (%s, namespace %r) is still alive; end it with "
-            "ray.kill(ray.get_actor(%r, namespace=%r)) before the payload ends"
-            % (actor["name"], actor["class"], actor["namespace"], actor["name"], actor["namespace"]),
+            "detached actor %(name)r (%(class)s, namespace %(namespace)r) is still alive; end it with "
+            "ray.kill(ray.get_actor(%(name)r, namespace=%(namespace)r)) before the payload ends" % actor,
             tables["jobs"].get(actor["job"], ""),
         )
         for actor in tables["actors"]
@@ -125,12 +113,7 @@ def _submitted(tables: Tables) -> List[Leak]:
 
 
 class LeakCheck:
-    """Finds what payloads leave in the warm cluster.
-
-    Args:
-        loop: where the timers run.
-        cluster: returns the warm cluster, or None.
-    """
+    """Finds what payloads leave in the warm cluster, which `cluster` returns."""
 
     def __init__(self, loop: Loop, cluster: Callable[[], Optional[RayCluster]]) -> None:
         self._loop = loop

@@ -46,17 +46,23 @@ exec %s -m ray.scripts.scripts "$@"
 Event = Dict[str, Any]
 
 
-class StartListener:
-    """Told what becomes of Ray on a node; the base class ignores it."""
+class RayListener:
+    """Told what becomes of Ray on a node, or of a cluster; the base class ignores it."""
 
     def on_gcs(self, gcs: str) -> None:
-        """The head's port was chosen, first or anew: "HOST:PORT". Never called on a worker."""
+        """The port of this node's head was chosen, first or anew: "HOST:PORT"."""
 
     def on_report(self, event: Event) -> None:
-        """The process that runs Ray reports something; see `node_main`."""
+        """The process that runs Ray on this node reports something; see `node_main`."""
+
+    def on_ready(self) -> None:
+        """The cluster is complete; called once."""
 
     def on_failed(self, error: ClusterError) -> None:
-        """Ray did not start, or has ended; called once."""
+        """Ray or the cluster did not start, or was lost; called once."""
+
+    def on_node_lost(self, name: str) -> None:
+        """A worker was lost after the cluster was ready."""
 
     def on_phase(self, phase: str, message: str) -> None:
         """Something happens that the user should see."""
@@ -86,7 +92,7 @@ class RayStart:
         machine: NodeResources,
         scratch: Scratch,
         nodes: int,
-        listener: StartListener,
+        listener: RayListener,
         environ: Mapping[str, Optional[str]] = MappingProxyType({}),
     ) -> None:
         self.ready = False

@@ -130,7 +130,7 @@ class BarrierParticipant(Hooks):
             if len(addresses) > 1:
                 payload.phase("start", "all %d components are ready" % len(addresses))
             self._started = True
-            self._supervisor.look_again()
+            self._supervisor.schedule()
         elif isinstance(order, TimedOut):
             payload.end_early(End(EndReason.CLUSTER_START, order.why))
         elif isinstance(order, Fail):

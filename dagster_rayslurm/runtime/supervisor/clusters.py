@@ -10,8 +10,9 @@ from ..process.loop import Loop
 from ..process.scratch import Scratch
 from ..protocol.end import ClusterError, End, EndReason
 from ..protocol.spec import PayloadSpec, RuntimeSpec
-from ..ray.cluster import ClusterListener, HeadNode, RayCluster
+from ..ray.cluster import HeadNode, RayCluster
 from ..ray.cluster_dir import ClusterDirs, clear_away
+from ..ray.start import RayListener
 
 LOST_GRACE = 1.0
 """Seconds that a payload gets after its cluster was lost: `ray.init` would hang for 40 s and more (Ray 2.60)."""
@@ -29,7 +30,7 @@ class Clusters:
             node that the next cluster has again.
     """
 
-    def __init__(self, loop: Loop, spec: RuntimeSpec, head: HeadNode, private: Scratch, listener: ClusterListener) -> None:
+    def __init__(self, loop: Loop, spec: RuntimeSpec, head: HeadNode, private: Scratch, listener: RayListener) -> None:
         self._loop = loop
         self._spec = spec
         self._head = head
@@ -95,7 +96,7 @@ class Clusters:
             cluster.end()
 
 
-class _FreshListener(ClusterListener):
+class _FreshListener(RayListener):
     """Starts a payload once its own cluster is up, or ends it."""
 
     cluster: RayCluster

@@ -75,14 +75,14 @@ class RequestServer(ChannelListener):
     def _update(self, closing: Optional[str]) -> bool:
         """Update the announcement and log the closing; whether anything has changed."""
         before = dict(self._announcement)
-        self._announcement.update(closing=closing, served=self._supervisor.served, idle=self._is_idle())
+        self._announcement.update(closing=closing, served=self._supervisor.queue.served, idle=self._is_idle())
         if closing != before["closing"]:
-            said = "rayslurm: the session takes no more payloads, %d were here: %s" % (self._supervisor.served, closing)
+            said = "rayslurm: the session takes no more payloads, %d were here: %s" % (self._supervisor.queue.served, closing)
             print(said, file=sys.stderr, flush=True)
         return self._announcement != before
 
     def _is_idle(self) -> bool:
-        return self._supervisor.served > 0 and self._supervisor.lifetime.idle_for is not None
+        return self._supervisor.queue.served > 0 and self._supervisor.lifetime.idle_for is not None
 
     def _announce(self) -> None:
         write_atomically(self._path, json.dumps(self._announcement).encode("utf-8"))

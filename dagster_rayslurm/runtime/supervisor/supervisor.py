@@ -33,9 +33,10 @@ from ..protocol.node_messages import NodeCommand, NodeEvent
 from ..protocol.record import PAYLOAD, RunRecord, tail_lines
 from ..protocol.spec import PROTOCOL_VERSION, PayloadSpec, RuntimeSpec, SpecError, from_json
 from ..protocol.start_files import read_text, take_secrets
-from ..ray.cluster import UNSCHEDULABLE, ClusterListener, RayCluster
+from ..ray.cluster import UNSCHEDULABLE, RayCluster
 from ..ray.internals import installed_version
 from ..ray.leak_check import LeakCheck
+from ..ray.start import RayListener
 from .admission import Claims, Closing, Misfit, capacities_of, claims_of, misfit
 from .clusters import LOST_GRACE, Clusters
 from .node_group import NodeGroup
@@ -63,7 +64,7 @@ class Hooks:
     """
 
     def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
-        """Whether a payload may start whose cluster is up; call `Supervisor.look_again` once the answer changes."""
+        """Whether a payload may start whose cluster is up; call `Supervisor.schedule` once the answer changes."""
         return True
 
     def finished(self, loop: Loop) -> None:
@@ -78,7 +79,7 @@ class Hooks:
         """The warm cluster was lost while the runtime had no payload."""
 
 
-class Supervisor(ClusterListener):
+class Supervisor(RayListener):
     """Runs payloads, on one warm Ray cluster if the start record has one, otherwise each on its own.
 
     Args:
@@ -114,22 +115,17 @@ class Supervisor(ClusterListener):
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
         loop.call_later(_REFRESH_INTERVAL, self._refresh)
-        self._queue = PayloadQueue(spec, self._claims, loop.now)
+        self.queue = PayloadQueue(spec, self._claims, loop.now)
         self.lifetime = ShutdownPolicy(
-            loop, spec, self._queue, allocation is not None, lambda: self.hooks.finished(loop), self.close
+            loop, spec, self.queue, allocation is not None, lambda: self.hooks.finished(loop), self.close
         )
-        self._preload_server = PreloadServer(loop, private.join("preload")) if self.is_session else None
-        self._ray_version = installed_version() if self.is_session else None
+        self._preload_server = PreloadServer(loop, private.join("preload")) if self.lifetime.is_session else None
+        self._ray_version = installed_version() if self.lifetime.is_session else None
         self._leaks = LeakCheck(loop, lambda: self.cluster)
         self._strays = StrayProcesses(loop)
         self.clusters = Clusters(loop, spec, self.nodes.head, private, self)
         if allocation is not None:
-            MemoryWatch(loop, self.nodes.machine.name, self.clusters.guarded_pids, self._drivers, self._tell_of_memory)
-
-    @property
-    def is_session(self) -> bool:
-        """Whether the runtime lives on without a payload."""
-        return self.lifetime.is_session
+            MemoryWatch(loop, self.nodes.machine.name, self.clusters.guarded_pids, self._driver_pids, self._report_memory)
 
     @property
     def cluster(self) -> Optional[RayCluster]:
@@ -139,21 +135,7 @@ class Supervisor(ClusterListener):
     @property
     def payloads(self) -> List[Payload]:
         """The waiting and the running payloads."""
-        return list(self._queue)
-
-    @property
-    def durations(self) -> Dict[str, float]:
-        """Seconds of the longest run of each step."""
-        return self._queue.durations
-
-    @property
-    def served(self) -> int:
-        """Number of payloads that came so far."""
-        return self._queue.served
-
-    def set_margin(self, seconds: float) -> None:
-        """Set the time that a payload without a time limit needs at least."""
-        self._queue.margin = seconds
+        return list(self.queue)
 
     @property
     def closing(self) -> Optional[str]:
@@ -194,7 +176,7 @@ class Supervisor(ClusterListener):
     def _write_ends(self) -> None:
         """Write the ends that could not be written so far; this is the last chance."""
         deadline = self.loop.now() + _END_TIMEOUT
-        left = [payload for payload in {*self._unwritten, *self._queue} if payload.ended]
+        left = [payload for payload in {*self._unwritten, *self.queue} if payload.ended]
         while True:
             left = [payload for payload in left if not payload.record.write_end()]
             if not left or self.loop.now() > deadline:
@@ -222,7 +204,7 @@ class Supervisor(ClusterListener):
         problem = misfit(spec, self.nodes.machines())
         if problem:
             raise Misfit(problem)
-        late = self._queue.refusal(spec, self.lifetime.time_left())
+        late = self.queue.refusal(spec, self.lifetime.time_left())
         if late:
             raise Closing(late)  # Only this payload: others may take less time.
         attempt = self.nodes.allocation.restarts if self.nodes.allocation is not None else 0
@@ -235,7 +217,7 @@ class Supervisor(ClusterListener):
         payload = Payload(self.loop, run_dir, spec, secrets, record, self.nodes.payload_environ(environ or dict(os.environ)))
         payload.preload_server = self._preload_server
         payload.on_ended.append(lambda: self._ended(payload))
-        self._queue.add(payload)
+        self.queue.add(payload)
         self.lifetime.busy()
         payload.record.keep(
             {
@@ -260,7 +242,7 @@ class Supervisor(ClusterListener):
             payload.phase("cluster-start", remark)
         for leak in self._leaks.found:
             payload.phase("leaks", "left in the Ray cluster by payloads before: " + leak)
-        self.look_again()
+        self.schedule()
         return payload
 
     def close(self, end: End, grace: Optional[float] = None, queued: Optional[End] = None) -> None:
@@ -274,9 +256,9 @@ class Supervisor(ClusterListener):
         self.lifetime.end(end)
         if end.reason == EndReason.TIMEOUT and queued is None:
             queued = End(EndReason.RETURNED, "%s before the payload's turn came" % end.message)
-        for payload in self._queue.waiting:
+        for payload in self.queue.waiting:
             payload.end_early(queued or end, grace)
-        for payload in list(self._queue.running):
+        for payload in list(self.queue.running):
             payload.end_early(end, grace)
         self.lifetime.settle()
 
@@ -298,10 +280,10 @@ class Supervisor(ClusterListener):
             "ready": self.cluster is None or self.cluster.ready,
             "closing": self.lifetime.ending is not None,
             "draining": self.closing,
-            "running": len(self._queue.running),
-            "waiting": len(self._queue.waiting),
-            "payloads": self._queue.facts(each for each in self._unwritten if not each.record.ended),
-            "served": self._queue.served,
+            "running": len(self.queue.running),
+            "waiting": len(self.queue.waiting),
+            "payloads": self.queue.facts(each for each in self._unwritten if not each.record.ended),
+            "served": self.queue.served,
             "idle": None if idle is None else round(idle, 1),
             "nodes": self.nodes.facts(),
             "ray_version": cluster.get("ray_version"),
@@ -311,28 +293,28 @@ class Supervisor(ClusterListener):
             "time_left": self.lifetime.time_left(),
         }
 
-    def look_again(self) -> None:
+    def schedule(self) -> None:
         """Start the payloads that may start now, in turn; return those for which too little time is left."""
         left = self.lifetime.time_left()
         self._timers.cancel("late")
-        for payload, why in self._queue.late(left):
+        for payload, why in self.queue.late(left):
             payload.end_early(End(EndReason.RETURNED, "the session gives the payload back unstarted: " + why))
-        if left is not None and self._queue.waiting:
-            self._timers.due("late", _LATE_INTERVAL, self.look_again)
+        if left is not None and self.queue.waiting:
+            self._timers.due("late", _LATE_INTERVAL, self.schedule)
         while self.lifetime.ending is None:
-            started = self._queue.next(capacities_of(self.nodes.machines()), self._may_start)
+            started = self.queue.next(capacities_of(self.nodes.machines()), self._may_start)
             if started is None:
                 break
             if not started.ended:  # A payload that was cancelled in the queue leaves it soon.
                 self._begin(started)
-        for place, payload in enumerate(self._queue.waiting, 1):
+        for place, payload in enumerate(self.queue.waiting, 1):
             if payload.place != place and self._may_start(payload):
                 payload.place = place
                 payload.phase("queued", "place %d in the queue of the Ray cluster %s" % (place, self.spec.cluster_id))
 
     def on_ready(self) -> None:
         """The warm cluster is complete: start payloads."""
-        self.look_again()
+        self.schedule()
 
     def on_phase(self, phase: str, message: str) -> None:
         """Tell all payloads; only running ones with Ray that something cannot be scheduled."""
@@ -342,7 +324,7 @@ class Supervisor(ClusterListener):
 
     def on_node_lost(self, name: str) -> None:
         """Payloads go on without the node; a session takes no more of them, because it is not whole."""
-        if self.is_session:
+        if self.lifetime.is_session:
             self.drain("node %s is lost" % name)
 
     def on_failed(self, error: ClusterError) -> None:
@@ -353,9 +335,9 @@ class Supervisor(ClusterListener):
         for name, text in self.cluster.log_tails().items():
             for payload in self.payloads:
                 payload.tail(name, text)
-            if not self.served:  # There is no record; the session's creators read this node's log.
+            if not self.queue.served:  # There is no record; the session's creators read this node's log.
                 print("rayslurm: the end of %s:\n%s" % (name, tail_lines(text)), file=sys.stderr)
-        if not len(self._queue):
+        if not len(self.queue):
             self.hooks.cluster_lost(str(error))
         queued = End(error.reason, "the payload never started: " + str(error)) if self.cluster.ready else None
         self.close(End(error.reason, str(error)), LOST_GRACE, queued)
@@ -389,7 +371,7 @@ class Supervisor(ClusterListener):
         """Start a payload on its cluster."""
         messages = self._scratch.join("messages-%s.jsonl" % payload.spec.nonce)
         payload.context = self._context(payload, cluster)
-        for other in self._queue.running:
+        for other in self.queue.running:
             if other is not payload and other.pid is not None:
                 other.companions.add(payload.spec.nonce)
                 payload.companions.add(other.spec.nonce)
@@ -404,7 +386,7 @@ class Supervisor(ClusterListener):
                 ray_env=cluster.environment,
                 worker_env=self.spec.worker_env,
                 ray_temp_dir=cluster.ray_temp_dir,
-                shared_ray_pid=(lambda: cluster.pid) if is_warm and self.is_session else None,
+                shared_ray_pid=(lambda: cluster.pid) if is_warm and self.lifetime.is_session else None,
                 workers=self.nodes.workers,
                 foreign_pids=lambda: self._foreign_pids(payload),
                 leak_check=self._leaks.at_end(payload.spec.nonce) if is_warm else None,
@@ -418,18 +400,18 @@ class Supervisor(ClusterListener):
             "num_cpus": self.nodes.machine.num_cpus,
             "python": sys.executable,
             "python_version": sys.version.split()[0],
-            "warm": self._queue.served > 1 and not self.clusters.is_fresh(payload.spec),
+            "warm": self.queue.served > 1 and not self.clusters.is_fresh(payload.spec),
         }
         allocation = self._allocation_facts()
         if allocation is None:
             context["machine_cpus"] = count_cpus(os.environ)  # Some of `num_cpus` may be simulated.
         else:
             context["allocation"] = allocation
-            only_here = cluster is None and self.is_session  # The whole of any other job is the payload's.
+            only_here = cluster is None and self.lifetime.is_session  # The whole of any other job is the payload's.
             machines = [self.nodes.machine] if only_here else self.nodes.machines()
             context["granted"] = [machine.facts() for machine in machines]
         if cluster is not None:
-            context.update(cluster.facts(), kept_warm=self.is_session and cluster is self.cluster)
+            context.update(cluster.facts(), kept_warm=self.lifetime.is_session and cluster is self.cluster)
         return context
 
     def _allocation_facts(self) -> Optional[Dict[str, Any]]:
@@ -437,7 +419,7 @@ class Supervisor(ClusterListener):
 
     def _foreign_pids(self, payload: Payload) -> List[int]:
         """The processes that, with all below them, do not belong to a payload."""
-        drivers = [other.pid for other in self._queue.running if other is not payload and other.pid is not None]
+        drivers = [other.pid for other in self.queue.running if other is not payload and other.pid is not None]
         preloading = self._preload_server.pids() if self._preload_server is not None else []
         return drivers + preloading + self.clusters.foreign_pids(payload)
 
@@ -448,13 +430,13 @@ class Supervisor(ClusterListener):
         if self.spec.requeue and not payload.ending.terminated and self.spec.meeting is None:
             with contextlib.suppress(OSError, SpecError):
                 take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
-        self._queue.remove(payload)
+        self.queue.remove(payload)
         self.clusters.release(payload)
         self._strays.end(payload.spec.nonce)
-        if not self._queue.running:
-            self._leaks.check_when_idle(lambda: not self._queue.running)
-        self.look_again()
-        if not self._queue.running and self.closing is None and self.cluster is not None:
+        if not self.queue.running:
+            self._leaks.check_when_idle(lambda: not self.queue.running)
+        self.schedule()
+        if not self.queue.running and self.closing is None and self.cluster is not None:
             self.cluster.prestart()  # Not while others run, whose CPU the new workers would take.
         self.lifetime.settle()
 
@@ -462,16 +444,16 @@ class Supervisor(ClusterListener):
         """Handle a message of another node."""
         self.clusters.handle(member, message)
         if message.get("event") == NodeEvent.MEMORY:
-            self._tell_of_memory(str(message["message"]), bool(message["killed"]))
+            self._report_memory(str(message["message"]), bool(message["killed"]))
         elif message.get("event") == NodeEvent.LOST:
             member.await_back(self.loop, lambda: self.on_node_lost(member.title))
 
-    def _drivers(self) -> List[int]:
-        return [payload.pid for payload in self._queue.running if payload.pid is not None]
+    def _driver_pids(self) -> List[int]:
+        return [payload.pid for payload in self.queue.running if payload.pid is not None]
 
-    def _tell_of_memory(self, message: str, killed: bool) -> None:
+    def _report_memory(self, message: str, killed: bool) -> None:
         """Tell running payloads of a node that is nearly full, and count the Ray workers killed while each ran."""
-        for payload in self._queue.running:
+        for payload in self.queue.running:
             payload.phase("memory", message)
             if killed:
                 payload.context["workers_killed"] = payload.context.get("workers_killed", 0) + 1
@@ -490,7 +472,7 @@ class Supervisor(ClusterListener):
         if workers is not None:
             workers.send_command(workers.members, op=NodeCommand.ENDING)  # Workers that got the signal too stay until the end.
         self.close(End(EndReason.TERMINATED, "the runtime received %s" % name), grace=0 if again else None)
-        if not len(self._queue):
+        if not len(self.queue):
             self.hooks.interrupted(self.loop, signum)
 
     def _abort(self, error: BaseException) -> None:
