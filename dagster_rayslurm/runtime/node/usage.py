@@ -135,7 +135,7 @@ class UsageSampler:
     """Feeds a `UsageMeter` while a payload runs.
 
     Args:
-        loop: where the timers run.
+        loop: the event loop.
         gpus: the GPU figures of this node.
         ray_temp_dir: Ray's temporary directory, whose spilled objects are counted; None without Ray.
         excluded: returns the processes that, with all below them, belong to other payloads.

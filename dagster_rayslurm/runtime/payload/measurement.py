@@ -20,7 +20,7 @@ class UsageMeasurement:
     """Measures the usage of a payload from now on, on this node and on the workers.
 
     Args:
-        loop: where the timers run.
+        loop: the event loop.
         nonce: the payload's nonce.
         context: where the payload runs.
         note: writes a record of the usage so far, so that a job that Slurm kills leaves its figures.

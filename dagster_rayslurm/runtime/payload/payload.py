@@ -35,6 +35,8 @@ may get the signal first."""
 
 
 class _State(IntEnum):
+    """The life of a payload; states are only ever followed by later ones."""
+
     QUEUED = 0
     STARTING = 1
     """The process is being started, or requested from a preload process."""
@@ -48,7 +50,7 @@ class _State(IntEnum):
 
 
 class _Awaited(Enum):
-    """What the `end` waits for once the process has ended, besides its output."""
+    """What the `end` waits for after the process has ended, besides its output."""
 
     USAGE = "usage of the other nodes"
     LEAKS = "leak check"
@@ -59,7 +61,7 @@ class Payload:
     """Runs one payload and writes its record.
 
     Args:
-        loop: where everything happens.
+        loop: the event loop.
         run_dir: the run directory, with the Pipes context in it.
         spec: the payload.
         secret_env: variables for the driver only, which are not recorded.
@@ -111,7 +113,7 @@ class Payload:
 
     @property
     def pid(self) -> Optional[int]:
-        """The payload's process while it runs."""
+        """The payload's process id while the process runs."""
         return self._process.pid if self.ending.exit is None else None
 
     def safely(self, call: Callable[[], None]) -> None:
@@ -153,7 +155,7 @@ class Payload:
         self._process.start(self.spec, self._argv, self._work_dir, env, self._secret_env, self.preload_server)
 
     def process_started(self, error: Optional[Exception]) -> None:
-        """Take the news that the process has started, or cannot be started."""
+        """Handle the start of the process, or the error that prevents it."""
         if error is not None:
             why = spawn_error(error, self._argv[0], self._work_dir)
             return self._finish(End(EndReason.SPAWN, "the command %r cannot be started: %s" % (self._argv[0], why)))
@@ -244,7 +246,7 @@ class Payload:
     # ---- After the process has ended
 
     def process_exited(self, code: int, rusage: Any) -> None:
-        """Take the end of the process; the `end` waits for its output and for what `_Awaited` names."""
+        """Handle the exit of the process; the `end` waits for its output and for the `_Awaited`."""
         assert self._process.pid is not None and self._measurement is not None
         self._state = max(self._state, _State.EXITED)
         self.ending.exit = End(EndReason.EXIT, exit_code=code) if code >= 0 else End(EndReason.EXIT, signal=-code)
@@ -263,7 +265,7 @@ class Payload:
         self._finish_if_complete()
 
     def process_stream_ended(self) -> None:
-        """Take the end of an output stream."""
+        """Handle the end of an output stream."""
         self._finish_if_complete()
 
     def _stop_draining(self) -> None:
@@ -286,7 +288,7 @@ class Payload:
     def _finish_if_complete(self) -> None:
         if self.ending.exit is None or self._process.streams_open:
             return
-        # With a verdict, a signal to the runtime makes no difference any more.
+        # Once the runtime has a reason of its own, a signal to the runtime makes no difference.
         if not self._awaited or (self.ending.forced is not None and self._awaited == {_Awaited.SIGNAL}):
             self._finish(self.ending.forced or self.ending.exit)
 
@@ -322,7 +324,7 @@ class Payload:
         advance()
 
     def _give_up_outputs(self, end: End) -> None:
-        """Write the `end` without the outputs that are still being searched for."""
+        """Stop the search for outputs and write the `end` without them."""
         if self._outputs is not None and not self.ended:
             self.ending.force(end)  # A success would have all its outputs.
             self._outputs.files = []

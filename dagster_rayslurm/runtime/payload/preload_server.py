@@ -208,7 +208,7 @@ class ForkRequest:
     """Has one payload forked: waits for the preload process, sends the request, and receives the answer.
 
     Args:
-        loop: where sockets are watched.
+        loop: the event loop.
         process: the process to fork.
         request: what the forked process becomes, as JSON.
         streams: descriptors of its output and errors.
@@ -319,7 +319,7 @@ class PreloadServer:
     """Forks payloads from preload processes, one for each set of modules.
 
     Args:
-        loop: where everything happens.
+        loop: the event loop.
         directory: a private directory, which is made.
         python: the environment's Python.
     """

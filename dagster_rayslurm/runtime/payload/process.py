@@ -31,7 +31,7 @@ class PayloadProcess:
     """Starts and ends the process, together with all processes that it starts.
 
     Args:
-        loop: where pipes are watched.
+        loop: the event loop.
         run_dir: the run directory, which the environment of all its processes names.
         listener: receives events, perhaps before `start` returns.
     """

@@ -55,7 +55,7 @@ class PayloadRecord:
     """Writes the record of a payload.
 
     Args:
-        loop: where the timers run.
+        loop: the event loop.
         files: the files of the record.
         nonce: the payload's nonce.
         failed: called with the reason if a record cannot be written, because results would be lost.
