@@ -1,21 +1,34 @@
-"""Runtimes as processes of this machine: how they are started and collected."""
+"""Runtimes as child processes of this machine."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shlex
+import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..archive import install_runtime
 from ..environments import Interpreter
 from ..follow import Evidence
+from ..outcome import exit_in_words
 from ..plan import Plan
-from ..runtime.protocol.record import RUNTIME_LOG
+from ..runtime.payload.environment import shared_variables
+from ..runtime.process import processes
+from ..runtime.protocol.record import RUNTIME_LOG, STATUS, tail_file
+from ..runtime.protocol.requests import Operation
 from ..runtime.protocol.spec import RuntimeSpec, to_json
+from ..ssh.local import LocalConnection
 from .run_dir import Layout
+
+_KEEPER_TIMEOUT = 5.0
+"""Seconds in which the keeper ends all processes of a killed runtime."""
 
 
 class LocalPayload:
@@ -30,14 +43,66 @@ class LocalPayload:
         return {}
 
 
+class OwnRuntime(LocalPayload):
+    """A runtime for one payload. It ends when its standard input closes, and so when Dagster does."""
+
+    def __init__(self, layout: Layout, interpreter: Interpreter, run_dir: str, cluster_id: str) -> None:
+        self.cluster_id = cluster_id
+        self._run_dir = Path(run_dir)
+        command = runtime_command(layout, interpreter, "run", run_dir)
+        self._process = start_process(command, run_dir, subprocess.PIPE)
+
+    def poll(self, evidence: Evidence) -> str | None:  # noqa: ARG002
+        code = self._process.poll()
+        return None if code is None else exit_in_words(code)
+
+    def cancel(self, now: bool = False) -> None:
+        self._request(op=Operation.CANCEL, now=now)
+
+    def _request(self, **request: Any) -> None:
+        """Send the runtime a request."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # It has ended, which `poll` reports.
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def kill(self) -> None:
+        if self._process.poll() is not None:
+            return  # A keeper outlives its runtime, whose pid may be another process's by now.
+        # The runtime first: its keeper then ends all that is below. A keeper that cannot do so is killed next.
+        status = LocalConnection().read(str(self._run_dir / STATUS), 0, 65536)
+        with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
+            pid = json.loads(status)["runtime_pid"]
+            below = [process.pid for process in processes.descendants(self._process.pid)]
+            if pid in below or sys.platform != "linux":  # Else the runtime has ended, and the pid is another process's.
+                os.kill(pid, signal.SIGKILL)
+        try:
+            self._process.wait(_KEEPER_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def explain(self, evidence: Evidence) -> None:
+        evidence.runtime_log = tail_file(str(self._run_dir / RUNTIME_LOG))
+
+    def release(self, evidence: Evidence) -> None:  # noqa: ARG002
+        # The runtime still takes its cluster down, and nobody waits for that.
+        reap_later(self._process)
+
+
+def own_runtime_spec(plan: Plan) -> RuntimeSpec:
+    """The start record of a runtime for one payload."""
+    worker_env, components = shared_variables(plan.payload), list(plan.components)
+    return RuntimeSpec(f"local-{plan.payload.nonce}", plan.ray, worker_env=worker_env, components=components)
+
+
 def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directory: str) -> list[str]:
-    """The command that starts a runtime on this machine; `-I` keeps the user's modules out of it."""
+    """The command that starts a runtime; `-I` keeps the user's modules out of it."""
     archive = install_runtime(layout.runtimes)
     return interpreter.start("-I", str(archive), role, directory)
 
 
 def example_command(layout: Layout, interpreter: Interpreter, plan: Plan) -> str:
-    """What would be started for a plan, with words in capitals for what is known only then, and its start records."""
+    """The command and the start records of a plan, for a person to read."""
     run_dir = str(layout.runs / "RUN_DIR")
     command = runtime_command(layout, interpreter, "run", run_dir)
     spec = RuntimeSpec(f"local-{plan.payload.nonce}", plan.ray, components=list(plan.components))
@@ -48,7 +113,7 @@ def example_command(layout: Layout, interpreter: Interpreter, plan: Plan) -> str
 
 
 def start_process(command: list[str], directory: str, stdin: int) -> subprocess.Popen[bytes]:
-    """Start a runtime with its own log, in a session of its own: Ctrl-C in a terminal must reach Dagster alone.
+    """Start a runtime with its log, in a process session of its own: Ctrl-C in a terminal must reach Dagster alone.
 
     Raises:
         OSError: the interpreter cannot be started.
@@ -58,5 +123,5 @@ def start_process(command: list[str], directory: str, stdin: int) -> subprocess.
 
 
 def reap_later(process: subprocess.Popen[bytes]) -> None:
-    """Collect a process whenever it ends, so that a long-lived Dagster process keeps no zombie."""
+    """Wait for a process in a thread, so that a long-lived Dagster process keeps no zombie."""
     threading.Thread(target=process.communicate, name="rayslurm-reaper", daemon=True).start()

@@ -1,4 +1,4 @@
-"""What is removed below the base directory on a cluster, in one command there: only what has a name of our own form."""
+"""Sweep the base directory on a cluster with one shell command; only names of this package's own form are removed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..slurm.submit import JOB_ID
 from ..ssh.base import Connection
 
 _SWEPT = ".swept"
-"""File that is touched by each sweep."""
+"""File that each sweep touches."""
 _DAY = 1440
-"""Minutes after which something that should have had its final name by then is a leftover."""
+"""Minutes after which a temporary name is a leftover."""
 _CLAIM = 15
-"""Minutes after which a sweep that has neither ended nor given up its claim is one that was killed."""
+"""Minutes after which the claim of a sweep is that of a killed process."""
 
-# Names are of harmless characters once they match. What others may be looking for is renamed before it is removed, so
-# that it is never half there; if it was marked as in use meanwhile (see `bundles.delivery`) it gets its name back. No
-# signal comes between: a shell sees to its own only when the part in parentheses, which ignores them, has ended.
+# Names that match have harmless characters only. A directory that others may look for is renamed before it is removed, so
+# that nobody sees half of it; if it was marked as in use meanwhile (see `upload.deliver`), it gets its name back. The part
+# in parentheses ignores signals, and the shell handles its own signals only after that part.
 _SWEEP = """\
 export LC_ALL=C
 age=$2 every=$3 leftover=$4 grave=.rs-$5.gone claim=$6
@@ -119,10 +119,7 @@ for _word, _text in (("@CLEAN@", CLEAN), ("@EXIT@", EXIT), ("@JOB_ID@", JOB_ID),
 
 
 def _swept_lately(connection: Connection, base: str, seconds: float) -> bool:
-    """Whether there is no need to start a command that would find out that there is nothing to do.
-
-    The clock here may differ from the one there: then that command is started in vain, or some time later.
-    """
+    """Whether a sweep would find nothing to do. If the clocks differ, a sweep starts in vain, or later."""
     found = connection.stat(os.path.join(base, _SWEPT))
     return found is not None and abs(time.time() - found.modified) < seconds
 
@@ -130,24 +127,24 @@ def _swept_lately(connection: Connection, base: str, seconds: float) -> bool:
 def sweep_remote(
     connection: Connection, base: str, retention_days: float, *, every_minutes: int = 60, timeout: float = 600.0
 ) -> list[str]:
-    """Remove what nobody touched for a while: run directories, sessions, bundles, runtimes; and leftovers of what was killed.
+    """Remove run directories, sessions, bundles and runtimes not used for a while, and leftovers of killed processes.
 
-    A session stays while its job may be there; its newest directory, which makes the next one's number, for as long as
-    anybody looks for it. A bundle or runtime stays while a run or session names it. Nothing is done if any process on any
-    machine did it lately, or is at it. One that was broken off is followed by the next.
+    A session stays while its job may live; the newest directory of its name, which gives the next one its number, stays as
+    long as anybody looks for it. A bundle or runtime stays while a run or session names it. Only one process sweeps at a
+    time, on any machine.
 
     Args:
-        connection: how to reach the cluster.
+        connection: reaches the cluster.
         base: the base directory there, absolute.
-        retention_days: age at which things go. Leftovers under temporary names go after a day.
+        retention_days: age at which things are removed; leftovers with temporary names are removed after a day.
         every_minutes: least time between two sweeps of one base directory; 0 sweeps at once.
-        timeout: seconds after which it is given up; the next sweep goes on from there.
+        timeout: seconds for this sweep; the next one continues.
 
     Returns:
-        What was removed, relative to the base directory.
+        The removed paths, relative to the base directory.
 
     Raises:
-        OSError: the cluster cannot be reached, the base directory cannot be written, or it took too long.
+        OSError: the cluster cannot be reached, the base directory cannot be written, or the time is over.
     """
     if every_minutes and _swept_lately(connection, base, 60.0 * every_minutes):
         return []

@@ -1,4 +1,4 @@
-"""The run directory: what is written before a runtime starts, and which old ones go."""
+"""Run directories: their files before a runtime starts, and the sweep of old ones on this machine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ..runtime.protocol.spec import RuntimeSpec, to_json
 from ..ssh.base import Connection
 
 WATCH_LOG = ".watch.log"
-"""How the name of a file ends in which a session that could not be ended with its run is complained of."""
+"""Suffix of the log of a process that waits to end a session with its run."""
 
 BOOKMARK = ".followed"
-"""How the name of a file ends that says how far a payload elsewhere was followed."""
+"""Suffix of the file that says how far a remote payload's output was shown."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things are below the base directory, here and on a cluster alike."""
+    """Directories below a base directory, the same on this machine and on a cluster."""
 
     base: Path
 
@@ -60,10 +60,9 @@ class Layout:
 
 
 def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
-    """What stands in the run directory of a payload before its runtime starts.
+    """The files of a run directory before its runtime starts.
 
-    The record's files are made beforehand, too: on NFS a name that was looked for in vain stays missing for up to a
-    minute.
+    The record's files are among them: on NFS, a file that was missing at one look stays missing for up to a minute.
     """
     files = {
         PAYLOAD: to_json(plan.payload),
@@ -77,34 +76,23 @@ def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
 
 
 def write_run_dir(connection: Connection, run_dir: str, files: Mapping[str, bytes]) -> None:
-    """Make a run directory.
-
-    Raises:
-        OSError: something cannot be written.
-    """
+    """Create a run directory with its files; raises OSError if one cannot be written."""
     connection.make_dir(run_dir)
     for name, content in files.items():
         connection.write(os.path.join(run_dir, name), content)
 
 
 def write_runtime_spec(connection: Connection, directory: str, spec: RuntimeSpec) -> None:
-    """Write the runtime's own start record.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a runtime's start record; raises OSError if it cannot be written."""
     connection.make_dir(directory)
     connection.write(os.path.join(directory, RUNTIME), to_json(spec).encode("utf-8"))
 
 
 def sweep_old(layout: Layout, retention_days: float) -> list[Path]:
-    """Remove run directories, outputs and dead sessions of this machine that nobody touched for a while.
+    """Remove run directories, outputs and dead sessions of this machine that were not touched for a while; returns their paths.
 
-    A runtime touches the directories of its payloads every few minutes, and an announced session is left alone. Sessions
-    of a cluster that has the same base directory have numbered directories of their own, see `sweep_remote`.
-
-    Returns:
-        What was removed.
+    A runtime touches the directories of its payloads every few minutes, and an announced session stays. Sessions of a
+    cluster with the same base directory have numbered directories, which `sweep_remote` removes.
     """
     oldest = time.time() - retention_days * 86400
     removed = []
@@ -121,7 +109,7 @@ def sweep_old(layout: Layout, retention_days: float) -> list[Path]:
                 continue
             removed.append(entry)
         except OSError:
-            continue  # Another process sweeps as well, or it is not ours; what cannot be removed keeps nobody from running.
+            continue  # Another process sweeps, too, or the entry is another user's.
     return removed
 
 

@@ -15,8 +15,8 @@ from dagster_pipes import PipesContextData
 from ..backends.base import Plans, Register, RunningPayloads, Step
 from ..backends.batch import CLUSTER, BatchBackend, check_paths, data_dir_of, job_script, runtime_spec
 from ..backends.batch_job import BatchJob
-from ..backends.local import LOCAL_CADENCE, OwnRuntime
-from ..backends.local_process import runtime_command
+from ..backends.local import LOCAL_CADENCE
+from ..backends.local_process import OwnRuntime, runtime_command
 from ..backends.payload_files import deliver, pack, remote_base_errors, required_files
 from ..backends.run_dir import Layout, run_files, write_run_dir, write_runtime_spec
 from ..backends.slurm_job import SlurmJob

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dagster_rayslurm.backends import local as local_backend
-from dagster_rayslurm.backends.local import OwnRuntime
+from dagster_rayslurm.backends import local_process
+from dagster_rayslurm.backends.local_process import OwnRuntime
 from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.backends.sessions import local
 from dagster_rayslurm.environments import Interpreter
@@ -42,7 +42,7 @@ def test_a_runtime_that_has_ended_is_not_ended_again(tmp_path: Path) -> None:
 
 def test_a_runtime_that_has_ended_below_its_keeper_is_not_ended_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper lives on for a moment; only what is below it can be the runtime."""
-    monkeypatch.setattr(local_backend, "_KEEPER_DEADLINE", 0.1)
+    monkeypatch.setattr(local_process, "_KEEPER_TIMEOUT", 0.1)
     innocent = subprocess.Popen(["sleep", "60"])
     keeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:

@@ -255,7 +255,7 @@ class _SessionStart:
                 break
             if deliveries < _DELIVERIES:
                 with remote_base_errors(self._base):
-                    deliver(self._connection, self._base, self._upload, log, afresh=deliveries > 0)
+                    deliver(self._connection, self._base, self._upload, log, recheck=deliveries > 0)
             deliveries += 1
             if deliveries > 1:  # The bundle is there, but its node looked for it too early.
                 time.sleep(pause)
