@@ -1,8 +1,9 @@
-"""Slurm's programs where only a login shell finds them, and what of Dagster's environment a job gets to see."""
+"""Slurm's programs: a login shell finds them, they see no variables that stand for options, and jobs see no secrets."""
 
 import os
 import shlex
 import shutil
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.slurm.commands import SlurmCommands, job_environment, slurm_commands
+from dagster_rayslurm.slurm.commands import CLEAN, SlurmCommands, job_environment, slurm_commands, without_option_variables
 from dagster_rayslurm.ssh.base import ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
-
-pytestmark = pytest.mark.skipif(shutil.which("sbatch") is not None, reason="Slurm is on this machine")
 
 
 @pytest.fixture
 def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with an sbatch that only `.profile` puts on the PATH; the profile counts how often it is read."""
+    if shutil.which("sbatch") is not None:
+        pytest.skip("Slurm is on this machine")
     directory = tmp_path / "slurm's $bin"
     directory.mkdir()
     (directory / "sbatch").write_text('#!/bin/sh\ncat\necho "$0 $* SECRET=$SECRET"\n')
@@ -120,3 +121,60 @@ DROPPED = [
 @given(st.dictionaries(st.sampled_from(DROPPED), st.text()))
 def test_what_a_job_may_see(others: dict[str, str]) -> None:
     assert job_environment({**others, **KEPT}) == KEPT
+
+
+OPTION_VARIABLES = {
+    "SQUEUE_PARTITION": "gpu",
+    "SACCT_FORMAT": "x",
+    "SCANCEL_USER": "root",
+    "SINFO_FORMAT": "x\nSQUEUE_NOT_OPTION_VARIABLES=1",
+    "SRUN_CPUS_PER_TASK": "3",
+    "SLURM_CLUSTERS": "other",
+    "SLURM_JOB_ID": "7",
+    "SBATCH_PARTITION": "gpu",
+    "SBATCH_QOS": "high",
+}
+OTHER_VARIABLES = {"SLURM_CONF": "/etc/slurm/other.conf", "SLURM_JWT": "token", "MY_SLURM_X": "two\nlines", "SLURMLESS": "x"}
+SHELLS = [shell for shell in ("sh", "dash", "bash") if shutil.which(shell)]
+
+
+def left_with(command: list[str]) -> dict[str, str]:
+    """The variables that a command which runs `env -0` is left with."""
+    done = subprocess.run(
+        command,
+        env={"PATH": os.environ["PATH"], **OPTION_VARIABLES, **OTHER_VARIABLES},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not done.stderr
+    found = dict(each.split("=", 1) for each in done.stdout.split("\0") if each)
+    return {
+        name: value
+        for name, value in found.items()
+        if name in {**OPTION_VARIABLES, **OTHER_VARIABLES} or "SLURM" in name or "SQUEUE" in name
+    }
+
+
+def test_variables_that_stand_for_options_are_gone_and_all_else_stays() -> None:
+    assert left_with(without_option_variables(["env", "-0"])) == OTHER_VARIABLES
+    assert left_with(without_option_variables(["env", "SLURM_TIME_FORMAT=%s", "env", "-0"])) == {
+        **OTHER_VARIABLES,
+        "SLURM_TIME_FORMAT": "%s",
+    }
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_some_may_be_kept(shell: str) -> None:
+    script = f'kept_variables="SBATCH_QOS SBATCH_ACCOUNT"\n{CLEAN}exec env -0'
+    assert left_with([shell, "-euc", script]) == {**OTHER_VARIABLES, "SBATCH_QOS": "high"}
+
+
+def test_a_missing_program_is_missing() -> None:
+    assert subprocess.run(without_option_variables(["no-such-program"]), capture_output=True).returncode == 127
+
+
+def test_words_stay_as_they_are() -> None:
+    words = ["a b", "", "$x", "'\"", "*"]
+    done = subprocess.run(without_option_variables(["printf", "%s\\n", *words]), capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:-1] == words
