@@ -25,7 +25,7 @@ JOB_ID = "job_id"
 """Files in the run directory: the batch script, and the id of its job."""
 CREATOR = "creator"
 ABANDONED = "abandoned"
-MANIFEST_FILE = "offer.json"
+MANIFEST = "offer.json"
 CURRENT = "current"
 """Files of a session: the name of the job that created the session, the mark that the creator gave up, the session's manifest,
 and the copy of the newest manifest in the parent directory, which saves others the search."""

@@ -27,7 +27,7 @@ from ...slurm.commands import slurm_commands
 from ...slurm.config import SlurmResource
 from ...slurm.queue import shared_queue
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
-from ...slurm.submit import JOB_SCRIPT, MANIFEST_FILE, ClaimTaken, SubmissionRefused, SubmittedJob, submit
+from ...slurm.submit import JOB_SCRIPT, MANIFEST, ClaimTaken, SubmissionRefused, SubmittedJob, submit
 from ...ssh.base import Connection
 from ...ssh.pool import connection_to
 from .. import reattach
@@ -361,7 +361,7 @@ class _SessionStart:
         files = {
             RUNTIME: to_json(setup.runtime_spec(f"{CLUSTER}{nonce}", created_with, request, self._plan)).encode("utf-8"),
             JOB_SCRIPT: setup.script(request, interpreter, runtime, directory).encode("utf-8", "surrogateescape"),
-            MANIFEST_FILE: manifest_to_json(SessionManifest(number, created_with.capacity(setup.reuse), ask_command)),
+            MANIFEST: manifest_to_json(SessionManifest(number, created_with.capacity(setup.reuse), ask_command)),
             SESSION: b"",
             EXIT: b"",
         }

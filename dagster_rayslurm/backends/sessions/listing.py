@@ -19,7 +19,7 @@ from ...slurm.queue import fetch_queue
 from ...slurm.script import parse_exit
 from ...slurm.snapshot import QueueRow, QueueSnapshot
 from ...slurm.states import TERMINAL, WAITING
-from ...slurm.submit import ABANDONED, CREATOR, JOB_ID, MANIFEST_FILE
+from ...slurm.submit import ABANDONED, CREATOR, JOB_ID, MANIFEST
 from ...ssh.base import Connection
 from .client import Announcement, AnswerLost, Unreachable, parse_announcement, send_request
 from .registry import FOREIGN, parse_manifest
@@ -36,7 +36,7 @@ for each in "$1" "$1/sessions"; do
 done
 cd -- "$1/sessions" 2>/dev/null || exit 0
 find . -mindepth 2 -maxdepth 3 -path "./$2/*" \
-    '(' -type d -o -type f '(' -name {JOB_ID} -o -name {EXIT} -o -name {SESSION} -o -name {CREATOR} -o -name {MANIFEST_FILE} ')' ')' \
+    '(' -type d -o -type f '(' -name {JOB_ID} -o -name {EXIT} -o -name {SESSION} -o -name {CREATOR} -o -name {MANIFEST} ')' ')' \
     -print0 2>/dev/null |
     tar -c --no-recursion --null --ignore-failed-read --files-from=- 2>/dev/null
 exit 0
@@ -114,7 +114,7 @@ def _generation(base: str, key: str, number: int, files: Mapping[str, bytes]) ->
     announcement = parse_announcement(files.get(SESSION, b""))
     if job_id is None and announcement is not None:
         job_id = int(announcement.job_id)
-    manifest = parse_manifest(files.get(MANIFEST_FILE, b""))
+    manifest = parse_manifest(files.get(MANIFEST, b""))
     return Generation(
         key=key,
         number=number,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ...errors import FailureKind, StartError
 from ...runtime.protocol.record import EXIT, SESSION
 from ...runtime.protocol.spec import PROTOCOL_VERSION
-from ...slurm.submit import ABANDONED, CREATOR, CURRENT, JOB_ID, MANIFEST_FILE
+from ...slurm.submit import ABANDONED, CREATOR, CURRENT, JOB_ID, MANIFEST
 from ...ssh.base import Connection, ConnectionFailed
 from ..payload_files import remote_base_errors
 from .client import Announcement, parse_announcement
@@ -199,7 +199,7 @@ class SessionRegistry:
 
     def session(self, number: int) -> LiveSession | None:
         """A generation if it accepts requests; corrects the hint that `current` follows."""
-        manifest = parse_manifest(self._read(str(number), MANIFEST_FILE))
+        manifest = parse_manifest(self._read(str(number), MANIFEST))
         if manifest is None or manifest.generation != number:
             return None
         session = self._live(manifest)
