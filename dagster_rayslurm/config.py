@@ -1,7 +1,7 @@
-"""The configuration pattern that every public class shares: strict keys, `EnvVar` anywhere, one sentence per mistake.
+"""Base classes and validators of all public classes: strict keys, `EnvVar` anywhere, one sentence per mistake.
 
-Dagster builds its schema from the fields; what goes wrong with enums, optional unions, subclasses and unknown keys
-was tried on Dagster 1.13 and is avoided here once.
+Dagster builds its schema from the fields. Its problems with enums, optional unions, subclasses and unknown keys were tried on
+Dagster 1.13 and are avoided here in one place.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SIGNAL = re.compile(r"^(?:(?P<name>[A-Z0-9]+)@)?(?P<seconds>[0-9]+)$")
 
 _RESERVED = ("RAYSLURM_", "DAGSTER_PIPES_")
 
-MOST_BYTES = 2**17 - 1
-"""Bytes of one word or variable of a process (MAX_ARG_STRLEN of Linux, which counts a NUL at the end)."""
+MAX_BYTES = 2**17 - 1
+"""Most bytes of one argument or variable of a process (MAX_ARG_STRLEN of Linux, which counts a final NUL)."""
 
 _ENV_VARS = (dg.EnvVar, type(dg.EnvVar.int("HOME")))
 """`EnvVar` of a string, and the class of `EnvVar.int`, which Dagster does not export."""
@@ -38,7 +38,7 @@ C = TypeVar("C", bound=dg.Config)
 
 
 class ExecutionMode(str, Enum):
-    """How the runtime gets started; the values are what configuration and the environment spell."""
+    """How the runtime is started; the values are those of configuration and environment variables."""
 
     LOCAL = "local"
     """A child process on this machine, with no SSH and no Slurm."""
@@ -66,16 +66,16 @@ class Topology(str, Enum):
 
 
 class StrictModel(BaseModel):
-    """Refuses unknown fields, which Dagster would accept silently, and says what was probably meant."""
+    """Refuses unknown fields, which Dagster would accept silently, and suggests the probable name."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     def __init__(self, **values: Any) -> None:
         """See the class."""
-        # Here, since Dagster takes values apart before any validator sees them.
+        # Not in a validator, because Dagster takes values apart before validators see them.
         for name, value in values.items():
             field = type(self).model_fields.get(name)
-            wrong = None if field is None else _no_object(field, value)
+            wrong = None if field is None else _wrong_object(field, value)
             if wrong:
                 raise ValueError(f"{type(self).__name__}.{name}: {wrong}")
         super().__init__(**values)
@@ -91,8 +91,8 @@ class StrictModel(BaseModel):
         return values
 
 
-def _no_object(field: FieldInfo, value: object) -> str | None:
-    """A sentence for a value that is a class, or anything else, where a field takes one of some objects."""
+def _wrong_object(field: FieldInfo, value: object) -> str | None:
+    """A sentence for a class, or another value, given to a field that takes an object; None for a valid value."""
     if isinstance(value, type):
         return f"{value.__name__} is a class; write {value.__name__}(…)"
     classes = get_args(field.annotation)
@@ -102,7 +102,7 @@ def _no_object(field: FieldInfo, value: object) -> str | None:
 
 
 class StrictConfig(StrictModel, dg.Config):
-    """`dg.Config` for what is part of a resource."""
+    """`dg.Config` for parts of a resource."""
 
 
 class StrictResource(StrictModel, dg.ConfigurableResource):
@@ -112,12 +112,12 @@ class StrictResource(StrictModel, dg.ConfigurableResource):
 
 
 def is_env_var(value: Any) -> bool:
-    """Whether a value is an `EnvVar` that nobody resolved yet (`EnvVar.int` is an int that is 0)."""
+    """Whether a value is an unresolved `EnvVar` (`EnvVar.int` is an int that is 0)."""
     return isinstance(value, _ENV_VARS)
 
 
 def checked(check: Callable[[Any], Any]) -> BeforeValidator:
-    """A before-validator that leaves None and unresolved variables alone; they are checked once they have a value."""
+    """A before-validator that ignores None and unresolved variables, which are checked once they have a value."""
     return BeforeValidator(lambda value: value if value is None or is_env_var(value) else check(value))
 
 
@@ -135,20 +135,19 @@ def choice(*options: str) -> BeforeValidator:
 
 
 def at_least(low: float, unit: str = "") -> BeforeValidator:
-    """A number that is not smaller than `low`."""
-
+    """A validator of numbers that are not smaller than `low`."""
     return checked(lambda value: check_at_least(value, low, unit))
 
 
 def check_at_least(value: Any, low: float, unit: str = "") -> Any:
-    """A number that is not smaller than `low`."""
+    """Check that a number is not smaller than `low`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < float("inf"):
         raise ValueError(f"{value!r} is not a number of at least {low:g}{unit and ' ' + unit}")
     return value
 
 
 def check_text(value: object) -> str:
-    """A string that may stand in a script, a job name or a command: UTF-8 without control characters."""
+    """Check a string for a script, a job name or a command: UTF-8 without control characters."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a string")
     try:
@@ -162,7 +161,7 @@ def check_text(value: object) -> str:
 
 
 def check_time_limit(value: object) -> str:
-    """A time limit in one of the formats of sbatch(1), Slurm 22.05."""
+    """Check a time limit in one of the formats of sbatch(1), Slurm 22.05."""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else check_text(value)
     if not _TIME_LIMIT.match(text):
         raise ValueError(
@@ -174,7 +173,7 @@ def check_time_limit(value: object) -> str:
 
 
 def check_memory(value: object) -> str:
-    """A size as `sbatch --mem` takes it."""
+    """Check a size as `sbatch --mem` takes it."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         raise ValueError(f'{value!r} has no unit; write "{value:g}G" for GiB or "{value:g}M" for MiB')
     if not _MEMORY.match(check_text(value)):
@@ -190,19 +189,19 @@ def mebibytes(size: str) -> float:
 
 
 def time_limit_seconds(text: str) -> float | None:
-    """Seconds of a time limit as sbatch(1) takes it, Slurm 22.05; None for none at all, which 0 stands for as well."""
+    """Seconds of a time limit as sbatch(1) takes it, Slurm 22.05; None for no limit, which 0 means as well."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
     days, dash, rest = text.rpartition("-")
     numbers = [int(number) for number in rest.split(":")]
-    # Minutes come alone, before seconds, or after hours; after days the first number is that of hours.
+    # The first number is hours after days or if there are three numbers, else minutes.
     first = 0 if dash or len(numbers) == 3 else 1
     units = (3600, 60, 1)[first:]
     return float(86400 * int(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))) or None
 
 
 def check_signal(value: object) -> str:
-    """A warning before the time limit: "SECONDS" or "SIGNAL@SECONDS", with the signal's name or number."""
+    """Check a signal before the time limit: "SECONDS" or "SIGNAL@SECONDS", with the signal's name or number."""
     match = _SIGNAL.match(check_text(value))
     if not match:
         raise ValueError(f'{value!r} is not a signal before the time limit; write SECONDS or SIGNAL@SECONDS ("USR1@300")')
@@ -218,14 +217,14 @@ def check_signal(value: object) -> str:
 
 
 def check_identifier(value: object) -> str:
-    """A name that can be part of a path, a label and a resource of Ray."""
+    """Check a name that is part of paths, and of labels and resources of Ray."""
     if not re.match(r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$", check_text(value)):
         raise ValueError(f"{value!r} is not a name: use up to 63 letters, digits, '-', '_' and '.'")
     return str(value)
 
 
 def check_sbatch_options(value: object) -> list[str]:
-    """Long options as sbatch spells them."""
+    """Check a list of long options of sbatch."""
     if isinstance(value, str) or not isinstance(value, (list, tuple)):
         raise ValueError('write a list of options, such as ["--licenses=matlab:1"]')
     for option in value:
@@ -235,7 +234,7 @@ def check_sbatch_options(value: object) -> list[str]:
 
 
 def check_line(value: str, what: str) -> str:
-    """A string that may stand in a line of a script; the message says whose it is, and does not quote what may be a secret.
+    """Check a string for one line of a script. The message names the field but not the value, which may be a secret.
 
     Raises:
         ValueError: it contains a control character.
@@ -253,7 +252,7 @@ identifier = checked(check_identifier)
 
 
 def has_variables(value: Any) -> bool:
-    """Whether an `EnvVar` that nobody resolved yet is in a value, a config object or a resource."""
+    """Whether a value, a config object or a resource contains an unresolved `EnvVar`."""
     if isinstance(value, dg.Config):
         return any(has_variables(getattr(value, name)) for name in type(value).model_fields)
     if isinstance(value, dict):
@@ -263,23 +262,22 @@ def has_variables(value: Any) -> bool:
     return is_env_var(value)
 
 
-def resolve_variables(config: C, what: str, but: Collection[str] = ()) -> C:
-    """A copy of a config in which every `EnvVar` has its value, and in which the same fields are set.
+def resolve_variables(config: C, where: str, skip: Collection[str] = ()) -> C:
+    """A copy of a config with the value of every `EnvVar`; the same fields are set.
 
-    Dagster resolves variables in resources and run config; a config object that is handed to `run()` never passes
-    there.
+    Dagster resolves variables in resources and run config, but not in config objects that are arguments of `run()`.
 
     Args:
         config: any config object.
-        what: its name in the error message.
-        but: fields that stay as they are.
+        where: its name in error messages.
+        skip: fields that stay unresolved.
 
     Raises:
         ValueError: a variable is not set.
     """
     names = [name for name in type(config).model_fields if name in config.model_fields_set]
     values = {name: getattr(config, name) for name in names}
-    values.update({name: _resolve(value, f"{what}.{name}") for name, value in values.items() if name not in but})
+    values.update({name: _resolve(value, f"{where}.{name}") for name, value in values.items() if name not in skip})
     return type(config)(**values)
 
 
@@ -303,24 +301,24 @@ def _resolve(value: Any, where: str) -> Any:
 
 
 def check_length(text: str, what: str) -> None:
-    """Whether Linux passes a word of a command, or a variable with its name, to a process.
+    """Check that Linux can pass an argument, or a variable with its name, to a process.
 
     Raises:
         ValueError: it is too long.
     """
     size = len(text.encode("utf-8", "surrogateescape"))
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise ValueError(
-            f"{what} has {size:,} bytes, and Linux passes at most {MOST_BYTES:,} at once to a process; write them into a file "
+            f"{what} has {size:,} bytes, and Linux passes at most {MAX_BYTES:,} at once to a process; write them into a file "
             "and name it in extra_files"
         )
 
 
 def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[str, str]:
-    """Environment variables as the payload gets them.
+    """The environment variables of a payload, every `EnvVar` resolved.
 
     Raises:
-        ValueError: a name is invalid or reserved, a value is no string that a process can have, or an `EnvVar` is not set.
+        ValueError: a name is invalid or reserved, a value is not a string that a process can have, or an `EnvVar` is not set.
     """
     checked_variables = {}
     for name, value in (variables or {}).items():
@@ -342,7 +340,7 @@ def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[st
 class SessionConfig(StrictConfig):
     """A warm allocation (in local mode: a warm Ray cluster) that assets, processes and runs share.
 
-    Its job is never requeued, whatever the queue says: what was accepted before would run twice.
+    Its job is never requeued, even with `requeue=True`: payloads that it had accepted would run twice.
     """
 
     name: Annotated[Optional[str], identifier] = Field(

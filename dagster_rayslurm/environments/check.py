@@ -1,4 +1,4 @@
-"""The environment on the cluster, looked at before anything is submitted: a queue is a bad place to learn that Ray is missing."""
+"""Check an environment on the cluster before submission, so that a missing Ray is not found after hours in the queue."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ..ssh.local import LocalConnection
 from .config import ACTIVATE, PYTHONS, Environment, Interpreter, path_on_cluster
 
 _TIMEOUT = 120.0
-"""Seconds for an `activate.sh` and a Python to start."""
-_TRUSTED_MINUTES = 24 * 60
-"""Age at which an answer that is kept on the cluster counts no more: what an `activate.sh` loads has no fingerprint."""
-_TRUSTED_SECONDS = 300.0
-"""The same for one that this process keeps."""
+"""Seconds for `activate.sh` and Python to start."""
+_CACHE_MINUTES = 24 * 60
+"""Maximum age of an answer cached on the cluster: modules that an `activate.sh` loads are not in its fingerprint."""
+_CACHE_SECONDS = 300.0
+"""Maximum age of an answer cached in this process."""
 
-# The file of an answer: a fingerprint, the answer, and the paths whose state makes the fingerprint. Its name is a
-# temporary one until it is complete. The probe writes to a descriptor of its own, since start-up scripts print.
-_LOOK = """\
+# A cache file holds a fingerprint, the answer, and the paths whose state is fingerprinted. It has a temporary name until it
+# is complete. The probe writes to a descriptor of its own, because start-up scripts print to stdout.
+_CHECK = """\
 prefix=$1 python=$2 directory=$3 kept=$3/$4 work=$3/.rs-$5 age=$6 probe=$7 activate_text=$8
 shift 8
 cd / || exit
@@ -81,13 +81,13 @@ esac
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an environment.
+    """The answer of the probe.
 
     Attributes:
-        interpreter: how its Python is started.
-        python: the version of that.
-        ray: its Ray; "" if it has one that does not say its version, None if it has none.
-        pipes: the same of Dagster Pipes.
+        interpreter: starts its Python.
+        python: the version of Python.
+        ray: the version of Ray; "" if unknown, None without Ray.
+        pipes: the version of Dagster Pipes, in the same way.
     """
 
     interpreter: Interpreter
@@ -97,42 +97,41 @@ class Facts:
 
 
 _known: weakref.WeakKeyDictionary[Connection, dict[str, tuple[float, Facts]]] = weakref.WeakKeyDictionary()
+"""By connection and path: the answer, and when it was given."""
 
 
 def check_environment_on(
     connection: Connection, environment: Environment, ray: RaySpec | None, needs_pipes: bool, cache_dir: str
 ) -> Interpreter:
-    """See whether an environment on the cluster can run a payload, as its edge node sees it.
+    """Check on the edge node that an environment can run a payload, and return its interpreter.
 
-    An answer is kept on the cluster while neither Python nor the directories it imports from change, for a day at most:
-    then the next look takes one command and no Python. This process keeps it for five minutes. A refusal is never kept.
+    The answer is cached on the cluster for up to a day, while Python and the directories on its import path do not change; the
+    next check then takes one command and does not start Python. This process caches it for five minutes. Refusals are not
+    cached.
 
     Args:
-        connection: how to reach the cluster.
+        connection: the connection to the cluster.
         environment: the environment there.
-        ray: the cluster that is started; None if there is none.
+        ray: the Ray cluster that the payload needs, if any.
         needs_pipes: whether the payload opens Dagster Pipes.
-        cache_dir: directory there for what is kept, absolute.
-
-    Returns:
-        How its Python is started.
+        cache_dir: the absolute directory of the cache there.
 
     Raises:
-        StartError: it cannot be one on the cluster, is not there, does not start, or lacks something.
-        OSError: the cluster cannot be reached, or the answer cannot be kept.
+        StartError: the environment does not exist, does not start, lacks a package, or cannot be on the cluster.
+        OSError: the cluster cannot be reached, or the cache cannot be written.
     """
     try:
         path = expand_home(connection, path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection)))
     except ValueError as error:
         raise StartError(FailureKind.CONFIGURATION, str(error)) from None
     at, known = _known.get(connection, {}).get(path, (0.0, None))
-    if known is not None and time.monotonic() - at < _TRUSTED_SECONDS and refusal(known, path, ray, needs_pipes) is None:
+    if known is not None and time.monotonic() - at < _CACHE_SECONDS and refusal(known, path, ray, needs_pipes) is None:
         return known.interpreter
     is_python = environment.kind == "inherited"
-    facts, kept = _ask(connection, path, is_python, cache_dir, _TRUSTED_MINUTES)
+    facts, cached = _probe_environment(connection, path, is_python, cache_dir, _CACHE_MINUTES)
     problem = refusal(facts, path, ray, needs_pipes)
-    if problem is not None and kept:
-        facts, _ = _ask(connection, path, is_python, cache_dir, 0)
+    if problem is not None and cached:
+        facts, _ = _probe_environment(connection, path, is_python, cache_dir, 0)
         problem = refusal(facts, path, ray, needs_pipes)
     if problem is not None:
         raise _failed(problem, connection)
@@ -141,14 +140,7 @@ def check_environment_on(
 
 
 def refusal(facts: Facts, path: str, ray: RaySpec | None, needs_pipes: bool) -> str | None:
-    """Why an environment cannot run a payload, and what to do; None if it can.
-
-    Args:
-        facts: what is known of it.
-        path: where it is.
-        ray: the cluster that is started; None if there is none.
-        needs_pipes: whether the payload opens Dagster Pipes.
-    """
+    """The reason why an environment cannot run a payload, and what to do; None if it can."""
     python = facts.interpreter.python
     if facts.python < (3, 8):
         version = ".".join(map(str, facts.python))
@@ -175,32 +167,32 @@ def refusal(facts: Facts, path: str, ray: RaySpec | None, needs_pipes: bool) -> 
     return None
 
 
-def _ask(connection: Connection, path: str, is_python: bool, cache_dir: str, age: int) -> tuple[Facts, bool]:
-    """What is known of an environment, and whether it was known before; nothing older than `age` minutes counts.
+def _probe_environment(connection: Connection, path: str, is_python: bool, cache_dir: str, age: int) -> tuple[Facts, bool]:
+    """Ask the cluster for the facts, and whether they are from the cache; older entries than `age` minutes do not count.
 
     Raises:
-        StartError: it is not there, or does not start.
-        OSError: the cluster cannot be reached, or the answer cannot be kept.
+        StartError: the environment does not exist, or does not start.
+        OSError: the cluster cannot be reached, or the cache cannot be written.
     """
     prefix, python = ("", path) if is_python else (path, "")
     probe = _probe()
-    key = hashlib.sha256("\0".join([path, _LOOK, probe]).encode("utf-8", "surrogateescape")).hexdigest()[:32]
-    command = ["sh", "-c", _LOOK, "sh", prefix, python, cache_dir, key, secrets.token_hex(8), str(age), probe, ACTIVATE, *PYTHONS]
+    key = hashlib.sha256("\0".join([path, _CHECK, probe]).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    arguments = [prefix, python, cache_dir, key, secrets.token_hex(8), str(age), probe, ACTIVATE, *PYTHONS]
     try:
-        # With the environment that jobs get: a PYTHONPATH of Dagster's own is none of theirs.
-        done = slurm_commands(connection).run(command, timeout=_TIMEOUT)
+        # In the environment that jobs get: Dagster's own PYTHONPATH must not count.
+        done = slurm_commands(connection).run(["sh", "-c", _CHECK, "sh", *arguments], timeout=_TIMEOUT)
     except TimeoutError:
         raise _failed(f"{path}/activate.sh or its Python does not come to an end within {_TIMEOUT:g} s", connection) from None
-    said = done.stderr.decode("utf-8", "replace")[-1000:].strip()
+    error = done.stderr.decode("utf-8", "replace")[-1000:].strip()
     first, how, answer = (*done.stdout.decode("utf-8", "surrogateescape").split("\n"), "", "")[:3]
     if first in _NOT_FOUND:
         raise _failed(_NOT_FOUND[first].format(path=path), connection)
     how, _, code = how.partition(" ")
     if how in _NOT_STARTED:
         sentence = _NOT_STARTED[how].format(path=path, code=code)
-        raise _failed(f"{sentence}: {said}" if said else sentence, connection)
+        raise _failed(f"{sentence}: {error}" if error else sentence, connection)
     if how not in ("kept", "asked"):
-        raise OSError(f"{connection.place}: {cache_dir} cannot be used: {said or f'exit code {done.returncode}'}")
+        raise OSError(f"{connection.place}: {cache_dir} cannot be used: {error or f'exit code {done.returncode}'}")
     return _parse(first, answer, path, is_python), how == "kept"
 
 
@@ -224,10 +216,10 @@ def _failed(sentence: str, connection: Connection) -> StartError:
 
 def _parse(found: str, answer: str, path: str, is_python: bool) -> Facts:
     _, name, activate = found.split(" ", 2)
-    told = json.loads(answer)
+    versions = json.loads(answer)
     python = path if is_python else "python3" if name == "-" else posixpath.join(path, name)
     interpreter = Interpreter(python, activate or None)
-    return Facts(interpreter, tuple(told["python"]), told.get("ray"), told.get("pipes"))
+    return Facts(interpreter, tuple(versions["python"]), versions.get("ray"), versions.get("pipes"))
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,6 @@
-"""What a Python says of its environment without importing Ray; the text of this file is what it is given with `-c`.
+"""Report the versions of Python, Ray and Dagster Pipes in an environment, without importing them.
 
-It runs in any Python, so that one that is too old can say so.
+The text of this file is passed to Python with `-c`. Any Python can run it, so that one that is too old can say so.
 """
 
 import json
@@ -9,11 +9,11 @@ import sys
 
 
 def version(module, distribution):  # type: (str, str) -> object
-    """The version of what can be imported: "" if it does not say, None if it is not there."""
+    """The version of a module that can be imported: "" if unknown, None if it does not exist."""
     from importlib import metadata, util
 
     spec = util.find_spec(module)
-    if spec is None or spec.origin is None:  # Nothing, or a directory that has nothing but the name.
+    if spec is None or spec.origin is None:  # Not found, or only a directory with that name.
         return None
     try:
         return metadata.version(distribution)
@@ -22,9 +22,9 @@ def version(module, distribution):  # type: (str, str) -> object
 
 
 def main():  # type: () -> None
-    """Write the answer to descriptor 3, and after it the paths whose change makes it void, each on a line."""
+    """Write the versions to descriptor 3, then one per line the paths whose change invalidates them."""
     if sys.path[:1] == [""]:
-        del sys.path[0]  # The current directory, which is not the environment's.
+        del sys.path[0]  # The current directory is not part of the environment.
     facts = {"python": list(sys.version_info[:3])}  # type: dict[str, object]
     paths = []
     if sys.version_info >= (3, 8):
