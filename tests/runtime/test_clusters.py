@@ -1,4 +1,4 @@
-"""Clusters that payloads share, and clusters of their own, on two nodes that are this machine."""
+"""Warm and fresh Ray clusters on two nodes, both of which are this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.protocol.record import RUNTIME
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
 
-from .test_sharing import NAP, Runtime
+from .test_supervisor import NAP, Runtime
 
 pytestmark = pytest.mark.ray
 
@@ -181,7 +181,7 @@ look()
     assert pair.end("one")["exit_code"] == 0 and pair.end("two")["exit_code"] == 0
 
 
-def test_a_node_that_a_payloads_own_cluster_loses_is_no_loss(runtime: Runtime) -> None:
+def test_a_session_goes_on_when_a_fresh_cluster_loses_a_node(runtime: Runtime) -> None:
     """The next cluster may have it again."""
     runtime.add("one", NAP % 0.5, uses_ray=True, ray=SMALL)
     said = runtime.run("""
@@ -199,7 +199,7 @@ def test_a_node_that_a_payloads_own_cluster_loses_is_no_loss(runtime: Runtime) -
     assert said == {"closing": None} and runtime.end("one")["exit_code"] == 0
 
 
-def test_what_dies_slowly_is_cleared_away_all_the_same(tmp_path: Path) -> None:
+def test_cluster_directories_are_removed_once_the_processes_are_gone(tmp_path: Path) -> None:
     from dagster_rayslurm.runtime.ray import cluster_dir
 
     due: list[tuple[float, Any]] = []
@@ -224,7 +224,7 @@ def test_what_dies_slowly_is_cleared_away_all_the_same(tmp_path: Path) -> None:
         private.remove()
 
 
-def test_a_node_that_does_not_come_back_drains_a_session_without_a_cluster(nodes: Any) -> None:
+def test_a_lost_node_drains_a_session_without_a_cluster(nodes: Any) -> None:
     pair = nodes()
     pair.add("one", NAP % 4)
     pair.add("two", NAP % 0.1)
@@ -248,7 +248,7 @@ look()
     scratch.sweep()  # Nobody else tidies up after a node that was killed.
 
 
-def test_the_heads_end_is_the_sessions(nodes: Any) -> None:
+def test_the_loss_of_the_head_ends_the_session(nodes: Any) -> None:
     pair = nodes(ray=SMALL)
     pair.add_ray("one", "\nimport time; time.sleep(60)")
     pair.add("two", NAP % 0.1, uses_ray=True)
@@ -326,7 +326,7 @@ ray.util.remove_placement_group(get_placement_group("shelf"))
 """
 
 
-def test_what_is_left_in_a_warm_cluster_is_told(runtime: Runtime) -> None:
+def test_leaks_in_a_warm_cluster_are_reported(runtime: Runtime) -> None:
     """At the payload's end, of its own jobs; and of all, once nothing runs."""
     for name, code in (("one", LEAVE), ("two", GROUP), ("three", "")):
         runtime.add(name, "import ray; ray.init(log_to_driver=False, namespace='mine')" + code, uses_ray=True)
@@ -387,7 +387,7 @@ subprocess.run([*ray, "job", "submit", "--submission-id", "mine", "--no-wait", "
 """
 
 
-def test_a_job_that_outlives_its_payload_is_told(runtime: Runtime) -> None:
+def test_a_submitted_job_that_outlives_its_payload_is_reported(runtime: Runtime) -> None:
     runtime.add("before", "pass", uses_ray=True)
     runtime.add("one", SUBMIT, uses_ray=True)
     runtime.run("""

@@ -30,7 +30,7 @@ from dagster_rayslurm.runtime.ray.start_arguments import start_arguments, symmet
 from dagster_rayslurm.runtime.supervisor.admission import Claim, capacities_of, claims_of, misfit, room_for
 
 from ..conftest import wait_until
-from .test_sharing import Runtime
+from .test_supervisor import Runtime
 
 TASK = {
     "SLURM_JOB_ID": "17",

@@ -12,7 +12,7 @@ from dagster_rayslurm.runtime.node.resources import NodeResources
 from dagster_rayslurm.runtime.payload import own_ray
 from dagster_rayslurm.runtime.ray.start_arguments import granted_defaults
 
-from .test_sharing import Runtime
+from .test_supervisor import Runtime
 
 GIB = 2**30
 HERE = NodeResources("c1", num_cpus=4, num_gpus=0, memory=64 * GIB, memory_limit=8 * GIB)

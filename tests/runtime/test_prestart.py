@@ -1,4 +1,4 @@
-"""Workers that wait for the next payload: told from others by their logs, and kept ready by a warm cluster of real Ray."""
+"""Idle Ray workers: recognized by their logs, and kept ready by a warm cluster of real Ray."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_a_worker_waits_until_its_log_tells_of_a_job(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
+def test_a_worker_is_idle_until_its_log_names_a_job(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
     assert prestart.idle_workers(str(tmp_path / "none")) == set()
     log = tmp_path / f"worker-ab12-ffffffff-{worker.pid}.out"
     log.touch()
@@ -82,7 +82,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
     return serve
 
 
-def test_each_time_only_those_that_miss_are_asked_for(served: Any, tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
+def test_only_missing_workers_are_started(served: Any, tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
     raylet, writer = served(3)
     (tmp_path / f"worker-ab12-ffffffff-{worker.pid}.out").touch()
     os.write(writer, b"\n")
@@ -94,7 +94,7 @@ def test_each_time_only_those_that_miss_are_asked_for(served: Any, tmp_path: Pat
     assert os.environ.pop(internals.PRESTART_AT_FIRST_DRIVER) == "0"
 
 
-def test_on_a_large_node_a_few_wait_and_ray_starts_its_own_besides(served: Any) -> None:
+def test_on_a_large_node_few_workers_are_idle_and_ray_starts_its_own_as_well(served: Any) -> None:
     raylet, writer = served(64)
     os.write(writer, b"\n")
     assert wait_until(lambda: raylet.asked == [prestart.MOST], 5)
@@ -111,13 +111,13 @@ def gone(writer: int) -> bool:
     return False
 
 
-def test_nobody_asks_again_where_nothing_can_be_counted(served: Any) -> None:
+def test_no_more_workers_are_started_if_they_cannot_be_counted(served: Any) -> None:
     raylet, writer = served(2, heeds=False)
     assert wait_until(lambda: gone(writer), 5) and raylet.asked == [2]
     os.close(writer)
 
 
-def test_errors_are_no_failure(served: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_ray_only_disables_idle_workers(served: Any, capfd: pytest.CaptureFixture[str]) -> None:
     def connect(_: str) -> None:
         raise RuntimeError("no such node")
 
@@ -140,7 +140,7 @@ def test_without_cpus_or_grpc_nothing_is_done(served: Any, monkeypatch: pytest.M
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_the_first_task_finds_a_worker_that_waits(base: Path, scratch_base: Path, script: Any) -> None:
+def test_the_first_task_finds_an_idle_worker(base: Path, scratch_base: Path, script: Any) -> None:
     compute = ComputeResource(
         local_base=str(base),
         enable_cluster_reuse=True,

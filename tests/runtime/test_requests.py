@@ -1,4 +1,4 @@
-"""A session of an allocation by itself, without Slurm around it: who may ask it, for what, and what it says of itself."""
+"""The request server of a session in an allocation, without Slurm."""
 
 import json
 import os
@@ -149,7 +149,7 @@ def test_what_another_session_has_accepted_is_not_run_again(session: Callable[..
     assert one.run("a", "pass")["error"] == "duplicate"
 
 
-def test_many_ask_at_once(session: Callable[..., Session], tmp_path: Path) -> None:
+def test_concurrent_requests_run_each_payload_once(session: Callable[..., Session], tmp_path: Path) -> None:
     one, marks = session(max_concurrent_payloads=4), tmp_path / "marks"
     code = f"open({str(marks)!r}, 'a').write('x')"
     answers: list[dict[str, Any]] = []
@@ -164,7 +164,7 @@ def test_many_ask_at_once(session: Callable[..., Session], tmp_path: Path) -> No
     assert marks.read_text() == "x" * 10
 
 
-def test_who_does_not_know_the_key_asks_nothing(session: Callable[..., Session]) -> None:
+def test_a_client_without_the_key_gets_no_answer(session: Callable[..., Session]) -> None:
     one = session()
     with socket.create_connection(("localhost", one.port())) as sock, pytest.raises(NotConnected):
         call(sock, "cd" * 32, {"op": "stop"}, handshake_timeout=2.0)
@@ -174,7 +174,7 @@ def test_who_does_not_know_the_key_asks_nothing(session: Callable[..., Session])
     assert one.ask(op="describe")["ok"] is True
 
 
-def test_who_does_not_know_the_key_cannot_pretend_to_be_the_session() -> None:
+def test_a_server_without_the_key_gets_no_request() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def pretend() -> None:
@@ -205,7 +205,7 @@ def test_an_answer_that_does_not_come(session: Callable[..., Session]) -> None:
         call(sock, REQUESTS_KEY, {"op": "describe"}, before_send=lambda: setattr(sock, "cut", True))
 
 
-def test_what_is_missing_is_named(session: Callable[..., Session], tmp_path: Path) -> None:
+def test_missing_files_are_named(session: Callable[..., Session], tmp_path: Path) -> None:
     one = session()
     there, gone = tmp_path / "there", str(tmp_path / "bundles" / "gone")
     there.mkdir()
@@ -232,7 +232,7 @@ def test_files_stay_within_the_run_directory(session: Callable[..., Session], tm
     assert not (tmp_path / "escaped").exists()
 
 
-def test_a_file_cancels_one_payload_alone(session: Callable[..., Session]) -> None:
+def test_a_cancel_request_file_cancels_only_its_payload(session: Callable[..., Session]) -> None:
     one = session(max_concurrent_payloads=2)
     for name in "ab":
         assert one.run(name, f"import time; time.sleep({20 if name == 'a' else 3})")["ok"]
@@ -258,7 +258,7 @@ def test_an_idle_session_ends(session: Callable[..., Session]) -> None:
         one.ask(op="describe")
 
 
-def test_a_session_takes_nothing_that_comes_too_late(session: Callable[..., Session]) -> None:
+def test_a_session_refuses_payloads_close_to_its_time_limit(session: Callable[..., Session]) -> None:
     one = session(left=50, drain_margin=60.0)
     assert wait_until(lambda: one.ask(op="describe")["time_left"] is not None, 10)
     # A limit that is shorter than the margin itself is no reason to serve nobody.
@@ -277,7 +277,7 @@ def test_the_time_limit_ends_a_payload_with_that_reason(session: Callable[..., S
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"null", b'{"port": 1}'])
-def test_a_damaged_announcement_heals(session: Callable[..., Session], damage: bytes) -> None:
+def test_a_damaged_announcement_is_rewritten(session: Callable[..., Session], damage: bytes) -> None:
     one = session()
     before = one.announced()
     one.file.write_bytes(damage)
@@ -287,7 +287,7 @@ def test_a_damaged_announcement_heals(session: Callable[..., Session], damage: b
     assert wait_until(lambda: one.announced() == before, 10)
 
 
-def test_a_session_that_nobody_can_find_ends_when_its_payloads_have(session: Callable[..., Session], tmp_path: Path) -> None:
+def test_a_session_whose_directory_is_gone_drains(session: Callable[..., Session], tmp_path: Path) -> None:
     one = session()
     one.run("a", "import time; time.sleep(2)")
     one.directory.rename(tmp_path / "away")
@@ -295,14 +295,14 @@ def test_a_session_that_nobody_can_find_ends_when_its_payloads_have(session: Cal
     assert one.process.wait(20) == 0 and not one.directory.exists()
 
 
-def test_a_session_gives_way_to_another_in_its_place(session: Callable[..., Session]) -> None:
+def test_a_session_drains_when_another_one_announces_itself_in_its_directory(session: Callable[..., Session]) -> None:
     one = session()
     other = {**json.loads(one.file.read_text()), "cluster_id": "slurm-2"}
     one.file.write_text(json.dumps(other))
     assert one.process.wait(20) == 0 and json.loads(one.file.read_text()) == other
 
 
-def test_a_killed_payload_is_no_end_of_the_session(session: Callable[..., Session]) -> None:
+def test_a_session_survives_a_killed_payload(session: Callable[..., Session]) -> None:
     one = session()
     one.run("a", "import os; os.kill(os.getpid(), 9)")
     assert one.end_of("a")["signal"] == signal.SIGKILL
@@ -318,7 +318,7 @@ def test_secrets_reach_the_payload_and_leave_the_disk(session: Callable[..., Ses
     assert one.end_of("a")["exit_code"] == 0 and not (one.run_dir("a") / SECRETS).exists()
 
 
-def test_an_idle_session_gives_way_and_no_other(session: Callable[..., Session]) -> None:
+def test_only_an_idle_session_yields(session: Callable[..., Session]) -> None:
     """One that nobody has used yet, whose maker is about to ask, one with a payload, and one that has just had one go on."""
     one = session(yield_when_idle=True)
     assert one.ask(op="yield")["error"] == "busy"
@@ -336,7 +336,7 @@ def test_an_idle_session_gives_way_and_no_other(session: Callable[..., Session])
     assert announced is not None and "another job of its user waits for its nodes" in str(announced.closing)
 
 
-def test_a_session_that_does_not_give_way(session: Callable[..., Session]) -> None:
+def test_a_session_may_be_configured_not_to_yield(session: Callable[..., Session]) -> None:
     one = session()
     one.run("a", "pass")
     one.end_of("a")
@@ -451,7 +451,7 @@ def test_announcements_of_other_kinds_are_none() -> None:
         assert parse_announcement(data) is None
 
 
-def test_nobody_is_left(session: Callable[..., Session]) -> None:
+def test_a_session_leaves_no_process(session: Callable[..., Session]) -> None:
     one = session()
     one.run("a", "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(97.25)'])")
     one.end_of("a")
@@ -468,7 +468,7 @@ def exit_code_of(one: Session) -> int:
     return one.process.wait(25)
 
 
-def test_workers_do_not_take_the_door_for_requests_for_theirs(session: Callable[..., Session]) -> None:
+def test_a_worker_cannot_connect_to_the_request_server(session: Callable[..., Session]) -> None:
     one = session()
     with socket.create_connection(("localhost", one.port())) as sock, pytest.raises(NotConnected):
         call(sock, KEY, {"op": "describe"}, handshake_timeout=2.0)
@@ -477,7 +477,7 @@ def test_workers_do_not_take_the_door_for_requests_for_theirs(session: Callable[
 
 
 @pytest.mark.parametrize("fields", [{"asked_cpus": 4096}, {"ray": RaySpec(num_cpus=4096)}])
-def test_a_session_that_serves_nobody_says_why(session: Callable[..., Session], fields: dict[str, Any]) -> None:
+def test_a_session_that_cannot_serve_announces_why(session: Callable[..., Session], fields: dict[str, Any]) -> None:
     one = session(**fields)
     answer = one.run("a", "pass")
     assert answer["error"] == "closing" and "4096" in answer["message"]
@@ -486,7 +486,7 @@ def test_a_session_that_serves_nobody_says_why(session: Callable[..., Session], 
     assert said["served"] == 0 and said["closing"] == answer["message"] and said["closing"] in one.log.read_text()
 
 
-def test_a_session_that_has_served_says_so(session: Callable[..., Session]) -> None:
+def test_a_session_announces_how_many_payloads_it_served(session: Callable[..., Session]) -> None:
     one = session(idle_timeout=1.0)
     one.run("a", "pass")
     assert exit_code_of(one) == 0
@@ -521,7 +521,7 @@ WRONG_FIELDS: list[dict[str, Any]] = [
 ]
 
 
-def test_no_request_ends_the_session(session: Callable[..., Session], tmp_path: Path) -> None:
+def test_malformed_requests_do_not_end_the_session(session: Callable[..., Session], tmp_path: Path) -> None:
     one = session()
     good: dict[str, Any] = {"op": "run", "request_id": "a", "run_dir": str(tmp_path / "runs" / "a"), "files": {}, "needs": []}
     wrong: list[dict[str, Any]] = [
@@ -556,7 +556,7 @@ def test_no_request_ends_the_session(session: Callable[..., Session], tmp_path: 
 
 
 @pytest.mark.parametrize("text", ["[]", "5", "null", '{"op": []}', NESTED])
-def test_what_a_payload_writes_into_its_file_ends_no_session(session: Callable[..., Session], text: str) -> None:
+def test_a_malformed_cancel_request_file_does_not_end_the_session(session: Callable[..., Session], text: str) -> None:
     one = session()
     code = f"import time; open({str(one.run_dir('a') / CANCEL)!r}, 'w').write({text[:10]!r}); time.sleep(1.5)"
     one.run("a", code if text != NESTED else "import time; time.sleep(1.5)")
@@ -581,7 +581,7 @@ def test_a_request_that_was_refused_may_be_repeated(session: Callable[..., Sessi
     assert one.run("a", "import os; os._exit(int(os.environ['A']))")["ok"] and one.end_of("a")["exit_code"] == 1
 
 
-def test_nothing_runs_without_its_secrets(session: Callable[..., Session]) -> None:
+def test_a_payload_does_not_run_without_its_secrets(session: Callable[..., Session]) -> None:
     one = session()
     spec = to_json(PayloadSpec(argv=["python", "-c", "import os, sys; sys.exit(int(os.environ['A']))"], nonce="a"))
     run_dir = one.run_dir("a")

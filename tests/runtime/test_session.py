@@ -1,4 +1,4 @@
-"""A session's runtime by itself, without Ray: requests, queue, faults of one payload that must not touch another."""
+"""The local session server, without Ray: requests, queue, and faults that affect only their own payload."""
 
 import json
 import os
@@ -101,7 +101,7 @@ def test_a_request_is_accepted_once_and_a_record_written_once(session: Callable[
     assert len([record for record in records(run_dir) if record["type"] == "start"]) == 1
 
 
-def test_payloads_queue_in_order_and_are_told_their_place(session: Callable[..., Session], tmp_path: Path) -> None:
+def test_payloads_queue_in_order_and_show_their_place(session: Callable[..., Session], tmp_path: Path) -> None:
     one = session()
     code = f"open({str(tmp_path / 'order')!r}, 'a').write(%r + ' '); import time; time.sleep(0.4)"
     asked = [one.ask(one.run_dir(name, code % name))[0] for name in "abc"]
@@ -121,7 +121,7 @@ def test_a_payload_can_be_cancelled_in_the_queue(session: Callable[..., Session]
     assert wait_until(first.at_end, 10) and one.process.poll() is None
 
 
-def test_the_requesters_environment_is_the_payloads(session: Callable[..., Session], tmp_path: Path) -> None:
+def test_a_payload_gets_the_environment_of_its_client(session: Callable[..., Session], tmp_path: Path) -> None:
     one = session()
     run_dir = one.run_dir("a", f"import os; open({str(tmp_path / 'who')!r}, 'w').write(os.environ['WHO'])")
     client, _ = one.ask(run_dir, environ={**os.environ, "WHO": "second"})
@@ -146,7 +146,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
-def test_one_payloads_full_disk_is_its_own_affair(session: Callable[..., Session], full_disk: Path) -> None:
+def test_a_full_disk_affects_only_its_payload(session: Callable[..., Session], full_disk: Path) -> None:
     """Full before the record can be made, while queued, and while running; the others never notice."""
     one = session()
     running, _ = one.ask(one.run_dir("a", "import time; time.sleep(2)"))
@@ -167,7 +167,7 @@ def test_one_payloads_full_disk_is_its_own_affair(session: Callable[..., Session
     os.unlink(full_disk / "filler")
 
 
-def test_a_payload_that_cannot_be_laid_out_gives_its_place_back(session: Callable[..., Session]) -> None:
+def test_a_payload_that_cannot_be_laid_out_leaves_the_queue(session: Callable[..., Session]) -> None:
     one = session()
     broken = one.run_dir("a", "pass", working_dir="/no/such/directory")
     client, _ = one.ask(broken)
@@ -177,7 +177,7 @@ def test_a_payload_that_cannot_be_laid_out_gives_its_place_back(session: Callabl
     assert end_of(fine)["exit_code"] == 0
 
 
-def test_a_request_that_was_given_up_is_not_run(session: Callable[..., Session], tmp_path: Path) -> None:
+def test_a_request_whose_client_hung_up_is_not_run(session: Callable[..., Session], tmp_path: Path) -> None:
     """The session was stopped for a while; the client went away, and its payload may run elsewhere by now."""
     one = session()
     os.kill(one.announced["pid"], signal.SIGSTOP)
@@ -190,7 +190,7 @@ def test_a_request_that_was_given_up_is_not_run(session: Callable[..., Session],
     assert end_of(fine)["exit_code"] == 0 and not (tmp_path / "a" / JOURNAL).exists()
 
 
-def test_a_client_that_does_not_read_disturbs_nobody(session: Callable[..., Session]) -> None:
+def test_a_client_that_does_not_read_does_not_block_others(session: Callable[..., Session]) -> None:
     one = session()
     rude = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     rude.connect(one.announced["socket"])
@@ -205,7 +205,7 @@ def test_a_client_that_does_not_read_disturbs_nobody(session: Callable[..., Sess
     rude.close()
 
 
-def test_rubbish_is_answered_not_obeyed(session: Callable[..., Session]) -> None:
+def test_malformed_requests_are_refused(session: Callable[..., Session]) -> None:
     one = session()
     client = one.client()
     assert client.ask(op="dance")["error"] == "unknown request"
@@ -218,14 +218,14 @@ def test_rubbish_is_answered_not_obeyed(session: Callable[..., Session]) -> None
     raw.close()
 
 
-def test_it_ends_itself_when_idle(session: Callable[..., Session]) -> None:
+def test_an_idle_session_ends(session: Callable[..., Session]) -> None:
     one = session(idle_timeout=1.0)
     client, _ = one.ask(one.run_dir("a", "pass"))
     assert wait_until(client.at_end, 10) and one.process.poll() is None
     assert one.process.wait(10) == 0 and not (one.directory / SESSION).exists()
 
 
-def test_what_a_payload_leaves_without_its_environment_is_ended_too(session: Callable[..., Session], tmp_path: Path) -> None:
+def test_stray_processes_without_the_payloads_environment_are_ended(session: Callable[..., Session], tmp_path: Path) -> None:
     one = session()
     child = tmp_path / "child"
     command = ["env", "-i", "setsid", "sh", "-c", f"echo $$ > {child}; sleep 300"]
@@ -236,7 +236,7 @@ def test_what_a_payload_leaves_without_its_environment_is_ended_too(session: Cal
     assert wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 5)
 
 
-def test_a_session_that_is_stopped_says_so_to_its_payloads(session: Callable[..., Session]) -> None:
+def test_payloads_of_a_stopped_session_end_with_that_reason(session: Callable[..., Session]) -> None:
     one = session()
     run_dir = one.run_dir("a", "import time; time.sleep(60)")
     one.ask(run_dir)
@@ -245,7 +245,7 @@ def test_a_session_that_is_stopped_says_so_to_its_payloads(session: Callable[...
     assert "cleanup_cluster" in end_of(run_dir)["message"] and one.process.wait(10) == 0
 
 
-def test_a_session_out_of_descriptors_goes_on(session: Callable[..., Session]) -> None:
+def test_a_session_survives_running_out_of_file_descriptors(session: Callable[..., Session]) -> None:
     """Who comes then waits until there are some again."""
     one = session()
     run_dir = one.run_dir("one", "import time; time.sleep(3)")
@@ -267,7 +267,7 @@ def test_a_session_out_of_descriptors_goes_on(session: Callable[..., Session]) -
     assert wait_until(lambda: end_of(run_dir)["exit_code"] == 0, 20)
 
 
-def test_a_question_that_cannot_be_dealt_with_is_refused(session: Callable[..., Session]) -> None:
+def test_an_exception_while_handling_a_request_refuses_it(session: Callable[..., Session]) -> None:
     one = session()
     answer = one.client().ask(op="run", run_dir="/no\0where", request_id="1")
     assert answer["error"] == "refused" and "null" in answer["message"]

@@ -1,4 +1,4 @@
-"""One payload under a runtime of its own, without Ray: signals that come too early, defects of the runtime itself."""
+"""One payload under its runtime, without Ray: the time limit warning, and defects of the runtime."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def told(records: list[dict[str, Any]]) -> list[str]:
     return [record["message"] for record in records if record["type"] == "phase" and record["phase"] in ("time-limit", "running")]
 
 
-def test_a_warning_before_the_start_is_given_at_the_start(tmp_path: Path, squeue: str) -> None:
+def test_a_time_limit_warning_before_the_start_is_sent_at_the_start(tmp_path: Path, squeue: str) -> None:
     records, _ = supervised(tmp_path, WARN % ("USR1", 1.0), ["sleep", "20"], PATH=squeue)
     early, started, given = told(records)
     assert early == "30 s are left; the payload does not run yet, and gets SIGUSR1 when it starts"
@@ -85,19 +85,19 @@ def test_a_warning_before_the_start_is_given_at_the_start(tmp_path: Path, squeue
     assert (records[-1]["type"], records[-1]["signal"]) == ("end", signal.SIGUSR1)
 
 
-def test_a_warning_to_one_that_runs(tmp_path: Path, squeue: str) -> None:
+def test_a_running_payload_gets_the_time_limit_warning(tmp_path: Path, squeue: str) -> None:
     records, _ = supervised(tmp_path, WARN % ("10", 0.0), ["sleep", "20"], PATH=squeue)
     assert told(records)[1:] == ["30 s are left; the payload gets SIGUSR1"] and records[-1]["signal"] == signal.SIGUSR1
 
 
-def test_a_warning_in_a_job_of_several_components(tmp_path: Path, squeue: str) -> None:
+def test_a_time_limit_warning_in_a_heterogeneous_job(tmp_path: Path, squeue: str) -> None:
     (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\necho 0:30\necho 0:30\n")
     records, _ = supervised(tmp_path, WARN % ("USR1", 0.0), ["sleep", "20"], PATH=squeue)
     assert "30 s are left" in told(records)[0] + told(records)[1] and records[-1]["signal"] == signal.SIGUSR1
 
 
 @pytest.mark.parametrize(("answer", "again"), [("echo UNLIMITED; echo UNLIMITED", False), ("echo UNLIMITED; echo INVALID", True)])
-def test_components_without_a_limit(tmp_path: Path, answer: str, again: bool) -> None:
+def test_heterogeneous_jobs_without_a_time_limit(tmp_path: Path, answer: str, again: bool) -> None:
     """That is an answer, unless one of them has none yet."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "squeue").write_text(f'#!/bin/sh\necho x >>"$0.asked"\n{answer}\n')
@@ -132,7 +132,7 @@ runner.nodes.workers = WorkerNodes()
 
 
 @pytest.mark.parametrize("where", ["process_exited", "_conclude", "process_output", "process_started", ""])
-def test_other_nodes_measure_no_longer_after_a_defect(tmp_path: Path, where: str) -> None:
+def test_a_defect_ends_the_measurement_on_other_nodes(tmp_path: Path, where: str) -> None:
     program = OTHERS + (
         f"""
 from dagster_rayslurm.runtime.payload.payload import Payload
@@ -158,7 +158,7 @@ def test_nodes_that_are_not_in_the_cluster_are_not_counted(tmp_path: Path, worke
 
 
 @pytest.mark.parametrize("name", ["99", "NOSUCH"])
-def test_an_unknown_signal_is_no_end(tmp_path: Path, squeue: str, name: str) -> None:
+def test_an_unknown_warning_signal_does_not_end_the_payload(tmp_path: Path, squeue: str, name: str) -> None:
     records, _ = supervised(tmp_path, WARN % (name, 0.2), ["true"], PATH=squeue)
     assert told(records)[0] == f"no warning ahead of the time limit: there is no signal '{name}' here"
     assert (records[-1]["type"], records[-1]["exit_code"]) == ("end", 0)
@@ -235,7 +235,7 @@ runner.run()
 
 
 @pytest.mark.parametrize("where", ["start", "process_started", "process_output", "process_exited", "_conclude"])
-def test_a_defect_in_what_concerns_one_payload_ends_that_one(tmp_path: Path, where: str) -> None:
+def test_a_defect_in_handling_one_payload_ends_only_that_payload(tmp_path: Path, where: str) -> None:
     program = f"""
         import os, shutil
         from dagster_rayslurm.runtime.payload.payload import Payload
@@ -263,7 +263,7 @@ def test_a_defect_in_what_concerns_one_payload_ends_that_one(tmp_path: Path, whe
     assert (other["type"], other["exit_code"]) == ("end", 0) and "KeyError" in said and "left: []" in said
 
 
-def test_messages_without_end_hold_nothing_up(tmp_path: Path) -> None:
+def test_endless_messages_do_not_delay_the_time_limit(tmp_path: Path) -> None:
     """Whoever writes them faster than they are copied: the payload's time limit counts all the same."""
     program = """
         from dagster_rayslurm.runtime.payload.record import MessageFile
@@ -278,7 +278,7 @@ def test_messages_without_end_hold_nothing_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["exit 1", "sleep 100", "true"])
-def test_what_is_due_goes_by_the_limit_as_it_was_known(tmp_path: Path, answer: str) -> None:
+def test_without_an_answer_of_squeue_the_last_known_limit_counts(tmp_path: Path, answer: str) -> None:
     directory = tmp_path / "bin"
     directory.mkdir()
     (directory / "squeue").write_text(f'#!/bin/sh\n[ -e "$0.asked" ] && {{ {answer}; exit; }}\ntouch "$0.asked"; echo 0:22\n')
@@ -298,7 +298,7 @@ def test_what_is_due_goes_by_the_limit_as_it_was_known(tmp_path: Path, answer: s
     assert "due 10 [22.0]" in said
 
 
-def test_an_unanswered_question_is_asked_again(tmp_path: Path) -> None:
+def test_squeue_is_asked_again_after_a_failure(tmp_path: Path) -> None:
     directory = tmp_path / "bin"
     directory.mkdir()
     (directory / "squeue").write_text('#!/bin/sh\n[ -e "$0.asked" ] || { touch "$0.asked"; exit 1; }\necho 0:22\n')
@@ -314,7 +314,7 @@ def test_an_unanswered_question_is_asked_again(tmp_path: Path) -> None:
     assert records[-1]["message"] == "22.0"
 
 
-def test_what_nvidia_smi_leaves_behind_holds_nothing_up(tmp_path: Path) -> None:
+def test_a_process_left_by_nvidia_smi_does_not_delay_the_end(tmp_path: Path) -> None:
     """A helper of the driver's that keeps the pipe open."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nsleep 20 &\necho 0, GPU-a, 50, 100\n")
@@ -325,7 +325,7 @@ def test_what_nvidia_smi_leaves_behind_holds_nothing_up(tmp_path: Path) -> None:
     assert end["usage"]["gpu_utilization_mean"] == 50.0 and end["ended_at"] - end["started_at"] < 10
 
 
-def test_a_defect_in_the_end_of_one_payload_leaves_the_others_theirs(tmp_path: Path) -> None:
+def test_a_defect_in_one_end_does_not_prevent_other_ends(tmp_path: Path) -> None:
     program = """
         import os, shutil
         from dagster_rayslurm.runtime.payload.payload import Payload

@@ -19,6 +19,7 @@ from ..protocol.spec import RaySpec, RuntimeSpec, node_spec
 from . import node_table
 from .leak_check import Tables
 from .node_table import Nodes, alive, nodes_expected, present
+from .reports import Report
 from .start import Event, RayListener, RayStart
 from .start_arguments import ray_environment
 
@@ -301,18 +302,18 @@ class RayCluster(RayListener):
     def on_report(self, event: Event) -> None:
         """Handle a report of the process that runs Ray on this node."""
         name = event["event"]
-        if name == "audit":
+        if name == Report.TABLES:
             self._answer(event["id"], event["tables"])
-        elif name == "version":
+        elif name == Report.VERSION:
             self.ray_version = event["ray_version"]
-        elif name == "entrypoint":
+        elif name == Report.ENTRYPOINT:
             self._entrypoint = True
             self._ready_if_complete()
-        elif name == "nodes":
+        elif name == Report.NODES:
             self._update_nodes(event["nodes"])
-        elif name == "unschedulable":
+        elif name == Report.UNSCHEDULABLE:
             self.on_phase(UNSCHEDULABLE, event["message"])
-        elif name == "gcs-lost" and self.ready:
+        elif name == Report.GCS_LOST and self.ready:
             self.on_failed(ClusterError(EndReason.CLUSTER_LOST, "the GCS on node %s is gone" % self._machine.name))
 
     def on_phase(self, phase: str, message: str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optiona
 
 from ..process.loop import Loop, Timer
 from . import internals
+from .reports import Report
 
 if TYPE_CHECKING:
     from .cluster import RayCluster
@@ -31,7 +32,7 @@ _COUNTED_IN_BYTES = ("memory", "object_store_memory")
 
 
 def serve(fd: int, gcs: str, report: Callable[..., None]) -> None:
-    """Answer queries from `fd` (JSON lines with an `id`) with "audit" events, in a thread; without tables after an error."""
+    """Answer queries from `fd` (JSON lines with an `id`) with reports, in a thread; without tables after an error."""
     os.set_inheritable(fd, False)
 
     def answer() -> None:
@@ -41,10 +42,10 @@ def serve(fd: int, gcs: str, report: Callable[..., None]) -> None:
                 query = json.loads(line)["id"]
                 try:
                     accessor = internals.connect_state(gcs) if accessor is None else accessor
-                    report(event="audit", id=query, tables=internals.living_things(accessor))
+                    report(event=Report.TABLES, id=query, tables=internals.living_things(accessor))
                 except Exception as error:  # Ray's errors have no common public base, and other versions other modules.
                     accessor = None
-                    report(event="audit", id=query, tables=None, message="%s: %s" % (type(error).__name__, error))
+                    report(event=Report.TABLES, id=query, tables=None, message="%s: %s" % (type(error).__name__, error))
 
     threading.Thread(target=answer, daemon=True).start()
 

@@ -19,6 +19,7 @@ from typing import Any, List, Mapping, Optional
 
 from . import internals, leak_check, prestart, unschedulable
 from .node_table import Nodes
+from .reports import Report
 
 TOKEN_SINCE = (2, 52)
 """First Ray version with token authentication."""
@@ -55,14 +56,14 @@ def main(argv: List[str]) -> int:
         if error.name == "ray":
             wanted = "==" + order["ray_version"] if order["ray_version"] else ">=2.52"
             message += "; install it there: %s -m pip install 'ray[default]%s'" % (sys.executable, wanted)
-        report(event="environment", message=message)
+        report(event=Report.ENVIRONMENT, message=message)
         return 1
     command = order["command"]
     refusal = refuse_version(ray.__version__, order["ray_version"], order["token"]) or refuse_dashboard(command)
     if refusal:
-        report(event="environment", message=refusal)
+        report(event=Report.ENVIRONMENT, message=refusal)
         return 1
-    report(event="version", ray_version=ray.__version__)
+    report(event=Report.VERSION, ray_version=ray.__version__)
     if order["audit_fd"] is not None:
         leak_check.serve(order["audit_fd"], order["gcs"], report)
     if order["prestart"] is not None:
@@ -145,19 +146,19 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
         while True:
             nodes = _nodes(client)
             if nodes is not None and nodes != known:
-                report(event="nodes", nodes=nodes)
+                report(event=Report.NODES, nodes=nodes)
                 known = nodes
             elif nodes is None and known is not None and _refuses(gcs):
                 # `ray start` watches its processes too, but only once it has returned, seconds later.
-                return report(event="gcs-lost")
+                return report(event=Report.GCS_LOST)
             if entrypoint and os.path.exists(entrypoint):
-                report(event="entrypoint")
+                report(event=Report.ENTRYPOINT)
                 entrypoint = None
             demand.poll(known or {})
             complete = known is not None and sum(node["alive"] for node in known.values()) >= expected
             time.sleep(_SLOW if complete and not entrypoint else _FAST)
     except BaseException as error:
-        report(event="watch-failed", message="%s: %s" % (type(error).__name__, error))
+        report(event=Report.WATCH_FAILED, message="%s: %s" % (type(error).__name__, error))
 
 
 class _DemandReporter:
@@ -182,7 +183,7 @@ class _DemandReporter:
         lasting, self._before = [each for each in found if each in self._before], found
         for sentence in lasting:
             if sentence not in self._reported:
-                self._report(event="unschedulable", message=sentence)
+                self._report(event=Report.UNSCHEDULABLE, message=sentence)
         self._reported = lasting
 
 

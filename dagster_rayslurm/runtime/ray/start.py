@@ -28,6 +28,7 @@ from ..protocol.spec import RAY_COORDINATES, RaySpec, RuntimeSpec
 from .cluster_dir import token_of, worker_env_of
 from .internals import PRESTART_AT_FIRST_DRIVER, RAYLET_ENVIRON
 from .prestart import logs_of
+from .reports import Report
 from .start_arguments import ray_environment, start_arguments, symmetric_arguments
 
 _ATTEMPTS = 3
@@ -129,7 +130,7 @@ class RayStart:
         return self._scratch.join("ray.token")
 
     def query_tables(self, query: int) -> bool:
-        """Ask for the tables of the leak check; an "audit" event with this id answers. False if no process can answer."""
+        """Ask for the tables of the leak check; a report with this id answers. False if no process can answer."""
         if self._audit_fd is None or self.pid is None:
             return False
         try:
@@ -344,13 +345,13 @@ class RayStart:
             return  # No more for now.
 
     def _handle(self, event: Event) -> None:
-        if event["event"] == "environment":
+        if event["event"] == Report.ENVIRONMENT:
             self._problem = ClusterError(EndReason.ENVIRONMENT, "node %s: %s" % (self._machine.name, event["message"]))
-        elif event["event"] == "watch-failed":
+        elif event["event"] == Report.WATCH_FAILED:
             self._problem = ClusterError(EndReason.CLUSTER_START, "the GCS cannot be asked for its nodes: " + event["message"])
             self._kill()
         elif not self._over:
-            if event["event"] == "entrypoint":
+            if event["event"] == Report.ENTRYPOINT:
                 self._adopt_daemons()
             self._listener.on_report(event)
 

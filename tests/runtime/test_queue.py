@@ -1,4 +1,4 @@
-"""Turns, claims, time, misfits: what may start beside what. Pure."""
+"""Fair order and admission of payloads. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = st.lists(st.one_of(st.tuples(st.sampled_from("abcd"), CLAIMS), st.just("
 
 
 @given(STEPS, st.integers(1, 4))
-def test_nothing_is_lost_and_each_run_is_served_in_order(steps: list, limit: int) -> None:  # type: ignore[type-arg]
+def test_no_payload_is_lost_and_each_run_is_served_in_order(steps: list, limit: int) -> None:  # type: ignore[type-arg]
     """Payloads come, end and are cancelled in any order."""
     queue: FairQueue[Item] = FairQueue(lambda item: item[0])
     running: list[Item] = []
@@ -94,7 +94,7 @@ def test_no_run_waits_for_more_than_one_turn_of_each_other(sizes: list[int], lar
     assert taken.index(("mine", 0, large)) <= len(sizes)
 
 
-def test_a_turn_is_kept_until_there_is_room() -> None:
+def test_a_run_keeps_its_turn_until_there_is_room() -> None:
     """Small ones do not slip past the one that needs all of the node."""
     queue: FairQueue[Item] = FairQueue(lambda item: item[0])
     running = [Claim(1, 0), Claim(1, 0)]
@@ -105,7 +105,7 @@ def test_a_turn_is_kept_until_there_is_room() -> None:
     assert queue.take(lambda item: fits(item[2], running, CAPACITY, 9)) == ("large", 0, CAPACITY)
 
 
-def test_who_waits_for_something_else_is_passed_over_and_keeps_its_place() -> None:
+def test_payloads_that_wait_for_their_cluster_are_skipped_and_keep_their_place() -> None:
     queue: FairQueue[Item] = FairQueue(lambda item: item[0])
     for number in range(3):
         queue.add(("a", number, Claim()))
@@ -115,7 +115,7 @@ def test_who_waits_for_something_else_is_passed_over_and_keeps_its_place() -> No
     assert [item[:2] for item in queue] == [("b", 0), ("a", 0), ("a", 2)]
 
 
-def test_claims_of_those_with_and_without_a_cluster_of_their_own() -> None:
+def test_claims_with_and_without_a_fresh_cluster() -> None:
     spec = PayloadSpec(["x"], "n", want_cpus=1)
     assert claim_of(spec, False, CAPACITY) == Claim(1, 0)
     assert claim_of(spec, True, CAPACITY) == Claim(1, 2)
@@ -130,7 +130,7 @@ def test_claims_of_those_with_and_without_a_cluster_of_their_own() -> None:
         ({"want_cpus": 4, "want_gpus": 2, "ray": RaySpec()}, None),
     ],
 )
-def test_a_payload_that_no_node_can_hold_is_named(fields: dict[str, object], words: list[str] | None) -> None:
+def test_the_misfit_of_a_payload_names_the_field_and_the_node(fields: dict[str, object], words: list[str] | None) -> None:
     node = NodeResources("n1", num_cpus=4, num_gpus=2, memory=2**30, memory_limit=None)
     problem = misfit(PayloadSpec(["x"], "n", **fields), [node])  # type: ignore[arg-type]
     assert problem is None if words is None else problem is not None and all(word in problem for word in words)
@@ -151,7 +151,7 @@ def test_the_time_that_a_payload_may_take(limit: float | None, durations: dict[s
     assert time_known(spec, durations) == known and time_needed(spec, durations, 60.0) == needed
 
 
-def test_time_that_does_not_suffice_is_told() -> None:
+def test_too_little_time_is_explained() -> None:
     assert too_little_time(60, [], 1, None) is None and too_little_time(60, [], 1, 60) is None
     assert too_little_time(60, [], 1, 59.9) == "its time limit comes in 59 s, and the payload may take 60 s"
     assert too_little_time(60, [60, 60], 2, 121) is None

@@ -1,4 +1,4 @@
-"""What a payload asks of its cluster that no node can ever grant: told, and nothing else."""
+"""Demand that no node of the cluster can ever hold is reported, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from dagster_rayslurm.runtime.ray.unschedulable import Group, Node, Request, unschedulable
 
-from .test_sharing import Runtime
+from .test_supervisor import Runtime
 
 NODES = [
     Node("c1", {"CPU": 2.0, "memory": 4.0 * 2**30, "node:10.0.0.1": 1.0}, {"region": "north"}),
@@ -28,7 +28,7 @@ NODES = [
         Request({"CPU_group_0_ab12": 9.0, "bundle_group_ab12": 0.1}),
     ],
 )
-def test_what_waits_for_its_turn_is_not_told(request_: Request) -> None:
+def test_demand_that_a_node_can_hold_is_not_reported(request_: Request) -> None:
     assert unschedulable([request_], [], NODES) == []
 
 
@@ -41,7 +41,7 @@ def test_what_waits_for_its_turn_is_not_told(request_: Request) -> None:
         (Request({"CPU": 1.0}, (((("region", True, ("west",))),),)), "asks for CPU 1, label region = west, and no node"),
     ],
 )
-def test_what_no_node_has_is_told(request_: Request, words: str) -> None:
+def test_demand_that_no_node_can_hold_is_reported(request_: Request, words: str) -> None:
     [said] = unschedulable([request_, request_], [], NODES)
     assert words in said and "waits forever" in said
 
@@ -81,7 +81,7 @@ while open(os.path.join(os.environ["RAYSLURM_RUN_DIR"], "journal.jsonl")).read()
 
 
 @pytest.mark.ray
-def test_a_payload_that_asks_for_what_there_is_not_is_told(tmp_path: Path) -> None:
+def test_a_payload_learns_of_its_unschedulable_tasks(tmp_path: Path) -> None:
     runtime = Runtime(tmp_path)
     runtime.add("one", ASK, uses_ray=True)
     runtime.run("""

@@ -1,4 +1,4 @@
-"""Several payloads under one runtime at the same time, without Ray: turns, claims, time, and what one does not do to another."""
+"""Several payloads under one runtime, without Ray: fair order, claims, time, isolation."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_runs_take_turns(runtime: Runtime) -> None:
     assert runtime.started("a1", "a2", "a3", "b1") == ["a1", "a2", "b1", "a3"]
 
 
-def test_claims_are_summed_and_the_large_one_is_not_passed(runtime: Runtime) -> None:
+def test_claims_are_summed_and_a_large_payload_is_not_starved(runtime: Runtime) -> None:
     for name, cpus in (("a", 2), ("b", 2), ("c", 3), ("d", 1), ("e", None)):
         runtime.add(name, NAP % 0.5, run_id=name, want_cpus=cpus)
     said = runtime.run("""
@@ -158,7 +158,7 @@ def test_a_drained_runtime_runs_its_queue(runtime: Runtime) -> None:
     assert [runtime.end(name)["exit_code"] for name in "abc"] == [0, 0, 0]
 
 
-def test_a_cancelled_payload_is_none_of_the_others_business(runtime: Runtime) -> None:
+def test_a_cancel_affects_only_its_payload(runtime: Runtime) -> None:
     runtime.add("a", NAP % 60)
     runtime.add("b", NAP % 1.5)
     runtime.run("""
@@ -181,7 +181,7 @@ def test_a_payload_has_a_time_limit_of_its_own(runtime: Runtime) -> None:
     assert late["signal"] == 9 and late["ended_at"] - late["started_at"] < 3 and runtime.end("b")["exit_code"] == 0
 
 
-def test_what_cannot_end_in_time_is_not_taken(runtime: Runtime) -> None:
+def test_a_payload_that_cannot_end_in_time_is_refused(runtime: Runtime) -> None:
     runtime.add("first", NAP % 0.1, time_limit=500.0)
     runtime.add("fits", NAP % 0.1, time_limit=50.0)
     runtime.add("behind", NAP % 0.1, time_limit=80.0)
@@ -202,7 +202,7 @@ def test_what_cannot_end_in_time_is_not_taken(runtime: Runtime) -> None:
     assert [runtime.end(name)["exit_code"] for name in ("first", "fits", "after")] == [0, 0, 0]
 
 
-def test_a_queue_of_short_ones_is_not_too_long(runtime: Runtime) -> None:
+def test_a_queue_of_short_payloads_does_not_count_as_long(runtime: Runtime) -> None:
     """What nothing is known of, and what took a moment before, is not taken for a minute each."""
     names = [f"{number}" for number in range(12)]
     for name in names:
@@ -217,7 +217,7 @@ def test_a_queue_of_short_ones_is_not_too_long(runtime: Runtime) -> None:
     assert said == {} and all(runtime.end(name)["exit_code"] == 0 for name in names)
 
 
-def test_what_was_cut_off_tells_nothing_of_its_step(runtime: Runtime) -> None:
+def test_a_cut_off_payload_does_not_count_for_the_duration_of_its_step(runtime: Runtime) -> None:
     runtime.add("timeout", NAP % 60, step="a", time_limit=0.8)
     runtime.add("cancelled", NAP % 60, step="b")
     runtime.add("killed", "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)", step="c")
@@ -231,7 +231,7 @@ def test_what_was_cut_off_tells_nothing_of_its_step(runtime: Runtime) -> None:
     assert list(said) == ["d"] and 0.3 <= said["d"] < 10
 
 
-def test_steps_take_as_long_as_they_did_before(runtime: Runtime) -> None:
+def test_the_longest_run_of_a_step_is_its_expected_duration(runtime: Runtime) -> None:
     runtime.add("a", NAP % 1.2, step="slow")
     runtime.add("b", "pass", step="slow")
     said = runtime.run("""
@@ -247,7 +247,7 @@ def test_steps_take_as_long_as_they_did_before(runtime: Runtime) -> None:
     assert 1.2 <= said["durations"]["slow"] < 10 and "may take" in said["b"]
 
 
-def test_whose_turn_comes_too_late_is_given_back(runtime: Runtime) -> None:
+def test_a_waiting_payload_without_enough_time_is_returned(runtime: Runtime) -> None:
     for name in "abc":
         runtime.add(name, NAP % 1, run_id=name)
     runtime.run("""
@@ -264,7 +264,7 @@ def test_whose_turn_comes_too_late_is_given_back(runtime: Runtime) -> None:
         assert end["reason"] == "returned" and "its time limit comes in 4 s" in end["message"] and end["started_at"] is None
 
 
-def test_the_time_limit_ends_what_runs_and_gives_back_what_waits(runtime: Runtime) -> None:
+def test_the_time_limit_ends_running_payloads_and_returns_waiting_ones(runtime: Runtime) -> None:
     runtime.add("a", NAP % 60)
     runtime.add("b", "pass")
     runtime.run("session(); submit('a'); submit('b'); loop.call_later(0.5, lambda: runner.close(End('timeout', 'time is up')))")
@@ -287,7 +287,7 @@ def test_usage_is_each_payloads_own(runtime: Runtime) -> None:
     assert (busy["shared"], idle["shared"], alone["shared"]) == (1, 1, 0)
 
 
-def test_one_without_ray_does_not_wait_for_the_cluster(runtime: Runtime) -> None:
+def test_a_payload_without_ray_does_not_wait_for_the_cluster(runtime: Runtime) -> None:
     runtime.add("plain", "import os; assert 'RAY_ADDRESS' not in os.environ and 'RAY_AUTH_MODE' not in os.environ", run_id="a")
     runtime.add("ray", "import os; assert os.environ['RAY_ADDRESS'] == 'x:1'", run_id="a", uses_ray=True)
     runtime.add("other", NAP % 0.3, run_id="a")
@@ -378,7 +378,7 @@ def finish():
 """
 
 
-def test_a_long_search_for_outputs_holds_nobody_up(runtime: Runtime) -> None:
+def test_a_long_search_for_outputs_does_not_block_others(runtime: Runtime) -> None:
     runtime.add("a", LARGE, outputs=["*.bin", "*.txt", "*.csv"], max_output_bytes=2**23)
     runtime.add("b", "pass", run_id="other")
     said = runtime.run(SLOW_SEARCH % 3 + "session(max_concurrent_payloads=2); submit('a'); submit('b'); when_done(finish)")
@@ -388,7 +388,7 @@ def test_a_long_search_for_outputs_holds_nobody_up(runtime: Runtime) -> None:
     assert a["outputs_left_out"] == ["no file that the payload made matches '*.csv'"] and said["gap"] < 2
 
 
-def test_a_search_for_outputs_ends_with_what_ends_the_payload(runtime: Runtime) -> None:
+def test_ending_a_payload_ends_its_search_for_outputs(runtime: Runtime) -> None:
     for name in "abc":
         runtime.add(name, LARGE, outputs=["*"], run_id=name, grace_period=0.5, time_limit=30.0)
     runtime.run(
@@ -414,7 +414,7 @@ cancel()
     ]
 
 
-def test_asking_again_never_lengthens_the_wait(runtime: Runtime) -> None:
+def test_a_second_cancel_never_lengthens_the_grace_period(runtime: Runtime) -> None:
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); time.sleep(60)"
     for name in "ab":
         runtime.add(name, stubborn, run_id=name)
