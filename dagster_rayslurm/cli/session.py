@@ -17,7 +17,7 @@ import click
 
 from ..backends.run_dir import Layout
 from ..backends.sessions.client import Unreachable
-from ..backends.sessions.listing import Generation, ask_session, end_generations, job_of, list_generations, state_of
+from ..backends.sessions.listing import Generation, SessionState, ask_session, end_generations, job_of, list_generations, state_of
 from ..backends.sessions.local import LocalSession, end_directory
 from ..backends.sessions.local import list_sessions as list_local_sessions
 from ..errors import StartError
@@ -32,7 +32,7 @@ from .common import edge_node, one_sentence_errors, prefix_option, print_table
 
 _THREADS = 8
 """Sessions that are described at the same time."""
-_OVER = ("ended", "dead")
+_OVER = (SessionState.ENDED, SessionState.DEAD)
 _COLUMNS = ("session", "state", "job", "node", "run", "wait", "served", "idle", "left")
 
 
@@ -52,15 +52,16 @@ class Session:
 
     def described(self) -> Session:
         """The session with what it says of itself in its row."""
-        if self.row["state"] not in ("up", "draining"):
+        if self.row["state"] not in (SessionState.UP, SessionState.DRAINING):
             return self
         try:
             answer = self.describe()
         except (OSError, StartError) as error:
-            return self._with(state="silent", reason=str(error))
+            return self._with(state=SessionState.SILENT, reason=str(error))
         if not answer.get("ok"):
-            return self._with(state="ended")
-        state = "draining" if answer.get("draining") else "ready" if answer.get("ready") else "starting"
+            return self._with(state=SessionState.ENDED)
+        ready = SessionState.READY if answer.get("ready") else SessionState.STARTING
+        state = SessionState.DRAINING if answer.get("draining") else ready
         own = {name: answer.get(name) for name in ("running", "waiting", "served", "idle", "time_left")}
         return self._with(**own, state=state, reason=answer.get("draining"))
 
@@ -109,7 +110,7 @@ def show(source: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
     with one_sentence_errors():
         one = _find(ident, _sessions(*source)).described()
         description: dict[str, Any] = {}
-        if one.row["state"] not in (*_OVER, "pending", "silent"):
+        if one.row["state"] not in (*_OVER, SessionState.PENDING, SessionState.SILENT):
             with suppress(Unreachable):  # The session is starting or ending.
                 description = {name: value for name, value in one.describe().items() if name != "ok"}
     shown = {**description, **one.row}
@@ -131,7 +132,7 @@ def stop(source: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
         if not one.end():
             raise click.ClickException(f"the session {name} had ended already")
     if as_json:
-        return click.echo(json.dumps({**one.row, "state": "ended"}))
+        return click.echo(json.dumps({**one.row, "state": SessionState.ENDED}))
     click.echo(f"ended the session {name}" + (f", Slurm job {one.row['job_id']}" if one.row["job_id"] else ""))
 
 
@@ -153,7 +154,7 @@ def _local(found: LocalSession) -> Session:
         end_directory(found.directory)
         return True
 
-    row = _row("this machine", found.directory.name, found.directory, 1, "up", found.cluster_id, socket.gethostname())
+    row = _row("this machine", found.directory.name, found.directory, 1, SessionState.UP, found.cluster_id, socket.gethostname())
     return Session(row, lambda: found.ask(Operation.DESCRIBE), end)
 
 
@@ -175,15 +176,13 @@ def _on_cluster(
 ) -> Session:
     announced = generation.announcement
     state = state_of(generation, job)
-    if state == "ended" and generation.exit_code is None and announced is not None and announced.closing is None:
-        state = "dead"  # It ended without a word.
     cluster_id = announced.cluster_id if announced else None
     node = announced.hostname if announced else (job.nodes if job else "")
     row = _row(connection.place, generation.key, generation.directory, generation.number, state, cluster_id, node)
     row["job_id"] = str(generation.job_id or (job.job_id if job else "")) or None
     row["partition"] = ", ".join(dict.fromkeys(each.partition for each in components)) or None
     row["components"] = list(generation.components)
-    if state == "pending" and job is not None:
+    if state == SessionState.PENDING and job is not None:
         row["reason"] = _pending_reason(most_informative_row(components), job, generation.components)
     elif announced is not None and announced.closing:
         row["reason"] = announced.closing
@@ -204,7 +203,7 @@ def _pending_reason(telling: QueueRow | None, job: QueueRow, components: tuple[s
     return f"{row.reason}{component}{start}"
 
 
-def _row(place: str, key: str, path: Any, number: int, state: str, cluster_id: str | None, node: str) -> dict[str, Any]:
+def _row(place: str, key: str, path: Any, number: int, state: SessionState, cluster_id: str | None, node: str) -> dict[str, Any]:
     named = {"key": key, "generation": number, "cluster_id": cluster_id, "job_id": None, "partition": None, "components": []}
     named |= {"state": state, "reason": None, "node": node or None}
     described = dict.fromkeys(("running", "waiting", "served", "idle", "time_left"))
@@ -227,7 +226,7 @@ def _find(ident: str, found: list[Session], alive: bool = False) -> Session:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    state = f"{row['state']} ({row['reason']})" if row["reason"] else row["state"]
+    state = f"{row['state']} ({row['reason']})" if row["reason"] else str(row["state"])
     name = f"{row['key']}\n{row['cluster_id'] or ''}".rstrip() + (f" #{row['generation']}" if row["generation"] > 1 else "")
     numbers = ("" if row[column] is None else str(row[column]) for column in ("running", "waiting", "served"))
     return [name, state, row["job_id"] or "", row["node"] or "", *numbers, _duration(row["idle"]), _duration(row["time_left"])]

@@ -79,6 +79,7 @@ def test_states(base: Path) -> None:
     assert [state_of(each, job_of(each, everything)) for each in found] == ["ended", "starting", "up", "draining", "pending"]
     over = queue((12, "FAILED", ""), (13, "COMPLETING", ""), (15, "CANCELLED", "rayslurm-five"))
     assert [state_of(each, job_of(each, over)) for each in found] == ["ended", "ended", "up", "ended", "ended"]
+    assert [state_of(each, None) for each in found] == ["ended", "ended", "dead", "ended", "ended"]
 
 
 def test_a_heterogeneous_job_is_found_by_its_first_component() -> None:

@@ -1,1 +1,1 @@
-"""Warm sessions: which one a payload goes to, how it is found, made, asked and ended, on Slurm and on this machine."""
+"""Warm sessions on Slurm and on this machine: match, acquire, request, list and end them."""

@@ -109,7 +109,7 @@ class SessionAcquisition:
 
         Raises:
             RunFailure: this step had waited for the session, and it never accepted a payload: the next would do no better.
-            OSError: that cannot be found out.
+            OSError: the cluster cannot be reached.
         """
         job = self._jobs.get(number)
         if job is None:
@@ -198,7 +198,7 @@ class SessionAcquisition:
         running_since: float | None = None
         alive = created
 
-        def look() -> tuple[LiveSession | None, bool, str | None]:
+        def check() -> tuple[LiveSession | None, bool, str | None]:
             announcement = self.registry.announcement(number)
             if announcement is None:
                 return None, False, None
@@ -206,7 +206,7 @@ class SessionAcquisition:
 
         while True:
             # Out of reach nothing is known of the session, so neither its lateness nor its end is decided.
-            session, announced, closing = self._retry(look, any_error=True)
+            session, announced, closing = self._retry(check, any_error=True)
             if session is not None:
                 return session
             if announced:

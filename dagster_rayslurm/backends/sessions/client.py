@@ -149,9 +149,9 @@ def _send_by_tcp(connection: Connection, announcement: Announcement, request: Ma
 def _send_by_srun(
     commands: Connection, announcement: Announcement, request: Mapping[str, Any], program: Sequence[str]
 ) -> dict[str, Any]:
-    # Without --overlap the step would wait for the CPUs that the session's own step holds, and a step asks for all of
-    # the job's memory unless it is told otherwise (srun(1), Slurm 22.05). In a heterogeneous job srun finds nothing to start
-    # in unless it is told which component, and in any other job if it is told so (tried on Slurm 22.05 and 24.11).
+    # Without --overlap the step would wait for the CPUs that the session's own step holds. Without --mem=0 it would request
+    # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one
+    # (tried on Slurm 22.05 and 24.11).
     command = [
         "srun",
         "--overlap",
@@ -176,7 +176,7 @@ def _send_by_srun(
         if line.startswith(ANSWER):
             with contextlib.suppress(ValueError):
                 return dict(json.loads(line[len(ANSWER) :]))
-    said = done.stderr.decode("utf-8", "replace").strip()[-500:] or f"exit code {done.returncode}"
+    error_text = done.stderr.decode("utf-8", "replace").strip()[-500:] or f"exit code {done.returncode}"
     if SENT in lines:
-        raise AnswerLost(f"{_name(announcement)} was asked by srun, and its answer is lost: {said}")
-    raise Unreachable(f"{_name(announcement)} cannot be reached by srun: {said}")
+        raise AnswerLost(f"{_name(announcement)} was asked by srun, and its answer is lost: {error_text}")
+    raise Unreachable(f"{_name(announcement)} cannot be reached by srun: {error_text}")

@@ -9,6 +9,7 @@ import os
 import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from ...errors import FailureKind, StartError
 from ...runtime.protocol.record import EXIT, SESSION
@@ -42,6 +43,26 @@ find . -mindepth 2 -maxdepth 3 -path "./$2/*" \
 exit 0
 """
 _log = logging.getLogger("rayslurm")
+
+
+class SessionState(str, Enum):
+    """The state of a session by its files, the queue, and its own description."""
+
+    PENDING = "pending"
+    STARTING = "starting"
+    UP = "up"
+    """It announces itself; its description says whether it is ready."""
+    READY = "ready"
+    DRAINING = "draining"
+    """It runs its payloads to their end, and accepts no more."""
+    SILENT = "silent"
+    """It announces itself but does not answer."""
+    ENDED = "ended"
+    DEAD = "dead"
+    """It ended without withdrawing its announcement."""
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -140,15 +161,17 @@ def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
     return None if row is None or row.state in TERMINAL else row
 
 
-def state_of(generation: Generation, row: QueueRow | None) -> str:
-    """The state of a session by its files and the queue: pending, starting, up, draining or ended."""
+def state_of(generation: Generation, row: QueueRow | None) -> SessionState:
+    """The state of a session by its files and its row of the queue."""
+    announcement = generation.announcement
     if row is None:
-        return "ended"
+        dead = generation.exit_code is None and announcement is not None and announcement.closing is None
+        return SessionState.DEAD if dead else SessionState.ENDED
     if row.state in WAITING:
-        return "pending"
-    if generation.announcement is None:
-        return "starting"
-    return "draining" if generation.announcement.closing else "up"
+        return SessionState.PENDING
+    if announcement is None:
+        return SessionState.STARTING
+    return SessionState.DRAINING if announcement.closing else SessionState.UP
 
 
 def ask_session(connection: Connection, generation: Generation, request: Mapping[str, object]) -> dict[str, object]:

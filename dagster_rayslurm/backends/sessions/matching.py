@@ -1,7 +1,7 @@
 """Match payloads with sessions: what a payload requires, what a session offers, and the first misfit between them. Pure.
 
-A launcher or queue field at its default requires nothing. Only the session knows what Slurm granted on each node where
-nothing was asked for; the session itself refuses a payload that does not fit there.
+A launcher or queue field at its default requires nothing. Where a session's job left an amount to Slurm, only the session
+knows what it was granted, and refuses a payload that does not fit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...slurm.fields import SBATCH_FIELDS, granted_gpus
 from ...slurm.request import JobRequest, gibibytes_for_ray, make_request
 
 QueueFields = Mapping[str, Any]
-"""The fields of a `SlurmQueueConfig` as JSON, with CPUs and GPUs as they were asked for."""
+"""The fields of a `SlurmQueueConfig` as JSON, with CPUs and GPUs as they were requested."""
 
 _LAUNCHER_FIELDS = {
     "num_cpus": "num_cpus_per_node",
@@ -296,7 +296,7 @@ def _allocation_misfits(required: Requirements, queues: Mapping[str | None, Queu
 
 
 def _footprint_misfit(footprint: Footprint, queue: QueueFields) -> str | None:
-    # The session has all CPUs of an exclusive node, so its memory is not known from the CPUs that were asked for.
+    # An exclusive node grants all its CPUs, so mem_per_cpu does not tell its memory.
     cpus = None if queue["exclusive"] else queue["cpus_per_node"]
     memory = gibibytes_for_ray(queue["mem"], queue["mem_per_cpu"], cpus)
     granted = {"CPUs": queue["cpus_per_node"], "GPUs": granted_gpus(queue), "GiB": memory}

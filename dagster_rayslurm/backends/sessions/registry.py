@@ -300,6 +300,6 @@ class SessionRegistry:
     def _run(self, script: str, directory: str, *words: str) -> str:
         done = self._commands.run(["sh", "-c", script, "sh", directory, *words], timeout=120)
         if done.returncode:
-            said = done.stderr.decode("utf-8", "replace").strip()[-300:]
-            raise OSError(f"{self._commands.place}: {directory} cannot be used: {said or f'exit code {done.returncode}'}")
+            error = done.stderr.decode("utf-8", "replace").strip()[-300:] or f"exit code {done.returncode}"
+            raise OSError(f"{self._commands.place}: {directory} cannot be used: {error}")
         return done.stdout.decode("utf-8", "replace")

@@ -160,7 +160,7 @@ class SessionSetup:
             max_concurrent_payloads=self.session.max_concurrent_payloads,
             control_key=secrets.token_hex(32),
             control_ports=control_ports(required.ray.port_range if required.ray is not None else None),
-            # With components, each component states what its nodes were asked for.
+            # Components state their own CPUs and GPUs.
             asked_cpus=None if components else request.cpus_per_node,
             asked_gpus=None if components else request.gpus_per_node,
             components=components,
