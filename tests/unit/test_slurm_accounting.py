@@ -1,4 +1,4 @@
-"""What Slurm says of one job, on recorded answers of two versions."""
+"""What Slurm knows of one job, from recorded answers of two versions."""
 
 import dataclasses
 import re
@@ -169,13 +169,13 @@ class TestRecorded:
         assert facts.state == "CANCELLED" and facts.decisive_component == 0 and facts.nodes == ("c1", "g1")
         assert {each.cancelled_by for each in facts.components} == {1001}
 
-    def test_a_job_that_nobody_knows(self, version: str) -> None:
+    def test_an_unknown_job(self, version: str) -> None:
         assert parse_scontrol(said(version, "none", "scontrol")[1]) is None
         assert parse_sacct(said(version, "none", "sacct")[1], 9999999) is None
         assert parse_sacct(said(version, "ok", "sacct")[1], 9999999) is None
 
 
-def test_a_node_that_failed_ended_nothing_with_a_code() -> None:
+def test_a_failed_node_has_no_exit_code() -> None:
     facts = both("24.11", "nodefail")
     assert (facts.state, facts.reason, facts.exit_code, facts.signal) == ("NODE_FAIL", "NodeDown", None, None)
     assert accounting("24.11", "nodefail").exit_code is None
@@ -190,7 +190,7 @@ def test_a_node_that_failed_ended_nothing_with_a_code() -> None:
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "NEW_STATE"])
-def test_only_a_job_that_completes_comes_to_what_its_reason_says(state: str) -> None:
+def test_the_reason_decides_the_final_state_of_a_completing_job_only(state: str) -> None:
     assert JobFacts(7, state, reason="TimeLimit").final_state is None
     assert JobFacts(7, "COMPLETING", reason="RaisedSignal:9(Killed)").final_state == "FAILED"
     accounting = JobFacts(7, "TIMEOUT")
@@ -220,7 +220,7 @@ def test_out_of_memory_where_cgroups_tell() -> None:
         "slurmstepd: error: Detected 2 oom-kill event(s) in StepId=45.batch. Some of your processes may have been killed",
     ],
 )
-def test_what_slurmstepd_writes_into_the_output(line: str) -> None:
+def test_slurmstepd_reports_a_kill_for_memory(line: str) -> None:
     output = f"step 3\nsrun: Job step aborted\n  {line}\nsrun: error: c2: task 0: Killed\n"
     assert memory_kill(output) == line
     assert memory_kill(output.replace("slurmstepd", "my_program")) is None
@@ -248,7 +248,7 @@ def test_words_and_numbers() -> None:
 
 
 @given(st.text(max_size=300), st.integers(0, 99))
-def test_no_output_is_too_strange_to_be_read(text: str, number: int) -> None:
+def test_any_output_can_be_parsed(text: str, number: int) -> None:
     parse_scontrol(f"JobId={number} JobName=x\n   JobState={text}")
     parse_scontrol(text)
     parse_sacct(f"{number}|" + text, number)
@@ -309,7 +309,7 @@ def test_a_job_unknown_to_slurm_is_none_and_no_error() -> None:
     ("scontrol", "sacct", "said_by"),
     [(DOWN, NOTHING, "scontrol"), (DOWN, DISABLED, "scontrol"), (UNKNOWN, DBD_DOWN, "sacct"), (DOWN, DBD_DOWN, "scontrol")],
 )
-def test_not_to_be_answered_is_not_to_be_unknown(scontrol: Completed, sacct: Completed, said_by: str) -> None:
+def test_a_missing_answer_does_not_make_a_job_unknown(scontrol: Completed, sacct: Completed, said_by: str) -> None:
     with pytest.raises(SlurmUnanswered, match=f"this machine: {said_by} did not answer"):
         fetch_job_facts(Slurm(scontrol, sacct), 43)
     with pytest.raises(SlurmUnanswered, match="scontrol is not on the PATH"):

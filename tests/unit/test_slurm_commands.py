@@ -74,7 +74,7 @@ def test_a_real_csh(hidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SlurmCommands(LocalConnection()).run(["sbatch"]).returncode == 0
 
 
-def test_where_it_is_nowhere(hidden: Path) -> None:
+def test_a_program_that_no_path_has(hidden: Path) -> None:
     (hidden / "sbatch").chmod(0o644)
     commands = SlurmCommands(LocalConnection())
     assert [commands.run(["sbatch"]).returncode for _ in range(2)] == [127, 127]
@@ -165,7 +165,7 @@ def test_variables_that_stand_for_options_are_gone_and_all_else_stays() -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_some_may_be_kept(shell: str) -> None:
+def test_some_variables_may_be_kept(shell: str) -> None:
     script = f'kept_variables="SBATCH_QOS SBATCH_ACCOUNT"\n{CLEAN}exec env -0'
     assert left_with([shell, "-euc", script]) == {**OTHER_VARIABLES, "SBATCH_QOS": "high"}
 
@@ -174,7 +174,7 @@ def test_a_missing_program_is_missing() -> None:
     assert subprocess.run(without_option_variables(["no-such-program"]), capture_output=True).returncode == 127
 
 
-def test_words_stay_as_they_are() -> None:
+def test_arguments_are_passed_unchanged() -> None:
     words = ["a b", "", "$x", "'\"", "*"]
     done = subprocess.run(without_option_variables(["printf", "%s\\n", *words]), capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:-1] == words

@@ -1,4 +1,4 @@
-"""How long the record of a job that is over is waited for."""
+"""How long the record of a job that is over is awaited, and when the queue is queried first."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ def over(state: str = "", exit_code: int | None = None) -> JobStatus:
 
 
 @pytest.mark.parametrize("view", [over(exit_code=3), over(exit_code=0), over("FAILED", 3), over("FAILED"), over("COMPLETED")])
-def test_a_runtime_that_came_to_its_own_end_has_written_one(view: JobStatus) -> None:
+def test_the_record_of_a_runtime_that_exited_is_awaited(view: JobStatus) -> None:
     """It is waited for as long as a network file system may hide it, whether some of it was seen or nothing."""
     assert (
         settling_time(view, started=True, recorded=True)
@@ -53,7 +53,7 @@ FAILED, EXITED = over("FAILED"), over(exit_code=9)
         *((view, False, "Welcome to c1", True) for view in (over("COMPLETED"), over("COMPLETED", 0), over(exit_code=0))),
     ],
 )
-def test_a_log_that_says_why_there_is_no_record_is_believed_before_that(
+def test_a_log_that_explains_the_missing_record_shortens_the_wait(
     view: JobStatus, started: bool, log: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not if some of it was seen, nor of a success: a runtime tells of that in its record alone."""
@@ -80,12 +80,12 @@ def test_a_log_that_says_why_there_is_no_record_is_believed_before_that(
 
 @pytest.mark.parametrize("view", [over(exit_code=137), over("CANCELLED", 3), over("NODE_FAIL"), over("TIMEOUT", 143), LOST])
 @pytest.mark.parametrize("recorded", [False, True])
-def test_one_that_was_ended_may_have_written_nothing(view: JobStatus, recorded: bool) -> None:
+def test_the_record_of_a_killed_runtime_is_awaited_briefly(view: JobStatus, recorded: bool) -> None:
     assert settling_time(view, started=True, recorded=recorded) < 5
     assert settling_time(view, started=False, recorded=recorded) < 5
 
 
-def test_where_nobody_reads_a_record_none_is_waited_for() -> None:
+def test_a_record_without_reader_is_not_awaited() -> None:
     assert settling_time(over("FAILED"), started=False, recorded=False) == 0
     assert settling_time(over(exit_code=1), started=False, recorded=False) < 5
 
@@ -99,7 +99,7 @@ class Clock(ClusterClock):
         return time.time() + self.ahead
 
 
-def test_the_first_look_at_the_queue_comes_when_slurm_knows_why_a_job_waits(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+def test_the_first_query_waits_until_slurm_knows_the_pending_reason(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """An earlier one shows a job without a reason, and the next one is half a minute later."""
     slurm, log = fake_slurm, Log()
     clock = Clock(slurm.connection)

@@ -1,4 +1,4 @@
-"""What a job's log tells, from lines that srun and slurmstepd printed on real clusters."""
+"""The log of a job, from lines that srun and slurmstepd printed on real clusters."""
 
 import pytest
 from hypothesis import given
@@ -82,16 +82,16 @@ def test_several_tasks_in_one_line(line: str, tasks: list[tuple[str, int, str]])
         "OSError: disk",
     ],
 )
-def test_lines_with_news_are_kept(line: str) -> None:
+def test_relevant_lines_are_kept(line: str) -> None:
     assert relevant_lines(f"{STUBBORN_24_11}\n \n{line}\n{EXITED_24_11}")[0] == line
 
 
-def test_a_step_that_is_cancelled_is_no_news() -> None:
+def test_the_cancellation_of_a_step_is_not_relevant() -> None:
     assert relevant_lines("slurmstepd-c1: error: *** STEP 43.0 ON c1 CANCELLED AT 2026-11-21T17:25:17 ***") == []
 
 
 @given(st.text(), st.text("0123456789,-", min_size=1), st.text())
-def test_no_log_is_too_strange_to_be_read(nodes: str, tasks: str, how: str) -> None:
+def test_any_log_can_be_parsed(nodes: str, tasks: str, how: str) -> None:
     for text in (how, f"srun: error: {nodes}: tasks {tasks}: {how}"):
         assert all(isinstance(number, int) for _, number, _ in failed_tasks(text))
         relevant_lines(text)

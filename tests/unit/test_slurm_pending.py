@@ -1,4 +1,4 @@
-"""What the queue tells of a heterogeneous job that waits, and which jobs of a name there are."""
+"""Why jobs wait, component by component, and which jobs of a name exist."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def row(number: int, reason: str = "None", start: float | None = None, **fields:
         ([], None),
     ],
 )
-def test_the_component_that_tells_most(rows: list[QueueRow], tells: int | None) -> None:
+def test_the_most_informative_component(rows: list[QueueRow], tells: int | None) -> None:
     assert most_informative_row(rows) == (None if tells is None else rows[tells])
 
 
@@ -51,7 +51,7 @@ def test_why_a_job_waits() -> None:
     assert pending_reason("Resources", held, REQUEST) == "ReqNodeNotAvail (component gpu)"
 
 
-def test_what_can_never_start_names_the_component_and_what_it_asked_for() -> None:
+def test_a_job_that_can_never_start_names_the_component_and_its_values() -> None:
     said = never_starts([row(0, "Resources"), row(1, "PartitionTimeLimit")], REQUEST)
     assert said is not None and said.startswith("component 'gpu': ") and said.endswith("time_limit='9-0')")
     assert never_starts([row(0, "Resources"), row(1, "ReqNodeNotAvail")], REQUEST) is None
@@ -60,7 +60,7 @@ def test_what_can_never_start_names_the_component_and_what_it_asked_for() -> Non
     assert never_starts([row(0), row(1, "PartitionTimeLimit", partition="gpu,fat")], either) is None
 
 
-def test_a_job_whose_components_are_not_known_by_name() -> None:
+def test_components_without_names_are_shown_by_label() -> None:
     part = component_request(row(1), JobRequest("job", ""))
     assert (part.component_id, part.partition) == ("7+1", "gpu")
     alone = replace(row(0), label="7")
@@ -83,7 +83,7 @@ def test_values_of_each_component() -> None:
     assert with_requested_values("lower gpus_per_node", typed).endswith("(asked for: gpus_per_node=1, gpu_type='a100')")
 
 
-def test_variables_of_sbatch_stand_for_no_component_that_says_otherwise() -> None:
+def test_login_variables_do_not_override_a_component() -> None:
     assert "SBATCH_PARTITION" not in replace(REQUEST, partition=None).login_variables
     assert "SBATCH_QOS" in REQUEST.login_variables
 
@@ -121,7 +121,7 @@ def test_components_that_outlive_the_first_one_in_the_queue() -> None:
         (["slurm_load_jobs error", "", "x|y"], []),
     ],
 )
-def test_jobs_of_a_name(lines: list[str], found: list[str]) -> None:
+def test_refused_jobs_of_a_name_do_not_count(lines: list[str], found: list[str]) -> None:
     assert parse_jobs_found("\n".join(lines)) == found
 
 

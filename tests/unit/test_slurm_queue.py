@@ -1,4 +1,4 @@
-"""The shared queue: what squeue prints is read right whatever a job is called, and slurmctld is spared."""
+"""The shared queue: rows with any job name are parsed, and slurmctld is queried rarely."""
 
 import random
 import re
@@ -51,7 +51,7 @@ rows = st.builds(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_squeue_printed(version: str) -> None:
+def test_recorded_output_of_squeue(version: str) -> None:
     _, text = said(version, "squeue", "squeue")
     found = {row.name: row for row in parse_squeue(text, "MARK")}
     assert {"a\nb\x1fc|d", "\ufffdbad \t x", "JobState=X Reason=y", "rs-het", "rs-array"} <= found.keys()
@@ -86,12 +86,12 @@ def test_a_snapshot_is_read_back_from_its_file(began: float, given_rows: list[Qu
 @pytest.mark.parametrize(
     "data", [b"", b"null", b"[]", b'{"version": 2}', b'{"version":1,"began":1,"took":0,"rows":[[1]]}', b"\xff"]
 )
-def test_a_file_of_something_else_is_no_snapshot(data: bytes) -> None:
+def test_other_files_are_no_snapshot(data: bytes) -> None:
     assert parse_snapshot(data) is None
 
 
 @pytest.mark.parametrize("text", ["slurm_load_jobs error: x\n", "MARK\x1f1\x1f1\n", "MARK" + "\x1fx" * 10 + "\n", "x\nMARK"])
-def test_what_is_no_queue_is_refused(text: str) -> None:
+def test_other_output_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="squeue printed"):
         parse_squeue(text, "MARK")
 
@@ -185,7 +185,7 @@ def test_a_hundred_callers_ask_twice_a_minute_at_most(edge: Edge, seed: int) -> 
     assert len(claims(edge)) <= 600 / INTERVAL + 1
 
 
-def test_not_all_try_at_once(edge: Edge) -> None:
+def test_callers_do_not_renew_at_the_same_moment(edge: Edge) -> None:
     """A hundred commands at the same moment would be a burden on the edge node, though but one of them asks Slurm."""
     queues = [queue_of(edge) for _ in range(100)]
     assert None not in [queue.latest(EPOCH) for queue in queues] and edge.commands == 1
@@ -204,7 +204,7 @@ def test_claims_are_removed_in_time(edge: Edge) -> None:
     assert 5 < len(claims(edge)) < 25
 
 
-def test_a_young_snapshot_costs_nothing(edge: Edge) -> None:
+def test_a_fresh_snapshot_needs_no_command(edge: Edge) -> None:
     queue_of(edge).latest(EPOCH)
     queue = queue_of(edge)
     assert [queue.latest(EPOCH + second) is not None for second in range(0, 29)] == [True] * 29
@@ -223,7 +223,7 @@ def test_a_snapshot_is_stamped_with_the_time_at_which_squeue_began(edge: Edge) -
     assert snapshot.job(8) is None
 
 
-def test_a_slow_controller_is_asked_less_often(edge: Edge) -> None:
+def test_a_slow_controller_is_queried_less_often(edge: Edge) -> None:
     (edge.base / "slow").write_text(f"{1000 * (EPOCH + 20):.0f}")
     queue = queue_of(edge)
     queue.latest(EPOCH)
@@ -237,7 +237,7 @@ def test_a_slow_controller_is_asked_less_often(edge: Edge) -> None:
     assert edge.calls == [EPOCH, EPOCH + 130]
 
 
-def test_a_squeue_that_fails_is_no_answer(edge: Edge) -> None:
+def test_a_failing_squeue_leaves_the_last_snapshot(edge: Edge) -> None:
     queues = [queue_of(edge) for _ in range(20)]
     first = queues[0].latest(EPOCH)
     (edge.base / "broken").write_text("slurm_load_jobs error: Socket timed out on send/recv operation\n")
@@ -257,7 +257,7 @@ def test_a_squeue_that_fails_is_no_answer(edge: Edge) -> None:
     assert not any(queue.error for queue in queues)
 
 
-def test_a_claimer_that_died_is_superseded(edge: Edge) -> None:
+def test_a_claim_of_a_dead_process_expires(edge: Edge) -> None:
     dead, alive = queue_of(edge), queue_of(edge)
     start = EPOCH // INTERVAL * INTERVAL
     (edge.base / "queue" / f"claim-{1000 * start:.0f}").mkdir(parents=True)
@@ -273,7 +273,7 @@ def test_a_claimer_that_died_is_superseded(edge: Edge) -> None:
     assert len(edge.calls) == 1 and alive.latest(start + 40) is not None
 
 
-def test_a_lost_connection_leaves_what_there_is(edge: Edge) -> None:
+def test_a_lost_connection_leaves_the_last_snapshot(edge: Edge) -> None:
     queue = queue_of(edge)
     first = queue.latest(EPOCH)
     edge.lost = True
@@ -286,7 +286,7 @@ def test_a_lost_connection_leaves_what_there_is(edge: Edge) -> None:
     assert second is not None and second.began == EPOCH + 80 and queue.error is None
 
 
-def test_a_directory_that_cannot_be_had_is_said(edge: Edge) -> None:
+def test_a_directory_that_cannot_be_made_is_an_error(edge: Edge) -> None:
     (edge.base / "queue").write_text("a file")
     queue = queue_of(edge)
     assert queue.latest(EPOCH) is None
@@ -294,7 +294,7 @@ def test_a_directory_that_cannot_be_had_is_said(edge: Edge) -> None:
     assert not edge.calls
 
 
-def test_a_claim_that_cannot_be_made_is_said(edge: Edge) -> None:
+def test_a_claim_that_cannot_be_made_is_an_error(edge: Edge) -> None:
     (edge.base / "queue").mkdir()
     (edge.base / "queue" / f"claim-{1000 * (EPOCH // INTERVAL * INTERVAL):.0f}").write_text("no directory")
     queue = queue_of(edge)
@@ -303,7 +303,7 @@ def test_a_claim_that_cannot_be_made_is_said(edge: Edge) -> None:
     assert not edge.calls
 
 
-def test_a_missing_squeue_is_said_and_claims_nothing(edge: Edge) -> None:
+def test_a_missing_squeue_is_an_error_and_claims_nothing(edge: Edge) -> None:
     (edge.base / "bin" / "squeue").unlink()
     queue = queue_of(edge)
     assert queue.latest(EPOCH) is None
@@ -313,7 +313,7 @@ def test_a_missing_squeue_is_said_and_claims_nothing(edge: Edge) -> None:
         fetch_queue(edge)
 
 
-def test_asking_directly_shares_nothing(edge: Edge) -> None:
+def test_a_direct_query_shares_nothing(edge: Edge) -> None:
     assert fetch_queue(edge).named("x")[0].job_id == 7
     assert not (edge.base / "queue").exists()
     (edge.base / "broken").write_text("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
@@ -332,7 +332,7 @@ def test_settings_of_the_user_hide_no_job(edge: Edge, monkeypatch: pytest.Monkey
     assert {"--me", "--all", "--states=all", "--noheader"} <= set((edge.base / "words").read_text().split())
 
 
-def test_nothing_older_replaces_a_snapshot(edge: Edge) -> None:
+def test_an_older_snapshot_is_ignored(edge: Edge) -> None:
     queue = queue_of(edge)
     queue.latest(EPOCH)
     path = edge.base / "queue" / SNAPSHOT
@@ -375,7 +375,7 @@ def test_a_snapshot_of_the_future_does_not_stop_the_queue(edge: Edge) -> None:
     assert shown is not None and shown.began == EPOCH + 90, "nor when it is all that is known"
 
 
-def test_looking_waits_for_nothing(edge: Edge) -> None:
+def test_latest_never_waits(edge: Edge) -> None:
     (edge.base / "bin" / "squeue").write_text("#!/bin/sh\nwhile ! [ -e " + str(edge.base / "go") + " ]; do sleep 0.05; done\n")
     queue = queue_of(edge, start=None)
     assert [queue.latest(EPOCH + step) for step in range(20)] == [None] * 20
@@ -385,7 +385,7 @@ def test_looking_waits_for_nothing(edge: Edge) -> None:
     assert edge.reads == 2, "before the question, and once more before its answer is written"
 
 
-def test_many_threads_of_a_process_read_and_ask_once(edge: Edge) -> None:
+def test_threads_of_a_process_share_one_query(edge: Edge) -> None:
     queue = queue_of(edge, start=None)
     threads = [threading.Thread(target=lambda: [queue.latest(EPOCH) for _ in range(50)]) for _ in range(30)]
     for thread in threads:
@@ -404,7 +404,7 @@ def test_a_process_has_one_queue_for_a_connection_and_directory(edge: Edge) -> N
     assert shared_queue(edge, "/d", 10) is not queue
 
 
-def test_the_clock_there_is_asked_once_and_put_right_by_every_answer(edge: Edge) -> None:
+def test_the_cluster_clock_is_queried_once_and_corrected_by_every_answer(edge: Edge) -> None:
     local = 100.0
     clock = ClusterClock(edge, lambda: local)
     assert clock.now() == EPOCH and edge.commands == 1
@@ -434,7 +434,7 @@ def test_the_clock_is_never_wrong_by_more_than_an_answer_takes(offset: float, an
         assert abs(clock.now() - (offset + local)) <= took + 1e-6
 
 
-def test_a_clock_that_cannot_be_asked_is_said(edge: Edge) -> None:
+def test_a_clock_that_cannot_be_read_is_an_error(edge: Edge) -> None:
     (edge.base / "bin" / "date").write_text("#!/bin/sh\necho date: no such format >&2; exit 1\n")
     with pytest.raises(OSError, match=re.escape("`date +%s.%N` does not say the time: date: no such format")):
         ClusterClock(edge).now()

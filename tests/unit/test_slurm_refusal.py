@@ -1,4 +1,4 @@
-"""What Slurm has against a request, from what sbatch and squeue really print."""
+"""Sentences for refusals and pending reasons, from recorded output of sbatch and squeue."""
 
 import re
 
@@ -169,7 +169,7 @@ def test_a_refusal_in_full() -> None:
 
 
 @pytest.mark.parametrize("stderr", TEMPORARY)
-def test_what_is_not_the_requests_fault_may_be_tried_again(stderr: str) -> None:
+def test_temporary_failures_may_be_retried(stderr: str) -> None:
     assert is_temporary(stderr)
     sentence = explain(stderr, ["compute"])
     assert sentence.startswith("Slurm takes no job now (")
@@ -192,7 +192,7 @@ def test_a_sites_own_words_are_passed_on_and_all_else_is_left_out() -> None:
 
 
 @given(st.text())
-def test_whatever_sbatch_writes_makes_one_bounded_line(stderr: str) -> None:
+def test_any_output_of_sbatch_makes_one_bounded_line(stderr: str) -> None:
     for text in (stderr, f"sbatch: error: {stderr}", stderr * 100):
         sentence = explain(text, [stderr])
         assert not re.search(r"[\x00-\x08\n\r\x1b]", sentence.replace(stderr, ""))
@@ -217,5 +217,5 @@ def test_a_reason_that_may_go_away(reason: str) -> None:
 @pytest.mark.parametrize(
     "reason", ["PartitionTimeLimit", "MaxMemPerLimit", "Job's account not permitted to use this partition (x)"]
 )
-def test_one_of_several_partitions_proves_nothing(reason: str) -> None:
+def test_a_job_for_several_partitions_may_always_start(reason: str) -> None:
     assert impossible(reason, "one,compute") is None

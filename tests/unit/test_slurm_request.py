@@ -1,4 +1,4 @@
-"""What is asked of Slurm: the queue's word, else the launcher's, and nothing that contradicts itself."""
+"""The request for a job: the queue configuration, completed by the launcher, without contradictions."""
 
 import re
 from dataclasses import fields
@@ -73,7 +73,7 @@ def test_a_request_has_every_field_of_the_queue() -> None:
     }
 
 
-def test_a_queue_that_says_nothing_asks_for_one_node_for_an_hour() -> None:
+def test_the_default_queue_is_one_node_for_an_hour() -> None:
     assert ask(SlurmQueueConfig()) == JobRequest("job", "why", num_nodes=1, time_limit="01:00:00")
 
 
@@ -90,7 +90,7 @@ def test_the_launcher_fills_in_what_the_queue_leaves_open(launcher: Launcher) ->
 
 
 @pytest.mark.parametrize("queue", [SlurmQueueConfig(), SlurmQueueConfig(gpus_per_node=0)], ids=["open", "zero"])
-def test_zero_asks_for_nothing(queue: SlurmQueueConfig) -> None:
+def test_zero_requests_nothing(queue: SlurmQueueConfig) -> None:
     request = ask(queue, RayLauncher(num_cpus_per_node=0, num_gpus_per_node=0))
     assert (request.cpus_per_node, request.gpus_per_node) == (None, None)
 
@@ -215,7 +215,7 @@ def test_a_shortened_option_is_refused_as_sbatch_would_complete_it(short: str, f
 
 
 @pytest.mark.parametrize("option", ["--licenses matlab:1", "--", "--=1", "---x", "--1x", "--a b=c"])
-def test_what_is_no_long_option_is_refused(option: str) -> None:
+def test_other_words_than_long_options_are_refused(option: str) -> None:
     assert "--NAME=VALUE" in refusal(SlurmQueueConfig(extra_sbatch=[option]))
 
 
@@ -224,7 +224,7 @@ def test_all_other_options_of_sbatch_can_be_given() -> None:
     assert ask(SlurmQueueConfig(extra_sbatch=options)).extra_sbatch == tuple(options)
 
 
-def test_exclusive_has_kinds_that_the_field_has_no_words_for() -> None:
+def test_exclusive_with_a_value_is_an_extra_option() -> None:
     assert ask(SlurmQueueConfig(extra_sbatch=["--exclusive=user"])).extra_sbatch == ("--exclusive=user",)
     assert "use exclusive" in refusal(SlurmQueueConfig(exclusive=True, extra_sbatch=["--exclusive=user"]))
 

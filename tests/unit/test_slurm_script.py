@@ -1,4 +1,4 @@
-"""The job script: its text, and that no value can break out of its place in it."""
+"""The batch script: its text, and the quoting of all values in it."""
 
 import os
 import re
@@ -233,7 +233,7 @@ def test_each_task_of_several_components_gets_every_value_as_it_is(
     assert (run_dir / node_log(3)).read_text(encoding="utf-8") == f"{arguments} [False, False]\n" * len(SHELLS)
 
 
-def test_files_have_the_names_that_their_readers_use() -> None:
+def test_the_script_writes_the_files_that_others_read() -> None:
     script = render_script(JobRequest("job", "why"), COMMAND, "/r", {})
     assert f"--output=/r/{LOG}\n" in script
     assert f" --output={node_log(3).replace('3', '%t')} " in script
@@ -261,7 +261,7 @@ def test_the_exit_code_is_that_of_the_jobs_last_attempt(said: bytes, code: int |
 
 
 @given(st.binary(max_size=100))
-def test_no_exit_file_is_too_strange_to_be_read(data: bytes) -> None:
+def test_any_exit_file_can_be_parsed(data: bytes) -> None:
     parse_exit(data, 7)
 
 

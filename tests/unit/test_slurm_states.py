@@ -1,4 +1,4 @@
-"""The reducer of a job's state: only positive evidence ends a job, and nothing that comes late or twice changes it."""
+"""The reducer of a job's state: only positive evidence ends a job; late and repeated observations change nothing."""
 
 import math
 from collections.abc import Iterable
@@ -69,12 +69,12 @@ observations = st.one_of(
 submissions = st.sampled_from([ONCE, AGAIN])
 
 
-def test_nothing_is_known_of_a_job_that_nobody_looked_at() -> None:
+def test_a_job_without_observations_is_unknown() -> None:
     assert view() == JobStatus(JobPhase.UNKNOWN)
     assert not view().over
 
 
-def test_a_pending_job_tells_why_and_until_when() -> None:
+def test_a_pending_job_has_a_reason_and_an_expected_start() -> None:
     waits = view(present(1, "PENDING", reason="Priority", start=2000.0))
     assert waits == JobStatus(JobPhase.PENDING, "PENDING", "Priority", 2000.0)
     assert view(present(1, "PENDING")).reason == ""
@@ -95,7 +95,7 @@ def test_no_other_state_ends_a_job_however_long_it_lasts(state: str, requeue: bo
     assert view(Started(1050), *(present(30 * step, state) for step in range(100)), requeue=requeue).phase != JobPhase.UNKNOWN
 
 
-def test_absence_is_a_timer() -> None:
+def test_a_job_is_lost_after_an_absence() -> None:
     assert view(absent(10)).phase == view(absent(10), absent(69)).phase == JobPhase.UNKNOWN
     assert view(absent(10), absent(70)) == JobStatus(JobPhase.LOST)
     assert view(present(1, "RUNNING"), absent(10), absent(40)).phase == JobPhase.RUNNING
@@ -108,24 +108,24 @@ def test_absence_is_a_timer() -> None:
     assert watched(ONCE, [absent(1), absent(6), absent(7)], often).phase == JobPhase.LOST
 
 
-def test_one_snapshot_is_not_enough_however_late_it_comes() -> None:
+def test_one_snapshot_without_the_job_does_not_lose_it() -> None:
     assert not view(absent(100_000)).over
     assert not view(present(1, "RUNNING"), absent(100_000)).over
 
 
-def test_a_break_in_the_absence_begins_it_anew() -> None:
+def test_a_job_that_reappears_resets_its_absence() -> None:
     steps = [absent(0), absent(50), present(55, "RUNNING"), absent(60), absent(110)]
     assert view(*steps).phase == JobPhase.RUNNING
     assert view(*steps, absent(120)).phase == JobPhase.LOST
 
 
-def test_what_was_seen_before_the_submission_says_nothing() -> None:
+def test_snapshots_from_before_the_submission_are_ignored() -> None:
     assert view(absent(-100), absent(-1), absent(1), absent(59)).phase == JobPhase.UNKNOWN
     assert view(present(-1, "COMPLETED")) == JobStatus(JobPhase.UNKNOWN)
 
 
 @pytest.mark.parametrize("state", sorted(MAY_REQUEUE))
-def test_a_job_that_may_be_requeued_is_not_over_while_it_may_be(state: str) -> None:
+def test_a_job_that_may_be_requeued_is_not_over(state: str) -> None:
     steps: list[Observation] = [present(1, "RUNNING"), *(present(10 + 30 * step, state) for step in range(10))]
     assert view(*steps, requeue=True) == JobStatus(JobPhase.UNKNOWN, state)
     assert view(*steps, present(309, "PENDING", reason="BeginTime"), requeue=True).phase == JobPhase.PENDING
@@ -135,7 +135,7 @@ def test_a_job_that_may_be_requeued_is_not_over_while_it_may_be(state: str) -> N
     assert lost == JobStatus(JobPhase.ENDED, state)
 
 
-def test_a_requeued_job_waits_again_though_its_record_had_started() -> None:
+def test_a_requeued_job_is_pending_after_its_record_started() -> None:
     assert view(present(1, "PENDING"), Started(1010)).phase == JobPhase.RUNNING
     assert view(Started(1010), present(5, "PENDING")).phase == JobPhase.RUNNING
     again = view(Started(1010), present(20, "RUNNING"), present(40, "PENDING", reason="BeginTime"), requeue=True)
@@ -143,13 +143,13 @@ def test_a_requeued_job_waits_again_though_its_record_had_started() -> None:
     assert view(Started(1010)) == JobStatus(JobPhase.RUNNING)
 
 
-def test_the_batch_script_s_exit_ends_a_job() -> None:
+def test_the_exit_of_the_batch_script_ends_a_job() -> None:
     assert view(present(1, "RUNNING", nodes="c1"), Exited(1010, 3)) == JobStatus(JobPhase.ENDED, exit_code=3)
     assert view(Exited(1010, 0), requeue=True) == JobStatus(JobPhase.ENDED, exit_code=0)
     assert view(absent(1), absent(61), Exited(1062, 0)).phase == JobPhase.LOST, "what came first is final"
 
 
-def test_an_exit_that_comes_after_slurm_s_word_tells_more_of_it() -> None:
+def test_a_late_exit_code_completes_the_final_status() -> None:
     """A runtime that a signal ended has no more to write, though Slurm calls its job no more than failed."""
     seen_first = [present(1, "RUNNING", nodes="c1"), present(9, "FAILED", reason="NonZeroExitCode", nodes="c1")]
     ended = view(*seen_first, Exited(1010, 137))
@@ -159,7 +159,7 @@ def test_an_exit_that_comes_after_slurm_s_word_tells_more_of_it() -> None:
     )
 
 
-def test_an_exit_may_be_that_of_a_job_about_to_be_requeued() -> None:
+def test_an_exit_code_does_not_end_a_job_that_may_be_requeued() -> None:
     steps: list[Observation] = [present(1, "RUNNING"), Exited(1010, 143)]
     assert view(*steps, requeue=True).phase == JobPhase.RUNNING
     assert view(*steps, present(30, "PENDING"), requeue=True).phase == JobPhase.PENDING
@@ -168,7 +168,7 @@ def test_an_exit_may_be_that_of_a_job_about_to_be_requeued() -> None:
 
 
 @given(submissions, st.lists(snapshots, max_size=15), st.lists(observations, max_size=25), st.data())
-def test_what_is_observed_twice_counts_once(
+def test_repeated_observations_count_once(
     submission: JobWatch, before: list[Seen], given_observations: list[Observation], data: st.DataObject
 ) -> None:
     """Snapshots are shown again at every look; the record and the exit code are found again after a lost connection."""
@@ -189,9 +189,7 @@ def in_order(given_observations: list[Observation]) -> list[Observation]:
 
 
 @given(submissions, st.lists(snapshots, max_size=25, unique_by=lambda each: each.at), st.data())
-def test_a_watch_that_is_shown_old_snapshots_again_is_not_misled(
-    submission: JobWatch, shown: list[Seen], data: st.DataObject
-) -> None:
+def test_old_snapshots_change_nothing(submission: JobWatch, shown: list[Seen], data: st.DataObject) -> None:
     watch = submission
     shown.sort(key=lambda each: each.at)
     for number, snapshot in enumerate(shown):
@@ -202,7 +200,7 @@ def test_a_watch_that_is_shown_old_snapshots_again_is_not_misled(
 
 
 @given(submissions, st.lists(observations, max_size=30))
-def test_what_is_over_stays_as_it_is(submission: JobWatch, given_observations: list[Observation]) -> None:
+def test_a_final_status_never_changes(submission: JobWatch, given_observations: list[Observation]) -> None:
     watch, final = submission, None
     for observation in in_order(given_observations):
         watch = watch.after(observation)
@@ -213,7 +211,7 @@ def test_what_is_over_stays_as_it_is(submission: JobWatch, given_observations: l
 
 
 @given(submissions, st.lists(observations, max_size=30))
-def test_nothing_ends_without_a_word_that_says_so(submission: JobWatch, given_observations: list[Observation]) -> None:
+def test_a_job_ends_only_on_positive_evidence(submission: JobWatch, given_observations: list[Observation]) -> None:
     result = watched(submission, in_order(given_observations))
     states = {each.row.state for each in given_observations if isinstance(each, Seen) and each.row}
     exits = {each.exit_code for each in given_observations if isinstance(each, Exited)}
@@ -228,9 +226,7 @@ def test_nothing_ends_without_a_word_that_says_so(submission: JobWatch, given_ob
 @settings(max_examples=300)
 @given(submissions, st.lists(snapshots, min_size=2, max_size=30, unique_by=lambda each: each.at), st.floats(0, 1e5), st.data())
 @example(ONCE, [absent(0), absent(30), absent(60)], 0.0, None)
-def test_a_question_without_an_answer_makes_no_time_pass(
-    submission: JobWatch, shown: list[Seen], outage: float, data: Any
-) -> None:
+def test_missing_snapshots_only_delay_a_loss(submission: JobWatch, shown: list[Seen], outage: float, data: Any) -> None:
     """Leaving snapshots out may only delay the loss of a job, never bring it about."""
     shown.sort(key=lambda each: each.at)
     without = [each for each in shown if data is None or data.draw(st.booleans()) or each.row is not None]
@@ -265,7 +261,7 @@ def test_a_job_is_lost_only_by_an_unbroken_absence(submission: JobWatch, shown: 
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_jobs_as_real_clusters_showed_them(version: str) -> None:
+def test_rows_of_real_clusters(version: str) -> None:
     rows_shown = parse_squeue(said(version, "squeue", "squeue")[1], "MARK")
     waiting = next(each for each in rows_shown if each.name == "JobState=X Reason=y")
     snapshot = QueueSnapshot(SUBMITTED, rows_shown)

@@ -1,4 +1,4 @@
-"""A job is submitted only while what its script needs is there; what somebody removed is sent again."""
+"""Files that a job needs are sent again before the submission if somebody removed them."""
 
 import shutil
 from pathlib import Path
@@ -19,7 +19,7 @@ FILES = {JOB_SCRIPT: b"#!/bin/sh"}
 
 
 @pytest.mark.parametrize("claim", [False, True], ids=["job", "session"])
-def test_a_base_directory_that_was_removed_is_filled_again(claim: bool, tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+def test_a_removed_base_directory_is_filled_again(claim: bool, tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     """Within the minutes in which this process does not look for what it has sent."""
     slurm, base, log = fake_slurm, tmp_path / "base", Log()
     (tmp_path / "train.py").write_text("pass")
@@ -40,7 +40,7 @@ def test_a_base_directory_that_was_removed_is_filled_again(claim: bool, tmp_path
     assert "are gone; sending them again" in "".join(log.lines)
 
 
-def test_what_disappears_again_and_again_is_said(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+def test_files_that_disappear_again_are_a_configuration_failure(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     slurm, tries = fake_slurm, []
     clock = ClusterClock(slurm.connection)
     needs = RequiredFiles([str(tmp_path / "gone")], lambda: tries.append(1))

@@ -1,4 +1,4 @@
-"""Slurm's word for the end of a job becomes a verdict; what the record says stays true."""
+"""The verdict from the end of a Slurm job; the end in the record comes first."""
 
 import dataclasses
 from typing import Any
@@ -48,7 +48,9 @@ def job(state: str, **fields: Any) -> JobFacts:
     ids=lambda value: value.state if isinstance(value, JobFacts) else None,
 )
 @pytest.mark.parametrize("end", [None, TERMINATED], ids=["no end", "terminated"])
-def test_what_slurm_did(end: Any, facts: JobFacts, log: str, kind: str, retry: bool | None, words: list[str]) -> None:
+def test_the_end_of_a_job_decides_kind_and_sentence(
+    end: Any, facts: JobFacts, log: str, kind: str, retry: bool | None, words: list[str]
+) -> None:
     evidence = Evidence(end=end, job=facts, runtime_log=log, runtime_exit="Slurm calls the job so", started_at=1.0)
     assert needs_job_facts(evidence)
     verdict = judge(evidence, True, True)
@@ -57,7 +59,7 @@ def test_what_slurm_did(end: Any, facts: JobFacts, log: str, kind: str, retry: b
     assert "payload got" not in verdict.sentence and "\n" not in verdict.sentence
 
 
-def test_a_job_without_a_word_points_at_the_file_system() -> None:
+def test_a_job_that_wrote_nothing_points_at_the_file_system() -> None:
     verdict = judge(Evidence(job=job("FAILED"), runtime_exit="Slurm calls the job FAILED"), True, True)
     assert verdict.kind == "allocation" and "remote_base" in verdict.sentence
 
@@ -70,7 +72,7 @@ def test_a_job_without_a_word_points_at_the_file_system() -> None:
         "rayslurm: line 1: /tmp/an env/activate.sh: No such file or directory",
     ],
 )
-def test_an_environment_that_the_nodes_cannot_run(log: str) -> None:
+def test_an_environment_that_the_nodes_cannot_start_is_named(log: str) -> None:
     evidence = Evidence(job=job("FAILED", exit_code=2), runtime_log=log, runtime_exit="srun ended with exit code 2")
     verdict = judge(evidence, True, True)
     assert verdict.kind == "environment" and "/tmp/an env/" in verdict.sentence and "the compute nodes see" in verdict.sentence
@@ -83,7 +85,7 @@ def test_a_job_that_ended_after_its_runtime_died() -> None:
     assert verdict.kind == "runtime" and "OSError: disk" in verdict.sentence
 
 
-def test_a_signal_that_slurm_knows_nothing_of() -> None:
+def test_a_signal_that_slurm_did_not_send_is_a_runtime_failure() -> None:
     verdict = judge(Evidence(end=TERMINATED, job=job("FAILED"), started_at=1.0), True, True)
     assert verdict.kind == "runtime" and "signal from outside" in verdict.sentence
 
@@ -91,13 +93,13 @@ def test_a_signal_that_slurm_knows_nothing_of() -> None:
 @pytest.mark.parametrize(
     ("state", "kind"), [("COMPLETING", "cancelled"), ("RUNNING", "runtime"), ("STOPPED", "runtime"), ("NEW_STATE", "runtime")]
 )
-def test_slurm_that_has_not_said_its_last_word_has_not_said_that_it_did_nothing(state: str, kind: str) -> None:
+def test_a_job_without_a_final_state_may_still_have_been_cancelled(state: str, kind: str) -> None:
     verdict = judge(Evidence(end=TERMINATED, job=job(state, exit_code=143), started_at=1.0), True, True)
     assert verdict.kind == kind and f"is {state}, exit code 143" in verdict.sentence and "sacct -j 12" in verdict.sentence
     assert "cancelled nothing" not in verdict.sentence
 
 
-def test_without_an_answer_of_slurm_the_record_decides() -> None:
+def test_the_record_decides_if_slurm_does_not_answer() -> None:
     verdict = judge(Evidence(end=TERMINATED, started_at=1.0), True, True)
     assert verdict.kind == "cancelled" and "SIGTERM" in verdict.sentence
 
@@ -183,7 +185,7 @@ def test_a_cluster_that_lost_a_component_may_have_lost_it_to_slurm() -> None:
         "rayslurm: line 1: exec: /tmp/an env/bin/python: cannot execute: Permission denied",
     ],
 )
-def test_a_shell_that_cannot_start_the_environment(line: str) -> None:
+def test_messages_of_shells_that_cannot_start_the_environment(line: str) -> None:
     verdict = judge(Evidence(job=job("FAILED", exit_code=127), runtime_log=line, runtime_exit="x"), True, True)
     assert verdict.kind == "environment" and "cannot start /tmp/an env/bin/python: " in verdict.sentence
     # The first node was ended before it came to that.
@@ -194,13 +196,13 @@ def test_a_shell_that_cannot_start_the_environment(line: str) -> None:
 
 
 @pytest.mark.parametrize(("states", "settled"), [(("FAILED", "RUNNING"), False), (("FAILED", "CANCELLED"), True)])
-def test_a_heterogeneous_job_has_settled_with_the_last_of_its_components(states: tuple[str, ...], settled: bool) -> None:
+def test_a_heterogeneous_job_is_final_once_all_components_are(states: tuple[str, ...], settled: bool) -> None:
     components = tuple(map(job, states))
     assert dataclasses.replace(components[0], components=components).is_final == settled
     assert job("FAILED").is_final and not job("RUNNING").is_final
 
 
 @pytest.mark.parametrize("reason", ["Priority", "Resources", "JobHeldUser"])
-def test_why_a_cancelled_job_waited_is_no_reason_of_its_end(reason: str) -> None:
+def test_the_pending_reason_of_a_cancelled_job_is_left_out(reason: str) -> None:
     verdict = judge(Evidence(job=job("CANCELLED", cancelled_by=1001, reason=reason), runtime_exit="x"), True, True)
     assert verdict.kind == "cancelled" and reason not in verdict.sentence
