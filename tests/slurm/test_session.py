@@ -361,7 +361,7 @@ def test_an_interrupt_just_after_the_submission(session_compute: Make, script: A
     blocker = block(site)
     seen: list[str] = []
 
-    def interrupted(self: Any, number: int, job: SlurmJob, arrived: bool) -> None:
+    def interrupted(self: Any, number: int, job: SlurmJob, created: bool) -> None:
         seen.append(job.job_id)
         raise KeyboardInterrupt
 

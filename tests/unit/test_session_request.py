@@ -95,7 +95,7 @@ class Route:
     def submit(self, number: int = 1) -> dict[str, Any]:
         return self.request.submit(self.session(number), {"payload.json": "{}"}, [])
 
-    def began(self, cluster_id: str) -> None:
+    def begin_record(self, cluster_id: str) -> None:
         (self.path / "run").mkdir(exist_ok=True)
         (self.path / "run" / "journal.jsonl").write_bytes(encode({"type": "start", "cluster_id": cluster_id, "at": 1.0}))
 
@@ -125,18 +125,15 @@ def test_a_refusal_after_a_lost_answer_settles_it(route: Route) -> None:
     assert route.submit() == CLOSING and not route.accepted and not route.request.unsettled
 
 
-def test_a_session_that_died_after_accepting(route: Route) -> None:
-    """The answer is lost, but the record has begun."""
+@pytest.mark.parametrize("began", [True, False])
+def test_a_session_that_died_with_its_answer(route: Route, began: bool) -> None:
+    """The record says whether it had accepted the payload."""
     route.events = [LOST, NOBODY]
     route.state = "NODE_FAIL"
-    route.began("slurm-1")
-    assert route.submit()["ok"] and route.accepted == ["slurm-1"]
-
-
-def test_a_session_that_died_before_accepting(route: Route) -> None:
-    route.events = [LOST, NOBODY]
-    route.state = "NODE_FAIL"
-    assert route.submit() == {"ok": False, "error": "gone"} and not route.accepted and not route.request.unsettled
+    if began:
+        route.begin_record("slurm-1")
+    assert route.submit() == ({"ok": True} if began else {"ok": False, "error": "gone"})
+    assert route.accepted == (["slurm-1"] if began else []) and not route.request.unsettled
 
 
 def test_the_next_session_reports_a_duplicate(route: Route) -> None:
@@ -144,7 +141,7 @@ def test_the_next_session_reports_a_duplicate(route: Route) -> None:
     route.events = [LOST, NOBODY]
     route.state = "NODE_FAIL"
     assert route.submit(1)["error"] == "gone"
-    route.began("slurm-1")
+    route.begin_record("slurm-1")
     route.events = [DUPLICATE]
     assert route.submit(2)["ok"] and route.accepted == ["slurm-1"]
 
@@ -230,7 +227,7 @@ def test_a_session_that_hangs_after_a_request(route: Route, monkeypatch: pytest.
 
 def test_the_record_replaces_a_lost_answer(route: Route) -> None:
     def lost() -> dict[str, Any]:
-        route.began("slurm-1")
+        route.begin_record("slurm-1")
         raise LOST
 
     route.events = [lost]
@@ -238,7 +235,7 @@ def test_the_record_replaces_a_lost_answer(route: Route) -> None:
 
 
 def test_an_unreadable_record_never_runs_a_payload_twice(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    route.began("slurm-1")
+    route.begin_record("slurm-1")
     route.events, route.state = [LOST, NOBODY], ""
     _stumble(route, monkeypatch, times=3)
     assert route.submit()["ok"] and route.accepted == ["slurm-1"]
@@ -247,7 +244,7 @@ def test_an_unreadable_record_never_runs_a_payload_twice(route: Route, monkeypat
 def test_the_acceptor_is_read_until_it_is_known(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     route.events, route.state = [NOBODY], ""
     assert route.submit(1)["error"] == "gone"
-    route.began("slurm-1")
+    route.begin_record("slurm-1")
     route.events = [DUPLICATE]
     _stumble(route, monkeypatch, times=3)
     assert route.submit(2)["ok"] and route.accepted == ["slurm-1"]
@@ -316,22 +313,23 @@ def test_an_edge_node_out_of_reach_before_and_after_a_request(route: Route) -> N
     assert caught.value.kind == "connection" and caught.value.retry is False
 
 
-def test_withdraw_a_request(route: Route) -> None:
+@pytest.mark.parametrize(
+    ("events", "state", "accepted"),
+    [
+        ([{"ok": False, "error": "withdrawn"}], "RUNNING", []),
+        ([LOST, DUPLICATE], "RUNNING", ["slurm-1"]),
+        ([NOBODY], "", []),
+    ],
+    ids=["withdrawn", "accepted before", "session ended"],
+)
+def test_withdraw_a_request(route: Route, events: list[Any], state: str, accepted: list[str]) -> None:
     route.events = [LOST, KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         route.submit()
-    route.events = [{"ok": False, "error": "withdrawn"}]
+    route.events, route.state = events, state
     route.request.withdraw()
-    assert not route.accepted and not route.request.unsettled and route.asked[-1][1]["op"] == "withdraw"
-
-
-def test_withdraw_an_accepted_request(route: Route) -> None:
-    route.events = [LOST, KeyboardInterrupt()]
-    with pytest.raises(KeyboardInterrupt):
-        route.submit()
-    route.events = [LOST, DUPLICATE]
-    route.request.withdraw()
-    assert route.accepted == ["slurm-1"]
+    assert route.accepted == accepted and not route.request.unsettled and route.asked[-1][1]["op"] == "withdraw"
+    assert not any("may run" in line for line in route.log.lines)
 
 
 @pytest.mark.parametrize("accepted", [True, False])
@@ -364,15 +362,6 @@ def test_no_interrupt_loses_an_accepted_payload(route: Route, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         route.submit()
     assert route.accepted == ["slurm-1"] and not route.request.unsettled
-
-
-def test_withdraw_from_an_ended_session(route: Route) -> None:
-    route.events = [LOST, KeyboardInterrupt()]
-    with pytest.raises(KeyboardInterrupt):
-        route.submit()
-    route.events, route.state = [NOBODY], ""
-    route.request.withdraw()
-    assert not route.request.unsettled and not route.accepted and not any("may run" in line for line in route.log.lines)
 
 
 def test_withdraw_without_an_answer(route: Route) -> None:
