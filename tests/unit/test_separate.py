@@ -33,8 +33,8 @@ from dagster_rayslurm.runtime.separate.barrier import (
     Finish,
     Start,
     StartBarrier,
-    decode_order,
-    encode_order,
+    decode_command,
+    encode_command,
 )
 from dagster_rayslurm.separate.backend import (
     ComponentJob,
@@ -124,7 +124,7 @@ def test_orders_in_any_course_of_events(course: list[tuple[str, str]]) -> None:
     assert all(kinds.count(kind) <= 1 for kind in (Start, Fail, Finish))
     assert Start not in kinds or Fail not in kinds or kinds.index(Start) < kinds.index(Fail)
     assert (Fail in kinds) == (barrier.failed is not None) == (barrier.exit_code != 0)
-    assert [decode_order(json.loads(json.dumps(encode_order(order)))) for order in orders] == orders
+    assert [decode_command(json.loads(json.dumps(encode_command(order)))) for order in orders] == orders
 
 
 # ---- Where a component is in its job

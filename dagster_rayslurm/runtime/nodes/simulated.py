@@ -143,7 +143,7 @@ def simulate(
     if not spec.components:
         return Simulation(spec, [single_node_share(spec, here, visible)], None)
     shares = component_shares(spec, here, visible)
-    # The shares meet what was requested of Slurm. The nodes need a secret in common.
+    # The shares replace what was requested of Slurm, and the nodes need a shared secret.
     components = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
     spec = replace(spec, components=components, control_key=os.urandom(32).hex())
     return Simulation(spec, shares, SimulatedNodes(loop, spec, shares, ClusterDirs(private), on_event))

@@ -95,7 +95,7 @@ def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = 
     command, nothing = ["scancel", "--quiet", environ["SLURM_JOB_ID"]], subprocess.DEVNULL
     for _ in range(_SCANCEL_TRIES):
         try:
-            # Nobody reads what this process prints by now.
+            # The output of this process is not read any more.
             if subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_SCANCEL_TIMEOUT).returncode == 0:
                 return
         except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """Server side of the authenticated connections between runtimes.
 
-A connection is a stranger until the handshake is done. Few strangers are kept at a time, and none for long, so that nobody who
-reaches the port can keep the others out.
+A connection is a stranger until the handshake is done. The server keeps few strangers at a time, and none for long, so that they
+cannot keep clients out.
 """
 
 from __future__ import annotations

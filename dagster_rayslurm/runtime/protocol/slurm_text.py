@@ -1,9 +1,4 @@
-"""Parsers for Slurm's node lists and durations. Pure.
-
-Slurm's short form of a list of nodes, as in `SLURM_JOB_NODELIST`. Pure.
-
-Spans of time as Slurm's programs print them.
-"""
+"""Parsers for Slurm's node lists and durations. Pure."""
 
 from __future__ import annotations
 
@@ -15,44 +10,43 @@ _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _PART = re.compile(r"\[([^][]*)\]")
 _WORD = re.compile(r"(?:\[[^]]*\]|[^,])+")
 
-MOST_NODES = 1 << 20
-"""No cluster is larger; a list that says so is damaged, and would fill the memory."""
+MAX_NODES = 1 << 20
+"""A longer list is damaged, and expanding it would fill the memory."""
 
 
 def expand_nodelist(text: str) -> List[str]:
-    """The nodes of a list such as `c[1-2,05-07],x3,rack[1-2]n[01-03]`, in its order.
+    """The nodes of a list such as `c[1-2,05-07],x3,rack[1-2]n[01-03]` (SLURM_JOB_NODELIST), in order.
 
-    What `scontrol show hostnames` prints (Slurm 22.05 and 24.11): numbers keep the width of a range's first one, and
-    where a name has several brackets the last one runs fastest. "" and what Slurm prints for no node, `(null)` and
-    `None assigned`, are empty lists.
+    The result is that of `scontrol show hostnames` (Slurm 22.05 and 24.11): numbers have the width of the first one of their
+    range, and the last bracket of a name varies fastest. "", `(null)` and `None assigned` are empty lists.
 
     Raises:
-        ValueError: it is not such a list.
+        ValueError: the text is no node list.
     """
     if text.strip() in ("", "(null)", "None assigned", "None"):
         return []
     nodes: List[str] = []
     for word in _WORD.findall(text.strip()):
-        pieces = _PART.split(word)  # Literals at even places, the inside of brackets at odd ones.
+        pieces = _PART.split(word)  # Literals have even indexes, the contents of brackets odd ones.
         if any(bracket in literal for literal in pieces[::2] for bracket in "[]"):
             raise ValueError("%r is not a list of nodes: a bracket is left over in %r" % (text, word))
         choices = [_numbers(piece, text) if place % 2 else [piece] for place, piece in enumerate(pieces)]
         count = 1
         for choice in choices:
             count *= len(choice)
-        if len(nodes) + count > MOST_NODES:
-            raise ValueError("%r is not a list of nodes: it names more than %d" % (text[:200], MOST_NODES))
+        if len(nodes) + count > MAX_NODES:
+            raise ValueError("%r is not a list of nodes: it names more than %d" % (text[:200], MAX_NODES))
         nodes += [name for name in map("".join, itertools.product(*choices)) if name]
     return nodes
 
 
 def _numbers(inside: str, text: str) -> List[str]:
-    """The numbers of one pair of brackets, as they are written in names."""
+    """The numbers of one pair of brackets as text, with leading zeros."""
     numbers: List[str] = []
     for part in inside.split(","):
         match = _RANGE.fullmatch(part)
         low, high = (match.group(1), match.group(2) or match.group(1)) if match else ("1", "0")
-        if int(low) > int(high) or int(high) - int(low) >= MOST_NODES:
+        if int(low) > int(high) or int(high) - int(low) >= MAX_NODES:
             raise ValueError("%r is not a list of nodes: [%s] is no range" % (text[:200], inside[:200]))
         numbers += ["%0*d" % (len(low), number) for number in range(int(low), int(high) + 1)]
     return numbers

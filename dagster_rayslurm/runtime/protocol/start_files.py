@@ -1,4 +1,4 @@
-"""Start records and secrets, as they lie in a directory."""
+"""Read start records and secrets from a run directory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .spec import RuntimeSpec, SpecError, from_json, is_passable
 
 
 def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
-    """Read the secret variables and, unless another attempt may need them, remove their file.
+    """Read the secret variables, and delete their file unless it must be kept for another attempt.
 
     Raises:
-        SpecError: they are no variables; the file is left where it is.
-        OSError: the file cannot be read, or not be removed.
+        SpecError: the file is invalid; it is not deleted.
+        OSError: the file cannot be read or deleted.
     """
     path = os.path.join(run_dir, SECRETS)
     try:
@@ -35,16 +35,16 @@ def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
 
 
 def read_text(path: str) -> str:
-    """All of a file."""
+    """The content of a UTF-8 file."""
     with open(path, encoding="utf-8") as file:
         return file.read()
 
 
 def load_spec(directory: str) -> RuntimeSpec:
-    """The runtime's own start record.
+    """The start record of a runtime.
 
     Raises:
-        SystemExit: it cannot be used; the message goes to the runtime's log.
+        SystemExit: the record is missing or invalid; the message goes to the runtime's log.
     """
     try:
         return from_json(RuntimeSpec, read_text(os.path.join(directory, RUNTIME)))

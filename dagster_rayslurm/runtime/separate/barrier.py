@@ -1,10 +1,11 @@
 """Start barrier of the separate topology: its state and its messages. Pure.
 
 Each component runs a payload of its own. The payloads start together, and the first failure ends all of them. The runtime of
-the first component is the barrier's host; those of the other components are its guests and send it events (`Ready`, `Ended`,
-`Note`, `Leaving`). The host answers with orders for all components (`Start`, `Fail`, `Notify`, `Finish`). All runtimes stay until
-the host says that all is over, because until then the payloads of other components may use their Ray clusters. The host's exit
-code is that of the first failure.
+the first component is the barrier's host. Those of the other components are its guests and send it events (`Ready`, `Ended`,
+`Note`, `Leaving`). The host answers with commands for all components (`Start`, `Fail`, `Notify`, `Finish`).
+
+All runtimes stay until the host says that all is over, because until then payloads of other components may use their Ray clusters.
+The host's exit code is that of the first failure.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ class Finish:
 
 
 Event = Union[Ready, Ended, Note, Leaving]
-Order = Union[Start, Fail, Notify, Finish]
+Command = Union[Start, Fail, Notify, Finish]
 
 _EVENTS: Dict[str, Type[Event]] = {"ready": Ready, "ended": Ended, "told": Note, "leaving": Leaving}
-_ORDERS: Dict[str, Type[Order]] = {"start": Start, "end": Fail, "told": Notify, "over": Finish}
+_COMMANDS: Dict[str, Type[Command]] = {"start": Start, "end": Fail, "told": Notify, "over": Finish}
 
 
 def encode_event(event: Event) -> Message:
@@ -101,9 +102,9 @@ def encode_event(event: Event) -> Message:
     return _encode("event", _EVENTS, event)
 
 
-def encode_order(order: Order) -> Message:
-    """The message by which the host sends an order."""
-    return _encode("op", _ORDERS, order)
+def encode_command(command: Command) -> Message:
+    """The message by which the host sends an command."""
+    return _encode("op", _COMMANDS, command)
 
 
 def decode_event(message: Message) -> Event:
@@ -116,14 +117,14 @@ def decode_event(message: Message) -> Event:
     return event
 
 
-def decode_order(message: Message) -> Order:
-    """The order of a message.
+def decode_command(message: Message) -> Command:
+    """The command of a message.
 
     Raises:
-        SpecError: the message is no order.
+        SpecError: the message is no command.
     """
-    order: Order = _decode("op", _ORDERS, message)
-    return order
+    command: Command = _decode("op", _COMMANDS, message)
+    return command
 
 
 def _encode(key: str, types: Dict[str, Any], value: Any) -> Message:
@@ -139,7 +140,7 @@ def _decode(key: str, types: Dict[str, Any], message: Message) -> Any:
 
 
 class StartBarrier:
-    """State of all components. Each method takes in an event and returns the orders that follow.
+    """State of all components. Each method takes in an event and returns the commands that follow.
 
     Attributes:
         failed: the component that failed first; None if none has.
@@ -172,7 +173,7 @@ class StartBarrier:
         """Whether a component has ended or was given up."""
         return component in self._ended | self._given_up
 
-    def ready(self, component: str, place: ComponentAddress) -> List[Order]:
+    def ready(self, component: str, place: ComponentAddress) -> List[Command]:
         """A component's payload can start."""
         self._addresses[component] = place
         if self.started or self.failed is not None or self.missing():
@@ -184,34 +185,34 @@ class StartBarrier:
         """A component's runtime is connected: wait for it, even if it was given up before."""
         self._given_up.discard(component)
 
-    def give_up(self, component: str) -> List[Order]:
+    def give_up(self, component: str) -> List[Command]:
         """Stop waiting for a component that never connected."""
         self._given_up.add(component)
         return self._finish_if_over()
 
-    def lost(self, component: str, why: str) -> List[Order]:
+    def lost(self, component: str, why: str) -> List[Command]:
         """A component's runtime is lost: a failure, unless its payload had ended."""
         self._given_up.add(component)
-        orders: List[Order] = []
+        commands: List[Command] = []
         if component not in self._ended:
-            orders = self._fail(component, why, 1)
+            commands = self._fail(component, why, 1)
         elif not self.over:
-            orders = [Notify(component, why)]
-        return orders + self._finish_if_over()
+            commands = [Notify(component, why)]
+        return commands + self._finish_if_over()
 
-    def interrupted(self, component: str, why: str, exit_code: int) -> List[Order]:
+    def interrupted(self, component: str, why: str, exit_code: int) -> List[Command]:
         """A component's runtime received a signal after its payload had ended."""
         self._terminated = True
         return [] if self.over else self._fail(component, why, exit_code)
 
-    def ended(self, component: str, event: Ended) -> List[Order]:
+    def ended(self, component: str, event: Ended) -> List[Command]:
         """A component's payload has ended."""
         if component in self._ended:
             return []
         self._ended.add(component)
         self._terminated = self._terminated or event.terminated
-        orders = self._fail(component, event.failure, event.exit_code or 1) if event.failure is not None else []
-        return orders + self._finish_if_over()
+        commands = self._fail(component, event.failure, event.exit_code or 1) if event.failure is not None else []
+        return commands + self._finish_if_over()
 
     def why_not_started(self, connected: Sequence[str], timeout: float) -> str:
         """The message for a barrier that timed out.
@@ -226,14 +227,14 @@ class StartBarrier:
         ]
         return "not all components were ready within %g s, missing: %s" % (timeout, ", ".join(states))
 
-    def _fail(self, component: str, why: str, exit_code: int) -> List[Order]:
+    def _fail(self, component: str, why: str, exit_code: int) -> List[Command]:
         """Only the first failure counts."""
         if self.failed is not None:
             return []
         self.failed, self.exit_code = component, exit_code
         return [Fail(component, why)]
 
-    def _finish_if_over(self) -> List[Order]:
+    def _finish_if_over(self) -> List[Command]:
         if not self.over or self._finished:
             return []
         self._finished = True

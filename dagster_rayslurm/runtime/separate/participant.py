@@ -21,7 +21,7 @@ from ..protocol.end import End, EndReason
 from ..protocol.spec import BarrierSpec, RuntimeSpec, SpecError
 from ..protocol.start_files import take_secrets
 from ..supervisor.supervisor import Hooks, Supervisor
-from .barrier import ComponentAddress, Ended, Fail, Finish, Order, Start
+from .barrier import Command, ComponentAddress, Ended, Fail, Finish, Start
 from .rendezvous import Guest, Host, TimedOut
 
 COMPONENT = "RAYSLURM_COMPONENT"
@@ -119,31 +119,31 @@ class BarrierParticipant(Hooks):
         if ending.result is not None and ending.result.reason == EndReason.OTHER_COMPONENT and not self._other_failed:
             self._side.give_up_absent()  # Dagster said that a component is gone; it knows better than this runtime.
 
-    def _handle(self, order: Union[Order, TimedOut]) -> None:
+    def _handle(self, command: Union[Command, TimedOut]) -> None:
         payload = self._payload
         assert payload is not None
-        if isinstance(order, Finish):
-            self._finish(payload, order.final)
-        elif isinstance(order, Start):
-            addresses = {name: asdict(address) for name, address in order.components.items()}
+        if isinstance(command, Finish):
+            self._finish(payload, command.final)
+        elif isinstance(command, Start):
+            addresses = {name: asdict(address) for name, address in command.components.items()}
             payload.component_env = {COMPONENT: self._spec.component_id, COMPONENTS: json.dumps(addresses)}
             if len(addresses) > 1:
                 payload.phase("start", "all %d components are ready" % len(addresses))
             self._started = True
             self._supervisor.schedule()
-        elif isinstance(order, TimedOut):
-            payload.end_early(End(EndReason.CLUSTER_START, order.why))
-        elif isinstance(order, Fail):
-            self._end_payload(payload, order)
-        elif order.component != self._spec.component_id:
-            payload.phase("component", "component %r: %s" % (order.component, order.what))
+        elif isinstance(command, TimedOut):
+            payload.end_early(End(EndReason.CLUSTER_START, command.why))
+        elif isinstance(command, Fail):
+            self._end_payload(payload, command)
+        elif command.component != self._spec.component_id:
+            payload.phase("component", "component %r: %s" % (command.component, command.what))
 
-    def _end_payload(self, payload: Payload, order: Fail) -> None:
-        if order.component != self._spec.component_id:
+    def _end_payload(self, payload: Payload, command: Fail) -> None:
+        if command.component != self._spec.component_id:
             self._other_failed = True
-            payload.end_early(End(EndReason.OTHER_COMPONENT, "component %r: %s" % (order.component, order.why)))
+            payload.end_early(End(EndReason.OTHER_COMPONENT, "component %r: %s" % (command.component, command.why)))
         elif not payload.ended:
-            payload.end_early(End(EndReason.RUNTIME, "the other components have given this one up: " + order.why))
+            payload.end_early(End(EndReason.RUNTIME, "the other components have given this one up: " + command.why))
 
     def _finish(self, payload: Payload, final: bool) -> None:
         """End the runtime, and before it a payload that the other components have given up."""

@@ -14,6 +14,7 @@ from ..protocol.rpc_client import Address, ClientListener, RpcClient, all_addres
 from ..protocol.rpc_server import Peer, RpcServer
 from ..protocol.spec import BarrierSpec, SpecError
 from .barrier import (
+    Command,
     ComponentAddress,
     Ended,
     Event,
@@ -22,13 +23,12 @@ from .barrier import (
     Leaving,
     Note,
     Notify,
-    Order,
     Ready,
     StartBarrier,
+    decode_command,
     decode_event,
-    decode_order,
+    encode_command,
     encode_event,
-    encode_order,
 )
 
 _HOST_MARGIN = 30.0
@@ -46,7 +46,7 @@ class TimedOut:
         self.why = why
 
 
-HandleOrder = Callable[[Union[Order, TimedOut]], None]
+HandleCommand = Callable[[Union[Command, TimedOut]], None]
 
 
 class Guest(ClientListener):
@@ -56,15 +56,15 @@ class Guest(ClientListener):
         loop: the event loop.
         spec: the barrier.
         hosts: where the host may be reached.
-        handle: called with each order.
+        handle: called with each command.
     """
 
-    def __init__(self, loop: Loop, spec: BarrierSpec, hosts: Sequence[str], handle: HandleOrder) -> None:
+    def __init__(self, loop: Loop, spec: BarrierSpec, hosts: Sequence[str], handle: HandleCommand) -> None:
         self._loop = loop
         self._spec = spec
         self._handle = handle
         self._events: List[Event] = []
-        self._orders: List[Order] = []
+        self._commands: List[Command] = []
         self._problem = ""
         self._succeeded: Optional[bool] = None
         """Whether the payload ended without a failure; None until it ends."""
@@ -124,13 +124,13 @@ class Guest(ClientListener):
             self._host.send(**encode_event(event))
 
     def received(self, message: Message) -> None:
-        order = decode_order(message)
-        if order in self._orders:
-            return  # The host sends all orders again after a reconnection.
-        self._orders.append(order)
-        if isinstance(order, Finish):
+        command = decode_command(message)
+        if command in self._commands:
+            return  # The host sends all commands again after a reconnection.
+        self._commands.append(command)
+        if isinstance(command, Finish):
             self._send(Leaving())
-        self._handle(order)
+        self._handle(command)
 
     def disconnected(self) -> None:
         self._timeout = self._timeout or self._loop.call_later(RECONNECT_GRACE, self._give_up)
@@ -181,19 +181,19 @@ class Host(ChannelListener):
     Args:
         loop: the event loop.
         spec: the barrier.
-        handle: called with each order for the host's own component.
+        handle: called with each command for the host's own component.
         loopback: whether all components are on this machine.
     """
 
-    def __init__(self, loop: Loop, spec: BarrierSpec, handle: HandleOrder, loopback: bool = False) -> None:
+    def __init__(self, loop: Loop, spec: BarrierSpec, handle: HandleCommand, loopback: bool = False) -> None:
         self._loop = loop
         self._spec = spec
         self._component = spec.component_id
         self._handle = handle
         self._barrier = StartBarrier(spec.components)
-        self._orders: List[Order] = []
+        self._commands: List[Command] = []
         self._finish: Optional[Finish] = None
-        """The order to end, until the host follows it itself."""
+        """The command to end, until the host follows it itself."""
         self._guests = {each: _ConnectedGuest(each) for each in spec.components if each != spec.component_id}
         self._guest_of_channel: Dict[Channel, _ConnectedGuest] = {}
         self._server = RpcServer(loop, spec.key, spec.ports, self, loopback, heartbeat=True)
@@ -259,7 +259,7 @@ class Host(ChannelListener):
         elif isinstance(event, Ended):
             self._send(self._barrier.ended(component, event))
         elif isinstance(event, Note):
-            self._send([order for order in [Notify(component, event.what)] if order not in self._orders])
+            self._send([command for command in [Notify(component, event.what)] if command not in self._commands])
         else:
             guest.leaving = True
             self._finish_if_known()
@@ -290,27 +290,27 @@ class Host(ChannelListener):
         guest.joined, guest.grace = True, None
         self._guest_of_channel[channel] = guest
         self._barrier.connected(guest.component)
-        for order in self._orders:
-            channel.send(**encode_order(order))
+        for command in self._commands:
+            channel.send(**encode_command(command))
 
-    def _send(self, orders: Sequence[Order]) -> None:
-        """Send orders to all guests, and then follow them here."""
-        for order in orders:
-            self._orders.append(order)
+    def _send(self, commands: Sequence[Command]) -> None:
+        """Send commands to all guests, and then follow them here."""
+        for command in commands:
+            self._commands.append(command)
             for guest in self._guests.values():
-                guest.send(**encode_order(order))
-            if isinstance(order, Finish):
-                self._finish = order
+                guest.send(**encode_command(command))
+            if isinstance(command, Finish):
+                self._finish = command
                 self._loop.call_later(RECONNECT_GRACE, self._follow_finish)
                 self._loop.call_later(0.0, self._finish_if_known)
                 continue
-            if isinstance(order, Fail):
+            if isinstance(command, Fail):
                 self._loop.call_later(_LATE_GUEST_GRACE, self.give_up_absent)
-            self._handle_later(order)
+            self._handle_later(command)
 
-    def _handle_later(self, order: Order) -> None:
-        """The handler must not run within the call that led to the order."""
-        self._loop.call_later(0.0, lambda: self._handle(order))
+    def _handle_later(self, command: Command) -> None:
+        """The handler must not run within the call that led to the command."""
+        self._loop.call_later(0.0, lambda: self._handle(command))
 
     def _finish_if_known(self) -> None:
         """End once all guests that are connected, or may reconnect, know that all is over: only the host can tell them."""
@@ -319,8 +319,8 @@ class Host(ChannelListener):
 
     def _follow_finish(self) -> None:
         if self._finish is not None:
-            order, self._finish = self._finish, None
-            self._handle(order)
+            command, self._finish = self._finish, None
+            self._handle(command)
 
     def _time_out(self) -> None:
         if self._barrier.started:
