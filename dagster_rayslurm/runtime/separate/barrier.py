@@ -4,7 +4,7 @@ Each component runs a payload of its own. The payloads start together, and the f
 the first component is the barrier's host. Those of the other components are its guests and send it events (`Ready`, `Ended`,
 `Note`, `Leaving`). The host answers with commands for all components (`Start`, `Fail`, `Notify`, `Finish`).
 
-All runtimes stay until the host says that all is over, because until then payloads of other components may use their Ray clusters.
+Runtimes stay until the host says that all is over, because until then payloads of other components may use their Ray clusters.
 The host's exit code is that of the first failure.
 """
 
