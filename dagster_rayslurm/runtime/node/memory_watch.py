@@ -30,8 +30,6 @@ class MemoryWatch:
     """Watches the memory of one node of a Slurm job.
 
     Args:
-        loop: the event loop.
-        node: name of the node.
         ray_pids: returns the processes below which Ray's workers may be killed; without any, nothing is watched.
         payload_pids: returns the payloads' own processes on this node.
         report: called with each action.

@@ -135,8 +135,6 @@ class UsageSampler:
     """Feeds a `UsageMeter` while a payload runs.
 
     Args:
-        loop: the event loop.
-        gpus: the GPU figures of this node.
         ray_temp_dir: Ray's temporary directory, whose spilled objects are counted; None without Ray.
         excluded: returns the processes that, with all below them, belong to other payloads.
         roots: returns the processes that count with all below them; None for this process, and for the GPUs as well.

@@ -74,13 +74,11 @@ def payload_environment(
     """The environment of a payload: inherited variables, how to reach Ray and Dagster, and the user's own variables.
 
     Args:
-        spec: the payload.
         inherited: variables to start from.
-        python: the environment's Python.
-        run_dir: the run directory.
-        messages_path: file for its Pipes messages.
-        ray_env: variables by which it reaches its cluster.
-        worker_env: variables that its cluster's workers have anyway.
+        python: the environment's Python, whose directory comes first in PATH.
+        messages_path: file for Pipes messages.
+        ray_env: variables by which the payload reaches its cluster.
+        worker_env: variables that the cluster's workers have anyway.
     """
     env = {name: value for name, value in inherited.items() if not name.startswith(_SCRUBBED) and name not in RAY_COORDINATES}
     env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])

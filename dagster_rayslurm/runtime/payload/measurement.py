@@ -19,11 +19,7 @@ _TIME_GROWTH, _MEMORY_GROWTH = 1.1, 1.05
 class UsageMeasurement:
     """Measures the usage of a payload from now on, on this node and on the workers.
 
-    Args:
-        loop: the event loop.
-        nonce: the payload's nonce.
-        context: where the payload runs.
-        note: writes a record of the usage so far, so that a job that Slurm kills leaves its figures.
+    `note` writes records of the usage so far, so that a job that Slurm kills leaves its figures.
     """
 
     def __init__(self, loop: Loop, nonce: str, context: LaunchContext, note: Callable[[Record], None]) -> None:
@@ -42,16 +38,10 @@ class UsageMeasurement:
         self._announce_jobs()
 
     def finish(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
-        """Take the last figures.
-
-        Args:
-            pid: the payload's process, which has ended.
-            rusage: the kernel's figures for it.
-            hostname: this node's hostname.
-            done: called when the workers' figures have come, or will not come.
+        """Take the last figures, after the payload's process has ended with the kernel's figures `rusage`.
 
         Returns:
-            Whether `done` will be called.
+            Whether `done` will be called, when the workers' figures have come or will not come.
         """
         own = self._total = self._sampler.stop(pid, rusage)
         self._announce_jobs()

@@ -61,11 +61,8 @@ class Payload:
     """Runs one payload and writes its record.
 
     Args:
-        loop: the event loop.
         run_dir: the run directory, with the Pipes context in it.
-        spec: the payload.
         secret_env: variables for the driver only, which are not recorded.
-        record: the record of this run.
         environ: variables that the payload's environment starts from.
     """
 

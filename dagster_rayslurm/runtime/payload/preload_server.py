@@ -207,13 +207,7 @@ class PreloadProcess:
 class ForkRequest:
     """Has one payload forked: waits for the preload process, sends the request, and receives the answer.
 
-    Args:
-        loop: the event loop.
-        process: the process to fork.
-        request: what the forked process becomes, as JSON.
-        streams: descriptors of its output and errors.
-        on_exit: called when the payload has ended.
-        done: called once with the result, unless `cancel` is called before.
+    `done` is called once with the result, unless `cancel` is called before; `on_exit` is called when the payload has ended.
     """
 
     def __init__(
@@ -316,13 +310,7 @@ class ForkRequest:
 
 
 class PreloadServer:
-    """Forks payloads from preload processes, one for each set of modules.
-
-    Args:
-        loop: the event loop.
-        directory: a private directory, which is made.
-        python: the environment's Python.
-    """
+    """Forks payloads from preload processes, one for each set of modules; `directory` is private and is made when needed."""
 
     def __init__(self, loop: Loop, directory: str, python: str = sys.executable) -> None:
         self._loop = loop
@@ -336,10 +324,7 @@ class PreloadServer:
     ) -> None:
         """Begin to import modules, if there are any, for payloads that are yet to come.
 
-        Args:
-            modules: their names.
-            ray_env: variables by which those payloads reach their cluster; None if each of them has its own.
-            environ: variables that their environment starts from; None for this process's own.
+        `ray_env` is how those payloads reach their cluster, None if each has its own; their environment starts from `environ`.
         """
         if modules and sys.platform == "linux":
             spec = PayloadSpec(argv=[], nonce="", uses_ray=True)
@@ -367,8 +352,8 @@ class PreloadServer:
             on_exit: called when it has ended, as by `Loop.spawn`.
             cwd: its working directory.
             env: its environment.
-            secrets: names of variables in it that no other process shall have.
-            streams: descriptors of its output and errors, which stay open until `done` is called.
+            secrets: names of variables in `env` that no other process may have.
+            streams: descriptors of its output and errors, which must stay open until `done` is called.
             done: called once with the result, perhaps before this returns.
 
         Returns:

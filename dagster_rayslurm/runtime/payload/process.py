@@ -28,12 +28,9 @@ class ProcessListener(Protocol):
 
 
 class PayloadProcess:
-    """Starts and ends the process, together with all processes that it starts.
+    """Starts and ends the process, together with all processes that it starts; their environment names `run_dir`.
 
-    Args:
-        loop: the event loop.
-        run_dir: the run directory, which the environment of all its processes names.
-        listener: receives events, perhaps before `start` returns.
+    The listener may receive events before `start` returns.
     """
 
     def __init__(self, loop: Loop, run_dir: str, listener: ProcessListener) -> None:

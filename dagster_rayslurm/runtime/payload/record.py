@@ -52,14 +52,7 @@ class MessageFile:
 
 
 class PayloadRecord:
-    """Writes the record of a payload.
-
-    Args:
-        loop: the event loop.
-        files: the files of the record.
-        nonce: the payload's nonce.
-        failed: called with the reason if a record cannot be written, because results would be lost.
-    """
+    """Writes the record of a payload; calls `failed` with the reason if it cannot, because results would be lost."""
 
     def __init__(self, loop: Loop, files: RunRecord, nonce: str, failed: Callable[[str], None]) -> None:
         self.payload_pid: Optional[int] = None
