@@ -192,7 +192,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 @pytest.mark.parametrize("later", ["the old one", "the retry"])
-def test_the_retry_has_the_result_whoever_sees_the_end_first(scene: Scene, later: str) -> None:
+def test_the_retry_has_the_result_if_either_attempt_sees_the_end_first(scene: Scene, later: str) -> None:
     old, new = scene.begin()
     first, last = (new, old) if later == "the old one" else (old, new)
     last.send_signal(signal.SIGSTOP)

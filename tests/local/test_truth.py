@@ -92,7 +92,7 @@ def test_a_payload_may_be_declared_not_to_use_pipes(compute: ComputeResource, sc
         (["python", "-c", "from dagster_pipes import open_dagster_pipes as o; o(); import os; os._exit(4)"], True),
     ],
 )
-def test_no_messages_are_missed_where_none_were_to_come(
+def test_no_warning_of_missing_messages_without_pipes(
     payload: list[str], uses_pipes: bool, compute: ComputeResource, capfd: Any
 ) -> None:
     run_asset(compute, payload, uses_pipes=uses_pipes)
@@ -251,7 +251,7 @@ def test_outputs_that_are_not_there_or_too_large_are_warnings(base: Path, script
     assert "max_stdio_mb" in stdio and "'*.png'" in outputs and "large (2097152 bytes)" in outputs
 
 
-def test_what_a_payload_leaves_running_is_ended(compute: ComputeResource, script: Any) -> None:
+def test_leftover_processes_of_a_payload_are_ended(compute: ComputeResource, script: Any) -> None:
     """A daemon in a session of its own, holding the payload's output; `nothing_is_left` proves its end."""
     payload = script(
         pipes_script("""
@@ -263,7 +263,7 @@ def test_what_a_payload_leaves_running_is_ended(compute: ComputeResource, script
     assert run_asset(compute, payload).completed
 
 
-def test_a_killed_runtime_is_told_and_leaves_nothing(compute: ComputeResource, script: Any) -> None:
+def test_a_killed_runtime_is_reported_and_leaves_nothing(compute: ComputeResource, script: Any) -> None:
     payload = script(
         """
         import os, signal, subprocess, time
@@ -277,7 +277,7 @@ def test_a_killed_runtime_is_told_and_leaves_nothing(compute: ComputeResource, s
     assert failure.allow_retries
 
 
-def test_a_run_that_ends_without_a_word_has_its_figures(compute: ComputeResource, script: Any) -> None:
+def test_a_run_without_an_end_record_has_its_usage(compute: ComputeResource, script: Any) -> None:
     payload = script(
         """
         import json, os, signal, time

@@ -51,13 +51,13 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Scene]:
     return make
 
 
-def test_nothing_is_ordered_before_somebody_does(scene: Callable[[int], Scene]) -> None:
+def test_nothing_is_sent_before_a_request(scene: Callable[[int], Scene]) -> None:
     there = scene(0)
     there.wait(5)
     assert there.given == [] and there.order.now is None and not there.order.delivered
 
 
-def test_it_is_given_each_second_until_it_has_arrived(scene: Callable[[int], Scene]) -> None:
+def test_a_request_is_resent_each_second_until_delivered(scene: Callable[[int], Scene]) -> None:
     there = scene(4)
     there.order.send(False)
     there.wait(3)
@@ -67,7 +67,7 @@ def test_it_is_given_each_second_until_it_has_arrived(scene: Callable[[int], Sce
     assert there.log.lines == ["[rayslurm] the payload cannot be told to end, which is tried again: no way"]
 
 
-def test_one_that_leaves_no_time_is_given_at_once_and_once(scene: Callable[[int], Scene]) -> None:
+def test_an_immediate_request_replaces_one_with_grace_period(scene: Callable[[int], Scene]) -> None:
     there = scene(0)
     for now in (False, False, True, True, False):
         there.order.send(now)
@@ -75,7 +75,7 @@ def test_one_that_leaves_no_time_is_given_at_once_and_once(scene: Callable[[int]
     assert there.given == [False, True] and there.order.now
 
 
-def test_nobody_waits_for_one_that_leaves_no_time_and_cannot_be_given(scene: Callable[[int], Scene]) -> None:
+def test_an_undeliverable_immediate_request_makes_the_payload_unreachable(scene: Callable[[int], Scene]) -> None:
     there = scene(1000)
     there.order.send(False)
     there.wait(60)
@@ -108,7 +108,7 @@ class Job:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_job_that_does_not_go_is_waited_for_once(parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unconfirmed_cancel_is_waited_for_once(parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever kills it and then lets go of it, and for how many payloads."""
     job, shared = Job(tmp_path), SharedJobState()
     waits: list[int] = []
@@ -123,7 +123,7 @@ def test_a_job_that_does_not_go_is_waited_for_once(parts: int, tmp_path: Path, m
     assert waits == [7] and len(job.log.lines) == 1 and "may still be there" in job.log.lines[0]
 
 
-def test_whom_a_job_is_to_be_ended_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_cancels_a_waiting_job_and_the_runtime_a_running_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm is asked again until it takes it, but not once a runtime is known to be at work; that one is told by its file."""
     job, order, commands = Job(tmp_path), tmp_path / "cancel.json", LocalConnection()
     asked: list[str] = []

@@ -31,7 +31,7 @@ def compute(slurm: FakeSlurm, tmp_path: Path) -> ComputeResource:
 
 
 @pytest.mark.parametrize("word", ["slurm-train", "slurm-0", "slurm-ab", "slurm-", "", NONCE, f"slurm-{NONCE}\n", "slurm-job"])
-def test_what_is_not_the_name_of_a_cluster_cancels_nothing(word: str, compute: ComputeResource, slurm: FakeSlurm) -> None:
+def test_an_invalid_cluster_id_cancels_nothing(word: str, compute: ComputeResource, slurm: FakeSlurm) -> None:
     assert not compute.cleanup_cluster(word)
     assert slurm.cancelled == []
 

@@ -58,7 +58,7 @@ def test_a_runtime_that_has_ended_below_its_keeper_is_not_ended_again(tmp_path: 
 
 
 @pytest.mark.parametrize("said", [b"", b'{"ok": tr', b'{"ok": true}'])
-def test_half_an_answer_is_none(tmp_path: Path, said: bytes) -> None:
+def test_an_incomplete_answer_means_gone(tmp_path: Path, said: bytes) -> None:
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)

@@ -19,7 +19,7 @@ def end(reason: str = "exit", exit_code: int | None = 0, signal: int | None = No
 GOOD = {"end": end(), "opened": 1, "closed": 1}
 
 
-def test_the_whole_of_it_is_success() -> None:
+def test_complete_evidence_is_success() -> None:
     assert judge(Evidence(**GOOD), True, True).kind is None
 
 
@@ -47,7 +47,7 @@ def test_the_whole_of_it_is_success() -> None:
     ],
     ids=str,
 )
-def test_anything_less_is_a_failure_with_a_sentence(change: dict[str, Any]) -> None:
+def test_incomplete_evidence_is_a_failure_with_a_sentence(change: dict[str, Any]) -> None:
     verdict = judge(Evidence(**{**GOOD, **change}), True, True)
     assert isinstance(verdict.kind, FailureKind) and verdict.sentence and "\n" not in verdict.sentence
 
@@ -69,24 +69,24 @@ def test_success_needs_exit_code_0_and_both_messages(
     assert (verdict.kind is None) == good
 
 
-def test_hints_are_given_where_they_help() -> None:
+def test_signals_and_logs_are_explained() -> None:
     assert "memory runs out" in judge(Evidence(**{**GOOD, "end": end(exit_code=None, signal=9)}), True, True).sentence
     assert "SIGTERM" in judge(Evidence(**{**GOOD, "end": end(exit_code=143)}), True, True).sentence
     assert "MemoryError" in judge(Evidence(runtime_exit="exit code 1", runtime_log="x\nMemoryError\n"), True, True).sentence
 
 
-def test_words_for_exits() -> None:
+def test_exit_codes_in_words() -> None:
     assert [exit_in_words(code) for code in (3, -9, 143)] == ["exit code 3", "signal 9 (SIGKILL)", "signal 15 (SIGTERM)"]
     assert signal_name(99) == "signal 99"
 
 
-def test_only_what_may_be_better_next_time_may_be_retried() -> None:
+def test_only_infrastructure_and_payload_failures_may_be_retried() -> None:
     retried = {kind for kind in FailureKind if RunFailure(kind, "x").allow_retries}
     assert {"configuration", "environment", "cancelled", "submission"}.isdisjoint(retried)
     assert {"cluster-lost", "runtime", "connection", "payload"} <= retried
 
 
-def test_a_session_that_ended_too_early_may_be_tried_again_and_a_payload_that_takes_too_long_may_not() -> None:
+def test_a_returned_payload_may_be_retried_and_a_timeout_may_not() -> None:
     returned = judge(Evidence(end=end(reason="returned", message="its time limit comes")), True, True)
     assert (returned.kind, returned.retry) == ("allocation", True) and "never started: its time limit" in returned.sentence
     timeout = judge(Evidence(end=end(reason="timeout", message="it may take 3 s")), True, True)
@@ -96,7 +96,7 @@ def test_a_session_that_ended_too_early_may_be_tried_again_and_a_payload_that_ta
 @pytest.mark.parametrize(
     ("state", "kind"), [("OUT_OF_MEMORY", "allocation"), ("TIMEOUT", "allocation"), ("CANCELLED", "cancelled")]
 )
-def test_a_payload_that_waited_for_its_turn_is_not_blamed_for_the_end_of_its_session(state: str, kind: str) -> None:
+def test_a_queued_payload_is_not_blamed_for_its_sessions_end(state: str, kind: str) -> None:
     job = JobFacts(7, state, nodes=("c1",), num_nodes=1)
     blamed = judge(Evidence(runtime_exit="exit code 1", started_at=1.0, job=job), True, True)
     queued = judge(Evidence(runtime_exit="exit code 1", started_at=1.0, job=job, queued=True), True, True)

@@ -61,7 +61,7 @@ def test_the_owner_steps_back_once_another_attempt_has_taken_the_payload_over(ru
     assert run_dir.exists() and b.confirm() and b.confirm_or_assume() and b.new_owner is None
 
 
-def test_nobody_takes_over_what_its_owner_has_begun_to_end(run_dir: Path) -> None:
+def test_a_confirmed_payload_cannot_be_taken_over(run_dir: Path) -> None:
     a, b = first(run_dir), later(run_dir)
     assert a.confirm() and not b.take_over() and a.confirm() and a.new_owner is None
 
@@ -92,11 +92,11 @@ def test_a_run_directory_that_is_gone_was_removed_by_a_successor_or_by_hand(
 
 
 @pytest.mark.parametrize("remove", [True, False])
-def test_an_answer_that_is_lost_changes_nothing(run_dir: Path, remove: bool) -> None:
+def test_a_lost_answer_changes_nothing(run_dir: Path, remove: bool) -> None:
     assert first(run_dir, connection=AnswersLost()).confirm(remove) and run_dir.exists() is not remove
 
 
-def test_a_take_over_whose_answer_is_lost_is_one(run_dir: Path) -> None:
+def test_a_takeover_with_a_lost_answer_succeeds(run_dir: Path) -> None:
     b = later(run_dir, connection=AnswersLost())
     assert b.take_over() and b.take_over() and b.confirm()
 
@@ -107,7 +107,7 @@ def test_a_run_directory_of_the_first_version_can_be_taken_over(run_dir: Path) -
     assert a.confirm() and b.take_over() and b.confirm()
 
 
-def test_an_owner_that_cannot_be_asked_for_is_not_known(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_owner_is_assumed_to_be_this_attempt(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = first(run_dir)
 
     def denied(*_: Any) -> None:
@@ -119,7 +119,7 @@ def test_an_owner_that_cannot_be_asked_for_is_not_known(run_dir: Path, monkeypat
     assert a.confirm_or_assume() and a.new_owner is None
 
 
-def test_the_owner_is_told_in_words() -> None:
+def test_the_owner_file_in_words() -> None:
     assert owner_in_words("owner.0-1-2.77.node.example.org.abcd.judged") == "run 0-1-2 (process 77 on node.example.org)"
 
 

@@ -13,7 +13,7 @@ from dagster_rayslurm.plan import make_plan
 from .lines import Log
 
 
-def test_a_file_here_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_local_file_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no fault of the directory on the cluster."""
     script = tmp_path / "script.py"
     script.write_text("pass")
@@ -70,7 +70,7 @@ def test_modules_that_a_script_imports_from_beside_it_are_named(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", [b"import helpers", b"helpers = 1", b"import helpers(", b"\0", b"\xff\xfe", b"(" * 9999])
-def test_a_script_is_sent_whatever_is_in_it(text: bytes, tmp_path: Path) -> None:
+def test_a_script_may_have_any_content(text: bytes, tmp_path: Path) -> None:
     script, log = tmp_path / "t.py", Log()
     script.write_bytes(text)
     (tmp_path / "helpers.py").write_text("")

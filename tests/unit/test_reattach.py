@@ -23,18 +23,18 @@ def files(run: str = "a", time: str = "5", key: str = "k", cpus: int = 1, argv: 
     }
 
 
-def test_who_asks_and_keys_make_no_difference() -> None:
+def test_caller_and_random_keys_are_ignored() -> None:
     assert same_request(files(), files(run="b", key="other", cpus=2))
 
 
 @pytest.mark.parametrize("other", [{"time": "6"}, {"argv": "sh"}])
-def test_what_is_asked_for_does(other: dict[str, str]) -> None:
+def test_another_request_is_different(other: dict[str, str]) -> None:
     assert not same_request(files(**other), files())
 
 
 @pytest.mark.parametrize("damaged", [PAYLOAD, RUNTIME, JOB_SCRIPT])
 @pytest.mark.parametrize("content", [b"", b"{"])
-def test_a_damaged_file_is_not_the_same(damaged: str, content: bytes) -> None:
+def test_a_damaged_file_is_different(damaged: str, content: bytes) -> None:
     assert not same_request({**files(), damaged: content}, files())
 
 
@@ -58,7 +58,7 @@ def end(**fields: Any) -> dict[str, Any]:
         pytest.param([START, end(nonce="another")], {}, "13", id="another one has ended"),
     ],
 )
-def test_the_job_that_has_the_payload(
+def test_a_job_is_found_for_the_same_request_only(
     records: list[dict[str, Any]], other: dict[str, str], job: str | None, tmp_path: Path
 ) -> None:
     for name, content in {**files(**other), JOURNAL: b"".join(map(encode, records))}.items():

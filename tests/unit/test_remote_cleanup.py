@@ -82,7 +82,7 @@ def sweep(base: Path, retention_days: float = 14, every_minutes: int = 0) -> lis
     return sorted(sweep_remote(LocalConnection(), str(base), retention_days, every_minutes=every_minutes))
 
 
-def test_old_run_directories_go(base: Path, make: Callable[..., Path]) -> None:
+def test_old_run_directories_are_removed(base: Path, make: Callable[..., Path]) -> None:
     old = make(f"runs/{RUN}", 15, "journal.jsonl", "work/deep/file")
     (old / "work/link").symlink_to(base)
     os.utime(old, (1, 1))
@@ -94,12 +94,12 @@ def test_old_run_directories_go(base: Path, make: Callable[..., Path]) -> None:
 
 
 @given(run_id=st.uuids().map(str), step=st.text(min_size=1, max_size=60))
-def test_every_run_directory_has_a_name_of_our_form(run_id: str, step: str) -> None:
+def test_every_run_directory_name_matches_the_sweep(run_id: str, step: str) -> None:
     name = run_dir_name(run_id, step, "0123456789ab")
     assert subprocess.run(["grep", "-qxE", "--", "[A-Za-z0-9_.-]+-[0-9a-f]{12}"], input=name.encode()).returncode == 0
 
 
-def test_what_is_not_ours_stays(base: Path, make: Callable[..., Path], tmp_path: Path) -> None:
+def test_foreign_files_stay(base: Path, make: Callable[..., Path], tmp_path: Path) -> None:
     for name in (
         "runs/thesis",
         "runs/a b-0123456789ab",
@@ -127,7 +127,7 @@ def test_what_is_not_ours_stays(base: Path, make: Callable[..., Path], tmp_path:
     assert (elsewhere / "file").exists()
 
 
-def test_bundles_and_runtimes_that_nobody_asked_for(base: Path, tmp_path: Path) -> None:
+def test_unused_bundles_and_runtimes_are_removed(base: Path, tmp_path: Path) -> None:
     (tmp_path / "f").write_text("x")
     made = bundle_files({"d/f": str(tmp_path / "f")})
     done = install(LocalConnection(), str(base), [made])
@@ -140,7 +140,7 @@ def test_bundles_and_runtimes_that_nobody_asked_for(base: Path, tmp_path: Path) 
     assert Path(again.bundles[made], "d/f").read_text() == "x"
 
 
-def test_what_a_run_directory_names_stays(base: Path, make: Callable[..., Path]) -> None:
+def test_bundles_named_by_a_run_directory_stay(base: Path, make: Callable[..., Path]) -> None:
     bundle, other, runtime = "a" * 32, "b" * 32, f"runtime-{'0' * 16}-cpython-311.pyz"
     for name in (bundle, other):
         make(f"bundles/{name}", 99, "f")
@@ -181,7 +181,7 @@ def generation(make: Callable[..., Path], number: int, age: float, *, key: str =
     return path
 
 
-def test_old_sessions_that_ended_go(base: Path, make: Callable[..., Path], slurm: Callable[[str], None]) -> None:
+def test_ended_sessions_are_removed(base: Path, make: Callable[..., Path], slurm: Callable[[str], None]) -> None:
     """The number of the newest stays known as long as anybody looks for it."""
     slurm("echo 11; echo 13")
     for number in (1, 2, 3, 10):
@@ -194,7 +194,7 @@ def test_old_sessions_that_ended_go(base: Path, make: Callable[..., Path], slurm
     assert sweep(base) == [f"sessions/{KEY}"] and os.listdir(base / "sessions") == []
 
 
-def test_sessions_that_live_stay(base: Path, make: Callable[..., Path], slurm: Callable[[str], None]) -> None:
+def test_live_sessions_stay(base: Path, make: Callable[..., Path], slurm: Callable[[str], None]) -> None:
     slurm("echo 11; echo 13")
     generation(make, 1, 99, job_id="11\n", exit="")
     generation(make, 2, 99, exit="", **{"session.json": '{"closing": null, "job_id": "13", "key": "00"}'})
@@ -205,7 +205,7 @@ def test_sessions_that_live_stay(base: Path, make: Callable[..., Path], slurm: C
     assert sorted(os.listdir(base / "sessions" / KEY)) == ["1", "2", "4", "5"]
 
 
-def test_a_session_of_a_job_that_nobody_can_ask_for_stays(base: Path, make: Any, slurm: Callable[[str], None]) -> None:
+def test_a_session_stays_if_slurm_does_not_answer(base: Path, make: Any, slurm: Callable[[str], None]) -> None:
     for number in (1, 2):
         generation(make, number, 99, job_id=f"{number}\n", exit="")
     slurm("echo slurmctld is away >&2; exit 1")
@@ -214,20 +214,20 @@ def test_a_session_of_a_job_that_nobody_can_ask_for_stays(base: Path, make: Any,
     assert sweep(base) == [f"sessions/{KEY}"]
 
 
-def test_a_session_that_was_never_submitted(base: Path, make: Any) -> None:
+def test_a_session_without_a_job_is_removed(base: Path, make: Any) -> None:
     generation(make, 1, 99, exit="", creator="rayslurm-session-0123\n")
     generation(make, 1, 1, key="young-0123456789ab", exit="")
     assert sweep(base) == [f"sessions/{KEY}"]
 
 
-def test_a_session_of_this_machine_is_none_of_the_cluster(base: Path, make: Any) -> None:
+def test_a_session_of_this_machine_stays(base: Path, make: Any) -> None:
     """Both are below the same base directory where Dagster runs on the edge node."""
     make("sessions/default-0123456789ab", 99, "session.json", "runtime.json")
     make("sessions/notes", 99, "1/exit")
     assert sweep(base) == []
 
 
-def test_a_name_that_is_used_at_the_last_moment_keeps_its_numbers(base: Path, make: Any) -> None:
+def test_a_session_name_used_during_the_sweep_keeps_its_numbers(base: Path, make: Any) -> None:
     generation(make, 1, 99, exit="1 0 0\n")
     late = Changed(
         'mv -T -- "$1/$2" "$1/$grave" ||', 'case $1 in sessions) mkdir "$1/$2/2" ;; esac; mv -T -- "$1/$2" "$1/$grave" ||'
@@ -236,7 +236,7 @@ def test_a_name_that_is_used_at_the_last_moment_keeps_its_numbers(base: Path, ma
     assert sorted(os.listdir(base / "sessions" / KEY)) == ["1", "2"]
 
 
-def test_what_a_session_names_stays(base: Path, make: Any, slurm: Callable[[str], None]) -> None:
+def test_bundles_named_by_a_session_stay(base: Path, make: Any, slurm: Callable[[str], None]) -> None:
     slurm("echo 11")
     names = [f"runtime/runtime-{digit * 16}-0.pyz" for digit in "01"] + [f"bundles/{digit * 32}" for digit in "ab"]
     for name in names:
@@ -248,7 +248,9 @@ def test_what_a_session_names_stays(base: Path, make: Any, slurm: Callable[[str]
     assert sweep(base) == sorted([f"sessions/{KEY}", names[0], names[2]])
 
 
-def test_leftovers(base: Path, make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_killed_processes_are_removed(
+    base: Path, make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = [f".rs-{'0' * 16}.{end}" for end in ("tmp", "tgz", "unpack", "new", "gone")]
     made = [
         make(f"{place}/{name}", 99)
@@ -263,7 +265,7 @@ def test_leftovers(base: Path, make: Callable[..., Path], monkeypatch: pytest.Mo
     assert not any(path.exists() for path in made) and os.listdir(base / "queue") == []
 
 
-def test_kept_answers_about_environments(base: Path, make: Callable[..., Path]) -> None:
+def test_old_environment_checks_are_removed(base: Path, make: Callable[..., Path]) -> None:
     make(f"environments/{'0' * 32}", 15, is_file=True)
     make(f"environments/{'1' * 32}", 13, is_file=True)
     sweep(base)
@@ -290,7 +292,7 @@ def test_a_sweep_that_is_not_due_starts_no_command(base: Path, age: float, comma
     assert sweep_remote(connection, str(base), 14) == [] and len(ran) == commands
 
 
-def test_a_sweep_that_was_broken_off_is_done_again(base: Path, make: Callable[..., Path]) -> None:
+def test_an_aborted_sweep_is_repeated(base: Path, make: Callable[..., Path]) -> None:
     make("runs/0123abcd-a-0123456789ab", 99)
     slow = Changed("for name in $(list runs", 'touch "began"; sleep 30; for name in $(list runs')
     process = subprocess.Popen(slow.command(base, 60), stderr=subprocess.PIPE, start_new_session=True)
@@ -308,7 +310,7 @@ def test_a_sweep_that_was_broken_off_is_done_again(base: Path, make: Callable[..
     assert not (base / ".sweeping").exists() and (base / ".swept").exists()
 
 
-def test_the_claim_of_a_sweep_that_was_killed_expires(base: Path, make: Callable[..., Path]) -> None:
+def test_the_claim_of_a_killed_sweep_expires(base: Path, make: Callable[..., Path]) -> None:
     make("runs/0123abcd-a-0123456789ab", 99)
     (base / ".sweeping").mkdir()
     assert sweep(base, every_minutes=60) == [] and not (base / ".swept").exists()
@@ -318,7 +320,7 @@ def test_the_claim_of_a_sweep_that_was_killed_expires(base: Path, make: Callable
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("shell", [shell for shell in ("dash", "bash") if shutil.which(shell)])
-def test_no_signal_loses_what_was_just_taken(base: Path, make: Callable[..., Path], shell: str, signum: int) -> None:
+def test_a_signal_loses_no_bundle_in_use(base: Path, make: Callable[..., Path], shell: str, signum: int) -> None:
     """It comes between the two renames, to the shell and all that it has started."""
     path = make(f"bundles/{'a' * 32}", 99, "f")
     between = Changed('mv -T -- "$1/$2" "$1/$grave" ||', 'touch -c "$1/$2"; mv -T -- "$1/$2" "$1/$grave" && : >up && sleep 1 ||')
@@ -346,14 +348,14 @@ def test_directories_that_are_links(base: Path, make: Callable[..., Path], tmp_p
     assert os.listdir(base / "real") == []
 
 
-def test_what_is_taken_at_the_last_moment_stays(base: Path, make: Callable[..., Path]) -> None:
+def test_a_bundle_used_during_the_sweep_stays(base: Path, make: Callable[..., Path]) -> None:
     path = make(f"bundles/{'a' * 32}", 99, "f")
     late = Changed('mv -T -- "$1/$2" "$1/$grave" ||', 'touch -c "$1/$2"; mv -T -- "$1/$2" "$1/$grave" ||')
     assert sweep_remote(late, str(base), 14, every_minutes=0) == []
     assert (path / "f").exists() and os.listdir(path.parent) == [path.name]
 
 
-def test_old_sessions_of_this_machine(base: Path, make: Callable[..., Path]) -> None:
+def test_old_local_sessions_are_removed(base: Path, make: Callable[..., Path]) -> None:
     """A complaint goes with them; what is announced stays, and what is a cluster's is not looked at here."""
     gone = [make("sessions/default-0123456789ab", 15, "runtime.json"), make("sessions/x-0.watch.log", 15, is_file=True)]
     make("sessions/warm-0123456789ab", 15, "session.json")

@@ -17,7 +17,7 @@ from dagster_rayslurm.ssh.local import LocalConnection
 
 
 @pytest.mark.parametrize("name", ["../../evil", "ABSOLUTE", "a/../../../evil"])
-def test_outputs_stay_in_their_directory_whatever_a_record_says(tmp_path: Path, name: str) -> None:
+def test_outputs_cannot_leave_their_directory(tmp_path: Path, name: str) -> None:
     """The account over there must not be able to write to this machine."""
     target = str(tmp_path / "evil") if name == "ABSOLUTE" else name
     run_dir, outputs = tmp_path / "run", tmp_path / "home" / "outputs"
@@ -50,7 +50,7 @@ def test_one_output_that_cannot_be_copied_does_not_affect_the_others(tmp_path: P
     assert os.listdir(tmp_path / "outputs") == ["good"] and end["outputs_failed"] == ["secret: Permission denied"]
 
 
-def test_what_cannot_be_swept_keeps_nobody_from_running(tmp_path: Path) -> None:
+def test_a_sweep_skips_unreadable_entries(tmp_path: Path) -> None:
     layout, old = Layout(tmp_path), time.time() - 3 * 86400
     for name in ("a", "z"):
         (layout.runs / name).mkdir(parents=True)
@@ -72,7 +72,7 @@ class Attempt:
             raise KeyboardInterrupt
 
 
-def test_all_attempts_are_let_go_of_though_one_is_interrupted() -> None:
+def test_all_payloads_are_released_if_one_release_is_interrupted() -> None:
     released: list[Any] = []
     held = [Attempt(released, fails) for fails in (False, True, False)]
     own = Evidence(interrupted=True)
@@ -81,7 +81,7 @@ def test_all_attempts_are_let_go_of_though_one_is_interrupted() -> None:
     assert [attempt for attempt, _ in released] == held and released[2][1] is own
 
 
-def test_a_removal_that_leaves_something_says_so(tmp_path: Path) -> None:
+def test_an_incomplete_removal_raises(tmp_path: Path) -> None:
     """As `rm` does over there."""
     connection = LocalConnection()
     connection.remove(str(tmp_path / "never there"))

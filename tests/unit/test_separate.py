@@ -90,7 +90,7 @@ def test_a_failure_before_the_start_starts_no_payload() -> None:
     assert two.ready("b", place("b")) == [] and not two.started
 
 
-def test_success_of_all() -> None:
+def test_one_component_starts_and_ends_alone() -> None:
     one = StartBarrier(["a"])
     assert one.ready("a", place("a")) == [Start({"a": place("a")})]
     assert one.ended("a", OK) == [Finish(final=True)] and one.exit_code == 0
@@ -144,7 +144,7 @@ TASK = {
 
 
 @pytest.mark.parametrize(("node", "own"), [(0, 0), (1, 0), (2, 1)])
-def test_a_component_is_an_allocation_of_its_own(node: int, own: int) -> None:
+def test_a_component_sees_its_own_allocation(node: int, own: int) -> None:
     task = {**TASK, "SLURM_NODEID": str(node)}
     here = from_environ(task)
     assert here is not None
@@ -176,7 +176,7 @@ def parts(**launchers: Any) -> tuple[Component, ...]:
     )
 
 
-def test_runtimes_of_a_job_share_a_token_and_no_channel() -> None:
+def test_runtimes_of_a_job_share_a_token_but_no_control_key() -> None:
     components = parts(a=RayLauncher(startup_timeout=20), b=BashLauncher(), c=RayLauncher(startup_timeout=40))
     request = request_for(components, job_name="rayslurm", comment="")
     specs = job_specs("slurm-n", plans_of(components), request, components)
@@ -190,7 +190,7 @@ def test_runtimes_of_a_job_share_a_token_and_no_channel() -> None:
     assert specs["b"].ray is None and specs["a"].ray is not None
 
 
-def test_runtimes_of_this_machine_know_what_all_ask_for() -> None:
+def test_local_runtimes_know_the_requirements_of_all_components() -> None:
     components = parts(a=RayLauncher(num_cpus_per_node=1, num_gpus_per_node=3), b=BashLauncher())
     specs = local_specs("local-n", plans_of(components), components)
     assert specs["a"].components == specs["b"].components and specs["a"].control_key is None
@@ -199,7 +199,7 @@ def test_runtimes_of_this_machine_know_what_all_ask_for() -> None:
     assert from_json(RuntimeSpec, to_json(specs["a"])) == specs["a"]
 
 
-def test_the_host_may_have_an_address_of_its_own() -> None:
+def test_the_barrier_server_uses_the_configured_address_and_ports() -> None:
     components = parts(a=RayLauncher(head_node_address="10.1.1.1", port_range="20000-20299"), b=RayLauncher())
     meeting = barrier_specs(plans_of(components), "aa")["b"]
     assert meeting.hosts == ["10.1.1.1"] and all(20000 <= port <= 20299 for port in meeting.ports)
@@ -235,7 +235,7 @@ def test_uses_pipes_of_one_payload_is_a_boolean(value: Any) -> None:
         ({"num_nodes": 4}, RayLauncher(min_nodes=3, max_workers=1), "min_nodes=3"),
     ],
 )
-def test_a_mistake_shows_on_this_machine_as_on_the_cluster(tmp_path: Path, queue: Any, launcher: Any, words: str) -> None:
+def test_local_mode_refuses_components_that_no_job_can_have(tmp_path: Path, queue: Any, launcher: Any, words: str) -> None:
     bad = HetComponent(component_id="bad", queue=SlurmQueueConfig(**queue), launcher=launcher)
     components = arrange([HetComponent(component_id="good", queue=SlurmQueueConfig()), bad])
     backend = SeparateLocalBackend(Layout(tmp_path), Interpreter("python"), components)
@@ -249,7 +249,7 @@ def test_a_mistake_shows_on_this_machine_as_on_the_cluster(tmp_path: Path, queue
 
 
 @given(st.lists(st.text(alphabet="ab \r\n", max_size=12), max_size=12))
-def test_prefixed_output_is_the_output_in_whole_lines(chunks: list[str]) -> None:
+def test_prefixed_output_consists_of_whole_lines(chunks: list[str]) -> None:
     shown = LinePrefixer("> ")
     text = "".join(shown.add("stdout", chunk) for chunk in chunks) + "".join(rest for _, rest in shown.flush())
     written = "".join(chunks)
@@ -258,7 +258,7 @@ def test_prefixed_output_is_the_output_in_whole_lines(chunks: list[str]) -> None
     assert not text or text[-1] in "\r\n"
 
 
-def test_streams_do_not_mix_and_progress_bars_show() -> None:
+def test_streams_stay_apart_and_progress_bars_are_shown() -> None:
     shown = LinePrefixer("[gpu] ")
     assert shown.add("stdout", "be") == "" and shown.add("stderr", "x\n") == "[gpu] x\n"
     assert shown.add("stdout", "gin\nnext") == "[gpu] begin\n"
@@ -289,7 +289,7 @@ class Stuck:
         return {}
 
 
-def test_the_last_line_is_shown_though_another_component_never_starts(tmp_path: Path, capsys: Any) -> None:
+def test_the_last_line_is_shown_if_another_component_never_starts(tmp_path: Path, capsys: Any) -> None:
     class Files:
         def read(self, path: str, offset: int, limit: int) -> bytes:
             mine = path.startswith("/a/") and path.endswith(STDIO)
@@ -317,7 +317,7 @@ def test_the_last_line_is_shown_though_another_component_never_starts(tmp_path: 
 # ---- Several records at once
 
 
-def test_records_are_followed_at_once_and_a_requeued_job_begins_all_of_them_anew(capsys: Any) -> None:
+def test_a_requeued_job_restarts_all_records(capsys: Any) -> None:
     """One that had ended runs again with the other; what its first attempt reported does not count."""
 
     def start(attempt: int) -> bytes:
@@ -368,13 +368,13 @@ def report(version: str | None = None, **metadata: Any) -> dict[str, Any]:
     return {"asset_key": "a", "metadata": metadata, "data_version": version}
 
 
-def test_what_several_say_of_an_asset_becomes_one() -> None:
+def test_materializations_of_several_components_are_merged() -> None:
     (one,) = merge([("cpu", report(rows=1, both="x")), ("gpu", report("v", rows=2, both="x", loss=0.5))])
     assert one["metadata"] == {"rows (cpu)": 1, "rows (gpu)": 2, "both": "x", "loss": 0.5} and one["data_version"] == "v"
     assert merge([("cpu", report("v")), ("gpu", report("v"))])[0]["data_version"] == "v"
 
 
-def test_what_one_alone_says_stays_as_it_is() -> None:
+def test_reports_of_one_component_are_not_merged() -> None:
     alone = [("cpu", report(rows=1)), ("cpu", report(rows=2))]
     assert [each["metadata"] for each in merge(alone)] == [{"rows": 1}, {"rows": 2}]
 
@@ -384,7 +384,7 @@ def test_different_data_versions_are_refused() -> None:
         merge([("cpu", report("1")), ("gpu", report("2"))])
 
 
-def test_one_of_several_that_says_two_things_is_refused() -> None:
+def test_a_component_that_reports_a_shared_asset_twice_is_refused() -> None:
     reports = collected({"cpu": [report(), report("v")], "gpu": [report(rows=sent(3))]})
     ((component, error),) = reports.hand_over()
     assert component == "cpu" and "component 'cpu' reports asset 'a' twice" in str(error)
@@ -393,13 +393,13 @@ def test_one_of_several_that_says_two_things_is_refused() -> None:
         merge_checks(twice)
 
 
-def test_told_apart_keys_take_no_other_keys_place() -> None:
+def test_merged_keys_replace_no_other_key() -> None:
     (one,) = merge([("a", report(**{"n": 1, "n (b)": "mine"})), ("b", report(n=2)), ("c", report(**{"n (b) 2": 0}))])
     assert one["metadata"] == {"n (a)": 1, "n (b)": "mine", "n (b) 3": 2, "n (b) 2": 0}
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["n", "n (a)", "n (b)", "n (b) 2"]), st.integers(0, 2)), min_size=2, max_size=3))
-def test_no_value_is_lost(said: list[dict[str, int]]) -> None:
+def test_merging_loses_no_value(said: list[dict[str, int]]) -> None:
     (one,) = merge([(component, report(**metadata)) for component, metadata in zip("abc", said, strict=False)])
     keys = {key for metadata in said for key in metadata}
     expected = [
@@ -414,7 +414,7 @@ def test_no_value_is_lost(said: list[dict[str, int]]) -> None:
 @pytest.mark.parametrize(
     ("one", "other"), [(1, True), (1, 1.0), (0, False), ({"raw_value": 1, "type": "x"}, {"raw_value": True, "type": "x"})]
 )
-def test_values_of_different_types_are_different(one: Any, other: Any) -> None:
+def test_merging_distinguishes_types(one: Any, other: Any) -> None:
     (both,) = merge([("a", report(n=one)), ("b", report(n=other))])
     assert list(both["metadata"]) == ["n (a)", "n (b)"]
     nan = float("nan")
@@ -431,7 +431,7 @@ def check(passed: bool = True, severity: str = "ERROR", **metadata: Any) -> dict
     }
 
 
-def test_what_several_say_of_a_check_becomes_one() -> None:
+def test_checks_of_several_components_are_merged() -> None:
     (one,) = merge_checks([("cpu", check(rows=1, both=0)), ("gpu", check(passed=False, severity="WARN", rows=2, both=0))])
     assert one == check(passed=False, severity="WARN", **{"rows (cpu)": 1, "rows (gpu)": 2, "both": 0})
     (worst,) = merge_checks([(each, check(passed=False, severity=how)) for each, how in (("a", "ERROR"), ("b", "WARN"))])
@@ -468,7 +468,7 @@ def collected(said: dict[str, list[dict[str, Any]]]) -> ReportMerger:
     return reports
 
 
-def test_results_wait_for_all_and_ends_of_writers_come_last() -> None:
+def test_results_wait_for_all_components_and_closed_comes_last() -> None:
     handler = Handler()
     reports = ReportMerger(handler, ["cpu", "gpu"], dagsters)
     cpu, gpu = reports.of("cpu"), reports.of("gpu")
@@ -482,7 +482,7 @@ def test_results_wait_for_all_and_ends_of_writers_come_last() -> None:
     assert handler.messages[1]["params"]["metadata"] == {"y": sent(2), "x": sent(1)}
 
 
-def test_checks_wait_for_all_too() -> None:
+def test_checks_wait_for_all_components() -> None:
     handler = Handler()
     reports = ReportMerger(handler, ["cpu", "gpu"], dagsters)
     for component, passed in (("gpu", False), ("cpu", True)):
@@ -507,7 +507,7 @@ def test_checks_wait_for_all_too() -> None:
         ({**check(), "check_name": None}, "check_name"),
     ],
 )
-def test_what_dagster_refuses_is_refused_at_once_and_nobody_elses_fault(wrong: dict[str, Any], words: str) -> None:
+def test_a_malformed_report_is_refused_at_once_for_its_component(wrong: dict[str, Any], words: str) -> None:
     method = "report_asset_check" if "passed" in wrong else "report_asset_materialization"
     reports = ReportMerger(Handler(), ["cpu", "gpu"], dagsters)
     reports.of("gpu").handle_message({"method": "report_asset_materialization", "params": report(n=sent(1))})
@@ -516,7 +516,7 @@ def test_what_dagster_refuses_is_refused_at_once_and_nobody_elses_fault(wrong: d
     assert reports.hand_over() == []
 
 
-def test_an_end_that_dagster_refuses_is_told_of() -> None:
+def test_a_refused_closed_message_is_returned() -> None:
     reports = ReportMerger(Handler(), ["cpu", "gpu"], dagsters)
     reports.of("cpu").handle_message({"method": "closed", "params": {"exception": "no exception"}})
     reports.of("gpu").handle_message({"method": "closed", "params": None})
@@ -536,17 +536,17 @@ def judged(reason: str = "exit", exit_code: int | None = 0, at: float = 1.0, mes
 BY_OTHERS = judged("other-component", None, 2.0, "component 'x': its payload ended with exit code 3")
 
 
-def test_success_is_that_of_all() -> None:
+def test_the_run_succeeds_if_all_components_do() -> None:
     assert judge_components({"a": judged(), "b": judged()}) == SUCCESS
 
 
-def test_the_failure_and_what_it_ended_are_named() -> None:
+def test_the_root_failure_and_its_consequences_are_named() -> None:
     verdict = judge_components({"cpu": BY_OTHERS, "gpu": judged(exit_code=3), "io": judged()})
     assert verdict.kind == "payload"
     assert verdict.sentence == ("component 'gpu': the payload ended with exit code 3; component 'cpu' was ended because of that")
 
 
-def test_the_kind_is_that_of_the_first_and_retry_that_of_all() -> None:
+def test_the_first_failure_gives_the_kind_and_all_decide_on_retry() -> None:
     start = judged("cluster-start", None, 1.0, "no node")
     wrong = judged("environment", None, 2.0, "no ray")
     verdict = judge_components({"a": wrong, "b": start, "c": BY_OTHERS, "d": BY_OTHERS})
@@ -556,7 +556,7 @@ def test_the_kind_is_that_of_the_first_and_retry_that_of_all() -> None:
     assert judge_components({"b": start, "c": BY_OTHERS}).retry is True
 
 
-def test_a_signal_to_all_runtimes_is_no_reason_where_one_of_them_died() -> None:
+def test_a_dead_runtime_is_the_cause_of_signals_to_others() -> None:
     """srun ends the others when one runtime is killed."""
     killed = Evidence(started_at=0.0, runtime_exit="exit code 137", culprit="the runtime on node g1 ended (Killed)")
     dead = Judged(judge(killed, uses_pipes=False, require_messages=False), killed)
@@ -571,7 +571,7 @@ def gone(**fields: Any) -> Judged:
     return Judged(judge(evidence, uses_pipes=False, require_messages=False), evidence)
 
 
-def test_a_runtime_that_ended_without_a_word_is_no_reason_before_a_failure_of_a_payload() -> None:
+def test_a_payload_failure_ranks_before_an_unexplained_end() -> None:
     both = {"b": gone(), "a": judged(exit_code=1, at=9.0), "c": BY_OTHERS}
     verdict = judge_components(both)
     assert verdict.kind == "payload" and verdict.sentence.startswith(
@@ -585,12 +585,12 @@ def test_a_runtime_that_ended_without_a_word_is_no_reason_before_a_failure_of_a_
     assert judge_components({"a": judged(exit_code=1), "b": gone(job=slurms)}).kind == "allocation"
 
 
-def test_components_that_did_not_get_what_they_asked_for_are_named() -> None:
+def test_components_with_missing_resources_are_named() -> None:
     short = judged("allocation", None, 1.0, "2 CPUs, not 4")
     assert judge_components({"a": short, "b": short}).sentence.startswith("components 'a' and 'b': ")
 
 
-def test_what_befell_all_of_them_is_said_once() -> None:
+def test_the_same_failure_of_all_components_is_said_once() -> None:
     cancelled = judged("cancel", None, 1.0, "cancelled from Dagster")
     verdict = judge_components({"a": cancelled, "b": cancelled})
     assert verdict == cancelled.verdict and "component" not in verdict.sentence
@@ -617,7 +617,7 @@ def test_every_failure_is_named(outcomes: dict[str, str]) -> None:
     assert isinstance(verdict, Verdict)
 
 
-def test_logs_of_the_job_are_everybodys_and_those_of_a_record_its_own() -> None:
+def test_components_share_logs_of_the_job_but_not_of_their_records() -> None:
     class Job:
         job_id, directory, log = "7", "/run", None
         asked = 0
@@ -636,13 +636,13 @@ def test_logs_of_the_job_are_everybodys_and_those_of_a_record_its_own() -> None:
 
 
 @pytest.mark.parametrize(("names", "ids"), [("a", ["7"]), ("ab", ["7+0", "7+1"])])
-def test_job_ids_are_those_that_slurm_shows(names: str, ids: list[str]) -> None:
+def test_job_ids_are_as_slurm_shows_them(names: str, ids: list[str]) -> None:
     both = {name: Judged(SUCCESS, Evidence()) for name in names}
     found = components_metadata({name: {} for name in names}, both, "slurm-hetjob", "7")
     assert [record.data["Slurm job ID"] for record in found["Components"].records] == ids
 
 
-def test_metadata_of_all_are_told_apart() -> None:
+def test_different_metadata_gets_the_components_name() -> None:
     found = merge_metadata({"a": {"Ray version": "2", "Usage": 1, "Mine": 0}, "b": {"Ray version": "2", "Usage": 2}})
     assert found == {"Ray version": "2", "Usage (a)": 1, "Usage (b)": 2, "Mine (a)": 0}
     assert merge_metadata({"a": {"Exit code": 1, "Slurm state": "FAILED"}}, always=True) == {

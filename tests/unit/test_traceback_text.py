@@ -71,7 +71,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("payload", SAID)
-def test_an_exception_is_one_line_with_the_place_in_the_users_code(payload: str) -> None:
+def test_an_exception_becomes_one_line_with_its_place_in_user_code(payload: str) -> None:
     said = SAID[payload]
     found = read_traceback(said if isinstance(said, str) else traceback_of(said))
     assert (exception_in_words(found, {"10.0.0.5": "c1"}) if found else "") == WORDS[payload]
@@ -92,22 +92,22 @@ def _ended(stderr: str, code: int = 1, exception: Any = None) -> str:
     return judge(evidence, True, True).sentence
 
 
-def test_a_failure_in_a_ray_task_is_told_by_its_cause_and_without_colours() -> None:
+def test_a_ray_task_failure_shows_its_cause_without_colours() -> None:
     sentence = _ended("", exception=SAID["nested"])
     assert sentence == "the payload raised KeyError: 'momentum' (deep.py:6, in inner, on c1)" and "\x1b" not in sentence
 
 
-def test_an_exception_that_ray_has_no_detail_of_is_looked_up_in_the_output() -> None:
+def test_an_exception_without_detail_is_taken_from_the_output() -> None:
     sentence = _ended(SAID["syntax_in_task, stderr"], exception=SAID["syntax_in_task"])
     assert sentence == "the payload raised SyntaxError: invalid syntax (deep.py:6, in inner, on c1)"
 
 
 @pytest.mark.parametrize("payload", ["gone.py, stderr", "old.py, Python 3.8", "del_after.py, stderr", "nested, stderr"])
-def test_a_payload_that_fails_without_pipes_is_told_by_its_traceback(payload: str) -> None:
+def test_a_failure_without_pipes_is_explained_by_its_traceback(payload: str) -> None:
     assert _ended(SAID[payload]) == f"the payload raised {WORDS[payload]}"
 
 
-def test_a_traceback_that_was_only_logged_is_not_called_the_end() -> None:
+def test_a_logged_traceback_is_not_the_cause_of_the_end() -> None:
     told = _ended(SAID["logged.py, stderr"], 2)
     assert told == "the payload ended with exit code 2, after KeyError: 'momentum' (logged.py:3)"
     told = _ended(SAID["logged.py, stderr"] + "more\n" * 99, 2)
