@@ -24,7 +24,7 @@ from ..plan import Plan
 from ..runtime.node.ports import control_ports
 from ..runtime.payload.environment import shared_variables
 from ..runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME
-from ..runtime.protocol.spec import RuntimeSpec, to_json
+from ..runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
 from ..runtime.ray.node_table import nodes_expected
 from ..slurm.cancel import cancel_named, wait_until_gone
 from ..slurm.commands import slurm_commands
@@ -82,13 +82,8 @@ class BatchBackend:
 
     def check(self, plan: Plan) -> None:
         self._request(plan, job_name="rayslurm", comment="")
-        if plan.ray is not None and plan.ray.min_nodes is not None and not self.components:
-            expected = nodes_expected(plan.ray, self.queue.num_nodes)
-            if plan.ray.min_nodes > expected:
-                raise ValueError(
-                    f"RayLauncher.min_nodes={plan.ray.min_nodes} is more than the cluster will have: {expected} nodes by "
-                    f"SlurmQueueConfig.num_nodes={self.queue.num_nodes} and max_workers={plan.ray.max_workers}"
-                )
+        if not self.components:
+            check_min_nodes(plan.ray, self.queue)
         check_paths(self.slurm, self.environment, plan)
 
     def sweep(self, retention_days: float) -> None:
@@ -146,8 +141,7 @@ class BatchBackend:
 
     def example(self, plan: Plan) -> str:
         request = self._request(plan, job_name=job_name("STEP", plan.payload.nonce), comment=job_comment("RUN", "STEP", None))
-        python, base = Interpreter("ENVIRONMENT/bin/python"), self.slurm.remote_base
-        return job_script(request, python, f"{base}/runtime/RUNTIME.pyz", f"{base}/runs/RUN_DIR", self.slurm)
+        return example_script(request, self.slurm)
 
     @contextlib.contextmanager
     def cancel_on_error(self, request: JobRequest, step: Step) -> Iterator[None]:
@@ -216,6 +210,20 @@ def absolute(connection: Connection, path: str) -> str:
 def data_dir_of(connection: Connection, layout: Layout, plan: Plan) -> str:
     """The data directory on the cluster, absolute."""
     return absolute(connection, plan.payload.data_dir) if plan.payload.data_dir else str(layout.data)
+
+
+def check_min_nodes(ray: RaySpec | None, queue: SlurmQueueConfig) -> None:
+    """Refuse `min_nodes` beyond the size of the cluster.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    if ray is not None and ray.min_nodes is not None and ray.min_nodes > nodes_expected(ray, queue.num_nodes):
+        raise ValueError(
+            f"RayLauncher.min_nodes={ray.min_nodes} is more than the cluster will have: "
+            f"{nodes_expected(ray, queue.num_nodes)} nodes by SlurmQueueConfig.num_nodes={queue.num_nodes} and "
+            f"max_workers={ray.max_workers}"
+        )
 
 
 def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> None:
@@ -292,3 +300,10 @@ def job_script(
 ) -> str:
     """The batch script that starts the runtime on all nodes; `role` is the runtime's subcommand."""
     return render_script(request, interpreter.start("-I", runtime, role, run_dir), run_dir, slurm.site)
+
+
+def example_script(request: JobRequest, slurm: SlurmResource, role: str = "node") -> str:
+    """The batch script of a request, with words in capitals for what is known only at submission."""
+    base = slurm.remote_base
+    python, runtime = Interpreter("ENVIRONMENT/bin/python"), f"{base}/runtime/RUNTIME.pyz"
+    return job_script(request, python, runtime, f"{base}/runs/RUN_DIR", slurm, role)

@@ -145,7 +145,7 @@ class PayloadRun:
         return self.run_dir if component is None else component_dir(self.run_dir, component)
 
     def _raise_if_superseded(self, error: BaseException) -> None:
-        """Leave everything to the attempt that has taken the payload over; an interrupt goes on as it is."""
+        """Stop here if another attempt has taken the payload over; an interrupt is raised as it is."""
         if self._step.new_owner is None:
             return
         failure = _superseded(self._step.new_owner)

@@ -51,7 +51,7 @@ class Evidence:
     unreachable: str | None = None
     """Why the record could not be read for `connection_loss_timeout`."""
     connection_lost: bool = False
-    """Whether the record is unreachable because the whole connection is lost, so that nobody there can be asked."""
+    """Whether the record is unreachable because the whole connection is lost, so that Slurm is unreachable, too."""
     last_growth: float = field(default_factory=time.monotonic)
     """When the record last grew, by this machine's monotonic clock."""
     tails: dict[str, str] = field(default_factory=dict)

@@ -34,7 +34,7 @@ _TAIL = 65536
 """Bytes of output before the reattach offset that still belong to the last output."""
 
 _LATE_POLLS = 10
-"""Polls after all records ended, while one of them still tells of an earlier run of the requeued job."""
+"""Polls after all records ended, while one of them still belongs to an earlier run of a requeued job."""
 
 RuntimeExit = Callable[[Evidence], "str | None"]
 """Says how the runtime ended, in words; None while it lives."""
@@ -89,7 +89,7 @@ def follow_all(followed: Sequence[tuple[Follower, RuntimeExit]], deadline: float
     """Follow several records at once, each at its own pace, until all have ended.
 
     Args:
-        followed: followers, each with the callback that is asked between reads.
+        followed: followers, each with the callback that reports the end of its runtime.
         deadline: `time.monotonic()` at which to stop in any case.
     """
     for follower, _ in followed:

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field, replace
 from dagster_pipes import PipesContextData
 
 from ..backends.base import Plans, Register, RunningPayloads, Step
-from ..backends.batch import CLUSTER, BatchBackend, check_paths, data_dir_of, job_script, runtime_spec
+from ..backends.batch import (
+    CLUSTER,
+    BatchBackend,
+    check_min_nodes,
+    check_paths,
+    data_dir_of,
+    example_script,
+    job_script,
+    runtime_spec,
+)
 from ..backends.batch_job import BatchJob
 from ..backends.local import LOCAL_CADENCE
 from ..backends.local_process import OwnRuntime, runtime_command
@@ -30,7 +39,6 @@ from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT, RUNTIME, compone
 from ..runtime.protocol.requests import Operation
 from ..runtime.protocol.rpc import derive_key
 from ..runtime.protocol.spec import BarrierSpec, ComponentSpec, RuntimeSpec, to_json
-from ..runtime.ray.node_table import nodes_expected
 from ..slurm.commands import slurm_commands
 from ..slurm.job_log import failed_tasks
 from ..slurm.request import JobRequest, job_comment, job_name
@@ -53,13 +61,10 @@ def check_components(components: Sequence[Component], plans: Plans) -> None:
     """
     request_for(components, job_name="rayslurm", comment="")
     for each in components:
-        ray = plans[each.component_id].ray
-        if ray is not None and ray.min_nodes is not None and ray.min_nodes > nodes_expected(ray, each.queue.num_nodes):
-            raise ValueError(
-                f"component {each.component_id!r}: RayLauncher.min_nodes={ray.min_nodes} is more than its cluster will have: "
-                f"{nodes_expected(ray, each.queue.num_nodes)} nodes by SlurmQueueConfig.num_nodes={each.queue.num_nodes} and "
-                f"max_workers={ray.max_workers}"
-            )
+        try:
+            check_min_nodes(plans[each.component_id].ray, each.queue)
+        except ValueError as error:
+            raise ValueError(f"component {each.component_id!r}: {error}") from None
 
 
 def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
@@ -137,13 +142,13 @@ class ComponentProcess(OwnRuntime):
         self._component = component
         self._processes = processes
         self._evidence = Evidence()
-        self._told = False
+        self._cancelled = False
 
     def poll(self, evidence: Evidence) -> str | None:
         self._evidence = evidence
         gone = [each._component for each in self._processes if each._evidence.runtime_exit and each._evidence.end is None]
-        if gone and not self._told:
-            self._told = True
+        if gone and not self._cancelled:
+            self._cancelled = True
             self._request(op=Operation.CANCEL, gone=gone[0])
         return super().poll(evidence)
 
@@ -276,9 +281,7 @@ class SeparateBatchBackend:
     def example(self, plans: Plans) -> str:
         nonce = next(iter(plans.values())).payload.nonce
         request = request_for(self.components, job_name=job_name("STEP", nonce), comment=job_comment("RUN", "STEP", None))
-        base = self.batch.slurm.remote_base
-        python, runtime = Interpreter("ENVIRONMENT/bin/python"), f"{base}/runtime/RUNTIME.pyz"
-        return job_script(request, python, runtime, f"{base}/runs/RUN_DIR", self.batch.slurm, _ROLE)
+        return example_script(request, self.batch.slurm, _ROLE)
 
 
 def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
@@ -328,17 +331,17 @@ class ComponentJob(BatchJob):
         super()._send_cancel(now)
 
     def explain(self, evidence: Evidence) -> None:
-        found = self._shared.explained
-        if found is None:
+        shared = self._shared.explained
+        if shared is None:
             # Separate evidence: each component keeps what its own record says.
-            found = self._shared.explained = Evidence()
-            super().explain(found)
+            shared = self._shared.explained = Evidence()
+            super().explain(shared)
             # The first runtime that failed ended the others, even the barrier's server, which exits with a code of its own.
-            node, _, how = next(iter(failed_tasks(found.runtime_log)), (None, 0, ""))
-            if node is not None and f"on node {node} " not in (found.culprit or ""):
-                found.culprit = f"the runtime on node {node} ended ({how})"
-        evidence.job, evidence.runtime_log, evidence.culprit = found.job, found.runtime_log, found.culprit
-        evidence.tails.update({name: text for name, text in found.tails.items() if name not in evidence.tails})
+            node, _, how = next(iter(failed_tasks(shared.runtime_log)), (None, 0, ""))
+            if node is not None and f"on node {node} " not in (shared.culprit or ""):
+                shared.culprit = f"the runtime on node {node} ended ({how})"
+        evidence.job, evidence.runtime_log, evidence.culprit = shared.job, shared.runtime_log, shared.culprit
+        evidence.tails.update({name: text for name, text in shared.tails.items() if name not in evidence.tails})
 
     def _started_at(self, evidence: Evidence) -> float | None:
         """The last start of any component: once one has started, Slurm must not cancel the whole job for a late one."""
