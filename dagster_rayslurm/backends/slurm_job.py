@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import FailureKind, RunFailure
 from ..follow import Evidence
@@ -32,7 +32,9 @@ from ..slurm.snapshot import QueueRow, QueueSnapshot, parse_count
 from ..slurm.states import TERMINAL, Exited, JobPhase, JobStatus, JobWatch, Started, seen
 from ..slurm.submit import SubmittedJob
 from ..ssh.base import Connection
-from .sessions.idle import IdleSessions
+
+if TYPE_CHECKING:
+    from .sessions.idle import IdleSessions
 
 _FIRST_QUERY = 2.0
 """Seconds after which Slurm knows why a job waits; an earlier snapshot would only delay the next one."""
