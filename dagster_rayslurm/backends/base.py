@@ -146,10 +146,7 @@ class Backend(Protocol[P, R]):
         """Write the run directory and start the runtime, or the runtimes of all components.
 
         Args:
-            plan: what to run.
             run_dir: the run directory; new unless the step reattached.
-            context: the Pipes context.
-            step: the step that asks.
             register: called with each running payload at once, so that an interrupt cannot lose it.
 
         Raises:

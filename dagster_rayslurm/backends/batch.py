@@ -56,9 +56,6 @@ class BatchBackend:
     """Runs each payload in a Slurm job of its own.
 
     Args:
-        slurm: the cluster.
-        queue: the resources of the job.
-        environment: the Python environment on the cluster.
         queue_timeout: seconds after which a waiting job fails; None waits for ever.
         patience: seconds for which Slurm may be unreachable while it is unknown whether it took the job.
         components: of a heterogeneous job, in its order, each with its own queue; none for any other job.
@@ -161,10 +158,6 @@ class BatchBackend:
         """Submit a job, unless the run directory names one already; to be called within `cancel_on_error`.
 
         Args:
-            run_dir: the job's directory.
-            files: what goes into it.
-            request: what the job's script asks for.
-            step: the step that asks.
             needs: files that must be on the cluster before.
 
         Raises:

@@ -29,11 +29,7 @@ class BatchJob:
     """One Slurm job as a running payload.
 
     Args:
-        job: the job, with its directory.
-        commands: runs commands on the cluster, and reaches the files.
-        cluster_id: name of the Ray cluster.
         directory: the run directory; None for the job's.
-        step: the step that asks.
     """
 
     def __init__(

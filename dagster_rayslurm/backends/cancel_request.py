@@ -40,7 +40,6 @@ class CancelRequest:
 
     Args:
         deliver: delivers it, with whether to leave no grace period; raises OSError on failure.
-        log: the step's log.
 
     Attributes:
         now: whether the request leaves no grace period; None without a request.

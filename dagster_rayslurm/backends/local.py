@@ -36,8 +36,6 @@ class LocalBackend:
     """Runs payloads on this machine.
 
     Args:
-        layout: the base directory.
-        interpreter: the Python of the payloads.
         session: how a warm Ray cluster is shared; None for a cluster of each payload's own.
         offered: the warm cluster; None for clusters as the payloads require.
         components: the requirements of the warm cluster's components; none where all nodes are alike.

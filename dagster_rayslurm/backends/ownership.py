@@ -32,8 +32,6 @@ class Ownership:
     """One attempt's ownership of a payload.
 
     Args:
-        connection: reaches the run directory.
-        run_dir: the run directory of the payload.
         name: the owner file of this attempt: `FIRST_OWNER`, or `owner_file(...)` for a later attempt.
         successor: finds the Dagster run that took the payload over, by Dagster's event log; None if there is none.
 

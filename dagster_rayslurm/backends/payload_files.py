@@ -53,9 +53,7 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
     """Bundle the files of a plan; nothing is sent.
 
     Args:
-        plan: what to run.
         base: the base directory on the cluster, absolute.
-        data_dir: the payload's data directory on the cluster.
 
     Raises:
         StartError: a file cannot be used, or cannot be read.

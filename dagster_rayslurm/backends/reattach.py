@@ -35,9 +35,6 @@ def reattachable_job(
     """The job of a payload that runs, waits or succeeded unnoticed, if it was started by the same request; else None.
 
     Args:
-        connection: reaches the run directory.
-        run_dir: the payload's run directory.
-        nonce: the payload's nonce.
         request: the files of the run directory as they would be written now.
         job_of: the payload's job, by the record's `start` if it has one; None if the job is gone.
         log: the step's log, for a warning if the job runs for another request.

@@ -134,7 +134,6 @@ def sweep_remote(
     time, on any machine.
 
     Args:
-        connection: reaches the cluster.
         base: the base directory there, absolute.
         retention_days: age at which things are removed; leftovers with temporary names are removed after a day.
         every_minutes: least time between two sweeps of one base directory; 0 sweeps at once.

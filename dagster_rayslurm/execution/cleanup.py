@@ -50,9 +50,6 @@ def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Pa
 
     Args:
         end: the payload's `end`, which names them; a sentence for each that cannot be copied is added to its `outputs_failed`.
-        connection: reaches the run directory.
-        run_dir: the payload's run directory.
-        outputs: the target directory.
         timeout: seconds for which the connection may be lost.
 
     Raises:

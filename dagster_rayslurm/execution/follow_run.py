@@ -65,8 +65,6 @@ def follow_until_end(
     """Follow payloads to their ends; on an interrupt, cancel them, follow them to their ends and let the interrupt go on.
 
     Args:
-        payloads: all payloads of the run.
-        context: the step's context.
         settings: its `runtime_start_timeout` limits the time until the first record, once the job runs.
         superseded: whether another attempt has taken the payload over, which is then left alone.
 

@@ -35,14 +35,9 @@ class PayloadRun:
     """One run between its start and its verdict, with one payload or with one for each component.
 
     Args:
-        context: the step's context.
-        backend: where the payloads run.
-        settings: of the resource.
-        launch: what starts or continues.
         plans: by component, in the job's order.
 
     Attributes:
-        run_dir: the run directory.
         payloads: the running payloads, once all of them have started.
     """
 
@@ -201,12 +196,7 @@ def _superseded(successor: str) -> RunFailure:
 
 
 def release_all(running: Sequence[RunningPayload], evidence: Mapping[RunningPayload, Evidence]) -> None:
-    """Release payloads, each of them even if others fail to be released.
-
-    Args:
-        running: the payloads.
-        evidence: what is known of those that were followed.
-    """
+    """Release payloads, each of them even if others fail to be released."""
     with ExitStack() as stack:
         for each in reversed(running):
             stack.callback(each.release, evidence.get(each) or Evidence())

@@ -120,12 +120,7 @@ class Follower:
     """Follows one record to its `end`.
 
     Args:
-        connection: reads the record.
-        run_dir: the run directory.
         nonce: the payload's nonce; an `end` with another nonce is ignored.
-        handler: Dagster's handler of Pipes messages.
-        log: the step's log.
-        cadence: how often to read.
         loss_timeout: seconds for which the record may be unreachable.
         requeue: whether Slurm may run the job again. Then results count only once their attempt has ended, and an
             `end` after a signal from outside is not final.

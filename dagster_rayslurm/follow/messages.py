@@ -15,9 +15,6 @@ class MessageForwarder:
     """Forwards the messages of one payload to Dagster, each of them once.
 
     Args:
-        handler: Dagster's handler of Pipes messages.
-        log: the step's log.
-        prefix: what each line of the log begins with.
         hold_results: whether results wait for `forward_held`, because Slurm may run the job again.
         logged: level and text of what an earlier Dagster process logged of this payload, in the record's order. Each
             line is searched behind the one before; the first that is missing ends the search, and is logged with all

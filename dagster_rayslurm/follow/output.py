@@ -51,7 +51,6 @@ class OutputWriter:
 
     Args:
         component: prefix of each line; None shows the output as it is.
-        warn: logs a warning.
     """
 
     def __init__(self, component: str | None, warn: Callable[[str], None]) -> None:

@@ -24,8 +24,6 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
 
     Args:
         end: the `end` record, or its members that are known.
-        mode: the execution mode.
-        cluster_id: the name of the Ray cluster.
     """
     metadata: Metadata = {"Execution mode": mode}
     if end is None:
@@ -60,7 +58,6 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
     """Metadata of a failure, the cause first: last output, ends of logs, run directory, exit code, Slurm state.
 
     Args:
-        evidence: of the run.
         run_dir: the place of its run directory; None if the directory is gone.
     """
     texts = {"Last output": evidence.output_tail()}

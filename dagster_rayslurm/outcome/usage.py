@@ -17,12 +17,7 @@ NodeUsage = Mapping[str, Mapping[str, Any]]
 
 
 def usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Metadata:
-    """Metadata of a run's usage; empty if nothing was measured.
-
-    Args:
-        usage: as in the `end` record.
-        context: facts about the nodes, as in the `end` record.
-    """
+    """Metadata of a run's usage; empty if nothing was measured."""
     if not usage:
         return {}
     elapsed, cpus = usage["elapsed"], cpus_of(context)

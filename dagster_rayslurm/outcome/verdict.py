@@ -92,7 +92,6 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
     """Judge a run.
 
     Args:
-        evidence: of the run.
         uses_pipes: whether the payload is declared to open Dagster Pipes.
         require_messages: whether a payload that never opened or closed Pipes has failed.
 

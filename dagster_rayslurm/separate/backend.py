@@ -125,7 +125,6 @@ class ComponentProcess(OwnRuntime):
     component's payload.
 
     Args:
-        component: its name.
         processes: the runtimes of all components.
     """
 
@@ -158,8 +157,6 @@ class SeparateLocalBackend:
     """Runs the payloads of components on this machine, each below a runtime of its own.
 
     Args:
-        layout: the base directory.
-        interpreter: the Python of the payloads.
         components: in the order of a job.
         simulate: whether CPUs that this machine lacks are simulated, as GPUs always are.
     """
@@ -211,12 +208,7 @@ _ROLE = "part"
 
 @dataclass(frozen=True)
 class SeparateBatchBackend:
-    """Runs the payloads of components in one heterogeneous job.
-
-    Args:
-        batch: submits jobs.
-        components: in the job's order.
-    """
+    """Runs the payloads of components in one heterogeneous job."""
 
     batch: BatchBackend
     components: tuple[Component, ...]

@@ -36,11 +36,7 @@ _TABLE_COLUMNS = (
 
 
 def judge_components(judged: Mapping[str, Judged]) -> Verdict:
-    """The verdict on the run: success if all payloads succeeded, else the first failure's kind and a sentence about all.
-
-    Args:
-        judged: the verdict on each component's payload.
-    """
+    """The verdict on the run: success if all payloads succeeded, else the first failure's kind and a sentence about all."""
     failed = {component: each for component, each in judged.items() if each.verdict.kind is not None}
     if not failed:
         return SUCCESS
@@ -72,8 +68,6 @@ def components_metadata(own: Mapping[str, Metadata], judged: Mapping[str, Judged
 
     Args:
         own: the metadata of each component's payload, in the job's order.
-        judged: the verdict on each.
-        mode: the execution mode.
         job_id: the id of the shared Slurm job; None without Slurm.
     """
     apart = {name: {key: value for key, value in each.items() if key not in _TABLE_COLUMNS} for name, each in own.items()}
@@ -94,7 +88,6 @@ def failures_metadata(judged: Mapping[str, Judged], run_dir: str | None) -> Meta
     """Metadata of a failed run: last output and logs of each component that failed by itself.
 
     Args:
-        judged: the verdict on each component's payload.
         run_dir: the place of the run directory; None if the directory is gone.
     """
     own = {component: failure_metadata(each.evidence, None) for component, each in root_failures(judged).items()}

@@ -33,7 +33,6 @@ class ReportMerger:
     after which Dagster expects no message.
 
     Args:
-        handler: Dagster's handler.
         components: in the order in which their reports are merged.
         check: raises what Dagster's handler would raise for a result, so that a bad one is refused at once.
     """
