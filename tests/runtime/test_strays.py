@@ -9,12 +9,11 @@ import sys
 PROGRAM = """
 import json, os, subprocess, sys, time
 from dagster_rayslurm.runtime.process import processes
-from dagster_rayslurm.runtime.process import stray_processes as strays
 from dagster_rayslurm.runtime.process.loop import Loop
 
 processes.become_subreaper()
 loop, said, pids = Loop(), {}, {}
-strays = strays.StrayProcesses(loop)
+strays = processes.StrayProcesses(loop)
 own = loop.spawn(["sleep", "600"], lambda *_: None)
 LEAVE = ["sh", "-c", "env -i setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $!"]
 

@@ -10,7 +10,7 @@ import subprocess
 from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from ..process.loop import Loop, Timer
-from ..process.subprocesses import query_program
+from ..process.processes import query_program
 
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
 """Variables that say which GPUs a process sees, by vendor; Slurm sets the last one together with the first (gres.conf(5))."""

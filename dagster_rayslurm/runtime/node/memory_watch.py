@@ -8,8 +8,7 @@ from typing import Callable, Dict, Iterable, List, Mapping, Optional, Tuple
 
 from ..process import processes
 from ..process.loop import Loop
-from ..process.processes import Process
-from ..process.subprocesses import query_program
+from ..process.processes import Process, query_program
 from . import memory_guard, memory_use, resources
 from .memory_guard import Group, GroupKind, Sample, State
 from .usage import PROCESS_TABLE

@@ -12,8 +12,8 @@ from ..node.ray_jobs import RayJobs
 from ..node.resources import NodeResources
 from ..node.usage import UsageSampler
 from ..process.loop import Loop
+from ..process.processes import StrayProcesses
 from ..process.scratch import Scratch
-from ..process.stray_processes import StrayProcesses
 from ..protocol.end import ClusterError, EndReason
 from ..protocol.node_messages import NodeCommand, NodeEvent
 from ..protocol.spec import RaySpec, RuntimeSpec, from_fields, node_spec

@@ -1,1 +1,1 @@
-"""Processes of the runtime: event loop, keeper, subprocesses, scratch directories."""
+"""Processes of the runtime: event loop, keeper, process tree, scratch directories."""

@@ -1,4 +1,4 @@
-"""The process tree below this runtime: list it, and kill it (Linux: /proc, prctl).
+"""Processes below this runtime: list and kill them, run programs, end stray processes of payloads (Linux: /proc, prctl).
 
 On other systems (macOS) there are only process groups, and these functions find no descendants.
 """
@@ -10,9 +10,12 @@ import ctypes
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence
+
+from .loop import Loop, Timer
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -199,3 +202,85 @@ def kill_descendants(root: int, collect: Callable[[], None], timeout: float = 5.
         kill_all(left)
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
+
+
+def query_program(loop: Loop, argv: Sequence[str], timeout: float, on_answer: Callable[[Optional[str]], None]) -> None:
+    """Run a program without blocking.
+
+    Args:
+        loop: the event loop.
+        argv: the command.
+        timeout: seconds after which the program is killed.
+        on_answer: called with the output when the program has ended, or with None if it failed or was killed. Never called while
+            the program hangs in an uninterruptible wait for a device or a file system.
+
+    Raises:
+        OSError: the program cannot be started.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)  # A process that the program left behind may keep the other end open.
+
+    def ended(code: int, _: Any) -> None:
+        timer.cancel()
+        with os.fdopen(reader, "rb") as file:
+            text = (file.read() or b"").decode("utf-8", "replace")
+        on_answer(text if code == 0 else None)
+
+    try:
+        pid = loop.spawn(
+            argv,
+            ended,
+            stdin=subprocess.DEVNULL,
+            stdout=writer,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=die_with_parent(),
+        )
+    except OSError:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+
+    timer = loop.call_later(timeout, lambda: signal_group(pid, signal.SIGKILL))
+
+
+_LATER_SWEEPS = (1.0, 5.0)
+"""Pauses before the second and the third sweep: a payload's last processes may leave orphans when they end."""
+
+
+class StrayProcesses:
+    """Kills orphans on this node that no running payload can own.
+
+    The environment and the session of a daemon need not name its payload. But the payload ran when the daemon started, so once
+    all payloads of that time have ended, the daemon is a stray.
+
+    Args:
+        loop: its child processes are never strays.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._running: Dict[str, float] = {}
+        """Start of each running payload by nonce, on the clock of `uptime`."""
+        self._timer: Optional[Timer] = None
+
+    def begin(self, nonce: str) -> None:
+        """Note that a payload is about to start processes on this node."""
+        self._running.setdefault(nonce, uptime())
+
+    def end(self, nonce: str) -> None:
+        """Note that a payload has ended: kill its strays now, and those that appear shortly after."""
+        self._running.pop(nonce, None)
+        self._sweep(0)
+
+    def _sweep(self, sweeps: int) -> None:
+        oldest = min(self._running.values()) if self._running else None
+        ended = []
+        with contextlib.suppress(OSError):  # No file descriptors are left, perhaps; the next sweep may succeed.
+            ended = kill_orphans(keep=self._loop.children(), before=oldest)
+        if ended:
+            print("rayslurm: ended stray processes of finished payloads: %s" % ", ".join(ended), file=sys.stderr, flush=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        if sweeps < len(_LATER_SWEEPS):
+            self._timer = self._loop.call_later(_LATER_SWEEPS[sweeps], lambda: self._sweep(sweeps + 1))

@@ -27,7 +27,7 @@ from ..payload.payload import Payload
 from ..payload.preload_server import PreloadServer
 from ..process import processes, scratch
 from ..process.loop import Loop, Timers
-from ..process.stray_processes import StrayProcesses
+from ..process.processes import StrayProcesses
 from ..protocol.end import ClusterError, End, EndReason, defect
 from ..protocol.node_messages import NodeCommand, NodeEvent
 from ..protocol.record import PAYLOAD, RunRecord, tail_lines

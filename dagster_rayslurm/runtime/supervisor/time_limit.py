@@ -9,7 +9,7 @@ from typing import Callable, List, Optional, Tuple
 from ..payload.payload import Payload
 from ..process import processes
 from ..process.loop import Loop, Timer
-from ..process.subprocesses import query_program
+from ..process.processes import query_program
 from ..protocol.slurm_text import parse_duration
 
 _AHEAD = 10.0
