@@ -89,13 +89,13 @@ def _share(queues: list[SlurmQueueConfig], names: list[str]) -> list[SlurmQueueC
     for field, meaning in _WHOLE_JOB.items():
         default = SlurmQueueConfig.model_fields[field].default
         values = {name: getattr(queue, field) for name, queue in zip(names, queues, strict=True)}
-        said = {name: value for name, value in values.items() if meaning(value) != meaning(default)}
-        if len(set(map(meaning, said.values()))) > 1:
-            each = ", ".join(f"{value!r} in {name!r}" for name, value in said.items())
+        changed = {name: value for name, value in values.items() if meaning(value) != meaning(default)}
+        if len(set(map(meaning, changed.values()))) > 1:
+            each = ", ".join(f"{value!r} in {name!r}" for name, value in changed.items())
             raise ValueError(
                 f"components: SlurmQueueConfig.{field} is {each}; a heterogeneous job begins and ends as one, so say one"
             )
-        common[field] = next(iter(said.values()), default)
+        common[field] = next(iter(changed.values()), default)
     return [SlurmQueueConfig(**{**queue.model_dump(), **common}) for queue in queues]
 
 
@@ -105,26 +105,26 @@ def _check_inheritance(queues: Sequence[tuple[str, SlurmQueueConfig]]) -> None:
         before: tuple[str, str] | None = None
         for name, queue in queues:
             if before is not None and getattr(queue, field) is None:
-                whose, value = before
+                other, value = before
                 if field == "mem" and queue.mem_per_cpu is not None:
                     raise ValueError(
-                        f"components: {name!r} has mem_per_cpu and {whose!r} before it has mem={value!r}, which sbatch takes for "
+                        f"components: {name!r} has mem_per_cpu and {other!r} before it has mem={value!r}, which sbatch takes for "
                         "both; use mem in all components"
                     )
                 raise ValueError(
                     f"components: {name!r} says no SlurmQueueConfig.{field}, so sbatch would give it {field}={value!r} of "
-                    f"{whose!r}; set {field} in every component"
+                    f"{other!r}; set {field} in every component"
                 )
             if getattr(queue, field) is not None:
                 before = name, getattr(queue, field)
     given: dict[str, tuple[str, str]] = {}
     for name, queue in queues:
         own = {_inherited_option(option): option for option in queue.extra_sbatch}
-        for option, (whose, written) in given.items():
+        for option, (other, written) in given.items():
             if option not in own:
                 raise ValueError(
                     f"components: {name!r} has no --{option} in SlurmQueueConfig.extra_sbatch, so sbatch would give it "
-                    f"{written!r} of {whose!r}; write --{option} in every component"
+                    f"{written!r} of {other!r}; write --{option} in every component"
                 )
         given |= {option: (name, written) for option, written in own.items() if option}
 
@@ -205,8 +205,8 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
             f"components: the launcher of {name!r} has no Ray, and one cluster spans all components; give it a RayLauncher, or "
             'use topology="separate"'
         )
-    said = {field for field in RayLauncher.model_fields if getattr(own, field) != RayLauncher.model_fields[field].default}
-    for field in sorted(said - {*_NODE_FIELDS, "component_id"}):
+    changed = {field for field in RayLauncher.model_fields if getattr(own, field) != RayLauncher.model_fields[field].default}
+    for field in sorted(changed - {*_NODE_FIELDS, "component_id"}):
         if getattr(own, field) != getattr(launcher, field, None):
             raise ValueError(
                 f"components: {field} in the launcher of {name!r} is for the whole cluster or the payload; set it in "
@@ -215,7 +215,7 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
     both = (
         own
         if not isinstance(launcher, RayLauncher)
-        else RayLauncher(**{field: getattr(own if field in said else launcher, field) for field in _NODE_FIELDS})
+        else RayLauncher(**{field: getattr(own if field in changed else launcher, field) for field in _NODE_FIELDS})
     )
     if COMPONENT_LABEL in both.labels:
         raise ValueError(
@@ -269,10 +269,10 @@ def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int)
         components: the request to Slurm for each component.
         cpus: the CPUs of the machine, a maximum for each component.
     """
-    asked = {each.component_id: each for each in components}
+    requests = {each.component_id: each for each in components}
     nodes = []
     for node in ray.components:
-        own = asked[node.component_id]
+        own = requests[node.component_id]
         given_cpus = min(own.asked_cpus or cpus, cpus) if node.num_cpus is None else node.num_cpus
         given_gpus = (own.asked_gpus or 0) if node.num_gpus is None else node.num_gpus
         nodes.append(replace(node, num_cpus=given_cpus, num_gpus=given_gpus))

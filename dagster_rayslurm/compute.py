@@ -87,28 +87,28 @@ class ComputeResource(ComputeConfig, dg.PipesClient):
 
         Args:
             context: the context of the asset, asset check or op.
-            payload_path: an existing file is a Python script, whatever characters its path has, and may be followed by
-                arguments (`train.py --epochs 3`); otherwise a command, split as a shell would (`python -m pkg.mod`) but run
-                without one; a list is taken as it is. `python` means the environment's Python. With topology "separate" a
-                mapping of component ids to such payloads, or one for all.
-            launcher: of the kind of `default_launcher`, its fields replace those there; of another kind, it replaces
+            payload_path: a Python script, even with spaces in its path, or a script with arguments (`train.py --epochs 3`);
+                otherwise a command, split like a shell does (`python -m pkg.mod`) but run without a shell; a list is used
+                unchanged. `python` means the environment's Python. With topology "separate" one payload for all
+                components, or a mapping by component id.
+            launcher: if it has the class of `default_launcher`, its fields override those there; otherwise it replaces
                 `default_launcher`. With topology "separate" each component has its own launcher.
-            queue: its fields replace those of the Slurm resource's queue, and the others stay; a `SlurmQueueConfig` or a
-                dictionary. Local mode does not use it.
+            queue: a `SlurmQueueConfig` or a dictionary; its fields override those of the Slurm resource's queue. Local mode
+                does not use it.
             extra_env: variables for the payload and its Ray workers.
-            secret_env: variables for the payload's driver process alone.
+            secret_env: variables for the payload's driver process only.
             extras: Pipes extras, `pipes.extras` in the payload.
             extra_files: files or directories that appear in the payload's working directory.
-            outputs: patterns of files of the payload's working directory that are brought back.
-            components: instead of the resource's components, all of them.
-            uses_pipes: False for a payload that does not open Dagster Pipes; its exit code alone decides. With topology
-                "separate" a mapping of component ids, too.
+            outputs: patterns of files in the payload's working directory to copy to this machine.
+            components: replace all of the resource's components.
+            uses_pipes: False for a payload that does not open Dagster Pipes; then its exit code alone decides. With
+                topology "separate" also a mapping by component id.
 
         Returns:
-            The payload's results, once it succeeded.
+            The payload's results.
 
         Raises:
-            RunFailure: a `dg.Failure` whose `kind` says what went wrong.
+            RunFailure: the run did not succeed; its `kind` says what went wrong.
         """
         from .run_call import run
 

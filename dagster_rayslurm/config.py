@@ -345,12 +345,11 @@ class SessionConfig(StrictConfig):
 
     name: Annotated[Optional[str], identifier] = Field(
         default=None,
-        description="Name under which the session is found; without one, what its launcher, queue and settings are tells it from "
-        "others.",
+        description="Name of the session; None to tell sessions apart by their launcher, queue and settings.",
     )
     num_nodes: Annotated[Optional[int], at_least(1)] = Field(
         default=None,
-        description="Nodes of the allocation; None for the queue's. Not with components, each of which says its own.",
+        description="Nodes of the allocation; None for the queue's. Not with components, which have their own.",
     )
     time_limit: Annotated[Optional[str], slurm_time] = Field(
         default=None, description="Time limit of the allocation in Slurm's format; None for the queue's."

@@ -36,10 +36,10 @@ class ComputeConfig(StrictResource):
         default=None, description="The Slurm cluster. Local mode ignores it, all other modes need it."
     )
     default_launcher: Union[RayLauncher, BashLauncher] = Field(
-        default=RayLauncher(), discriminator="kind", description="Launcher of payloads that name none."
+        default=RayLauncher(), discriminator="kind", description="Launcher of payloads without one of their own."
     )
     session: SessionConfig = Field(
-        default=SessionConfig(), description="The warm session that is shared, with enable_cluster_reuse or slurm-session."
+        default=SessionConfig(), description="The warm session, used with enable_cluster_reuse or mode slurm-session."
     )
     components: list[HetComponent] = Field(
         default=[],
@@ -63,14 +63,13 @@ class ComputeConfig(StrictResource):
     )
     pre_deployed_env_path: Annotated[Optional[str], prefix] = Field(
         default=None,
-        description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh. Local mode "
-        "ignores one that is not on this machine.",
+        description="Short form of a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh. Local mode "
+        "ignores a path that does not exist on this machine.",
     )
     auto_detect_platform: bool = Field(default=True, description="Accepted and ignored: no environment is packed.")
     data_dir: Annotated[Optional[str], plain_text] = Field(
         default=None,
-        description="Directory, where payloads run, that each of them finds in RAYSLURM_DATA_DIR; None for `data` below the base "
-        "directory there.",
+        description="Shared directory where payloads run, in RAYSLURM_DATA_DIR; None for `data` below the base directory there.",
     )
     local_resources: Annotated[str, choice("simulate", "strict")] = Field(
         default="simulate",
@@ -82,18 +81,18 @@ class ComputeConfig(StrictResource):
     )
     require_messages: bool = Field(default=True, description="Fail a Pipes payload that never opened or never closed Pipes.")
     keep_run_dirs: Annotated[str, choice("all", "failed", "none")] = Field(
-        default="failed", description='Which run directories stay for a look: "all", those of "failed" runs, or "none".'
+        default="failed", description='Which run directories are kept: "all", those of "failed" runs, or "none".'
     )
     retention_days: Annotated[int, at_least(1, "days")] = Field(
         default=14,
-        description="Days after which kept run directories and outputs go, and what nobody has used of sessions and sent files.",
+        description="Days after which kept run directories and outputs are removed, and unused files of sessions and uploads.",
     )
     connection_loss_timeout: Annotated[int, at_least(0, "seconds")] = Field(
-        default=86400, description="Seconds that a run may be out of reach before it has failed."
+        default=86400, description="Seconds for which a run may be out of reach before it has failed."
     )
     runtime_start_timeout: Annotated[int, at_least(1, "seconds")] = Field(
         default=600,
-        description="Seconds until a runtime that was started (in Slurm: whose job runs) has failed if it wrote nothing.",
+        description="Seconds for a started runtime (on Slurm: after its job started) to write its first record.",
     )
     queue_timeout: Annotated[Optional[int], at_least(1, "seconds")] = Field(
         default=None,
@@ -125,8 +124,8 @@ class RunArguments:
 class CompletedRun(dg.PipesClientCompletedInvocation):
     """A payload that succeeded.
 
-    `get_results()`, `get_materialize_result()`, `get_asset_check_result()` and `get_custom_messages()` give what it
-    reported, each with the run's `metadata`.
+    `get_results()`, `get_materialize_result()`, `get_asset_check_result()` and `get_custom_messages()` return what the payload
+    reported; results carry the run's `metadata`.
 
     Attributes:
         cluster_id: name of the Ray cluster, for `ComputeResource.cleanup_cluster`.

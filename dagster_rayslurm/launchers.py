@@ -177,7 +177,7 @@ class RayLauncher(Launcher):
         default=None, description='Network interface whose address each node uses, such as "ib0".'
     )
     component_id: Annotated[Optional[str], identifier] = Field(
-        default=None, description="Component of a heterogeneous job that the payload runs in."
+        default=None, description="Component of a heterogeneous job in which the payload runs."
     )
     object_store_memory_gb: Annotated[Optional[float], at_least(0.08, "GiB")] = Field(
         default=None,
@@ -193,7 +193,7 @@ class RayLauncher(Launcher):
     )
     auth: Annotated[str, choice("token", "disabled")] = Field(
         default="token",
-        description='"token" for Ray\'s token authentication (Ray 2.52 or newer); "disabled" lets anybody who reaches the '
+        description='"token" for Ray\'s token authentication (Ray 2.52 or newer); "disabled" lets anyone who reaches the '
         "node run code as you.",
     )
     launch_style: Annotated[str, choice("builtin", "symmetric-run")] = Field(

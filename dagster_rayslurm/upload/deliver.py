@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Literal
 
 from ..archive import build_runtime, runtime_name
 from ..ssh.base import Completed, Connection, ConnectionLost, Progress
@@ -96,20 +96,14 @@ class Installed:
 
 @dataclass(frozen=True)
 class _Part:
-    """One item to install.
-
-    Attributes:
-        directory: its directory below the base directory.
-        name: its name there.
-        kind: "tree" for an archive to unpack, "file" for a file to copy.
-        size: an upper limit of the bytes to send.
-        write: writes the archive or the file.
-    """
+    """One item to install in a directory below the base directory."""
 
     directory: str
     name: str
-    kind: str
+    kind: Literal["tree", "file"]
+    """A tree is sent as an archive and unpacked."""
     size: int
+    """An upper limit of the bytes to send."""
     write: Callable[[IO[bytes]], object]
 
     @property

@@ -11,13 +11,10 @@ from pathspec import GitIgnoreSpec
 IGNORE_FILES = (".gitignore", ".rayignore")
 """Files with patterns in the syntax of gitignore(5). Ray 2.60 reads both, in every directory of the tree."""
 
-_ALWAYS = frozenset(
-    {
-        # Ray 2.60 leaves out these four by default (RAY_RUNTIME_ENV_DEFAULT_EXCLUDES).
-        ".git",
-        ".venv",
-        "venv",
-        "__pycache__",
+_RAY_EXCLUDES = frozenset((".git", ".venv", "venv", "__pycache__"))
+"""Names that Ray 2.60 leaves out by default (RAY_RUNTIME_ENV_DEFAULT_EXCLUDES)."""
+_CACHES = frozenset(
+    [
         ".DS_Store",
         ".dagster_home",
         ".hg",
@@ -31,8 +28,9 @@ _ALWAYS = frozenset(
         ".svn",
         ".tox",
         "node_modules",
-    }
+    ]
 )
+"""More names of directories that no cluster needs."""
 _ENVIRONMENT_MARKERS = ("pyvenv.cfg", "conda-meta")
 """Names in the prefix of every virtual environment and every conda environment."""
 
@@ -81,7 +79,11 @@ class Rules:
             is_dir: whether it is a directory or a link to one; Ray follows links as well.
         """
         base = name.rpartition("/")[2]
-        return base in _ALWAYS or base.endswith(".pyc") or any(self._ignored_by(kind, name, is_dir) for kind in IGNORE_FILES)
+        return (
+            base in _RAY_EXCLUDES | _CACHES
+            or base.endswith(".pyc")
+            or any(self._ignored_by(kind, name, is_dir) for kind in IGNORE_FILES)
+        )
 
     def _ignored_by(self, kind: str, name: str, is_dir: bool) -> bool:
         for file in self.files:

@@ -78,17 +78,12 @@ def _parents(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Scope:
-    """A directory, and the name under which its content is in the bundle.
-
-    Attributes:
-        real: the directory, without links in its path.
-        name: its name in the bundle.
-        via: the directories of the links that were followed to it.
-    """
+    """A directory, without links in its path, and its name in the bundle."""
 
     real: str
     name: str
     via: tuple[str, ...] = ()
+    """The directories of the links that were followed to it."""
 
     def name_of(self, real: str) -> str | None:
         """The name in the bundle of a path below the directory; None for any other path."""
@@ -100,14 +95,7 @@ class _Scope:
 
 @dataclass(frozen=True)
 class _Link:
-    """A link that may be followed, or a path that the user named.
-
-    Attributes:
-        path: the link.
-        name: its name in the bundle.
-        scope: the directory that contains it; None if the user named it.
-        rules: the ignore rules around it; None if they do not apply.
-    """
+    """A link that may be followed, and its name in the bundle; scope and rules are None for a path that the user named."""
 
     path: str
     name: str
