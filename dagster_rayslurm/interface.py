@@ -63,13 +63,13 @@ class ComputeConfig(StrictResource):
     )
     pre_deployed_env_path: Annotated[Optional[str], prefix] = Field(
         default=None,
-        description="Short form of a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh. Local mode "
+        description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh. Local mode "
         "ignores a path that does not exist on this machine.",
     )
     auto_detect_platform: bool = Field(default=True, description="Accepted and ignored: no environment is packed.")
     data_dir: Annotated[Optional[str], plain_text] = Field(
         default=None,
-        description="Shared directory where payloads run, in RAYSLURM_DATA_DIR; None for `data` below the base directory there.",
+        description="Shared directory of payloads, in RAYSLURM_DATA_DIR; None for `data` below the base directory there.",
     )
     local_resources: Annotated[str, choice("simulate", "strict")] = Field(
         default="simulate",
