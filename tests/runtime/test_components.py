@@ -402,7 +402,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
             task.wait(30)
 
 
-def test_a_node_that_comes_after_the_end_goes_home(job: Job) -> None:
+def test_a_node_that_connects_after_the_end_is_stopped(job: Job) -> None:
     """Its Python starts from a slow disk, say, and the payload takes no time; nobody else would tell it."""
     job.start(None, "print('all there is')", places=(0,))
     assert wait_until(lambda: [record for record in job.records() if record["type"] == "end"], 60), job.log()

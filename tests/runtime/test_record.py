@@ -66,7 +66,7 @@ def test_a_torn_line_is_counted_and_skipped() -> None:
     assert reader.damaged == 1
 
 
-def test_a_line_whose_beginning_was_taken_back_is_read_again() -> None:
+def test_a_line_whose_beginning_was_truncated_is_read_again() -> None:
     """What a reader saw of a write that failed half way is not there any more."""
     reader = r.LineReader()
     assert reader.feed(r.encode({"torn": "x" * 50})[:30]) == []
@@ -211,7 +211,7 @@ def test_an_end_that_cannot_be_written_is_written_later(tmp_path: Path, monkeypa
     assert record.ended and [line["type"] for line in read_all(tmp_path / r.JOURNAL)] == ["start", "end"]
 
 
-def test_what_cannot_be_set_up_leaves_nothing(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_set_up_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / r.STDIO).mkdir()
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(2):

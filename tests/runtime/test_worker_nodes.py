@@ -1,4 +1,4 @@
-"""The runtimes of an allocation: who is let in, what is lost, what Slurm's environment means."""
+"""Worker nodes of an allocation: connections to the head, commands, events, and Slurm's environment."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TASK = {
 }
 
 
-def test_a_task_knows_its_place() -> None:
+def test_an_allocation_is_read_from_the_environment_of_a_task() -> None:
     here = allocation.from_environ(TASK)
     assert here is not None and (here.node_id, here.nodes, here.partition) == (1, ["n1", "n2", "n7"], "gpu")
     assert here.head_addresses == ["10.0.0.1", "n1"] and here.restarts == 0
@@ -245,7 +245,7 @@ def head() -> Iterator[Head]:
     signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_worker_joins_is_told_and_is_missed(head: Head) -> None:
+def test_a_worker_joins_gets_commands_and_is_lost(head: Head) -> None:
     head.team.send_command([1], op="ray", attempt=1)
     channel, taken, _ = head.worker()
     head.until(lambda: taken)
@@ -260,13 +260,13 @@ def test_a_worker_joins_is_told_and_is_missed(head: Head) -> None:
     channel.close()
 
 
-def test_who_does_not_know_the_key_is_not_let_in(head: Head) -> None:
+def test_a_worker_without_the_key_is_rejected(head: Head) -> None:
     _, taken, events = head.worker(OTHER_KEY)
     head.until(lambda: "gone" in events)
     assert "proved" not in events and taken == [] and head.heard == []
 
 
-def test_figures_of_those_that_answer(head: Head) -> None:
+def test_usage_of_the_nodes_that_answer_in_time(head: Head) -> None:
     one, taken, _ = head.worker(node_id=1)
     two, _, _ = head.worker(node_id=2)
     head.until(lambda: len(head.heard) == 2)
@@ -306,7 +306,7 @@ def test_payloads_are_measured_side_by_side(head: Head) -> None:
     again.close()
 
 
-def test_clusters_side_by_side_are_ended_each_for_itself(head: Head) -> None:
+def test_concurrent_clusters_end_independently(head: Head) -> None:
     """Who was not there hears of it later; who has obeyed, or never came, is told no more."""
     one, taken, _ = head.worker()
     head.until(lambda: len(head.heard) == 1)
@@ -329,7 +329,7 @@ def test_clusters_side_by_side_are_ended_each_for_itself(head: Head) -> None:
     late.close()
 
 
-def test_figures_of_nodes_that_are_one_host(head: Head) -> None:
+def test_usage_of_nodes_on_one_host_is_kept_apart(head: Head) -> None:
     """As on a test bed: neither replaces the other's, or the head's."""
     one, _, _ = head.worker(node_id=1)
     two, _, _ = head.worker(node_id=2)
@@ -367,7 +367,7 @@ def head_cluster(head: Head, private: scratch.Scratch, listener: RayListener, sp
     return RayCluster(head.loop, RuntimeSpec("c", spec), node, private, listener)
 
 
-def test_a_worker_that_comes_back_each_time_is_not_missed(head: Head, scratch_base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_reconnects_in_time_is_not_lost(head: Head, scratch_base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each loss has the whole of the time in which one that lives is back."""
     monkeypatch.setattr(worker_node, "RECONNECT_GRACE", 0.6)
     private = scratch.Scratch()
@@ -393,7 +393,7 @@ def test_a_worker_that_comes_back_each_time_is_not_missed(head: Head, scratch_ba
     private.remove()
 
 
-def test_a_worker_is_told_when_its_ray_counts(head: Head, scratch_base: Any) -> None:
+def test_a_worker_learns_when_the_cluster_counts_it(head: Head, scratch_base: Any) -> None:
     """From then on its end is a loss; who comes late is told late."""
     private = scratch.Scratch()
     listener = Told()
@@ -431,7 +431,7 @@ def test_a_worker_is_told_when_its_ray_counts(head: Head, scratch_base: Any) -> 
     again.close()
 
 
-def test_ray_that_cannot_be_laid_out_is_a_failure_in_one_sentence(head: Head, scratch_base: Any) -> None:
+def test_ray_that_cannot_be_set_up_fails_in_one_sentence(head: Head, scratch_base: Any) -> None:
     private = scratch.Scratch()
     with open(private.ray_temp_dir, "w"):
         pass  # Where a directory is to be.
@@ -443,7 +443,7 @@ def test_ray_that_cannot_be_laid_out_is_a_failure_in_one_sentence(head: Head, sc
     private.remove()
 
 
-def test_a_failure_that_nobody_heard_is_told_once_more(head: Head, scratch_base: Any) -> None:
+def test_a_failure_is_reported_again_after_a_reconnection(head: Head, scratch_base: Any) -> None:
     """The connection was lost just then; the head, which tells its order anew to one that is back, takes it for one failure."""
     private, own = scratch.Scratch(), scratch.Scratch()
     node = resources.NodeResources("host1", 1, 0, 2**30, None)
@@ -479,7 +479,7 @@ def test_a_failure_that_nobody_heard_is_told_once_more(head: Head, scratch_base:
     own.remove()
 
 
-def test_a_worker_takes_the_end_of_its_ray_for_a_loss_once_it_counted(tmp_path: Any) -> None:
+def test_the_end_of_ray_is_a_loss_once_the_cluster_counted_the_node(tmp_path: Any) -> None:
     """And its own end is none of the step's business, once the head knew it."""
     port = control_ports(None, 1)[0]
     spec = {"cluster_id": "c", "control_key": KEY, "control_ports": [port], "ray": {}}
@@ -553,7 +553,7 @@ def test_a_worker_takes_the_end_of_its_ray_for_a_loss_once_it_counted(tmp_path: 
         process.kill()
 
 
-def test_a_worker_that_nobody_knew_ends_as_it_ends(tmp_path: Any) -> None:
+def test_a_worker_that_never_joined_keeps_its_exit_code(tmp_path: Any) -> None:
     """Without its head, its end is the step's: nobody else would notice."""
     spec = {"cluster_id": "c", "control_key": KEY, "control_ports": control_ports(None, 1)}
     (tmp_path / "runtime.json").write_text(json.dumps(spec))
@@ -567,7 +567,7 @@ def test_a_worker_that_nobody_knew_ends_as_it_ends(tmp_path: Any) -> None:
     process.stderr.close()
 
 
-def test_a_taken_port_is_passed_over() -> None:
+def test_listen_skips_a_port_in_use() -> None:
     with listen(control_ports(None)) as taken:
         port = taken.getsockname()[1]
         free = control_ports(None, 1)
@@ -577,7 +577,7 @@ def test_a_taken_port_is_passed_over() -> None:
             listen([port])
 
 
-def test_a_worker_goes_past_a_stranger_and_ends_without_its_head(tmp_path: Any) -> None:
+def test_a_worker_skips_a_foreign_port_and_ends_without_its_head(tmp_path: Any) -> None:
     """Something else listens on the first port; then the head comes, and goes without a word."""
     port, stranger_port = control_ports(None, 2)
     spec = {"cluster_id": "c", "control_key": KEY, "control_ports": [stranger_port, port]}
@@ -627,7 +627,7 @@ WRONG_WORDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("word", WRONG_WORDS)
-def test_what_a_worker_says_wrongly_ends_its_connection_at_most(head: Head, word: dict[str, Any]) -> None:
+def test_an_invalid_event_closes_that_connection_only(head: Head, word: dict[str, Any]) -> None:
     def on_message(member: WorkerNode, message: dict[str, Any]) -> None:
         head.heard.append((member.name, message["event"]))
         if message["event"] == "wrong":
@@ -645,7 +645,7 @@ def test_what_a_worker_says_wrongly_ends_its_connection_at_most(head: Head, word
 
 
 @pytest.mark.parametrize("words", [{"node_id": "x"}, {"node_id": []}, {"node_id": 1, "machine": {"other": 1}}, {"node_id": 1}])
-def test_who_introduces_itself_wrongly_is_sent_away(head: Head, words: dict[str, Any]) -> None:
+def test_an_invalid_introduction_is_rejected(head: Head, words: dict[str, Any]) -> None:
     _, _, events = head.worker(said=words)
     head.until(lambda: "gone" in events)
     assert head.heard == []

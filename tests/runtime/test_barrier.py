@@ -1,4 +1,4 @@
-"""Runtimes of components that run a payload each, as processes on this machine: they start and end together."""
+"""The separate topology: runtimes of components, as processes on this machine, start and end together."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_component_that_does_not_come_is_named(job: Any) -> None:
 
 
 @pytest.mark.parametrize("victim", ["cpu", "gpu"])
-def test_a_runtime_that_is_killed_is_missed(job: Any, victim: str) -> None:
+def test_a_killed_runtime_fails_the_other_components(job: Any, victim: str) -> None:
     """srun would end the others at once; without it they find out by themselves, after the time in which it could be back."""
     other = "gpu" if victim == "cpu" else "cpu"
     two = job(cpu=SLEEP, gpu=SLEEP)
@@ -212,7 +212,7 @@ def test_a_cluster_that_does_not_start_ends_the_others(job: Any) -> None:
     assert not two.runs("cpu") and two.codes()[0] == 1
 
 
-def test_who_does_not_know_the_key_is_not_heard(job: Any) -> None:
+def test_a_component_without_the_key_is_rejected(job: Any) -> None:
     """Neither one that calls itself a component, nor another service on the host's first port."""
     two = job(cpu=SAY, gpu=SAY)
     two.lay_out()
@@ -238,7 +238,7 @@ def test_who_does_not_know_the_key_is_not_heard(job: Any) -> None:
         assert two.end("gpu")["exit_code"] == 0 and two.end("cpu")["exit_code"] == 0
 
 
-def test_a_component_that_is_given_up_ends_properly(job: Any) -> None:
+def test_a_given_up_component_records_its_end(job: Any) -> None:
     """It hears of its own loss when it is back, and no payload is left without an end."""
     told = "import os, signal, sys, time\nsignal.signal(15, lambda *_: (print('told', flush=True), {}))\ntime.sleep(600)"
     slow = told.format("[time.sleep(0.05) for _ in iter(lambda: os.path.exists('../go'), True)], sys.exit(0)")
@@ -258,7 +258,7 @@ def test_a_component_that_is_given_up_ends_properly(job: Any) -> None:
     assert two.output("gpu") == "told\n"
 
 
-def test_a_host_that_is_signalled_at_rest_ends_the_others(job: Any) -> None:
+def test_a_signal_to_an_idle_host_ends_the_other_components(job: Any) -> None:
     """Its own payload has ended well; the job is ended all the same, and does not look like a success."""
     two = job(cpu="pass", gpu=SLEEP)
     two.lay_out()
@@ -270,7 +270,7 @@ def test_a_host_that_is_signalled_at_rest_ends_the_others(job: Any) -> None:
     assert two.codes() == [143, 0]
 
 
-def test_a_guest_that_is_signalled_at_rest_is_no_failure(job: Any) -> None:
+def test_a_signal_to_an_idle_guest_is_no_failure(job: Any) -> None:
     """The others are told, as its cluster goes with it; they may do without."""
     two = job(cpu="import os, time\nwhile not os.path.exists('../go'): time.sleep(0.05)", gpu="pass")
     two.lay_out()
@@ -283,7 +283,7 @@ def test_a_guest_that_is_signalled_at_rest_is_no_failure(job: Any) -> None:
     assert two.end("cpu")["exit_code"] == 0 and two.codes() == [0, 0]
 
 
-def test_a_host_whose_guest_never_comes_and_that_is_signalled_ends(job: Any) -> None:
+def test_a_signalled_host_does_not_wait_for_an_absent_guest(job: Any) -> None:
     two = job(cpu=SLEEP, gpu=SLEEP)
     two.lay_out()
     two.start(0)
@@ -293,7 +293,7 @@ def test_a_host_whose_guest_never_comes_and_that_is_signalled_ends(job: Any) -> 
 
 
 @pytest.mark.parametrize("well", [True, False])
-def test_secrets_go_when_no_other_attempt_will_need_them(job: Any, well: bool) -> None:
+def test_secrets_are_deleted_when_no_other_attempt_needs_them(job: Any, well: bool) -> None:
     two = job(cpu="pass", gpu="pass" if well else SLEEP)
     two.lay_out()
     for name in two.payloads:
@@ -310,7 +310,7 @@ def test_secrets_go_when_no_other_attempt_will_need_them(job: Any, well: bool) -
     assert [(two.directory(name) / SECRETS).exists() for name in two.payloads] == [not well] * 2
 
 
-def test_a_cluster_that_is_lost_at_rest_is_told_to_the_others(job: Any) -> None:
+def test_the_loss_of_an_idle_cluster_is_reported_to_the_other_components(job: Any) -> None:
     """They may use it, although its own payload needs it no more."""
     two = job(cpu="import os, time\nwhile not os.path.exists('../go'): time.sleep(0.05)", gpu="pass")
     two.ray["gpu"] = RaySpec(num_cpus=1, num_gpus=0, object_store_memory=80 * 2**20, dashboard=False)
@@ -326,7 +326,7 @@ def test_a_cluster_that_is_lost_at_rest_is_told_to_the_others(job: Any) -> None:
     assert two.end("cpu")["exit_code"] == 0 and two.codes() == [0, 0]
 
 
-def test_a_single_component_is_a_cluster_of_its_own(job: Any) -> None:
+def test_a_single_component_waits_for_no_other(job: Any) -> None:
     """Slurm makes no heterogeneous job of it; nothing within it bears the component's name, nor waits for others."""
     step = {"SLURM_JOB_ID": "17", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_PARTITION": "p"}
     whole = select_component(dict(step), from_environ(step) or pytest.fail("this is a step"), ["only"])
@@ -340,7 +340,7 @@ def test_a_single_component_is_a_cluster_of_its_own(job: Any) -> None:
 
 
 class Party:
-    """A host and a guest on one loop, and a go-between whose connections can be cut."""
+    """A host and a guest on one loop, and a proxy between them whose connections can be cut."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -418,7 +418,7 @@ def begin(party: Party) -> Guest:
     return guest
 
 
-def test_one_that_comes_back_each_time_is_not_lost(party: Party) -> None:
+def test_a_guest_that_reconnects_in_time_is_not_lost(party: Party) -> None:
     """Each loss has the whole of the time in which one that lives is back."""
     begin(party)
     until = party.loop.now() + 2.0
@@ -428,7 +428,7 @@ def test_one_that_comes_back_each_time_is_not_lost(party: Party) -> None:
     assert party.orders("cpu") == party.orders("gpu") == [Start]
 
 
-def test_all_are_told_that_it_is_over(party: Party) -> None:
+def test_the_host_waits_for_a_reconnecting_guest_before_it_finishes(party: Party) -> None:
     """The host stays for one that is between two connections, which nobody else would tell."""
     guest = begin(party)
     guest.ended(Ended(None, 0, False))
@@ -444,7 +444,7 @@ def test_all_are_told_that_it_is_over(party: Party) -> None:
     assert party.told["gpu"][-1].final and party.host.exit_code == guest.exit_code == 0
 
 
-def test_the_host_does_not_stay_for_ever(party: Party) -> None:
+def test_the_host_finishes_without_a_lost_guest(party: Party) -> None:
     guest = begin(party)
     guest.ended(Ended(None, 0, False))
     assert turn(party.loop, lambda: party.host.alone)
@@ -456,7 +456,7 @@ def test_the_host_does_not_stay_for_ever(party: Party) -> None:
     assert turn(party.loop, lambda: party.orders("gpu") == [Start, Fail, Finish]) and guest.exit_code == 0
 
 
-def test_one_that_was_given_up_and_is_back_is_waited_for(party: Party) -> None:
+def test_a_given_up_guest_that_reconnects_is_waited_for(party: Party) -> None:
     guest = begin(party)
     party.open = False
     party.cut()
@@ -473,13 +473,13 @@ def test_one_that_was_given_up_and_is_back_is_waited_for(party: Party) -> None:
     assert turn(party.loop, lambda: party.orders("cpu")[-1] == party.orders("gpu")[-1] == Finish)
 
 
-def test_after_a_failure_nobody_waits_long_for_one_that_never_came(party: Party) -> None:
+def test_after_a_failure_an_absent_guest_is_soon_given_up(party: Party) -> None:
     party.host.ended(Ended("it was cancelled", 1, False))
     assert turn(party.loop, lambda: party.orders("cpu") == [Fail, Finish])
 
 
 @pytest.mark.parametrize("said", [{"event": "ready", "place": 3}, {"event": "ended"}, {"event": "no such"}, {"event": [1]}])
-def test_what_cannot_be_understood_is_a_failure(party: Party, said: dict[str, Any]) -> None:
+def test_an_invalid_event_fails_the_component(party: Party, said: dict[str, Any]) -> None:
     guest = begin(party)
     guest._host.send(**said)
     assert turn(party.loop, lambda: party.orders("gpu") == [Start, Fail])

@@ -1,4 +1,4 @@
-"""Processes that payloads leave running: each ends once no running payload can own it."""
+"""Stray processes of payloads are killed once no running payload can own them."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ print(json.dumps(said))
 """
 
 
-def test_strays_end_once_no_running_payload_can_own_them() -> None:
+def test_strays_are_killed_once_no_running_payload_can_own_them() -> None:
     said = json.loads(subprocess.check_output([sys.executable, "-c", PROGRAM], timeout=100))
     assert said == {"after one": ["two"], "after two": [], "after late": [], "own": True}
