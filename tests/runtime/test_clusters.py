@@ -128,7 +128,7 @@ def go(looks=20):
     said["after"] = count()
     said["scratch"] = [name for name in os.listdir(runner._scratch.path)]
     said["here"] = len([p for p in processes.descendants(os.getpid())])
-    said["orders"] = [list(m.orders) for m in runner.nodes.workers.members.values()]
+    said["orders"] = [list(m.commands) for m in runner.nodes.workers.members.values()]
     said["draining"] = runner.closing
     loop.stop()
 when_done(go)
@@ -215,7 +215,7 @@ def test_cluster_directories_are_removed_once_the_processes_are_gone(tmp_path: P
         remove = place.remove
         left = ["a process that still writes"]
         place.remove = lambda: left.pop() if left else remove()  # type: ignore[assignment, func-returns-value]
-        cluster_dir.clear_away(Timers(), place, "nobody")  # type: ignore[arg-type]
+        cluster_dir.clean_up_cluster(Timers(), place, "nobody")  # type: ignore[arg-type]
         due.pop()[1]()
         assert os.path.exists(place.path) and due[0][0] == 0.5
         due.pop()[1]()

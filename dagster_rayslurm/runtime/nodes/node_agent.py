@@ -17,7 +17,7 @@ from ..process.scratch import Scratch
 from ..protocol.end import ClusterError, EndReason
 from ..protocol.node_messages import NodeCommand, NodeEvent
 from ..protocol.spec import RaySpec, RuntimeSpec, from_fields, node_spec
-from ..ray.cluster_dir import clear_away
+from ..ray.cluster_dir import clean_up_cluster
 from ..ray.prestart import logs_of
 from ..ray.start import RayListener, RayStart
 
@@ -128,7 +128,7 @@ class NodeAgent:
             ended = self._clusters.pop(command["cluster"], None)
             if ended is not None:
                 ended.ray.end()
-                clear_away(self._loop, ended.scratch, command["cluster"])
+                clean_up_cluster(self._loop, ended.scratch, command["cluster"])
             self.owner.send(event=NodeEvent.RAY_ENDED, cluster=command["cluster"])
         elif op == NodeCommand.MEASURE:
             if self._strays is not None and command["id"] not in self._samplers:

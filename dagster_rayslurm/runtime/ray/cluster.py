@@ -67,10 +67,10 @@ class _JoiningWorkers:
     def members(self) -> List[WorkerNode]:
         return [self._workers.members[place] for place in self.places] if self._workers is not None else []
 
-    def order(self, **order: Any) -> None:
-        """Send an order to all of them."""
+    def command(self, **command: Any) -> None:
+        """Send a command to all of them."""
         if self._workers is not None:
-            self._workers.send_command(self.places, **order)
+            self._workers.send_command(self.places, **command)
 
     def is_new_failure(self, member: WorkerNode, attempt: int) -> bool:
         """Whether this failure was not reported yet; a node that reconnects repeats its report."""
@@ -83,14 +83,14 @@ class _JoiningWorkers:
         self._given_up.add(member.node_id)
         return self.expected - len(self._given_up) >= self.needed
 
-    def order_present(self, nodes: Nodes, **order: Any) -> None:
-        """Send an order once to each worker that the node table has."""
+    def command_present(self, nodes: Nodes, **command: Any) -> None:
+        """Send a command once to each worker that the node table has."""
         here = present(nodes)
         for member in self.members:
             if member.node_id not in self._counted and member.joined and member.identity in here:
                 self._counted.add(member.node_id)
                 assert self._workers is not None
-                self._workers.send_command([member.node_id], **order)
+                self._workers.send_command([member.node_id], **command)
 
     def keep_tails(self, member: WorkerNode, tails: Mapping[str, str]) -> None:
         """Keep the last lines of the logs of a worker's Ray."""
@@ -247,9 +247,9 @@ class RayCluster(RayListener):
         self._ray.start(address)
 
     def stop(self) -> None:
-        """End every process of the cluster at once, on the other nodes as soon as the order reaches them."""
+        """End every process of the cluster at once, on the other nodes as soon as the command reaches them."""
         if self.key and self._attempt:
-            self._joining.order(op=NodeCommand.END_RAY, cluster=self.key)
+            self._joining.command(op=NodeCommand.END_RAY, cluster=self.key)
         self.end()
 
     def end(self) -> None:
@@ -290,12 +290,12 @@ class RayCluster(RayListener):
         """Have the workers join; they start while the head does."""
         self._attempt += 1
         whole = {"ray": asdict(self.spec)} if self.key else {}
-        self._joining.order(
+        self._joining.command(
             op=NodeCommand.START_RAY,
             gcs=gcs,
             attempt=self._attempt,
             nodes=self._joining.expected,
-            **self._name_in_orders,
+            **self._name_in_commands,
             **whole,
         )
 
@@ -391,10 +391,10 @@ class RayCluster(RayListener):
 
     def _count_in(self) -> None:
         """Tell the workers whose Ray is up, late ones too, that its end is a loss from here on."""
-        self._joining.order_present(self._nodes, op=NodeCommand.RAY_READY, attempt=self._attempt, **self._name_in_orders)
+        self._joining.command_present(self._nodes, op=NodeCommand.RAY_READY, attempt=self._attempt, **self._name_in_commands)
 
     @property
-    def _name_in_orders(self) -> Dict[str, str]:
+    def _name_in_commands(self) -> Dict[str, str]:
         return {"cluster": self.key} if self.key else {}
 
     def _give_up(self, member: WorkerNode, error: ClusterError) -> None:

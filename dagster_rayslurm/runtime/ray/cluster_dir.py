@@ -77,7 +77,7 @@ def worker_env_of(spec: RuntimeSpec, key: str) -> Mapping[str, str]:
     return {**spec.worker_env, _MARK: key} if key else spec.worker_env
 
 
-def clear_away(loop: Loop, place: Scratch, key: str) -> None:
+def clean_up_cluster(loop: Loop, place: Scratch, key: str) -> None:
     """Remove what a fresh cluster leaves on this node: its directories, and processes that left the process tree.
 
     Dying processes may write once more, so removal is repeated until nothing is left: names are few.

@@ -11,7 +11,7 @@ from ..process.scratch import Scratch
 from ..protocol.end import ClusterError, End, EndReason
 from ..protocol.spec import PayloadSpec, RuntimeSpec
 from ..ray.cluster import HeadNode, RayCluster
-from ..ray.cluster_dir import ClusterDirs, clear_away
+from ..ray.cluster_dir import ClusterDirs, clean_up_cluster
 from ..ray.start import RayListener
 
 LOST_GRACE = 1.0
@@ -71,7 +71,7 @@ class Clusters:
         cluster = self._fresh.pop(payload.spec.nonce, None)
         if cluster is not None:
             cluster.stop()
-            clear_away(self._loop, cluster.scratch, cluster.key)
+            clean_up_cluster(self._loop, cluster.scratch, cluster.key)
 
     def foreign_pids(self, payload: Payload) -> List[int]:
         """The processes of other nodes, of other payloads' clusters, and of the warm one if the payload does not use it."""
