@@ -164,7 +164,7 @@ def left_out(entries: Any) -> bool:
 
 @many
 @given(entries=tree_strategy, links=st.lists(st.tuples(name_strategy, st.integers(0, 99), st.integers(0, 99)), max_size=4))
-def test_any_tree_arrives_as_it_is(entries: Any, links: list[tuple[bytes, int, int]]) -> None:
+def test_any_tree_is_copied_exactly(entries: Any, links: list[tuple[bytes, int, int]]) -> None:
     assume(not left_out(entries))
     with tempfile.TemporaryDirectory() as directory:
         source = os.fsencode(os.path.join(directory, "source"))
@@ -197,7 +197,7 @@ def test_long_paths(tree: Callable[..., Path], there: Path, length: int) -> None
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def test_everything_that_matters_is_in_the_name(tree: Callable[..., Path]) -> None:
+def test_names_differ_if_content_differs(tree: Callable[..., Path]) -> None:
     source = tree({"a.py": "one", "d/b": "two", "e/": ""})
     changes: list[Callable[[], Any]] = [
         lambda: (source / "a.py").write_text("ONE"),
@@ -216,7 +216,7 @@ def test_everything_that_matters_is_in_the_name(tree: Callable[..., Path]) -> No
     assert all(len(name) == 32 and int(name, 16) for name in seen)
 
 
-def test_nothing_else_is_in_the_name(tree: Callable[..., Path], tmp_path: Path) -> None:
+def test_names_are_equal_if_content_is_equal(tree: Callable[..., Path], tmp_path: Path) -> None:
     source = tree({"a.py": "one", "d/b": "two"})
     before = bundle_directory(str(source))
     os.utime(source / "a.py", (1, 1))
@@ -231,7 +231,7 @@ def test_nothing_else_is_in_the_name(tree: Callable[..., Path], tmp_path: Path) 
     assert first.getvalue() == second.getvalue()
 
 
-def test_a_change_right_after_a_look_is_seen(tree: Callable[..., Path]) -> None:
+def test_a_change_right_after_a_scan_changes_the_name(tree: Callable[..., Path]) -> None:
     source = tree({"a.py": ""})
     for number in range(200):  # As fast as it goes: many of these fall into one tick of the file system's clock.
         (source / "a.py").write_text(f"{number:03}")
@@ -301,7 +301,7 @@ PROJECT = {
 }
 
 
-def test_what_stays_here_is_what_ray_leaves_out(tree: Callable[..., Path], tmp_path: Path) -> None:
+def test_ignored_files_are_those_that_ray_ignores(tree: Callable[..., Path], tmp_path: Path) -> None:
     packaging = pytest.importorskip("ray._private.runtime_env.packaging")
     from ray._private.ray_constants import RAY_RUNTIME_ENV_DEFAULT_EXCLUDES
 
@@ -315,7 +315,7 @@ def test_what_stays_here_is_what_ray_leaves_out(tree: Callable[..., Path], tmp_p
     assert ours == {name for name in rays if not name.endswith("/")} and len(ours) > 8
 
 
-def test_what_no_cluster_has_a_use_for(tree: Callable[..., Path]) -> None:
+def test_caches_and_environments_are_left_out(tree: Callable[..., Path]) -> None:
     source = tree(
         {
             "a.py": "",
@@ -339,7 +339,7 @@ def test_deeper_ignore_files_decide(tree: Callable[..., Path]) -> None:
     assert names(source) == [".gitignore", "in", "in/.gitignore", "in/b.csv"]
 
 
-def test_a_pattern_that_means_nothing(tree: Callable[..., Path]) -> None:
+def test_an_invalid_ignore_pattern_is_an_error(tree: Callable[..., Path]) -> None:
     source = tree({"sub/.gitignore": "ok\n!\n"})
     with pytest.raises(ValueError, match=r"^working_dir: .*sub/\.gitignore has a pattern that means nothing"):
         scan(str(source))
@@ -378,7 +378,7 @@ def test_links_within_the_tree_stay_links(tree: Callable[..., Path]) -> None:
     }
 
 
-def test_links_out_of_the_tree_are_looked_through(tree: Callable[..., Path], tmp_path: Path, there: Path) -> None:
+def test_links_out_of_the_tree_are_followed(tree: Callable[..., Path], tmp_path: Path, there: Path) -> None:
     outside = tree({"lib/a.py": "a", "lib/b/c.py": "c", "one": "1"}, "outside")
     (outside / "lib/inner").symlink_to("b/c.py")
     (outside / "lib/far").symlink_to(outside / "one")
@@ -393,7 +393,7 @@ def test_links_out_of_the_tree_are_looked_through(tree: Callable[..., Path], tmp
     assert (target / "one").read_text() == (target / "lib/far").read_text() == "1"
 
 
-def test_a_link_to_what_stays_here_is_looked_through(tree: Callable[..., Path]) -> None:
+def test_links_to_ignored_files_are_followed(tree: Callable[..., Path]) -> None:
     source = tree({".gitignore": "cache/", "cache/big": "x", "cache/more": ""})
     (source / "latest").symlink_to("cache/big")
     assert names(source) == [".gitignore", "latest"]
@@ -407,7 +407,7 @@ def test_a_link_can_be_ignored(tree: Callable[..., Path], tmp_path: Path) -> Non
     assert names(source) == [".rayignore", "x"]
 
 
-def test_links_that_lead_nowhere_stay(tree: Callable[..., Path]) -> None:
+def test_dangling_links_are_kept(tree: Callable[..., Path]) -> None:
     source = tree({"f": ""})
     told = {".#f": "me@host.123:45", "far": "/not/here", "round": "round", "file": "f/below"}
     for name, target in told.items():
@@ -416,14 +416,14 @@ def test_links_that_lead_nowhere_stay(tree: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("target", ["..", "../..", "/"])
-def test_a_link_to_a_directory_around_it(tree: Callable[..., Path], target: str) -> None:
+def test_a_link_to_a_parent_directory_is_an_error(tree: Callable[..., Path], target: str) -> None:
     source = tree({"d/e/": ""})
     (source / "d/e/around").symlink_to(os.path.join(source, target))
     with pytest.raises(ValueError, match=r"^working_dir: the link .*/d/e/around leads to .*, which contains it; remove it"):
         scan(str(source))
 
 
-def test_links_in_a_circle_through_the_outside(tree: Callable[..., Path]) -> None:
+def test_a_cycle_of_links_outside_the_tree_is_an_error(tree: Callable[..., Path]) -> None:
     outside = tree({"b/": ""}, "outside")
     source = tree({"d/": ""})
     (source / "d/out").symlink_to(outside / "b")
@@ -435,7 +435,7 @@ def test_links_in_a_circle_through_the_outside(tree: Callable[..., Path]) -> Non
 # -- what cannot be sent -----------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_file(tree: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_files_are_refused(tree: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     source = tree({"d/": ""})
     monkeypatch.chdir(source / "d")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -466,7 +466,7 @@ def as_nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("path", ["d/secret", "d/closed", "d/closed/in"])
-def test_what_cannot_be_read(tree: Callable[..., Path], path: str) -> None:
+def test_unreadable_files_are_refused(tree: Callable[..., Path], path: str) -> None:
     source = tree({"d/secret": "x", "d/closed/in": "x"}, tempfile.mkdtemp(dir="/tmp"))
     source.chmod(0o755)
     target = source / path
@@ -486,7 +486,7 @@ def test_what_cannot_be_read(tree: Callable[..., Path], path: str) -> None:
         shutil.rmtree(source)
 
 
-def test_too_many_bytes(tree: Callable[..., Path]) -> None:
+def test_too_large_a_bundle_is_refused(tree: Callable[..., Path]) -> None:
     source = tree(
         {"data/deep/a.bin": "", "data/small": "x", "models/m1": "x" * 30_000, "models/m2": "x" * 30_000, "code.py": "x"}
     )
@@ -505,7 +505,7 @@ def test_too_many_bytes(tree: Callable[..., Path]) -> None:
     assert scan(str(source)).size < 2**20
 
 
-def test_too_many_files(tree: Callable[..., Path]) -> None:
+def test_too_many_entries_are_refused(tree: Callable[..., Path]) -> None:
     source = tree({f"runs/{number}": "" for number in range(40)} | {"a": ""})
     with pytest.raises(ValueError, match=r"would be more than 30 files and directories, most of them in runs/ \(\d+\)"):
         scan(str(source), limits=Limits(max_entries=30))
@@ -521,7 +521,7 @@ def test_the_largest_are_disjoint_and_in_order(sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "same size", "gone"])
-def test_a_file_that_changes_meanwhile(tree: Callable[..., Path], there: Path, change: str) -> None:
+def test_a_file_that_changes_while_it_is_read(tree: Callable[..., Path], there: Path, change: str) -> None:
     source = tree({"a": "a" * 5000, "b.log": "b" * 5000})
     made = bundle_directory(str(source))
     file = source / "b.log"
@@ -584,7 +584,7 @@ def test_what_is_there_costs_one_small_command(tree: Callable[..., Path], there:
     assert install(second, str(there), [made, small]) == done and second.commands == 2
 
 
-def test_the_runtime_goes_with_them(there: Path) -> None:
+def test_the_runtime_is_installed_with_bundles(there: Path) -> None:
     done = install(LocalConnection(), str(there), [])
     assert Path(done.runtime).read_bytes() == archive.build_runtime()
     assert done.runtime == f"{there}/runtime/{archive.runtime_name()}" and done.bundles == {}
@@ -593,7 +593,7 @@ def test_the_runtime_goes_with_them(there: Path) -> None:
     assert stat.S_IMODE(os.stat(done.runtime).st_mode) == 0o400
 
 
-def test_nobody_else_reads_it_and_nobody_writes_it(tree: Callable[..., Path], there: Path) -> None:
+def test_installed_files_are_private_and_read_only(tree: Callable[..., Path], there: Path) -> None:
     source = tree({"d/run.sh": "", "d/x": ""})
     (source / "d/run.sh").chmod(0o777)
     (source / "d/x").chmod(0o666)
@@ -622,7 +622,7 @@ def test_our_own_directories_are_closed_to_the_group(there: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "group", "told"), [(0o2775, 100, True), (0o3775, 100, False), (0o775, 0, False), (0o755, 100, False)]
 )
-def test_a_base_directory_that_a_group_may_write_to_is_told(there: Path, mode: int, group: int, told: bool) -> None:
+def test_a_group_writable_base_directory_is_a_warning(there: Path, mode: int, group: int, told: bool) -> None:
     """The group of that name is the user's own; with a sticky bit nobody else can replace what is in it."""
     there.mkdir(parents=True)
     os.chown(there, -1, group)
@@ -646,7 +646,7 @@ def test_directories_of_another_user_are_refused(tree: Callable[..., Path], ther
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_what_another_user_has_put_there_does_not_count(tree: Callable[..., Path], there: Path) -> None:
+def test_files_of_another_user_are_not_used(tree: Callable[..., Path], there: Path) -> None:
     made = bundle_directory(str(tree({"a": ""})))
     first = install(LocalConnection(), str(there), [made])
     runtime, bundle = Path(first.runtime), Path(first.bundles[made])
@@ -660,7 +660,7 @@ def test_what_another_user_has_put_there_does_not_count(tree: Callable[..., Path
         install(LocalConnection(), str(there), [made])
 
 
-def test_in_use_again(tree: Callable[..., Path], there: Path) -> None:
+def test_a_used_bundle_is_touched(tree: Callable[..., Path], there: Path) -> None:
     made = bundle_directory(str(tree({"a": ""})))
     (target,) = installed(there, made)
     runtime = Path(install(LocalConnection(), str(there), []).runtime)
@@ -670,7 +670,7 @@ def test_in_use_again(tree: Callable[..., Path], there: Path) -> None:
     assert target.stat().st_mtime > 1e9 and runtime.stat().st_mtime > 1e9
 
 
-def test_one_of_many_threads_sends_it(tree: Callable[..., Path], there: Path) -> None:
+def test_one_of_many_threads_sends_a_bundle(tree: Callable[..., Path], there: Path) -> None:
     source = tree({"a.py": "x"})
     (source / "big").write_bytes(os.urandom(3 * 2**20))
     made = bundle_directory(str(source))
@@ -694,7 +694,7 @@ install(LocalConnection(), sys.argv[2], [bundle_directory(sys.argv[1])])
 """
 
 
-def test_several_machines_at_once(tree: Callable[..., Path], there: Path, tmp_path: Path) -> None:
+def test_several_machines_install_at_once(tree: Callable[..., Path], there: Path, tmp_path: Path) -> None:
     source = tree({f"d{number % 7}/f{number}": str(number) for number in range(400)})
     (source / "big").write_bytes(os.urandom(3 * 2**20))
     processes = []
@@ -724,7 +724,7 @@ class Cutting(LocalConnection):
         os.truncate(path, os.path.getsize(path) // 2)
 
 
-def test_a_torn_archive_never_counts(tree: Callable[..., Path], there: Path) -> None:
+def test_a_truncated_archive_is_never_visible(tree: Callable[..., Path], there: Path) -> None:
     source = tree({"a": ""})
     (source / "big").write_bytes(os.urandom(3 * 2**20))
     made = bundle_directory(str(source))
@@ -810,7 +810,7 @@ def test_a_full_disk_here(tree: Callable[..., Path], tmp_path: Path, there: Path
         assert list(disk.iterdir()) == []
 
 
-def test_no_room_for_the_base_directory(tmp_path: Path) -> None:
+def test_a_base_directory_below_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"file/base/runtime.*Not a directory"):
         install(LocalConnection(), str(tmp_path / "file/base"), [])

@@ -49,7 +49,7 @@ def test_the_head_comes_first_and_the_others_keep_their_order(names: list[str], 
     assert [each.component_id for each in arrange([het(name) for name in names])] == names
 
 
-def test_what_is_the_whole_jobs_is_said_once() -> None:
+def test_fields_of_the_whole_job_are_shared() -> None:
     queues = [
         each.queue
         for each in arrange([het("a", time_limit="2:00:00"), het("b", requeue=True), het("c", signal_before_timeout="USR1@60")])
@@ -67,7 +67,7 @@ def test_what_is_the_whole_jobs_is_said_once() -> None:
         ({"time_limit": "60"}, {"time_limit": "02:00:00"}, "02:00:00"),
     ],
 )
-def test_what_is_the_same_in_other_words(first: dict[str, Any], second: dict[str, Any], said: str) -> None:
+def test_equal_values_in_other_spelling_do_not_contradict(first: dict[str, Any], second: dict[str, Any], said: str) -> None:
     queues = [each.queue.model_dump() for each in arrange([het("a", **first), het("b", **second)])]
     assert {queue[field] for queue in queues for field in first} == {said}
 
@@ -110,20 +110,20 @@ def test_what_is_the_same_in_other_words(first: dict[str, Any], second: dict[str
         ([het("a", launcher=RayLauncher(resources={"component:a": 1}))], "a resource that begins with 'component:'"),
     ],
 )
-def test_contradictions(components: list[HetComponent], says: str) -> None:
+def test_contradicting_components_are_refused(components: list[HetComponent], says: str) -> None:
     assert says in refusal(*components)
 
 
-def test_a_component_that_is_not_there() -> None:
+def test_an_unknown_component_is_refused() -> None:
     assert "there is no component 'x'; there are 'a', 'b'" in refusal(het("a"), het("b"), payload_in="x")
 
 
-def test_what_comes_after_may_say_more() -> None:
-    """sbatch hands options on to those that follow, and to nobody before."""
+def test_later_components_may_set_more_options() -> None:
+    """Later components inherit options; earlier ones do not."""
     assert len(arrange([het("a"), het("b", mem="1G", account="x", qos="y", extra_sbatch=["--nice=7"])])) == 2
 
 
-def test_options_that_are_not_handed_on_or_are_said_anew() -> None:
+def test_options_that_are_not_inherited_or_are_repeated() -> None:
     reset = ["--mail-type=END", "--gres=lustre:1", "--threads-per-core=1", "--exclusive=user", "--cpu-freq=high"]
     own = [het("a", extra_sbatch=["--nice=7", *reset]), het("b", extra_sbatch=["--nice=0"])]
     assert [each.queue.extra_sbatch[0] for each in arrange(own)] == ["--nice=7", "--nice=0"]
@@ -132,7 +132,7 @@ def test_options_that_are_not_handed_on_or_are_said_anew() -> None:
 # ---- What each node has
 
 
-def test_a_component_says_what_its_nodes_have_and_the_payloads_launcher_the_rest() -> None:
+def test_a_components_launcher_sets_node_fields_and_the_payloads_launcher_the_rest() -> None:
     launcher = RayLauncher(num_cpus_per_node=2, labels={"tier": "any"}, dashboard=False, startup_timeout=7)
     own = RayLauncher(num_gpus_per_node=1, labels={"tier": "fast"}, network_interface="ib0", dashboard=False)
     components = arrange([het("a"), het("b", launcher=own, num_nodes=3)])
@@ -151,7 +151,7 @@ def test_a_component_says_what_its_nodes_have_and_the_payloads_launcher_the_rest
     ] and request.without_further_components.further_components == ()
 
 
-def test_more_nodes_than_there_will_be() -> None:
+def test_min_nodes_above_the_number_of_nodes_is_refused() -> None:
     said = refusal(het("a"), het("b", num_nodes=2), launcher=RayLauncher(min_nodes=4))
     assert "RayLauncher.min_nodes=4 is more than the cluster will have: 3 nodes" in said
 
@@ -221,12 +221,12 @@ TWO = [het("a"), het("b")]
         ({}, {"components": [het("a", partition=dg.EnvVar("RS_NOT_SET"))]}, "components[0].queue.partition"),
     ],
 )
-def test_what_a_mode_cannot_do(fields: dict[str, Any], arguments: dict[str, Any], says: str) -> None:
+def test_calls_that_a_mode_does_not_support_are_refused(fields: dict[str, Any], arguments: dict[str, Any], says: str) -> None:
     assert says in said_by(arguments=arguments, **fields)
 
 
 @pytest.mark.parametrize("topology", ["spanning", "separate"])
-def test_a_script_is_shown_of_nothing_that_a_run_refuses(topology: str) -> None:
+def test_job_script_refuses_what_run_refuses(topology: str) -> None:
     more = RayLauncher(min_nodes=3)
     separate = topology == "separate"
     components = [het("a", launcher=more if separate else PLAIN), het("b")]
@@ -241,7 +241,7 @@ def test_a_script_is_shown_of_nothing_that_a_run_refuses(topology: str) -> None:
 
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("mode", ["local", "slurm-session"])
-def test_components_of_a_resource_do_not_matter_to_a_run_that_brings_its_own(mode: str, reuse: bool, tmp_path: Path) -> None:
+def test_components_of_a_call_replace_those_of_the_resource(mode: str, reuse: bool, tmp_path: Path) -> None:
     compute = ComputeResource(
         mode=mode,
         slurm=SlurmResource(remote_base="/base"),
@@ -255,7 +255,7 @@ def test_components_of_a_resource_do_not_matter_to_a_run_that_brings_its_own(mod
         compute.job_script(payload_path=["true"])
 
 
-def test_variables_of_a_runs_own_components(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_in_components_of_a_call_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RS_PARTITION", "big")
     monkeypatch.setenv("RS_NODES", "3")
     compute = ComputeResource(mode="slurm-hetjob", slurm=SlurmResource(remote_base="/base"), components=TWO)
@@ -265,6 +265,6 @@ def test_variables_of_a_runs_own_components(monkeypatch: pytest.MonkeyPatch) -> 
     assert "--partition" not in first and "--partition=big\n#SBATCH --nodes=3\n" in second
 
 
-def test_a_topology_is_one_of_two() -> None:
+def test_an_unknown_topology_is_refused() -> None:
     with pytest.raises(ValueError, match="'star' is not one of 'spanning', 'separate'"):
         ComputeResource(topology="star")

@@ -334,7 +334,7 @@ def test_a_subclass_that_dagster_would_downcast_is_refused(base: Any) -> None:
         type("Mine", (base,), {})
 
 
-def test_a_launcher_of_ones_own_derives_from_launcher() -> None:
+def test_a_custom_launcher_derives_from_launcher() -> None:
     class Torchrun(Launcher):
         nproc: int = 2
 
@@ -344,7 +344,7 @@ def test_a_launcher_of_ones_own_derives_from_launcher() -> None:
     assert Torchrun().command(["python", "x.py"]) == ["torchrun", "--nproc=2", "x.py"]
 
 
-def test_from_env_refers_to_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_env_refers_to_variables_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOST", "PORT", "USER", "PASSWORD", "JUMP_HOST", "JUMP_KEY_PATH"):
         monkeypatch.setenv(f"SITE_{name}", {"PORT": "2200"}.get(name, f"the-{name}"))
     for prefix in ("SITE_", "SITE"):
@@ -368,7 +368,7 @@ def test_from_env_reads_key_as_key_path(monkeypatch: pytest.MonkeyPatch) -> None
     assert isinstance(ssh.key_path, dg.EnvVar) and ssh.key_path.get_value() == "the-KEY_PATH"
 
 
-def test_from_env_warns_of_variables_that_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_env_warns_of_unknown_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOST", "FORCE_TTY", "JUMP_OPTS_EXTRA"):
         monkeypatch.setenv(f"ELSE_{name}", "secret")
     with pytest.warns(UserWarning) as told:
@@ -429,7 +429,7 @@ def test_a_password_never_shows_in_a_schema(monkeypatch: pytest.MonkeyPatch) -> 
     assert "hunter2" not in str(job.run_config_schema.config_type.__dict__) and "hunter2" not in repr(compute)
 
 
-def test_variables_in_a_launcher_that_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_in_a_launcher_of_a_call_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RS_N", "2")
     launcher = RayLauncher(num_cpus_per_node=dg.EnvVar.int("RS_N"), labels={"a": dg.EnvVar("RS_UNSET")})
     with pytest.raises(ValueError, match=r"launcher\.labels\['a'\]: the environment variable RS_UNSET is not set"):
@@ -457,18 +457,18 @@ def test_bad_environment_variables_are_named(variables: Any, says: str) -> None:
     assert says in str(caught.value)
 
 
-def test_odd_values_are_fine() -> None:
+def test_unusual_values_of_environment_variables_are_accepted() -> None:
     odd = {"A": "line\nbreak; $HOME 'quote' \"double\" ä ☃", "_b": ""}
     assert check_environment(odd, "extra_env") == odd
 
 
-def test_the_package_imports_neither_ray_nor_paramiko_nor_what_runs_payloads() -> None:
+def test_importing_the_package_imports_neither_ray_nor_paramiko_nor_backends() -> None:
     late = ("ray", "paramiko", "dagster_rayslurm.run_call", "dagster_rayslurm.backends", "dagster_rayslurm.follow", "pathspec")
     code = f"import dagster_rayslurm, sys; print([m for m in {late!r} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
-def test_the_library_is_registered_and_the_exports_are_there() -> None:
+def test_the_library_is_registered_and_exports_its_names() -> None:
     from dagster._core.libraries import DagsterLibraryRegistry
 
     assert DagsterLibraryRegistry.get()["dagster-rayslurm"] == dagster_rayslurm.__version__

@@ -67,7 +67,7 @@ def definitions(compute: Any) -> dg.Definitions:
         ),
     ],
 )
-def test_what_no_run_can_use_is_refused_when_definitions_load(fields: dict[str, Any], says: str) -> None:
+def test_unusable_resources_are_refused_when_definitions_load(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         dg.Definitions.validate_loadable(definitions(ComputeResource(**fields)))
 
@@ -86,11 +86,11 @@ def test_what_no_run_can_use_is_refused_when_definitions_load(fields: dict[str, 
         {"mode": "slurm-hetjob", "slurm": SlurmResource()},
     ],
 )
-def test_what_only_a_run_knows_is_not(fields: dict[str, Any]) -> None:
+def test_resources_that_a_run_may_use_load(fields: dict[str, Any]) -> None:
     dg.Definitions.validate_loadable(definitions(ComputeResource(**fields)))
 
 
-def test_a_launchpad_still_configures() -> None:
+def test_the_launchpad_configures_a_resource() -> None:
     config = {"resources": {"compute": {"config": {"mode": "slurm-session"}}}}
     compute = ComputeResource(mode="slurm", slurm=SlurmResource())
     result = dg.materialize([seen], resources={"compute": compute}, run_config=config)

@@ -129,7 +129,7 @@ cd /usr
 """
 
 
-def test_an_activate_script_that_talks(prefix: Prefix, look: Look) -> None:
+def test_output_of_an_activate_script_is_ignored(prefix: Prefix, look: Look) -> None:
     (prefix.path / "activate.sh").write_text(ACTIVATE)
     assert look(prefix.path) == Interpreter(str(prefix.path / "bin/python"), str(prefix.path / "activate.sh"))
     assert look(prefix.path).start("-c", "")[0] == "bash"
@@ -154,7 +154,7 @@ def test_packages_on_the_path_that_an_activate_script_sets(tmp_path: Path, prefi
         look(bare.path)
 
 
-def test_what_an_activate_script_leaves_behind_is_not_waited_for(prefix: Prefix, look: Look) -> None:
+def test_background_processes_of_an_activate_script_are_not_waited_for(prefix: Prefix, look: Look) -> None:
     (prefix.path / "activate.sh").write_text("sleep 3 &\n")
     began = time.monotonic()
     look(prefix.path)
@@ -174,7 +174,7 @@ def test_the_home_directory_is_the_clusters(prefix: Prefix, look: Look) -> None:
     assert look(f"~/{prefix.path.name}", Elsewhere()).python == str(prefix.path / "bin/python")
 
 
-def test_where_an_environment_is_on_the_cluster() -> None:
+def test_the_path_of_an_environment_on_the_cluster() -> None:
     assert path_on_cluster(PreDeployedEnvironment(path="/opt/ray"), over_ssh=True) == "/opt/ray"
     assert path_on_cluster(PreDeployedEnvironment(path="~/env"), over_ssh=True) == "~/env"
     assert path_on_cluster(PreDeployedEnvironment(path="env"), over_ssh=False) == os.path.abspath("env")
@@ -189,7 +189,7 @@ def test_where_an_environment_is_on_the_cluster() -> None:
 # -- what is wrong with it ---------------------------------------------------------------------------------------------
 
 
-def test_nothing_there(tmp_path: Path, look: Look) -> None:
+def test_a_missing_directory_is_refused(tmp_path: Path, look: Look) -> None:
     with pytest.raises(StartError, match=f"^environment: on this machine there is no directory {tmp_path}/nothing, or") as caught:
         look(tmp_path / "nothing")
     assert caught.value.kind == "environment"
@@ -198,14 +198,14 @@ def test_nothing_there(tmp_path: Path, look: Look) -> None:
         look(tmp_path / "file")
 
 
-def test_no_environment(tmp_path: Path, look: Look) -> None:
+def test_a_directory_without_an_environment_is_refused(tmp_path: Path, look: Look) -> None:
     (tmp_path / "empty/bin/python").mkdir(parents=True)
     with pytest.raises(StartError, match=f"{tmp_path}/empty has neither bin/python nor activate.sh; point it at"):
         look(tmp_path / "empty")
     assert not (tmp_path / "kept").exists()
 
 
-def test_a_python_that_is_gone(tmp_path: Path, look: Look) -> None:
+def test_a_dangling_python_is_refused(tmp_path: Path, look: Look) -> None:
     (tmp_path / "old/bin").mkdir(parents=True)
     (tmp_path / "old/bin/python").symlink_to("/usr/bin/python3.1")
     with pytest.raises(StartError, match=r"old/bin/python is a link that leads nowhere; make the environment anew"):
@@ -253,7 +253,7 @@ def test_a_python_that_is_too_old(prefix: Prefix, look: Look) -> None:
         look(prefix.path)
 
 
-def test_no_ray(tmp_path: Path, look: Look) -> None:
+def test_a_missing_ray_is_refused(tmp_path: Path, look: Look) -> None:
     bare = Prefix(tmp_path / "bare").pipes()
     (bare.site / "ray").mkdir()  # What an uninstallation leaves.
     with pytest.raises(
@@ -265,13 +265,13 @@ def test_no_ray(tmp_path: Path, look: Look) -> None:
     assert look(bare.path, needs_ray=False)
 
 
-def test_another_ray(prefix: Prefix, look: Look) -> None:
+def test_another_version_of_ray_is_refused(prefix: Prefix, look: Look) -> None:
     with pytest.raises(StartError, match=r"has Ray 2.60.0, and ray_version asks for 2.55.1"):
         look(prefix.path, ray_version="2.55.1")
     assert look(prefix.path, ray_version="2.60.0") and look(prefix.path, ray_version="2.55.1", needs_ray=False)
 
 
-def test_a_ray_without_tokens(prefix: Prefix, look: Look) -> None:
+def test_a_ray_without_token_authentication_is_refused(prefix: Prefix, look: Look) -> None:
     prefix.ray("2.49.0")
     with pytest.raises(StartError, match=r"an env: Ray 2.49.0 has no token authentication .* RayLauncher\(auth=\"disabled\"\)"):
         look(prefix.path)
@@ -283,7 +283,7 @@ def test_a_ray_that_does_not_say_its_version(prefix: Prefix, look: Look) -> None
     assert look(prefix.path, ray_version="2.60.0")  # The runtime asks Ray itself before it starts it.
 
 
-def test_no_pipes(tmp_path: Path, look: Look) -> None:
+def test_missing_pipes_are_refused(tmp_path: Path, look: Look) -> None:
     bare = Prefix(tmp_path / "bare").ray()
     with pytest.raises(StartError, match=r"bare has no Dagster Pipes; install it there: .*pip install dagster-pipes"):
         look(bare.path)
@@ -299,7 +299,7 @@ def test_packages_of_dagsters_own_process_do_not_count(
         look(Prefix(tmp_path / "other").ray().path)
 
 
-def test_a_refusal_names_the_first_thing_that_is_wrong() -> None:
+def test_a_refusal_names_the_first_problem() -> None:
     fine = Facts(Interpreter("/e/bin/python"), (3, 11, 2), "2.60.0", "1.13.0")
     assert refusal(fine, "/e", RaySpec(ray_version="2.60.0"), True) is None
     assert "Python 3.7.1" in str(refusal(Facts(fine.interpreter, (3, 7, 1), None, None), "/e", None, False))
@@ -340,7 +340,7 @@ def test_a_known_environment_with_a_script_is_not_activated(prefix: Prefix, look
     ],
     ids=["an upgrade", "a path file", "pyvenv.cfg", "an activate.sh", "another Python"],
 )
-def test_a_change_is_seen(prefix: Prefix, look: Look, change: Callable[[Prefix], Any]) -> None:
+def test_a_changed_environment_is_probed_again(prefix: Prefix, look: Look, change: Callable[[Prefix], Any]) -> None:
     starts = prefix.counting()
     look(prefix.path)
     change(prefix)
@@ -350,7 +350,7 @@ def test_a_change_is_seen(prefix: Prefix, look: Look, change: Callable[[Prefix],
     assert starts() == 2
 
 
-def test_an_environment_that_is_made_anew(prefix: Prefix, look: Look) -> None:
+def test_a_recreated_environment_is_probed_again(prefix: Prefix, look: Look) -> None:
     look(prefix.path)
     subprocess.run(["rm", "-r", prefix.path], check=True)
     with pytest.raises(StartError, match="there is no directory"):
@@ -360,7 +360,7 @@ def test_an_environment_that_is_made_anew(prefix: Prefix, look: Look) -> None:
         look(prefix.path)
 
 
-def test_a_refusal_is_not_kept(prefix: Prefix, look: Look) -> None:
+def test_a_refusal_is_not_cached(prefix: Prefix, look: Look) -> None:
     connection = LocalConnection()
     prefix.ray("2.49.0")
     with pytest.raises(StartError, match="no token authentication"):
@@ -371,7 +371,7 @@ def test_a_refusal_is_not_kept(prefix: Prefix, look: Look) -> None:
     look(prefix.path, connection, ray_version="2.61.0")  # What this process knows would refuse it.
 
 
-def test_a_kept_answer_is_never_the_reason_to_refuse(tmp_path: Path, prefix: Prefix, look: Look) -> None:
+def test_a_cached_answer_is_never_the_reason_to_refuse(tmp_path: Path, prefix: Prefix, look: Look) -> None:
     look(prefix.path)
     (answer,) = kept(tmp_path)
     answer.write_text(answer.read_text().replace('"2.60.0"', '"2.40.0"'))
@@ -380,7 +380,7 @@ def test_a_kept_answer_is_never_the_reason_to_refuse(tmp_path: Path, prefix: Pre
 
 
 @pytest.mark.parametrize("text", ["", "\n", "garbage\n{}\n", "\n\n\n"])
-def test_a_damaged_answer_is_asked_for_again(tmp_path: Path, prefix: Prefix, look: Look, text: str) -> None:
+def test_a_damaged_cache_entry_is_replaced(tmp_path: Path, prefix: Prefix, look: Look, text: str) -> None:
     starts = prefix.counting()
     look(prefix.path)
     (answer,) = kept(tmp_path)
@@ -389,7 +389,7 @@ def test_a_damaged_answer_is_asked_for_again(tmp_path: Path, prefix: Prefix, loo
     assert look(prefix.path) and starts() == 2
 
 
-def test_an_answer_grows_old(tmp_path: Path, prefix: Prefix, look: Look) -> None:
+def test_a_cached_answer_expires(tmp_path: Path, prefix: Prefix, look: Look) -> None:
     starts = prefix.counting()
     look(prefix.path)
     (answer,) = kept(tmp_path)
@@ -399,7 +399,7 @@ def test_an_answer_grows_old(tmp_path: Path, prefix: Prefix, look: Look) -> None
     assert starts() == 2
 
 
-def test_a_process_asks_once(prefix: Prefix, look: Look) -> None:
+def test_a_process_caches_the_answer(prefix: Prefix, look: Look) -> None:
     class Counting(LocalConnection):
         commands = 0
 
@@ -416,7 +416,7 @@ def test_a_process_asks_once(prefix: Prefix, look: Look) -> None:
     assert connection.commands == 3  # Asked, then asked anew.
 
 
-def test_many_at_once(tmp_path: Path, prefix: Prefix, look: Look) -> None:
+def test_concurrent_checks_agree(tmp_path: Path, prefix: Prefix, look: Look) -> None:
     found: list[Interpreter] = []
     threads = [threading.Thread(target=lambda: found.append(look(prefix.path))) for _ in range(8)]
     for thread in threads:
@@ -427,7 +427,7 @@ def test_many_at_once(tmp_path: Path, prefix: Prefix, look: Look) -> None:
     assert len(kept(tmp_path)) == 1
 
 
-def test_nowhere_to_keep_it(tmp_path: Path, prefix: Prefix, look: Look) -> None:
+def test_an_unwritable_cache_is_an_error(tmp_path: Path, prefix: Prefix, look: Look) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=rf"^this machine: {tmp_path}/file/kept cannot be used: .*Not a directory"):
         look(prefix.path, cache_dir=str(tmp_path / "file/kept"))

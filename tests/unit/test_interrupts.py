@@ -35,7 +35,7 @@ def in_place() -> list[Any]:
 
 
 @pytest.mark.parametrize("signum", BOTH)
-def test_one_that_is_held_back_comes_at_the_end(signum: signal.Signals) -> None:
+def test_a_delayed_interrupt_is_raised_at_the_end(signum: signal.Signals) -> None:
     done = False
     with pytest.raises(Stopped) as caught, delayed_interrupts():
         signal.raise_signal(signum)
@@ -44,7 +44,7 @@ def test_one_that_is_held_back_comes_at_the_end(signum: signal.Signals) -> None:
     assert done and caught.value.args == (signum,) and in_place() == [stop, stop]
 
 
-def test_it_comes_after_an_error_as_well() -> None:
+def test_a_delayed_interrupt_is_raised_after_an_error() -> None:
     with pytest.raises(Stopped), delayed_interrupts():
         signal.raise_signal(signal.SIGTERM)
         raise ValueError
@@ -54,7 +54,7 @@ def test_it_comes_after_an_error_as_well() -> None:
 @pytest.mark.parametrize("held", [delayed_interrupts, deferred_interrupts])
 @pytest.mark.parametrize("signum", BOTH)
 @pytest.mark.parametrize("moment", [1, 2, 3, 4])
-def test_one_that_comes_while_handlers_change(
+def test_an_interrupt_while_handlers_are_replaced(
     held: Callable[[], AbstractContextManager[Any]], signum: signal.Signals, moment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After each single change, in both directions: what was there before is there again."""
@@ -81,7 +81,7 @@ def test_one_that_comes_while_handlers_change(
     assert came or held is deferred_interrupts
 
 
-def test_other_threads_get_none() -> None:
+def test_other_threads_receive_no_interrupts() -> None:
     seen: list[list[Any]] = []
 
     def work() -> None:

@@ -7,7 +7,7 @@ from dagster_rayslurm import BashLauncher, ComputeResource, RunFailure, SessionC
 
 
 @pytest.mark.parametrize("mode", ["slurm", "slurm-session"])
-def test_variables_of_a_resource(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_script_resolves_variables_of_the_resource(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = SlurmQueueConfig(partition=dg.EnvVar("TEST_PARTITION"), num_nodes=dg.EnvVar.int("TEST_NODES"))
     compute = ComputeResource(
         mode=mode,

@@ -154,7 +154,7 @@ def session_setup(own: SlurmQueueConfig | None) -> SessionSetup:
     return SessionSetup(slurm, own, InheritedEnvironment(), session, BashLauncher(), reuse=False)
 
 
-def test_a_session_is_asked_for_what_the_call_changes_and_no_more() -> None:
+def test_a_session_job_has_the_changes_of_the_call() -> None:
     plan = make_plan(payload_path=["true"], launcher=BashLauncher(), nonce="n", max_output_bytes=1, max_stdio_bytes=1)
     fits = session_setup(SlurmQueueConfig(num_nodes=1))
     assert fits.misfit(plan) is None
@@ -167,7 +167,7 @@ def test_a_session_is_asked_for_what_the_call_changes_and_no_more() -> None:
     assert (queue.num_nodes, queue.partition, queue.mem, queue.time_limit) == (3, "gpu", "2G", "08:00:00")
 
 
-def test_a_run_logs_what_it_changes(tmp_path: Any) -> None:
+def test_a_run_logs_changed_fields(tmp_path: Any) -> None:
     compute = ComputeResource(local_base=str(tmp_path), default_launcher=BashLauncher(grace_period=3))
 
     @dg.op(required_resource_keys={"compute"})

@@ -59,7 +59,7 @@ def test_a_script_with_arguments_is_sent_to_the_cluster(here: Path) -> None:
         ("/opt/site/run.py", "write a list: ['python', '/opt/site/run.py']"),
     ],
 )
-def test_what_no_process_understands_is_refused(here: Path, payload: str, says: str) -> None:
+def test_unusable_payloads_are_refused(here: Path, payload: str, says: str) -> None:
     with pytest.raises(ValueError, match="payload_path") as caught:
         parse_payload(payload)
     assert all(part in str(caught.value) for part in says.split(".*"))
@@ -76,16 +76,16 @@ def test_what_no_process_understands_is_refused(here: Path, payload: str, says: 
         ("/opt/site/run 3", ["/opt/site/run", "3"]),
     ],
 )
-def test_words_that_need_no_shell_stay(payload: str, words: list[str]) -> None:
+def test_quoted_text_needs_no_shell(payload: str, words: list[str]) -> None:
     assert parse_payload(payload) == words
 
 
-def test_a_list_is_taken_as_it_is() -> None:
+def test_a_list_is_used_unchanged() -> None:
     for words in (["cd", "x", "&&"], ["/opt/site/run"], ["bash", "-lc", "cd x && ls > $HOME/a"]):
         assert parse_payload(words) == words
 
 
-def test_what_linux_cannot_pass_to_a_process_is_refused() -> None:
+def test_arguments_and_variables_that_are_too_long_are_refused() -> None:
     most = 2**17 - 1
     assert check_environment({"A": "x" * (most - 2)}, "extra_env")
     with pytest.raises(ValueError, match=r"extra_env\['A'\] has 131,072 bytes, and Linux passes at most 131,071 .* extra_files"):
@@ -97,7 +97,7 @@ def test_what_linux_cannot_pass_to_a_process_is_refused() -> None:
         parse_payload(["echo", "x" * (most + 1)])
 
 
-def test_ray_gets_all_variables_in_one() -> None:
+def test_the_variables_for_ray_are_limited_together() -> None:
     env = dict.fromkeys("ABCD", "x" * 40000)
     assert plan_of(["true"], env=env)
     with pytest.raises(ValueError, match=r"extra_env: what Ray gets of all variables together has 160,\d+ bytes"):

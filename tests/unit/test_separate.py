@@ -205,7 +205,7 @@ def test_the_barrier_server_uses_the_configured_address_and_ports() -> None:
     assert meeting.hosts == ["10.1.1.1"] and all(20000 <= port <= 20299 for port in meeting.ports)
 
 
-def test_an_argument_for_each_component() -> None:
+def test_by_component_expands_an_argument() -> None:
     names = ["a", "b"]
     assert by_component("x", names, "payload_path") == {"a": "x", "b": "x"}
     assert by_component({"b": 2, "a": 1}, names, "payload_path") == {"a": 1, "b": 2}

@@ -22,7 +22,7 @@ from dagster_rayslurm.unknown_names import _REPLACEMENTS
         ("slurm", SlurmResource, "SlurmResource is a class; write SlurmResource(…)"),
     ],
 )
-def test_what_is_no_object_is_one_sentence(name: str, value: Any, says: str) -> None:
+def test_a_value_of_the_wrong_class_is_one_sentence(name: str, value: Any, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"ComputeResource.{name}: ")) as caught:
         ComputeResource(**{name: value})
     assert says in str(caught.value) and "\n" not in str(caught.value)
@@ -79,7 +79,7 @@ def test_classes_of_dagster_slurm_are_explained() -> None:
 
 
 @pytest.mark.parametrize("owner", _REPLACEMENTS)
-def test_what_is_said_to_use_exists(owner: str) -> None:
+def test_suggested_names_exist(owner: str) -> None:
     cls: Any = getattr(dagster_rayslurm, owner, ComputeResource)
     known = set(inspect.signature(ComputeResource.run).parameters) if owner == "run()" else set(cls.model_fields)
     for name, instead in _REPLACEMENTS[owner].items():
