@@ -215,12 +215,12 @@ def memory_kill(output: str) -> str | None:
 
 def parse_scontrol(text: str) -> JobFacts | None:
     """The job in the output of `scontrol show job ID`, which is not in one line; None if there is none."""
-    found = [_scontrol_fields(block) for block in re.split(r"(?m)^(?=JobId=)", text) if block.startswith("JobId=")]
-    components = [_of_controller(fields) for fields in found if "JobState" in fields]
-    return _whole(components) if components else None
+    blocks = [_scontrol_fields(block) for block in re.split(r"(?m)^(?=JobId=)", text) if block.startswith("JobId=")]
+    components = [_from_scontrol(fields) for fields in blocks if "JobState" in fields]
+    return _combined(components) if components else None
 
 
-def _of_controller(fields: Mapping[str, str]) -> JobFacts:
+def _from_scontrol(fields: Mapping[str, str]) -> JobFacts:
     """A plain job, or one component."""
     state, _ = state_word(fields["JobState"])
     exit_code, signal = _exit(state, fields.get("ExitCode", ""))
@@ -286,10 +286,10 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
             of_component[-1].append(fields)
     if 0 not in attempts:
         return None
-    return _whole([_of_accounting(job_id, number, found) for number, found in sorted(attempts.items())])
+    return _combined([_from_sacct(job_id, number, rows) for number, rows in sorted(attempts.items())])
 
 
-def _of_accounting(job_id: int, component: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
+def _from_sacct(job_id: int, component: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
     """A plain job, or one component; the ids of components are consecutive."""
     job, *rows = attempts[-1]
     steps = tuple(_step(component, row) for row in rows)
@@ -313,7 +313,7 @@ def _of_accounting(job_id: int, component: int, attempts: list[list[dict[str, st
     )
 
 
-def _whole(components: Sequence[JobFacts]) -> JobFacts:
+def _combined(components: Sequence[JobFacts]) -> JobFacts:
     """The job of some components: their sums, and the state of the decisive component."""
     first = components[0]
     if len(components) == 1:
@@ -350,7 +350,7 @@ def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> Job
         return controller or accounting
     if controller.components and len(controller.components) == len(accounting.components):
         pairs = zip(controller.components, accounting.components, strict=True)
-        return _whole([_merged(*pair) for pair in pairs])
+        return _combined([_merged(*pair) for pair in pairs])
     return _merged(controller, accounting)
 
 

@@ -1,6 +1,6 @@
 """The queue of a user as one `squeue` shows it: one snapshot for all jobs, shared through a file on the cluster.
 
-However many steps, processes and Dagster hosts look at the queue, slurmctld is asked once per `poll_interval`. A process that
+However many steps, processes and Dagster hosts look at the queue, slurmctld is queried once per `poll_interval`. A process that
 finds the snapshot too old claims its renewal, and the others read the result. squeue(1) is that of Slurm 22.05 and 24.11.
 """
 
@@ -30,7 +30,7 @@ _BLOCK = 1024 * 1024
 _TIMEOUT = 120.0
 """Seconds; if slurmctld is down, squeue gives up earlier (MessageTimeout, 10 s, a few times)."""
 _BACK_OFF = 5.0
-"""A slow slurmctld is asked no more often than every so many times its last answer took."""
+"""A slow slurmctld is queried no more often than every so many times its last answer took."""
 _REREAD = 2.0
 """Seconds between two reads of a snapshot that another process is renewing."""
 _JITTER = 0.1
@@ -86,14 +86,14 @@ class ClusterClock:
             OSError: the edge node cannot be asked.
         """
         if self._offset is None:
-            asked = self.local()
+            sent = self.local()
             done = self._connection.run(["date", "+%s.%N"], timeout=60)
             try:
                 stamp = float(done.stdout)
             except ValueError:
                 said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()[-500:]
                 raise OSError(f"{self._connection.place}: `date +%s.%N` does not say the time: {said}") from None
-            self.observe(stamp, asked, self.local())
+            self.observe(stamp, sent, self.local())
         assert self._offset is not None
         return self.local() + self._offset
 
@@ -202,9 +202,9 @@ class SharedQueue:
         self._claimed_until = now + interval  # If this fails, any process may try again in the next interval.
         keep = max(_KEEP_CLAIMS, 10 * interval)
         words = (self._directory, str(round(1000 * interval)), str(round(1000 * keep)))
-        asked = self.clock.local()
+        sent = self.clock.local()
         began, answer = _run_squeue(self._connection, _STAMP + _CLAIM + _SQUEUE, *words)
-        self.clock.observe(began, asked, self.clock.local())
+        self.clock.observe(began, sent, self.clock.local())
         claimed = began if isinstance(answer, QueueSnapshot) else answer
         self._claimed_until = claimed + interval * (1 + self._spread)
         if not isinstance(answer, QueueSnapshot):

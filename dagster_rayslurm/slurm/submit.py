@@ -166,14 +166,14 @@ def submit(
     name = request.job_name if claim else ""
     words = [run_dir, " ".join(request.login_variables), name, secrets.token_hex(8), *needs.paths]
     for left in reversed(range(_ATTEMPTS)):
-        asked = clock.local()
+        sent = clock.local()
         again = True
         try:
             done = commands.run(["sh", "-c", _SUBMIT, "sh", *words], archive, _TIMEOUT)
             match = _ANSWER.fullmatch(done.stdout) if done.returncode == 0 else None
             if match:
                 submitted = SubmittedJob(match[2].decode(), float(match[1]))
-                clock.observe(submitted.at, asked, clock.local())
+                clock.observe(submitted.at, sent, clock.local())
                 return submitted
             if claim and done.returncode == _TAKEN:
                 raise ClaimTaken

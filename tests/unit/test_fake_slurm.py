@@ -31,7 +31,7 @@ def send(slurm: FakeSlurm, run_dir: Path, command: list[str], **fields: Any) -> 
 def facts_once(slurm: FakeSlurm, job_id: int) -> JobFacts:
     def final() -> JobFacts | None:
         facts = fetch_job_facts(slurm.connection, job_id)
-        return facts if facts is not None and facts.is_final else None
+        return facts if facts is not None and facts.state == facts.final_state else None
 
     facts = wait_until(final, 20)
     assert facts, (slurm.base / "state.json").read_text()

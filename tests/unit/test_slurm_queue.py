@@ -105,7 +105,10 @@ def test_numbers_as_slurm_prints_them() -> None:
 
 
 class Edge(LocalConnection):
-    """This machine with a `squeue` of the test's own, and a clock that stands until it is moved."""
+    """This machine with a `squeue` and a `date` that share a clock, which stands until the test moves it.
+
+    The fake Slurm has the machine's clock, so it cannot stand in for this one.
+    """
 
     def __init__(self, base: Path) -> None:
         self.base = base
