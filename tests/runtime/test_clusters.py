@@ -100,7 +100,7 @@ def below(pid: int) -> list[str]:
 
 
 def test_two_clusters_at_once_on_the_same_nodes(nodes: Any) -> None:
-    """Each ends with its payload, everywhere; one that does not come up ends nobody else's."""
+    """Each ends with its payload on all nodes; one that does not start does not affect others."""
     from dataclasses import replace
 
     pair = nodes(max_concurrent_payloads=3)
@@ -109,7 +109,7 @@ def test_two_clusters_at_once_on_the_same_nodes(nodes: Any) -> None:
     one = pair.add_ray("one", wait % str(pair.path / "two.json"), ray=SMALL, want_cpus=1, run_id="1")
     two = pair.add_ray("two", wait % str(pair.path / "one.json"), ray=SMALL, want_cpus=1, run_id="2")
     pair.add_ray("ill", ray=replace(SMALL, health_check="echo unwell; false"), want_cpus=1, run_id="3")
-    pair.add("three", NAP % 0.1, run_id="1")  # It wants all that there is, and waits.
+    pair.add("three", NAP % 0.1, run_id="1")  # It needs all CPUs, and waits.
     assert pair.worker is not None
     said = pair.run(
         SESSION
@@ -152,7 +152,7 @@ when_done(go)
 
 
 def test_a_lost_node_drains_the_session(nodes: Any) -> None:
-    """Who runs goes on; the next ones go elsewhere."""
+    """Running payloads go on; later ones are refused."""
     pair = nodes(ray=SMALL)
     pair.add_ray("one", "\nimport time; time.sleep(6)")
     pair.add("two", NAP % 0.1, uses_ray=True)
@@ -245,7 +245,7 @@ look()
 """
     )
     assert said == {"early": None, "two": "Closing: node n2 is lost"} and pair.end("one")["exit_code"] == 0
-    scratch.sweep()  # Nobody else tidies up after a node that was killed.
+    scratch.sweep()  # Nothing else cleans up after a killed node.
 
 
 def test_the_loss_of_the_head_ends_the_session(nodes: Any) -> None:
@@ -327,7 +327,7 @@ ray.util.remove_placement_group(get_placement_group("shelf"))
 
 
 def test_leaks_in_a_warm_cluster_are_reported(runtime: Runtime) -> None:
-    """At the payload's end, of its own jobs; and of all, once nothing runs."""
+    """At the end of each payload for its own jobs; for the whole cluster once nothing runs."""
     for name, code in (("one", LEAVE), ("two", GROUP), ("three", "")):
         runtime.add(name, "import ray; ray.init(log_to_driver=False, namespace='mine')" + code, uses_ray=True)
     runtime.add("four", "import ray; ray.init(namespace='mine')" + CLEAN, uses_ray=True)

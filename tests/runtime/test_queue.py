@@ -63,7 +63,7 @@ def test_no_payload_is_lost_and_each_run_is_served_in_order(steps: list, limit: 
             came[run] += 1
             queue.add((run, came[run], claim))
         pump()
-        assert not len(queue) or running  # Whoever is alone runs.
+        assert not len(queue) or running  # A payload alone always runs.
     while running:
         running.pop(0)
         pump()
@@ -78,7 +78,7 @@ def test_no_payload_is_lost_and_each_run_is_served_in_order(steps: list, limit: 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), CLAIMS)
 def test_no_run_waits_for_more_than_one_turn_of_each_other(sizes: list[int], large: Claim) -> None:
-    """However many payloads the others have, and however much more the run asks for than they do."""
+    """Even if other runs have many payloads, and this one needs more than theirs."""
     queue: FairQueue[Item] = FairQueue(lambda item: item[0])
     for run, size in enumerate(sizes):
         for number in range(size):
@@ -95,7 +95,7 @@ def test_no_run_waits_for_more_than_one_turn_of_each_other(sizes: list[int], lar
 
 
 def test_a_run_keeps_its_turn_until_there_is_room() -> None:
-    """Small ones do not slip past the one that needs all of the node."""
+    """Small payloads do not overtake one that needs the whole node."""
     queue: FairQueue[Item] = FairQueue(lambda item: item[0])
     running = [Claim(1, 0), Claim(1, 0)]
     queue.add(("large", 0, CAPACITY))
@@ -146,7 +146,7 @@ def test_the_misfit_of_a_payload_names_the_field_and_the_node(fields: dict[str, 
     ],
 )
 def test_the_time_that_a_payload_may_take(limit: float | None, durations: dict[str, float], known: float, needed: float) -> None:
-    """Behind others it waits for what is known of them, and only its own need is at least the margin."""
+    """Payloads ahead count with what is known of them; only the own need is at least the margin."""
     spec = PayloadSpec(["x"], "n", step="s", time_limit=limit)
     assert time_known(spec, durations) == known and time_needed(spec, durations, 60.0) == needed
 

@@ -147,7 +147,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_affects_only_its_payload(session: Callable[..., Session], full_disk: Path) -> None:
-    """Full before the record can be made, while queued, and while running; the others never notice."""
+    """Full before the record is made, while queued, and while running."""
     one = session()
     running, _ = one.ask(one.run_dir("a", "import time; time.sleep(2)"))
     queued = one.run_dir("b", "pass", parent=full_disk)
@@ -246,7 +246,7 @@ def test_payloads_of_a_stopped_session_end_with_that_reason(session: Callable[..
 
 
 def test_a_session_survives_running_out_of_file_descriptors(session: Callable[..., Session]) -> None:
-    """Who comes then waits until there are some again."""
+    """New clients wait until there are some again."""
     one = session()
     run_dir = one.run_dir("one", "import time; time.sleep(3)")
     one.ask(run_dir)

@@ -98,7 +98,7 @@ def test_a_time_limit_warning_in_a_heterogeneous_job(tmp_path: Path, squeue: str
 
 @pytest.mark.parametrize(("answer", "again"), [("echo UNLIMITED; echo UNLIMITED", False), ("echo UNLIMITED; echo INVALID", True)])
 def test_heterogeneous_jobs_without_a_time_limit(tmp_path: Path, answer: str, again: bool) -> None:
-    """That is an answer, unless one of them has none yet."""
+    """UNLIMITED is an answer, unless a component has none yet."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "squeue").write_text(f'#!/bin/sh\necho x >>"$0.asked"\n{answer}\n')
     (tmp_path / "bin" / "squeue").chmod(0o755)
@@ -210,7 +210,7 @@ loop.call_later(0.3, leave)
 
 @pytest.mark.parametrize("outlives", [True, False])
 def test_an_end_is_written_once_the_file_system_is_back(tmp_path: Path, outlives: bool) -> None:
-    """In a session that lives on, and at the runtime's own end."""
+    """Both in a session that lives on and at the end of the runtime."""
     program = UNWRITABLE + (
         """
 runner.lifetime.settle = lambda: None
@@ -264,7 +264,7 @@ def test_a_defect_in_handling_one_payload_ends_only_that_payload(tmp_path: Path,
 
 
 def test_endless_messages_do_not_delay_the_time_limit(tmp_path: Path) -> None:
-    """Whoever writes them faster than they are copied: the payload's time limit counts all the same."""
+    """A payload that writes messages faster than they are copied still has its time limit."""
     program = """
         from dagster_rayslurm.runtime.payload.record import MessageFile
         copy = MessageFile.copy
@@ -315,7 +315,7 @@ def test_squeue_is_asked_again_after_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_process_left_by_nvidia_smi_does_not_delay_the_end(tmp_path: Path) -> None:
-    """A helper of the driver's that keeps the pipe open."""
+    """The process keeps the pipe of nvidia-smi open."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nsleep 20 &\necho 0, GPU-a, 50, 100\n")
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)

@@ -203,7 +203,7 @@ def test_a_payload_that_cannot_end_in_time_is_refused(runtime: Runtime) -> None:
 
 
 def test_a_queue_of_short_payloads_does_not_count_as_long(runtime: Runtime) -> None:
-    """What nothing is known of, and what took a moment before, is not taken for a minute each."""
+    """Payloads of unknown or short duration do not count with the margin each."""
     names = [f"{number}" for number in range(12)]
     for name in names:
         runtime.add(name, NAP % 0.1, step="short" if int(name) % 2 else name)
