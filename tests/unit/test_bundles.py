@@ -1,4 +1,4 @@
-"""Bundles: what is in them, what they are called, and that they arrive whole or not at all."""
+"""Bundles: their content, their names, and their atomic installation on a cluster."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""Components of a heterogeneous allocation: their order, what is whose to say, and each mistake in one sentence."""
+"""Components of a heterogeneous job: their order, shared and inherited fields, and one sentence for each mistake."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Configuration, with each trap of Dagster 1.13 that the pattern avoids."""
+"""Configuration classes, and the problems of Dagster 1.13 that they avoid."""
 
 import subprocess
 import sys

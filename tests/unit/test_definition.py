@@ -1,4 +1,4 @@
-"""A resource that no run can use is refused when definitions load; what an `EnvVar` or the launchpad decides is not."""
+"""Unusable resources are refused when definitions load, except for what an `EnvVar` or the launchpad decides."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The environment on the cluster, looked at over a connection to this machine with prefixes that are like real ones."""
+"""The check of environments on a cluster, over a connection to this machine with realistic prefixes."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""Interrupts that are held back: none is lost, and whoever had them before has them again."""
+"""Delayed interrupts: none is lost, and the previous handlers are restored."""
 
 import signal
 import threading

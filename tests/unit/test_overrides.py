@@ -1,4 +1,4 @@
-"""What `run(queue=…)` and `run(launcher=…)` change: the fields that they set, and no others."""
+"""`run(queue=…)` and `run(launcher=…)` change the fields that they set, and no others."""
 
 from typing import Any
 

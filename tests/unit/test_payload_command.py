@@ -1,4 +1,4 @@
-"""What `payload_path` may be, and what is refused before anything is submitted."""
+"""Parsing of `payload_path`, and its errors before submission."""
 
 import os
 from pathlib import Path

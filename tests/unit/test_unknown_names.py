@@ -1,4 +1,4 @@
-"""Misspelt fields and arguments, and names of dagster-slurm: the message says what to write."""
+"""Error messages for misspelt fields and arguments, and for names of dagster-slurm."""
 
 import inspect
 import re
