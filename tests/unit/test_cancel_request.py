@@ -1,4 +1,4 @@
-"""The order that a payload ends: given until it has arrived, and no longer than somebody waits for it."""
+"""A cancel request is repeated until it is delivered."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,24 +21,24 @@ from .lines import Log
 
 
 class Scene:
-    """An order that arrives after some tries have failed."""
+    """A cancel request that is delivered after some attempts have failed."""
 
     def __init__(self, failing: int) -> None:
         self.now, self.failing = 1000.0, failing
-        self.log, self.given = Log(), list[bool]()
+        self.log, self.sent = Log(), list[bool]()
         self.evidence = Evidence()
-        self.order = CancelRequest(self._give, self.log)
+        self.request = CancelRequest(self._deliver, self.log)
 
-    def _give(self, now: bool) -> None:
-        self.given.append(now)
-        if len(self.given) <= self.failing:
+    def _deliver(self, now: bool) -> None:
+        self.sent.append(now)
+        if len(self.sent) <= self.failing:
             raise ConnectionLost("no way")
 
     def wait(self, seconds: float) -> None:
         until = self.now + seconds
         while self.now < until:
             self.now += 0.1
-            self.order.resend_for(self.evidence)
+            self.request.resend_for(self.evidence)
 
 
 @pytest.fixture
@@ -54,39 +54,39 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Scene]:
 def test_nothing_is_sent_before_a_request(scene: Callable[[int], Scene]) -> None:
     there = scene(0)
     there.wait(5)
-    assert there.given == [] and there.order.now is None and not there.order.delivered
+    assert there.sent == [] and there.request.now is None and not there.request.delivered
 
 
 def test_a_request_is_resent_each_second_until_delivered(scene: Callable[[int], Scene]) -> None:
     there = scene(4)
-    there.order.send(False)
+    there.request.send(False)
     there.wait(3)
-    assert 3 <= len(there.given) <= 4 and not there.order.delivered and there.evidence.unreachable is None
+    assert 3 <= len(there.sent) <= 4 and not there.request.delivered and there.evidence.unreachable is None
     there.wait(10)
-    assert there.given == 5 * [False] and there.order.delivered and there.order.error is None
+    assert there.sent == 5 * [False] and there.request.delivered and there.request.error is None
     assert there.log.lines == ["[rayslurm] the payload cannot be told to end, which is tried again: no way"]
 
 
 def test_an_immediate_request_replaces_one_with_grace_period(scene: Callable[[int], Scene]) -> None:
     there = scene(0)
     for now in (False, False, True, True, False):
-        there.order.send(now)
+        there.request.send(now)
         there.wait(2)
-    assert there.given == [False, True] and there.order.now
+    assert there.sent == [False, True] and there.request.now
 
 
 def test_an_undeliverable_immediate_request_makes_the_payload_unreachable(scene: Callable[[int], Scene]) -> None:
     there = scene(1000)
-    there.order.send(False)
+    there.request.send(False)
     there.wait(60)
     assert there.evidence.unreachable is None
-    there.order.send(True)
+    there.request.send(True)
     there.wait(0.1)
     assert there.evidence.unreachable == "no way" and len(there.log.lines) == 1
 
 
 class Job:
-    """A job that Slurm does not confirm to be over."""
+    """A job whose end Slurm does not confirm."""
 
     job_id, number, cancelled = "7", 7, False
     status = JobStatus(JobPhase.RUNNING)
@@ -109,7 +109,7 @@ class Job:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_an_unconfirmed_cancel_is_waited_for_once(parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever kills it and then lets go of it, and for how many payloads."""
+    """In `kill` and `release` of one payload or of several components."""
     job, shared = Job(tmp_path), SharedJobState()
     waits: list[int] = []
     monkeypatch.setattr(slurm_job, "wait_until_gone", lambda _, job_id, patience: waits.append(job_id))
@@ -124,9 +124,11 @@ def test_an_unconfirmed_cancel_is_waited_for_once(parts: int, tmp_path: Path, mo
 
 
 def test_slurm_cancels_a_waiting_job_and_the_runtime_a_running_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm is asked again until it takes it, but not once a runtime is known to be at work; that one is told by its file."""
+    """`scancel` is repeated until it works or the runtime has started; then the runtime gets the request by its file."""
     job, order, commands = Job(tmp_path), tmp_path / "cancel.json", LocalConnection()
     asked: list[str] = []
+    clock = [1000.0]
+    monkeypatch.setattr(cancel_request, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def run(command: list[str], **_: Any) -> Completed:
         asked.append(" ".join(command[-2:]))
@@ -136,11 +138,11 @@ def test_slurm_cancels_a_waiting_job_and_the_runtime_a_running_payload(tmp_path:
     attempt = BatchJob(job, commands, "c")  # type: ignore[arg-type]
     attempt.cancel()
     for _ in range(2):
-        attempt._cancel_request.sent_at -= 1.0
+        clock[0] += 1.0
         attempt.poll(Evidence())
     assert asked == 3 * ["scancel 7"] and not order.exists() and job.cancelled
     for _ in range(2):
-        attempt._cancel_request.sent_at -= 1.0
+        clock[0] += 1.0
         attempt.poll(Evidence(started_at=1.0))
     assert len(asked) == 3 and order.read_text() == '{"op": "cancel", "now": false}'
     assert len(job.log.lines) == 1 and "Unable to contact" in job.log.lines[0]

@@ -1,4 +1,4 @@
-"""Runtimes of this machine: what is left alone when they are ended, and what a session that dies halfway leaves."""
+"""Runtimes on this machine: kill, incomplete answers, and locks."""
 
 import json
 import os

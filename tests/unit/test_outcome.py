@@ -1,4 +1,4 @@
-"""Verdicts are pure: any evidence gives exactly one, and success only for the whole of it."""
+"""Any evidence has one verdict; only complete evidence is success."""
 
 from typing import Any
 

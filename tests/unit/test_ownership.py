@@ -1,4 +1,4 @@
-"""The owner of a payload that outlives its Dagster process: of several attempts exactly one may end and judge it."""
+"""Exactly one attempt owns a payload that outlives its Dagster process."""
 
 import shutil
 from collections.abc import Sequence

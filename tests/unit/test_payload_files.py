@@ -1,4 +1,4 @@
-"""What a payload needs of this machine: what cannot be used is said before anything is sent."""
+"""Files of a payload are checked before they are sent."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from .lines import Log
 
 
 def test_an_unreadable_local_file_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no fault of the directory on the cluster."""
+    """The error does not blame the base directory."""
     script = tmp_path / "script.py"
     script.write_text("pass")
     plan = make_plan(

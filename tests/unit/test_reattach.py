@@ -1,4 +1,4 @@
-"""Which request of an attempt before is the same as the one of now, and which job has its payload."""
+"""When an earlier attempt made the same request, and which job runs its payload."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What a run leaves: outputs that come back, attempts that are let go of, what is removed and what a removal may meet."""
+"""Outputs, release, removal and sweep at the end of a run."""
 
 import errno
 import os

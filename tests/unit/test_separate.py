@@ -1,4 +1,4 @@
-"""Payloads that run together: when they start and end, what becomes of what they print and report, and the one verdict."""
+"""The separate topology: start barrier, output, reports and verdict of several components."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from dagster_rayslurm.separate.reports import ReportMerger, merge, merge_checks
 from dagster_rayslurm.slurm.accounting import JobFacts
 from dagster_rayslurm.validation import by_component, check_uses_pipes
 
-# ---- When all start, and what ends them
+# ---- Start barrier
 
 
 OK = Ended(None, 0, False)
@@ -127,7 +127,7 @@ def test_orders_in_any_course_of_events(course: list[tuple[str, str]]) -> None:
     assert [decode_command(json.loads(json.dumps(encode_command(order)))) for order in orders] == orders
 
 
-# ---- Where a component is in its job
+# ---- Allocation of a component
 
 TASK = {
     "SLURM_JOB_ID": "17",
@@ -221,7 +221,7 @@ def test_uses_pipes_of_one_payload_is_a_boolean(value: Any) -> None:
         check_uses_pipes(value)
 
 
-# ---- What no job can have, on this machine neither
+# ---- Checks of components
 
 
 @pytest.mark.parametrize(
