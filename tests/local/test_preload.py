@@ -33,7 +33,7 @@ DRIVER = "import sys\npreloaded = 'ray' in sys.modules\n" + pipes_script("""
 
 @pytest.fixture
 def warm(base: Path) -> Iterator[ComputeResource]:
-    """A warm cluster for two payloads at once, whose template has imported Ray."""
+    """A warm cluster for two payloads at once, whose preload process has imported Ray."""
     compute = ComputeResource(
         local_base=str(base),
         enable_cluster_reuse=True,
@@ -45,8 +45,8 @@ def warm(base: Path) -> Iterator[ComputeResource]:
         compute.cleanup_cluster(json.loads(directory.read_text())["cluster_id"])
 
 
-def templates_of(run: Any) -> list[psutil.Process]:
-    """The templates of the session that ran a payload."""
+def preload_processes_of(run: Any) -> list[psutil.Process]:
+    """The preload processes of the session that ran a payload."""
     found = []
     for child in psutil.Process(run.metadata["parent"]).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # A zombie counts as one.
@@ -59,7 +59,7 @@ def test_payloads_begin_with_their_modules_imported(warm: ComputeResource, scrip
     runs = [run_asset(warm, payload)]
     runs.append(run_asset(warm, payload, extra_env={"WHO": "a"}, secret_env={"KEY": "k"}))
     runs.append(run_asset(warm, payload))
-    # The first may well have come before its template was ready.
+    # The first may well have come before its preload process was ready.
     assert [run.metadata["preloaded"] for run in runs[1:]] == [True, True]
     assert [(run.metadata["total"], run.metadata["own"], run.metadata["secret"]) for run in runs] == [
         (5, "", ""),
@@ -72,14 +72,14 @@ def test_payloads_begin_with_their_modules_imported(warm: ComputeResource, scrip
     assert len({run.metadata["parent"] for run in runs}) == 1
     assert runs[2].metadata["CPU time (s)"] > 0.02
 
-    # A payload that asks for what the template has not got runs as ever.
+    # A payload that asks for what the preload process has not got runs as ever.
     other = run_asset(warm, payload, extra_env={"OMP_NUM_THREADS": "1"})
     assert other.metadata["preloaded"] is False and other.metadata["total"] == 5
 
-    # Without its template a session starts another one.
-    (template,) = templates_of(runs[0])
-    template.kill()
-    assert wait_until(lambda: not templates_of(runs[0]), 10)
+    # Without its preload process a session starts another one.
+    (process,) = preload_processes_of(runs[0])
+    process.kill()
+    assert wait_until(lambda: not preload_processes_of(runs[0]), 10)
     again = [run_asset(warm, payload) for _ in range(2)]
     assert again[1].metadata["preloaded"] is True
 

@@ -1,4 +1,4 @@
-"""Runs commands below a runtime's loop, forked from a template or not: `preload_runner.py PACKAGE` with JSON on stdin.
+"""Runs commands below a runtime's loop, forked from a preload process or not: `preload_runner.py PACKAGE` with JSON on stdin.
 
 A script of its own, so that any Python can run it: the runtime's package is imported from its directory `PACKAGE`.
 """
@@ -58,7 +58,7 @@ class Command:
             os.close(pipes[number][1])
             loop.on_readable(reader, lambda reader=reader, name=name: self.copy(reader, name))
         for delay, what, signum in self.order.get("signals", []):
-            target = pool.pids()[0] if what == "template" else pid
+            target = pool.pids()[0] if what == "preload" else pid
             loop.call_later(delay, lambda target=target, signum=signum: processes.signal_group(target, signum))
         if self.order.get("orphans"):
             loop.call_later(self.order["orphans"], lambda: processes.kill_orphans(loop.children()))
@@ -109,7 +109,7 @@ def main(order):
     while any("out" not in command.result for command in commands):
         loop.run()
         loop._stopping = False
-    templates_left, signalled = len(pool.pids()), []
+    processes_left, signalled = len(pool.pids()), []
     real = processes.signal_group
     processes.signal_group = lambda pid, signum: signalled.append(pid) or real(pid, signum)
     pool.close()
@@ -118,7 +118,7 @@ def main(order):
     print(
         json.dumps(
             {
-                "templates": templates_left,
+                "preload_processes": processes_left,
                 "left": left,
                 "stall": stall[1],
                 "signalled": signalled,

@@ -58,7 +58,7 @@ def sample(percent: float, *groups: Group) -> Sample:
         (State(True, 6, 99.0), sample(97, HOG), True, True, ["killed"], [7]),
     ],
 )
-def test_what_a_sample_leads_to(
+def test_actions_by_sample_and_state(
     state: State, seen: Sample, may_kill: bool, warned: bool, said: list[str], killed: list[int | None]
 ) -> None:
     after, actions = decide("c1", state, seen, 100.0, may_kill)

@@ -39,7 +39,7 @@ def test_what_a_raylet_counts_stands_in_its_command_line() -> None:
         ({"CPU": 64.0, "memory": 150.0 * GIB}, False, ["64 CPUs and node c1 grants 4", "150.0 GiB", "grants 8.0"]),
     ],
 )
-def test_what_the_user_is_told(resources: dict[str, float], has_cluster: bool, words: list[str] | None) -> None:
+def test_the_warning_about_a_payloads_own_ray(resources: dict[str, float], has_cluster: bool, words: list[str] | None) -> None:
     said = own_ray.own_ray_warning(resources, HERE, has_cluster)
     assert said is None if words is None else said is not None and all(word in said for word in words)
 

@@ -33,7 +33,7 @@ from dagster_rayslurm.runtime.payload.preload_server import (
 from ..conftest import MARK
 
 PACKAGE = Path(dagster_rayslurm.__file__).parent
-PYTHON = os.environ.get("TEMPLATE_TEST_PYTHON", sys.executable)
+PYTHON = os.environ.get("PRELOAD_TEST_PYTHON", sys.executable)
 """Any Python from 3.8 on may stand here, to see whether its ways are met."""
 
 SCRIPTS: dict[str, str] = {
@@ -285,7 +285,7 @@ def test_several_at_once_on_their_own(write: Write, tmp_path: Path) -> None:
     commands = [{"argv": ["python", script, str(n)], "env": {"WHO": f"w{n}"}} for n in range(4)]
     told = run(tmp_path / "r", commands, ["json"], at_once=True)
     assert [result["out"] for result in told["results"]] == [f"w{n} {n} work{n}\n" for n in range(4)]
-    assert told["templates"] == 1 and all(result["why"] is None for result in told["results"])
+    assert told["preload_processes"] == 1 and all(result["why"] is None for result in told["results"])
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP])
@@ -295,7 +295,7 @@ def test_a_signal_to_the_group_ends_it_alone(write: Write, tmp_path: Path, signu
     commands = [{"argv": ["python", waits], "signals": [[0.4, "payload", signum]]}, {"argv": ["python", other]}]
     told = run(tmp_path / "r", commands, ["json"], at_once=True)
     first, second = told["results"]
-    assert (first["code"], first["out"]) == (-signum, "up\n") and second["out"] == "on\n" and told["templates"] == 1
+    assert (first["code"], first["out"]) == (-signum, "up\n") and second["out"] == "on\n" and told["preload_processes"] == 1
 
 
 def test_a_handler_gets_its_signal(write: Write, tmp_path: Path) -> None:
@@ -304,21 +304,21 @@ def test_a_handler_gets_its_signal(write: Write, tmp_path: Path) -> None:
     assert (told["results"][0]["code"], told["results"][0]["out"]) == (4, "up\n")
 
 
-def test_payloads_outlive_their_template(write: Write, tmp_path: Path) -> None:
+def test_payloads_outlive_their_preload_process(write: Write, tmp_path: Path) -> None:
     """Killed with a payload running, it is replaced for those that follow."""
     script = write("a.py", "import sys, time\ntime.sleep(1)\nprint('whole')\nsys.exit(5)")
     command = {"argv": ["python", script]}
-    told = run(tmp_path / "r", [{**command, "signals": [[0.3, "template", 9]]}, command, command], ["json"])
+    told = run(tmp_path / "r", [{**command, "signals": [[0.3, "preload", 9]]}, command, command], ["json"])
     for result in told["results"]:
         assert (result["code"], result["out"], result["why"], result["known"]) == (5, "whole\n", None, True)
         assert result["cpu"] < 0.5
-    assert told["templates"] == 1
+    assert told["preload_processes"] == 1
 
 
-def test_a_template_that_hangs_is_replaced(write: Write, tmp_path: Path) -> None:
+def test_a_preload_process_that_hangs_is_replaced(write: Write, tmp_path: Path) -> None:
     script = write("a.py", "import os, time\ntime.sleep(0.5)\nprint('whole')")
     command = {"argv": ["python", script]}
-    told = run(tmp_path / "r", [{**command, "signals": [[0.2, "template", signal.SIGSTOP]]}, command, command], ["json"])
+    told = run(tmp_path / "r", [{**command, "signals": [[0.2, "preload", signal.SIGSTOP]]}, command, command], ["json"])
     first, second, third = told["results"]
     assert [result["out"] for result in told["results"]] == ["whole\n"] * 3
     assert first["why"] is None and second["why"] == "the preloaded one does not answer" and third["why"] is None
@@ -366,7 +366,7 @@ def test_what_cannot_be_forked_from_says_why(write: Write, tmp_path: Path, modul
         assert (result["out"], result["code"]) == ("ran\n", 0)
 
 
-def test_a_template_that_never_serves_is_given_up(write: Write, tmp_path: Path) -> None:
+def test_a_preload_process_that_never_serves_is_given_up(write: Write, tmp_path: Path) -> None:
     write("dies.py", "import os\nos._exit(3)")
     script = tmp_path / "a.py"
     script.write_text("")
@@ -384,7 +384,7 @@ def test_a_changed_module_is_imported_anew(write: Write, tmp_path: Path) -> None
     first, second, third = told["results"]
     assert [result["out"] for result in told["results"]] == ["1\n", "22\n", "22\n"]
     assert first["why"] is None and second["why"] == f"{module} changed since it was imported"
-    assert told["templates"] == 1 and (third["why"] is None or third["why"].endswith("changed since it was imported"))
+    assert told["preload_processes"] == 1 and (third["why"] is None or third["why"].endswith("changed since it was imported"))
 
 
 def test_modules_beside_the_script_come_first(write: Write, tmp_path: Path) -> None:
@@ -468,14 +468,14 @@ def test_a_directory_that_was_not_there_is_found(write: Write, tmp_path: Path) -
     assert [(result["why"], result["out"], result["err"]) for result in told] == [(None, "", ""), (None, "4\n", "")]
 
 
-def test_a_template_that_is_gone_is_not_signalled(write: Write, tmp_path: Path) -> None:
+def test_a_preload_process_that_is_gone_is_not_signalled(write: Write, tmp_path: Path) -> None:
     """Its process id may be another one's by then."""
     write("leaves.py", "import sys\nsys.exit('no GPU here')")
     script = tmp_path / "a.py"
     script.write_text("import time\ntime.sleep(0.3)")
     env = {"PYTHONPATH": str(tmp_path / "payloads")}
     told = run(tmp_path / "r", [{"argv": ["python", str(script)]}], ["leaves"], env=env)
-    assert told["results"][0]["why"].startswith("leaves cannot be imported") and told["templates"] == 0
+    assert told["results"][0]["why"].startswith("leaves cannot be imported") and told["preload_processes"] == 0
     assert told["signalled"] == []
 
 
@@ -519,13 +519,13 @@ def test_which_variables_matter() -> None:
     matter = ["PYTHONHASHSEED", "LD_PRELOAD", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RAY_AUTH_MODE", "TORCH_HOME", "HOME"]
     do_not = ["PATH", "FOO", "RAYSLURM_RUN_DIR", "RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "HF_TOKEN", "SLURM_JOB_ID"]
     assert all(map(affects_imports, matter)) and not any(map(affects_imports, do_not))
-    template = {"PATH": "/a", "OMP_NUM_THREADS": "1", "TZ": "UTC"}
-    assert environment_problem(template, {"PATH": "/b", "OMP_NUM_THREADS": "1", "TZ": "UTC", "MORE": "x"}) is None
-    problem = environment_problem(template, {"OMP_NUM_THREADS": "1", "LC_ALL": "C"})
+    preloaded = {"PATH": "/a", "OMP_NUM_THREADS": "1", "TZ": "UTC"}
+    assert environment_problem(preloaded, {"PATH": "/b", "OMP_NUM_THREADS": "1", "TZ": "UTC", "MORE": "x"}) is None
+    problem = environment_problem(preloaded, {"OMP_NUM_THREADS": "1", "LC_ALL": "C"})
     assert problem == "LC_ALL, TZ may matter when modules are imported and differ"
 
 
-def test_a_template_has_nothing_of_one_payload() -> None:
+def test_a_preload_process_has_nothing_of_one_payload() -> None:
     base = {"KEPT": "1", "OMP_NUM_THREADS": "1", "TZ": "UTC"}
     payload = {"OWN": "2", "OMP_NUM_THREADS": "2", "HF_HOME": "/h", "RAY_SECRET": "s", "RAYSLURM_RUN_DIR": "/r"}
     assert preload_environment(base, payload, {"RAY_SECRET"}) == {"KEPT": "1", "OMP_NUM_THREADS": "2", "HF_HOME": "/h"}
@@ -562,7 +562,7 @@ def test_this_process_can_be_looked_at() -> None:
     assert seen.name and any(".so" in library for library in seen.libraries) and seen.cpus >= 1
 
 
-def test_what_stands_beside_a_script(tmp_path: Path) -> None:
+def test_modules_beside_a_script_shadow_imported_ones(tmp_path: Path) -> None:
     for name in ("alone.py", "fast.cpython-311-x86_64-linux-gnu.so", "notes.txt", "known.py"):
         (tmp_path / name).touch()
     (tmp_path / "pack").mkdir()
@@ -587,7 +587,7 @@ def test_files_that_changed(tmp_path: Path) -> None:
     assert changed_file(files) == str(path)
 
 
-def test_what_workers_printed_lately(tmp_path: Path) -> None:
+def test_recent_output_of_workers_is_noticed(tmp_path: Path) -> None:
     logs, marks = str(tmp_path), ":job_id:02000000\n:task_name:square\n"
     (tmp_path / "worker-a-02000000-1.out").write_text(marks)
     (tmp_path / "raylet.out").write_text("tells much\n")
