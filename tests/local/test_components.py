@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig
+from dagster_rayslurm.runtime.node import resources
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 
@@ -73,10 +74,10 @@ def test_tasks_find_the_component_that_they_ask_for(base: Path, script: Any) -> 
     assert seen["nodes"] == ["cpu", "gpu"] and seen["driver"] == "cpu"
     assert seen["labelled"] == ["cpu", "gpu"] and seen["counted"] == ["cpu", "gpu"]
     assert seen["with_gpu"][0] == "gpu" and len(seen["with_gpu"][1]) == 1
-    resources = seen["resources"]
-    assert (resources["cpu"]["CPU"], resources["cpu"].get("GPU")) == (1, None)
-    assert (resources["gpu"]["CPU"], resources["gpu"]["GPU"], resources["gpu"]["shelf"]) == (os.cpu_count(), 2, 3)
-    assert "shelf" not in resources["cpu"] and seen["labels"]["cpu"]["disk"] == "fast" and "disk" not in seen["labels"]["gpu"]
+    of_node = seen["resources"]
+    assert (of_node["cpu"]["CPU"], of_node["cpu"].get("GPU")) == (1, None)
+    assert (of_node["gpu"]["CPU"], of_node["gpu"]["GPU"], of_node["gpu"]["shelf"]) == (os.cpu_count(), 2, 3)
+    assert "shelf" not in of_node["cpu"] and seen["labels"]["cpu"]["disk"] == "fast" and "disk" not in seen["labels"]["gpu"]
     table = ran.metadata["Nodes"] if isinstance(ran.metadata["Nodes"], list) else ran.metadata["Nodes"].records
     assert len(table) == 2 and len({record.data["node"] for record in table}) == 1
     said = messages(base)
