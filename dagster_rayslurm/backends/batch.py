@@ -29,9 +29,9 @@ from ..runtime.ray.node_table import nodes_expected
 from ..slurm.cancel import cancel_named, wait_until_gone
 from ..slurm.commands import slurm_commands
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
-from ..slurm.queue import fetch_queue, shared_queue
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request
 from ..slurm.script import render_script
+from ..slurm.shared_queue import fetch_queue, shared_queue
 from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_ID, JOB_SCRIPT, RequiredFiles, SubmissionRefused, submit
 from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted

@@ -15,7 +15,6 @@ from ..runtime.protocol.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import JobFacts, fetch_job_facts
 from ..slurm.cancel import ASK_INTERVAL, wait_until_gone
 from ..slurm.commands import without_option_variables
-from ..slurm.errors import impossible, with_requested_values
 from ..slurm.job_log import failed_tasks, node_number, relevant_lines
 from ..slurm.pending_reasons import (
     most_informative_row,
@@ -25,9 +24,10 @@ from ..slurm.pending_reasons import (
     too_many_nodes,
     waiting_text,
 )
-from ..slurm.queue import SharedQueue, fetch_queue
+from ..slurm.refusals import impossible, with_requested_values
 from ..slurm.request import JobRequest
 from ..slurm.script import LOG, parse_exit
+from ..slurm.shared_queue import SharedQueue, fetch_queue
 from ..slurm.snapshot import QueueRow, QueueSnapshot, parse_count
 from ..slurm.states import TERMINAL, Exited, JobPhase, JobStatus, JobWatch, Started, seen
 from ..slurm.submit import SubmittedJob

@@ -24,7 +24,7 @@ from ..errors import StartError
 from ..runtime.protocol.requests import Operation
 from ..slurm.commands import slurm_commands
 from ..slurm.pending_reasons import most_informative_row
-from ..slurm.queue import fetch_queue
+from ..slurm.shared_queue import fetch_queue
 from ..slurm.snapshot import QueueRow
 from ..ssh.base import Connection, expand_home, is_rooted
 from ..ssh.pool import connection_to

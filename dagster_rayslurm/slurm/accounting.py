@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..runtime.protocol.slurm_text import expand_nodelist, parse_duration
 from ..ssh.base import Connection
 from .commands import without_option_variables
-from .errors import unanswered
+from .refusals import unanswered
 from .snapshot import parse_count
 from .states import TERMINAL
 

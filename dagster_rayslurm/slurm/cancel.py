@@ -8,7 +8,7 @@ from typing import Any
 
 from ..ssh.base import Connection
 from .commands import without_option_variables
-from .queue import fetch_queue
+from .shared_queue import fetch_queue
 from .states import TERMINAL
 
 ASK_INTERVAL = 1.0

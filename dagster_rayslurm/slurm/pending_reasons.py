@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .errors import impossible, with_requested_values
+from .refusals import impossible, with_requested_values
 from .request import JobRequest
 from .snapshot import QueueRow
 

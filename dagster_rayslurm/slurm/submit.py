@@ -16,9 +16,9 @@ from ..backoff import Backoff
 from ..errors import FailureKind, StartError
 from ..ssh.base import Completed, Connection, ConnectionFailed, ConnectionLost
 from .commands import CLEAN, without_option_variables
-from .errors import explain, is_temporary, with_requested_values
-from .queue import ClusterClock
+from .refusals import explain, is_temporary, with_requested_values
 from .request import JobRequest
+from .shared_queue import ClusterClock
 
 JOB_SCRIPT = "job.sh"
 JOB_ID = "job_id"

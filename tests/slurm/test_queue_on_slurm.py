@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.runtime.protocol.slurm_text import expand_nodelist
 from dagster_rayslurm.slurm.accounting import JobFacts, fetch_job_facts, memory_kill
-from dagster_rayslurm.slurm.queue import SharedQueue, fetch_queue
+from dagster_rayslurm.slurm.shared_queue import SharedQueue, fetch_queue
 from dagster_rayslurm.slurm.states import Exited, JobPhase, JobStatus, JobWatch, Started, Timers, seen
 from dagster_rayslurm.ssh.base import Completed, Connection
 from dagster_rayslurm.ssh.pool import new_connection
@@ -43,7 +43,7 @@ class Submission:
 LOOKER = """
 import sys, time
 from tests.slurm.test_queue_on_slurm import INTERVAL, Through, connection_of
-from dagster_rayslurm.slurm.queue import SharedQueue
+from dagster_rayslurm.slurm.shared_queue import SharedQueue
 directory, seconds = sys.argv[1], float(sys.argv[2])
 fields = dict(word.split("=", 1) for word in sys.argv[3:])
 with connection_of(fields) as connection:

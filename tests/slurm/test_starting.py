@@ -9,7 +9,7 @@ import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource
 from dagster_rayslurm.backends import batch
-from dagster_rayslurm.slurm.queue import fetch_queue
+from dagster_rayslurm.slurm.shared_queue import fetch_queue
 
 from ..conftest import pipes_script, run_asset, small_ray
 from .fixtures import Running, Site

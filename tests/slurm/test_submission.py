@@ -13,9 +13,9 @@ from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.slurm import submit as submit_module
 from dagster_rayslurm.slurm.accounting import fetch_job_facts
 from dagster_rayslurm.slurm.commands import without_option_variables
-from dagster_rayslurm.slurm.queue import ClusterClock, fetch_queue
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.script import parse_exit, render_script
+from dagster_rayslurm.slurm.shared_queue import ClusterClock, fetch_queue
 from dagster_rayslurm.slurm.submit import SubmissionRefused, SubmittedJob, submit
 from dagster_rayslurm.ssh.base import Completed
 

@@ -12,8 +12,8 @@ from dagster_rayslurm import SlurmQueueConfig
 from dagster_rayslurm.backends import slurm_job
 from dagster_rayslurm.backends.slurm_job import SlurmJob, settling_time
 from dagster_rayslurm.follow.follower import VISIBILITY_TIMEOUT
-from dagster_rayslurm.slurm.queue import ClusterClock, SharedQueue
 from dagster_rayslurm.slurm.request import make_request
+from dagster_rayslurm.slurm.shared_queue import ClusterClock, SharedQueue
 from dagster_rayslurm.slurm.states import JobPhase, JobStatus
 from dagster_rayslurm.slurm.submit import SubmittedJob
 from dagster_rayslurm.ssh.local import LocalConnection

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from dagster_rayslurm.slurm.errors import with_requested_values
 from dagster_rayslurm.slurm.pending_reasons import (
     component_request,
     most_informative_row,
@@ -14,6 +13,7 @@ from dagster_rayslurm.slurm.pending_reasons import (
     too_many_nodes,
     waiting_text,
 )
+from dagster_rayslurm.slurm.refusals import with_requested_values
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
 from dagster_rayslurm.slurm.submit import parse_jobs_found

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.slurm.errors import SlurmUnanswered
-from dagster_rayslurm.slurm.queue import SNAPSHOT, ClusterClock, SharedQueue, fetch_queue, shared_queue
+from dagster_rayslurm.slurm.refusals import SlurmUnanswered
+from dagster_rayslurm.slurm.shared_queue import SNAPSHOT, ClusterClock, SharedQueue, fetch_queue, shared_queue
 from dagster_rayslurm.slurm.snapshot import (
     QueueRow,
     QueueSnapshot,

@@ -8,8 +8,8 @@ import pytest
 from dagster_rayslurm import BashLauncher
 from dagster_rayslurm.backends.payload_files import deliver, pack, required_files
 from dagster_rayslurm.plan import make_plan
-from dagster_rayslurm.slurm.queue import ClusterClock
 from dagster_rayslurm.slurm.request import JobRequest
+from dagster_rayslurm.slurm.shared_queue import ClusterClock
 from dagster_rayslurm.slurm.submit import JOB_SCRIPT, RequiredFiles, SubmissionRefused, submit
 
 from ..fake_slurm import FakeSlurm

@@ -13,9 +13,9 @@ from ...follow import Cadence, Evidence
 from ...interrupts import deferred_interrupts
 from ...outcome import judge, judge_job
 from ...outcome.metadata import failure_metadata
-from ...slurm.errors import SlurmUnanswered
 from ...slurm.job_log import relevant_lines
-from ...slurm.queue import SharedQueue, fetch_queue
+from ...slurm.refusals import SlurmUnanswered
+from ...slurm.shared_queue import SharedQueue, fetch_queue
 from ...slurm.states import TERMINAL, JobPhase
 from ...ssh.base import Connection, ConnectionFailed
 from ..slurm_job import SlurmJob

@@ -25,8 +25,8 @@ from ...runtime.protocol.spec import to_json
 from ...slurm.cancel import cancel_named
 from ...slurm.commands import slurm_commands
 from ...slurm.config import SlurmResource
-from ...slurm.queue import shared_queue
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
+from ...slurm.shared_queue import shared_queue
 from ...slurm.submit import JOB_SCRIPT, MANIFEST, ClaimTaken, SubmissionRefused, SubmittedJob, submit
 from ...ssh.base import Connection
 from ...ssh.pool import connection_to

@@ -16,8 +16,8 @@ from ...runtime.protocol.record import EXIT, SESSION
 from ...runtime.protocol.requests import Operation
 from ...slurm.cancel import cancel_named, wait_until_gone
 from ...slurm.commands import slurm_commands
-from ...slurm.queue import fetch_queue
 from ...slurm.script import parse_exit
+from ...slurm.shared_queue import fetch_queue
 from ...slurm.snapshot import QueueRow, QueueSnapshot
 from ...slurm.states import TERMINAL, WAITING
 from ...slurm.submit import ABANDONED, CREATOR, JOB_ID, MANIFEST

@@ -12,8 +12,8 @@ from ...errors import FailureKind, StartError
 from ...interrupts import delayed_interrupts
 from ...runtime.protocol.record import EXIT, JOURNAL, SECRETS, SESSION, LineReader
 from ...runtime.protocol.requests import Operation, Refusal
-from ...slurm.queue import SharedQueue, fetch_queue
 from ...slurm.script import parse_exit
+from ...slurm.shared_queue import SharedQueue, fetch_queue
 from ...slurm.states import TERMINAL
 from ...ssh.base import Connection, ConnectionFailed
 from .client import AnswerLost, Unreachable, parse_announcement, send_request

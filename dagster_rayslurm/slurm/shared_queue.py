@@ -19,7 +19,7 @@ from collections.abc import Callable
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
 from .commands import CLEAN
-from .errors import SlurmUnanswered, unanswered
+from .refusals import SlurmUnanswered, unanswered
 from .snapshot import COLUMNS, QueueSnapshot, parse_snapshot, parse_squeue, render_snapshot
 
 SNAPSHOT = "snapshot.json"
