@@ -204,7 +204,7 @@ def serve(session_dir):  # type: (str) -> int
     scratch.sweep()
     private = scratch.Scratch()
     runner = supervisor.Supervisor(loop.Loop(), start_files.load_spec(session_dir), private)
-    server = local_server.SessionServer(runner, session_dir, private.join("control.sock"))
+    server = local_server.LocalSessionServer(runner, session_dir, private.join("control.sock"))
     try:
         runner.run()
     finally:

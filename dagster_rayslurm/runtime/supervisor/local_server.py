@@ -94,7 +94,7 @@ def _cancel(payload: Payload, request: Any) -> None:
         payload.end_early(end, grace=0 if request.get("now") else None)
 
 
-class SessionServer:
+class LocalSessionServer:
     """Listens on a Unix socket in the private scratch directory and announces it in the session directory.
 
     Args:
@@ -146,7 +146,7 @@ class SessionServer:
 class _Client:
     """One connection with at most one payload, which is cancelled when the connection ends first."""
 
-    def __init__(self, server: SessionServer, supervisor: Supervisor, connection: socket.socket) -> None:
+    def __init__(self, server: LocalSessionServer, supervisor: Supervisor, connection: socket.socket) -> None:
         self._server = server
         self._supervisor = supervisor
         self._connection = connection
