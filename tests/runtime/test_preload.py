@@ -22,7 +22,7 @@ from dagster_rayslurm.runtime.payload.preload_child import (
     process_threads,
     shadowed_module,
 )
-from dagster_rayslurm.runtime.payload.preload_main import printed_since
+from dagster_rayslurm.runtime.payload.preload_run import printed_since
 from dagster_rayslurm.runtime.payload.preload_server import (
     affects_imports,
     command_problem,

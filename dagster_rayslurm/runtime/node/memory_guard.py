@@ -9,7 +9,8 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple
 WARN, KILL = 0.90, 0.95
 """Shares of the limit from which the user is warned, and from which a Ray worker is killed."""
 _REARM = 0.85
-"""Share of the limit below which memory must fall before the next warning."""
+"""Share of the limit below which memory must fall before the next warning; it stays below `WARN`, so that memory that hovers
+around `WARN` causes one warning."""
 _LEAST_SHARE, _LEAST = 0.05, 256 * 2**20
 """A worker that uses less than both this share of the limit and this many bytes is not killed."""
 _SETTLE = 3.0

@@ -28,7 +28,8 @@ _MESSAGE_POLL = 0.1
 _TURN = 0.1
 """Seconds for which messages are copied, or outputs searched for, at a stretch: other payloads must not wait longer."""
 _SYNC_INTERVAL = 0.2
-_DRAIN_TIMEOUT = 5.0
+_LAST_OUTPUT_TIMEOUT = 5.0
+"""Seconds for which the `end` waits, after the process has ended, for other processes to close its output pipes."""
 _SIGNAL_MARGIN = 0.25
 """Seconds that a failed payload's end waits for a signal to the runtime: Slurm signals all processes of a job, and the payload
 may get the signal first."""
@@ -258,7 +259,7 @@ class Payload:
         if code != 0 and self.ending.forced is None:
             self._awaited.add(_Awaited.SIGNAL)
             self._timers.due("signal", _SIGNAL_MARGIN, lambda: self._received(_Awaited.SIGNAL))
-        self._timers.due("drain", _DRAIN_TIMEOUT, self._stop_draining)
+        self._timers.due("drain", _LAST_OUTPUT_TIMEOUT, self._stop_draining)
         self._finish_if_complete()
 
     def process_stream_ended(self) -> None:

@@ -1,6 +1,6 @@
 """An interpreter that imports modules once, and forks one process per payload that goes on from there.
 
-`preload_server` starts it as `python DIRECTORY/python.py FD MODULE… PADDING` from copies of this file and `preload_main`, so
+`preload_server` starts it as `python DIRECTORY/python.py FD MODULE… PADDING` from copies of this file and `preload_run`, so
 these import nothing else of the package. `FD` is a socket. On it the process says once whether it can be forked
 (`{"problem": null}`). For each payload it receives one byte with three descriptors: the payload's own socket, its stdout and
 its stderr. A grandchild reads the request from that socket, is adopted by the runtime (a subreaper) as soon as the child in
@@ -29,7 +29,7 @@ import traceback
 import warnings
 from typing import AbstractSet, Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
-from . import preload_main
+from . import preload_run
 
 PADDING = " " * 1500
 """The last argument: room for the command that a payload's process shows in `ps`."""
@@ -184,7 +184,7 @@ def _reset_inherited_state(cwd: str) -> None:
         process.ORIGINAL_DIR = cwd  # Where `multiprocessing` looks for the script that it imports again.
         process.current_process().authkey = os.urandom(32)
     if "ray" in sys.modules:
-        atexit.register(preload_main.leave_ray)
+        atexit.register(preload_run.leave_ray)
 
 
 def _wait_for_parent(parent: int) -> None:
@@ -355,7 +355,7 @@ def main(bare: Dict[str, Any], startup: AbstractSet[str]) -> None:
         connection, streams = _serve(control)
     except (KeyboardInterrupt, OSError):
         os._exit(1)
-    preload_main.run(_read_request(connection, streams, imports), bare)
+    preload_run.run(_read_request(connection, streams, imports), bare)
 
 
 def _read_request(connection: socket.socket, streams: List[int], imports: Imports) -> List[str]:

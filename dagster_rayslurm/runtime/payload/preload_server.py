@@ -34,7 +34,7 @@ _MAX_FAILURES = 3
 """Preload processes that may end before they have imported their modules, until no further one is started."""
 
 _PACKAGE = "rayslurm_preload"
-_SOURCES = ("preload_child", "preload_main")
+_SOURCES = ("preload_child", "preload_run")
 _SCRIPT = """\
 import sys
 bare, startup = {name: value for name, value in globals().items() if name.startswith("__")}, frozenset(sys.modules)

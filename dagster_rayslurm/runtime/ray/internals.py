@@ -6,7 +6,7 @@ installed Ray: it is the test that fails when a release moves something.
 
 Each function imports what it needs when it is called: the runtime itself never imports Ray. Two modules depend on Ray's
 internals as well, because they run in a payload's process, which cannot import the runtime: `payload/preload_child.py`
-(modules that Ray imports lazily) and `payload/preload_main.py` (the exit of a driver). Formats that are read from the outside
+(modules that Ray imports lazily) and `payload/preload_run.py` (the exit of a driver). Formats that are read from the outside
 stay with their readers: names of worker logs (`prestart`, `node/usage.py`) and the raylet's command line
 (`payload/own_ray.py`).
 """
