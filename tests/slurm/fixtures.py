@@ -113,7 +113,7 @@ class Site:
     def left(self, service: str) -> list[str]:
         """Scratch directories of the runtime on a node, and what a dashboard of Ray might leave."""
         if self.killed:
-            code = "import sys; sys.path.insert(0, sys.argv[1]); from rayslurm_runtime import scratch; scratch.sweep()"
+            code = "import sys; sys.path.insert(0, sys.argv[1]); from rayslurm_runtime.process import scratch; scratch.sweep()"
             runtime = self.sh('ls "$1"/runtime/*.pyz', self.base).strip()
             self.stack.exec(service, ["/opt/ray/bin/python", "-c", code, runtime], user="dev")
         return self.stack.look(service, "ls -d /tmp/rs-* /var/tmp/rs-* /tmp/pymp-*").split()
