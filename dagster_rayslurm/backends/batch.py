@@ -36,7 +36,7 @@ from ..slurm.states import TERMINAL
 from ..slurm.submit import JOB_ID, JOB_SCRIPT, RequiredFiles, SubmissionRefused, submit
 from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted
 from ..ssh.pool import connection_to
-from . import reattach
+from . import same_request
 from .base import Register, Step
 from .batch_job import BatchJob
 from .ownership import FIRST_OWNER
@@ -105,7 +105,7 @@ class BatchBackend:
             rows = fetch_queue(commands).named(request.job_name)
             return next((str(row.job_id) for row in rows if row.is_leader and row.state not in TERMINAL), None)
 
-        job_id = reattach.reattachable_job(self.connection, run_dir, plan.payload.nonce, request_files, job_of, step.log)
+        job_id = same_request.reattachable_job(self.connection, run_dir, plan.payload.nonce, request_files, job_of, step.log)
         if job_id is not None:
             # An attempt that was killed may not have written the id, without which `submit` would submit again.
             commands.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")

@@ -30,7 +30,7 @@ from ...slurm.shared_queue import shared_queue
 from ...slurm.submit import JOB_SCRIPT, MANIFEST, ClaimTaken, SubmissionRefused, SubmittedJob, submit
 from ...ssh.base import Connection
 from ...ssh.pool import connection_to
-from .. import reattach
+from .. import same_request
 from ..base import Register, RunningPayload, Step
 from ..batch import CLUSTER, absolute, check_paths, cluster_nonce, data_dir_of, sweep_in_background
 from ..ownership import FIRST_OWNER
@@ -113,7 +113,7 @@ class SessionBackend:
         packed = pack(plan, base, data_dir).plan
         expected = {
             PAYLOAD: to_json(dataclasses.replace(packed.payload, step=step.step_key)).encode("utf-8"),
-            reattach.REQUIREMENTS_FILE: self.setup.fingerprint(packed, step.run_id, base, data_dir),
+            same_request.REQUIREMENTS_FILE: self.setup.fingerprint(packed, step.run_id, base, data_dir),
         }
 
         def job_of(start: Record | None) -> str | None:
@@ -129,7 +129,7 @@ class SessionBackend:
                 return announcement.job_id if each.number == newest else None
             return None
 
-        return reattach.reattachable_job(self.connection, run_dir, packed.payload.nonce, expected, job_of, step.log) is not None
+        return same_request.reattachable_job(self.connection, run_dir, packed.payload.nonce, expected, job_of, step.log) is not None
 
     def example(self, plan: Plan) -> str:
         return self.setup.example_script(plan)
@@ -283,7 +283,7 @@ class _SessionStart:
         files = run_files(dataclasses.replace(self._plan, payload=payload, secret_env={}), self._context)
         first = {} if self._step.reattached else {FIRST_OWNER: b""}
         # CANCEL is there from the beginning: on NFS a name that was looked up in vain stays missing for up to a minute.
-        files = {**files, reattach.REQUIREMENTS_FILE: self._fingerprint, CANCEL: b"", **first}
+        files = {**files, same_request.REQUIREMENTS_FILE: self._fingerprint, CANCEL: b"", **first}
         return {name: content.decode("utf-8") for name, content in files.items()}
 
     def _on_accepted(self, session: LiveSession) -> None:
