@@ -129,7 +129,9 @@ class SessionBackend:
                 return announcement.job_id if each.number == newest else None
             return None
 
-        return same_request.reattachable_job(self.connection, run_dir, packed.payload.nonce, expected, job_of, step.log) is not None
+        return (
+            same_request.reattachable_job(self.connection, run_dir, packed.payload.nonce, expected, job_of, step.log) is not None
+        )
 
     def example(self, plan: Plan) -> str:
         return self.setup.example_script(plan)
