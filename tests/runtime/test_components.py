@@ -16,9 +16,10 @@ import pytest
 
 from dagster_rayslurm.archive import install_runtime
 from dagster_rayslurm.runtime.node import allocation
+from dagster_rayslurm.runtime.node.footprint import runtime_footprint
 from dagster_rayslurm.runtime.node.gpus import GPU_VARIABLES, count_gpus, visible_gpus
 from dagster_rayslurm.runtime.node.ports import choose, control_ports
-from dagster_rayslurm.runtime.node.resources import NodeResources, footprint_error, runtime_footprint
+from dagster_rayslurm.runtime.node.resources import NodeResources, footprint_error
 from dagster_rayslurm.runtime.nodes import simulated as simulated_nodes
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.process.scratch import Scratch

@@ -15,7 +15,8 @@ import pytest
 
 from dagster_rayslurm.runtime.node import addresses, gpus, ports, resources
 from dagster_rayslurm.runtime.node.addresses import interface_address
-from dagster_rayslurm.runtime.node.resources import footprint_error, node_footprint
+from dagster_rayslurm.runtime.node.footprint import node_footprint
+from dagster_rayslurm.runtime.node.resources import footprint_error
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.protocol.end import ClusterError
 from dagster_rayslurm.runtime.protocol.spec import RaySpec

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from dagster_rayslurm.runtime.node import allocation, resources, worker_node
 from dagster_rayslurm.runtime.node.addresses import is_loopback, join_host_port, route_address
 from dagster_rayslurm.runtime.node.allocation import head_address
+from dagster_rayslurm.runtime.node.footprint import runtime_footprint
 from dagster_rayslurm.runtime.node.ports import choose, control_ports
-from dagster_rayslurm.runtime.node.resources import footprint_error, runtime_footprint
+from dagster_rayslurm.runtime.node.resources import footprint_error
 from dagster_rayslurm.runtime.node.usage import merge_usage
 from dagster_rayslurm.runtime.node.worker_node import WorkerNode
 from dagster_rayslurm.runtime.nodes.head import ConnectedWorkers

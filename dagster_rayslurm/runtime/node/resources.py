@@ -7,14 +7,12 @@ import re
 import socket
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-from ..protocol.spec import NodeSpec, PayloadSpec, RaySpec, RuntimeSpec, node_spec
+from ..protocol.spec import RuntimeSpec
+from .footprint import SHARE_FOR_RAY, Footprint
 from .gpus import count_gpus
 from .worker_node import named
-
-SHARE_FOR_RAY = 0.9
-"""Share of a node's memory that Ray may use, its object store included; the runtime and Ray's daemons use the rest."""
 
 
 @dataclass(frozen=True)
@@ -130,18 +128,6 @@ def _read_limit(path: str) -> Optional[int]:
     return int(text) if re.match(r"^\d+$", text) else None
 
 
-class Requirement(NamedTuple):
-    """An amount that a configuration field requires of a node, in CPUs, GPUs or GiB; None if the field is unset."""
-
-    field: str
-    amount: Optional[float]
-    unit: str
-
-
-Footprint = Tuple[Requirement, ...]
-"""What a payload or a cluster requires of each node."""
-
-
 def footprint_error(footprint: Footprint, node: NodeResources) -> Optional[str]:
     """A sentence that names the first requirement that a node does not meet; None if it meets all."""
     granted = {"CPUs": node.num_cpus, "GPUs": node.num_gpus, "GiB": round(usable_memory(node) / 2**30, 2)}
@@ -149,34 +135,6 @@ def footprint_error(footprint: Footprint, node: NodeResources) -> Optional[str]:
         if amount is not None and amount > granted[unit]:
             return "%s=%g asks for more than node %s grants: %g %s" % (field, amount, node.name, granted[unit], unit)
     return None
-
-
-def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
-    """Requirements of a Ray cluster for each node, or for each node of a component."""
-    store = spec.object_store_memory
-    return (
-        Requirement("RayLauncher.num_cpus_per_node", spec.num_cpus, "CPUs"),
-        Requirement("RayLauncher.num_gpus_per_node", spec.num_gpus, "GPUs"),
-        Requirement("RayLauncher.object_store_memory_gb", None if store is None else store / 2**30, "GiB"),
-    )
-
-
-def payload_footprint(spec: PayloadSpec) -> Footprint:
-    """Requirements of a payload that shares its nodes: what it claims, and what a cluster of its own must have."""
-    own = node_footprint(spec.ray) if spec.ray is not None else ()
-    units = {requirement.unit for requirement in own if requirement.amount is not None}
-    claims = (Requirement("num_cpus", spec.want_cpus, "CPUs"), Requirement("num_gpus", spec.want_gpus, "GPUs"))
-    return own + tuple(claim for claim in claims if claim.unit not in units)
-
-
-def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> Footprint:
-    """Requirements of a runtime, or of one of its components: what Slurm was asked for, and what the cluster must have."""
-    own = next((each for each in spec.components if each.component_id == component_id), None)
-    asked = (
-        Requirement("SlurmQueueConfig.cpus_per_node", spec.asked_cpus if own is None else own.asked_cpus, "CPUs"),
-        Requirement("SlurmQueueConfig.gpus_per_node", spec.asked_gpus if own is None else own.asked_gpus, "GPUs"),
-    )
-    return asked + (node_footprint(node_spec(spec.ray, component_id)) if spec.ray is not None else ())
 
 
 def may_need_gpus(spec: RuntimeSpec) -> bool:

@@ -17,9 +17,10 @@ from typing import Any, Dict, List, Optional
 
 from ..node import resources
 from ..node.allocation import Allocation
+from ..node.footprint import runtime_footprint
 from ..node.gpus import GpuMonitor
 from ..node.memory_watch import MemoryWatch
-from ..node.resources import count_cpus, footprint_error, runtime_footprint
+from ..node.resources import count_cpus, footprint_error
 from ..node.worker_node import WorkerNode
 from ..payload.environment import LaunchContext
 from ..payload.own_ray import OwnRayWatch
