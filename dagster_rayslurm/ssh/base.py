@@ -1,4 +1,7 @@
-"""The interface of connections: files and commands of the machine where the runtime works. Needs no SSH client."""
+"""`Connection`, the interface for files and commands of the machine where the runtime works, and its exceptions.
+
+This module imports no SSH client.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Progress = Callable[[int, int], None]
-"""Receives the progress of a transfer: bytes that have arrived, bytes in total."""
+"""Called during a file transfer with the number of bytes that have arrived and the total number of bytes."""
 
 _VARIABLE = re.compile(r"(^|/)\$(\w+|\{\w+\})(/|$)")
 
 
 class ConnectionFailed(ConnectionError):
-    """The connection cannot be made, or broke. The message is one sentence that names the remedy.
+    """Raised when a connection cannot be made or has broken. The message is one sentence that names the remedy.
 
     Attributes:
-        temporary: whether the same configuration may succeed later.
+        temporary: whether a later try with the same configuration may succeed.
     """
 
     def __init__(self, sentence: str, temporary: bool) -> None:
@@ -28,21 +31,21 @@ class ConnectionFailed(ConnectionError):
 
 
 class ServerBusy(ConnectionFailed):
-    """The server refuses logins for now."""
+    """Raised when the SSH server refuses logins for now."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, temporary=True)
 
 
 class ConnectionGone(ConnectionFailed):
-    """The connection had ended before the operation started."""
+    """Raised when the connection had ended before the operation started, so the server did not carry it out."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, temporary=True)
 
 
 class ConnectionLost(ConnectionFailed):
-    """The connection broke during the operation. Nobody knows whether the server carried it out."""
+    """Raised when the connection broke during an operation, so it is unknown whether the server carried it out."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, temporary=True)
@@ -50,7 +53,7 @@ class ConnectionLost(ConnectionFailed):
 
 @dataclass(frozen=True)
 class Completed:
-    """Exit code and output of a command. The exit code is 128 + N after signal N."""
+    """Exit code and output of a command that has ended. The exit code is 128 + N if signal N ended the command."""
 
     returncode: int
     stdout: bytes
@@ -59,11 +62,11 @@ class Completed:
 
 @dataclass(frozen=True)
 class Stat:
-    """Attributes of a file.
+    """Owner and modification time of a file.
 
     Attributes:
         owner: user id of the owner.
-        modified: time of the last change in whole seconds since the epoch, by the clock of that machine.
+        modified: time of the last change in whole seconds since the epoch, by the clock of the machine that holds the file.
     """
 
     owner: int
@@ -71,7 +74,7 @@ class Stat:
 
 
 class Forward(Protocol):
-    """A TCP port of this machine that leads to a port behind the connection. Several clients may use it at once."""
+    """A TCP port of this machine that is forwarded to a port behind the connection. Several clients may use it at once."""
 
     @property
     def host(self) -> str: ...
@@ -89,13 +92,13 @@ class Forward(Protocol):
 
 
 class Connection(Protocol):
-    """Files and commands of one machine: this one, or an edge node behind SSH.
+    """Access to the files and commands of one machine: this machine, or an edge node behind SSH.
 
     All paths are absolute. All methods may be called from several threads at once.
 
-    A connection logs in at first use, and again after a loss. File operations are repeated after a loss for up to
-    `connect_timeout` seconds; then they raise `ConnectionFailed`. A command that may have run is never repeated. An error
-    of the machine itself, such as a missing permission, is an `OSError` of the matching class.
+    A connection logs in at its first use, and again when it was lost. A file operation is repeated after a loss for up to
+    `connect_timeout` seconds, and then raises `ConnectionFailed`. A command that may have run is never repeated. An error
+    of the machine itself, such as a missing permission, raises an `OSError` of the matching class.
     """
 
     @property
@@ -104,10 +107,10 @@ class Connection(Protocol):
         ...
 
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
-        """Run a command and wait until it ends. No shell interprets its words.
+        """Run a command, wait until it ends, and return its exit code and output. No shell interprets its words.
 
-        The exit code is 127 if there is no such program, as in a shell. Background processes that the command leaves
-        behind are not waited for, and their output is dropped.
+        The exit code is 127 if the program does not exist, as in a shell. `run` does not wait for background processes that
+        the command leaves behind, and drops their output.
 
         Args:
             command: program and arguments.
@@ -123,15 +126,17 @@ class Connection(Protocol):
         ...
 
     def home(self) -> str:
-        """Home directory of the user."""
+        """The home directory of the user who is logged in."""
         ...
 
     def user_id(self) -> int:
-        """Number of the user."""
+        """The numeric id of the user who is logged in."""
         ...
 
     def stat(self, path: str) -> Stat | None:
-        """Attributes of a file or directory, or None if there is none. Links are followed. No command is run.
+        """Owner and modification time of a file or directory, or None if the path does not exist. Links are followed.
+
+        The connection runs no command for this.
 
         Raises:
             OSError: the attributes cannot be read.
@@ -139,7 +144,7 @@ class Connection(Protocol):
         ...
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
-        """At most `limit` bytes of a file from `offset` on. Returns b"" at the end of the file, and if there is no file.
+        """At most `limit` bytes of a file from `offset` on; b"" at the end of the file, or if the file does not exist.
 
         Raises:
             OSError: the file cannot be read.
@@ -147,7 +152,7 @@ class Connection(Protocol):
         ...
 
     def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
-        """Replace a file atomically.
+        """Write a file: create it, or replace it atomically.
 
         Raises:
             OSError: the file cannot be written.
@@ -179,12 +184,12 @@ class Connection(Protocol):
         ...
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file within its directory, atomically. No command is run.
+        """Rename a file within its directory, atomically. The connection runs no command for this.
 
-        The operation is repeated after a lost connection, so the file may be renamed although this raises.
+        The rename is repeated after a lost connection, so the file may have been renamed although `rename` raises.
 
         Raises:
-            FileNotFoundError: there is no such file, perhaps because an earlier try has renamed it.
+            FileNotFoundError: the file does not exist, perhaps because an earlier try has renamed it.
             OSError: the file cannot be renamed.
         """
 
@@ -192,16 +197,16 @@ class Connection(Protocol):
         """Remove a file, or a directory with everything in it. A missing path is no error.
 
         Raises:
-            OSError: a part of it could not be removed.
+            OSError: the file, or a part of the directory, could not be removed.
         """
         ...
 
     def forward(self, host: str, port: int) -> Forward:
-        """Make a TCP port that the machine can reach reachable from this machine."""
+        """Return a local port that is forwarded to `host:port`, an address that the machine behind the connection can reach."""
         ...
 
     def close(self) -> None:
-        """Close all that is open. The next use connects again."""
+        """Log out. The next use of the connection logs in again."""
         ...
 
 
@@ -209,10 +214,10 @@ class Connection(Protocol):
 
 
 def check_no_variable(path: str, field: str) -> None:
-    """Refuse a path with a shell variable in it, because nothing expands it.
+    """Refuse a path that contains a shell variable, because nothing expands variables in paths.
 
     Raises:
-        ValueError: names the field.
+        ValueError: the path contains a variable. The message names `field`, the configuration field of the path.
     """
     found = _VARIABLE.search(path)
     if found:
@@ -227,9 +232,9 @@ def is_rooted(path: str) -> bool:
 
 
 def expand_home(connection: Connection, path: str) -> str:
-    """The path with a leading "~" replaced by the home directory of the login.
+    """The path with a leading "~" replaced by the home directory of the connection's user.
 
     Raises:
-        OSError: the home directory is not known, and the connection cannot tell it.
+        OSError: the connection cannot find out the home directory.
     """
     return posixpath.join(connection.home(), path[2:]) if path == "~" or path.startswith("~/") else path

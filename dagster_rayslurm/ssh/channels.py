@@ -1,4 +1,8 @@
-"""The channels of one login: its interface, and how many sessions the server allows on it."""
+"""SSH channels of one login: what an SSH client implements (`Transport`), and how threads share the channels (`ChannelPool`).
+
+In this module a session is an SSH session channel, which carries one command or the SFTP subsystem. The server limits how many
+sessions are open at once on one login.
+"""
 
 from __future__ import annotations
 
@@ -14,61 +18,72 @@ from .config import SSHConnectionResource
 from .sftp import Sftp, SftpLost
 
 _MAX_SESSIONS = 10
-"""Sessions on one login that sshd allows by default (`MaxSessions`, sshd_config(5) of OpenSSH 9.2)."""
+"""Number of open sessions that sshd allows on one login by default (`MaxSessions`, sshd_config(5) of OpenSSH 9.2)."""
 _RAISE_AFTER = 30.0
-"""Seconds after a refusal until one more session is tried."""
+"""Seconds after the server refused a session until `ChannelPool` raises its limit by one session again."""
 
 
 class Refused(Exception):
-    """The server opens no further session on this login (`MaxSessions`, sshd_config(5)); nothing was started."""
+    """Raised when the server opens no further session on this login (`MaxSessions`, sshd_config(5)). Nothing was started."""
 
 
 class Process(Protocol):
-    """A remote command with its streams."""
+    """A running remote command with its input and output streams."""
 
     def write(self, data: bytes) -> None:
-        """Send input. Blocks while the server accepts none. Input that the command no longer reads is dropped."""
+        """Send bytes to the command's standard input. Blocks while the server accepts none.
+
+        Input that the command no longer reads is dropped.
+        """
         ...
 
     def read(self, timeout: float) -> tuple[bytes, bytes]:
-        """New bytes of stdout and stderr; both are empty after `timeout` seconds.
+        """New bytes of stdout and of stderr. Both are empty if none arrive within `timeout` seconds.
 
         Raises:
-            EOFError: both streams are at their end.
+            EOFError: both streams have ended.
         """
         ...
 
     def why(self, stdout: bytes, stderr: bytes) -> Exception:
-        """Why the streams ended before the command did: `Refused` or a `ConnectionFailed`."""
+        """The exception for streams that ended before the command did: `Refused` or a `ConnectionFailed`.
+
+        Args:
+            stdout: all output so far, of the login shell or of the SSH client.
+            stderr: all error output so far.
+        """
         ...
 
     def close(self) -> None:
-        """Close the streams. The server side then ends the command."""
+        """Close the streams, which makes the server end the command."""
         ...
 
 
 class Transport(Protocol):
-    """One login. Its methods raise `Refused`, or `ConnectionFailed` before anything was started."""
+    """One login to an SSH server, as an SSH client provides it.
+
+    The methods that open a channel raise `Refused`, or `ConnectionFailed` if the failure precedes the start of anything.
+    """
 
     @property
     def ssh(self) -> SSHConnectionResource:
-        """The server."""
+        """The configuration of the server and the login."""
         ...
 
     def alive(self) -> bool:
-        """Whether the login still works, as far as is known."""
+        """Whether the login still works, as far as this process knows without asking the server."""
         ...
 
     def subsystem(self, name: str) -> Any:
-        """A channel with `send`, `recv` and `close` to a subsystem such as "sftp"."""
+        """Open a subsystem of the server, such as "sftp", and return its channel with `send`, `recv` and `close`."""
         ...
 
     def execute(self, command: str) -> Process:
-        """Start a command in the login shell."""
+        """Start a command in the login shell of the server, and return the running command."""
         ...
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
-        """Copy a client's bytes to and from a port that the server can reach, until both directions have ended."""
+        """Copy bytes between a local client and `host:port`, which the server can reach, until both directions have ended."""
         ...
 
     def close(self) -> None:
@@ -77,9 +92,10 @@ class Transport(Protocol):
 
 
 class ChannelPool:
-    """Hands out the sessions of a login: one for files, which all threads share, and the others for commands.
+    """Hands out the sessions of one login: one SFTP session, which all threads share, and one session for each command.
 
-    A refusal of the server tells how many it allows. With one session only, files and commands take turns.
+    The number of open sessions has a limit, which the pool learns from the server: it is lowered when the server refuses a
+    session. If the server allows only one session, files and commands take turns.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -94,10 +110,10 @@ class ChannelPool:
 
     @contextlib.contextmanager
     def for_command(self, deadline: float | None = None) -> Iterator[Transport]:
-        """A session to run a command on.
+        """Reserve a session for one command; yields the login on which to start that command.
 
         Args:
-            deadline: `time.monotonic()` until which to wait for a free session.
+            deadline: value of `time.monotonic()` until which to wait for a free session; None to wait without limit.
 
         Raises:
             Refused: the server allows no further session now.
@@ -123,11 +139,11 @@ class ChannelPool:
 
     @contextlib.contextmanager
     def for_files(self) -> Iterator[Sftp]:
-        """The session for files. Other threads use it at the same time.
+        """The SFTP session. Other threads use the same session at the same time.
 
         Raises:
             Refused: the server allows no further session now.
-            ConnectionFailed: the server has no SFTP, or the login is gone.
+            ConnectionFailed: the server offers no SFTP, or the login has ended.
         """
         with self._changed:
             self._raise_limit()
@@ -149,7 +165,7 @@ class ChannelPool:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Log out and close all channels."""
+        """Log out, which ends all channels."""
         self.transport.close()  # First: threads that wait for a response then return.
         with self._sftp_lock:
             self._close_sftp()
@@ -165,7 +181,7 @@ class ChannelPool:
         return self._sftp is not None or self._commands < self._limit
 
     def _lower_limit(self) -> None:
-        """After a refusal: the server allows the sessions that were open before the refused one."""
+        """Set the limit to the number of sessions that were open when the server refused one more."""
         with self._changed:
             were_open = self._commands + (self._sftp is not None or self._file_users > 0) - 1
             self._limit = max(1, min(self._limit, were_open))
@@ -173,7 +189,10 @@ class ChannelPool:
             self._changed.notify_all()
 
     def _raise_limit(self) -> None:
-        """Some time after a refusal: sshd counts a session until its shell is reaped, and others may share the login."""
+        """Allow one more session if the last refusal is long past.
+
+        A refusal may be temporary: sshd counts a session until its shell is reaped, and other processes may share the login.
+        """
         if self._limit < _MAX_SESSIONS and time.monotonic() - self._limit_set_at > _RAISE_AFTER:
             self._limit += 1
             self._limit_set_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""How to reach an edge (login) node by SSH."""
+"""`SSHConnectionResource`: the configuration of an SSH connection to an edge node (login node), and its validators."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..config import StrictResource, at_least, check_text, checked, choice, plai
 _INTEGERS = ("port", "connect_timeout", "keepalive")
 _WITHOUT_VARIABLE = ("jump_host", "require_existing_master")
 _KEY = "KEY"
-"""Name of KEY_PATH in dagster-slurm."""
+"""Second name of the variable KEY_PATH: the one that dagster-slurm uses."""
 _WITH_USER_OR_PORT = re.compile(r"(?:ssh://)?(?:(?P<user>[^@/]+)@)?(?P<host>[^@:/]+|\[[^]]+\])(?::(?P<port>\d+))?/?")
 
 
 def check_port(value: object) -> int:
-    """A TCP port."""
+    """Validate a TCP port; returns the port."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 65536:
         raise ValueError(f"{value!r} is not a port; write a number from 1 to 65535")
     return value
 
 
 def check_name(value: object) -> str:
-    """A host or user name: one word that no program takes for an option."""
+    """Validate a host or user name: one word that no program takes for an option. Returns the name."""
     text = check_text(value)
     if not text or text.startswith("-") or len(text.split()) != 1 or text != text.strip():
         raise ValueError(f"{text!r} is not a name of a host or user; write one word that does not begin with '-'")
@@ -38,7 +38,7 @@ def check_name(value: object) -> str:
 
 
 def check_host(value: object) -> str:
-    """A host name or address without user and port."""
+    """Validate a host name or address, which may not contain a user or port. Returns the host."""
     text = check_name(value)
     parts = _WITH_USER_OR_PORT.fullmatch(text)
     if parts is None or parts["host"] == text:
@@ -50,7 +50,7 @@ def check_host(value: object) -> str:
 
 
 def check_host_key(value: object) -> str:
-    """A public key as in a .pub file, without the comment."""
+    """Validate a public key as a .pub file holds it; returns the key without its comment."""
     fields = check_text(value).split()
     try:
         if len(fields) < 2 or fields[0].encode() not in base64.b64decode(fields[1], validate=True)[:64]:
@@ -113,21 +113,21 @@ class SSHConnectionResource(StrictResource):
     )
 
     def hops(self) -> list[SSHConnectionResource]:
-        """All servers of the way in the order of their logins: jump hosts first, this one last."""
+        """All servers to log in to, in order: the jump hosts first, the server of this resource last."""
         return [*(self.jump_host.hops() if self.jump_host else []), self]
 
     @classmethod
     def from_env(cls, prefix: str = "SLURM_EDGE_NODE_") -> SSHConnectionResource:
-        """A connection whose fields are `EnvVar` references to the variables that are set.
+        """An SSH connection that is configured by environment variables: its fields are `EnvVar` references.
 
-        `<PREFIX>HOST`, `PORT`, `USER`, `KEY_PATH`, `KEY_PASSPHRASE`, `PASSWORD`, `CERTIFICATE_PATH`,
+        The variables are `<PREFIX>HOST`, `PORT`, `USER`, `KEY_PATH`, `KEY_PASSPHRASE`, `PASSWORD`, `CERTIFICATE_PATH`,
         `HOST_KEY`, `HOST_KEY_CHECKING`, `KNOWN_HOSTS_FILE`, `CLIENT`, `CONNECT_TIMEOUT`, `KEEPALIVE`, and the same for one jump
         host as `<PREFIX>JUMP_HOST`, `JUMP_PORT` and so on. `KEY` is another name of `KEY_PATH`. Other variables with the prefix
-        are ignored with a warning. The last underscore of the prefix may be left out. A missing host is an error at first use,
-        not at import.
+        are ignored with a warning. The last underscore of the prefix may be left out. A missing host raises at the first use of
+        the resource, not at import.
 
         Args:
-            prefix: beginning of the names of the variables.
+            prefix: first part of each variable's name.
 
         Example:
             ```python
@@ -148,7 +148,7 @@ def _fields_with_variable() -> list[str]:
 
 
 def _references(stem: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """`EnvVar` references for the variables that are set, and always for the host, so that an error names its variable."""
+    """`EnvVar` references for the fields whose variables are set, and always for `host`, so that an error names its variable."""
     names = {name: stem + name.upper() for name in _fields_with_variable()}
     if names["key_path"] not in environ:
         names["key_path"] = stem + _KEY
@@ -161,7 +161,7 @@ def _references(stem: str, environ: Mapping[str, str]) -> dict[str, Any]:
 
 @cache
 def _warn_of_unknown(stem: str, variables: tuple[str, ...]) -> None:
-    """Warn once of unknown variables with the prefix."""
+    """Warn of the variables that no field is read from; once for each prefix and set of variables."""
     known = [name.upper() for name in _fields_with_variable()]
     unknown = [name for name in variables if name.removeprefix(stem).removeprefix("JUMP_") not in (*known, _KEY)]
     if unknown:
