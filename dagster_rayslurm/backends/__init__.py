@@ -1,1 +1,1 @@
-"""Backends: the ways to get the runtime started. What follows is the same for all of them."""
+"""Backends start the runtime: as a local process, in a batch job, or in a warm session. Execution is the same for all."""

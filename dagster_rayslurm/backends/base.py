@@ -20,13 +20,13 @@ R = TypeVar("R", covariant=True)
 
 @dataclass(frozen=True)
 class Step:
-    """The Dagster step that runs a payload, and its ownership of the payload.
+    """The Dagster step that runs a payload: one attempt at it, and this attempt's ownership of the payload.
 
     Attributes:
         partition_key: None for a step without partition.
-        log: the step's log.
-        reattached: whether an earlier attempt at the step started the payload.
-        owner: this attempt's ownership; None for a payload that no later attempt can take over.
+        log: the step's Dagster log.
+        reattached: whether an earlier attempt at the step started the payload, and this attempt continues it.
+        owner: says whether this attempt still owns the payload; None for a payload that no later attempt can take over.
     """
 
     run_id: str
@@ -38,11 +38,11 @@ class Step:
 
     @property
     def new_owner(self) -> str | None:
-        """The attempt that is known to have taken the payload over, in words."""
+        """The later attempt that has taken the payload over, in words; None if no such attempt is known."""
         return None if self.owner is None else self.owner.new_owner
 
     def may_end(self) -> bool:
-        """Whether this attempt still owns the payload, and so may end it; from now on no other can take it over.
+        """Whether this attempt still owns the payload, and so may end the payload; if so, no later attempt can take it over.
 
         Raises:
             OSError: the owner cannot be determined.
@@ -50,7 +50,7 @@ class Step:
         return self.owner is None or self.owner.confirm()
 
     def should_end(self) -> bool:
-        """The same, but True if the owner cannot be determined: for a payload that must not be left running."""
+        """Like `may_end`, but True if the owner cannot be determined: for a payload that must not be left running."""
         return self.owner is None or self.owner.confirm_or_assume()
 
 
@@ -60,9 +60,9 @@ class RunningPayload(Protocol):
     Attributes:
         cluster_id: name of the Ray cluster.
         job_id: Slurm's job id; None without Slurm.
-        waiting: whether Slurm has not started the runtime.
+        waiting: whether the runtime still waits in Slurm's queue.
         place: the host of the run directory; "" for this machine.
-        requeue: whether Slurm may run it again.
+        requeue: whether Slurm may requeue the job, and so run the payload again.
     """
 
     cluster_id: str
@@ -81,7 +81,7 @@ class RunningPayload(Protocol):
         """How the runtime ended, in words; None while it lives.
 
         Raises:
-            RunFailure: it can never start, or waited for too long.
+            RunFailure: the runtime can never start, or waited for too long.
         """
         ...
 
@@ -90,38 +90,39 @@ class RunningPayload(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the runtime and all that it runs."""
+        """End the runtime and all its processes at once."""
         ...
 
     def explain(self, evidence: Evidence) -> None:
-        """Add logs and Slurm's accounting to the evidence, where the record does not explain the end."""
+        """Add logs and Slurm's accounting to the evidence; called if the record alone does not explain the end."""
         ...
 
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
-        """Metadata of this backend for results and failures."""
+        """Returns what this backend adds to the Dagster metadata of a result or failure, such as the Slurm job id."""
         ...
 
     def release(self, evidence: Evidence) -> None:
-        """Free what this process holds of the runtime, and make sure that a runtime ends which has to."""
+        """Stop watching the runtime; first end a runtime that must not go on, such as one that never started."""
         ...
 
 
 Register = Callable[[RunningPayload], None]
-"""Takes a running payload, which is then released in any case."""
+"""Callback to which a backend passes each running payload at once; a registered payload is released whatever happens."""
 
 Plans = Mapping[str, Plan]
+"""Plans by name of their component, in the order of the components in the job."""
 RunningPayloads = Mapping[str, RunningPayload]
-"""By component, in the job's order."""
+"""Running payloads by name of their component, in the order of the components in the job."""
 
 
 class Backend(Protocol[P, R]):
-    """Starts payloads: of one plan, or of the plans of all components at once.
+    """Starts the runtime for a payload, or the runtimes for the payloads of all components at once.
 
     `P` is `Plan` or `Plans`; `R` is `RunningPayload` or `RunningPayloads`.
 
     Attributes:
-        connection: reaches the files where runtimes run.
-        layout: the directories there; the first access may ask the cluster.
+        connection: reaches the files on the machine or cluster where runtimes run.
+        layout: the directories on that machine or cluster; the first access may ask the cluster.
         cadence: how often records are read.
     """
 
@@ -138,7 +139,7 @@ class Backend(Protocol[P, R]):
         """Refuse a plan that this backend cannot run, before anything starts.
 
         Raises:
-            ValueError: naming the field, and the component if there are several.
+            ValueError: the plan cannot run; names the field, and the component if there are several.
         """
         ...
 
@@ -156,11 +157,11 @@ class Backend(Protocol[P, R]):
         ...
 
     def example(self, plan: P, /) -> str:
-        """What would be started, for a person to read; words in capitals stand for what is known only then."""
+        """Returns the command or batch script of a plan, to read; words in capitals stand for values known only at the start."""
         ...
 
     def sweep(self, retention_days: float) -> None:
-        """Remove what was not used for so many days where runtimes run."""
+        """Remove files that were not used for `retention_days` from the machine or cluster where runtimes run."""
         ...
 
 
@@ -169,7 +170,7 @@ class CanReattach(Protocol):
     """A backend whose payloads outlive the Dagster process, so that a later attempt can take them over."""
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        """Whether the payload of a run directory is this plan and still of use; then `start` continues with it.
+        """Whether the payload of a run directory runs this plan and has not failed, so that `start` can continue it.
 
         Raises:
             StartError: no runtime can be started.

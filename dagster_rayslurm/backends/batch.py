@@ -47,8 +47,9 @@ from .sessions.idle import IdleSessions
 from .slurm_job import SlurmJob
 
 _CADENCE = Cadence(busy=0.1, idle=3.0, waiting=15.0)
+"""How often records on the cluster are read: each read costs a round trip over SSH, and load on the shared file system."""
 CLUSTER = "slurm-"
-"""Prefix of a cluster's id, before the nonce with which its job's name ends."""
+"""Prefix of a Ray cluster's id in Slurm mode; the nonce that follows also ends the name of the Slurm job."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class BatchBackend:
     """Runs each payload in a Slurm job of its own.
 
     Args:
-        queue_timeout: seconds after which a waiting job fails; None waits for ever.
-        patience: seconds for which Slurm may be unreachable while it is unknown whether it took the job.
-        components: of a heterogeneous job, in its order, each with its own queue; none for any other job.
+        queue_timeout: seconds after which a job that still waits in the queue fails; None waits for ever.
+        patience: seconds for which Slurm may be unreachable while it is unknown whether Slurm accepted the job.
+        components: the components of a heterogeneous job, in order, each with its own queue; empty for any other job.
     """
 
     slurm: SlurmResource
@@ -112,10 +113,13 @@ class BatchBackend:
         return job_id is not None
 
     def _prepare(self, plan: Plan, run_dir: str, step: Step) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
-        """Deliver a plan's files; returns them, the job's request, and the files of the run directory that make the request.
+        """Deliver a plan's files to the cluster, and make the request for its job.
+
+        Returns:
+            The delivered files, the request to Slurm, and those files of the run directory that state the request.
 
         Raises:
-            StartError: the plan cannot be served.
+            StartError: the plan cannot run on this cluster.
             OSError: the cluster cannot be reached.
         """
         base = str(self.layout.base)
@@ -142,7 +146,7 @@ class BatchBackend:
 
     @contextlib.contextmanager
     def cancel_on_error(self, request: JobRequest, step: Step) -> Iterator[None]:
-        """Cancel the job by its name on any error or interrupt: Slurm may have taken it unnoticed."""
+        """On any error or interrupt inside, cancel the job by its name: Slurm may have accepted it without our knowledge."""
         try:
             yield
         except SubmissionRefused:
@@ -155,10 +159,10 @@ class BatchBackend:
     def submit_job(
         self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step, needs: RequiredFiles
     ) -> SlurmJob:
-        """Submit a job, unless the run directory names one already; to be called within `cancel_on_error`.
+        """Submit a job, unless the run directory names one already; call it within `cancel_on_error`.
 
         Args:
-            needs: files that must be on the cluster before.
+            needs: files that must be on the cluster before the job starts.
 
         Raises:
             StartError: Slurm refuses the job.
@@ -190,27 +194,23 @@ class BatchBackend:
         return make_request(self.queue, plan.footprint, job_name=job_name, comment=comment)
 
     def interpreter_for(self, plan: Plan) -> Interpreter:
-        """The environment's Python, after a check that it can run the plan."""
+        """Returns the Python of the environment, after a check that this Python can run the plan."""
         cache = str(self.layout.environments)
         return check_environment_on(self.connection, self.environment, plan.ray, plan.uses_pipes, cache)
 
 
 def absolute(connection: Connection, path: str) -> str:
-    """An absolute path on the cluster; a tilde is expanded there."""
+    """Returns the path as an absolute path on the cluster; a tilde means the home directory on the cluster."""
     return os.path.normpath(expand_home(connection, path))
 
 
 def data_dir_of(connection: Connection, layout: Layout, plan: Plan) -> str:
-    """The data directory on the cluster, absolute."""
+    """Returns the absolute path of the payload's data directory on the cluster."""
     return absolute(connection, plan.payload.data_dir) if plan.payload.data_dir else str(layout.data)
 
 
 def check_min_nodes(ray: RaySpec | None, queue: SlurmQueueConfig) -> None:
-    """Refuse `min_nodes` beyond the size of the cluster.
-
-    Raises:
-        ValueError: naming the field.
-    """
+    """Raise ValueError if `min_nodes` is more than the nodes that the Ray cluster will have."""
     if ray is not None and ray.min_nodes is not None and ray.min_nodes > nodes_expected(ray, queue.num_nodes):
         raise ValueError(
             f"RayLauncher.min_nodes={ray.min_nodes} is more than the cluster will have: "
@@ -220,11 +220,7 @@ def check_min_nodes(ray: RaySpec | None, queue: SlurmQueueConfig) -> None:
 
 
 def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> None:
-    """Refuse paths that cannot be resolved on the cluster.
-
-    Raises:
-        ValueError: naming the field.
-    """
+    """Raise ValueError, which names the field, if a path cannot be resolved on the cluster."""
     path_on_cluster(environment, over_ssh=slurm.ssh is not None)
     for name, path in (("remote_base", slurm.remote_base), ("data_dir", plan.payload.data_dir)):
         if path is not None:
@@ -234,7 +230,7 @@ def check_paths(slurm: SlurmResource, environment: Environment, plan: Plan) -> N
 
 
 def sweep_in_background(connection: Connection, base: str, retention_days: float) -> None:
-    """Remove what was not used for so many days, in a thread: it may take long on a cluster's file system."""
+    """Start a thread that removes files not used for `retention_days` from the cluster, whose file system may be slow."""
 
     def work() -> None:
         with contextlib.suppress(OSError):  # A later sweep tries again.
@@ -244,16 +240,16 @@ def sweep_in_background(connection: Connection, base: str, retention_days: float
 
 
 def cluster_nonce(cluster_id: str) -> str | None:
-    """The nonce in a cluster's id; None if this is no cluster's id."""
+    """Returns the nonce in the id of a Ray cluster; None if the text is no such id."""
     match = re.fullmatch(rf"{CLUSTER}([0-9a-f]{{12}})", cluster_id)
     return match[1] if match else None
 
 
 def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
-    """Cancel the job of a cluster; False if there is no such job.
+    """Cancel the Slurm job of a Ray cluster; returns whether there was such a job.
 
     Raises:
-        StartError: Slurm does not confirm its end.
+        StartError: Slurm does not confirm the end of the job.
         OSError: Slurm cannot be asked.
     """
     nonce = cluster_nonce(cluster_id)
@@ -269,7 +265,7 @@ def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
 
 
 def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQueueConfig) -> RuntimeSpec:
-    """The start record of a job's runtime."""
+    """Returns the content of `runtime.json`, with which the runtime of a job starts."""
     signal_name, before = split_signal(queue.signal_before_timeout)
     components = component_specs(request)
     return RuntimeSpec(
@@ -277,7 +273,7 @@ def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQ
         plan.ray,
         control_key=secrets.token_hex(32),
         control_ports=control_ports(plan.ray.port_range if plan.ray is not None else None),
-        # Components have their own figures.
+        # Each component has its own CPUs and GPUs.
         asked_cpus=None if components else request.cpus_per_node,
         asked_gpus=None if components else request.gpus_per_node,
         requeue=request.requeue,
@@ -291,12 +287,12 @@ def runtime_spec(cluster_id: str, plan: Plan, request: JobRequest, queue: SlurmQ
 def job_script(
     request: JobRequest, interpreter: Interpreter, runtime: str, run_dir: str, slurm: SlurmResource, role: str = "node"
 ) -> str:
-    """The batch script that starts the runtime on all nodes; `role` is the runtime's subcommand."""
+    """Returns the batch script that starts the runtime on all nodes; `role` is the runtime's subcommand."""
     return render_script(request, interpreter.start("-I", runtime, role, run_dir), run_dir, slurm.site)
 
 
 def example_script(request: JobRequest, slurm: SlurmResource, role: str = "node") -> str:
-    """The batch script of a request, with words in capitals for what is known only at submission."""
+    """Returns the batch script of a request, with words in capitals for values that are known only at submission."""
     base = slurm.remote_base
     python, runtime = Interpreter("ENVIRONMENT/bin/python"), f"{base}/runtime/RUNTIME.pyz"
     return job_script(request, python, runtime, f"{base}/runs/RUN_DIR", slurm, role)

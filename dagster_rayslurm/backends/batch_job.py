@@ -1,4 +1,4 @@
-"""A submitted job that runs one payload."""
+"""A submitted Slurm job as a running payload: poll it, cancel it, and explain its end."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from .cancel_request import CancelRequest, write_cancel_request
 from .slurm_job import SlurmJob
 
 _END_TIMEOUT = 5.0
-"""Seconds in which a job ends by itself after its runtime wrote the `end`."""
+"""Seconds in which a job may end by itself after its runtime wrote the `end` record; then it is cancelled."""
 _SRUN_MAY_HANG = (EndReason.CLUSTER_LOST, EndReason.CLUSTER_START, EndReason.TERMINATED)
-"""Reasons of an `end` after which `srun` may wait for ever, because it does not notice the end of tasks on a node that was
-reset, or whose slurmstepd was killed (22.05)."""
+"""Reasons of an `end` record after which `srun` may wait for ever: `srun` does not notice the end of tasks on a node that
+was reset, or whose slurmstepd was killed (22.05)."""
 _TOUCH_INTERVAL = 3600.0
+"""Seconds between two touches of a waiting job's run directory, which keep the directory from being swept."""
 _NO_STEP = Step("", "", None, None)
+"""Stands for a step without ownership, whose payload this process may always end."""
 
 
 class BatchJob:
-    """One Slurm job as a running payload.
+    """The payload of one Slurm job; see `RunningPayload`.
 
     Args:
-        directory: the run directory; None for the job's.
+        directory: the payload's run directory; None if it is the directory of the job.
     """
 
     def __init__(
@@ -42,9 +44,9 @@ class BatchJob:
         self._directory = job.directory if directory is None else directory
         self._step = step
         self._started = False
-        """Whether the record has started, and Slurm has not requeued the job since."""
+        """Whether the runtime has begun its record, and Slurm has not requeued the job since."""
         self._start_seen: tuple[float, float] | None = None
-        """The start of the record by its node's clock, and when that was read, by the cluster's clock."""
+        """When the record began, by its node's clock, and when this process first read that, by the cluster's clock."""
         self._touched_at = time.monotonic()
         self._runtime_cancels = False
         """Whether the runtime, not Slurm, was asked to end the payload."""
@@ -95,13 +97,13 @@ class BatchJob:
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         metadata = self._job.metadata(evidence)
         if evidence.started_at is not None and not self._step.reattached:
-            # The node's clock may be ahead of the cluster's: the start was before it was read.
+            # The node's clock may be ahead of the cluster's clock, but the start was certainly before the read.
             started_at = min(evidence.started_at, self._start_seen[1] if self._start_seen else self._job.now())
             metadata["Queue wait (s)"] = round(max(0.0, started_at - self._job.submitted_at), 2)
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """Make sure that a job ends which was cancelled, never started, or may hang; any other ends by itself."""
+        """Cancel the job if it was to be cancelled, never started, or may hang; any other job ends by itself."""
         reason = (evidence.end or {}).get("reason")
         if evidence.connection_lost and not self._job.cancelled:
             return  # Slurm cannot be asked, and the job may go on.
@@ -115,10 +117,10 @@ class BatchJob:
             self._job.cancel_until_gone(_END_TIMEOUT)
 
     def _send_cancel(self, now: bool) -> None:
-        """Have the payload ended: by its runtime if that has started, else by Slurm.
+        """Ask the runtime to end the payload; if the runtime has not started, ask Slurm to cancel the job.
 
         Raises:
-            OSError: neither can be reached.
+            OSError: the request cannot be delivered.
         """
         if not self._step.may_end():
             return
@@ -129,13 +131,13 @@ class BatchJob:
             return
         self._job.cancelled = True
         done = self._commands.run(without_option_variables(["scancel", self._job.job_id]), timeout=60)
-        # In 22.05 it exits with 0 even if it could not reach slurmctld; for a job that is over it prints nothing.
+        # In 22.05 scancel exits with 0 even if it could not reach slurmctld; for a job that is over it prints nothing.
         errors = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "error:" in line]
         if done.returncode or errors:
             raise OSError(f"{self._commands.place}: {'; '.join(errors[-2:]) or f'exit code {done.returncode}'}")
 
     def _started_at(self, evidence: Evidence) -> float | None:
-        """When the job's record started, if it has."""
+        """Returns when the job's record began, by the node's clock; None if it has not begun."""
         return evidence.started_at
 
     def _touch_run_dir(self) -> None:

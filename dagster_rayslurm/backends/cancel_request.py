@@ -1,4 +1,4 @@
-"""Cancel a payload by a file that its runtime reads; the request is repeated until it is delivered."""
+"""Cancel requests: a file asks the runtime to end its payload, and is written again until that succeeds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _INTERVAL = 1.0
 
 
 def cancel_path(run_dir: str) -> str:
-    """The file in which a runtime looks for a cancel request."""
+    """Returns the path of the file in which a runtime looks for a cancel request."""
     return os.path.join(run_dir, CANCEL)
 
 
 def cancel_request_json(now: bool) -> str:
-    """The content of that file."""
+    """Returns the content of a cancel request's file; `now` leaves the payload no grace period."""
     return json.dumps({"op": "cancel", "now": now})
 
 
@@ -36,16 +36,16 @@ def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> Non
 
 
 class CancelRequest:
-    """A cancel request for one payload, repeated until it is delivered; there is none before `send`.
+    """The cancel request for one payload: made by `send`, and repeated by `resend` until it is delivered.
 
     Args:
-        deliver: delivers it, with whether to leave no grace period; raises OSError on failure.
+        deliver: called with `now` to deliver the request; raises OSError on failure.
 
     Attributes:
-        now: whether the request leaves no grace period; None without a request.
-        delivered: whether it need not be repeated.
-        error: why the last attempt to deliver it failed.
-        sent_at: time of the last attempt, by this machine's monotonic clock.
+        now: whether the request leaves the payload no grace period; None before `send`.
+        delivered: whether the request has arrived, so that it need not be repeated.
+        error: why the last delivery failed; None if it worked.
+        sent_at: time of the last try to deliver the request, by this machine's monotonic clock.
     """
 
     def __init__(self, deliver: Callable[[bool], Any], log: Any) -> None:
@@ -58,18 +58,18 @@ class CancelRequest:
         self._warned = False
 
     def send(self, now: bool) -> None:
-        """Send the request once; one without grace period replaces one with."""
+        """Send a request, unless an equal one was sent; a request without a grace period replaces one with a grace period."""
         if self.now is None or now > self.now:
             self.now, self.delivered = now, False
             self._try(now)
 
     def resend(self) -> None:
-        """Repeat a request that was not delivered, at most once in an interval."""
+        """Repeat a request that was not delivered, at most once a second."""
         if self.now is not None and not self.delivered and time.monotonic() - self.sent_at >= _INTERVAL:
             self._try(self.now)
 
     def resend_for(self, evidence: Evidence) -> None:
-        """Resend the request; if an immediate one cannot be delivered, the payload counts as unreachable."""
+        """Resend the request; mark the payload unreachable in the evidence if a request without grace period cannot arrive."""
         self.resend()
         if self.now and self.error is not None:
             evidence.unreachable = str(self.error)

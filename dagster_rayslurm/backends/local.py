@@ -27,7 +27,7 @@ from .sessions import local as local_session
 from .sessions.matching import Capacity, Requirements, claimed_resources, misfit, misfit_error
 
 LOCAL_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
-"""Reads of local files cost next to nothing."""
+"""How often records on this machine are read: often, because reads of local files cost next to nothing."""
 _LARGE_STORE = 10**10
 """Bytes up to which Ray 2.60 accepts an object store that does not fit into /dev/shm (REQUIRE_SHM_SIZE_THRESHOLD)."""
 
@@ -37,11 +37,11 @@ class LocalBackend:
     """Runs payloads on this machine.
 
     Args:
-        session: how a warm Ray cluster is shared; None for a cluster of each payload's own.
-        offered: the warm cluster; None for clusters as the payloads require.
-        components: the requirements of the warm cluster's components; none where all nodes are alike.
-        head: the component in which the payload must run; None for the component of the cluster's head.
-        simulate: whether missing CPUs and GPUs are simulated; else they are refused.
+        session: how payloads share a warm Ray cluster; None gives each payload a Ray cluster of its own.
+        offered: the warm Ray cluster as configured; None makes a cluster as each payload requires.
+        components: the requirements of the warm cluster's components; empty if all its nodes are alike.
+        head: the component in which the payload must run; None for the component with the head of the Ray cluster.
+        simulate: whether missing CPUs and GPUs are simulated; else a plan that requires them is refused.
     """
 
     layout: Layout
@@ -90,7 +90,7 @@ class LocalBackend:
         return example_command(self.layout, self.interpreter, plan)
 
     def _session_cluster(self, wanted: RaySpec, session: SessionConfig) -> RaySpec:
-        """The warm cluster if the payload fits, else a cluster as the payload requires.
+        """Returns the warm Ray cluster if the payload fits into it, else a cluster as the payload requires.
 
         Raises:
             StartError: the payload does not fit, and `on_misfit` is "error".
@@ -108,7 +108,7 @@ class LocalBackend:
 
 
 def _with_counts(ray: RaySpec, wanted: RaySpec) -> RaySpec:
-    """The cluster with this machine's CPUs and GPUs, where its launcher gives no number and the payload requires some."""
+    """Returns the Ray cluster with this machine's CPUs and GPUs filled in if `ray` names none and `wanted` requires some."""
     cpus, gpus = ray.num_cpus, ray.num_gpus
     if cpus is None and wanted.num_cpus:
         cpus = resources.count_cpus(os.environ)
@@ -118,7 +118,7 @@ def _with_counts(ray: RaySpec, wanted: RaySpec) -> RaySpec:
 
 
 def lacking(plan: Plan, *units: str) -> str | None:
-    """What this machine lacks for a plan, of resources in some units; a sentence that names the field, or None."""
+    """Returns a sentence about what this machine lacks for a plan, among resources in the given units; None if nothing."""
     for label, footprint in footprints(plan):
         asked = tuple(want for want in footprint if want.unit in units and want.amount is not None)
         problem = footprint_error(asked, resources.detect(with_gpus="GPUs" in units)) if asked else None
@@ -128,7 +128,10 @@ def lacking(plan: Plan, *units: str) -> str | None:
 
 
 def _too_large_for_shared_memory(plan: Plan) -> str | None:
-    """Ray 2.60 keeps an object store that does not fit into /dev/shm in files, but refuses a large one."""
+    """Returns a sentence if an object store is too large for /dev/shm, else None.
+
+    Ray 2.60 keeps a smaller store that does not fit in files, and refuses to start with a large one.
+    """
     try:
         status = os.statvfs("/dev/shm")
     except OSError:
@@ -142,7 +145,7 @@ def _too_large_for_shared_memory(plan: Plan) -> str | None:
 
 
 def footprints(plan: Plan) -> list[tuple[str, Footprint]]:
-    """The footprint of each node of a plan, with the label of its component; GPUs of components are left out, as simulated."""
+    """Returns the resources that each node of a plan needs, with the component's label; GPUs of components are simulated."""
     if not plan.components:
         return [("", plan.footprint)]
     nodes = plan.ray.components if plan.ray is not None else []

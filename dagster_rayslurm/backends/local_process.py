@@ -1,4 +1,4 @@
-"""Runtimes as child processes of this machine."""
+"""Runtimes as child processes of Dagster on this machine."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ..ssh.local import LocalConnection
 from .run_dir import Layout
 
 _KEEPER_TIMEOUT = 5.0
-"""Seconds in which the keeper ends all processes of a killed runtime."""
+"""Seconds in which the keeper (the process that watches a runtime) ends all processes of a killed runtime."""
 
 
 class LocalPayload:
-    """Base of payloads on this machine, where there is no Slurm; see `RunningPayload`."""
+    """Base class of running payloads on this machine, without Slurm; see `RunningPayload`."""
 
     job_id: str | None = None
     waiting = False
@@ -44,7 +44,7 @@ class LocalPayload:
 
 
 class OwnRuntime(LocalPayload):
-    """A runtime for one payload. It ends when its standard input closes, and so when Dagster does."""
+    """The runtime of one payload, as a child process; it ends when its standard input closes, so at the latest with Dagster."""
 
     def __init__(self, layout: Layout, interpreter: Interpreter, run_dir: str, cluster_id: str) -> None:
         self.cluster_id = cluster_id
@@ -60,16 +60,16 @@ class OwnRuntime(LocalPayload):
         self._request(op=Operation.CANCEL, now=now)
 
     def _request(self, **request: Any) -> None:
-        """Send the runtime a request."""
+        """Write a request to the runtime's standard input."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # It has ended, which `poll` reports.
+        with contextlib.suppress(BrokenPipeError):  # The runtime has ended, which `poll` reports.
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
 
     def kill(self) -> None:
         if self._process.poll() is not None:
             return  # A keeper outlives its runtime, whose pid may be another process's by now.
-        # The runtime first: its keeper then ends all that is below. A keeper that cannot do so is killed next.
+        # Kill the runtime first: its keeper then ends all processes below it. A keeper that cannot do so is killed next.
         status = LocalConnection().read(str(self._run_dir / STATUS), 0, 65536)
         with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
             pid = json.loads(status)["runtime_pid"]
@@ -85,24 +85,24 @@ class OwnRuntime(LocalPayload):
         evidence.runtime_log = tail_file(str(self._run_dir / RUNTIME_LOG))
 
     def release(self, evidence: Evidence) -> None:  # noqa: ARG002
-        # The runtime still takes its cluster down, and nobody waits for that.
+        # The runtime still takes its Ray cluster down, and nobody waits for that.
         reap_later(self._process)
 
 
 def own_runtime_spec(plan: Plan) -> RuntimeSpec:
-    """The start record of a runtime for one payload."""
+    """Returns the content of `runtime.json` for a runtime with one payload."""
     worker_env, components = shared_variables(plan.payload), list(plan.components)
     return RuntimeSpec(f"local-{plan.payload.nonce}", plan.ray, worker_env=worker_env, components=components)
 
 
 def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directory: str) -> list[str]:
-    """The command that starts a runtime; `-I` keeps the user's modules out of it."""
+    """Returns the command that starts a runtime; `-I` keeps Python from importing the user's modules."""
     archive = install_runtime(layout.runtimes)
     return interpreter.start("-I", str(archive), role, directory)
 
 
 def example_command(layout: Layout, interpreter: Interpreter, plan: Plan) -> str:
-    """The command and the start records of a plan, for a person to read."""
+    """Returns the command of a plan with its `runtime.json` and `payload.json`, for a person to read."""
     run_dir = str(layout.runs / "RUN_DIR")
     command = runtime_command(layout, interpreter, "run", run_dir)
     spec = RuntimeSpec(f"local-{plan.payload.nonce}", plan.ray, components=list(plan.components))
@@ -113,7 +113,7 @@ def example_command(layout: Layout, interpreter: Interpreter, plan: Plan) -> str
 
 
 def start_process(command: list[str], directory: str, stdin: int) -> subprocess.Popen[bytes]:
-    """Start a runtime with its log, in a process session of its own: Ctrl-C in a terminal must reach Dagster alone.
+    """Start a runtime with its log, in a process session of its own, so that Ctrl-C in a terminal reaches only Dagster.
 
     Raises:
         OSError: the interpreter cannot be started.

@@ -17,26 +17,29 @@ from contextlib import suppress
 from ..ssh.base import Completed, Connection, ConnectionLost
 
 FIRST_OWNER = "owner.first"
-"""The owner file of the attempt that started the payload."""
+"""Name of the owner file (the file that names the owner) of the attempt that started the payload."""
 
 _PREFIX = "owner."
+"""Beginning of the name of each owner file."""
 _JUDGED = ".judged"
-"""Suffix of the name once the owner has begun to end or to judge the payload."""
+"""Suffix of the owner file once the owner has begun to end or to judge the payload."""
 
 _LIST = 'LC_ALL=C ls -a -- "$1"'
 _GONE = b"No such file or directory"
+"""What `ls` prints if the run directory does not exist."""
 _TRIES = 3
+"""Tries to list the directory over a failing connection, and to rename an owner file while other attempts rename it, too."""
 
 
 class Ownership:
-    """One attempt's ownership of a payload.
+    """One attempt's ownership of a payload: take the payload over, and confirm that no later attempt has taken it over.
 
     Args:
         name: the owner file of this attempt: `FIRST_OWNER`, or `owner_file(...)` for a later attempt.
-        successor: finds the Dagster run that took the payload over, by Dagster's event log; None if there is none.
+        successor: finds the Dagster run that took the payload over, in Dagster's event log; returns None if there is none.
 
     Attributes:
-        new_owner: the attempt that has taken the payload over, in words; None if that is not known to have happened.
+        new_owner: the attempt that has taken the payload over, in words; None if no such attempt is known.
     """
 
     def __init__(self, connection: Connection, run_dir: str, name: str, successor: Callable[[], str | None]) -> None:
@@ -48,7 +51,7 @@ class Ownership:
         self._confirmed = False
 
     def take_over(self) -> bool:
-        """Become the owner; False if the owner has begun to end or to judge the payload.
+        """Try to become the owner; returns False if the present owner has begun to end or to judge the payload.
 
         Raises:
             OSError: the owner cannot be determined.
@@ -56,7 +59,7 @@ class Ownership:
         for _ in range(_TRIES):
             owners = self._owners()
             if owners is None:
-                return False  # The owner has removed it.
+                return False  # The owner has removed the run directory.
             if self._name in owners:
                 return True
             if any(owner.endswith(_JUDGED) for owner in owners):
@@ -70,10 +73,10 @@ class Ownership:
         raise OSError(f"{self._run_dir}: others take the payload over at the same time")
 
     def confirm(self, remove: bool = False) -> bool:
-        """Whether this attempt is still the owner; if so, no other can take the payload over from now on.
+        """Whether this attempt is still the owner; if so, no later attempt can take the payload over from now on.
 
         Args:
-            remove: remove the run directory, too.
+            remove: whether the owner removes the run directory, too.
 
         Raises:
             OSError: the owner cannot be determined.
@@ -90,21 +93,21 @@ class Ownership:
         return self._confirmed
 
     def confirm_or_assume(self) -> bool:
-        """The same; if the owner cannot be determined, True unless a new owner is known."""
+        """Like `confirm`, but if the owner cannot be determined, True unless a new owner is known."""
         try:
             return self.confirm()
         except OSError:
             return self.new_owner is None
 
     def _find_new_owner(self, judged: str) -> str | None:
-        """The new owner, after this attempt's file was missing; None if this attempt is still the owner."""
+        """Returns the new owner in words, if this attempt's owner file is missing; None if this attempt is still the owner."""
         owners = self._owners() or []
         if judged in owners:
             return None  # An earlier rename worked, and its answer was lost.
         others = [name for name in owners if name != self._name]
         if others:
             return owner_in_words(others[0])
-        # Without an owner file, a successor removed the directory, or somebody by hand. The listing of a network file
+        # Without an owner file, a later attempt or a person has removed the directory. The listing of a network file
         # system may be stale, and still show this attempt's own file.
         successor = self._successor()
         if successor is not None:
@@ -115,7 +118,7 @@ class Ownership:
         self._connection.rename(os.path.join(self._run_dir, old), os.path.join(self._run_dir, new))
 
     def _owners(self) -> list[str] | None:
-        """The owner files, two at most during a rename; None without the run directory.
+        """Returns the names of the owner files, at most two during a rename; None if the run directory does not exist.
 
         Raises:
             OSError: the directory cannot be listed.
@@ -138,12 +141,12 @@ class Ownership:
 
 
 def owner_file(run_id: str) -> str:
-    """The owner file of a later attempt, in this process."""
+    """Returns a new name for the owner file of a later attempt: with the run, this process, this host and a random part."""
     return f"{_PREFIX}{run_id}.{os.getpid()}.{re.sub('[^A-Za-z0-9.-]', '_', socket.gethostname())}.{secrets.token_hex(4)}"
 
 
 def owner_in_words(name: str) -> str:
-    """The owner of an owner file, in words."""
+    """Returns the owner that an owner file names, in words: its run, process and host."""
     run_id, _, rest = name.removeprefix(_PREFIX).removesuffix(_JUDGED).partition(".")
     pid, _, rest = rest.partition(".")
     return f"run {run_id} (process {pid} on {rest.rpartition('.')[0]})"

@@ -1,4 +1,4 @@
-"""Bundle a payload's files under names made of their content, and deliver them to the cluster."""
+"""A payload's files: bundle them under names that are hashes of their content, and send them to the cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PROGRESS_INTERVAL = 5.0
 
 @dataclass(frozen=True)
 class PayloadFiles:
-    """The files of a plan.
+    """The files that a plan's payload needs on the cluster, in bundles.
 
     Attributes:
         plan: the plan with the files' paths on the cluster.
@@ -37,11 +37,11 @@ class PayloadFiles:
     missing_modules: tuple[str, ...] = ()
 
     def places(self, base: str) -> list[str]:
-        """The bundles' paths on the cluster."""
+        """Returns the paths of the bundles on the cluster, below the base directory."""
         return [place_of(base, bundle) for bundle in self.bundles.values()]
 
     def warn(self, log: Any) -> None:
-        """Log which modules the payload would find here, but not on the cluster."""
+        """Warn in the Dagster log of modules that the payload would find on this machine, but not on the cluster."""
         if self.missing_modules:
             log.warning(
                 f"[rayslurm] {os.path.basename(self.plan.script or '')} imports {', '.join(self.missing_modules)} from beside "
@@ -50,7 +50,7 @@ class PayloadFiles:
 
 
 def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
-    """Bundle the files of a plan; nothing is sent.
+    """Bundle the files of a plan on this machine; `deliver` sends them.
 
     Args:
         base: the base directory on the cluster, absolute.
@@ -87,7 +87,7 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
 
 
 def modules_beside(script: str) -> list[str]:
-    """The modules that a script imports from its own directory; none if it cannot be parsed."""
+    """Returns the modules that a script imports from its own directory; none if the script cannot be parsed."""
     try:
         tree = ast.parse(Path(script).read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # The last two if it is nested too deeply.
@@ -103,14 +103,14 @@ def modules_beside(script: str) -> list[str]:
 
 
 def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any, recheck: bool = False) -> str:
-    """Send the files of a plan to the cluster, unless they are there; returns the runtime's path there.
+    """Send the files of a plan and the runtime to the cluster if they are missing; returns the runtime's path on the cluster.
 
     Args:
         base: the base directory on the cluster, absolute.
-        recheck: look again for files that this process knows to be there.
+        recheck: whether to look again even for files that this process has already seen on the cluster.
 
     Raises:
-        StartError: a file changed meanwhile.
+        StartError: a file changed after it was bundled.
         OSError: a file cannot be read, sent or written.
     """
 
@@ -126,7 +126,7 @@ def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any, re
 
 
 def required_files(connection: Connection, base: str, packed: Sequence[PayloadFiles], log: Any) -> RequiredFiles:
-    """The files that the job of these plans needs on the cluster, with the way to send them again."""
+    """Returns the paths of the files that a job needs on the cluster, with a function that sends missing ones again."""
 
     def restore() -> None:
         log.warning(f"[rayslurm] files that were sent to {base} on {connection.place} are gone; sending them again")
@@ -139,7 +139,7 @@ def required_files(connection: Connection, base: str, packed: Sequence[PayloadFi
 
 @contextmanager
 def remote_base_errors(base: object) -> Iterator[None]:
-    """Turn errors of the base directory into a StartError."""
+    """Turn an OSError about the base directory on the cluster into a StartError; connection errors pass."""
     try:
         yield
     except ConnectionFailed:
@@ -153,7 +153,7 @@ def remote_base_errors(base: object) -> Iterator[None]:
 
 
 def _progress(log: Any) -> Progress:
-    """Logs the progress of long uploads."""
+    """Returns a callback that logs the progress of long uploads."""
     logged_at = time.monotonic()
 
     def report(done: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Sweep the base directory on a cluster with one shell command; only names of this package's own form are removed."""
+"""Sweep the base directory on a cluster: one shell command removes what was not used for long, by names of our own form."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..slurm.submit import JOB_ID
 from ..ssh.base import Connection
 
 _SWEPT = ".swept"
-"""File that each sweep touches."""
+"""File in the base directory that each sweep touches, so that its age tells when the last sweep was."""
 _DAY = 1440
-"""Minutes after which a temporary name is a leftover."""
+"""Minutes of a day; a file or directory with a temporary name that is older was left by a killed process."""
 _CLAIM = 15
-"""Minutes after which the claim of a sweep is that of a killed process."""
+"""Minutes after which a lock directory `.sweeping` was left by a killed process, so that another process may sweep."""
 
-# Names that match have harmless characters only. A directory that others may look for is renamed before it is removed, so
-# that nobody sees half of it; if it was marked as in use meanwhile (see `upload.deliver`), it gets its name back. The part
-# in parentheses ignores signals, and the shell handles its own signals only after that part.
+# Only names of harmless characters match. A directory that other processes may look for is renamed before it is removed, so
+# that no process sees half of it; if it was marked as in use meanwhile (see `upload.deliver`), it gets its name back. The
+# part in parentheses ignores signals, and the shell handles its own signals only after that part.
 _SWEEP = """\
 export LC_ALL=C
 age=$2 every=$3 leftover=$4 grave=.rs-$5.gone claim=$6
@@ -119,7 +119,7 @@ for _word, _text in (("@CLEAN@", CLEAN), ("@EXIT@", EXIT), ("@JOB_ID@", JOB_ID),
 
 
 def _swept_lately(connection: Connection, base: str, seconds: float) -> bool:
-    """Whether a sweep would find nothing to do. If the clocks differ, a sweep starts in vain, or later."""
+    """Whether the last sweep was less than `seconds` ago. If the clocks differ, a sweep starts in vain, or later."""
     found = connection.stat(os.path.join(base, _SWEPT))
     return found is not None and abs(time.time() - found.modified) < seconds
 
@@ -127,23 +127,23 @@ def _swept_lately(connection: Connection, base: str, seconds: float) -> bool:
 def sweep_remote(
     connection: Connection, base: str, retention_days: float, *, every_minutes: int = 60, timeout: float = 600.0
 ) -> list[str]:
-    """Remove run directories, sessions, bundles and runtimes not used for a while, and leftovers of killed processes.
+    """Remove run directories, sessions, bundles and runtimes not used for `retention_days`, and leftovers of killed processes.
 
-    A session stays while its job may live; the newest directory of its name, which gives the next one its number, stays as
-    long as anybody looks for it. A bundle or runtime stays while a run or session names it. Only one process sweeps at a
-    time, on any machine.
+    A session's directory stays while its job may live. The newest directory of a session's name stays as long as anybody
+    looks for that session, because its number determines the next number. A bundle or runtime stays while a run or session
+    names it. Only one process sweeps at a time, on any machine.
 
     Args:
-        base: the base directory there, absolute.
-        retention_days: age at which things are removed; leftovers with temporary names are removed after a day.
+        base: the absolute path of the base directory on the cluster.
+        retention_days: age at which files are removed; leftovers with temporary names are removed after a day.
         every_minutes: least time between two sweeps of one base directory; 0 sweeps at once.
-        timeout: seconds for this sweep; the next one continues.
+        timeout: seconds for this sweep; the next sweep removes the rest.
 
     Returns:
         The removed paths, relative to the base directory.
 
     Raises:
-        OSError: the cluster cannot be reached, the base directory cannot be written, or the time is over.
+        OSError: the cluster cannot be reached, the base directory cannot be written, or the timeout is over.
     """
     if every_minutes and _swept_lately(connection, base, 60.0 * every_minutes):
         return []

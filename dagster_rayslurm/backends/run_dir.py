@@ -1,4 +1,4 @@
-"""Run directories: their files before a runtime starts, and the sweep of old ones on this machine."""
+"""Run directories: the files that they have before a runtime starts, and the removal of old directories on this machine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ..runtime.protocol.spec import RuntimeSpec, to_json
 from ..ssh.base import Connection
 
 WATCH_LOG = ".watch.log"
-"""Suffix of the log of a process that waits to end a session with its run."""
+"""Suffix of the log of the process that waits for the end of a Dagster run, to end the session of that run."""
 
 BOOKMARK = ".followed"
-"""Suffix of the file that says how far a remote payload's output was shown."""
+"""Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Directories below a base directory, the same on this machine and on a cluster."""
+    """Names of the directories below the base directory, the same on this machine and on a cluster."""
 
     base: Path
 
@@ -60,9 +60,9 @@ class Layout:
 
 
 def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
-    """The files of a run directory before its runtime starts.
+    """Returns the files that a run directory has before its runtime starts, by name.
 
-    The record's files are among them: on NFS, a file that was missing at one look stays missing for up to a minute.
+    Empty files for the record are among them: on NFS, a file that was once looked for in vain stays missing for a minute.
     """
     files = {
         PAYLOAD: to_json(plan.payload),
@@ -76,23 +76,24 @@ def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
 
 
 def write_run_dir(connection: Connection, run_dir: str, files: Mapping[str, bytes]) -> None:
-    """Create a run directory with its files; raises OSError if one cannot be written."""
+    """Create a run directory with the given files; raises OSError if a file cannot be written."""
     connection.make_dir(run_dir)
     for name, content in files.items():
         connection.write(os.path.join(run_dir, name), content)
 
 
 def write_runtime_spec(connection: Connection, directory: str, spec: RuntimeSpec) -> None:
-    """Write a runtime's start record; raises OSError if it cannot be written."""
+    """Write `runtime.json`, with which a runtime starts; raises OSError if the file cannot be written."""
     connection.make_dir(directory)
     connection.write(os.path.join(directory, RUNTIME), to_json(spec).encode("utf-8"))
 
 
 def sweep_old(layout: Layout, retention_days: float) -> list[Path]:
-    """Remove run directories, outputs and dead sessions of this machine that were not touched for a while; returns their paths.
+    """Remove old run directories, outputs and ended sessions from this machine; returns their paths.
 
-    A runtime touches the directories of its payloads every few minutes, and an announced session stays. Sessions of a
-    cluster with the same base directory have numbered directories, which `sweep_remote` removes.
+    Old is what was not touched for `retention_days`. A runtime touches the directories of its payloads every few minutes. A
+    session that its file announces stays. If a cluster has the same base directory, its sessions have numbered directories,
+    which only `sweep_remote` removes.
     """
     oldest = time.time() - retention_days * 86400
     removed = []
@@ -109,9 +110,10 @@ def sweep_old(layout: Layout, retention_days: float) -> list[Path]:
                 continue
             removed.append(entry)
         except OSError:
-            continue  # Another process sweeps, too, or the entry is another user's.
+            continue  # Another process removed the entry, or the entry belongs to another user.
     return removed
 
 
 def _is_numbered(directory: Path) -> bool:
+    """Whether a session's directory has numbered directories, as only sessions in Slurm jobs have."""
     return any(path.name.isdecimal() for path in directory.glob("*"))

@@ -1,4 +1,4 @@
-"""Whether a payload that an earlier Dagster process started is the same request as now, and which job runs it."""
+"""Whether a payload that an earlier Dagster process started is what is requested now, and which job runs that payload."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from ..slurm.submit import JOB_SCRIPT
 from ..ssh.base import Connection
 
 REQUIREMENTS_FILE = "wish.json"
-"""File of a run directory in a session: what the payload requires, before the session adapted it."""
+"""File in the run directory of a session's payload: what the payload required before the session adapted it."""
 
 _MOST_BYTES = 4 * 1024 * 1024
+"""Bytes of one read of a file in the run directory."""
 _CALLER_LINES = (b"# rayslurm: ", b"#SBATCH --comment=")
-"""Beginnings of lines of a job script that name the caller."""
+"""Beginnings of lines of a job script that name the Dagster run, and so differ between attempts."""
 _RANDOM: dict[str, Any] = {"control_key": None, "control_ports": []}
-"""Members of a runtime's start record that are random."""
+"""Members of `runtime.json` that are random, with the values that replace them in a comparison."""
 _CALLER_MEMBERS = ("run_id", "ray", "want_cpus", "want_gpus", "time_limit")
-"""Members of a payload's start record that name the caller, or that a session chose."""
+"""Members of `payload.json` that name the Dagster run, or that a session chose; a comparison leaves them out."""
 
 
 def reattachable_job(
@@ -32,12 +33,12 @@ def reattachable_job(
     job_of: Callable[[Record | None], str | None],
     log: Any,
 ) -> str | None:
-    """The job of a payload that runs, waits or succeeded unnoticed, if it was started by the same request; else None.
+    """Returns the id of the job whose payload a retry may continue: same request, and not failed; None if there is none.
 
     Args:
         request: the files of the run directory as they would be written now.
-        job_of: the payload's job, by the record's `start` if it has one; None if the job is gone.
-        log: the step's log, for a warning if the job runs for another request.
+        job_of: finds the id of the payload's job from the record's `start`, or from None; returns None if the job is gone.
+        log: the step's Dagster log, for a warning if the job runs for another request.
 
     Raises:
         OSError: the files cannot be read.
@@ -60,7 +61,7 @@ def reattachable_job(
 
 
 def same_request(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> bool:
-    """Whether two sets of files are the same request, regardless of caller and random keys. Pure."""
+    """Whether the files of two run directories state the same request, apart from Dagster run and random keys. Pure."""
     return _normalized(one) == _normalized(other)
 
 
@@ -80,7 +81,7 @@ def _normalized(files: Mapping[str, bytes]) -> list[Any] | None:
 
 
 def _start_and_end(connection: Connection, run_dir: str, nonce: str) -> tuple[Record | None, Record | None]:
-    """The last `start` of a payload's record, and its `end`."""
+    """Returns the last `start` and the `end` of a payload's record; None for each that is missing."""
     reader = LineReader()
     start, end = None, None
     while data := connection.read(os.path.join(run_dir, JOURNAL), reader.next_read, _MOST_BYTES):

@@ -1,4 +1,4 @@
-"""Watch one Slurm job: its state, why it waits, how it ended; and cancel it until Slurm confirms its end."""
+"""One Slurm job: watch its state, say why it waits and how it ended, and cancel it until Slurm confirms the end."""
 
 from __future__ import annotations
 
@@ -37,42 +37,43 @@ if TYPE_CHECKING:
     from .sessions.idle import IdleSessions
 
 _FIRST_QUERY = 2.0
-"""Seconds after which Slurm knows why a job waits; an earlier snapshot would only delay the next one."""
+"""Seconds after submission until Slurm says why a job waits; an earlier query would only delay the next query."""
 _EXIT_INTERVAL = 1.0
 """Seconds between two reads of the exit code that the batch script leaves."""
 _SETTLING_TIME = 3.0
-"""Seconds to read on after a job has ended: its files may become visible later than its state."""
+"""Seconds for which an ended job's files are still read, because they may become visible later than the job's state."""
 _UNSEEN_TIMEOUT = 15.0
-"""The same for a job that ended by itself, has no visible record, and whose log says why the runtime could not start."""
+"""Seconds like `_SETTLING_TIME`, for a failed job without a visible record whose log says why its runtime did not start."""
 _SIGNAL_EXIT = 128
 """Exit codes from here on mean that a signal ended the runtime."""
 _EXITED = frozenset({"COMPLETED", "FAILED"})
-"""Slurm's states of a job that ended by itself."""
+"""Slurm's states of a job whose batch script ended by itself."""
 _SCRIPT_NOT_RUN = ("JobLaunchFailure", "RaisedSignal")
-"""How Slurm's reason for a failed job begins if its script did not exit: for instance if its directory was missing."""
+"""Beginnings of Slurm's reason for a failed job whose script did not exit, for instance because its directory was missing."""
 STATE_TIMEOUT = 15.0
-"""Seconds in which an ending job reaches its final state."""
+"""Seconds to wait until Slurm's accounting has the final state of a job that has ended."""
 _LOG_BYTES = 65536
+"""Bytes of the end of a log file that are read."""
 _SIGNALLED = ("Terminated", "Killed")
-"""How srun reports a task that a signal ended."""
+"""Beginnings of srun's words for a task that a signal ended."""
 _MOST_LOGS = 3
-"""Nodes whose logs are shown."""
+"""Most failed nodes whose logs become evidence."""
 
 
 class SlurmJob:
-    """One Slurm job, and the directory that its script and runtimes write to.
+    """One Slurm job, from its submission until Slurm confirms its end.
 
     Args:
-        commands: runs Slurm's programs, and reaches the files.
-        queue: the shared snapshot of the queue.
+        commands: runs Slurm's programs, and reaches the job's files.
+        queue: the snapshot of Slurm's queue, which processes with the same base directory share.
         request: the request that was submitted.
-        submitted: the job.
-        directory: where its exit code and logs are.
-        queue_timeout: seconds after which a waiting job fails; None waits for ever.
-        over_ssh: whether the cluster is behind SSH.
-        log: the step's log.
-        idle_sessions: idle sessions that make way for the job while it waits; None to leave them alone.
-        waiting_since: start of the queue timeout, by the cluster's clock; None for the submission.
+        submitted: the id and the submission time of the job.
+        directory: the directory to which the job's script and runtimes write the exit code and logs.
+        queue_timeout: seconds after which a job that still waits in the queue fails; None waits for ever.
+        over_ssh: whether the Slurm cluster is reached over SSH.
+        log: the step's Dagster log.
+        idle_sessions: ends idle sessions whose nodes the waiting job could use; None leaves sessions alone.
+        waiting_since: start of the queue timeout, by the cluster's clock; None for the time of submission.
 
     Attributes:
         cancelled: whether Slurm was asked to cancel the job.
@@ -98,7 +99,7 @@ class SlurmJob:
         self.log = log
         self.cancelled = False
         self.submitted_at = submitted.at
-        """By the cluster's clock, in seconds of the epoch."""
+        """When the job was submitted, by the cluster's clock, in seconds of the epoch."""
         self.requeue = request.requeue
         self._commands = commands
         self._queue = queue
@@ -119,16 +120,16 @@ class SlurmJob:
         self._last_error: str | None = None
         self._sizes_checked = False
         self._too_large: str | None = None
-        """Why the job can never start, if it asks for more nodes than there are."""
+        """Why the job can never start, if it asks for more nodes than its partition has; else None."""
 
     @property
     def status(self) -> JobStatus:
-        """The state of the job, as far as is known."""
+        """The state of the job at the last observation."""
         return self._watch.view
 
     @property
     def place(self) -> str:
-        """The host of its files; "" for this machine."""
+        """The host of the job's files; "" for this machine."""
         return self._commands.place if self._over_ssh else ""
 
     def now(self) -> float:
@@ -142,11 +143,11 @@ class SlurmJob:
     # ---- State
 
     def observe(self, started_at: float | None = None, ask: bool = True) -> bool:
-        """Update the status; returns False, and logs why, if nothing could be observed.
+        """Update the status from the queue and the exit code; returns False, and logs why, if neither can be read.
 
         Args:
-            started_at: when the job's record started, if it has.
-            ask: whether to use the queue; else only the exit code is read.
+            started_at: when the job's record began; None if it has not begun.
+            ask: whether to ask for the queue; else only the exit code is read.
         """
         try:
             if started_at is not None and started_at != self._watch.started_at:
@@ -167,7 +168,7 @@ class SlurmJob:
                 snapshot = self._queue.latest(now)
         elif time.monotonic() - self._queried_at >= ASK_INTERVAL:
             self._queried_at = time.monotonic()
-            snapshot = fetch_queue(self._commands)  # Somebody waits for the end, which justifies a query of its own.
+            snapshot = fetch_queue(self._commands)  # A user waits for the end of the job, which justifies a query of our own.
         if snapshot is not None:
             self._add_snapshot(snapshot)
         if self._queue.error:
@@ -194,7 +195,7 @@ class SlurmJob:
     # ---- Waiting
 
     def report_waiting(self) -> None:
-        """Log why the job waits, whenever that changes, and have idle sessions make way for it.
+        """Log why the job waits whenever the reason changes, and end idle sessions whose nodes the job could use.
 
         Raises:
             OSError: Slurm cannot be asked.
@@ -216,7 +217,7 @@ class SlurmJob:
             self._check_partition_sizes()
 
     def _check_partition_sizes(self) -> None:
-        """Find out whether the job asks for more nodes than there are."""
+        """Compare the nodes that the job asks for with the sizes of its partitions."""
         done = self._commands.run(without_option_variables(["sinfo", "--noheader", "--all", "--format=%R|%D"]), timeout=60)
         lines = [line.partition("|") for line in done.stdout.decode("utf-8", "replace").splitlines()]
         sizes = {name: parse_count(nodes.strip()) for name, _, nodes in lines}
@@ -229,10 +230,10 @@ class SlurmJob:
                 self._too_large = too_many_nodes(row, self._request, sizes)
 
     def check_waiting(self) -> None:
-        """Fail a job that can never start, or that has waited for longer than its queue timeout.
+        """Raise RunFailure if the job can never start, or has waited for longer than its queue timeout.
 
         Raises:
-            RunFailure: the job fails.
+            RunFailure: the job can never start, or waited for too long.
             OSError: Slurm cannot be asked.
         """
         status, now = self.status, self.now()
@@ -255,7 +256,7 @@ class SlurmJob:
             )
 
     def _never_starts(self) -> str | None:
-        """Why the job can never start; None if it may, as far as is known."""
+        """Returns why the job can never start; None if it may start, as far as is known."""
         if self._components:
             return never_starts(self._components, self._request)
         if self._too_large:
@@ -266,11 +267,11 @@ class SlurmJob:
     # ---- End
 
     def end_description(self, started: bool, recorded: bool = True) -> str | None:
-        """How the job ended, in words; None while it lives, and while files that it wrote may still become visible.
+        """Returns how the job ended, in words; None while it lives, and while files that it wrote may still become visible.
 
         Args:
-            started: whether its record was seen to start.
-            recorded: whether somebody reads a record of it.
+            started: whether the beginning of the job's record was read.
+            recorded: whether the job has a record that somebody follows.
         """
         status = self.status
         if not status.over:
@@ -287,7 +288,7 @@ class SlurmJob:
         return f"Slurm calls the job {status.state}" if status.phase == JobPhase.ENDED else "Slurm no longer knows the job"
 
     def _log_explains_end(self) -> bool:
-        """Whether Slurm or a log says more than how tasks ended: a runtime that keeps a record logs nothing."""
+        """Whether Slurm's reason or a log explains the end; a runtime that keeps a record logs nothing."""
         if self.status.reason.startswith(_SCRIPT_NOT_RUN):
             return True
         lines = relevant_lines(f"{self._log_tail(LOG)}\n{self._log_tail(node_log(0))}")
@@ -297,8 +298,7 @@ class SlurmJob:
         """Add Slurm's accounting and the ends of logs to the evidence.
 
         Args:
-            evidence: is completed.
-            timeout: seconds in which the job reaches its final state.
+            timeout: seconds to wait until Slurm's accounting has the final state of the job.
         """
         facts = self._fetch_facts(timeout)
         evidence.job = facts and facts.with_component_ids([part.component_id for part in self._request.components])
@@ -317,7 +317,7 @@ class SlurmJob:
                 evidence.culprit = f"the runtime on node {node} ended ({how})" + (f": {last}" if last else "")
 
     def _log_tail(self, name: str) -> str:
-        """The end of a log in the job's directory; "" if it cannot be read."""
+        """Returns the end of a log in the job's directory; "" if the log cannot be read."""
         try:
             done = self._commands.run(["tail", "-c", str(_LOG_BYTES), "--", os.path.join(self.directory, name)], timeout=60)
         except OSError:
@@ -325,7 +325,7 @@ class SlurmJob:
         return tail_lines(done.stdout.decode("utf-8", "replace"))
 
     def _fetch_facts(self, timeout: float) -> JobFacts | None:
-        """Slurm's accounting of the job in its final state; the last known after the timeout, or None."""
+        """Returns Slurm's accounting of the job in its final state; after the timeout, the last known accounting or None."""
         deadline = time.monotonic() + timeout
         facts, pause = None, 0.5
         while True:
@@ -337,7 +337,7 @@ class SlurmJob:
             pause = min(2 * pause, 4.0)
 
     def metadata(self, evidence: Evidence) -> dict[str, Any]:
-        """Metadata of the job for results and failures."""
+        """Returns what Dagster shows of the job with a result or failure: id, name, partition, account and nodes."""
         metadata: dict[str, Any] = {"Slurm job ID": self.job_id, "Slurm job name": self._request.job_name}
         allocation = ((evidence.end_or_partial or {}).get("context") or {}).get("allocation") or {}
         used = [each["partition"] for each in allocation.get("components") or [allocation] if each.get("partition")]
@@ -351,10 +351,10 @@ class SlurmJob:
         return metadata
 
     def cancel_until_gone(self, grace_period: float = 0.0) -> None:
-        """Repeat `scancel` until Slurm confirms the end of the job; only the first call waits.
+        """Repeat `scancel` until Slurm confirms the end of the job, and log the outcome; a second call does nothing.
 
         Args:
-            grace_period: seconds in which the job may end by itself.
+            grace_period: seconds in which the job may end by itself before the first `scancel`.
         """
         if self._cancel_confirmed:
             return
@@ -371,12 +371,11 @@ class SlurmJob:
 
 
 def settling_time(status: JobStatus, started: bool, recorded: bool) -> float:
-    """Seconds for which files of an ended job may become visible. Pure.
+    """Returns for how many seconds after a job's end its files may still become visible. Pure.
 
     Args:
-        status: of the job.
-        started: whether its record was seen to start.
-        recorded: whether somebody reads a record of it.
+        started: whether the beginning of the job's record was read.
+        recorded: whether the job has a record that somebody follows.
     """
     if _exited(status) and (started or recorded):
         return VISIBILITY_TIMEOUT
@@ -384,12 +383,12 @@ def settling_time(status: JobStatus, started: bool, recorded: bool) -> float:
 
 
 def succeeded(status: JobStatus) -> bool:
-    """Whether the payload succeeded, so that its record has an `end`, as far as Slurm says. Pure."""
+    """Whether the payload succeeded according to Slurm, so that its record must have an `end`. Pure."""
     return status.state == "COMPLETED" if status.exit_code is None else status.exit_code == 0
 
 
 def _exited(status: JobStatus) -> bool:
-    """Whether the runtime ended by itself, so that its record has an `end`, as far as Slurm says."""
+    """Whether the runtime ended by itself according to Slurm, so that its record must have an `end`."""
     if status.exit_code is None:
         return status.state in _EXITED
     return status.exit_code < _SIGNAL_EXIT and (status.state not in TERMINAL or status.state in _EXITED)
