@@ -1,1 +1,1 @@
-"""Slurm: how a cluster is described."""
+"""Slurm: its configuration, requests for jobs, their submission, the queue, and how jobs end."""

@@ -1,4 +1,4 @@
-"""What Slurm knows of one job, from `scontrol show job` and `sacct`; of Slurm 22.05 and 24.11.
+"""The facts that Slurm keeps of one job, read from `scontrol show job` and `sacct` (tried on Slurm 22.05 and 24.11).
 
 scontrol knows a job until MinJobAge after its end (300 s by default) and needs no accounting. sacct knows the job for good,
 with its steps and their memory.
@@ -18,17 +18,19 @@ from .snapshot import parse_count
 from .states import TERMINAL
 
 _TIMEOUT = 120.0
-# Messages of Slurm 22.05 and 24.11.
+"""Seconds for one call of scontrol, sacct or id."""
+# Messages of scontrol and of sacct (Slurm 22.05 and 24.11).
 _UNKNOWN_JOB = b"Invalid job id specified"
 _ACCOUNTING_DISABLED = b"accounting storage is disabled"
 
 _SACCT_FORMAT = "JobID,State,ExitCode,Reason,ElapsedRaw,TimelimitRaw,NNodes,NodeList,ReqMem,MaxRSS"
 SACCT_FIELDS = tuple(_SACCT_FORMAT.split(","))
-"""Columns of `sacct --format`. Users choose the text of none of them, so "|" separates them."""
+"""The columns of `sacct --format`. No column has a text that a user chooses, so "|" separates them safely."""
 
 _OUT_OF_MEMORY_SIGNAL = 125
 """The signal of a job in the state OUT_OF_MEMORY (SIG_OOM in slurm.h)."""
 _KILLED = 9
+"""The number of SIGKILL."""
 _STATE_OF_REASON = {
     "DeadLine": "DEADLINE",
     "NodeDown": "NODE_FAIL",
@@ -37,17 +39,20 @@ _STATE_OF_REASON = {
     "RaisedSignal": "FAILED",
     "TimeLimit": "TIMEOUT",
 }
-"""Reason of slurmctld (job_reason_string in slurm_protocol_defs.c) → state."""
+"""The final state that each reason of slurmctld stands for (job_reason_string in slurm_protocol_defs.c)."""
 _FINAL_STATES = "COMPLETED FAILED UNKNOWN CANCELLED DEADLINE TIMEOUT OUT_OF_MEMORY PREEMPTED BOOT_FAIL NODE_FAIL"
 _BY_SEVERITY = _FINAL_STATES.split()
-"""Final states by how much they explain of a heterogeneous job, the least first; UNKNOWN is a state that is not final yet."""
+"""Final states of components, the state that explains least of a heterogeneous job's end first.
+
+UNKNOWN stands for a state that is not final yet."""
 _JOB_ID = re.compile(r"(?P<number>[0-9]+)(?:\+(?P<component>[0-9]+))?(?:\.(?P<step>.+))?")
+"""The column JobID of sacct, such as "12", "12+1" or "12.batch"."""
 _MEMORY_KILL = re.compile(r"exceeded memory limit|oom[-_]kill event|Out Of Memory", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """A step of a job in accounting.
+    """What accounting says of one step of a job; the batch script and each `srun` are steps.
 
     Attributes:
         name: "batch", "extern" or a number, after the first component with the component, such as "+1.0".
@@ -68,10 +73,10 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """A job, as far as Slurm knows it. Durations are seconds, sizes bytes.
+    """What Slurm knows of a job. Durations are in seconds, sizes in bytes.
 
     Attributes:
-        job_id: its number; of the first component of a heterogeneous job.
+        job_id: the job's number; for a heterogeneous job, the number of the first component.
         state: Slurm's word, such as "TIMEOUT", without the "by 1001" of sacct.
         cancelled_by: id of the user who cancelled the job; only accounting knows.
         canceller: id and name of the user who cancelled the job or a component; None if not known.
@@ -85,7 +90,7 @@ class JobFacts:
         memory: memory that was granted on all nodes.
         restarts: number of requeues.
         max_rss: largest memory of one task; None if it was not sampled.
-        steps: steps of the last attempt; empty without accounting.
+        steps: steps since the last requeue; empty without accounting.
         components: the components of a heterogeneous job, in order; empty for a plain job. State, reason, exit code and signal
             of the job are those of its `decisive_component`.
         component_id: the user's name for this component; Slurm has no names for components.
@@ -118,7 +123,7 @@ class JobFacts:
         return max(range(len(self.components)), key=lambda index: self.components[index]._severity, default=0)
 
     def with_component_ids(self, component_ids: Sequence[str | None]) -> JobFacts:
-        """The job with the users' names for its components."""
+        """The same job with the user's names for its components; unchanged if there are more or fewer names than components."""
         if len(self.components) != len(component_ids):
             return self
         pairs = zip(self.components, component_ids, strict=True)
@@ -143,14 +148,17 @@ class JobFacts:
 
     @property
     def is_final(self) -> bool:
-        """Whether the final state of all components is known; the last one may explain why the others ended."""
+        """Whether the final state of every component is known.
+
+        The component that ends last may explain why the others ended.
+        """
         return all(each.final_state is not None for each in self.components or (self,))
 
     @property
     def out_of_memory(self) -> bool:
         """Whether a memory limit ended the job, as far as Slurm tells.
 
-        Without accounting only a kill by a cgroup shows; `memory_kill` finds the others in the job's output.
+        Without accounting only a kill by a cgroup shows here; `memory_kill` finds other kills in the job's output.
         """
         if self.components:
             return any(each.out_of_memory for each in self.components)
@@ -169,10 +177,14 @@ class JobFacts:
 
 
 def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
-    """What slurmctld, and accounting if there is any, know of a job; of a heterogeneous job the first component's id is given.
+    """Ask slurmctld, and accounting if there is any, for what they know of a job.
+
+    Args:
+        connection: the edge node.
+        job_id: the job; for a heterogeneous job, its first component.
 
     Returns:
-        None if Slurm does not know the job; without accounting it forgets the job MinJobAge after its end.
+        The facts; None if Slurm does not know the job. Without accounting Slurm forgets a job MinJobAge after its end.
 
     Raises:
         SlurmUnanswered: neither knows the job, and one of them did not answer.
@@ -214,14 +226,14 @@ def memory_kill(output: str) -> str | None:
 
 
 def parse_scontrol(text: str) -> JobFacts | None:
-    """The job in the output of `scontrol show job ID`, which is not in one line; None if there is none."""
+    """The job in the output of `scontrol show job ID` (without `--oneliner`); None if it shows no job."""
     blocks = [_scontrol_fields(block) for block in re.split(r"(?m)^(?=JobId=)", text) if block.startswith("JobId=")]
     components = [_from_scontrol(fields) for fields in blocks if "JobState" in fields]
     return _combined(components) if components else None
 
 
 def _from_scontrol(fields: Mapping[str, str]) -> JobFacts:
-    """A plain job, or one component."""
+    """A job without components, or one component."""
     state, _ = state_word(fields["JobState"])
     exit_code, signal = _exit(state, fields.get("ExitCode", ""))
     return JobFacts(
@@ -263,7 +275,7 @@ def _tres(fields: Mapping[str, str]) -> dict[str, str]:
 
 
 def parse_sacct(text: str, job_id: int) -> JobFacts | None:
-    """The last attempt of a job in the output of sacct.
+    """The job in the output of sacct, as it ran after its last requeue.
 
     Args:
         text: output of `sacct --duplicates --noheader --parsable2 --format=` with `SACCT_FIELDS`.
@@ -290,7 +302,7 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
 
 
 def _from_sacct(job_id: int, component: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
-    """A plain job, or one component; the ids of components are consecutive."""
+    """A job without components, or one component, from the rows of all its attempts; the ids of components are consecutive."""
     job, *rows = attempts[-1]
     steps = tuple(_step(component, row) for row in rows)
     state, cancelled_by = state_word(job["State"])
@@ -314,7 +326,7 @@ def _from_sacct(job_id: int, component: int, attempts: list[list[dict[str, str]]
 
 
 def _combined(components: Sequence[JobFacts]) -> JobFacts:
-    """The job of some components: their sums, and the state of the decisive component."""
+    """The whole job from its components: the sums of their amounts, and the state of the decisive component."""
     first = components[0]
     if len(components) == 1:
         return first
@@ -342,7 +354,7 @@ def _step(component: int, row: Mapping[str, str]) -> StepFacts:
 
 
 def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> JobFacts | None:
-    """Both answers in one: the controller's, completed by what only accounting knows.
+    """The controller's facts, completed by what only accounting knows; None if neither knows the job.
 
     Of a job that is COMPLETING, accounting may know what the controller says only after the epilog.
     """
@@ -373,19 +385,19 @@ def _merged(controller: JobFacts, accounting: JobFacts) -> JobFacts:
 
 
 def state_word(text: str) -> tuple[str, int | None]:
-    """A state without the additions of sacct ("CANCELLED by 1001", "CANCELLED+"), and the user id in them."""
+    """The bare state in a text of sacct, such as "CANCELLED by 1001" or "CANCELLED+", and the user id in it or None."""
     match = re.fullmatch(r"(\S*?)\+?(?: by ([0-9]+))?", text.strip())
     return (match[1], int(match[2]) if match[2] else None) if match else (text.strip(), None)
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of "309816K", "2G" or "1.50G"; None for any other text."""
+    """The number of bytes that a text such as "309816K", "2G" or "1.50G" stands for; None for any other text."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGTPE]?)", text)
     return int(float(match[1]) * 1024 ** " KMGTPE".index(match[2] or " ")) if match else None
 
 
 def _exit(state: str, text: str) -> tuple[int | None, int | None]:
-    """Exit code and signal of "3:0"; neither if a node failed, as Slurm then shows wrong numbers."""
+    """The exit code and the signal in Slurm's "3:0"; None for both if a node failed, as Slurm then shows wrong numbers."""
     match = None if state == "NODE_FAIL" else re.fullmatch(r"([0-9]+):([0-9]+)", text)
     return (int(match[1]), int(match[2]) or None) if match else (None, None)
 

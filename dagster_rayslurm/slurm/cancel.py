@@ -16,11 +16,11 @@ ASK_INTERVAL = 1.0
 _GONE_DEADLINE = 60.0
 """Seconds in which Slurm must confirm that a cancelled job is over; KillWait, after which it sends SIGKILL, is 30."""
 _LATE_SUBMISSION = 2.0
-"""Seconds in which a job may still appear whose submission was cut off."""
+"""Seconds for which a job may still appear in the queue after its submission was cut off."""
 
 
 def wait_until_gone(commands: Connection, job_id: int, patience: float = 0.0) -> bool:
-    """Cancel a job until Slurm shows it as over or no longer knows it; False if that took too long.
+    """Cancel a job, again and again, until Slurm shows it as over or no longer knows it; False after a minute.
 
     Args:
         commands: runs Slurm's programs.
@@ -46,7 +46,7 @@ def wait_until_gone(commands: Connection, job_id: int, patience: float = 0.0) ->
 
 
 def cancel_named(commands: Connection, name: str, log: Any) -> None:
-    """Cancel the job of a name, if there is one: its submission was cut off, so its id is not known."""
+    """Cancel the job with a given name, if there is one: for a submission that was cut off, so that the job's id is not known."""
     try:
         commands.run(without_option_variables(["scancel", "--quiet", "--me", f"--name={name}"]), timeout=60)
         gone = all(wait_until_gone(commands, job_id) for job_id in _jobs_named(commands, name))
@@ -61,7 +61,7 @@ def cancel_named(commands: Connection, name: str, log: Any) -> None:
 
 
 def _jobs_named(commands: Connection, name: str) -> list[int]:
-    """Ids of the jobs of a name, after a wait for a submission that is still at work."""
+    """Ids of the jobs with a given name, after a short wait for a submission that is still under way."""
     until = time.monotonic() + _LATE_SUBMISSION
     while True:
         jobs = [row.job_id for row in fetch_queue(commands).named(name) if row.is_leader]

@@ -20,11 +20,13 @@ for name in $(env | sed -nE 's/^((SLURM|SRUN|SBATCH|SQUEUE|SACCT|SCANCEL|SCONTRO
     case " $kept_variables SLURM_CONF SLURM_CONF_SERVER SLURM_JWT " in *" $name "*) ;; *) unset "$name" ;; esac
 done
 """
-"""Shell text that unsets these variables, except those that say how Slurm is reached and those in `$kept_variables`."""
+"""Shell text that unsets the variables that stand for options of Slurm's programs.
+
+It keeps the variables that say how Slurm is reached, and those named in `$kept_variables`."""
 
 
 def without_option_variables(command: Sequence[str]) -> list[str]:
-    """A command that runs without these variables: a program of Slurm, or `env` with its variables."""
+    """The same command, run without the user's variables that stand for options of Slurm's programs, see `CLEAN`."""
     return ["sh", "-c", f'kept_variables=\n{CLEAN}exec "$@"', "sh", *command]
 
 
@@ -40,13 +42,14 @@ for directory in $path; do
     if [ -f "$directory/sbatch" ] && [ -x "$directory/sbatch" ]; then printf '%s' "$directory"; exit; fi
 done
 """
-"""Prints the directory of sbatch on the PATH of a login shell, whatever else that shell prints.
+"""Shell script that prints the directory of sbatch on the PATH of a login shell, whatever else that shell prints.
 
 A csh accepts no command as a login shell, but reads its start-up file for any command.
 """
 
 _KEPT = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ", "SLURM_CONF", "LD_LIBRARY_PATH", "MODULEPATH")
 _KEPT_PREFIXES = ("LC_", "MODULES", "LMOD_")
+"""Names, and beginnings of names, of the variables that `job_environment` keeps."""
 
 _LOGIN_TIMEOUT = 60.0
 """Seconds for the start-up files of a login shell."""
@@ -78,7 +81,7 @@ class SlurmCommands:
         return getattr(self._connection, name)
 
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
-        """As `Connection.run`, but a command that exits with 127 runs again with the PATH of a login shell.
+        """As `Connection.run`, but a command that is not found (exit code 127) runs again with the PATH of a login shell.
 
         Raises:
             OSError: as `Connection.run`.
@@ -93,7 +96,7 @@ class SlurmCommands:
         return self._connection.run([*environment, *self._path_prefix, *command], stdin, timeout)
 
     def _extend_path(self, tried: list[str]) -> bool:
-        """Whether there is a longer PATH than the one tried, from a search by this or another thread."""
+        """Whether a command is worth another try: this or another thread has found a longer PATH than the one tried."""
         with self._lock:
             if not self._searched:
                 try:
@@ -108,7 +111,7 @@ class SlurmCommands:
 
 
 def slurm_commands(connection: Connection) -> SlurmCommands:
-    """The one `SlurmCommands` of this process for a connection, which keeps the answer of the login shell."""
+    """Returns the `SlurmCommands` of a connection, one per process, so that a login shell is asked only once."""
     with _lock:
         if connection not in _commands:
             _commands[connection] = SlurmCommands(connection)
@@ -120,7 +123,7 @@ _commands: dict[Connection, SlurmCommands] = {}
 
 
 def _reset_after_fork() -> None:
-    """A forked child has no threads that could release the lock."""
+    """Called in a forked child, which has no thread that could release the lock."""
     global _lock
     _lock = threading.Lock()
     _commands.clear()

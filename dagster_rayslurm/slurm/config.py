@@ -124,7 +124,10 @@ class SlurmResource(StrictResource):
 
 
 def split_signal(text: str | None) -> tuple[str, float | None]:
-    """The signal and the seconds of `signal_before_timeout`; "300" means SIGTERM, and None no signal."""
+    """The signal's name and the seconds before the time limit in a value of `signal_before_timeout`.
+
+    "300" means SIGTERM. If no signal is asked for, the seconds are None.
+    """
     if text is None:
         return "TERM", None
     name, _, seconds = text.rpartition("@")

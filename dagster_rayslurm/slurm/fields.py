@@ -41,13 +41,13 @@ class SbatchField:
 
     Attributes:
         name: the field.
-        granted: whether a session that was granted the second value has the first one, which a payload wants; the third
-            argument has all fields of the session's queue. None if the field says nothing about what a session has.
-        option: the option of the job script; None if the script has none.
+        granted: called with the value that a payload wants, the value that a session was granted, and all fields of the
+            session's queue; says whether the session satisfies the payload. None if the field says nothing about a session.
+        option: the long option in the job script, without "--"; None if the script has none.
         negation: the option for False.
         aliases: further options that mean the same.
-        inheritance: between components of a heterogeneous job.
-        meaning: equal for values that mean the same.
+        inheritance: what later components of a heterogeneous job get if they leave the field out.
+        meaning: turns a value into what it means; two values that mean the same give equal results.
         login_variable: whether the user's own variable `SBATCH_<OPTION>` counts if the field is left out.
     """
 
@@ -67,7 +67,7 @@ def requests_gpus(option: str) -> bool:
 
 
 def granted_gpus(queue: Mapping[str, Any]) -> int | None:
-    """GPUs of each node by the fields of a queue; None if `extra_sbatch` requests them."""
+    """The number of GPUs on each node that a queue requests; None if only `extra_sbatch` says how many."""
     if queue["gpus_per_node"] is None and any(map(requests_gpus, queue["extra_sbatch"])):
         return None
     return queue["gpus_per_node"] or 0
@@ -78,7 +78,7 @@ def _same(wanted: Any, granted: Any, _queue: Mapping[str, Any]) -> bool:
 
 
 def _at_most(wanted: int, granted: int | None, _queue: Mapping[str, Any]) -> bool:
-    """None is the amount that Slurm chooses, which only the session knows."""
+    """Whether the wanted amount is granted. None is an amount that Slurm chose and only the session knows: it passes here."""
     return granted is None or wanted <= granted
 
 
@@ -123,11 +123,12 @@ SBATCH_FIELDS = (
     SbatchField("signal_before_timeout", _same, aliases=("signal",), inheritance=Inheritance.WHOLE_JOB, meaning=split_signal),
     SbatchField("extra_sbatch", _contained),
 )
+"""Every field of `SlurmQueueConfig`, in the order in which the job script lists their options."""
 
 FIELD_OF_OPTION = {
     option: field.name for field in SBATCH_FIELDS for option in (field.option, field.negation, *field.aliases) if option
 }
-"""Options of sbatch that have a field of `SlurmQueueConfig`."""
+"""The field of `SlurmQueueConfig` for each option of sbatch that has one."""
 
 _INHERITED = """
 acctg-freq begin cluster-constraint deadline delay-boot dependency distribution export export-file get-user-env hint hold
@@ -154,4 +155,4 @@ _RESERVED = {
     "the job starts the runtime": "wrap",
 }
 RESERVED_OPTIONS = {option: reason for reason, options in _RESERVED.items() for option in options.split()}
-"""Options of sbatch that users may not set, with the reason."""
+"""Options of sbatch that `SlurmQueueConfig.extra_sbatch` may not contain, each with the reason."""

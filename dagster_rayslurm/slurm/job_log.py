@@ -14,11 +14,12 @@ _NOISE = re.compile(
     # If Slurm itself cancelled the job, the line goes on with the cause, such as "DUE TO TIME LIMIT".
     r"|slurmstepd[^:]*: error: \*\*\* (STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ \*\*\*"
 )
+"""Lines in which Slurm comments on its own actions."""
 _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.*\S)")
 
 
 class FailedTask(NamedTuple):
-    """A task that srun calls failed, and how it ended: "Exited with exit code 3", "Killed"."""
+    """A task that srun reports as failed, and how it ended, such as "Exited with exit code 3" or "Killed"."""
 
     node: str
     number: int
@@ -31,7 +32,7 @@ def relevant_lines(log: str) -> list[str]:
 
 
 def failed_tasks(log: str) -> list[FailedTask]:
-    """The tasks that srun calls failed, in its order.
+    """The tasks that srun reports as failed, in the order of the log.
 
     Once a task has failed srun ends the others, which follow as "Terminated" or "Killed".
     """
@@ -39,12 +40,12 @@ def failed_tasks(log: str) -> list[FailedTask]:
 
 
 def node_number(node: str, task: int, nodes: Sequence[str] | None) -> int | None:
-    """The number of the node on which a task failed, which is in the name of its log; None if it is not known.
+    """The number of the node on which a task failed, for the name of the node's log; None if it is not known.
 
     Args:
         node: the name of the node.
         task: the number of the task; srun counts from 0 in each component.
-        nodes: all nodes of a heterogeneous job by number, empty if they are not known; None for a plain job.
+        nodes: all nodes of a heterogeneous job by number, empty if they are not known; None for a job without components.
     """
     if nodes is None:
         return task

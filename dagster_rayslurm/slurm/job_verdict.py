@@ -1,4 +1,4 @@
-"""What Slurm's account of a job's end means for the run in it. Pure; states as in squeue(1), Slurm 22.05."""
+"""Why a run failed, as far as the end of its Slurm job explains it. Pure; states as in squeue(1), Slurm 22.05."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from ..errors import FailureKind
 from .accounting import JobFacts, memory_kill
 
 _REASONS_FOR_WAITING = ("BeginTime", "JobHeldAdmin", "JobHeldUser", "Licenses", "Priority", "Reservation", "Resources")
-"""Reasons that Slurm keeps from the time before a job was cancelled."""
+"""Pending reasons that Slurm still shows for a cancelled job; they do not explain the cancellation."""
 _LOST_NODES = {
     "BOOT_FAIL": "its nodes did not boot",
     "NODE_FAIL": "one of its nodes failed",
     "PREEMPTED": "another job took its place",
     "REVOKED": "another cluster took it over",
 }
+"""How a job lost its nodes, by its state."""
 _NOT_STARTED = re.compile(
     r"^(?:slurmstepd\S*: error: execve\(\)|rayslurm: line \d+(?:: exec)?|rayslurm: \d+: exec): (/.*?)(?:: cannot execute)?"
     r": (No such file .*|not found|Permission denied|Exec format error)$",
@@ -26,7 +27,7 @@ _STEP = re.compile(r"StepId=([0-9]+)")
 
 
 class JobVerdict(NamedTuple):
-    """The failure that the end of a job means; `retry` is None for the default of the kind."""
+    """The failure of a run that the end of its job explains; `retry` is None for the default of the kind."""
 
     kind: FailureKind
     sentence: str
@@ -34,7 +35,9 @@ class JobVerdict(NamedTuple):
 
 
 def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> JobVerdict | None:
-    """The failure of a run whose record has no end, or ends by a signal from outside; None if Slurm explains nothing.
+    """The failure of a run as Slurm explains it; None if Slurm explains nothing.
+
+    This is for a run whose own record has no end, or says that a signal from outside ended the run.
 
     Args:
         job: the job in Slurm.
@@ -115,7 +118,7 @@ def _mebibytes(amount: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """[D-]HH:MM:SS, as Slurm writes it."""
+    """A duration as Slurm writes it: "[D-]HH:MM:SS"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -15,15 +15,18 @@ from .request import JobRequest
 from .snapshot import QueueRow
 
 _UNINFORMATIVE = ("", "None", "Priority", "Resources")
-"""Reasons that say no more than that there is a queue."""
+"""Reasons that say only that the job waits for its turn."""
 _TODAY = 18 * 3600.0
-"""Seconds within which a time of day is not ambiguous."""
+"""Seconds up to which an expected start is shown as a time of day, without the date."""
 _AWAITED = ("BeginTime", "Dependency", "Licenses", "Priority", "Reservation", "Resources")
 """Beginnings of reasons that name what a job waits for; other reasons name what is wrong with it."""
 
 
 def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
-    """The request for the component in a row; for an unknown component one with the row's label and partition."""
+    """The request for the component that a row of the queue shows.
+
+    For an unknown component it is a request with the label and the partition of the row.
+    """
     number = row.label.partition("+")[2]
     if number.isdigit() and int(number) < len(request.components) > 1:
         return request.components[int(number)].without_further_components
@@ -33,7 +36,7 @@ def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
 
 
 def most_informative_row(rows: Sequence[QueueRow]) -> QueueRow | None:
-    """The component that delays the job the longest, as far as Slurm says; None if all components say the same."""
+    """The row of the component that delays the job the longest, as far as Slurm says; None if all rows say the same."""
     if len({(row.reason, row.start) for row in rows}) < 2:
         return None
 
@@ -45,11 +48,11 @@ def most_informative_row(rows: Sequence[QueueRow]) -> QueueRow | None:
 
 
 def pending_reason(reason: str, rows: Sequence[QueueRow], request: JobRequest) -> str:
-    """Slurm's word for why a job waits, and which component does; "" if it is not known.
+    """Slurm's reason why a job waits, with the name of the component that waits longest; "" if it is not known.
 
     Args:
         reason: the reason of the job, which is that of its first component.
-        rows: the components; none for a plain job.
+        rows: the components; empty for a job without components.
         request: the request for the job.
     """
     row = most_informative_row(rows)
@@ -84,7 +87,7 @@ def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
 
 
 def too_many_nodes(row: QueueRow, request: JobRequest, sizes: Mapping[str, int]) -> str | None:
-    """Why a plain job can never start, if it requests more nodes than its partition has; else None.
+    """Why a job without components can never start, if it requests more nodes than its partition has; else None.
 
     Slurm's reason is `PartitionNodeLimit`, which also stands for nodes that are down and may come back.
 
@@ -101,7 +104,9 @@ def too_many_nodes(row: QueueRow, request: JobRequest, sizes: Mapping[str, int])
 
 
 def partition_too_small(rows: Sequence[QueueRow], request: JobRequest, sizes: Mapping[str, int]) -> str | None:
-    """A warning if components together request more nodes of a partition than it has: Slurm takes such a job and never starts it.
+    """A warning if components together request more nodes of a partition than it has; else None.
+
+    Slurm takes such a job and never starts it.
 
     Args:
         rows: the components in the queue.

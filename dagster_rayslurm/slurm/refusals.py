@@ -1,4 +1,4 @@
-"""Sentences for refusals, for jobs that can never start, and for commands of Slurm that do not answer. Pure.
+"""What a failure message says when Slurm refuses a job, can never start it, or does not answer. Pure.
 
 A request that cannot be granted is refused by sbatch or stays pending for ever, depending on the version and on
 `EnforcePartLimits` (slurm.conf(5)); tried on 22.05 and 24.11:
@@ -27,11 +27,11 @@ from .request import JobRequest
 
 
 class SlurmUnanswered(OSError):
-    """A command of Slurm gave no answer, which says nothing about any job. The message is one sentence."""
+    """Raised when a command of Slurm gives no answer, which says nothing about any job. The message is one sentence."""
 
 
 def unanswered(place: str, program: str, done: Completed) -> SlurmUnanswered:
-    """The error for a program that gave no answer at a place."""
+    """The error to raise for a program of Slurm that gave no answer; `place` names the host."""
     said = " ".join(done.stderr.decode("utf-8", "replace").split())[-500:]
     if done.returncode == 127:
         return SlurmUnanswered(f"{place}: {program} is not on the PATH that a non-interactive login has; add it there ({said})")
@@ -43,6 +43,7 @@ _PREFIX = re.compile(r"^sbatch: (error: |fatal: )?(Batch job submission failed: 
 _NOISE = re.compile(r"^(sbatch: (warning:|Slurm .*retrying|error: get_addr_info: )|Try \"sbatch --help)", re.IGNORECASE)
 _OPTION = re.compile(r"(?:option '--|for --|Invalid --)([a-z][a-z-]*)")
 _MAX_WORDS = 400
+"""Most characters of sbatch's own errors that a sentence quotes."""
 
 _TEMPORARY = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|Communication (connection|shutdown) failure"
@@ -50,6 +51,7 @@ _TEMPORARY = re.compile(
     r"|Message (send|receive) failure|Munge encode failed|Protocol authentication error|standby mode|Rate limit exceeded"
     r"|MaxJobCount limit|job queue full|MaxSubmitJob|GrpSubmitJob"
 )
+"""Errors of sbatch that are no objection to the request, see `is_temporary`."""
 
 _NODES = '`sinfo -N -o "%N %P %c %m %G %f"` shows what each node has'
 _ASSOCIATIONS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists yours"
@@ -109,7 +111,7 @@ _ADVICE = (
     (r"Invalid wckey", "check --wckey in SlurmQueueConfig.extra_sbatch"),
     (r"dependency", "check --dependency in SlurmQueueConfig.extra_sbatch"),
 )
-"""Pattern of an error of sbatch → advice; the first match counts."""
+"""Advice for each error of sbatch, by a pattern of the error; the first match counts."""
 
 _QUANTITIES = {
     "Cpu": ("CPUs", "num_nodes or cpus_per_node"),
@@ -119,6 +121,7 @@ _QUANTITIES = {
     "Node": ("nodes", "num_nodes"),
     "WallDuration": ("time", "time_limit"),
 }
+"""By the word in Slurm's reason: what a limit counts, and the fields of `SlurmQueueConfig` that ask for it."""
 _OTHER_QUANTITY = ("what it counts", "num_nodes, its fields for each node, or extra_sbatch")
 _ABOVE_MAXIMUM = re.compile(r"(QOS|Assoc)Max([A-Za-z]+?)(Minutes)?Per(?:Job|Node)(?:Limit)?")
 _BELOW_MINIMUM = re.compile(r"QOSMin([A-Za-z]+?)(?:NotSatisfied)?")
@@ -154,11 +157,11 @@ _NEVER = (
     (r"Reservation(Deleted|Invalid)", f"the reservation in SlurmQueueConfig.reservation is gone; {_RESERVATIONS}"),
     (r"DependencyNeverSatisfied", "what --dependency in SlurmQueueConfig.extra_sbatch waits for can no longer come"),
 )
-"""Pattern of a pending reason that stays true while request and limits stay as they are → sentence."""
+"""Sentences for pending reasons that stay true while the request and the limits stay as they are, by a pattern of the reason."""
 
 
 def explain(stderr: str, partitions: Sequence[str] = ()) -> str:
-    """Why sbatch failed, and what to do.
+    """The sentence that says why sbatch failed, and what to do.
 
     Args:
         stderr: the output of sbatch.
@@ -199,7 +202,7 @@ def impossible(reason: str, partition: str | None = None) -> str | None:
 
 
 def _over_limit(reason: str) -> str | None:
-    """A sentence for a reason that names a limit on single jobs."""
+    """The sentence for a reason that names a limit on single jobs; None for any other reason."""
     above, below = _ABOVE_MAXIMUM.fullmatch(reason), _BELOW_MINIMUM.fullmatch(reason)
     if above:
         owner = "QOS" if above[1] == "QOS" else "account"
@@ -243,7 +246,7 @@ def _advice(stderr: str, partitions: Sequence[str]) -> str:
 
 
 def with_requested_values(sentence: str, request: JobRequest) -> str:
-    """The sentence, and the requested value of each field that it names, for each component."""
+    """The sentence, followed by what the request asked for in each field that the sentence names, for each component."""
     heterogeneous = bool(request.further_components)
     values = [(_values(sentence, each), f" of {each.component_id!r}" if heterogeneous else "") for each in request.components]
     text = "; ".join(named + component for named, component in values if named)

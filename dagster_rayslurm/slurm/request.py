@@ -1,4 +1,4 @@
-"""What sbatch is asked for: the queue configuration, completed by the footprint of the launcher. Pure."""
+"""The request for a job: the queue configuration, completed by what the launcher wants on each node. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _LONG_OPTION = re.compile(r"--([A-Za-z][A-Za-z0-9-]*)(=.*)?")
 
 _NAME_PREFIX = "rayslurm-"
 _MAX_STEP = 40
+"""Most characters of the step's key in a job name."""
 _MAX_COMMENT = 500
-"""Bytes; slurmctld refuses strings of more than 1024 (tried on 22.05 and 24.11)."""
+"""Most bytes of a job's comment; slurmctld refuses strings of more than 1024 (tried on 22.05 and 24.11)."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class JobRequest:
 
     @property
     def components(self) -> tuple[JobRequest, ...]:
-        """The request of each component, in the job's order; of a plain job the request itself."""
+        """The request of each component, in the job's order; for a job without components, the request itself."""
         return (self, *self.further_components)
 
     @property
@@ -70,7 +71,7 @@ class JobRequest:
 
     @property
     def login_variables(self) -> list[str]:
-        """Variables of sbatch in the user's login that count, as no component sets their field."""
+        """The `SBATCH_*` variables of the user's login that sbatch may see, as no component sets the field they stand for."""
         open_fields = [
             field
             for field in SBATCH_FIELDS
@@ -80,7 +81,7 @@ class JobRequest:
 
 
 def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str, comment: str) -> JobRequest:
-    """The request for an allocation.
+    """The request for a job on the nodes that a queue configuration describes.
 
     Args:
         queue: the allocation, every `EnvVar` resolved.
@@ -128,7 +129,7 @@ def _check_memory(queue: SlurmQueueConfig, cpus: int | None, footprint: Footprin
 
 
 def _amount(granted: int | None, field: str, unit: str, footprint: Footprint) -> int | None:
-    """What the queue grants, else the largest amount that the launcher wants; a want of 0 counts as none."""
+    """The amount to request on each node: what the queue says, else the most that the launcher wants; 0 counts as no want."""
     wants = [want for want in footprint if want.unit == unit and want.amount]
     if granted is None:
         return max((int(want.amount) for want in wants if want.amount), default=None)
@@ -190,7 +191,7 @@ def _check_extra_option(queue: SlurmQueueConfig, option: str) -> None:
 
 
 def job_name(step_key: str, nonce: str) -> str:
-    """A job name that shows the step and ends in the nonce, by which the job is found again."""
+    """A job name that shows the step and ends in the nonce, a random word by which the job is found again."""
     return f"{_NAME_PREFIX}{_UNSAFE.sub('_', step_key)[:_MAX_STEP]}-{nonce}"
 
 

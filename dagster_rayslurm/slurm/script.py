@@ -18,13 +18,16 @@ LOG = "slurm.log"
 """File in the run directory with the output of the batch script and of Slurm."""
 
 _EXIT = re.compile(rb"([0-9]+) ([0-9]+) ([0-9]+)")
+"""A line of the file `exit`: job id, restart count and exit code of srun."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 _TASK = 'exec "$@" >>"node-$SLURM_NODEID.log" 2>&1'
+"""Shell command of each task of a heterogeneous job, see `_srun_across`."""
 _FIRST_COMPONENT_VARIABLES = """\
 CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK \\
     SLURM_NNODES SLURM_NPROCS SLURM_NTASKS SLURM_TASKS_PER_NODE"""
+"""Variables of the batch script that are true of the first component only, see `_srun_across`."""
 
 _END = """\
 # scancel sends SIGTERM to srun and to this shell, which must live to write the exit code.
@@ -63,7 +66,7 @@ def escape_pattern(path: str) -> str:
 
 
 def render_script(request: JobRequest, command: Sequence[str], run_dir: str, site: Mapping[str, str]) -> str:
-    """The batch script.
+    """The text of the batch script of a job.
 
     The script appends the exit code of srun to the file `exit` in the run directory (see `parse_exit`). Messages of Slurm go
     to `slurm.log` there, and the output of each node's runtime to `node-<number>.log`. A requeued job runs the script again
@@ -101,11 +104,11 @@ def render_script(request: JobRequest, command: Sequence[str], run_dir: str, sit
 
 
 def parse_exit(data: bytes, job_id: int) -> int | None:
-    """The exit code of srun in the last attempt of a job.
+    """The exit code of srun since the last requeue of a job, from the file `exit` that the batch script writes.
 
     Args:
-        data: the file `exit`: a line of job id, restart count and exit code for each attempt. Another job may have left lines
-            too, if a submission was repeated because its answer was lost.
+        data: the file, with a line of job id, restart count and exit code for each time the script ran. Another job may have
+            left lines too, if a submission was repeated because its answer was lost.
         job_id: the job.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The queue of a user as one `squeue` shows it: one snapshot for all jobs, shared through a file on the cluster.
+"""The user's jobs in Slurm's queue: one snapshot, from one `squeue`, that all processes share through a file on the cluster.
 
 However many steps, processes and Dagster hosts look at the queue, slurmctld is queried once per `poll_interval`. A process that
 finds the snapshot too old claims its renewal, and the others read the result. squeue(1) is that of Slurm 22.05 and 24.11.
@@ -23,20 +23,22 @@ from .refusals import SlurmUnanswered, unanswered
 from .snapshot import COLUMNS, QueueSnapshot, parse_snapshot, parse_squeue, render_snapshot
 
 SNAPSHOT = "snapshot.json"
-"""Name of the file in the shared directory."""
+"""Name of the snapshot's file in the shared directory."""
 
 _MAX_BYTES = 64 * 1024 * 1024
+"""Size from which the snapshot's file is taken for damaged."""
 _BLOCK = 1024 * 1024
+"""Bytes of the snapshot's file that are read at a time."""
 _TIMEOUT = 120.0
-"""Seconds; if slurmctld is down, squeue gives up earlier (MessageTimeout, 10 s, a few times)."""
+"""Seconds for one squeue; if slurmctld is down, squeue gives up earlier (MessageTimeout, 10 s, a few times)."""
 _BACK_OFF = 5.0
-"""A slow slurmctld is queried no more often than every so many times its last answer took."""
+"""Least pause between two queries, as a multiple of the time that slurmctld took to answer the last one."""
 _REREAD = 2.0
 """Seconds between two reads of a snapshot that another process is renewing."""
 _JITTER = 0.1
-"""Part of the interval over which the processes spread that find the same snapshot too old."""
+"""Largest delay, as a part of the interval, by which processes spread that find the same snapshot too old."""
 _KEEP_CLAIMS = 600.0
-"""Seconds; a claim must outlive the caches of other hosts (NFS: a minute)."""
+"""Least seconds for which the mark of a claimed renewal is kept: it must outlive the caches of other hosts (NFS: a minute)."""
 
 # $1 is a random word that begins each row, as a job name may contain a newline. Without --all hidden partitions hide jobs.
 # --states=all also shows jobs that ended, for MinJobAge (300 s by default).
@@ -80,7 +82,7 @@ class ClusterClock:
         self._offset: float | None = None
 
     def now(self) -> float:
-        """The time there in seconds of the epoch; the edge node is asked once.
+        """The time on the edge node, in seconds of the epoch; the edge node is asked for it at most once.
 
         Raises:
             OSError: the edge node cannot be asked.
@@ -98,20 +100,20 @@ class ClusterClock:
         return self.local() + self._offset
 
     def observe(self, stamp: float, asked: float, answered: float) -> None:
-        """Correct the clock by an answer with the time there, which was asked for and received at two `local()` times."""
+        """Correct the clock by a time stamp from the edge node, asked for and answered at two `local()` times."""
         low, high = stamp - answered, stamp - asked
         before = (low + high) / 2 if self._offset is None else self._offset
         self._offset = min(max(before, low), high)
 
 
 class SharedQueue:
-    """The snapshot of the queue that all processes and hosts of a user share.
+    """Access to the one snapshot of the queue that all processes and hosts of a user share.
 
     Args:
         connection: the edge node, or this machine if `squeue` is here.
         directory: the directory of the snapshot and the claims, on a file system that all edge nodes share.
         poll_interval: seconds for which a snapshot is good.
-        start: starts work that takes time; by default in a thread.
+        start: runs a renewal of the snapshot, which takes time; by default in a background thread.
         clock: the cluster's clock, which learns from every answer.
 
     Attributes:
@@ -141,7 +143,9 @@ class SharedQueue:
         self._spread = random.uniform(0, _JITTER)
 
     def latest(self, now: float) -> QueueSnapshot | None:
-        """The newest known snapshot, None before the first; never waits for Slurm. A newer one may come with a later call.
+        """The newest known snapshot, None before the first; does not wait for Slurm.
+
+        If the snapshot is too old, a renewal starts, and a later call returns the new snapshot.
 
         Args:
             now: the cluster's clock, such as `clock.now()`.
@@ -160,7 +164,7 @@ class SharedQueue:
         return self._snapshot
 
     def wait_for_latest(self, now: float) -> QueueSnapshot | None:
-        """As `latest`, but waits for Slurm if the newest snapshot is too old."""
+        """As `latest`, but if the newest snapshot is too old, waits for Slurm and returns the new one."""
         return SharedQueue(self._connection, self._directory, self._poll_interval, lambda work: work(), self.clock).latest(now)
 
     def _interval(self) -> float:
@@ -194,7 +198,7 @@ class SharedQueue:
         return parse_snapshot(data)
 
     def _renew(self, now: float, interval: float) -> None:
-        """Query Slurm and write the snapshot, unless another process has claimed that.
+        """Query Slurm and write the snapshot, unless another process has claimed this renewal.
 
         Raises:
             OSError: Slurm did not answer, or cannot be asked.
@@ -217,7 +221,7 @@ class SharedQueue:
 
 
 def fetch_queue(connection: Connection) -> QueueSnapshot:
-    """The queue right now, for the few decisions that need more than the shared snapshot.
+    """The queue right now, from a `squeue` of its own; for the few decisions that must not rest on the shared snapshot.
 
     Raises:
         SlurmUnanswered: Slurm did not answer.
@@ -229,7 +233,10 @@ def fetch_queue(connection: Connection) -> QueueSnapshot:
 
 
 def _run_squeue(connection: Connection, script: str, *words: str) -> tuple[float, QueueSnapshot | float]:
-    """Run a script on the cluster: the time there before, and the queue or the time at which another process claimed it.
+    """Run a script with `squeue` on the cluster.
+
+    Returns:
+        The cluster's time before the query, and the queue, or the time at which another process claimed the query.
 
     Raises:
         OSError: there is no answer.
@@ -263,7 +270,7 @@ _queues: weakref.WeakValueDictionary[tuple[int, str, float], SharedQueue] = weak
 
 
 def shared_queue(connection: Connection, directory: str, poll_interval: float) -> SharedQueue:
-    """The one `SharedQueue` of this process for a connection, directory and interval. Its first use sends the first command."""
+    """Returns the `SharedQueue` for a connection, directory and interval, one per process; this sends no command yet."""
     # A queue keeps its connection alive, so no other connection has the same id.
     key = (0 if isinstance(connection, LocalConnection) else id(connection), directory, poll_interval)
     with _lock:
@@ -274,7 +281,7 @@ def shared_queue(connection: Connection, directory: str, poll_interval: float) -
 
 
 def _reset_after_fork() -> None:
-    """A forked child has no threads that could release the lock."""
+    """Called in a forked child, which has no thread that could release the lock."""
     global _lock
     _lock = threading.Lock()
     _queues.clear()

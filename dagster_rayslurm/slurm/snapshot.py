@@ -1,4 +1,4 @@
-"""A snapshot of the queue: the rows of `squeue`, and the file that shares them. Pure; of Slurm 22.05 and 24.11."""
+"""A snapshot of Slurm's queue: the rows of `squeue`, and the format of the file that shares them. Pure; Slurm 22.05 and 24.11."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from functools import cached_property
 from typing import Any
 
 _VERSION = 1
+"""Version of the file's format."""
 
 _UNIT = "\x1f"
 # The name comes last, as it may contain any character. %A is the number of a component or array task itself, %i the label that
 # users know; %S of a pending job is when Slurm expects it to start.
 COLUMNS = "".join(_UNIT + column for column in ("%A", "%i", "%T", "%r", "%S", "%V", "%D", "%N", "%P", "%j"))
-"""What follows the mark in `squeue --format`."""
+"""The columns of `squeue --format`; a mark, which begins each row, stands before them."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class QueueRow:
     """A job, or one component of a heterogeneous job, in the queue.
 
     Attributes:
-        job_id: its own number, also of a component or an array task.
+        job_id: the number of the job, or the own number of a component or array task.
         label: the number that users know, such as "12+1" or "12_[1-5]".
         state: Slurm's word, such as "PENDING".
         reason: why it waits, or why it ended; "None" for none.
@@ -48,7 +49,7 @@ class QueueRow:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is a plain job or the first component, whose id stands for the whole job."""
+        """Whether the id in this row stands for a whole job: a job without components, or the first component of one."""
         component = self.label.partition("+")[2]
         return not component or component == "0"
 
@@ -81,7 +82,7 @@ class QueueSnapshot:
         return self._by_id.get(job_id)
 
     def components(self, job_id: int) -> tuple[QueueRow, ...]:
-        """The rows of a job's components, in order; of a plain job its one row.
+        """The rows of a job's components, in order; for a job without components, its one row.
 
         Slurm forgets each component at a time of its own, the first component too.
         """
@@ -93,7 +94,7 @@ class QueueSnapshot:
         return tuple(sorted(own, key=lambda each: each.job_id))
 
     def named(self, name: str) -> tuple[QueueRow, ...]:
-        """The rows of the jobs of this name."""
+        """The rows of the jobs with this name."""
         return tuple(row for row in self.rows if row.name == name)
 
 
@@ -105,7 +106,7 @@ def render_snapshot(snapshot: QueueSnapshot) -> bytes:
 
 
 def parse_snapshot(data: bytes) -> QueueSnapshot | None:
-    """The snapshot in a file; None if there is none, or one of another version."""
+    """The snapshot in the content of a file; None if it holds none, or one of another version."""
     try:
         content: dict[str, Any] = json.loads(data)
         if content["version"] != _VERSION:

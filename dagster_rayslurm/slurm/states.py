@@ -1,4 +1,4 @@
-"""The state of a job, reduced from observations: pending, running, ended, lost or unknown. Pure.
+"""The state of a job, derived from all observations of it: pending, running, ended, lost or unknown. Pure.
 
 Only positive evidence ends a job. A job that is not in the queue is lost only after a while without a break, by the clock of
 the snapshots. An unanswered query makes no snapshot, so it makes no time pass. The states are those of squeue(1), Slurm 22.05
@@ -46,7 +46,13 @@ class JobPhase(str, Enum):
 
 @dataclass(frozen=True)
 class Timers:
-    """For how many seconds, and in how many snapshots at least, a job must be out of the queue to be lost."""
+    """How long a job must be missing from the queue until it counts as lost.
+
+    Attributes:
+        absence: seconds for a job that Slurm may not requeue.
+        requeue_absence: seconds for a job that Slurm may requeue.
+        snapshots: number of snapshots in a row without the job, at least.
+    """
 
     absence: float = 60.0
     requeue_absence: float = 300.0
@@ -55,7 +61,7 @@ class Timers:
 
 @dataclass(frozen=True)
 class Seen:
-    """The row of the job in a snapshot that began at a time; None if the job is not in the snapshot."""
+    """An observation: the job's row in a snapshot of the queue; None if the job is not in the snapshot."""
 
     at: float
     row: QueueRow | None
@@ -63,31 +69,31 @@ class Seen:
 
 @dataclass(frozen=True)
 class Started:
-    """The run record started."""
+    """An observation: the record of the run has begun."""
 
     at: float
 
 
 @dataclass(frozen=True)
 class Exited:
-    """The batch script wrote the exit code of `srun`."""
+    """An observation: the batch script has written the exit code of `srun`."""
 
     at: float
     exit_code: int
 
 
 Observation = Seen | Started | Exited
-"""`at` is the cluster's clock: when the snapshot began, else when the observation was made."""
+"""What `JobWatch.after` takes. `at` is a time by the cluster's clock: when the snapshot began, else when it was observed."""
 
 
 def seen(snapshot: QueueSnapshot, job_id: int) -> Seen:
-    """A snapshot as an observation of one job."""
+    """What a snapshot of the queue says of one job, as an observation."""
     return Seen(snapshot.began, snapshot.job(job_id))
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The state of a job, as far as is known.
+    """The state of a job in Slurm, as far as is known.
 
     Attributes:
         phase: what the job is doing.
@@ -105,19 +111,19 @@ class JobStatus:
 
     @property
     def over(self) -> bool:
-        """Whether this is final."""
+        """Whether the job has ended or is lost, so that its phase changes no more."""
         return self.phase in (JobPhase.ENDED, JobPhase.LOST)
 
 
 @dataclass(frozen=True)
 class JobWatch:
-    """The reducer of a job's observations; `view` is final once it is over.
+    """What all observations of a job so far add up to: `after` adds one, and `view` says what they mean.
 
     Attributes:
         submitted: when sbatch returned, by the cluster's clock, in seconds of the epoch.
         requeue: whether Slurm may requeue the job.
         timers: when an absent job is lost.
-        final: the final status; None before.
+        final: the final status; None before the job is over.
         newest: when the newest snapshot began.
         reported: what Slurm said last of the job, in the snapshot that began at `reported_at`.
         absent_since: since when the job is out of the queue without a break, in `absent_snapshots` snapshots.
@@ -139,7 +145,7 @@ class JobWatch:
 
     @property
     def view(self) -> JobStatus:
-        """The status of the job now."""
+        """The status of the job after all observations so far; it stays the same once it is over."""
         if self.final:
             return self.final
         reported = self.reported
@@ -152,7 +158,7 @@ class JobWatch:
         return reported
 
     def after(self, observation: Observation) -> JobWatch:
-        """The watch with one more observation. Snapshots that are not newer than the newest one change nothing."""
+        """A copy of this watch with one more observation. A snapshot that is not newer than the last one changes nothing."""
         if self.final:
             # Slurm may report the end before the batch script's exit code arrives.
             if isinstance(observation, Exited) and self.final.exit_code is None:

@@ -1,4 +1,4 @@
-"""Submission: one command makes the run directory and calls sbatch; a lost answer never makes two jobs."""
+"""Submission of a job: one command makes the run directory and calls sbatch; a lost answer never makes two jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ABANDONED = "abandoned"
 MANIFEST = "offer.json"
 CURRENT = "current"
 """Files of a session: the name of the job that created the session, the mark that the creator gave up, the session's manifest,
-and the copy of the newest manifest in the parent directory, which saves others the search."""
+and the copy of the newest manifest in the parent directory, which saves other processes the search."""
 
 _SUBMIT = f"""
 kept_variables=$2
@@ -70,7 +70,9 @@ fi
 date +%s.%N
 printf '%s\\n' "$id"
 """
-"""$1: the run directory. $2: the `SBATCH_*` variables to keep. $3: a job name, or "". $4: a random word. $5 and on: files and
+"""Shell script that makes the run directory and submits the job in it.
+
+$1: the run directory. $2: the `SBATCH_*` variables to keep. $3: a job name, or "". $4: a random word. $5 and on: files and
 directories that the job needs. Standard input: a tar of the files of the run directory.
 
 With $3 the run directory must be new: `mkdir` is atomic on NFS too, and only the process that makes the directory submits.
@@ -82,6 +84,8 @@ _CANNOT_WRITE = (70, 71)
 _TAKEN = 78
 _MISSING = 79
 _NO_PROGRAM = 127
+"""Exit codes of `_SUBMIT`: the run directory cannot be written, another process has made it, a needed file is missing, and sbatch
+is not found."""
 
 _FIND = f"""
 kept_variables=
@@ -92,24 +96,30 @@ sacct --noheader --parsable2 --allocations --name="$1" --starttime=now-1day --fo
 _FOUND = re.compile(r"(?P<job>[0-9]+)(?:\+(?P<component>[0-9]+))?\|(?P<state>.*)")
 _REFUSED = "FAILED|BadConstraints"
 _GIVEN_UP = "CANCELLED|None"
-"""How Slurm shows a job that it refused (tried on 22.05 and 24.11). Of a refused heterogeneous job, the refused component has a
-number of its own and this first state, and the components before it have the second."""
+"""State and reason of a job that Slurm refused (tried on 22.05 and 24.11).
+
+In a refused heterogeneous job, the refused component has `_REFUSED` and a number of its own, and the components before it have
+`_GIVEN_UP`."""
 _SBATCH_ERROR = re.compile(r"^sbatch: (error|fatal|unrecognized option|option|invalid option|ambiguous option)", re.MULTILINE)
 # `--parsable` prints "ID" or "ID;CLUSTER" (sbatch(1), Slurm 22.05); a site's own sbatch may print more before it.
 _ANSWER = re.compile(rb"([0-9]+\.[0-9]+)\n(?:.*\n)*([0-9]+)(?:;[^\n]*)?\n*")
 _TIMEOUT = 600.0
 """Seconds for making the directory and for sbatch, which retries for minutes if slurmctld is slow."""
 _ATTEMPTS = 5
+"""Most submissions of one job, and most times that the connection may be lost during one search for the job."""
 _PAUSE = 3.0
 """Seconds between two searches for a job whose submission was cut off, as slurmctld may still be at work on it."""
 
 
 class SubmissionRefused(StartError):
-    """Slurm does not take the job, or the run directory cannot be made; nothing was submitted."""
+    """Raised when Slurm does not take the job, or the run directory cannot be made; nothing was submitted."""
 
 
 class ClaimTaken(Exception):
-    """Another process makes this session, or has declared this process's claim abandoned; nothing was submitted."""
+    """Raised when another process creates this session, or has marked this process's attempt at it as abandoned.
+
+    No job remains submitted.
+    """
 
 
 @dataclass(frozen=True)
@@ -155,11 +165,11 @@ def submit(
         warn: receives a warning if the answer of a submission was lost.
         claim: whether other processes may make the same directory; only one of them submits.
         patience: seconds for which the edge node may be unreachable once the job may exist.
-        needs: files that must exist before; they are restored if they do not.
+        needs: files that must exist before sbatch is called; missing ones are sent again.
 
     Raises:
-        ClaimTaken: another process submits.
-        SubmissionRefused: the job is not taken.
+        ClaimTaken: another process has made the directory and submits the job.
+        SubmissionRefused: Slurm refuses the job or does not answer, or the run directory cannot be made.
         ConnectionFailed: the edge node cannot be reached; as far as is known, nothing was submitted.
     """
     archive = _pack(files)
@@ -222,14 +232,14 @@ def _stderr(done: Completed) -> str:
 
 
 def _is_certain(done: Completed) -> bool:
-    """Whether a failed submission made no job for sure: sbatch was never called, or refused in its own words."""
+    """Whether a failed submission certainly made no job: sbatch was never called, or refused in its own words."""
     said = _stderr(done)
     refused = 0 < done.returncode < 128 and bool(_SBATCH_ERROR.search(said)) and not is_temporary(said)
     return done.returncode in (*_CANNOT_WRITE, _MISSING, _NO_PROGRAM) or refused
 
 
 def _refusal(commands: Connection, done: Completed, run_dir: str, request: JobRequest) -> SubmissionRefused:
-    """The failure that a failed submission means."""
+    """The error to raise for a failed submission, from its exit code and output."""
     said, place = _stderr(done), commands.place
     base = re.split("/(?:runs|sessions)/", run_dir)[0]
     if done.returncode in _CANNOT_WRITE:
@@ -287,7 +297,7 @@ def _run_repeatedly(commands: Connection, command: list[str], patience: float) -
     """Run a command that changes nothing, again after a lost connection and while the connection cannot be made.
 
     Raises:
-        ConnectionFailed: for longer than `patience`, or for good.
+        ConnectionFailed: the connection cannot be made for longer than `patience`, or never will be.
     """
     outage, left = Backoff(), _ATTEMPTS
     while True:
@@ -303,7 +313,7 @@ def _run_repeatedly(commands: Connection, command: list[str], patience: float) -
 
 
 def parse_jobs_found(text: str) -> list[str]:
-    """Ids of jobs in lines of id, state and reason: of the first component each, without jobs that Slurm refused."""
+    """The ids of jobs in the output of `_FIND`: for each job that of its first component, without jobs that Slurm refused."""
     rows = [match for match in map(_FOUND.fullmatch, text.splitlines()) if match]
     refused = {int(row["job"]) for row in rows if row["state"].startswith(_REFUSED)}
     sizes: dict[str, int] = {}
