@@ -1,6 +1,6 @@
 """Run Ray-backed Dagster assets on this machine or on a Slurm cluster.
 
-Importing this package imports neither Ray nor paramiko, and of its own no more than describes assets and resources.
+Importing this package stays fast: it does not import Ray, paramiko, or the modules of this package that run payloads.
 """
 
 from dagster._core.libraries import DagsterLibraryRegistry

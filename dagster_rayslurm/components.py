@@ -1,8 +1,9 @@
-"""Components of a heterogeneous job: their order, their requests to Slurm, and the Ray cluster across them. Pure.
+"""Components of a heterogeneous Slurm job: their order, their requests to Slurm, and the Ray cluster across them.
 
 The component of the Ray head comes first: Slurm runs the batch script on its first node, and its job id names the whole job.
 
-How sbatch treats options that only some components have was tried on Slurm 22.05 and 24.11.
+The rules for options that sbatch passes on to later components were tested with Slurm 22.05 and 24.11. No function here has
+side effects.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from .slurm.fields import INHERITED_OPTIONS, SBATCH_FIELDS, Inheritance
 from .slurm.request import JobRequest, make_request
 
 _WHOLE_JOB = {field.name: field.meaning for field in SBATCH_FIELDS if field.inheritance is Inheritance.WHOLE_JOB}
+"""Queue fields with one value for the whole job; each with a function that makes different spellings of a value equal."""
 _INHERITED = tuple(field.name for field in SBATCH_FIELDS if field.inheritance is Inheritance.INHERITED)
+"""Queue fields that sbatch takes from an earlier component where a component does not set them."""
 _MAX_COMPONENTS = 128
-"""Most components of one job (MAX_HET_JOB_COMPS in Slurm's source)."""
+"""Maximum number of components in one job (MAX_HET_JOB_COMPS in Slurm's source)."""
 _NODE_FIELDS = [
     "num_cpus_per_node",
     "num_gpus_per_node",
@@ -30,17 +33,17 @@ _NODE_FIELDS = [
     "network_interface",
     "health_check",
 ]
-"""Fields of `RayLauncher` that concern each node; the others concern the cluster or the payload."""
+"""Fields of `RayLauncher` that a component may set for its own nodes; all other fields are for the cluster or the payload."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """One component of an allocation.
+    """One component of a heterogeneous job, ready to be requested from Slurm.
 
     Attributes:
-        queue: its request to Slurm.
-        launcher: the launcher of its nodes.
-        payload_wants: what the payload requires of its nodes in addition, because it runs there.
+        queue: the options of the component's request to Slurm.
+        launcher: the launcher of the component's nodes.
+        payload_wants: what the payload requires of these nodes in addition; only set where the payload runs.
     """
 
     component_id: str
@@ -50,14 +53,14 @@ class Component:
 
 
 def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -> tuple[Component, ...]:
-    """Put components in the order of the job, each with the job's time limit and signal.
+    """The components in the order of the job: the head's first, and all with the same time limit, requeue and signal.
 
     Args:
         components: every `EnvVar` resolved.
-        payload_in: the component in which the payload and the head run; None for the one marked `head`, or the first.
+        payload_in: the component in which the payload and the Ray head run; None for the one marked `head`, or the first.
 
     Raises:
-        ValueError: they contradict each other; the sentence names the component and the field.
+        ValueError: the components contradict each other; the sentence names the component and the field.
     """
     names = [each.component_id for each in components]
     if not names:
@@ -84,7 +87,11 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
 
 
 def _share(queues: list[SlurmQueueConfig], names: list[str]) -> list[SlurmQueueConfig]:
-    """Copy fields of the whole job to all queues, from any queue that does not have the default."""
+    """The queues with equal values in all `_WHOLE_JOB` fields; a value that differs from the default counts for all queues.
+
+    Raises:
+        ValueError: two queues have different values for such a field.
+    """
     common = {}
     for field, meaning in _WHOLE_JOB.items():
         default = SlurmQueueConfig.model_fields[field].default
@@ -100,7 +107,11 @@ def _share(queues: list[SlurmQueueConfig], names: list[str]) -> list[SlurmQueueC
 
 
 def _check_inheritance(queues: Sequence[tuple[str, SlurmQueueConfig]]) -> None:
-    """Refuse fields and options that a component would inherit from an earlier one by mistake."""
+    """Check that no component silently inherits a field or an option of an earlier component.
+
+    Raises:
+        ValueError: a component lacks a field or an option that sbatch would take from an earlier component.
+    """
     for field in _INHERITED:
         before: tuple[str, str] | None = None
         for name, queue in queues:
@@ -130,7 +141,7 @@ def _check_inheritance(queues: Sequence[tuple[str, SlurmQueueConfig]]) -> None:
 
 
 def _inherited_option(written: str) -> str | None:
-    """The inherited option that a word stands for, as sbatch accepts prefixes of names; None for other options."""
+    """The full name of an option that later components inherit; None for other options. sbatch accepts prefixes of names."""
     name = written.partition("=")[0].removeprefix("--")
     if name in INHERITED_OPTIONS:
         return name
@@ -139,14 +150,14 @@ def _inherited_option(written: str) -> str | None:
 
 
 def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tuple[Component, ...]:
-    """Merge the payload's launcher into the launchers of the components; its node fields are their defaults.
+    """The components with complete launchers: a field that a component's launcher does not set comes from the payload's.
 
     Args:
-        launcher: the payload's. Without Ray, the payload runs in the first component alone.
+        launcher: the payload's launcher. Without Ray, the payload runs in the first component alone.
         components: in the job's order.
 
     Raises:
-        ValueError: a component sets a field that belongs to the cluster or the payload.
+        ValueError: a component sets a field that belongs to the Ray cluster or the payload.
     """
     if launcher.ray_spec() is None:
         first, *others = components
@@ -157,14 +168,14 @@ def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tupl
 
 
 def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec | None:
-    """The Ray cluster across the components; None for a payload without Ray.
+    """The specification of one Ray cluster across all components; None for a payload without Ray.
 
     Args:
-        launcher: the payload's; sets the fields of the cluster and the defaults of the components.
-        components: in the job's order; merged with the launcher or not.
+        launcher: the payload's launcher; sets the fields of the cluster and the defaults of the components.
+        components: in the job's order, before or after `merge_launchers`.
 
     Raises:
-        ValueError: a component sets a field that belongs to the cluster, or the number of nodes is wrong.
+        ValueError: a component sets a field that belongs to the Ray cluster, or the number of nodes is wrong.
     """
     spec = launcher.ray_spec()
     if spec is None or not components:
@@ -186,10 +197,10 @@ def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec |
 
 
 def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) -> tuple[Component, ...]:
-    """Arrange the components of the spanning topology, merged with the launcher; empty if there are none.
+    """The components of the spanning topology in the job's order, with complete launchers; empty if there are none.
 
     Raises:
-        ValueError: they contradict each other, or the payload's launcher.
+        ValueError: the components contradict each other or the payload's launcher.
     """
     if not components:
         return ()
@@ -198,7 +209,11 @@ def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) 
 
 
 def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
-    """The launcher of a component's nodes: its own fields, else those of the payload's launcher."""
+    """The launcher of a component's nodes; a field that the component does not set comes from the payload's launcher.
+
+    Raises:
+        ValueError: the component's launcher has no Ray, or sets a field that it may not set.
+    """
     name, own = component.component_id, component.launcher
     if not isinstance(own, RayLauncher):
         raise ValueError(
@@ -229,7 +244,7 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
 
 
 def _node_spec(name: str, launcher: RayLauncher) -> NodeSpec:
-    """The nodes of a component in the Ray cluster."""
+    """What each node of a component offers to the Ray cluster, for the runtime."""
     ray = launcher.ray_spec()
     return NodeSpec(
         component_id=name,
@@ -244,7 +259,7 @@ def _node_spec(name: str, launcher: RayLauncher) -> NodeSpec:
 
 
 def request_for(components: Sequence[Component], *, job_name: str, comment: str) -> JobRequest:
-    """The request to Slurm for one job of all components.
+    """The request to Slurm for one heterogeneous job of all components.
 
     Raises:
         ValueError: a component contradicts itself, or grants less than its launcher requires; the sentence names both.
@@ -262,12 +277,12 @@ def request_for(components: Sequence[Component], *, job_name: str, comment: str)
 
 
 def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int) -> RaySpec:
-    """Simulate components on one machine: their nodes have what their queues request.
+    """The Ray cluster of a simulation on one machine: each component's node has the CPUs and GPUs that its queue requests.
 
     Args:
-        ray: the cluster.
-        components: the request to Slurm for each component.
-        cpus: the CPUs of the machine, a maximum for each component.
+        ray: the Ray cluster across the components.
+        components: what Slurm would be asked for, by component.
+        cpus: the CPUs of the machine; no node gets more by its queue.
     """
     requests = {each.component_id: each for each in components}
     nodes = []
@@ -280,7 +295,7 @@ def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int)
 
 
 def component_specs(request: JobRequest) -> list[ComponentSpec]:
-    """The components of a job as the runtime gets them; empty for a job without components."""
+    """The components of a job, in the form that the runtime reads; empty for a job without components."""
     return [
         ComponentSpec(part.component_id, part.num_nodes, part.cpus_per_node, part.gpus_per_node)
         for part in request.components

@@ -1,6 +1,6 @@
-"""`ComputeResource`: one resource, one `run()`, for every way to run a payload.
+"""`ComputeResource`, the resource that assets use to run payloads.
 
-The code that runs payloads is imported by the first call, so that loading definitions stays fast.
+The first call of `run()` imports the code that runs payloads, so that loading definitions stays fast.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from .unknown_names import explain_arguments
 
 
 class ComputeResource(ComputeConfig, dg.PipesClient):
-    """Runs payloads on this machine or in Slurm jobs, with a Ray cluster around each if its launcher says so."""
+    """Runs payloads on this machine or in Slurm jobs, with a Ray cluster for each payload whose launcher starts one."""
 
     @contextmanager
     def _resolve_and_update_nested_resources(self, context: dg.InitResourceContext) -> Iterator[Any]:
-        """Do not resolve `slurm` in local mode, so that variables which only the cluster needs may be unset.
+        """Called when Dagster resolves nested resources; leaves `slurm` unresolved in local mode.
 
-        Dagster resolves nested resources here. A version without this method resolves them in local mode too.
+        Variables that only the Slurm cluster needs may then be unset. A Dagster version that does not call this method
+        resolves them in local mode too.
         """
         mode = (context.resource_config or {}).get("mode", self.mode)
         if mode == ExecutionMode.LOCAL:
@@ -37,21 +38,21 @@ class ComputeResource(ComputeConfig, dg.PipesClient):
                 yield resolved
 
     def get_resource_definition(self) -> Any:
-        """Refuse a resource that no run can use as soon as Dagster loads it."""
+        """Called when Dagster loads the definitions; refuses a resource that no run can use."""
         from .validation import check_definition
 
         check_definition(self)
         return super().get_resource_definition()
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
-        """Begin to log in to the cluster while Dagster prepares the step."""
+        """Called when a step starts; begins to log in to the edge node while Dagster prepares the step."""
         if self.slurm is not None and self.mode != ExecutionMode.LOCAL:
             from .ssh.pool import connect_early
 
             connect_early(self.slurm.ssh)
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
-        """End the sessions that belong to this run alone; its process may live on."""
+        """Called when a step ends; ends the sessions with scope "run" of its Dagster run, whose process may live on."""
         if context.run is not None:
             from .backends.sessions.run_scope import run_ended
 
@@ -73,7 +74,7 @@ class ComputeResource(ComputeConfig, dg.PipesClient):
         components: Sequence[HetComponent] | None = None,
         uses_pipes: bool | Mapping[str, bool] = True,
     ) -> CompletedRun:
-        """Run a payload and wait for it, with its output and Pipes messages streaming into Dagster.
+        """Run a payload and wait until it ends; its output and Pipes messages stream into Dagster meanwhile.
 
         Example:
             ```python
@@ -118,16 +119,16 @@ class ComputeResource(ComputeConfig, dg.PipesClient):
         return run(self, context, arguments, extras)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:
-        """End a warm Ray cluster and everything that runs on it; on Slurm, end the job or the session of the cluster.
+        """End a warm Ray cluster and everything that runs on it; on Slurm, end its job or session.
 
         Args:
             cluster_id: from `CompletedRun.cluster_id` or the metadata "Ray cluster ID".
 
         Returns:
-            Whether there was such a cluster.
+            Whether a Ray cluster with this id existed.
 
         Raises:
-            RunFailure: the cluster, or Slurm, does not answer.
+            RunFailure: the Ray cluster or Slurm does not answer.
         """
         from .run_call import end_cluster
 
@@ -142,7 +143,7 @@ class ComputeResource(ComputeConfig, dg.PipesClient):
         queue: SlurmQueueConfig | Mapping[str, Any] | None = None,
         components: Sequence[HetComponent] | None = None,
     ) -> str:
-        """Render what `run` would start, for a person to read; nothing is started, and no cluster is contacted.
+        """The batch script that `run` would submit, for a person to read; starts nothing and contacts no cluster.
 
         Args:
             payload_path: as for `run`.
@@ -151,8 +152,8 @@ class ComputeResource(ComputeConfig, dg.PipesClient):
             components: as for `run`.
 
         Returns:
-            The batch script; words in capitals stand for values that are known only at submission. In local mode the
-            command that starts the runtime, and its start record.
+            The batch script; words in capitals stand for values that are known only at submission. In local mode, the
+            command that starts the runtime and the record that it reads first.
 
         Raises:
             RunFailure: an argument cannot be used.

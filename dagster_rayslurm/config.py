@@ -1,7 +1,7 @@
-"""Base classes and validators of all public classes: strict keys, `EnvVar` anywhere, one sentence per mistake.
+"""Base classes and validators of all configuration classes; each mistake of a user becomes one sentence.
 
-Dagster builds its schema from the fields. Its problems with enums, optional unions, subclasses and unknown keys were tried on
-Dagster 1.13 and are avoided here in one place.
+Dagster builds its configuration schema from the fields. The workarounds here, for enums, optional unions, subclasses, unknown
+keys and `EnvVar`, were tested with Dagster 1.13.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ _MEMORY = re.compile(r"^\d+[KMGT]?$", re.IGNORECASE)
 _SIGNAL = re.compile(r"^(?:(?P<name>[A-Z0-9]+)@)?(?P<seconds>[0-9]+)$")
 
 _RESERVED = ("RAYSLURM_", "DAGSTER_PIPES_")
+"""Prefixes of environment variables that users may not set: the runtime and Dagster Pipes set them for every payload."""
 
 MAX_BYTES = 2**17 - 1
-"""Most bytes of one argument or variable of a process (MAX_ARG_STRLEN of Linux, which counts a final NUL)."""
+"""Maximum bytes of one argument or environment variable of a process (MAX_ARG_STRLEN of Linux, which counts a final NUL)."""
 
 _ENV_VARS = (dg.EnvVar, type(dg.EnvVar.int("HOME")))
-"""`EnvVar` of a string, and the class of `EnvVar.int`, which Dagster does not export."""
+"""Classes of unresolved variables: `EnvVar`, and the class that `EnvVar.int` returns, which Dagster does not export."""
 
 C = TypeVar("C", bound=dg.Config)
 
 
 class ExecutionMode(str, Enum):
-    """How the runtime is started; the values are those of configuration and environment variables."""
+    """Where payloads run: on this machine, or in which form of Slurm job."""
 
     LOCAL = "local"
     """A child process on this machine, with no SSH and no Slurm."""
     SLURM = "slurm"
     """One Slurm allocation per asset."""
     SLURM_SESSION = "slurm-session"
-    """A warm allocation that many assets share."""
+    """A warm Slurm allocation that many assets share."""
     SLURM_HETJOB = "slurm-hetjob"
     """One heterogeneous Slurm job."""
 
@@ -66,13 +67,17 @@ class Topology(str, Enum):
 
 
 class StrictModel(BaseModel):
-    """Refuses unknown fields, which Dagster would accept silently, and suggests the probable name."""
+    """Base class that refuses unknown fields, which Dagster would accept silently, and suggests the probable name."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     def __init__(self, **values: Any) -> None:
-        """See the class."""
-        # Not in a validator, because Dagster takes values apart before validators see them.
+        """Create the object from its fields.
+
+        Raises:
+            ValueError: a field gets a class, or an object of a wrong class.
+        """
+        # A validator would come too late: Dagster turns objects into dictionaries before validators see them.
         for name, value in values.items():
             field = type(self).model_fields.get(name)
             wrong = None if field is None else _wrong_object(field, value)
@@ -92,7 +97,7 @@ class StrictModel(BaseModel):
 
 
 def _wrong_object(field: FieldInfo, value: object) -> str | None:
-    """A sentence for a class, or another value, given to a field that takes an object; None for a valid value."""
+    """A sentence that says why a field cannot hold a class or a value of the wrong class; None if the value may be valid."""
     if isinstance(value, type):
         return f"{value.__name__} is a class; write {value.__name__}(…)"
     classes = get_args(field.annotation)
@@ -102,11 +107,11 @@ def _wrong_object(field: FieldInfo, value: object) -> str | None:
 
 
 class StrictConfig(StrictModel, dg.Config):
-    """`dg.Config` for parts of a resource."""
+    """Base class of configuration objects inside a resource; refuses unknown fields."""
 
 
 class StrictResource(StrictModel, dg.ConfigurableResource):
-    """`dg.ConfigurableResource` for resources."""
+    """Base class of resources; refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -117,12 +122,18 @@ def is_env_var(value: Any) -> bool:
 
 
 def checked(check: Callable[[Any], Any]) -> BeforeValidator:
-    """A before-validator that ignores None and unresolved variables, which are checked once they have a value."""
+    """A pydantic validator that calls `check` for every value except None and unresolved variables.
+
+    A variable is checked when it has its value.
+    """
     return BeforeValidator(lambda value: value if value is None or is_env_var(value) else check(value))
 
 
 def choice(*options: str) -> BeforeValidator:
-    """A string from `options`, or an Enum member with such a value (Enum and Literal fields break with `EnvVar`)."""
+    """A pydantic validator for a string from `options`, or an Enum member with such a value.
+
+    Fields of type Enum or Literal do not work with `EnvVar`.
+    """
     names = tuple(map(str, options))
 
     def check(value: object) -> str:
@@ -135,19 +146,27 @@ def choice(*options: str) -> BeforeValidator:
 
 
 def at_least(low: float, unit: str = "") -> BeforeValidator:
-    """A validator of numbers that are not smaller than `low`."""
+    """A pydantic validator for numbers that are not smaller than `low`."""
     return checked(lambda value: check_at_least(value, low, unit))
 
 
 def check_at_least(value: Any, low: float, unit: str = "") -> Any:
-    """Check that a number is not smaller than `low`."""
+    """The number, unchanged.
+
+    Raises:
+        ValueError: the value is no number, is infinite, or is smaller than `low`.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < float("inf"):
         raise ValueError(f"{value!r} is not a number of at least {low:g}{unit and ' ' + unit}")
     return value
 
 
 def check_text(value: object) -> str:
-    """Check a string for a script, a job name or a command: UTF-8 without control characters."""
+    """The string, unchanged; it is safe in a script, a job name or a command.
+
+    Raises:
+        ValueError: the value is no string, cannot be written as UTF-8, or contains a control character.
+    """
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a string")
     try:
@@ -161,7 +180,11 @@ def check_text(value: object) -> str:
 
 
 def check_time_limit(value: object) -> str:
-    """Check a time limit in one of the formats of sbatch(1), Slurm 22.05."""
+    """The time limit as a string in one of the formats of sbatch(1), Slurm 22.05.
+
+    Raises:
+        ValueError: the value has another format, or is 0, which means no limit to Slurm.
+    """
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else check_text(value)
     if not _TIME_LIMIT.match(text):
         raise ValueError(
@@ -173,7 +196,11 @@ def check_time_limit(value: object) -> str:
 
 
 def check_memory(value: object) -> str:
-    """Check a size as `sbatch --mem` takes it."""
+    """The memory size as a string for `sbatch --mem`, such as "16G".
+
+    Raises:
+        ValueError: the value is a number without a unit, or no memory size.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         raise ValueError(f'{value!r} has no unit; write "{value:g}G" for GiB or "{value:g}M" for MiB')
     if not _MEMORY.match(check_text(value)):
@@ -182,14 +209,14 @@ def check_memory(value: object) -> str:
 
 
 def mebibytes(size: str) -> float:
-    """A size as `sbatch --mem` takes it, in MiB."""
+    """The MiB of a memory size for `sbatch --mem`, such as "16G"."""
     units = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
     unit = size[-1].upper()
     return int(size[:-1]) * units[unit] if unit in units else int(size)
 
 
 def time_limit_seconds(text: str) -> float | None:
-    """Seconds of a time limit as sbatch(1) takes it, Slurm 22.05; None for no limit, which 0 means as well."""
+    """The seconds of a time limit in a format of sbatch(1), Slurm 22.05; None for no limit, which 0 means as well."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
     days, dash, rest = text.rpartition("-")
@@ -201,7 +228,11 @@ def time_limit_seconds(text: str) -> float | None:
 
 
 def check_signal(value: object) -> str:
-    """Check a signal before the time limit: "SECONDS" or "SIGNAL@SECONDS", with the signal's name or number."""
+    """The text of a signal before the time limit: "SECONDS" or "SIGNAL@SECONDS", with the signal's name or number.
+
+    Raises:
+        ValueError: the value has another format, names no signal of this system, or leaves 0 seconds.
+    """
     match = _SIGNAL.match(check_text(value))
     if not match:
         raise ValueError(f'{value!r} is not a signal before the time limit; write SECONDS or SIGNAL@SECONDS ("USR1@300")')
@@ -217,14 +248,22 @@ def check_signal(value: object) -> str:
 
 
 def check_identifier(value: object) -> str:
-    """Check a name that is part of paths, and of labels and resources of Ray."""
+    """The name, unchanged; it can be part of a path, and of a label or a resource of Ray.
+
+    Raises:
+        ValueError: the value is longer than 63 characters, or contains others than letters, digits, "-", "_" and ".".
+    """
     if not re.match(r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$", check_text(value)):
         raise ValueError(f"{value!r} is not a name: use up to 63 letters, digits, '-', '_' and '.'")
     return str(value)
 
 
 def check_sbatch_options(value: object) -> list[str]:
-    """Check a list of long options of sbatch."""
+    """The options as a list.
+
+    Raises:
+        ValueError: the value is no list, or an item is not a long option of sbatch.
+    """
     if isinstance(value, str) or not isinstance(value, (list, tuple)):
         raise ValueError('write a list of options, such as ["--licenses=matlab:1"]')
     for option in value:
@@ -234,10 +273,10 @@ def check_sbatch_options(value: object) -> list[str]:
 
 
 def check_line(value: str, what: str) -> str:
-    """Check a string for one line of a script. The message names the field but not the value, which may be a secret.
+    """The string, unchanged; it fits on one line of a script.
 
     Raises:
-        ValueError: it contains a control character.
+        ValueError: the string contains a control character. The message does not show the string, which may be a secret.
     """
     found = _CONTROL.search(value)
     if found:
@@ -263,17 +302,17 @@ def has_variables(value: Any) -> bool:
 
 
 def resolve_variables(config: C, where: str, skip: Collection[str] = ()) -> C:
-    """A copy of a config with the value of every `EnvVar`; the same fields are set.
+    """A copy of a config object in which each `EnvVar` is replaced by its value; fields that were unset stay unset.
 
     Dagster resolves variables in resources and run config, but not in config objects that are arguments of `run()`.
 
     Args:
         config: any config object.
-        where: its name in error messages.
+        where: the name of the config object in error messages.
         skip: fields that stay unresolved.
 
     Raises:
-        ValueError: a variable is not set.
+        ValueError: an environment variable is not set, or not an integer where `EnvVar.int` names it.
     """
     names = [name for name in type(config).model_fields if name in config.model_fields_set]
     values = {name: getattr(config, name) for name in names}
@@ -301,10 +340,10 @@ def _resolve(value: Any, where: str) -> Any:
 
 
 def check_length(text: str, what: str) -> None:
-    """Check that Linux can pass an argument, or a variable with its name, to a process.
+    """Check that Linux can pass a text to a process, as an argument or as `NAME=VALUE` of a variable.
 
     Raises:
-        ValueError: it is too long.
+        ValueError: the text is longer than `MAX_BYTES`.
     """
     size = len(text.encode("utf-8", "surrogateescape"))
     if size > MAX_BYTES:
@@ -315,7 +354,7 @@ def check_length(text: str, what: str) -> None:
 
 
 def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[str, str]:
-    """The environment variables of a payload, every `EnvVar` resolved.
+    """The environment variables of a payload, with the value of every `EnvVar`.
 
     Raises:
         ValueError: a name is invalid or reserved, a value is not a string that a process can have, or an `EnvVar` is not set.
@@ -338,9 +377,9 @@ def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[st
 
 
 class SessionConfig(StrictConfig):
-    """A warm allocation (in local mode: a warm Ray cluster) that assets, processes and runs share.
+    """A session: a warm Slurm allocation (in local mode: a warm Ray cluster) that assets, processes and runs share.
 
-    Its job is never requeued, even with `requeue=True`: payloads that it had accepted would run twice.
+    The job of a session is never requeued, even with `requeue=True`: payloads that it had accepted would run twice.
     """
 
     name: Annotated[Optional[str], identifier] = Field(
