@@ -1,4 +1,4 @@
-"""Addresses by which the nodes of a cluster find each other."""
+"""Network addresses by which the nodes of a Ray cluster reach each other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ..protocol.end import ClusterError, EndReason
 from ..protocol.spec import RaySpec
 
 _IPV6 = "/proc/net/if_inet6"
+"""The file with the IPv6 addresses of this node (proc(5))."""
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this is a loopback address; False for a name."""
+    """Whether an address leads back to its own machine, as 127.0.0.1 does; False for a host name."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -24,7 +25,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of a network interface, or its IPv6 address if it has no other.
+    """The IPv4 address of a network interface, or its IPv6 address if it has no IPv4 address.
 
     Raises:
         ClusterError: this node has no such interface, or the interface has no address.
@@ -47,7 +48,7 @@ def interface_address(interface: str) -> str:
 
 
 def _ipv6_address(interface: str) -> Optional[str]:
-    """The global IPv6 address of an interface (proc(5)); None without one."""
+    """The global IPv6 address of a network interface; None if it has none."""
     try:
         with open(_IPV6) as file:
             rows = [line.split() for line in file]
@@ -58,7 +59,7 @@ def _ipv6_address(interface: str) -> Optional[str]:
 
 
 def route_address(host: str) -> Optional[str]:
-    """The address from which this node reaches a host; None without a route."""
+    """This node's own address on the network by which it reaches a host; None if there is no route to the host."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -69,10 +70,15 @@ def route_address(host: str) -> Optional[str]:
 
 
 def node_address(spec: RaySpec, gcs: str) -> Optional[str]:
-    """The address of a worker node: of the configured interface, else the one from which it reaches the head's GCS.
+    """The address that this worker node has in its Ray cluster; None if there is no route to the head.
+
+    That is the address of the configured network interface, or else the one from which this node reaches the head.
+
+    Args:
+        gcs: "HOST:PORT" of the GCS, the service of the head that all nodes of a Ray cluster connect to.
 
     Raises:
-        ClusterError: the interface has no address.
+        ClusterError: the configured interface has no address.
     """
     if spec.network_interface:
         return interface_address(spec.network_interface)

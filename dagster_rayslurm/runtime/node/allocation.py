@@ -1,4 +1,4 @@
-"""The Slurm job of this task, the nodes of its step, and the addresses of the head (srun(1), Slurm 22.05)."""
+"""What Slurm's environment variables tell a task: its job, the nodes of its step, the head's addresses (srun(1), Slurm 22.05)."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from .addresses import is_loopback, route_address
 from .gpus import GPU_VARIABLES
 
 _UNKNOWN_NETWORK = "192.0.2.1"
-"""An address on no network (RFC 5737): the route there is the default route."""
+"""An address on no network (RFC 5737), so the route to this address is the default route."""
 _COMPONENT_VARIABLES = ("SLURM_JOB_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE")
+"""Variables that Slurm sets for each component with the suffix `_HET_GROUP_N`."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One task's view of a step that has one task on each node.
+    """The Slurm job that this task runs in, its nodes, and this task's place among them; the step has one task on each node.
 
     Attributes:
         job_id: Slurm's job id.
         node_id: index of this node in `nodes`; the head is 0.
         nodes: names of all nodes, the head's first.
-        head_addresses: addresses of the head, the likeliest first; no loopback address if there are other nodes.
+        head_addresses: addresses at which the head may be reached, the likeliest first; if there are other nodes, none of them is
+            a loopback address.
         partition: partition of the job.
         account: account of the job; empty where Slurm has no accounts.
         restarts: how often Slurm has requeued the job.
         groups: the nodes of each component of a heterogeneous job, in the job's order; empty for any other job.
         job_ids: Slurm's job id of each component; empty for any other job.
         partitions: the partition of each component; empty for any other job.
-        component_ids: the names of the components; empty if they have none.
-        first: index of its first node in the step, if this is one component of several.
+        component_ids: the names of the components in the configuration; empty if they have none.
+        first: index in the step of the first of `nodes`; not 0 only if `nodes` are those of a later component.
     """
 
     job_id: str
@@ -55,17 +57,17 @@ class Allocation:
         return 0
 
     def component_of(self, node_id: int) -> Optional[str]:
-        """Name of the component that a node belongs to; None if it has none."""
+        """Name of the component that a node belongs to; None if the components have no names."""
         return self.component_ids[self.group_of(node_id)] if self.component_ids else None
 
     def of_own_group(self) -> "Allocation":
-        """The part of the allocation that is this task's own component; all of it if there are no components."""
+        """The allocation with the nodes of this task's own component only; with all nodes if there are no components."""
         if not self.groups:
             return replace(self, component_ids=[])
         group = self.group_of(self.node_id)
         first = sum(map(len, self.groups[:group]))
         nodes = self.groups[group]
-        # srun tells only its own address, which is that of the first component's first node.
+        # srun tells only the address of the node that it runs on, the first node of the first component.
         addresses = [address for address in self.head_addresses if address != nodes[0]] if group == 0 else []
         return replace(
             self,
@@ -82,12 +84,12 @@ class Allocation:
         )
 
     def facts(self) -> Dict[str, Any]:
-        """The facts that metadata shows."""
+        """What the run's metadata in Dagster shows of the allocation, as a dictionary for JSON."""
         facts = {"job_id": self.job_id, "partition": self.partition, "account": self.account, "nodes": self.nodes}
         return {**facts, "components": self._component_facts()} if self.component_ids else facts
 
     def _component_facts(self) -> List[Dict[str, Any]]:
-        """Facts about each component; Slurm numbers those of a heterogeneous job as in 17+0 and 17+1 (squeue(1))."""
+        """What metadata shows of each component; the components of job 17 have the ids 17+0, 17+1 and so on (squeue(1))."""
         if not self.groups:  # A single component makes no heterogeneous job.
             groups = [(self.job_id, self.partition, self.nodes)]
         else:
@@ -100,14 +102,14 @@ class Allocation:
 
 
 def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
-    """The allocation of this task, or None outside of a Slurm step."""
+    """The allocation that this task's environment variables describe; None outside of a Slurm step."""
     if "SLURM_JOB_ID" not in environ or "SLURM_NODEID" not in environ:
         return None
     groups = [expand_nodelist(text) for text in _of_components(environ, "SLURM_JOB_NODELIST")]
     # The step's own list of a heterogeneous job is sorted, and its node ids go by component (tried on 22.05 and 24.11).
     nodes = [node for group in groups for node in group]
     nodes = nodes or expand_nodelist(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
-    # srun runs on the first node; the address is what that node's name means there, by its own /etc/hosts perhaps 127.0.1.1.
+    # srun runs on the first node. Its address is what that node's name resolves to on that node, perhaps 127.0.1.1.
     launch = environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
     addresses = ["" if len(nodes) > 1 and is_loopback(launch) else launch, nodes[0]]
     partitions = _of_components(environ, "SLURM_JOB_PARTITION")
@@ -126,9 +128,9 @@ def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
 
 
 def head_address(allocation: Allocation) -> str:
-    """The address by which the other nodes reach the head; on a single node, any of its own.
+    """The address by which the other nodes reach the head; called on the head. Of a single node, any address will do.
 
-    If Slurm does not tell one, this is the address from which the head reaches another node.
+    If Slurm tells none, this is the head's own address on the network by which it reaches another node.
     """
     known, *_ = allocation.head_addresses
     name, *others = allocation.nodes
@@ -142,24 +144,24 @@ def head_address(allocation: Allocation) -> str:
 
 
 def component_variables(environ: Mapping[str, str], group: int) -> Dict[str, Optional[str]]:
-    """The Slurm variables of one component of a heterogeneous job; None for one that must be unset.
+    """The Slurm variables that a task of one component of a heterogeneous job should have; None for one that must be unset.
 
-    Every task has the variables of the first component, or of the last (srun(1); tried on Slurm 22.05 and 24.11).
+    Slurm gives every task the variables of the first or the last component (srun(1); tried on Slurm 22.05 and 24.11).
     """
     own = {name: environ.get("%s_HET_GROUP_%d" % (name, group)) for name in _COMPONENT_VARIABLES}
     if environ.get("SLURM_GPUS_ON_NODE", "0") == "0" and not environ.get("SLURM_STEP_GPUS"):
-        # srun sets them on nodes with GPUs; on this node they come from the first node, where the job's script ran.
+        # This node has no GPUs, so the GPU variables come from the first node, where the job's script ran.
         own.update(dict.fromkeys(GPU_VARIABLES))
     return own
 
 
 def select_component(environ: MutableMapping[str, str], here: Allocation, component_ids: Sequence[str]) -> Allocation:
-    """Set the variables of a task to those of its own component, and return its allocation with component names.
+    """The allocation of a task with component names; also gives `environ` the variables of the task's own component.
 
     Args:
         environ: the task's environment, which is changed.
-        here: the task's allocation.
-        component_ids: the names of the requested components; empty if there are none.
+        here: the task's allocation, without component names.
+        component_ids: the names of the requested components; empty if none were requested.
 
     Raises:
         ValueError: Slurm's step has another number of components.
@@ -175,7 +177,7 @@ def select_component(environ: MutableMapping[str, str], here: Allocation, compon
 
 
 def change(environ: MutableMapping[str, str], changes: Mapping[str, Optional[str]]) -> None:
-    """Set variables, and unset those that are None."""
+    """Change environment variables: set those with a value, and unset those whose value is None."""
     for name, value in changes.items():
         if value is None:
             environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""The GPUs of this node: which are granted to this job, and how busy those are."""
+"""The GPUs of this node: which GPUs are granted to this job, and how busy they are."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from ..process.loop import Loop, Timer
 from ..process.processes import query_program
 
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
-"""Variables that say which GPUs a process sees, by vendor; Slurm sets the last one together with the first (gres.conf(5))."""
+"""Environment variables of several vendors that say which GPUs a process sees. Slurm sets the last one whenever it sets the
+first (gres.conf(5))."""
 
 _LIST_TIMEOUT = 20.0
-"""Seconds in which `nvidia-smi` must answer; without its persistence daemon, a node of many GPUs is slow."""
+"""Seconds in which `nvidia-smi` must list the GPUs; it is slow on a node of many GPUs without NVIDIA's persistence daemon."""
 _FIRST_MISSING_DEVICE = 1000
-"""No machine has so many GPUs."""
+"""The first of the GPU indices that stand for missing GPUs: no machine has so many GPUs."""
 _INTERVAL = 5.0
+"""Seconds between two queries of how busy the GPUs are."""
 _TIMEOUT = 20.0
+"""Seconds in which a query must answer."""
 _NVIDIA = ("nvidia-smi", "--query-gpu=index,uuid,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
 _AMD = ("rocm-smi", "--showuniqueid", "--showuse", "--showmeminfo", "vram", "--json")
 _CARD = "card"
+"""What `rocm-smi` writes before the index of a GPU."""
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
@@ -50,7 +54,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
 
 def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
-    """Indices or UUIDs of the granted GPUs; None for all that the driver lists."""
+    """Indices or UUIDs of the GPUs granted to this process; None if all GPUs that the driver lists are granted."""
     if any(name in environ for name in GPU_VARIABLES[:-1]):
         return visible_gpus(environ, count_gpus(environ))[1]
     if "SLURM_STEP_GPUS" in environ:
@@ -59,13 +63,16 @@ def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
 
 
 def _owns_unmanaged_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether no other job runs here; no variable tells of `--exclusive`, so a Slurm job must have all CPUs of the node."""
+    """Whether all GPUs of this node are this process's, because no other Slurm job runs here.
+
+    No variable tells of `--exclusive`, so a Slurm job must have all CPUs of the node.
+    """
     granted = environ.get("SLURM_CPUS_ON_NODE", "")
     return "SLURM_JOB_ID" not in environ or (granted.isdigit() and int(granted) >= (os.cpu_count() or 1))
 
 
 def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]]:
-    """The variable that restricts a process to some GPUs, and the names of the first `count` that it leaves visible.
+    """The variable that says which GPUs this process sees, and the names of the first `count` of these GPUs.
 
     Several tiles of one Intel device count as one GPU.
     """
@@ -85,19 +92,25 @@ def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]
 
 
 def gpu_environment(variable: str, devices: Sequence[str]) -> Dict[str, Optional[str]]:
-    """Variables that show a process these GPUs and no others, named as by `visible_gpus`; None for one that must be unset."""
+    """The environment variables with which a process sees only the given GPUs; None for a variable that must be unset.
+
+    Args:
+        variable: the variable that `visible_gpus` returns.
+        devices: names of GPUs that `visible_gpus` returns.
+    """
     changes: Dict[str, Optional[str]] = {variable: ",".join(devices)}
     if variable == "ROCR_VISIBLE_DEVICES":
-        changes["HIP_VISIBLE_DEVICES"] = None  # Its numbers refer to the devices that were visible before.
+        changes["HIP_VISIBLE_DEVICES"] = None  # It numbers the devices that were visible before.
     return changes
 
 
 def missing_gpus(count: int) -> List[str]:
-    """Names of GPUs that no machine has: CUDA ignores such an index, so the process sees no device."""
+    """Names of `count` GPUs that no machine has; CUDA ignores such an index, so a process that gets these names sees no GPU."""
     return [str(_FIRST_MISSING_DEVICE + index) for index in range(count)]
 
 
 def _devices(visible: str) -> List[str]:
+    """The GPU names in the value of a variable; empty if the value stands for no GPU."""
     names = [name.strip() for name in visible.split(",")]
     return [name for name in names if name and name not in ("NoDevFiles", "-1", "none", "void")]
 
@@ -112,7 +125,7 @@ def list_gpus() -> List[str]:
     try:
         output, _ = process.communicate(timeout=_LIST_TIMEOUT)
     except subprocess.TimeoutExpired:
-        process.kill()  # Not waited for: if the driver hangs, no signal ends a process that has called it.
+        process.kill()  # Without a wait: if the GPU driver hangs, no signal ends a process that has called it.
         if process.stdout is not None:
             process.stdout.close()
         return []
@@ -123,20 +136,23 @@ class Gpu(NamedTuple):
     """How busy one GPU is."""
 
     number: str
+    """The index that the vendor's program gives the GPU."""
     uuid: str
     percent_busy: float
     memory: int
-    """Bytes in use."""
+    """Bytes of GPU memory in use."""
 
 
 Subscriber = Callable[[List[Gpu]], None]
+"""Called with the figures of the granted GPUs after each query."""
 Parse = Callable[[str], List[Gpu]]
+"""Reads the figures of all GPUs from the output of a vendor's program."""
 
 
 class GpuMonitor:
-    """Queries `nvidia-smi` or `rocm-smi` for the granted GPUs of this node, once for all subscribers.
+    """Tells subscribers every few seconds how busy the granted GPUs of this node are.
 
-    Intel has no such program.
+    One query of `nvidia-smi` or `rocm-smi` serves all subscribers. For Intel there is no such program and no query.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -146,12 +162,12 @@ class GpuMonitor:
         self._timer: Optional[Timer] = None
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call `subscriber` with the figures, soon and then every few seconds."""
+        """Call `subscriber` with the figures of the granted GPUs, soon and then every few seconds."""
         self._subscribers.append(subscriber)
         self._query_after(0.0)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """End these calls."""
+        """Call `subscriber` no more; the last one to leave ends the queries."""
         if subscriber in self._subscribers:
             self._subscribers.remove(subscriber)
         if not self._subscribers and self._timer is not None:
@@ -163,6 +179,7 @@ class GpuMonitor:
         self._timer = self._loop.call_later(delay, self._query)
 
     def _query(self) -> None:
+        """Start the first program that is installed; its answer goes to the subscribers and schedules the next query."""
         granted = granted_gpus(os.environ)
         if self._querying or granted == []:
             return
@@ -170,21 +187,23 @@ class GpuMonitor:
         def answered(parse: Parse, text: Optional[str]) -> None:
             self._querying = False
             if text is None or not self._subscribers:
-                return  # A program that fails is tried again when the next payload starts.
+                return  # After a failure, the next query comes with the next subscriber.
             gpus = select_granted(granted, parse(text))
             for subscriber in list(self._subscribers):
                 subscriber(gpus)
             self._query_after(_INTERVAL)
 
         for command, parse in _programs(os.environ):
-            with contextlib.suppress(OSError):  # It is not installed.
+            with contextlib.suppress(OSError):  # The program is not installed.
                 query_program(self._loop, command, _TIMEOUT, functools.partial(answered, parse))
                 self._querying = True
                 return
 
 
 def select_granted(granted: Optional[Sequence[str]], gpus: List[Gpu]) -> List[Gpu]:
-    """The GPUs that are granted; None grants all. A slice of a GPU (MIG) has no figures of its own and selects none.
+    """Those of `gpus` that are granted; `granted` is None if all are.
+
+    A granted slice of a GPU (MIG) selects no GPU, because a slice has no figures of its own.
 
     UUIDs may be abbreviated (CUDA_VISIBLE_DEVICES in the CUDA C++ Programming Guide).
     """
@@ -195,7 +214,7 @@ def select_granted(granted: Optional[Sequence[str]], gpus: List[Gpu]) -> List[Gp
 
 
 def parse_nvidia(text: str) -> List[Gpu]:
-    """Parse the output of `nvidia-smi`; a line with "[N/A]", as for a GPU that is cut in slices, is left out."""
+    """The GPUs in the output of `nvidia-smi`, without those whose figures are "[N/A]", such as a GPU that is cut in slices."""
     gpus = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
@@ -205,7 +224,7 @@ def parse_nvidia(text: str) -> List[Gpu]:
 
 
 def parse_amd(text: str) -> List[Gpu]:
-    """Parse the output of `rocm-smi --json`, which may begin with warnings (ROCm 5 to 7)."""
+    """The GPUs in the output of `rocm-smi --json` (ROCm 5 to 7); warnings before the JSON are skipped."""
     cards: Dict[str, Dict[str, str]] = {}
     with contextlib.suppress(ValueError):
         cards = json.loads(text[text.index("{") :])
@@ -219,7 +238,7 @@ def parse_amd(text: str) -> List[Gpu]:
 
 
 def _programs(environ: Mapping[str, str]) -> List[Tuple[Sequence[str], Parse]]:
-    """Programs to try, in this order, each with its parser."""
+    """Commands that may tell how busy the GPUs are, in the order to try them, each with the parser of its output."""
     if "ZE_AFFINITY_MASK" in environ:
         return []
     amd = "CUDA_VISIBLE_DEVICES" not in environ and any(

@@ -1,4 +1,4 @@
-"""Decides when to warn of a full node, and which Ray worker to kill. Pure."""
+"""Decides when to warn that a node's memory is nearly full, and which Ray worker to kill before Slurm ends the job. Pure."""
 
 from __future__ import annotations
 
@@ -7,39 +7,41 @@ from enum import Enum
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 WARN, KILL = 0.90, 0.95
-"""Shares of the limit from which the user is warned, and from which a Ray worker is killed."""
+"""Shares of the memory limit from which the Dagster log shows a warning, and from which a Ray worker is killed."""
 _REARM = 0.85
 """Share of the limit below which memory must fall before the next warning; it stays below `WARN`, so that memory that hovers
 around `WARN` causes one warning."""
 _LEAST_SHARE, _LEAST = 0.05, 256 * 2**20
-"""A worker that uses less than both this share of the limit and this many bytes is not killed."""
+"""A worker is killed only if it uses at least the smaller of this share of the limit and this many bytes."""
 _SETTLE = 3.0
-"""Seconds for which the memory of a killed worker may take to become free; gibibytes take some tenths of a second."""
+"""Seconds in which the memory of a killed worker should become free, before another worker is killed; gibibytes take some
+tenths of a second."""
 _FILL_RATE = 2 * 2**30
-"""Bytes per second by which memory may grow until the next sample; one process touches new memory about that fast."""
+"""Bytes per second by which memory use is expected to grow at most; one process touches new memory about that fast."""
 _SHORTEST, LONGEST = 0.1, 5.0
-"""Seconds between two samples."""
+"""The least and the most seconds between two samples."""
 
 
 class GroupKind(str, Enum):
-    """What a group of processes is."""
+    """What the leading process of a group is; only Ray workers may be killed."""
 
     WORKER = "worker"
     """A Ray worker."""
     DRIVER = "driver"
     """A payload's own process."""
     SYSTEM = "system"
+    """Any other process, such as Ray's daemons and this runtime."""
 
     def __str__(self) -> str:
         return self.value
 
 
 class Group(NamedTuple):
-    """A process with the processes below it.
+    """A leading process with the processes below it, whose memory counts together.
 
     Attributes:
-        pid: the process.
-        name: as the user knows it, such as "ray::train".
+        pid: id of the leading process.
+        name: what messages call the group, such as "ray::train".
         memory: bytes that become free when the group ends.
     """
 
@@ -50,7 +52,7 @@ class Group(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Memory of the job on one node. `groups` may be empty unless `needs_groups`."""
+    """Bytes of memory that the job uses on one node, and the limit in bytes; `groups` may be empty unless `needs_groups`."""
 
     used: int
     limit: int
@@ -62,26 +64,28 @@ class State:
     """What the guard remembers between two samples of a node."""
 
     warned: bool = False
-    """Whether the user was warned."""
+    """Whether a warning was given since memory use last fell below `_REARM`."""
     victim: Optional[int] = None
+    """Process id of the Ray worker that was killed last."""
     killed_at: float = 0.0
+    """When that worker was killed, in seconds of a monotonic clock."""
 
 
 class Action(NamedTuple):
-    """A sentence for the user; `kill` is the Ray worker to kill, if any."""
+    """What to do: a sentence to show in the Dagster log and, in `kill`, the process id of a Ray worker to kill, if any."""
 
     message: str
     kill: Optional[int] = None
 
 
 def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool = True) -> Tuple[State, List[Action]]:
-    """The new state, and the actions that one sample calls for.
+    """The warnings and kills that one sample calls for, and the state for the next sample.
 
     Args:
-        node: name of the node.
-        state: as returned for the sample before.
+        node: name of the node for messages.
+        state: the state that the call for the previous sample returned.
         now: seconds of a monotonic clock.
-        may_kill: False if nothing enforces the limit.
+        may_kill: whether a Ray worker may be killed; False if neither Slurm nor the kernel enforces the limit.
     """
     share = sample.used / sample.limit
     if share < _REARM:
@@ -95,7 +99,7 @@ def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool =
 
 
 def needs_groups(state: State, used: int, limit: int) -> bool:
-    """Whether `decide` needs the groups of the sample."""
+    """Whether memory use is so high that `decide` needs the groups of the sample, which take some time to collect."""
     return used >= (KILL if state.warned else WARN) * limit
 
 
@@ -105,7 +109,7 @@ def pause(used: int, limit: int) -> float:
 
 
 def _victim(state: State, sample: Sample, now: float) -> Optional[Group]:
-    """The Ray worker to kill; None if the memory of the last one is not free yet, or if no kill would help."""
+    """The Ray worker to kill; None if the last killed worker has not ended yet, or if killing the largest would not help."""
     pids = {group.pid for group in sample.groups}
     if state.victim in pids and now < state.killed_at + _SETTLE:
         return None
@@ -140,10 +144,10 @@ def _killed(node: str, sample: Sample, victim: Group) -> str:
 
 
 def in_mib(size: int) -> str:
-    """A size in the unit of `SlurmQueueConfig.mem`."""
+    """A size in MiB, the unit of `SlurmQueueConfig.mem`, for messages."""
     return "%d MiB" % (size // 2**20)
 
 
 def in_words(size: int) -> str:
-    """A size in the unit that is easiest to compare."""
+    """A size in GiB, or in MiB below one GiB, for messages."""
     return "%.1f GiB" % (size / 2**30) if size >= 2**30 else in_mib(size)

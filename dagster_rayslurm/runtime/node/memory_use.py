@@ -1,8 +1,8 @@
-"""Memory use of a job on this node, counted as Slurm counts it.
+"""How much memory a job uses on this node, counted as Slurm counts it.
 
 Slurm enforces a memory limit in one of two ways. With `task/cgroup` the kernel limits the job's cgroup. With
-`JobAcctGatherParams=OverMemoryKill` slurmd adds up the job's processes: their resident memory, less what they share with
-`NoShared`, or their proportional share with `UsePss` (slurm.conf(5)). Without either nothing enforces the limit.
+`JobAcctGatherParams=OverMemoryKill` slurmd adds up the resident memory of the job's processes. Shared memory does not
+count with `NoShared`, and counts in proportion with `UsePss` (slurm.conf(5)). Without either way nothing enforces the limit.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ _RECLAIMABLE = {
     "memory.current": ("inactive_file", "active_file", "slab_reclaimable"),
     "memory.usage_in_bytes": ("total_inactive_file", "total_active_file"),
 }
-"""The file with the memory use of a cgroup, in versions 2 and 1, and the fields of `memory.stat` that the kernel frees first."""
+"""The file with the memory use of a cgroup, in versions 2 and 1, and the fields of `memory.stat` for memory that the kernel can
+free at need."""
 _JOB = re.compile(r"/job_\d+(/|$)")
-"""The part of a cgroup's path that Slurm adds for each job, in both versions."""
+"""The directory in a cgroup's path that Slurm makes for each job, in both cgroup versions."""
 
 SHOW_CONFIG = ("scontrol", "show", "config")
-"""The command whose output says how slurmd counts."""
+"""The command whose output says how slurmd counts memory."""
 
 
 def resident_and_shared(pid: int) -> Tuple[int, int]:
-    """Bytes of resident memory of a process, and how many of them it may share; zeros if it is gone."""
+    """Bytes of resident memory of a process, and how many of them it may share with others; zeros if the process has ended."""
     try:
         with open("/proc/%d/statm" % pid) as file:
             fields = file.read().split()
@@ -35,7 +36,7 @@ def resident_and_shared(pid: int) -> Tuple[int, int]:
 
 
 def private_memory(pid: int) -> int:
-    """Bytes that become free when a process ends: resident memory less what it may share."""
+    """Bytes of memory that become free when a process ends: its resident memory without memory that it may share with others."""
     resident, shared = resident_and_shared(pid)
     return resident - shared
 
@@ -46,7 +47,7 @@ def resident_memory(pid: int) -> int:
 
 
 def proportional_memory(pid: int) -> int:
-    """Resident memory with each shared page divided by the number of processes that map it (Linux 4.14)."""
+    """Bytes of resident memory of a process, each shared page divided by the number of processes that map it (Linux 4.14)."""
     try:
         with open("/proc/%d/smaps_rollup" % pid) as file:
             found = re.search(r"^Pss:\s+(\d+) kB", file.read(), re.MULTILINE)
@@ -56,14 +57,16 @@ def proportional_memory(pid: int) -> int:
 
 
 class MemoryAccounting(NamedTuple):
-    """How the memory of a process counts, and whether slurmd enforces the limit on the sum."""
+    """How slurmd counts the memory of a job."""
 
     memory_of: Callable[[int], int]
+    """Returns the bytes that count for a process id."""
     enforced: bool
+    """Whether slurmd ends a job whose processes exceed the memory limit in sum."""
 
 
 def memory_accounting(config: Optional[str]) -> MemoryAccounting:
-    """How slurmd counts, from the output of `SHOW_CONFIG`; None if there is no output."""
+    """How slurmd counts memory, read from `config`, the output of `SHOW_CONFIG`; without output, slurmd enforces no limit."""
     values: Dict[str, str] = dict(re.findall(r"^(\w+)\s*= (.*)$", config or "", re.MULTILINE))
     params = values.get("JobAcctGatherParams", "").lower()
     if "overmemorykill" not in params:
@@ -75,20 +78,24 @@ def memory_accounting(config: Optional[str]) -> MemoryAccounting:
 
 
 def job_cgroups(limits: Iterable[Tuple[str, int]]) -> List[Tuple[str, int]]:
-    """The cgroups that Slurm made for the job and that have a limit, from those of `resources.cgroup_limits`."""
+    """The cgroups that Slurm made for this job and limits, as pairs (directory, bytes).
+
+    Args:
+        limits: all limits that apply to this process (`resources.cgroup_limits`).
+    """
     memory = _PAGE * os.sysconf("SC_PHYS_PAGES")  # Version 1 writes a huge number for no limit.
     return [(directory, limit) for directory, limit in limits if _JOB.search(directory) and 0 < limit < memory]
 
 
 def fullest(cgroups: Iterable[Tuple[str, int]]) -> Optional[Tuple[int, int]]:
-    """Bytes used and allowed in the cgroup that is nearest to its limit; None if there is none."""
+    """Bytes used and bytes allowed in the cgroup that is nearest to its limit; None if no cgroup can be read."""
     uses = [(_cgroup_use(directory), limit) for directory, limit in cgroups]
     readable = [(used, limit) for used, limit in uses if used is not None]
     return max(readable, key=lambda each: each[0] / each[1], default=None)
 
 
 def _cgroup_use(directory: str) -> Optional[int]:
-    """Bytes that a cgroup uses, without the file cache that the kernel can free; None if they cannot be read."""
+    """Bytes of memory that a cgroup uses, without memory that the kernel can free; None if its files cannot be read."""
     for name, reclaimable in _RECLAIMABLE.items():
         try:
             with open(os.path.join(directory, name)) as file:

@@ -14,24 +14,29 @@ from .memory_guard import Group, GroupKind, Sample, State
 from .usage import PROCESS_TABLE
 
 _SCONTROL_TIMEOUT = 20.0
+"""Seconds in which `scontrol` must answer."""
 _QUERY_SHARE = 0.5
-"""Share of the limit from which Slurm is queried for its accounting; most jobs never get there, and a cluster has many nodes."""
+"""Share of the memory limit from which Slurm is asked how it counts memory. Most jobs never use so much, which spares Slurm a
+query from each node."""
 _PAUSE_FACTOR = 10
-"""The pause between samples is at least this many times the duration of one; a node may have thousands of processes."""
+"""The pause after a sample is at least this many times as long as the sample took; a node may have thousands of processes."""
 _TABLE_AGE = 0.1
+"""Seconds for which a process table read from /proc is good enough."""
 _NO_LIMIT = 2**62
+"""The limit in bytes where there is none."""
 
 Report = Callable[[str, bool], None]
-"""Called with a sentence for the user, and whether a Ray worker was killed."""
+"""Called with a sentence for the Dagster log, and whether a Ray worker was killed."""
 
 
 class MemoryWatch:
-    """Watches the memory of one node of a Slurm job.
+    """Samples the memory that a Slurm job uses on this node, warns of a full node, and kills a Ray worker if need be.
 
     Args:
-        ray_pids: returns the processes below which Ray's workers may be killed; without any, nothing is watched.
-        payload_pids: returns the payloads' own processes on this node.
-        report: called with each action.
+        node: name of this node for messages.
+        ray_pids: returns the ids of the processes below which Ray's workers run; nothing is watched while there are none.
+        payload_pids: returns the process ids of the payloads on this node.
+        report: called for each warning and each kill.
         environ: environment variables with Slurm's memory limit.
     """
 
@@ -66,7 +71,7 @@ class MemoryWatch:
         self._loop.call_later(max(pause, _PAUSE_FACTOR * (self._loop.now() - began)), self._sample_and_repeat)
 
     def _sample(self) -> float:
-        """Act on one sample, and return the seconds until the next one."""
+        """Take one sample, warn or kill if it calls for that, and return the seconds until the next sample."""
         used, limit = memory_use.fullest(self._cgroups) or self._memory_of_processes()
         if not self._cgroups and self._accounting is None:
             if used >= _QUERY_SHARE * limit:
@@ -87,13 +92,14 @@ class MemoryWatch:
         return memory_guard.pause(used, limit)
 
     def _memory_of_processes(self) -> Tuple[int, int]:
-        """Bytes that this runtime's processes use, and the limit; the upper bound of use while the accounting is unknown."""
+        """Bytes that this runtime's processes use, and the limit; until Slurm has told how it counts, shared memory counts."""
         _, table = PROCESS_TABLE.read(_TABLE_AGE)
         pids = [os.getpid(), *(process.pid for process in processes.descendants(os.getpid(), table))]
         memory_of = memory_use.resident_memory if self._accounting is None else self._accounting.memory_of
         return sum(map(memory_of, pids)), self._limit or _NO_LIMIT
 
     def _query_slurm(self) -> None:
+        """Ask Slurm, once only, how it counts memory."""
         if self._queried:
             return
         self._queried = True
@@ -103,12 +109,19 @@ class MemoryWatch:
 
         try:
             query_program(self._loop, memory_use.SHOW_CONFIG, _SCONTROL_TIMEOUT, answered)
-        except OSError:  # No scontrol on this node.
+        except OSError:  # This node has no scontrol.
             answered(None)
 
 
 def process_groups(table: Dict[int, Process], ray_pids: Iterable[int], payload_pids: Iterable[int]) -> List[Group]:
-    """This runtime's processes: each Ray worker and each payload with all processes below it, each other process alone."""
+    """The processes below this runtime in groups: each Ray worker and each payload's process leads a group of all processes below
+    it, and each other process is a group of its own.
+
+    Args:
+        table: all processes of this machine by id.
+        ray_pids: the processes below which Ray's workers run.
+        payload_pids: the payloads' own processes.
+    """
     leaders = {pid: GroupKind.DRIVER for pid in payload_pids}
     for root in ray_pids:
         leaders.update({each.pid: GroupKind.WORKER for each in processes.descendants(root, table) if is_worker(each)})
@@ -127,7 +140,7 @@ def process_groups(table: Dict[int, Process], ray_pids: Iterable[int], payload_p
 
 
 def is_worker(process: Process) -> bool:
-    """Whether a process is a Ray worker that runs tasks or an actor of the user's (Ray 2.60)."""
+    """Whether a process is a Ray worker that runs a payload's tasks or actor, not one of Ray's own processes (Ray 2.60)."""
     entries = processes.environment(process.pid)
     # Ray's agents have a raylet and no job; processes that a worker starts have both, but another parent.
     by_raylet = b"RAY_RAYLET_PID=%d" % process.parent in entries
@@ -140,6 +153,7 @@ def _title(pid: int) -> str:
 
 
 def _name(pid: int, kind: GroupKind) -> str:
+    """What messages call a group of processes."""
     if kind == GroupKind.DRIVER:
         return "the payload's own process"
     return _title(pid) if kind == GroupKind.WORKER else os.path.basename(_title(pid))

@@ -1,9 +1,9 @@
-"""Ports for Ray's services on a node that other clusters share.
+"""Chooses ports for Ray's services on a node where other Ray clusters may run.
 
-Every fixed port is free and outside the kernel's ephemeral range when it is chosen, so that no outgoing connection takes it
-before Ray binds it. With a `port_range` (a firewalled site) this user's clusters on the node divide the range into blocks,
-each held by a lock while its runtime lives. Other users' clusters are noticed by their listening ports; the random choice of
-a block makes collisions with them rare.
+A fixed port is free when it is chosen. It is outside the kernel's ephemeral range, so that no outgoing connection takes it
+before Ray binds it. At a firewalled site, the configured `port_range` is divided into blocks. Each of this user's Ray clusters
+on the node holds one block by a lock while its runtime lives. Ray clusters of other Unix users are noticed by their listening
+ports; because a block is chosen at random, collisions with them are rare.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import List, Optional, Tuple
 
 BLOCK = 100
-"""Number of ports of one cluster on one node with a `port_range`: a dozen for services, the others for workers."""
+"""Number of ports that one Ray cluster gets on one node from a `port_range`: a dozen for services, the others for workers."""
 
 HEAD_SERVICES = ("port", "ray-client-server-port", "dashboard-port")
-"""Options of `ray start` that take a port of the head only (Ray 2.60)."""
+"""Options of `ray start` for ports that only the head of a Ray cluster has (Ray 2.60)."""
 
 NODE_SERVICES = (
     "dashboard-agent-listen-port",
@@ -33,28 +33,30 @@ NODE_SERVICES = (
     "node-manager-port",
     "object-manager-port",
 )
-"""Options for ports of every node, chosen by the kernel without a range; the head's must be known beforehand."""
+"""Options of `ray start` for ports that every node has; without a `port_range` the kernel chooses these (Ray 2.60)."""
 
 
 HEAD_VARIABLES = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
-"""Variables for optional ports of the head, which are fixed without them and have no option (Ray 2.60)."""
+"""Environment variables for two ports of the head that have no option and are the same in all clusters by default (Ray 2.60)."""
 
 _LOCK_BASES = ("/tmp", "/var/tmp", "/dev/shm")
-"""Directories of this node that all users and jobs share; each job may have a TMPDIR of its own."""
+"""Directories for locks that all users and jobs on this node share; TMPDIR may be another directory for each job."""
 
 
 class PortError(OSError):
-    """No port is free; the message names the range."""
+    """Raised when there are not enough free ports; the message names the range."""
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Ports of a node. `gcs` and `dashboard` are 0 on a worker.
+    """The ports chosen for a node, and how `ray start` is told of them.
 
     Attributes:
+        gcs: port of the head's GCS, the service that all nodes of a Ray cluster connect to; 0 on a worker node.
+        dashboard: port of the head's dashboard; 0 on a worker node.
         options: options of `ray start`.
-        environ: variables for `ray start`.
-        lock: descriptor that locks the block.
+        environ: environment variables for `ray start`.
+        lock: file descriptor that holds the lock of the block of ports; None without a `port_range`.
     """
 
     gcs: int
@@ -65,10 +67,10 @@ class Ports:
 
 
 def parse_range(text: str) -> Tuple[int, int]:
-    """The inclusive bounds of "LOW-HIGH".
+    """The first and the last port of a range "LOW-HIGH".
 
     Raises:
-        ValueError: it is not a range, or too small for one cluster.
+        ValueError: the text is not a range, or the range is too small for one Ray cluster.
     """
     match = re.match(r"^(\d+)-(\d+)$", text)
     low, high = (int(match.group(1)), int(match.group(2))) if match else (0, 0)
@@ -80,7 +82,7 @@ def parse_range(text: str) -> Tuple[int, int]:
 
 
 def ephemeral_range() -> Tuple[int, int]:
-    """The kernel's range for outgoing connections (ip(7), ip_local_port_range)."""
+    """The first and the last port that the kernel uses for outgoing connections (ip(7), ip_local_port_range)."""
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
             low, high = map(int, file.read().split())
@@ -90,7 +92,7 @@ def ephemeral_range() -> Tuple[int, int]:
 
 
 def is_free(port: int) -> bool:
-    """Whether nothing listens on a port, on any address."""
+    """Whether a port can be bound, because nothing on this node listens on it on any address."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -98,15 +100,15 @@ def is_free(port: int) -> bool:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind((address, port))
         except OSError as error:
-            if family == socket.AF_INET or error.errno == errno.EADDRINUSE:  # A host without IPv6 answers otherwise.
+            if family == socket.AF_INET or error.errno == errno.EADDRINUSE:  # Without IPv6, the error is another one.
                 return False
     return True
 
 
 def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
-    """Ports for the head's RPC server to try in turn, chosen before its node is known.
+    """Ports that the head's RPC server may try to bind in turn; they are chosen before the head's node is known.
 
-    With a `port_range` they are the last ports of some of its blocks, which are among the workers' ports.
+    With a `port_range`, each is the last port of a block. Those ports are for Ray's workers, not for its services.
     """
     chance = random.SystemRandom()
     if port_range:
@@ -117,11 +119,11 @@ def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
 
 
 def choose(port_range: Optional[str] = None, head: bool = True) -> Ports:
-    """Choose the ports of a node.
+    """The ports for a Ray cluster on this node.
 
     Args:
-        port_range: "LOW-HIGH" for all ports, or None.
-        head: whether the node is the head of its cluster.
+        port_range: "LOW-HIGH" if all ports must be in a range.
+        head: whether the node is the head of its Ray cluster.
 
     Raises:
         PortError: there are not enough free ports.
@@ -132,6 +134,7 @@ def choose(port_range: Optional[str] = None, head: bool = True) -> Ports:
 
 
 def _choose_anywhere(services: Tuple[str, ...]) -> Ports:
+    """Free ports outside the ephemeral range for the given services; the kernel chooses all other ports."""
     low, high = ephemeral_range()
     candidates = [*range(10000, min(low, 65536)), *range(high + 1, 65536)] or list(range(10000, 65536))
     chosen: List[int] = []
@@ -149,6 +152,7 @@ def _choose_anywhere(services: Tuple[str, ...]) -> Ports:
 
 
 def _claim_block(port_range: str) -> Tuple[List[int], int]:
+    """The free ports of a block that is now locked, and the file descriptor that holds the lock."""
     low, high = parse_range(port_range)
     directory = _lock_directory()
     starts = list(range(low, high - BLOCK + 2, BLOCK))
@@ -169,12 +173,12 @@ def _claim_block(port_range: str) -> Tuple[List[int], int]:
 
 
 def _lock_directory() -> str:
-    """This user's directory of locks, the same for all its runtimes.
+    """The directory for locks that all runtimes of this Unix user share.
 
-    Another user may have taken its name, because the name is predictable. Then the next base is used.
+    The name is predictable, so another Unix user may have made a directory of that name. Then the next base is used.
 
     Raises:
-        PortError: every base has such a directory of another user.
+        PortError: no base has room for a directory that only this Unix user can write to.
     """
     for base in _LOCK_BASES:
         path = os.path.join(base, "rayslurm-ports-%d" % os.geteuid())
@@ -188,6 +192,7 @@ def _lock_directory() -> str:
 
 
 def _from_block(free: List[int], lock: int, head: bool) -> Ports:
+    """The free ports of a block, assigned to the services, and the rest to the workers."""
     services = HEAD_SERVICES + NODE_SERVICES if head else NODE_SERVICES
     variables = HEAD_VARIABLES if head else ()
     named = dict(zip(services + variables, free))

@@ -1,7 +1,8 @@
-"""Attributes processes to payloads that share a Ray cluster, by Ray's jobs, which its logs name (Ray 2.60).
+"""Tells which processes of a shared Ray cluster belong to which payload, from the names of Ray's log files (Ray 2.60).
 
-Every driver is a job of its own, and every worker belongs to one job from its first task to its end. The log of a driver
-or a worker has the job and the process in its name; a worker that was started ahead of its job writes the job down later.
+In Ray, every driver is a job of its own, and every worker belongs to one job from its first task to its end. The log file of
+a driver or a worker has the job id and the process id in its name. Ray also starts workers ahead, without a job; such a worker
+writes the job id into its log once it gets a job.
 """
 
 from __future__ import annotations
@@ -15,36 +16,45 @@ from ..process.processes import Process, descendants
 _DRIVER_LOG = re.compile(r"python-core-driver-([0-9a-f]{8})f+_([0-9]+)\.log")
 _WORKER_LOG = re.compile(r"worker-[0-9a-f]+-([0-9a-f]{8})-([0-9]+)\.out")
 _NO_JOB = "ffffffff"
+"""The job id in the log name of a worker that was started ahead of its job."""
 _JOB_LINE = re.compile(rb":job_id:([0-9a-f]{8})")
 """The first line of the log of a worker that was started ahead of its job."""
 
 
 class Attribution(NamedTuple):
-    """The processes of a node from the view of one payload."""
+    """The processes of a node, sorted by whether they belong to one payload, to no payload or to other payloads."""
 
     own: List[Process]
+    """The payload's processes: its driver and the workers of its jobs, with all processes below them."""
     shared: List[Process]
     """Processes that belong to no payload: Ray's daemons, and workers that wait for a job."""
     foreign: Set[int]
-    """Workers of other jobs, with all processes below them."""
+    """Process ids of the workers of other payloads' jobs, with all processes below them."""
 
 
 class RayJobs:
     """Finds the processes of one payload among those of a shared Ray cluster on this node.
 
     Args:
-        log_dir: Ray's directory of logs.
-        ray_pid: returns the process below which all of Ray runs, or None.
+        log_dir: the directory of Ray's log files.
+        ray_pid: returns the id of the process below which all of Ray's processes run; None while Ray does not run.
     """
 
     def __init__(self, log_dir: str, ray_pid: Callable[[], Optional[int]]) -> None:
         self.job_ids: Set[str] = set()
-        """The payload's jobs."""
+        """Ids of the payload's Ray jobs that are known so far."""
         self._log_dir = log_dir
         self._ray_pid = ray_pid
 
     def attribute(self, candidates: Iterable[Process], table: Mapping[int, Process]) -> Attribution:
-        """Attribute the processes that are not known to belong to others; a new driver among them adds to `job_ids`."""
+        """Sort processes into the payload's own, those of no payload and those of other payloads.
+
+        The Ray job of a new driver among the processes is added to `job_ids`.
+
+        Args:
+            candidates: the processes to sort: all that are not known to belong to other payloads.
+            table: all processes of this machine by id.
+        """
         root = self._ray_pid()
         ray = set() if root is None else {root, *(process.pid for process in descendants(root, dict(table)))}
         candidates = list(candidates)
@@ -61,11 +71,16 @@ class RayJobs:
         return result
 
     def _jobs_of_workers(self, outside: Collection[int], ray: Collection[int]) -> Dict[int, str]:
-        """The jobs of Ray's workers, by process; notes the jobs of drivers outside of Ray."""
+        """The job ids of Ray's workers by process id; also adds the jobs of new drivers to `job_ids`.
+
+        Args:
+            outside: process ids of the payload, among them its drivers.
+            ray: process ids of Ray, among them its workers.
+        """
         try:
             names = os.listdir(self._log_dir)
         except OSError:
-            return {}  # Not made yet.
+            return {}  # Ray has not made the directory yet.
         workers: Dict[int, str] = {}
         for name in names:
             driver, worker = _DRIVER_LOG.fullmatch(name), _WORKER_LOG.fullmatch(name)
@@ -79,6 +94,7 @@ class RayJobs:
         return workers
 
     def _logged_job(self, name: str) -> Optional[str]:
+        """The job id that a worker has written into its log file; None if the worker still waits for a job."""
         try:
             with open(os.path.join(self._log_dir, name), "rb") as file:
                 match = _JOB_LINE.match(file.read(32))
@@ -88,12 +104,12 @@ class RayJobs:
 
 
 def _age(job: str) -> int:
-    """Ray counts its jobs, the lowest byte first."""
+    """The number of a job: Ray numbers its jobs in order and writes the lowest byte first, so a newer job has a larger number."""
     return int.from_bytes(bytes.fromhex(job), "little")
 
 
 def _job_of(pid: int, workers: Mapping[int, str], table: Mapping[int, Process]) -> Optional[str]:
-    """The job of a worker or of a process below one; None for any other process."""
+    """The job id of a worker or of a process below a worker; None for any other process."""
     while pid in table:
         if pid in workers:
             return workers[pid]

@@ -1,4 +1,4 @@
-"""CPUs, GPUs and memory that this node grants, and whether they suffice for a payload or a cluster."""
+"""CPUs, GPUs and memory that this node grants, and whether they suffice for a payload or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .worker_node import named
 
 @dataclass(frozen=True)
 class NodeResources:
-    """Resources granted on a node.
+    """The CPUs, GPUs and memory that this job may use on a node.
 
     Attributes:
-        memory: bytes of the hardware.
-        memory_limit: bytes; None if nothing is stricter than the hardware.
-        component: the component of the allocation that the node belongs to, if any.
+        memory: bytes of memory that the hardware has.
+        memory_limit: bytes of memory that Slurm or a cgroup allows; None if that is no less than the hardware has.
+        component: name of the component of a heterogeneous job that the node belongs to; None without components.
     """
 
     hostname: str
@@ -34,30 +34,30 @@ class NodeResources:
 
     @property
     def name(self) -> str:
-        """The node in words."""
+        """The node's name for messages, with its component if it has one."""
         return named(self.hostname, self.component)
 
     def facts(self) -> Dict[str, Any]:
-        """As JSON can carry it."""
+        """The resources as a dictionary for JSON; `from_facts` reads it."""
         return asdict(self)
 
 
 def from_facts(facts: Mapping[str, Any]) -> NodeResources:
-    """The resources of another node, from its `facts`."""
+    """The resources of another node, read from its `NodeResources.facts`."""
     return NodeResources(**facts)
 
 
 def usable_memory(node: NodeResources) -> int:
-    """Bytes of a node's memory that Ray may use."""
+    """Bytes of a node's memory that Ray may use: the share `SHARE_FOR_RAY` of what the node grants."""
     return int((node.memory if node.memory_limit is None else node.memory_limit) * SHARE_FOR_RAY)
 
 
 def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) -> NodeResources:
-    """Detect the resources granted to this process.
+    """The resources granted to this process on this node.
 
     Args:
         environ: the environment variables; None for this process's own.
-        with_gpus: whether to count GPUs; `nvidia-smi` takes some time.
+        with_gpus: whether to count GPUs, which takes some time; without it, `num_gpus` is 0.
     """
     environ = os.environ if environ is None else environ
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -72,10 +72,11 @@ def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) 
 
 
 def count_cpus(environ: Mapping[str, str]) -> int:
-    """CPUs granted to this process.
+    """Number of CPUs granted to this process.
 
-    The affinity tells where Slurm confines tasks. Where it does not (`TaskPlugin=task/none`), a process may run on all CPUs
-    of the machine, and only `SLURM_CPUS_ON_NODE` says how many were granted (srun(1)).
+    Where Slurm confines tasks to CPUs, the CPU affinity of the process gives the number. Where Slurm does not
+    (`TaskPlugin=task/none`), a process may run on all CPUs of the machine, and only `SLURM_CPUS_ON_NODE` says how many were
+    granted (srun(1)).
     """
     machine = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else machine
@@ -86,7 +87,10 @@ def count_cpus(environ: Mapping[str, str]) -> int:
 
 
 def slurm_memory(environ: Mapping[str, str]) -> Optional[int]:
-    """The step's memory limit in bytes (srun(1): both variables are in megabytes; 0 is all of the node)."""
+    """Bytes of memory that Slurm grants the step on this node; None if Slurm sets no limit.
+
+    Both variables are in megabytes, and 0 is all memory of the node (srun(1)).
+    """
     per_node, per_cpu = environ.get("SLURM_MEM_PER_NODE", ""), environ.get("SLURM_MEM_PER_CPU", "")
     if per_node.isdigit() and int(per_node):
         return int(per_node) * 2**20
@@ -96,7 +100,10 @@ def slurm_memory(environ: Mapping[str, str]) -> Optional[int]:
 
 
 def cgroup_limits() -> List[Tuple[str, int]]:
-    """Memory limits of this process's cgroup and its ancestors, each with its directory (cgroups(7), version 1 and 2)."""
+    """Memory limits in bytes of this process's cgroup and of its ancestors, as pairs (cgroup directory, limit).
+
+    Reads cgroups of version 1 and 2 (cgroups(7)).
+    """
     try:
         with open("/proc/self/cgroup") as file:
             entries = [line.rstrip("\n").split(":", 2) for line in file]
@@ -120,6 +127,7 @@ def cgroup_limits() -> List[Tuple[str, int]]:
 
 
 def _read_limit(path: str) -> Optional[int]:
+    """The number in a limit file of a cgroup; None if there is no file or no number, such as "max"."""
     try:
         with open(path) as file:
             text = file.read().strip()
@@ -129,7 +137,7 @@ def _read_limit(path: str) -> Optional[int]:
 
 
 def footprint_error(footprint: Footprint, node: NodeResources) -> Optional[str]:
-    """A sentence that names the first requirement that a node does not meet; None if it meets all."""
+    """An error message about the first requirement that a node does not meet; None if the node meets all."""
     granted = {"CPUs": node.num_cpus, "GPUs": node.num_gpus, "GiB": round(usable_memory(node) / 2**30, 2)}
     for field, amount, unit in footprint:
         if amount is not None and amount > granted[unit]:
@@ -138,6 +146,6 @@ def footprint_error(footprint: Footprint, node: NodeResources) -> Optional[str]:
 
 
 def may_need_gpus(spec: RuntimeSpec) -> bool:
-    """Whether payloads of this runtime may need GPUs; counting GPUs takes some time."""
+    """Whether payloads of this runtime may need GPUs; if not, the runtime need not count them, which takes some time."""
     asked = any([spec.asked_gpus, *(component.asked_gpus for component in spec.components)])
     return spec.ray is not None or asked or (spec.idle_timeout is not None and spec.control_key is not None)

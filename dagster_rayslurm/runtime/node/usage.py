@@ -1,8 +1,8 @@
 """CPU time, memory and GPU use of payloads on this node, sampled from /proc.
 
 CPU time is the sum over all processes seen. Memory is the private memory of all processes plus the largest shared mapping
-once, because all of Ray's processes map the same object store. In a shared Ray cluster a payload has its driver and the
-workers of its jobs, without what they map; the rest counts as shared.
+once, because all of Ray's processes map the same object store. If payloads share a Ray cluster, a payload's own usage is
+that of its driver and of the workers of its Ray jobs, without shared mappings. The rest of the Ray cluster counts as shared.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from .memory_use import resident_and_shared
 from .ray_jobs import Attribution, RayJobs
 
 _FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.15
-"""Seconds until the first sample and between the late ones: short payloads are seen, long ones cost nothing. What Ray's
-workers use after the last sample is lost, as they end with their job: a seventh of a short payload at most."""
+"""Seconds until the first sample, the most seconds between two samples, and the factor by which each pause is longer than the
+last: short payloads are seen, and long ones cost little. What Ray's workers use after the last sample is lost, because they
+end with their Ray job; for a short payload that is a seventh at most."""
 _MAX_POINTS = 240
+"""Number of points in a usage chart; when there are more, every second one is dropped."""
 
 
 class ProcessTable:
-    """All processes of this machine, read from /proc once for everybody who looks at about the same time."""
+    """A cache of all processes of this machine, so that callers that look at about the same time read /proc once."""
 
     def __init__(self) -> None:
         self._read_at = float("-inf")
         self._processes: Dict[int, Process] = {}
 
     def read(self, max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
-        """When the table was read (`time.monotonic`), and the processes by id; at most `max_age` seconds old."""
+        """The time of reading (`time.monotonic`) and the processes by id; a table older than `max_age` seconds is read anew."""
         now = time.monotonic()
         if now - self._read_at >= max_age:
             self._read_at, self._processes = now, processes.table()
@@ -42,11 +44,12 @@ class ProcessTable:
 
 
 PROCESS_TABLE = ProcessTable()
+"""The one table that all parts of this runtime read."""
 
 
 @dataclass
 class Usage:
-    """Usage over a payload's window. `points` are (seconds since start, CPUs busy, bytes of memory)."""
+    """What one payload used from its start to its last sample, in seconds, bytes and, for GPU utilization, percent."""
 
     elapsed: float = 0.0
     cpu_seconds: float = 0.0
@@ -56,38 +59,47 @@ class Usage:
     gpu_memory_max: Optional[int] = None
     spilled_bytes: int = 0
     shared_cpu_seconds: Optional[float] = None
-    """CPU time of Ray's processes that belong to no payload; None if the cluster is this payload's own."""
+    """CPU time of Ray's processes that belong to no payload; None if the Ray cluster is this payload's own."""
     shared_peak_memory: Optional[int] = None
+    """Peak memory of the processes that belong to no payload; None if the Ray cluster is this payload's own."""
     points: List[List[float]] = field(default_factory=list)
+    """The course of usage: [seconds since the start, CPUs busy, bytes of memory] for each point."""
 
 
 class UsageMeter:
-    """Adds up the usage of changing sets of processes over one window. Pure arithmetic: the caller reads /proc.
+    """Adds up the samples of one payload's processes to its usage. Pure arithmetic: the caller reads /proc.
 
     Args:
-        baseline: the processes that run already; their CPU time so far does not count.
-        started: when the window begins.
+        baseline: the processes that run before the payload starts; their CPU time up to now does not count.
+        started: when measuring begins (`time.monotonic`).
     """
 
     def __init__(self, baseline: Iterable[Process], started: float) -> None:
         self._baseline = {process.pid: process.cpu_seconds for process in baseline}
         self._cpu: Dict[int, float] = {}
         self._shared: Set[int] = set()
-        """Process ids in `_cpu` that belong to no payload."""
+        """Those of the process ids in `_cpu` that belong to no payload."""
         self._started = started
         self._last_point = (started, 0.0)
         self._gpu_utilization: List[float] = []
         self.usage = Usage()
 
     def add(self, at: float, sample: Attribution, memory: int, shared_memory: Optional[int] = None) -> None:
-        """Add one sample; `shared_memory` is None if the cluster is this payload's own."""
+        """Add one sample of processes and of their memory in bytes.
+
+        Args:
+            at: when the sample was taken (`time.monotonic`).
+            sample: the processes.
+            memory: memory of the payload's own processes.
+            shared_memory: memory of the processes of no payload; None if the Ray cluster is this payload's own.
+        """
         for process in sample.shared:
             self._count(process)
             self._shared.add(process.pid)
         for process in sample.own:
             self._count(process)
             self._shared.discard(process.pid)
-        for pid in sample.foreign:  # A waiting worker may have been taken by another payload.
+        for pid in sample.foreign:  # A worker that waited for a job may by now work for another payload.
             self._cpu.pop(pid, None)
         if shared_memory is not None:
             self._shared.intersection_update(self._cpu)
@@ -96,16 +108,17 @@ class UsageMeter:
         self._add_point(at, memory)
 
     def _count(self, process: Process) -> None:
+        """Note the CPU time that a process has used since the baseline."""
         used = process.cpu_seconds - self._baseline.get(process.pid, 0.0)
         self._cpu[process.pid] = max(used, self._cpu.get(process.pid, 0.0))
 
     def add_ended(self, at: float, pid: int, cpu_seconds: float) -> None:
-        """Add the kernel's own figure for a process that ended, including the children that it waited for."""
+        """Add the CPU time that the kernel reports for a process that has ended, with the children that it waited for."""
         self._cpu[pid] = max(cpu_seconds, self._cpu.get(pid, 0.0))
         self._add_point(at, 0)
 
     def add_gpus(self, gpus: List[Gpu]) -> None:
-        """Add one sample of the granted GPUs."""
+        """Add one sample of how busy the granted GPUs are."""
         if not gpus:
             return
         usage = self.usage
@@ -115,9 +128,11 @@ class UsageMeter:
         usage.gpu_utilization_mean = sum(self._gpu_utilization) / len(self._gpu_utilization)
 
     def summary(self) -> Dict[str, Any]:
+        """The usage so far, as a dictionary with the fields of `Usage`."""
         return asdict(self.usage)
 
     def _add_point(self, at: float, memory: int) -> None:
+        """Update the totals, and add a point to the course of usage unless the last one is very recent."""
         usage = self.usage
         usage.cpu_seconds = sum(used for pid, used in self._cpu.items() if pid not in self._shared)
         usage.peak_memory = max(usage.peak_memory, memory)
@@ -132,13 +147,14 @@ class UsageMeter:
 
 
 class UsageSampler:
-    """Feeds a `UsageMeter` while a payload runs.
+    """Measures what a payload uses while it runs: takes samples of its processes and adds them to a `UsageMeter`.
 
     Args:
         ray_temp_dir: Ray's temporary directory, whose spilled objects are counted; None without Ray.
-        excluded: returns the processes that, with all below them, belong to other payloads.
-        roots: returns the processes that count with all below them; None for this process, and for the GPUs as well.
-        jobs: attributes the processes of a shared Ray cluster; None if the cluster is the payload's own.
+        excluded: returns the process ids that, with all processes below them, belong to other payloads.
+        roots: returns the process ids that count, with all processes below them. None counts everything below this process, and
+            the GPUs as well.
+        jobs: tells which processes of a shared Ray cluster are the payload's; None if the Ray cluster is the payload's own.
         sampled: called after each sample.
     """
 
@@ -168,7 +184,12 @@ class UsageSampler:
             gpus.subscribe(self.meter.add_gpus)
 
     def stop(self, pid: Optional[int] = None, rusage: Any = None) -> Dict[str, Any]:
-        """Take the last sample and return the usage; `pid` and `rusage` are those of the payload's process, if it ran here."""
+        """Take the last sample and return the usage, as a dictionary with the fields of `Usage`.
+
+        Args:
+            pid: the payload's process, which has ended; None if the process ran on another node.
+            rusage: the kernel's figures for that process (getrusage(2)).
+        """
         self.cancel()
         self._sample()
         usage = self.meter.usage
@@ -180,7 +201,7 @@ class UsageSampler:
         return self.meter.summary()
 
     def cancel(self) -> None:
-        """Take no more samples."""
+        """Stop sampling."""
         self._timer.cancel()
         self._gpus.unsubscribe(self.meter.add_gpus)
 
@@ -203,7 +224,7 @@ class UsageSampler:
             self.meter.usage.spilled_bytes = max(self.meter.usage.spilled_bytes, _spilled_bytes(self._ray_temp_dir))
 
     def _candidates(self, table: Dict[int, Process]) -> List[Process]:
-        """The processes that are not known to belong to others."""
+        """The processes below the roots, without those that belong to other payloads."""
         excluded = set(self._excluded())
         for root in list(excluded):
             excluded.update(process.pid for process in processes.descendants(root, table))
@@ -212,16 +233,16 @@ class UsageSampler:
 
 
 def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
-    """The usage of several nodes as one.
+    """The usage of one payload on several nodes, merged to one.
 
     CPU time and spilled bytes are sums; peak memory is that of the node that used most, because `--mem` applies to each
     node; GPU utilization is the mean of the nodes that have GPUs.
 
     Args:
-        usages: usage by node name; the first is the head's, whose window counts.
+        usages: usage by node name; the first node is the head, whose elapsed time and points count.
 
     Returns:
-        A usage that also has `nodes`: CPU time and peak memory of each.
+        A dictionary with the fields of `Usage` and with `nodes`: CPU time and peak memory of each node.
     """
     head, *others = usages.values()
 
@@ -247,7 +268,7 @@ def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
 
 
 def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[float]:
-    """A point of the head with the latest of each other node: the sum of the CPUs, and the memory of the largest node."""
+    """A point of the head merged with the latest earlier point of each other node: the CPUs of all, the memory of the fullest."""
     at, busy, memory = point
     for points in others:
         before = [other for other in points if other[0] <= at]
@@ -257,7 +278,10 @@ def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[fl
 
 
 def memory_of(group: Iterable[Process], mapped: bool = True) -> int:
-    """Bytes of memory of processes: the private pages of each and, if `mapped`, the largest shared part once."""
+    """Bytes of memory that a group of processes uses.
+
+    That is the private memory of all processes and, if `mapped`, the largest shared memory of one of them, counted once.
+    """
     private, largest_shared = 0, 0
     for process in group:
         resident, shared = resident_and_shared(process.pid)
@@ -267,7 +291,7 @@ def memory_of(group: Iterable[Process], mapped: bool = True) -> int:
 
 
 def _spilled_bytes(ray_temp_dir: str) -> int:
-    """Bytes in Ray's spill directories (Ray 2.60: `session_*/ray_spilled_objects*`)."""
+    """Bytes of objects that Ray has moved from memory to disk (Ray 2.60: `session_*/ray_spilled_objects*`)."""
     total = 0
     session = os.path.join(ray_temp_dir, "session_latest")
     try:
@@ -276,5 +300,5 @@ def _spilled_bytes(ray_temp_dir: str) -> int:
             with os.scandir(os.path.join(session, name)) as entries:
                 total += sum(entry.stat().st_size for entry in entries)
     except OSError:
-        return total  # Not made yet, or an object was removed meanwhile.
+        return total  # Ray has not made the directory yet, or has removed an object meanwhile.
     return total

@@ -1,4 +1,4 @@
-"""A worker node as the head sees it, and the interface of all worker nodes together."""
+"""A worker node as the runtime on the head node sees it, and the interface to all worker nodes together."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..protocol.rpc_server import Peer
 
 
 class Identity(NamedTuple):
-    """Identifies a node; `component` is None if the allocation has no components."""
+    """The pair that identifies a node; `component` is None if the allocation has no components."""
 
     hostname: str
     component: Optional[str]
 
 
 def named(hostname: str, component: Optional[str]) -> str:
-    """A node in words: "g1", or "g1 (component gpu)"."""
+    """A node's name for messages: "g1", or "g1 (component gpu)"."""
     return hostname if component is None else "%s (component %s)" % (hostname, component)
 
 
 class WorkerNode(Peer):
-    """One worker node as the head sees it."""
+    """What the head knows about one worker node, and the connection to it."""
 
     def __init__(self, node_id: int, name: str, component: Optional[str] = None) -> None:
         super().__init__()
@@ -30,38 +30,42 @@ class WorkerNode(Peer):
         self.name = name
         self.component = component
         self.machine: Dict[str, Any] = {}
+        """The resources that the node reports when it joins (`NodeResources.facts`); empty before."""
         self.commands: Dict[str, Message] = {}
-        """Commands that the node gets again when it reconnects, by subject."""
+        """Commands to send again when the node reconnects; a newer command on the same subject, the key, replaces the older."""
         self.losses = 0
-        """How often the node was lost so far."""
+        """How often the connection to the node was lost so far."""
 
     @property
     def joined(self) -> bool:
-        """Whether the node has ever joined, even if it is lost by now."""
+        """Whether the node has ever connected to the head, even if the connection is lost by now."""
         return bool(self.machine)
 
     @property
     def hostname(self) -> str:
-        """The hostname of the node, which Ray uses; Slurm's name may differ."""
+        """The hostname of the node, which Ray uses; Slurm may use another name."""
         return str(self.machine.get("hostname") or self.name)
 
     @property
     def title(self) -> str:
-        """The node in words."""
+        """The node's name for messages, with its component if it has one."""
         return named(self.name, self.component)
 
     @property
     def identity(self) -> Identity:
-        """The node's identity in Ray's table of nodes."""
+        """The identity by which the node is found in Ray's table of nodes."""
         return Identity(self.hostname, self.component)
 
     def await_back(self, loop: Loop, missed: Callable[[], None]) -> None:
-        """Call `missed` unless the node reconnects within the grace period, which starts anew with each loss."""
+        """Call `missed` if a node whose connection was just lost does not reconnect within `RECONNECT_GRACE` seconds.
+
+        If the node reconnects and is lost again meanwhile, only the call for the later loss counts.
+        """
         losses = self.losses
         loop.call_later(RECONNECT_GRACE, lambda: missed() if not self.here and self.losses == losses else None)
 
     def facts(self) -> Dict[str, Any]:
-        """The node's resources as far as they are known, and whether it is connected."""
+        """The node's name, its resources as far as they are known, and whether it is connected, as a dictionary for JSON."""
         return {
             "name": self.name,
             "cpus": self.machine.get("num_cpus"),
@@ -72,7 +76,7 @@ class WorkerNode(Peer):
 
 
 class WorkerNodes(Protocol):
-    """The interface of all worker nodes; `ConnectedWorkers` documents its methods."""
+    """The interface by which the head uses all worker nodes of an allocation; `ConnectedWorkers` documents the methods."""
 
     @property
     def members(self) -> Mapping[int, WorkerNode]: ...
