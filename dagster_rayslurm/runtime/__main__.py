@@ -141,7 +141,7 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
         assert spec.control_key is not None
         # Another key than that of the workers: a client and a worker must not mistake each other's server for their own.
         key = rpc.derive_key(spec.control_key, "requests")
-        server = session_server.RequestServer(runner, session_dir, here, key, spec.control_ports)
+        server = session_server.SessionServer(runner, session_dir, here, key, spec.control_ports)
         limit.start()
         try:
             runner.run()

@@ -29,7 +29,7 @@ from .cluster_dir import token_of, worker_env_of
 from .internals import PRESTART_AT_FIRST_DRIVER, RAYLET_ENVIRON
 from .prestart import logs_of
 from .reports import Report
-from .start_arguments import ray_environment, start_arguments, symmetric_arguments
+from .start_arguments import ray_environment, scheduled_cpus, start_arguments, symmetric_arguments
 
 _ATTEMPTS = 3
 _CLASH = re.compile(r"address already in use|port \d+ is already|already occupied|Failed to bind", re.IGNORECASE)
@@ -175,8 +175,7 @@ class RayStart:
 
     @property
     def _cpus(self) -> int:
-        """CPUs that Ray schedules on this node."""
-        return self._machine.num_cpus if self._spec.num_cpus is None else self._spec.num_cpus
+        return scheduled_cpus(self._spec, self._machine)
 
     @property
     def _logs(self) -> str:

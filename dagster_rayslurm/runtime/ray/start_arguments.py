@@ -1,4 +1,4 @@
-"""Arguments and environment of `ray start` and `ray symmetric-run` on a node (Ray 2.60). Pure."""
+"""Arguments and environment variables of `ray start` and `ray symmetric-run` on a node (Ray 2.60); without side effects."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ..node.resources import NodeResources, usable_memory
 from ..protocol.spec import RaySpec
 
 _STORE_SHARE = 0.3
-"""Part of the memory that the object store gets by default, as in Ray."""
+"""Fraction of a node's memory that Ray's object store gets if the user sets no size; the same as Ray's own default."""
 
 _SMALLEST_STORE = 75 * 2**20
-"""Bytes of the smallest object store that Ray 2.60 starts with."""
+"""Bytes; Ray 2.60 refuses to start with a smaller object store."""
 
 
 def start_arguments(
     spec: RaySpec, machine: NodeResources, chosen: ports.Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
 ) -> List[str]:
-    """The arguments of `ray start`.
+    """The arguments of `ray start` on this node.
 
     Args:
-        spec: the cluster.
-        machine: what this node grants.
+        spec: the part of the start record that describes the Ray cluster.
+        machine: the resources that Slurm granted on this node.
         chosen: the node's ports.
         temp_dir: Ray's own directory.
         address: the address of this node; None for the one that Ray finds.
@@ -47,7 +47,14 @@ def symmetric_arguments(
     nodes: int,
     entrypoint: List[str],
 ) -> List[str]:
-    """The arguments of `ray symmetric-run`, which starts the head at the address `gcs` and workers elsewhere."""
+    """The arguments of `ray symmetric-run`, which starts Ray's head on the node with the address `gcs`, else a Ray worker node.
+
+    Args:
+        gcs: "HOST:PORT" of the head.
+        head: whether this node is the head.
+        nodes: number of nodes for which `ray symmetric-run` waits.
+        entrypoint: the command that it runs on the head once they have joined.
+    """
     arguments = ["--address=" + gcs, "--min-nodes=%d" % nodes]
     if head:
         arguments.append("--include-dashboard=%s" % ("true" if spec.dashboard else "false"))
@@ -55,10 +62,15 @@ def symmetric_arguments(
     return [*arguments, *own, "--", *entrypoint]
 
 
+def scheduled_cpus(spec: RaySpec, machine: NodeResources) -> int:
+    """Number of CPUs that Ray schedules on a node: what the start record says, otherwise all CPUs of the node."""
+    return machine.num_cpus if spec.num_cpus is None else spec.num_cpus
+
+
 def _node_arguments(spec: RaySpec, machine: NodeResources, chosen: ports.Ports, temp_dir: str) -> List[str]:
-    """The arguments that every node has."""
+    """The arguments that `ray start` and `ray symmetric-run` share, on every node."""
     arguments = ["--disable-usage-stats", "--temp-dir=" + temp_dir, *chosen.options]
-    arguments.append("--num-cpus=%d" % (machine.num_cpus if spec.num_cpus is None else spec.num_cpus))
+    arguments.append("--num-cpus=%d" % scheduled_cpus(spec, machine))
     arguments.append("--num-gpus=%d" % (machine.num_gpus if spec.num_gpus is None else spec.num_gpus))
     store = spec.object_store_memory
     if store is not None:
@@ -78,11 +90,11 @@ def _node_arguments(spec: RaySpec, machine: NodeResources, chosen: ports.Ports, 
 
 
 def granted_defaults(machine: NodeResources) -> Dict[str, str]:
-    """Variables that make a Ray that a payload starts itself use what was granted by default.
+    """Environment variables that limit a Ray which the payload itself starts to the CPUs and memory granted on this node.
 
-    A `ray.init` that connects to a cluster reads none of them. Ray has no variable for the default number of CPUs
-    (`RAY_OVERRIDE_RESOURCES` would also override an explicit `num_cpus`), but Ray counts as Python does, and Python 3.13
-    has a variable.
+    They set defaults only; a `ray.init` that connects to an existing cluster ignores them. Ray has no variable for the
+    default number of CPUs (`RAY_OVERRIDE_RESOURCES` would also override an explicit `num_cpus`). But Ray counts CPUs as
+    Python does, and Python 3.13 has a variable for that.
     """
     env = {"PYTHON_CPU_COUNT": str(machine.num_cpus)}
     if machine.memory_limit is not None:
@@ -94,7 +106,11 @@ def granted_defaults(machine: NodeResources) -> Dict[str, str]:
 
 
 def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:
-    """The environment of every process of a cluster, drivers included."""
+    """Environment variables that Ray's daemons and all drivers of one Ray cluster need: usage statistics off, authentication.
+
+    Args:
+        token_path: the file that contains the cluster's token.
+    """
     env = {"RAY_USAGE_STATS_ENABLED": "0"}
     if spec.auth == "token":
         env.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=token_path)

@@ -1,7 +1,8 @@
-"""Where requests come from on the runtime's own machine: the parent's pipe, a session's Unix socket, or a file.
+"""Run and cancel payloads for Dagster processes that use a pipe, a Unix socket or a file instead of the network.
 
-The first two carry JSON lines and are lifelines: a payload is cancelled when its requester is gone. A batch job outlives a
-lost connection, so there a file in the run directory says that the payload is cancelled.
+Over a pipe to the parent process or the Unix socket of a local session, requests are JSON lines, and the payload is cancelled
+when the requester closes its end. A batch job must outlive its requester's connection, so there the requester cancels a
+payload by a file in the run directory.
 """
 
 from __future__ import annotations
@@ -23,16 +24,24 @@ from .admission import Closing
 from .supervisor import Supervisor
 
 _MAX_REQUEST = 2**21
-"""Bytes of a request; the longest carries an environment (execve(2) allows 2 MiB for it)."""
+"""Most bytes of one request; the longest kind contains an environment, for which execve(2) allows 2 MiB."""
 _CANCEL_POLL = 0.5
-"""Seconds between two reads of the cancel request of a run directory."""
+"""Seconds between two reads of the file in a run directory that may cancel its payload."""
 
 ORPHANED = End(EndReason.CANCEL, "the Dagster process that asked for the run is gone")
+"""How a payload ends whose requester has closed its end of the pipe or socket."""
 CANCELLED = End(EndReason.CANCEL, "cancelled from Dagster")
+"""How a payload ends whose requester asks for that."""
 
 
 class _LineReader:
-    """Calls `handle` with each JSON object that a descriptor delivers, and `closed` at its end."""
+    """Reads JSON lines from a pipe or socket: calls `handle` with each object, and `closed` when the other end is closed.
+
+    Args:
+        fd: the descriptor to read.
+        handle: gets an empty dictionary for a line that is no JSON object.
+        closed: also called after a line that is too long.
+    """
 
     def __init__(self, loop: Loop, fd: int, handle: Callable[[Dict[str, Any]], None], closed: Callable[[], None]) -> None:
         self._loop = loop
@@ -60,14 +69,25 @@ class _LineReader:
 
 
 def serve_parent(supervisor: Supervisor, run_dir: str, fd: int = 0) -> Payload:
-    """Run one payload for the parent process, which holds the other end of `fd`."""
+    """Queue the payload of a run directory for the parent process, which cancels it by a request over `fd`, or by closing it.
+
+    Args:
+        fd: the reading end of a pipe from the parent process.
+
+    Returns:
+        The queued payload.
+    """
     payload = supervisor.submit(run_dir)
     _LineReader(supervisor.loop, fd, lambda request: _cancel(payload, request), lambda: payload.end_early(ORPHANED))
     return payload
 
 
 def serve_run_dir(supervisor: Supervisor, run_dir: str) -> Payload:
-    """Run the payload of a run directory; the file `cancel.json` in it, empty at first, may cancel it."""
+    """Queue the payload of a run directory, and cancel it once somebody writes a cancel request to the file `cancel.json` there.
+
+    Returns:
+        The queued payload.
+    """
     payload = supervisor.submit(run_dir)
     path = os.path.join(run_dir, CANCEL)
     handled = [b""]
@@ -87,7 +107,7 @@ def serve_run_dir(supervisor: Supervisor, run_dir: str) -> Payload:
 
 
 def _cancel(payload: Payload, request: Any) -> None:
-    """Cancel a payload if the request says so; the payload itself may have written anything into the file."""
+    """Cancel a payload if `request` asks for that; `request` may be any JSON value, for the payload can write to the file too."""
     if isinstance(request, dict) and request.get("op") == Operation.CANCEL:
         gone = request.get("gone")
         end = CANCELLED if gone is None else End(EndReason.OTHER_COMPONENT, "component %r: its runtime is gone" % (gone,))
@@ -95,12 +115,15 @@ def _cancel(payload: Payload, request: Any) -> None:
 
 
 class LocalSessionServer:
-    """Listens on a Unix socket in the private scratch directory and announces it in the session directory.
+    """Serves clients of a session on this machine, without Slurm: runs payloads, describes the session and ends it.
+
+    Clients connect to a Unix socket, whose path the server writes to `session.json` in the session directory (the
+    announcement).
 
     Args:
         supervisor: runs the payloads.
-        session_dir: the directory for `session.json`, which says how to reach this session.
-        socket_path: the socket; only this user reaches it, because its directory is 0700.
+        session_dir: the directory for the announcement.
+        socket_path: where to make the socket: in a directory with mode 0700, so that only this user reaches it.
     """
 
     def __init__(self, supervisor: Supervisor, session_dir: str, socket_path: str) -> None:
@@ -118,7 +141,7 @@ class LocalSessionServer:
         _Client(self, self._supervisor, connection)
 
     def close(self) -> None:
-        """Remove the announcement, unless a successor already wrote its own."""
+        """Take no more connections, and remove the announcement, unless a later session has already written its own."""
         self._listener.close()
         try:
             with open(self._announcement, encoding="utf-8") as file:
@@ -126,10 +149,14 @@ class LocalSessionServer:
             if announced.get("pid") == os.getpid():
                 os.unlink(self._announcement)
         except (OSError, ValueError):
-            return  # Gone or replaced.
+            return  # The announcement is gone or another one.
 
     def admit(self, request: Dict[str, Any]) -> Tuple[Answer, Optional[Payload]]:
-        """Answer a `run` request; each id is accepted once."""
+        """Queue the payload of a `run` request, unless a request with the same id was accepted before.
+
+        Returns:
+            The answer for the client, and the queued payload; None for the payload if the request is refused.
+        """
         request_id, run_dir, environ = str(request.get("request_id")), str(request.get("run_dir")), request.get("environ")
         if request_id in self._accepted_ids:
             return refuse(Refusal.DUPLICATE), None
@@ -144,7 +171,7 @@ class LocalSessionServer:
 
 
 class _Client:
-    """One connection with at most one payload, which is cancelled when the connection ends first."""
+    """Answers one client's requests. A client runs at most one payload, which is cancelled if the client hangs up before its end."""
 
     def __init__(self, server: LocalSessionServer, supervisor: Supervisor, connection: socket.socket) -> None:
         self._server = server
@@ -170,7 +197,7 @@ class _Client:
                 return None  # The client gave up while this process was stopped; its payload may run elsewhere by now.
             answer, self._payload = self._server.admit(request)
             if self._payload is not None:
-                # The connection ends once the `end` is written, or never will be; clients wait for that.
+                # The server hangs up when the payload's end is recorded, or cannot be. The client waits for that.
                 if self._payload.ended:
                     self._supervisor.loop.call_later(0.0, self._hang_up)
                 else:

@@ -1,7 +1,7 @@
-"""The request server of a session in an allocation, for clients that know its key.
+"""The server over which Dagster processes use a session in a Slurm allocation: they send payloads to run, and ask for its state.
 
-The allocation owns the payload: the end of a connection means nothing. The request id is the payload's own, so that a
-request whose answer was lost may be repeated, here or at a later session.
+A payload belongs to the allocation, so it goes on when the client's connection ends. Each request has the id of its payload,
+so a client whose answer was lost may repeat the request, to this session or a later one, and the payload still runs once.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ from .local_server import serve_run_dir
 from .supervisor import Supervisor
 
 _POLL_INTERVAL = 1.0
-"""Seconds between two checks of the announcement."""
+"""Seconds between two checks that the session's announcement file is there and up to date."""
 
 _ENDED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
 
 
-class RequestServer(ChannelListener):
-    """Answers requests, and announces in the session's directory how to reach it.
+class SessionServer(ChannelListener):
+    """Serves clients of a session in a Slurm allocation: runs, withdraws and describes payloads, and ends the session.
+
+    The server writes its host names, port and key to `session.json` in the session's directory (the announcement), where
+    clients find them.
 
     Args:
         supervisor: runs the payloads.
-        session_dir: the session's directory.
-        allocation: the session's allocation.
-        key: the secret of the session, hex.
-        ports: ports to listen on, the first free one; any other if none of them is free.
+        session_dir: the directory for the announcement.
+        allocation: the Slurm allocation in which the session runs.
+        key: the secret that clients must know, hexadecimal.
+        ports: candidates for the port, in order; if none of them is free, the kernel chooses one.
     """
 
     def __init__(self, supervisor: Supervisor, session_dir: str, allocation: Allocation, key: str, ports: List[int]) -> None:
@@ -45,7 +48,7 @@ class RequestServer(ChannelListener):
         self._path = os.path.join(session_dir, SESSION)
         self._accepted_ids: Set[str] = set()
         self._withdrawn: Set[str] = set()
-        # A port that the kernel chooses is better than none: on this node it can be reached in any case.
+        # 0 lets the kernel choose a port. A firewall may close that port to other nodes, but clients on this node reach it.
         self._server = RpcServer(supervisor.loop, key, [*ports, 0], self)
         self._announcement: Dict[str, Any] = {
             "protocol": PROTOCOL_VERSION,
@@ -65,15 +68,15 @@ class RequestServer(ChannelListener):
         self._poll()
 
     def close(self) -> None:
-        """Take no more requests, and announce that unless the directory belongs to another session by now."""
+        """Take no more requests, and say so in the announcement, unless another session has announced itself there since."""
         self._server.close()
         self._update(self._supervisor.closing or self._announcement["closing"] or "it has ended")
-        with contextlib.suppress(OSError):  # The job's end says the same.
+        with contextlib.suppress(OSError):  # Clients also learn from Slurm that the job has ended.
             if not self._is_displaced():
                 self._announce()
 
     def _update(self, closing: Optional[str]) -> bool:
-        """Update the announcement and log the closing; whether anything has changed."""
+        """Update the announcement in memory, and log why the session closes. Returns whether the announcement has changed."""
         before = dict(self._announcement)
         self._announcement.update(closing=closing, served=self._supervisor.queue.served, idle=self._is_idle())
         if closing != before["closing"]:
@@ -88,7 +91,7 @@ class RequestServer(ChannelListener):
         write_atomically(self._path, json.dumps(self._announcement).encode("utf-8"))
 
     def _poll(self) -> None:
-        """Keep the announcement up to date, and restore it if the file was damaged."""
+        """Write the announcement again if it has changed or the file is damaged; close the session if the file is not its own."""
         changed = self._update(self._supervisor.closing)
         try:
             if self._is_displaced():
@@ -102,7 +105,7 @@ class RequestServer(ChannelListener):
         self._supervisor.loop.call_later(_POLL_INTERVAL, self._poll)
 
     def _is_displaced(self) -> bool:
-        """Whether another session announces itself here, as may happen after a user removed directories."""
+        """Whether another session has announced itself in this directory, as may happen after a user removed directories."""
         found = self._read()
         return found is not None and found.get("cluster_id") not in (None, self._announcement["cluster_id"])
 
@@ -115,11 +118,11 @@ class RequestServer(ChannelListener):
             return None
 
     def received(self, channel: Channel, message: Message) -> None:
-        """Answer a request."""
+        """Called when a client sent a request: answer it."""
         channel.send(**self.answer(message))
 
     def answer(self, request: Message) -> Message:
-        """The answer to a request, whatever it contains."""
+        """The answer to a client's request; a refusal if the request makes no sense."""
         return dict(answer_safely(lambda: self._answer(request)))
 
     def _answer(self, request: Message) -> Message:
@@ -143,7 +146,7 @@ class RequestServer(ChannelListener):
         return refuse(Refusal.UNKNOWN, "this session does not know %.80r" % (op,))
 
     def _withdraw(self, request: Message) -> Message:
-        """Never run a payload that has not been accepted: its request may have been delayed, and arrive later."""
+        """Promise the client that its payload will never run here, even if a delayed `run` request for it arrives later."""
         self._withdrawn.add(request["request_id"])
         return refuse(Refusal.WITHDRAWN, "the request was withdrawn")
 
@@ -174,7 +177,7 @@ class RequestServer(ChannelListener):
 
 
 def _problem(request: Message) -> Optional[str]:
-    """What is wrong with a `run` or `withdraw` request, or None."""
+    """What is wrong with the fields of a `run` or `withdraw` request, as a sentence; None if they are valid."""
     texts = [request.get("request_id"), request.get("run_dir")]
     if not all(isinstance(text, str) and text and is_passable(text) for text in texts):
         return "request_id and run_dir must be text"
@@ -191,7 +194,7 @@ def _problem(request: Message) -> Optional[str]:
 
 
 def _is_text(name: str, text: str) -> bool:
-    """Whether a file can have this name, without its directories, and this text in UTF-8."""
+    """Whether the last part of `name` can be a file name, and `text` can be written in UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -200,10 +203,13 @@ def _is_text(name: str, text: str) -> bool:
 
 
 def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
-    """Make a run directory that only this user can read.
+    """Make a run directory that only this user can read, with these files.
+
+    Args:
+        files: texts by file name; directories in a name are ignored.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the directory or a file cannot be written.
     """
     os.makedirs(run_dir, 0o700, exist_ok=True)
     for name, text in files.items():
@@ -213,16 +219,17 @@ def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
 
 
 def _has_started(run_dir: str) -> bool:
-    """Whether a session has accepted this payload before: its journal has a start."""
+    """Whether a session has accepted this payload before; if so, its journal is not empty."""
     with contextlib.suppress(OSError):
         return os.path.getsize(os.path.join(run_dir, JOURNAL)) > 0
     return False
 
 
 def _use(path: str) -> bool:
-    """Whether a file is there and belongs to this user; if so, it is marked as in use.
+    """Whether a file exists and belongs to this user; if so, its time is set to now, so that no clean-up removes the file.
 
-    The directory is read, not the name looked up: on NFS a name that was missing once stays so for up to a minute.
+    The function lists the directory instead of looking up the name: an NFS client remembers for up to a minute that a name
+    was missing.
     """
     try:
         found = os.path.basename(path) in os.listdir(os.path.dirname(path)) and os.lstat(path).st_uid == os.geteuid()
