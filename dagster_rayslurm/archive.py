@@ -1,4 +1,4 @@
-"""Build the runtime as one file (a zipapp), named by its content, so that a cached copy is never stale."""
+"""Build the runtime as one file (a zipapp), whose name contains a hash of its content, so that no copy is ever outdated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .runtime.protocol.record import write_atomically
 from .ssh.local import LocalConnection
 
 PACKAGE = "rayslurm_runtime"
-"""Name of the package inside the archive; not `runtime`, because a payload's own module may have that name."""
+"""Name of the package inside the zipapp; not `runtime`, because a payload's own module may have that name."""
 
 _MAIN = f"import sys\nfrom {PACKAGE}.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
 
@@ -27,22 +27,22 @@ def _sources() -> dict[str, bytes]:
 
 
 def sources_below(directory: Path) -> dict[str, bytes]:
-    """The files of the zipapp by name: a package with its sub-packages, and `__main__.py`."""
+    """The contents of the zipapp's source files by name: all modules below `directory`, and a `__main__.py` that starts them."""
     modules = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*.py"))}
     return {"__main__.py": _MAIN.encode()} | {f"{PACKAGE}/{name}": path.read_bytes() for name, path in modules.items()}
 
 
 def runtime_name() -> str:
-    """The file name of the runtime's zipapp, by its sources and the Python version of its bytecode."""
+    """The file name of the runtime's zipapp: a hash of its sources, and the Python version of its bytecode."""
     content = b"".join(name.encode() + b"\0" + text + b"\0" for name, text in _sources().items())
     return f"runtime-{hashlib.sha256(content).hexdigest()[:16]}-{sys.implementation.cache_tag}.pyz"
 
 
 def build_runtime() -> bytes:
-    """The runtime's zipapp, with sources and bytecode.
+    """The content of the runtime's zipapp: each module as source and as bytecode.
 
-    zipimport never writes bytecode and would compile all modules at each start (50 ms). A Python of another version
-    ignores the bytecode and uses the sources.
+    Without bytecode, Python would compile all modules at each start (50 ms), because it never writes bytecode into a zipapp.
+    Another version of Python ignores the bytecode and uses the sources.
     """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive, tempfile.TemporaryDirectory() as directory:
@@ -57,7 +57,7 @@ def build_runtime() -> bytes:
 
 
 def install_runtime(directory: Path) -> Path:
-    """Write the runtime into a directory of this machine, unless it is there already.
+    """Write the runtime's zipapp into a directory of this machine, unless it is there already. Returns its path.
 
     Raises:
         OSError: the directory cannot be written.

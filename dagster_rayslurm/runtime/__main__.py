@@ -23,7 +23,7 @@ if sys.version_info < (3, 8):
 
 
 def run(run_dir):  # type: (str) -> int
-    """Run the one payload of a run directory for the parent process."""
+    """Run the one payload of a run directory for the parent process, without Slurm. Returns the exit code."""
     from .process import loop, scratch
     from .protocol import start_files
     from .supervisor import local_server, supervisor
@@ -39,7 +39,7 @@ def run(run_dir):  # type: (str) -> int
 
 
 def _run_component(run_dir, spec):  # type: (str, RuntimeSpec) -> int
-    """Run the payload of one of several components on this machine (separate topology) for the parent process."""
+    """Run the payload of one of several components on this machine (separate topology) for the parent process, without Slurm."""
     from dataclasses import replace
 
     from .process import loop, scratch
@@ -60,10 +60,14 @@ def _run_component(run_dir, spec):  # type: (str, RuntimeSpec) -> int
 
 
 def node(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
-    """Be one node of a Slurm step: the first one runs the payload of the run directory, the others work for it.
+    """Serve as one node of a Slurm step: the first node runs the payload of the run directory, the others join its Ray cluster.
 
-    A worker that the head knows sets `dispensable[0]` to 1: Ray goes on without it, so its end must not make `srun` end the
-    step.
+    Args:
+        dispensable: a byte that a worker node sets to 1 when the head knows it. Ray can go on without it from then on, so its
+            end must not make `srun` end the step.
+
+    Returns:
+        The exit code.
     """
     from .supervisor import local_server
 
@@ -76,7 +80,10 @@ def node(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
 
 
 def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
-    """Be one node of a Slurm step with a payload per component (separate topology): each component's first node leads it."""
+    """Serve as one node of a Slurm step with a payload per component (separate topology).
+
+    The first node of each component runs its payload, the others join the component's Ray cluster. See `node`.
+    """
     from dataclasses import replace
 
     from .node.allocation import head_address
@@ -104,7 +111,7 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
 
 
 def _warn_before_limit(runner, here, payload):  # type: (supervisor.Supervisor, allocation.Allocation, Payload) -> None
-    """Signal a payload before its allocation's time limit, if the user wants that."""
+    """Plan a signal to a payload before its allocation's time limit, if the start record asks for that."""
     from .supervisor import time_limit
 
     if runner.spec.warn_before_limit is not None:
@@ -118,7 +125,10 @@ def _warn_before_limit(runner, here, payload):  # type: (supervisor.Supervisor, 
 
 
 def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
-    """Be one node of a session's Slurm step: the first one serves requests until the session is idle or its time is over."""
+    """Serve as one node of a session's Slurm step: the first node runs payloads for clients until the session ends.
+
+    A session ends when it is idle for too long, has failed, or comes to its time limit. See `node`.
+    """
     from .protocol import rpc
     from .protocol.end import End, EndReason
     from .supervisor import session_server, time_limit
@@ -127,7 +137,7 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
         spec = runner.spec
 
         def known(left):  # type: (float) -> None
-            # Also a short allocation serves for most of its time.
+            # At most a tenth of the time, so that a short allocation takes payloads for most of its time.
             margin = min(spec.drain_margin, left / 10)
             runner.queue.margin = margin
             limit.when(margin, lambda left: runner.drain("its time limit comes in %d s" % round(left)))
@@ -139,7 +149,7 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
         end = End(EndReason.TIMEOUT, "the session's allocation came to its time limit")
         limit.when(_LAST_CALL, lambda _: runner.close(end, grace=_LAST_CALL / 2))
         assert spec.control_key is not None
-        # Another key than that of the workers: a client and a worker must not mistake each other's server for their own.
+        # Clients and worker nodes use different keys, so that neither can take the other's server for its own.
         key = rpc.derive_key(spec.control_key, "requests")
         server = session_server.SessionServer(runner, session_dir, here, key, spec.control_ports)
         limit.start()
@@ -153,12 +163,12 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
 
 
 _LAST_CALL = 20.0
-"""Seconds before the time limit at which a session ends running payloads, so that each payload's end is written."""
+"""Seconds before the time limit at which a session ends its payloads, so that it can still write their `end` records."""
 
 
 def _be_node(directory, dispensable, lead):
     # type: (str, mmap.mmap, Lead) -> int
-    """Be one node of a Slurm step; the first node calls `lead`."""
+    """Serve as one node of a Slurm step: the first node calls `lead`, the others are worker nodes. Returns the exit code."""
     from .protocol import start_files
 
     spec = start_files.load_spec(directory)
@@ -166,7 +176,7 @@ def _be_node(directory, dispensable, lead):
 
 
 def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
-    """The allocation of this task. From here on, the environment describes the task's own component."""
+    """The Slurm allocation in which this task runs. Changes `os.environ` so that it describes the task's own component."""
     from .node import allocation
 
     here = allocation.from_environ(os.environ)
@@ -180,7 +190,7 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
 
 def _lead_or_work(spec, here, log_dir, dispensable, lead):
     # type: (RuntimeSpec, allocation.Allocation, str, mmap.mmap, Lead) -> int
-    """Lead the nodes of an allocation if this is the first one; otherwise be a worker node."""
+    """Call `lead` on the first node of an allocation; serve as a worker node on the others. Returns the exit code."""
     from .nodes import worker
     from .process import loop, scratch
     from .supervisor import supervisor
@@ -196,7 +206,7 @@ def _lead_or_work(spec, here, log_dir, dispensable, lead):
 
 
 def serve(session_dir):  # type: (str) -> int
-    """Run payloads for clients on this machine, until idle."""
+    """Run a session on this machine, without Slurm: run payloads for clients until it is idle for too long."""
     from .process import loop, scratch
     from .protocol import start_files
     from .supervisor import local_server, supervisor
@@ -213,11 +223,11 @@ def serve(session_dir):  # type: (str) -> int
 
 
 _IN_A_STEP = ("node", "part", "session")
-"""Roles of a process that srun starts."""
+"""Roles that srun starts as tasks of a Slurm step."""
 
 
 def main(argv):  # type: (list[str]) -> int
-    """Take the role that the command line names."""
+    """Run the role that the first argument names, and return the exit code; see the module's docstring."""
     role = argv[0] if argv else ""
     if role == "ray-node":
         from .ray import node_main
@@ -231,7 +241,7 @@ def main(argv):  # type: (list[str]) -> int
         from .protocol import rpc_call
 
         return rpc_call.main(argv[1])
-    dispensable = mmap.mmap(-1, 1)  # The keeper and the runtime, its child, share this byte.
+    dispensable = mmap.mmap(-1, 1)  # One byte in memory that the keeper process and its child, the runtime, share.
     roles = {
         "run": run,
         "node": lambda run_dir: node(run_dir, dispensable),
@@ -243,7 +253,7 @@ def main(argv):  # type: (list[str]) -> int
         from .process import keeper, processes
 
         processes.raise_file_limit()
-        # The Dagster process of a job with one payload sees to the job's end; a session may have no such process.
+        # A Dagster process ends the job of a single payload; a session may have no Dagster process, so the keeper ends its job.
         orphaned = (lambda: keeper.cancel_own_job(os.environ)) if role == "session" else (lambda: None)
         return keeper.guard(lambda: roles[role](argv[1]), lambda: dispensable[0] == 1, role in _IN_A_STEP, orphaned)
     sys.exit(__doc__)

@@ -1,1 +1,1 @@
-"""The head's runtime: queue, clusters, requests, shutdown."""
+"""The runtime on the first node: takes requests, queues payloads, starts their Ray clusters, and decides when to end."""

@@ -1,4 +1,7 @@
-"""Whether a payload can be admitted: resources of the nodes, room beside running payloads, and time. Pure."""
+"""Decide whether a payload can run here: whether the nodes are large enough, have room now, and have enough time left.
+
+All functions are without side effects.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,29 @@ from ..protocol.spec import PayloadSpec, SpecError, node_spec
 
 
 class Closing(Exception):
-    """The runtime takes no more payloads; the message says why. The caller starts another runtime."""
+    """Raised when the runtime does not take a payload because the runtime is about to end; the message says why.
+
+    The payload can run in another runtime, which the client starts.
+    """
 
 
 class Misfit(SpecError):
-    """The payload needs more than the nodes grant; the message names the field."""
+    """Raised when a payload needs more than the nodes of the allocation have; the message names the setting."""
 
 
 class Claim(NamedTuple):
-    """What a payload claims of each node while others run beside it, or what every node grants."""
+    """An amount of CPUs and GPUs per node: the part that one payload reserves while it runs, or the capacity of the node."""
 
     cpus: int = 0
     gpus: int = 0
 
 
 Claims = Mapping[Optional[str], Claim]
-"""Claims by component; None is the component of nodes that are all alike."""
+"""CPUs and GPUs per node, by component of the Slurm allocation; the only key is None if the allocation has no components."""
 
 
 def capacities_of(machines: Iterable[NodeResources]) -> Claims:
-    """What every node of each component grants."""
+    """The CPUs and GPUs that every node of a component has at least, by component."""
     known: Dict[Optional[str], Claim] = {}
     for machine in machines:
         least = known.get(machine.component, Claim(machine.num_cpus, machine.num_gpus))
@@ -39,20 +45,20 @@ def capacities_of(machines: Iterable[NodeResources]) -> Claims:
 
 
 def claims_of(spec: PayloadSpec, fresh: bool, capacities: Claims, head: Optional[str]) -> Claims:
-    """What a payload claims of the nodes.
+    """The CPUs and GPUs that a payload reserves on each node, by component; a payload without Ray reserves only on the head.
 
     Args:
         spec: the payload.
-        fresh: whether it gets a cluster of its own, which takes whole nodes unless the payload says what it needs.
-        capacities: what the nodes grant.
-        head: the component of the head, the only one on which a payload without Ray runs.
+        fresh: whether it gets a Ray cluster of its own, which takes whole nodes unless the payload says what it needs.
+        capacities: the CPUs and GPUs of each component's nodes.
+        head: the component of the head node.
     """
     concerned = capacities if spec.uses_ray else {head: capacities[head]}
     return {name: claim_of(spec, fresh, capacity) for name, capacity in concerned.items()}
 
 
 def claim_of(spec: PayloadSpec, fresh: bool, capacity: Claim) -> Claim:
-    """What a payload claims of each node of one component; see `claims_of`."""
+    """The CPUs and GPUs that a payload reserves on each node of one component; see `claims_of`."""
     whole = capacity if fresh else Claim()
     return Claim(
         whole.cpus if spec.want_cpus is None else spec.want_cpus,
@@ -61,9 +67,12 @@ def claim_of(spec: PayloadSpec, fresh: bool, capacity: Claim) -> Claim:
 
 
 def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limit: int) -> bool:
-    """Whether there is room for one more payload in every component that it claims; alone it always fits.
+    """Whether the nodes have room for one more payload now. A payload always fits if no other one runs.
 
     Args:
+        claims: what the payload reserves.
+        running: what each running payload has reserved.
+        capacities: the CPUs and GPUs of each component's nodes.
         limit: most payloads that run at once.
     """
     others = list(running)
@@ -73,7 +82,7 @@ def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limi
 
 
 def fits(claim: Claim, running: Iterable[Claim], capacity: Claim, limit: int) -> bool:
-    """Whether there is room for one more claim on a node; alone it always fits."""
+    """Whether a node has room for one more claim beside the running ones; always true if nothing runs. See `room_for`."""
     others = list(running)
     if not others:
         return True
@@ -83,13 +92,13 @@ def fits(claim: Claim, running: Iterable[Claim], capacity: Claim, limit: int) ->
 
 
 def misfit(spec: PayloadSpec, machines: Sequence[NodeResources]) -> Optional[str]:
-    """What a payload needs that a node does not grant, as a sentence; None if it fits.
+    """What a payload needs that a node does not have, as a sentence; None if all nodes are large enough.
 
-    Where nodes differ by component, a payload without Ray is compared with the head, where it runs, and the nodes of each
-    component with what its own cluster needs there.
+    If the allocation has components, a payload without Ray is compared with the head node, where it runs. A payload with Ray
+    is compared with every node: with what its Ray cluster needs on nodes of that component.
 
     Args:
-        machines: what the nodes grant, the head first.
+        machines: the resources that Slurm granted on each node, the head first.
     """
     if machines[0].component is None:
         compared = [(spec, machine) for machine in machines]
@@ -102,30 +111,30 @@ def misfit(spec: PayloadSpec, machines: Sequence[NodeResources]) -> Optional[str
 
 
 def _within(spec: PayloadSpec, component: Optional[str]) -> PayloadSpec:
-    """A payload with Ray as one component sees it. Its claim on each node is not what each node must have."""
+    """A payload's spec, reduced to what its Ray cluster needs on the nodes of one component; without CPUs and GPUs to reserve."""
     own = node_spec(spec.ray, component) if spec.ray is not None else None
     return replace(spec, ray=own, want_cpus=None, want_gpus=None)
 
 
 def time_known(spec: PayloadSpec, durations: Mapping[str, float]) -> float:
-    """Seconds that a payload takes as far as known: its own limit, else the longest run of its step so far, else 0."""
+    """Estimated seconds that a payload takes: its own time limit, else the longest run of its step so far, else 0."""
     return durations.get(spec.step, 0.0) if spec.time_limit is None else spec.time_limit
 
 
 def time_needed(spec: PayloadSpec, durations: Mapping[str, float], margin: float) -> float:
-    """Seconds that must be left for a payload; at least `margin` if it has no time limit of its own."""
+    """Seconds that the allocation must have left to start a payload; at least `margin` if the payload has no time limit."""
     known = time_known(spec, durations)
     return known if spec.time_limit is not None else max(known, margin)
 
 
 def too_little_time(need: float, ahead: List[float], at_once: int, left: Optional[float]) -> Optional[str]:
-    """Why a payload cannot end before its allocation does, as a sentence; None if it can.
+    """Why a payload would not finish before its allocation's time limit, as a sentence; None if it has time enough.
 
     Args:
-        need: seconds that it may take.
-        ahead: seconds that each payload before it may still take.
+        need: seconds that the payload may take.
+        ahead: seconds that each earlier payload, waiting or running, may still take.
         at_once: number of payloads that run at the same time.
-        left: seconds until the allocation's time limit; None if it has none.
+        left: seconds until the allocation's time limit; None if the allocation has no limit.
     """
     wait = sum(ahead) / at_once
     if left is None or wait + need <= left:

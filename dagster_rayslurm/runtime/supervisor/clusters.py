@@ -1,4 +1,4 @@
-"""Which Ray cluster serves which payload: the warm one, a fresh one of the payload's own, or none."""
+"""The Ray clusters of this runtime: give each payload the warm cluster, a new one of its own, or none, and clean up."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from ..ray.cluster_dir import ClusterDirs, clean_up_cluster
 from ..ray.start import RayListener
 
 LOST_GRACE = 1.0
-"""Seconds that a payload gets after its cluster was lost: `ray.init` would hang for 40 s and more (Ray 2.60)."""
+"""Seconds between SIGTERM and SIGKILL for a payload whose Ray cluster was lost; `ray.init` may hang for 40 s (Ray 2.60)."""
 
 
 class Clusters:
-    """The clusters whose head is on this node.
+    """The Ray clusters whose head is on this node: at most one that is kept warm for all payloads, or one per payload.
 
     Args:
-        loop: where everything happens.
-        spec: the start record; with `ray` in it, one cluster is kept warm.
+        loop: the event loop.
+        spec: the start record; if it has `ray`, one cluster is kept warm.
         head: this node and those that join.
         private: scratch directory of the runtime.
-        listener: told what becomes of the warm cluster. A payload's own cluster is told to the payload alone: it may lose a
-            node that the next cluster has again.
+        listener: gets the events of the warm cluster. Events of a payload's own cluster go to that payload alone.
     """
 
     def __init__(self, loop: Loop, spec: RuntimeSpec, head: HeadNode, private: Scratch, listener: RayListener) -> None:
@@ -45,15 +44,19 @@ class Clusters:
         return [*([] if self.warm is None else [self.warm]), *self._fresh.values()]
 
     def waits(self, spec: PayloadSpec) -> bool:
-        """Whether a payload must wait for the warm cluster."""
+        """Whether a payload must wait until the warm Ray cluster is up."""
         return self.warm is not None and spec.uses_ray and not self.warm.ready
 
     def is_fresh(self, spec: PayloadSpec) -> bool:
-        """Whether a payload gets a cluster of its own."""
+        """Whether a payload gets a new Ray cluster of its own."""
         return self.warm is None and spec.ray is not None
 
     def serve(self, payload: Payload, start: Callable[[Optional[RayCluster]], None]) -> None:
-        """Call `start` with the payload's cluster once it is up; a cluster that fails ends the payload instead."""
+        """Call `start` with the payload's Ray cluster once the cluster is up; end the payload if its own cluster fails.
+
+        Args:
+            start: gets None if the payload does not use Ray.
+        """
         if not self.is_fresh(payload.spec):
             return start(self.warm if payload.spec.uses_ray else None)
         key = payload.spec.nonce
@@ -67,14 +70,14 @@ class Clusters:
         cluster.start()
 
     def release(self, payload: Payload) -> None:
-        """End the own cluster of a payload that has ended, on all nodes."""
+        """End the Ray cluster of a payload that has ended, on all nodes; the warm cluster stays."""
         cluster = self._fresh.pop(payload.spec.nonce, None)
         if cluster is not None:
             cluster.stop()
             clean_up_cluster(self._loop, cluster.scratch, cluster.key)
 
     def foreign_pids(self, payload: Payload) -> List[int]:
-        """The processes of other nodes, of other payloads' clusters, and of the warm one if the payload does not use it."""
+        """Process ids, on this machine, of simulated nodes and of all Ray clusters that the payload does not use."""
         own = self._fresh.get(payload.spec.nonce) or (self.warm if payload.spec.uses_ray else None)
         pids = [cluster.pid for cluster in self.all if cluster is not own]
         if self._head.workers is not None:
@@ -82,11 +85,11 @@ class Clusters:
         return [pid for pid in pids if pid is not None]
 
     def guarded_pids(self) -> List[int]:
-        """The processes on this node below which Ray's workers may be killed for their memory."""
+        """Process ids of Ray on this node, for clusters with a memory guard: it may kill Ray workers below these processes."""
         return [cluster.pid for cluster in self.all if cluster.spec.memory_guard and cluster.pid is not None]
 
     def handle(self, member: WorkerNode, message: Dict[str, Any]) -> None:
-        """Pass a message of another node on to the clusters."""
+        """Pass a message of another node on to all Ray clusters."""
         for cluster in self.all:
             cluster.handle(member, message)
 
@@ -97,7 +100,7 @@ class Clusters:
 
 
 class _FreshListener(RayListener):
-    """Starts a payload once its own cluster is up, or ends it."""
+    """Starts a payload once its own Ray cluster is up; ends the payload if the cluster fails."""
 
     cluster: RayCluster
 
@@ -106,16 +109,13 @@ class _FreshListener(RayListener):
         self._start = start
 
     def on_ready(self) -> None:
-        """Start the payload."""
         if not self._payload.ended:
             self._start(self.cluster)
 
     def on_failed(self, error: ClusterError) -> None:
-        """End the payload."""
         for name, text in self.cluster.log_tails().items():
             self._payload.tail(name, text)
         self._payload.end_early(End(error.reason, str(error)), LOST_GRACE)
 
     def on_phase(self, phase: str, message: str) -> None:
-        """Tell the user."""
         self._payload.phase(phase, message)

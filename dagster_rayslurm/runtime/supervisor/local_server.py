@@ -171,7 +171,7 @@ class LocalSessionServer:
 
 
 class _Client:
-    """Answers one client's requests. A client runs at most one payload, which is cancelled if the client hangs up before its end."""
+    """Answers one client's requests. Each client runs at most one payload, which is cancelled if the client hangs up first."""
 
     def __init__(self, server: LocalSessionServer, supervisor: Supervisor, connection: socket.socket) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""The nodes of one runtime: this one, and the workers of its allocation or, simulated, of this machine."""
+"""The nodes that one runtime leads: this node, and worker nodes from the Slurm allocation or simulated on this machine."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from ..ray.node_table import nodes_expected
 from ..ray.start_arguments import granted_defaults
 
 _MOST_NAMES = 8
-"""Nodes that one phase message names."""
+"""Most nodes that one message in the Dagster log names."""
 
 
 class NodeGroup:
-    """Connects the nodes and describes them.
+    """This node and its worker nodes: connects to the workers, and says what resources all of them have.
 
     Args:
-        loop: where everything happens.
+        loop: the event loop.
         spec: the start record.
         private: scratch directory of the runtime.
-        on_message: called with a worker and its message.
-        allocation: the Slurm step whose first node this is; None elsewhere.
-        log_dir: directory of the logs of an allocation's nodes.
-        machine: what this node grants; None to detect it.
+        on_message: called with a worker node and its message.
+        allocation: the Slurm step whose first node this is; None outside Slurm.
+        log_dir: directory in which the nodes of the allocation write their logs.
+        machine: the resources of this node; None to detect them.
 
     Attributes:
         spec: the start record, changed where nodes are simulated.
-        machine: what this node grants.
+        machine: the resources of this node.
         workers: the other nodes; None if there are none.
-        head: this node as the head of clusters.
+        head: this node in its role as head of Ray clusters.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class NodeGroup:
             self.head = HeadNode(self.machine)
 
     def machines(self) -> List[resources.NodeResources]:
-        """What the nodes grant that have joined so far, the head first."""
+        """The resources of each node that has connected so far, the head first."""
         members = self.workers.members.values() if self.workers is not None else []
         return [self.machine, *(resources.from_facts(member.machine) for member in members if member.joined)]
 
     def remarks(self, uses_ray: bool) -> List[str]:
-        """What a payload's user should know of simulated resources."""
+        """Sentences for the Dagster log about resources that are only simulated; empty outside a simulation."""
         return self._simulation.remarks(uses_ray) if self._simulation is not None else []
 
     def payload_environ(self, environ: Dict[str, str]) -> Dict[str, str]:
-        """The environment to make a payload's from: limited to what this node grants."""
+        """`environ` with variables that limit the payload to the resources granted on this node."""
         if self.allocation is not None:
             environ = {**granted_defaults(self.machine), **environ}
         return self._simulation.head_environ(environ) if self._simulation is not None else environ
 
     def in_words(self, ray: Optional[RaySpec]) -> str:
-        """The nodes of a cluster for the user."""
+        """The names of a Ray cluster's nodes for the Dagster log; of all nodes if `ray` is None."""
         others = self.workers.members.values() if self.workers is not None else []
         names = [named(self._name, self.machine.component), *(member.title for member in others)]
         if ray is not None:
@@ -98,7 +98,7 @@ class NodeGroup:
         return "%d nodes: %s" % (len(names), ", ".join(names[:_MOST_NAMES] + ["…"] * (len(names) > _MOST_NAMES)))
 
     def facts(self) -> List[Dict[str, Any]]:
-        """The nodes and what each of them grants."""
+        """Name, component, CPUs and GPUs of each node, for `describe`; this node first."""
         own = {
             "name": self._name,
             "cpus": self.machine.num_cpus,

@@ -1,4 +1,4 @@
-"""The queue of payloads: first come, first served within a Dagster run, and round robin between runs."""
+"""The queue of payloads: in order of arrival within a Dagster run, and in turn between runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items of several runs, in fair order.
+    """A queue that takes one item of each Dagster run in turn.
 
-    The run whose turn it is keeps the turn until its first item fits, so that a large item is not starved by small ones.
-    After its turn a run goes to the end of the line.
+    A run keeps its turn until its first item fits, so that small items of other runs cannot hold up a large one for ever.
+    Then the next run has its turn.
 
     Args:
-        run_of: returns the run of an item.
+        run_of: returns the run id of an item.
     """
 
     def __init__(self, run_of: Callable[[T], str]) -> None:
@@ -31,7 +31,7 @@ class FairQueue(Generic[T]):
         return sum(map(len, self._runs.values()))
 
     def __iter__(self) -> Iterator[T]:
-        """The items in the order in which they are taken if all of them fit."""
+        """Iterate over the items in the order in which `take` returns them if all of them fit."""
         left = {run: list(items) for run, items in self._runs.items()}
         turns = collections.deque(self._turns)
         while turns:
@@ -41,7 +41,7 @@ class FairQueue(Generic[T]):
                 turns.append(run)
 
     def add(self, item: T) -> None:
-        """Append an item to its run."""
+        """Add an item behind the other items of its run."""
         run = self._run_of(item)
         if run not in self._runs:
             self._runs[run] = collections.deque()
@@ -49,7 +49,7 @@ class FairQueue(Generic[T]):
         self._runs[run].append(item)
 
     def remove(self, item: T) -> bool:
-        """Remove an item from any place; False if it is not in the queue."""
+        """Remove an item, wherever it stands. Returns whether it was in the queue."""
         run = self._run_of(item)
         if item not in self._runs.get(run, ()):
             return False
@@ -60,11 +60,12 @@ class FairQueue(Generic[T]):
         return True
 
     def take(self, fits: Callable[[T], bool], is_eligible: Callable[[T], bool] = lambda _: True) -> Optional[T]:
-        """Remove and return the item whose turn it is if it fits; None otherwise.
+        """Remove and return the item whose turn it is; None if that item does not fit now, or no item is eligible.
 
         Args:
-            fits: whether there is room for an item now.
-            is_eligible: whether room is all that an item waits for; other items are skipped and keep their place.
+            fits: returns whether an item has room now.
+            is_eligible: returns whether an item could start if it had room; items that could not are skipped and keep their
+                place.
         """
         for run in self._turns:
             item = next((each for each in self._runs[run] if is_eligible(each)), None)
@@ -81,32 +82,32 @@ class FairQueue(Generic[T]):
 
 
 class PayloadQueue:
-    """The payloads of a runtime: waiting and running ones.
+    """The waiting and the running payloads of a runtime.
 
     Args:
         spec: the start record, which limits how many payloads run at once.
-        claims: returns what a payload claims of the nodes.
-        now: the clock.
+        claims: returns the CPUs and GPUs that a payload reserves on each node.
+        now: returns the seconds on a monotonic clock.
     """
 
     def __init__(self, spec: RuntimeSpec, claims: Callable[[Payload], Claims], now: Callable[[], float]) -> None:
         self.durations: Dict[str, float] = {}
-        """Seconds of the longest run of each step so far."""
+        """Seconds that the longest run of each step took, by name of step."""
         self.running: List[Payload] = []
         self.served = 0
-        """Number of payloads that came so far."""
+        """Number of payloads added so far."""
         self.margin = spec.drain_margin
-        """Seconds that a payload without a time limit needs at least."""
+        """Seconds that the allocation must have left, at least, to start a payload without a time limit."""
         self._spec = spec
         self._claims = claims
         self._now = now
         self._queue: FairQueue[Payload] = FairQueue(lambda payload: payload.spec.run_id)
         self._since: Dict[Payload, float] = {}
-        """When each waiting payload came, and when each running one started."""
+        """Clock time at which each waiting payload was added, or each running one started."""
         self._any_started = False
 
     def __iter__(self) -> Iterator[Payload]:
-        """The waiting payloads in their order, then the running ones."""
+        """Iterate over the waiting payloads in their order, then the running ones."""
         return iter([*self._queue, *self.running])
 
     def __len__(self) -> int:
@@ -118,17 +119,17 @@ class PayloadQueue:
         return list(self._queue)
 
     def add(self, payload: Payload) -> None:
-        """Append a payload."""
+        """Add a waiting payload."""
         self.served += 1
         self._queue.add(payload)
         self._since[payload] = self._now()
 
     def next(self, capacities: Claims, is_eligible: Callable[[Payload], bool]) -> Optional[Payload]:
-        """The payload that may start now, which counts as running from here on; None if there is none.
+        """Move the next payload that fits now to the running ones, and return it; None if no payload can start.
 
         Args:
-            capacities: what the nodes grant.
-            is_eligible: whether room is all that a payload waits for.
+            capacities: the CPUs and GPUs of each component's nodes.
+            is_eligible: returns whether a payload could start if it had room.
         """
         running = [self._claims(payload) for payload in self.running]
         limit = self._spec.max_concurrent_payloads
@@ -140,7 +141,7 @@ class PayloadQueue:
         return payload
 
     def remove(self, payload: Payload) -> None:
-        """Remove a payload that has ended, and learn from it how long its step takes."""
+        """Remove a payload that has ended, and remember how long its step took."""
         since = self._since.pop(payload)
         if payload not in self.running:
             self._queue.remove(payload)
@@ -151,11 +152,13 @@ class PayloadQueue:
             self.durations[step] = max(self._now() - since, self.durations.get(step, 0.0))
 
     def refusal(self, spec: PayloadSpec, left: Optional[float]) -> Optional[str]:
-        """Why one more payload could not end in time; None if it can. The first one is always taken: a new allocation
-        would have no more time.
+        """Why a new payload would not finish before the allocation's time limit, as a sentence; None if it may be added.
 
-        The wait is estimated from the known durations of the payloads ahead. If the estimate was too low, the payload is
-        returned to the client when its turn comes.
+        The first payload is always taken, because a new allocation would have no more time. The wait is estimated from the
+        known durations of the payloads ahead. If the estimate is too low, `late` finds the payload when its turn comes.
+
+        Args:
+            left: seconds until the time limit; None if the allocation has none.
         """
         if not self.served:
             return None
@@ -165,17 +168,19 @@ class PayloadQueue:
         return too_little_time(self._needs(spec), ahead, self._spec.max_concurrent_payloads, left)
 
     def late(self, left: Optional[float]) -> List[Tuple[Payload, str]]:
-        """The waiting payloads that cannot end in time any more, and why."""
+        """The waiting payloads that cannot finish before the time limit any more, each with the reason as a sentence."""
         if not self._any_started:
             return []
         found = [(payload, too_little_time(self._needs(payload.spec), [], 1, left)) for payload in self._queue]
         return [(payload, why) for payload, why in found if why is not None]
 
     def facts(self, unwritten: Iterable[Payload] = ()) -> List[Dict[str, Any]]:
-        """The payloads for `describe`; `age` is seconds since they came, or since they started.
+        """Directory, run, step, state and age of each payload, for `describe`.
+
+        `age` is the seconds since a waiting payload was added, or a running one started.
 
         Args:
-            unwritten: payloads that have ended, but whose `end` cannot be written for now.
+            unwritten: payloads that have ended, but whose `end` record cannot be written for now.
         """
         here = [(payload, "running" if payload in self.running else "waiting", self._since[payload]) for payload in self]
         gone = [(payload, "ended", self._now()) for payload in unwritten if payload not in self._since]

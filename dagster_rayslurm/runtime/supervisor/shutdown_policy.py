@@ -1,4 +1,4 @@
-"""When a runtime ends: whether it takes payloads, what time it has left, and when nothing is left to wait for."""
+"""Decide when a runtime ends: after its last payload, or, for a session, after it was idle for a while or has failed."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from ..protocol.spec import RuntimeSpec
 from .queue import PayloadQueue
 
 _CLOSING_TIME = 0.5
-"""Seconds that a session stays reachable after its last payload, so that late clients learn why it closes."""
+"""Seconds that a closing session stays reachable after its last payload, so that late clients learn why it closes."""
 _FAILURE_TIME = 5.0
-"""The same for a session that served no payload: its creators learn why it failed."""
+"""Seconds that a session that served no payload stays reachable, so that the runs that started it learn why it failed."""
 _MIN_IDLE = 5.0
-"""Seconds without a payload after which a session gives way to other jobs; the next step of a run may take a few."""
+"""Seconds without a payload before a session may end for another job's sake; the next step of a run may take some to come."""
 _REGULAR = (EndReason.CANCEL, EndReason.TERMINATED, EndReason.TIMEOUT)
-"""Reasons that are no failure of a session that served no payload."""
+"""Reasons for which a session may end without having served a payload, and yet has not failed."""
 
 
 class ShutdownPolicy:
-    """Decides when a runtime ends. A runtime with an `idle_timeout` is a session, which lives on without a payload.
+    """Decides when a runtime ends. A runtime with an `idle_timeout` is a session, which waits for further payloads.
 
     Args:
-        loop: where everything happens; it stops at the end.
+        loop: the event loop, which is stopped at the runtime's end.
         spec: the start record.
         queue: the runtime's payloads.
-        in_allocation: whether it runs in a Slurm allocation, where its creators may wait to learn why it ends.
+        in_allocation: whether the runtime runs in a Slurm allocation; then the runs that started a session may wait to learn
+            why it failed.
         finish: called when the last payload has ended and no other one will come.
-        on_idle: called with the end when the session was idle for too long.
+        on_idle: called with the reason when a session must end because it is idle.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class ShutdownPolicy:
         on_idle: Callable[[End], None],
     ) -> None:
         self.ending: Optional[str] = None
-        """Why the payloads are being ended."""
+        """Why the payloads are being ended; None while they are not."""
         self.draining: Optional[str] = None
-        """Why no more payloads are taken, while the present ones go on."""
+        """Why no more payloads are taken while the present ones go on; None if that is not so."""
         self.failed: Optional[str] = None
-        """Why a session failed before it served a payload."""
+        """Why a session failed before it served a payload; None if it did not."""
         self.time_left: Callable[[], Optional[float]] = lambda: None
-        """Returns the seconds that the allocation has left, None for no limit."""
+        """Returns the seconds until the allocation's time limit; None if there is no limit, or it is not known."""
         self._loop = loop
         self._idle_timeout = spec.idle_timeout
         self._queue = queue
@@ -64,21 +65,21 @@ class ShutdownPolicy:
 
     @property
     def closing(self) -> Optional[str]:
-        """Why no more payloads are taken; None while they are."""
+        """Why no more payloads are taken; None while payloads are taken."""
         return self.ending or self.draining
 
     @property
     def ending_for(self) -> float:
-        """Seconds for which payloads are being ended; 0 if they are not."""
+        """Seconds since the runtime began to end its payloads; 0 if it has not."""
         return self._loop.now() - self._ending_since if self.ending is not None else 0.0
 
     @property
     def idle_for(self) -> Optional[float]:
-        """Seconds without a payload; None while there is one."""
+        """Seconds for which the runtime has had no payload; None while it has one."""
         return None if len(self._queue) else self._loop.now() - self._idle_since
 
     def end(self, end: End) -> None:
-        """Record that payloads are being ended; the first reason stands."""
+        """Record that the runtime ends its payloads, and why; a later call changes nothing."""
         if self.ending is not None:
             return
         self.ending, self._ending_since = end.message or "it ends", self._loop.now()
@@ -86,13 +87,13 @@ class ShutdownPolicy:
             self.failed = self.ending
 
     def busy(self) -> None:
-        """Record that a payload came."""
+        """Called when a payload is added: the session is not idle any more."""
         self._timers.cancel("idle")
 
     def give_way(self) -> bool:
-        """End an idle session because another job waits for its nodes; whether it ends.
+        """End an idle session because another Slurm job of its user waits for nodes. Returns whether the session ends.
 
-        A session that has served no payload goes on: its creator is about to send one.
+        A session that has served no payload goes on, because the run that started it is about to send one.
         """
         idle = self.idle_for
         if idle is None or idle < _MIN_IDLE or not self._queue.served:
@@ -102,7 +103,7 @@ class ShutdownPolicy:
         return True
 
     def settle(self) -> None:
-        """Without payloads: end, or wait for the idle timeout."""
+        """If the runtime has no payload: end it now, or after the idle timeout of a session. Otherwise do nothing."""
         if len(self._queue):
             return
         if self.failed is not None and self._in_allocation:

@@ -1,7 +1,7 @@
-"""The heart of the runtime: payloads wait for their cluster, run and end; the cluster ends last.
+"""The centre of the runtime on the first node: takes each payload from the queue through its Ray cluster to its end.
 
-A runtime for one payload and a warm session are the same here. They differ in who submits payloads (`local_server`,
-`session_server`) and in when nothing is left to wait for (`shutdown_policy`).
+A runtime for one payload and a session for many both use it. They differ in who submits payloads (`local_server`,
+`session_server`) and in when the runtime ends (`shutdown_policy`).
 """
 
 from __future__ import annotations
@@ -45,51 +45,55 @@ from .queue import PayloadQueue
 from .shutdown_policy import ShutdownPolicy
 
 RAY_CHANGED = "the environment's Ray has changed"
+"""Why a session closes after another version of Ray was installed in its environment."""
 
 _SAME_SIGNAL = 1.0
-"""Seconds within which a second signal is taken for the first: Slurm also signals the keeper, which passes it on."""
+"""Seconds within which a second signal counts as the same one: Slurm also signals the keeper process, which passes it on."""
 _REFRESH_INTERVAL = 600.0
-"""Seconds between two marks that run directories are in use; old ones are swept after days."""
+"""Seconds between two updates of the run directories' times; directories that are days old are removed."""
 _END_TIMEOUT = 5.0
-"""Seconds at this runtime's own end in which an `end` that could not be written is tried again."""
+"""Seconds at this runtime's end for which it tries again to write `end` records that could not be written before."""
 _LATE_NODES = 15.0
-"""Seconds that this runtime waits at its end for nodes that have not joined yet; signals reach them without it."""
+"""Seconds at this runtime's end for which it waits for worker nodes that have not connected yet, because only it can stop them.
+
+After a signal it does not wait, because Slurm sends the signal to those nodes as well.
+"""
 _LATE_INTERVAL = 5.0
-"""Seconds between two checks whether the time left suffices for waiting payloads."""
+"""Seconds between two checks whether the allocation has enough time left for the waiting payloads."""
 
 
 class Hooks:
-    """What a subclass may decide or learn; the base class changes nothing. Set it as `Supervisor.hooks`.
+    """Callbacks with which another module changes when payloads start and when the runtime ends; set `Supervisor.hooks`.
 
-    `Payload.on_ended` tells of the end of one payload.
+    This base class has the usual behaviour. For the end of one payload, use `Payload.on_ended`.
     """
 
     def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
-        """Whether a payload may start whose cluster is up; call `Supervisor.schedule` once the answer changes."""
+        """Whether a payload whose Ray cluster is up may start; call `Supervisor.schedule` when the answer changes."""
         return True
 
     def finished(self, loop: Loop) -> None:
-        """The last payload has ended and no other one will come."""
+        """Called when the last payload has ended and no other one will come."""
         loop.stop()
 
     def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002
-        """The runtime received a signal while it had no payload."""
+        """Called when the runtime received a signal while it had no payload."""
         loop.stop()
 
     def cluster_lost(self, why: str) -> None:
-        """The warm cluster was lost while the runtime had no payload."""
+        """Called when the warm Ray cluster failed while the runtime had no payload; `why` is a sentence."""
 
 
 class Supervisor(RayListener):
-    """Runs payloads, on one warm Ray cluster if the start record has one, otherwise each on its own.
+    """Queues and runs payloads: all on one warm Ray cluster if the start record describes one, otherwise each on its own.
 
     Args:
-        loop: where everything happens.
+        loop: the event loop.
         spec: the start record.
         private: scratch directory of this runtime.
-        allocation: the Slurm step whose first node this is; None elsewhere.
-        log_dir: directory of the logs of an allocation's nodes.
-        here: what this node grants; None to detect it.
+        allocation: the Slurm step whose first node this is; None outside Slurm.
+        log_dir: directory in which the nodes of the allocation write their logs.
+        here: the resources of this node; None to detect them.
     """
 
     def __init__(
@@ -105,11 +109,11 @@ class Supervisor(RayListener):
         self.nodes = NodeGroup(loop, spec, private, self._handle_message, allocation, log_dir, here)
         self.spec = spec = self.nodes.spec
         self.exit_code = 0
-        """The exit code of this process after the last payload's end, so that Slurm's accounting has the same."""
+        """The exit code of the last payload that ended; this process exits with it, so that Slurm's accounting shows it."""
         self.hooks = Hooks()
         self._scratch = private
         self._unwritten: List[Payload] = []
-        """Payloads whose `end` could not be written yet."""
+        """Payloads that have ended, but whose `end` record could not be written yet."""
         self._signalled = False
         self._timers = Timers(loop)
         self._gpus = GpuMonitor(loop)
@@ -130,7 +134,7 @@ class Supervisor(RayListener):
 
     @property
     def cluster(self) -> Optional[RayCluster]:
-        """The cluster that is kept warm."""
+        """The Ray cluster that is kept warm for all payloads; None if there is none."""
         return self.clusters.warm
 
     @property
@@ -140,11 +144,11 @@ class Supervisor(RayListener):
 
     @property
     def closing(self) -> Optional[str]:
-        """Why no more payloads are taken; None while they are."""
+        """Why no more payloads are taken; None while payloads are taken."""
         return self.lifetime.closing
 
     def run(self) -> None:
-        """Handle events until nothing is left to do, then end everything that was started here."""
+        """Run payloads until the runtime must end, then end every process that it started, also on the other nodes."""
         try:
             if self.cluster is not None:
                 self.cluster.start()
@@ -175,7 +179,7 @@ class Supervisor(RayListener):
                 workers.wait_gone(0.0 if self._signalled else _LATE_NODES)
 
     def _write_ends(self) -> None:
-        """Write the ends that could not be written so far; this is the last chance."""
+        """Try for some seconds to write the `end` records that could not be written before."""
         deadline = self.loop.now() + _END_TIMEOUT
         left = [payload for payload in {*self._unwritten, *self.queue} if payload.ended]
         while True:
@@ -185,16 +189,19 @@ class Supervisor(RayListener):
             time.sleep(_END_TIMEOUT / 10)
 
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
-        """Queue the payload of a run directory.
+        """Queue the payload of a run directory, and start it if it can start now.
 
         Args:
             run_dir: the run directory.
-            environ: the environment to make the payload's from; None for the runtime's own.
+            environ: the environment on which the payload's environment is based; None for the runtime's own.
+
+        Returns:
+            The payload.
 
         Raises:
-            Closing: this runtime takes no more payloads, or not this one.
-            Misfit: the payload needs more than the nodes grant.
-            SpecError: the run directory's start record cannot be used.
+            Closing: this runtime takes no more payloads, or has too little time left for this one.
+            Misfit: the payload needs more than the nodes have.
+            SpecError: the payload's specification in the run directory is not valid.
             OSError: the run directory cannot be read or written.
         """
         if self.closing is None and self._ray_has_changed():
@@ -207,7 +214,7 @@ class Supervisor(RayListener):
             raise Misfit(problem)
         late = self.queue.refusal(spec, self.lifetime.time_left())
         if late:
-            raise Closing(late)  # Only this payload: others may take less time.
+            raise Closing(late)  # The runtime stays open for other payloads, which may take less time.
         attempt = self.nodes.allocation.restarts if self.nodes.allocation is not None else 0
         record = RunRecord(run_dir, spec.max_stdio_bytes, attempt)
         try:
@@ -250,9 +257,10 @@ class Supervisor(RayListener):
         """Take no more payloads, end the present ones and then the runtime.
 
         Args:
-            end: how they end.
+            end: how running payloads end.
             grace: seconds between SIGTERM and SIGKILL; None for each payload's own grace period.
-            queued: how payloads end that never started; None for the same.
+            queued: how waiting payloads end; None for the same as running ones, except that the time limit gives waiting
+                payloads back to their clients.
         """
         self.lifetime.end(end)
         if end.reason == EndReason.TIMEOUT and queued is None:
@@ -264,14 +272,14 @@ class Supervisor(RayListener):
         self.lifetime.settle()
 
     def drain(self, why: str) -> None:
-        """Take no more payloads, let the present ones finish, and then end; later clients are told why."""
+        """Take no more payloads, let the present ones finish, and then end the runtime. Later clients are told `why`."""
         if self.closing is None:
             self.lifetime.draining = why
             self.on_phase("drain", "the runtime takes no more payloads: " + why)
             self.lifetime.settle()
 
     def describe(self) -> Dict[str, Any]:
-        """The state of the runtime for clients and the CLI."""
+        """The state of the runtime, its payloads and its Ray cluster, as JSON for clients and the command line."""
         cluster = self.cluster.facts() if self.cluster is not None else {}
         idle = self.lifetime.idle_for
         return {
@@ -295,7 +303,7 @@ class Supervisor(RayListener):
         }
 
     def schedule(self) -> None:
-        """Start the payloads that may start now, in turn; return those for which too little time is left."""
+        """Start the waiting payloads that fit now, in turn; return those to their clients that have too little time left."""
         left = self.lifetime.time_left()
         self._timers.cancel("late")
         for payload, why in self.queue.late(left):
@@ -314,29 +322,32 @@ class Supervisor(RayListener):
                 payload.phase("queued", "place %d in the queue of the Ray cluster %s" % (place, self.spec.cluster_id))
 
     def on_ready(self) -> None:
-        """The warm cluster is complete: start payloads."""
+        """Called when the warm Ray cluster is complete: start payloads."""
         self.schedule()
 
     def on_phase(self, phase: str, message: str) -> None:
-        """Tell all payloads; only running ones with Ray that something cannot be scheduled."""
+        """Called when something happens to the warm Ray cluster: tell each payload's Dagster log.
+
+        That something cannot be scheduled is told to running payloads with Ray only.
+        """
         for payload in self.payloads:
             if phase != UNSCHEDULABLE or (payload.spec.uses_ray and payload.pid is not None):
                 payload.phase(phase, message)
 
     def on_node_lost(self, name: str) -> None:
-        """Payloads go on without the node; a session takes no more of them, because it is not whole."""
+        """Called when the Ray cluster has lost a worker node: payloads go on, but a session takes no more of them."""
         if self.lifetime.is_session:
             self.drain("node %s is lost" % name)
 
     def on_failed(self, error: ClusterError) -> None:
-        """The warm cluster failed: end the runtime."""
+        """Called when the warm Ray cluster did not start or was lost: end all payloads and the runtime."""
         assert self.cluster is not None
         if self.lifetime.ending is not None:
-            return  # Everything goes down, for instance because Slurm signals every process of the job.
+            return  # The runtime is ending anyway, for instance because Slurm signals every process of the job.
         for name, text in self.cluster.log_tails().items():
             for payload in self.payloads:
                 payload.tail(name, text)
-            if not self.queue.served:  # There is no record; the session's creators read this node's log.
+            if not self.queue.served:  # No payload can report it; the runs that started the session read this node's log.
                 print("rayslurm: the end of %s:\n%s" % (name, tail_lines(text)), file=sys.stderr)
         if not len(self.queue):
             self.hooks.cluster_lost(str(error))
@@ -344,7 +355,7 @@ class Supervisor(RayListener):
         self.close(End(error.reason, str(error)), LOST_GRACE, queued)
 
     def _ray_has_changed(self) -> bool:
-        """Whether the environment has another version of Ray than at the start of this session."""
+        """Whether another version of Ray was installed in this Python's environment since this session started."""
         version = installed_version() if self._ray_version is not None else None
         return version is not None and version != self._ray_version
 
@@ -353,11 +364,11 @@ class Supervisor(RayListener):
         return claims_of(payload.spec, fresh, capacities_of(self.nodes.machines()), self.nodes.machine.component)
 
     def _may_start(self, payload: Payload) -> bool:
-        """Whether a payload waits for nothing but room."""
+        """Whether a payload could start if it had room: its Ray cluster is up, and the hooks permit the start."""
         return not self.clusters.waits(payload.spec) and self.hooks.may_start(payload)
 
     def _begin(self, payload: Payload) -> None:
-        """Start a payload once its cluster is up."""
+        """Start a payload whose turn it is, as soon as its Ray cluster is up."""
         self._strays.begin(payload.spec.nonce)
         if self.clusters.is_fresh(payload.spec):
             where = self.nodes.in_words(payload.spec.ray)
@@ -369,7 +380,7 @@ class Supervisor(RayListener):
         payload.safely(lambda: self.clusters.serve(payload, start))
 
     def _start(self, payload: Payload, cluster: Optional[RayCluster]) -> None:
-        """Start a payload on its cluster."""
+        """Start the process of a payload whose Ray cluster is up."""
         messages = self._scratch.join("messages-%s.jsonl" % payload.spec.nonce)
         payload.context = self._context(payload, cluster)
         for other in self.queue.running:
@@ -377,7 +388,7 @@ class Supervisor(RayListener):
                 other.companions.add(payload.spec.nonce)
                 payload.companions.add(other.spec.nonce)
         OwnRayWatch(self.loop, payload, self.nodes.machine)
-        if cluster is None:  # It uses only this node.
+        if cluster is None:  # The payload uses only this node.
             return payload.start(LaunchContext(messages, self._gpus, foreign_pids=lambda: self._foreign_pids(payload)))
         is_warm = cluster is self.cluster
         payload.start(
@@ -395,7 +406,7 @@ class Supervisor(RayListener):
         )
 
     def _context(self, payload: Payload, cluster: Optional[RayCluster]) -> Dict[str, Any]:
-        """What the `end` record tells of where the payload ran."""
+        """The facts for the `end` record about where a payload ran: node, Python, allocation and Ray cluster."""
         context: Dict[str, Any] = {
             "hostname": self.nodes.machine.hostname,
             "num_cpus": self.nodes.machine.num_cpus,
@@ -419,7 +430,7 @@ class Supervisor(RayListener):
         return self.nodes.allocation.facts() if self.nodes.allocation is not None else None
 
     def _foreign_pids(self, payload: Payload) -> List[int]:
-        """The processes that, with all below them, do not belong to a payload."""
+        """Process ids on this node that, with all their descendants, do not belong to this payload."""
         drivers = [other.pid for other in self.queue.running if other is not payload and other.pid is not None]
         preloading = self._preload_server.pids() if self._preload_server is not None else []
         return drivers + preloading + self.clusters.foreign_pids(payload)
@@ -430,7 +441,7 @@ class Supervisor(RayListener):
             self._unwritten = [each for each in self._unwritten if not each.record.ended] + [payload]
         if self.spec.requeue and not payload.ending.terminated and self.spec.meeting is None:
             with contextlib.suppress(OSError, SpecError):
-                take_secrets(payload.run_dir, keep=False)  # No other attempt will need them.
+                take_secrets(payload.run_dir, keep=False)  # Slurm will not run this job again, so nobody needs them.
         self.queue.remove(payload)
         self.clusters.release(payload)
         self._strays.end(payload.spec.nonce)
@@ -438,7 +449,7 @@ class Supervisor(RayListener):
             self._leaks.check_when_idle(lambda: not self.queue.running)
         self.schedule()
         if not self.queue.running and self.closing is None and self.cluster is not None:
-            self.cluster.prestart()  # Not while others run, whose CPU the new workers would take.
+            self.cluster.prestart()  # Only when no payload runs, because new Ray workers take CPU time.
         self.lifetime.settle()
 
     def _handle_message(self, member: WorkerNode, message: Dict[str, Any]) -> None:
@@ -453,14 +464,14 @@ class Supervisor(RayListener):
         return [payload.pid for payload in self.queue.running if payload.pid is not None]
 
     def _report_memory(self, message: str, killed: bool) -> None:
-        """Tell running payloads of a node that is nearly full, and count the Ray workers killed while each ran."""
+        """Report to running payloads that a node is nearly out of memory, and count the Ray workers killed while each ran."""
         for payload in self.queue.running:
             payload.phase("memory", message)
             if killed:
                 payload.context["workers_killed"] = payload.context.get("workers_killed", 0) + 1
 
     def _refresh(self) -> None:
-        """Mark the run directories as in use."""
+        """Update the times of the run directories now and then, so that no clean-up removes them."""
         for payload in self.payloads:
             payload.record.keep_fresh()
         self.loop.call_later(_REFRESH_INTERVAL, self._refresh)
@@ -477,7 +488,7 @@ class Supervisor(RayListener):
             self.hooks.interrupted(self.loop, signum)
 
     def _abort(self, error: BaseException) -> None:
-        """Write the ends of all payloads after a defect of the runtime."""
+        """End all payloads because the runtime itself has a defect, and write their `end` records."""
         end = defect(error)
         said = tail_lines(traceback.format_exc())
         self.lifetime.ending = "it has a defect: %s" % end.message

@@ -1,4 +1,7 @@
-"""A job's time limit by the runtime's own clock, and the warning before it: `sbatch --signal` would signal Ray as well."""
+"""The time limit of a Slurm job: ask squeue for it, act before it comes, and warn payloads by a signal.
+
+`sbatch --signal` would signal Ray's processes as well, so the runtime sends the signal itself.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ..process.processes import query_program
 from ..protocol.slurm_text import parse_duration
 
 _AHEAD = 10.0
-"""Seconds before a call is due at which squeue is asked whether the limit has moved."""
+"""Seconds before a planned call at which squeue is asked again, because the limit may have moved."""
 _TIMEOUT = 5.0
 """Seconds in which squeue must answer."""
 _RETRY = 5.0
@@ -25,16 +28,16 @@ _UNLIMITED = 600.0
 
 
 def parse_time_left(text: str) -> Optional[float]:
-    """Seconds of `squeue --format=%L` ("1-02:03:04", "03:04"); None for UNLIMITED and other words (squeue(1), Slurm 22.05).
+    """The seconds that `squeue --format=%L` prints as "1-02:03:04" or "03:04"; None for UNLIMITED and other words (Slurm 22.05).
 
-    A heterogeneous job has a line for each component, in no documented order; the component that ends first counts.
+    A heterogeneous job has a line for each component, in no documented order; the shortest time counts.
     """
     known = [seconds for seconds in map(parse_duration, text.split()) if seconds is not None]
     return min(known) if known else None
 
 
 def signal_number(name: str) -> Optional[int]:
-    """The number of a signal given as Slurm takes it ("USR1", "SIGUSR1" or "10"); None if this system has no such signal."""
+    """The number of a signal named as in Slurm ("USR1", "SIGUSR1" or "10"); None if this system has no such signal."""
     try:
         number = int(name) if name.isdigit() else int(signal.Signals["SIG" + re.sub("^SIG", "", name.upper())])
     except (KeyError, ValueError):
@@ -43,13 +46,15 @@ def signal_number(name: str) -> Optional[int]:
 
 
 class TimeLimit:
-    """The time limit of a job, which an administrator may move.
+    """Knows when a Slurm job comes to its time limit, and makes calls some time before that.
+
+    An administrator may move the limit, so squeue is asked again before a call is due.
 
     Args:
-        loop: where the timers run.
-        job_id: the job.
-        tell: called once with the reason if the limit cannot be known.
-        known: called once with the seconds left, when they are first known.
+        loop: the event loop.
+        job_id: the Slurm job.
+        tell: called with the reason if squeue cannot be run and the limit is not known.
+        known: called once with the seconds left, as soon as the limit is known.
     """
 
     def __init__(
@@ -69,18 +74,15 @@ class TimeLimit:
         self._asking = False
 
     def left(self) -> Optional[float]:
-        """Seconds until the limit; None if there is none, or none is known."""
+        """Seconds until the limit; None if the job has no limit, or it is not known."""
         return None if self._end is None else self._end - self._loop.now()
 
     def when(self, before: float, call: Callable[[float], None]) -> None:
-        """Have `call` called, with the seconds left, `before` seconds ahead of the limit."""
+        """Plan a call for `before` seconds ahead of the limit; `call` gets the seconds left."""
         self._due.append((before, call))
 
     def start(self) -> None:
-        """Ask squeue how much time is left, and again before a call is due: the limit may have moved.
-
-        Without an answer the last known limit counts.
-        """
+        """Ask squeue how much time is left, now and again before each planned call; the last known limit counts until then."""
         if self._asking:
             return
         try:
@@ -135,12 +137,12 @@ class TimeLimit:
 
 
 def warn_payloads(limit: TimeLimit, before: float, signal_name: str, payloads: Callable[[], List[Payload]]) -> None:
-    """Signal payloads some time before the limit of their job.
+    """Plan a signal to all payloads some time before the time limit of their Slurm job; the Dagster log says so then.
 
     Args:
-        limit: the limit.
-        before: seconds ahead of it.
-        signal_name: the signal, such as "USR1", or its number; an unknown one is reported to the user instead.
+        limit: the time limit.
+        before: seconds between the signal and the limit.
+        signal_name: the signal, such as "USR1", or its number; if it does not exist, the Dagster log says so.
         payloads: returns the present payloads.
     """
     signum = signal_number(signal_name)
