@@ -1,4 +1,4 @@
-"""One run from start to verdict, the same for every mode: start, follow, judge, fetch outputs, clean up."""
+"""Run payloads in any mode: start them, follow them to their ends, judge them, fetch outputs, clean up."""
 
 from .cleanup import RunSettings
 from .follow_run import FollowedPayload, follow_until_end

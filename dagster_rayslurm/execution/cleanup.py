@@ -1,4 +1,4 @@
-"""Fetch outputs, remove run directories, and sweep old ones."""
+"""After a run: fetch the payload's output files, remove the run directory, and sweep old run directories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..ssh.base import Connection, ConnectionFailed
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Fields of `ComputeResource` that concern every run.
+    """The fields of `ComputeResource` that every run needs; see there for their meaning.
 
     Attributes:
         home: the base directory on this machine, wherever payloads run.
@@ -33,32 +33,34 @@ class RunSettings:
     home: Layout
 
     def keeps_run_dir(self, failed: bool) -> bool:
+        """Whether the run directory stays after a run that failed or succeeded."""
         return self.keep_run_dirs == "all" or (self.keep_run_dirs == "failed" and failed)
 
 
 _RETRY = 5.0
-"""Seconds between two attempts to download over a lost connection."""
+"""Seconds between two tries to download a file over a lost connection."""
 _SHOWN = 5
-"""Files named in a warning."""
+"""Most files that a warning names."""
 _SWEEP_INTERVAL = 3600.0
 """Seconds between two sweeps of one base directory by one process."""
 _last_sweep: dict[tuple[str, Path], float] = {}
+"""When this process last swept each base directory, by host and path, by the monotonic clock."""
 
 
 def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Path, timeout: float) -> None:
-    """Copy the outputs of a payload from its working directory to this machine.
+    """Copy a payload's output files from its working directory to this machine.
 
     Args:
-        end: the payload's `end`, which names them; a sentence for each that cannot be copied is added to its `outputs_failed`.
+        end: the payload's `end` record, which names the files; its `outputs_failed` gets a sentence for each failed copy.
         timeout: seconds for which the connection may be lost.
 
     Raises:
-        OSError: the connection is lost, or the record names a file elsewhere.
+        OSError: the connection is lost, or the record names a file outside the working directory.
     """
     failed = end["outputs_failed"] = list(end.get("outputs_failed") or ())
     for name in [entry["name"] for entry in end["outputs"]]:
         if os.path.isabs(name) or ".." in name.split("/") or not is_passable(name):
-            # The cluster account may be compromised, and must not write elsewhere on this machine.
+            # The account on the cluster may be compromised; it must not make this machine write outside `outputs`.
             raise OSError(f"the record names {name!r}, which leaves the directory of outputs")
         try:
             _download(connection, os.path.join(run_dir, "work", name), str(outputs / name), timeout)
@@ -69,7 +71,7 @@ def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Pa
 
 
 def _download(connection: Connection, source: str, target: str, timeout: float) -> None:
-    """Download a file; retry while the connection is lost, for up to `timeout` seconds."""
+    """Download a file; while the connection is lost, try again for up to `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -81,7 +83,7 @@ def _download(connection: Connection, source: str, target: str, timeout: float) 
 
 
 def missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
-    """Warnings about output and files that the user does not get; a failed payload need not have made its files."""
+    """Returns warnings about lost output and missing output files; a failed payload need not have made all its files."""
     warnings = []
     if dropped := end.get("stdio_dropped"):
         warnings.append(f"{dropped} characters of output were not recorded: max_stdio_mb was reached, or the disk was full")
@@ -93,13 +95,13 @@ def missing_output_warnings(end: Record, succeeded: bool) -> list[str]:
 
 
 def discard(connection: Connection, path: str) -> None:
-    """Remove a path; if that fails, a later sweep removes it."""
+    """Remove a file or directory; if that fails, a later sweep removes it."""
     with suppress(OSError):
         connection.remove(path)
 
 
 def sweep(backend: Backend[Any, Any], settings: RunSettings) -> None:
-    """Remove what is older than `retention_days`, here and where payloads run, once an hour and process."""
+    """Remove files older than `retention_days` on this machine and where payloads run; at most once an hour per process."""
     now, base = time.monotonic(), (backend.connection.place, backend.layout.base)
     if now - _last_sweep.get(base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:
         _last_sweep[base] = now

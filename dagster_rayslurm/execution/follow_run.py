@@ -1,4 +1,4 @@
-"""Follow running payloads to their ends; end them on an interrupt, or when a runtime never starts."""
+"""Follow running payloads to their ends, and end them after an interrupt or if a runtime does not start in time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..slurm.job_log import relevant_lines
 from .cleanup import RunSettings
 
 _CANCEL_MARGIN = 15.0
-"""Seconds beyond the grace period in which a cancelled payload finishes its record."""
+"""Seconds beyond the grace period for which a cancelled payload's record is still read."""
 
 
 @dataclass(frozen=True)
 class FollowedPayload:
-    """One running payload and its follower.
+    """One running payload with the follower of its record.
 
     Attributes:
         component: the component that runs it; None for the only payload of a run.
@@ -41,17 +41,17 @@ class FollowedPayload:
 
     @property
     def evidence(self) -> Evidence:
-        """What is known of the payload so far."""
+        """What the follower knows of the payload so far."""
         return self.follower.evidence
 
     @property
     def label(self) -> str:
-        """The beginning of each log line about the payload."""
+        """The beginning of each line about the payload in the Dagster log; "" for the only payload of a run."""
         return "" if self.component is None else f"component {self.component!r}: "
 
     def metadata(self, mode: str) -> Metadata:
-        """Metadata of results and failures alike."""
-        # Names of jobs come before figures.
+        """Returns the Dagster metadata of the payload, for a result and a failure alike."""
+        # Names of jobs come before measured values.
         figures = run_metadata(self.evidence.end_or_partial, mode, self.running.cluster_id)
         return {**self.running.metadata(self.evidence), **figures}
 
@@ -62,11 +62,11 @@ def follow_until_end(
     settings: RunSettings,
     superseded: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Follow payloads to their ends; on an interrupt, cancel them, follow them to their ends and let the interrupt go on.
+    """Follow payloads to their ends; after an interrupt, cancel them, follow them to their ends, and raise the interrupt again.
 
     Args:
-        settings: its `runtime_start_timeout` limits the time until the first record, once the job runs.
-        superseded: whether another attempt has taken the payload over, which is then left alone.
+        settings: its `runtime_start_timeout` limits the time from the start of the job to the first record.
+        superseded: returns whether a later attempt has taken the payload over; this process then leaves the payload alone.
 
     Raises:
         RunFailure: a runtime does not start in time, or can never start.
@@ -76,7 +76,7 @@ def follow_until_end(
 
     def poll(index: int, evidence: Evidence) -> str | None:
         payload = payloads[index]
-        # The timeout counts while the runtime could start, and while its record could be read.
+        # The timeout does not run while the job waits in the queue, or while the record cannot be read.
         if payload.running.waiting or not payload.follower.reachable:
             start_by[index] = time.monotonic() + start_timeout
         if not evidence.started and time.monotonic() > start_by[index]:
@@ -98,6 +98,7 @@ def follow_until_end(
 
 
 def _start_timeout(payload: FollowedPayload, limit: float) -> RunFailure:
+    """Returns the failure of a run whose runtime did not start within `limit` seconds."""
     evidence = payload.evidence
     payload.running.explain(evidence)
     log = f": {lines[-1]}" if (lines := relevant_lines(evidence.runtime_log)) else ""
@@ -144,7 +145,7 @@ def _end_interrupted(
 
 
 def _has_terminal() -> bool:
-    """Whether a person may have pressed Ctrl-C; a SIGTERM from a service manager comes without a terminal."""
+    """Whether this process has a terminal, so that a person may have pressed Ctrl-C; a service has none."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY))
         return True
@@ -153,9 +154,9 @@ def _has_terminal() -> bool:
 
 
 def _mark_canceling(context: dg.OpExecutionContext) -> None:
-    """Make Dagster end a run that Ctrl-C interrupts as canceled, as the terminate button does.
+    """Make Dagster show a run that Ctrl-C interrupts as canceled, as after its terminate button.
 
-    Dagster 1.13 would call the run failed. A run that Dagster will resume is left alone.
+    Dagster 1.13 would show the run as failed. A run that Dagster will resume is left alone.
     """
     run = context.instance.get_run_by_id(context.run.run_id)
     if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):

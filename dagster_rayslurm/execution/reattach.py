@@ -1,12 +1,12 @@
-"""Continue a payload that an earlier attempt at this step started and did not see to its end.
+"""Reattach: continue a payload that an earlier attempt at this step started and did not follow to its end.
 
-A payload on a cluster outlives the Dagster process that started it. Dagster's event log outlives that process, too: it
-leads a retry of the step, in the same run or in a run that retries from failure, to the payload's run directory. It also
-has the log messages that were forwarded already. Results and custom messages are read again from the record, which has all.
+A payload on a cluster outlives the Dagster process that started it. Dagster's event log outlives that process, too. A retry
+of the step, in the same run or in a run that retries from failure, finds the payload's run directory there. It also finds
+the log messages that were forwarded already. Results and custom messages are read again from the payload's record.
 
-Output is different: Dagster keeps it in a file of this machine, without marking what belongs to a payload. So a bookmark,
-also a file of this machine, notes after each batch how far the output was shown. After a reattach, at most the last batch
-is shown twice. A machine that is lost takes output and bookmark with it; then all output is shown again.
+Output is different: Dagster keeps the output of a step in a file of this machine, without marking what belongs to a payload.
+So a bookmark, also a file of this machine, notes after each batch how much output was shown. After a reattach, at most the
+last batch is shown twice. If the machine is lost, output and bookmark are lost, too; then all output is shown again.
 """
 
 from __future__ import annotations
@@ -39,31 +39,38 @@ except ImportError:  # A Dagster without reattach: each attempt starts a new pay
 
 try:
     from dagster._core.storage.local_compute_log_manager import LocalComputeLogManager
-except ImportError:  # All output is shown again.
+except ImportError:  # A Dagster without this class: after a reattach, all output is shown again.
     LocalComputeLogManager = None  # type: ignore[assignment, misc]
 
 _CLIENT = "dagster-rayslurm"
+"""Beginning of the name under which Dagster's event log keeps a payload's run directory."""
 _IS_RETRY = ("dagster/is_resume_retry", "dagster/is_asset_resume_retry")
+"""Tags of a Dagster run that retries another run from failure."""
 _PAGE = 1000
-"""Entries of the event log in one query."""
+"""Most entries of the event log, or runs, in one query."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _BOOKMARK_BYTES = 1024
+"""Bytes of a bookmark's file, always the same, so that each write replaces the whole text before."""
 
 _lock = threading.Lock()
+"""Guards `_calls`."""
 _calls: collections.Counter[tuple[str, str, int]] = collections.Counter()
-"""Payloads started by each attempt at a step in this process; a retry's first payload continues the first, and so on."""
+"""Number of payloads that each attempt at a step has started in this process, by run id, step and retry number.
+
+The first payload of a retry continues the first payload of the attempt before, the second continues the second, and so on.
+"""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a run starts or continues, and under which run directory.
+    """What `execute` starts or continues: a plan in a run directory, new or that of an earlier attempt.
 
     Attributes:
-        step: the step, with the owner of the payload.
-        plan: the plan; with the earlier attempt's nonce after a reattach.
+        step: the step, with its ownership of the payload.
+        plan: the plan; after a reattach, with the nonce of the earlier attempt.
         name: the name of the run directory.
-        bookmark: notes how far output is shown; None for a payload that cannot outlive this process.
-        state: what was handed to Dagster already.
+        bookmark: notes how much output was shown; None for a payload that cannot outlive this process.
+        state: the output and log lines that an earlier attempt already showed in Dagster.
     """
 
     step: Step
@@ -74,7 +81,7 @@ class Launch:
 
 
 def new_launch(context: dg.OpExecutionContext, plan: Plan) -> Launch:
-    """The launch of a payload that cannot be continued by a later attempt."""
+    """Returns a launch in a new run directory, for a payload that no later attempt can continue."""
     step_key = context.get_step_execution_context().step.key
     partition_key = context.partition_key if context.has_partition_key else None
     step = Step(context.run.run_id, step_key, partition_key, context.log)
@@ -82,10 +89,10 @@ def new_launch(context: dg.OpExecutionContext, plan: Plan) -> Launch:
 
 
 def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend[Plan, Any], home: Layout) -> Launch:
-    """Take over the payload of an earlier attempt if it is the same request; else prepare a new one.
+    """Take over the payload of an earlier attempt if it was the same request; else prepare a new launch.
 
     Raises:
-        StartError: the request cannot be served.
+        StartError: the plan cannot run.
         OSError: the cluster cannot be asked.
     """
     launch = new_launch(context, plan)
@@ -121,7 +128,7 @@ def _continuation(offset: int) -> str:
 
 
 class AttemptHistory:
-    """Earlier and later attempts at one payload of a step, as Dagster's event log and run storage know them."""
+    """Finds earlier and later attempts at one payload of a step, in Dagster's event log and run storage."""
 
     def __init__(self, context: dg.OpExecutionContext, step_key: str) -> None:
         self._context = context
@@ -133,7 +140,7 @@ class AttemptHistory:
         self._noted_at = time.time()
 
     def earlier_run_dir(self) -> str | None:
-        """The name of the earlier attempt's run directory; None for the first attempt."""
+        """Returns the name of the run directory of the attempt before; None for the first attempt."""
         context, run = self._context, self._context.run
         first = not context.retry_number and not _is_retry(run)
         # A worker that takes a run over has the same run id; Dagster does that only where it monitors runs.
@@ -143,13 +150,13 @@ class AttemptHistory:
         return handle.external_run_id if handle is not None else None
 
     def note(self, name: str) -> None:
-        """Record the run directory in which the payload is about to start."""
+        """Write the name of the payload's run directory to Dagster's event log, before the payload starts."""
         if reattach is not None:
             handle = reattach.record_external_launch(self._context, client_name=self._client, external_run_id=name)
             self._noted_at = handle.launched_at
 
     def successor(self) -> str | None:
-        """The id of the run with a later attempt at this step; None if there is none, or Dagster cannot say."""
+        """Returns the id of the run with a later attempt at this step; None if there is none, or Dagster cannot say."""
         context = self._context
         try:
             handle = reattach and reattach.find_latest_launch_handle(context, client_name=self._client)
@@ -162,7 +169,7 @@ class AttemptHistory:
             return None
 
     def logged_since(self, name: str) -> Iterator[tuple[int, str]]:
-        """Level and text of the step's log lines since the payload of a run directory was about to start."""
+        """Yields level and text of the step's log lines since the run directory `name` was noted, oldest first."""
         begun = False
         for run in self._lineage():
             for entry in _entries(self._context.instance, run.run_id):
@@ -176,12 +183,15 @@ class AttemptHistory:
 
     @property
     def output_is_local(self) -> bool:
-        """Whether output that was shown survives the process on this machine; other managers upload it only now and then."""
+        """Whether Dagster keeps shown output on this machine, where it outlives the process.
+
+        Other managers of logs upload output only now and then, so some may be lost with the process.
+        """
         manager = self._context.instance.compute_log_manager
         return LocalComputeLogManager is not None and isinstance(manager, LocalComputeLogManager)
 
     def _lineage(self) -> list[dg.DagsterRun]:
-        """This run and the runs that it retries, the first one first."""
+        """Returns this run and the runs that it retries, the oldest first."""
         runs = [self._context.run]
         while _is_retry(runs[0]) and runs[0].parent_run_id:
             parent = self._context.instance.get_run_by_id(runs[0].parent_run_id)
@@ -192,11 +202,12 @@ class AttemptHistory:
 
 
 def _is_retry(run: dg.DagsterRun) -> bool:
+    """Whether a run retries another run from failure."""
     return any(run.tags.get(tag) == "true" for tag in _IS_RETRY)
 
 
 def _entries(instance: dg.DagsterInstance, run_id: str) -> Iterator[dg.EventLogEntry]:
-    """A run's event log, oldest first; pages are read lazily."""
+    """Yields the entries of a run's event log, oldest first; reads each page only when it is needed."""
     cursor, more = None, True
     while more:
         page = instance.get_records_for_run(run_id, cursor, limit=_PAGE)
@@ -206,7 +217,7 @@ def _entries(instance: dg.DagsterInstance, run_id: str) -> Iterator[dg.EventLogE
 
 
 class Bookmark:
-    """The offset up to which one payload's output is shown. Errors of its file are ignored: then output is shown again."""
+    """A file that notes how much of a payload's output was shown. Errors of the file are ignored: output is shown again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -215,7 +226,7 @@ class Bookmark:
         self._failed = False
 
     def read(self) -> int:
-        """The offset that was noted last; 0 without a file, or if the file is of another machine or another boot."""
+        """Returns the offset that was noted last; 0 without a file, or if another machine or an earlier boot wrote the file."""
         try:
             noted = json.loads(self._path.read_bytes()[:_BOOKMARK_BYTES])
             return int(noted["offset"]) if noted["where"] == self._machine else 0
@@ -223,7 +234,7 @@ class Bookmark:
             return 0
 
     def note(self, offset: int) -> None:
-        """Note the offset up to which all output is shown."""
+        """Note that all output before an offset was shown."""
         try:
             if self._fd is None and not self._failed:
                 self._fd = self._open()
@@ -234,12 +245,13 @@ class Bookmark:
             self._failed = True
 
     def close(self) -> None:
-        """Stop noting; the file stays."""
+        """Close the file, which stays; later calls of `note` do nothing."""
         if self._fd is not None:
             os.close(self._fd)
         self._fd, self._failed = None, True
 
     def remove(self) -> None:
+        """Close and remove the file, once no later attempt needs the offset."""
         self.close()
         with contextlib.suppress(OSError):
             self._path.unlink()
@@ -250,7 +262,7 @@ class Bookmark:
 
 
 def _machine() -> list[str]:
-    """This machine since its boot: a crash may lose output that was shown and keep the bookmark."""
+    """Returns hostname and boot id of this machine. After a crash, the bookmark may be there while shown output is lost."""
     boot_id = ""
     with contextlib.suppress(OSError):  # Only Linux has one.
         boot_id = Path(_BOOT_ID).read_text().strip()

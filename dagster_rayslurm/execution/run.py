@@ -1,4 +1,4 @@
-"""Run payloads from start to verdict, for the single payload and for the separate topology."""
+"""Run one plan to its verdict; and the parts of this that the separate topology (one payload per component) uses, too."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Component = str | None
 
 
 class PayloadRun:
-    """One run between its start and its verdict, with one payload or with one for each component.
+    """One run from its start to its verdict, with a single payload or with a payload for each component.
 
     Args:
-        plans: by component, in the job's order.
+        plans: the plans by component, in the order of the components in the job.
 
     Attributes:
-        payloads: the running payloads, once all of them have started.
+        payloads: the running payloads; empty until all of them have started.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class PayloadRun:
         self._step = launch.step
         self._outputs = settings.home.outputs / launch.name
         self._outputs_left = False
-        """Whether outputs are still where the payload ran."""
+        """Whether some output files could not be copied, and are only in the run directory."""
 
     def follow(self, start: Callable[[Register], Mapping[Any, RunningPayload]], handler_of: Callable[[Any], Any]) -> None:
-        """Start the payloads, follow them to their ends, and release them in any case.
+        """Start the payloads, follow them to their ends, and release them whatever happens.
 
         Args:
-            start: starts them, and registers each as soon as it runs; returns them by component.
-            handler_of: the handler of Pipes messages of a component.
+            start: starts the payloads, registers each as soon as it runs, and returns all by component.
+            handler_of: returns the handler for Pipes messages of a component.
 
         Raises:
-            RunFailure: they cannot be started, or another attempt has taken the payload over.
+            RunFailure: the payloads cannot be started, or a later attempt has taken the payload over.
         """
         registered: list[RunningPayload] = []
         bookmark = self._launch.bookmark
@@ -88,14 +88,14 @@ class PayloadRun:
             self._release(registered)
 
     def judge(self) -> dict[Any, Judged]:
-        """Fetch outputs and judge each payload; returns the verdicts by component."""
+        """Fetch the output files of each payload; returns verdicts and evidence by component."""
         return {each.component: Judged(self._judge(each), each.evidence) for each in self.payloads}
 
     def clean_up(self, verdict: Verdict) -> str | None:
-        """Remove the run directory unless it is to be kept; returns its place if it stays.
+        """Remove the run directory unless the settings keep it; returns its path, with the host, if it stays.
 
         Raises:
-            RunFailure: another attempt has taken the payload over, and its verdict counts.
+            RunFailure: a later attempt has taken the payload over, and the verdict of that attempt counts.
         """
         remove = not self._outputs_left and not self._settings.keeps_run_dir(verdict.kind is not None)
         # Over a lost connection the payload may go on, and a retry may take it over.
@@ -116,7 +116,7 @@ class PayloadRun:
         return f"{place}:{self.run_dir}" if place else self.run_dir
 
     def completed(self, session: Any, metadata: Metadata) -> CompletedRun:
-        """The result for the user."""
+        """Returns what the user's asset gets of a run that succeeded."""
         outputs = sorted(path for path in self._outputs.rglob("*") if path.is_file())
         return CompletedRun(session, metadata, self.payloads[0].running, outputs)
 
@@ -140,7 +140,7 @@ class PayloadRun:
         return self.run_dir if component is None else component_dir(self.run_dir, component)
 
     def _raise_if_superseded(self, error: BaseException) -> None:
-        """Stop here if another attempt has taken the payload over; an interrupt is raised as it is."""
+        """Raise if a later attempt has taken the payload over: an interrupt as it is, else the failure that names the attempt."""
         if self._step.new_owner is None:
             return
         failure = _superseded(self._step.new_owner)
@@ -172,7 +172,7 @@ class PayloadRun:
         return Verdict(FailureKind.RECORD, f"the payload succeeded, but {problem}") if verdict.kind is None else verdict
 
     def _fetch_outputs(self, payload: FollowedPayload, outputs: Path, succeeded: bool) -> str | None:
-        """Fetch outputs and warn of what is missing; returns why some are still where the payload ran."""
+        """Fetch output files and warn of missing ones; returns why some are only in the run directory, or None."""
         end = payload.evidence.end or {"outputs": []}
         problem = None
         try:
@@ -188,6 +188,7 @@ class PayloadRun:
 
 
 def _superseded(successor: str) -> RunFailure:
+    """Returns the failure of an attempt whose payload a later attempt has taken over."""
     return RunFailure(
         FailureKind.SUPERSEDED,
         f"{successor} has gone on with this payload, because this attempt was taken for dead: its result counts, and this "
@@ -196,7 +197,7 @@ def _superseded(successor: str) -> RunFailure:
 
 
 def release_all(running: Sequence[RunningPayload], evidence: Mapping[RunningPayload, Evidence]) -> None:
-    """Release payloads, each of them even if others fail to be released."""
+    """Release all payloads, even if the release of one raises."""
     with ExitStack() as stack:
         for each in reversed(running):
             stack.callback(each.release, evidence.get(each) or Evidence())
@@ -204,7 +205,7 @@ def release_all(running: Sequence[RunningPayload], evidence: Mapping[RunningPayl
 
 @contextmanager
 def start_errors() -> Iterator[None]:
-    """Turn each reason that keeps a runtime from starting into a `RunFailure`."""
+    """Turn any StartError or OSError inside into a `RunFailure`, which says that the run cannot be started."""
     try:
         yield
     except StartError as error:
@@ -222,7 +223,7 @@ def execute(
     settings: RunSettings,
     extras: PipesExtras | None,
 ) -> CompletedRun:
-    """Run a plan and wait for its end.
+    """Run a plan and wait for its end; returns what the user's asset gets of the run.
 
     Raises:
         RunFailure: the run did not succeed.
