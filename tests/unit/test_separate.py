@@ -32,7 +32,7 @@ from dagster_rayslurm.runtime.separate.barrier import (
     Fail,
     Finish,
     Start,
-    StartBarrier,
+    Barrier,
     decode_command,
     encode_command,
 )
@@ -64,7 +64,7 @@ def failed(why: str, exit_code: int) -> Ended:
 
 
 def test_payloads_start_when_all_are_ready() -> None:
-    three = StartBarrier(["a", "b", "c"])
+    three = Barrier(["a", "b", "c"])
     assert three.ready("b", place("2")) == three.ready("a", place("1")) == []
     assert three.missing() == ["c"] and not three.started
     (order,) = three.ready("c", place("3"))
@@ -73,7 +73,7 @@ def test_payloads_start_when_all_are_ready() -> None:
 
 
 def test_only_the_first_failure_ends_the_others() -> None:
-    three = StartBarrier(["a", "b", "c"])
+    three = Barrier(["a", "b", "c"])
     for name in "abc":
         three.ready(name, place(name))
     assert three.ended("c", OK) == [] and not three.over
@@ -84,20 +84,20 @@ def test_only_the_first_failure_ends_the_others() -> None:
 
 
 def test_a_failure_before_the_start_starts_no_payload() -> None:
-    two = StartBarrier(["a", "b"])
+    two = Barrier(["a", "b"])
     two.ready("a", place("a"))
     assert two.ended("b", failed("no cluster", 0)) == [Fail("b", "no cluster")] and two.exit_code == 1
     assert two.ready("b", place("b")) == [] and not two.started
 
 
 def test_one_component_starts_and_ends_alone() -> None:
-    one = StartBarrier(["a"])
+    one = Barrier(["a"])
     assert one.ready("a", place("a")) == [Start({"a": place("a")})]
     assert one.ended("a", OK) == [Finish(final=True)] and one.exit_code == 0
 
 
 def test_a_timeout_names_the_missing_components() -> None:
-    three = StartBarrier(["a", "b", "c"])
+    three = Barrier(["a", "b", "c"])
     three.ready("a", place("a"))
     said = three.why_not_started(["a", "b"], 310)
     assert "within 310 s" in said and "'b' (its cluster is not up)" in said and "'c' (no word from its runtime)" in said
@@ -109,7 +109,7 @@ EVENTS = st.sampled_from(["ready", "ended", "failed", "lost", "give up", "connec
 @given(st.lists(st.tuples(st.sampled_from("abc"), EVENTS), max_size=30))
 def test_orders_in_any_course_of_events(course: list[tuple[str, str]]) -> None:
     """At most one start, one failure and one finish; no start after a failure; a failure makes the exit code."""
-    barrier, orders = StartBarrier("abc"), list[Any]()
+    barrier, orders = Barrier("abc"), list[Any]()
     for component, event in course:
         orders += {
             "ready": lambda name: barrier.ready(name, place(name)),

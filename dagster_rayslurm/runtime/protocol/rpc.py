@@ -41,10 +41,14 @@ _HEX_PROOF = re.compile("[0-9a-f]{64}")
 _SEND_TIMEOUT = 2.0
 
 HEARTBEAT_INTERVAL = 5.0
+"""Seconds between two pings of a server to its clients; several must fit into HEARTBEAT_TIMEOUT."""
 HEARTBEAT_TIMEOUT = 30.0
-"""Seconds of silence after which the other end counts as lost."""
+"""Seconds of silence after which the other end of a connection counts as lost."""
 RECONNECT_GRACE = 10.0
-"""Seconds in which a client whose connection was lost may reconnect before it counts as lost; it tries ten times a second."""
+"""Seconds after the loss of a connection in which the two ends may connect again, before one gives up the other.
+
+Worker nodes and the head use it, and so do the components of the separate topology. A client tries to reconnect ten times a second.
+"""
 
 
 class Role(str, Enum):

@@ -1,11 +1,12 @@
-"""Start barrier of the separate topology: its state and its messages. Pure.
+"""Barrier of the separate topology: decides when the payloads of all components start and end. State and messages only, pure.
 
-Each component runs a payload of its own. The payloads start together, and the first failure ends all of them. The runtime of
-the first component is the barrier's host. Those of the other components are its guests and send it events (`Ready`, `Ended`,
-`Note`, `Leaving`). The host answers with commands for all components (`Start`, `Fail`, `Notify`, `Finish`).
+Each component of the heterogeneous job has a runtime with a payload of its own. The payloads start together, and the first failure
+ends all of them. The runtime of the first component is the barrier's host. The runtimes of the other components are its guests.
+Guests send the host events (`Ready`, `Ended`, `Note`, `Leaving`). The host sends commands to all guests and follows them itself
+(`Start`, `Fail`, `Notify`, `Finish`).
 
-Runtimes stay until the host says that all is over, because until then payloads of other components may use their Ray clusters.
-The host's exit code is that of the first failure.
+A runtime stays until the host sends `Finish`, because payloads of other components may use its Ray cluster until then. The host's
+exit code is that of the first failure.
 """
 
 from __future__ import annotations
@@ -19,109 +20,119 @@ from ..protocol.spec import SpecError, from_fields
 
 @dataclass(frozen=True)
 class ComponentAddress:
-    """Where a component runs; all payloads find it in RAYSLURM_COMPONENTS."""
+    """Where one component runs; each payload finds the addresses of all components in RAYSLURM_COMPONENTS."""
 
     host: str
-    """Hostname of its first node."""
+    """Hostname of the component's first node."""
     address: str
     """Address of that node for the other components."""
     ray_address: Optional[str]
+    """Address of the component's Ray cluster; None if it has none."""
     nodes: List[str]
+    """Names of all nodes of the component."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A component's payload can start."""
+    """A guest's event when its component's payload can start."""
 
     place: ComponentAddress
+    """Where that component runs."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A component's payload has ended."""
+    """A guest's event when its component's payload has ended."""
 
     failure: Optional[str]
-    """What went wrong; None for success."""
+    """Why the payload failed; None for success."""
     exit_code: int
     terminated: bool
-    """Whether a signal to its runtime ended it, so that Slurm may run the job again."""
+    """Whether the payload ended because its runtime received a signal; then Slurm may run the job again."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """A component has a message for the users of the others."""
+    """A guest's event with a message for the Dagster log, for instance that its Ray cluster is lost."""
 
     what: str
+    """The message, without the name of the component."""
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """A component's runtime ends, because all is over or it received a signal."""
+    """A guest's last event: its runtime ends, because the host sent `Finish` or because it received a signal."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """All components are ready: start the payloads."""
+    """The host's command when all components are ready: start your payload."""
 
     components: Dict[str, ComponentAddress]
+    """The address of each component, by its name."""
 
 
 @dataclass(frozen=True)
 class Fail:
-    """A component has failed: end all payloads."""
+    """The host's command when a component has failed: end your payload."""
 
     component: str
+    """The component that failed."""
     why: str
+    """Why it failed, for the Dagster log."""
 
 
 @dataclass(frozen=True)
 class Notify:
-    """A component's message for the users of the others."""
+    """The host's command to record a component's message for the Dagster log; that component itself ignores the command."""
 
     component: str
+    """The component that the message is about."""
     what: str
+    """The message, without the name of the component."""
 
 
 @dataclass(frozen=True)
 class Finish:
-    """All components have ended: end the runtimes."""
+    """The host's command when the payloads of all components have ended or were given up: end your runtime."""
 
     final: bool
-    """Whether Slurm has no reason to run the job again."""
+    """Whether Slurm has no reason to run the job again, so that files for another attempt are no longer needed."""
 
 
 Event = Union[Ready, Ended, Note, Leaving]
 Command = Union[Start, Fail, Notify, Finish]
 
+# The keys are the names in messages. Both sides must agree on them.
 _EVENTS: Dict[str, Type[Event]] = {"ready": Ready, "ended": Ended, "told": Note, "leaving": Leaving}
 _COMMANDS: Dict[str, Type[Command]] = {"start": Start, "end": Fail, "told": Notify, "over": Finish}
 
 
 def encode_event(event: Event) -> Message:
-    """The message by which a guest sends an event."""
+    """The RPC message in which a guest sends an event."""
     return _encode("event", _EVENTS, event)
 
 
 def encode_command(command: Command) -> Message:
-    """The message by which the host sends an command."""
+    """The RPC message in which the host sends a command."""
     return _encode("op", _COMMANDS, command)
 
 
 def decode_event(message: Message) -> Event:
-    """The event of a message.
+    """The event that a guest sent in an RPC message.
 
     Raises:
-        SpecError: the message is no event.
+        SpecError: the message holds no known event.
     """
     event: Event = _decode("event", _EVENTS, message)
     return event
 
 
 def decode_command(message: Message) -> Command:
-    """The command of a message.
+    """The command that the host sent in an RPC message.
 
     Raises:
-        SpecError: the message is no command.
+        SpecError: the message holds no known command.
     """
     command: Command = _decode("op", _COMMANDS, message)
     return command
@@ -139,13 +150,15 @@ def _decode(key: str, types: Dict[str, Any], message: Message) -> Any:
     return from_fields(types[name], {k: value for k, value in message.items() if k != key}, "the %s %r" % (key, name))
 
 
-class StartBarrier:
-    """State of all components. Each method takes in an event and returns the commands that follow.
+class Barrier:
+    """The host's state of all components, which decides when their payloads start and when all runtimes end.
+
+    Methods take in what happened to a component, and return the commands that the host must send next.
 
     Attributes:
         failed: the component that failed first; None if none has.
-        exit_code: the job's exit code, from the first failure.
-        started: whether the payloads were started.
+        exit_code: the job's exit code: that of the first failure, or 0.
+        started: whether the command to start the payloads was given.
     """
 
     def __init__(self, components: Sequence[str]) -> None:
@@ -156,25 +169,27 @@ class StartBarrier:
         self._addresses: Dict[str, ComponentAddress] = {}
         self._ended: Set[str] = set()
         self._given_up: Set[str] = set()
-        """Components that are not waited for, unless they connect again."""
+        """Components that the host does not wait for, unless their runtimes connect again."""
         self._terminated = False
+        """Whether a runtime received a signal, so that Slurm may run the job again."""
         self._finished = False
+        """Whether the command to end all runtimes was given."""
 
     @property
     def over(self) -> bool:
-        """Whether every component has ended or was given up."""
+        """Whether the payload of every component has ended, or the component was given up; then all runtimes may end."""
         return len(self._ended | self._given_up) == len(self._components)
 
     def missing(self) -> List[str]:
-        """The components that are not ready."""
+        """The components whose payload cannot start yet."""
         return [each for each in self._components if each not in self._addresses]
 
     def has_ended(self, component: str) -> bool:
-        """Whether a component has ended or was given up."""
+        """Whether a component's payload has ended, or the component was given up: nobody waits for it."""
         return component in self._ended | self._given_up
 
     def ready(self, component: str, place: ComponentAddress) -> List[Command]:
-        """A component's payload can start."""
+        """Called when a component's payload can start; returns the command to start once all components are ready."""
         self._addresses[component] = place
         if self.started or self.failed is not None or self.missing():
             return []
@@ -182,16 +197,16 @@ class StartBarrier:
         return [Start({each: self._addresses[each] for each in self._components})]
 
     def connected(self, component: str) -> None:
-        """A component's runtime is connected: wait for it, even if it was given up before."""
+        """Called when a component's runtime has connected: the host waits for it, even if it was given up before."""
         self._given_up.discard(component)
 
     def give_up(self, component: str) -> List[Command]:
-        """Stop waiting for a component that never connected."""
+        """Stop waiting for a component whose runtime never connected."""
         self._given_up.add(component)
         return self._finish_if_over()
 
     def lost(self, component: str, why: str) -> List[Command]:
-        """A component's runtime is lost: a failure, unless its payload had ended."""
+        """Called when a component's runtime is lost: that is a failure, unless the component's payload had ended."""
         self._given_up.add(component)
         commands: List[Command] = []
         if component not in self._ended:
@@ -201,12 +216,15 @@ class StartBarrier:
         return commands + self._finish_if_over()
 
     def interrupted(self, component: str, why: str, exit_code: int) -> List[Command]:
-        """A component's runtime received a signal after its payload had ended."""
+        """Called when a component's runtime received a signal after its payload had ended.
+
+        That is a failure if payloads of other components still run.
+        """
         self._terminated = True
         return [] if self.over else self._fail(component, why, exit_code)
 
     def ended(self, component: str, event: Ended) -> List[Command]:
-        """A component's payload has ended."""
+        """Called when a component's payload has ended; a second call for the same component has no effect."""
         if component in self._ended:
             return []
         self._ended.add(component)
@@ -215,11 +233,11 @@ class StartBarrier:
         return commands + self._finish_if_over()
 
     def why_not_started(self, connected: Sequence[str], timeout: float) -> str:
-        """The message for a barrier that timed out.
+        """Why the payloads were not started before the timeout: which components are missing, and their states.
 
         Args:
             connected: components whose runtime has connected.
-            timeout: seconds that the components had.
+            timeout: seconds that the components had to become ready.
         """
         states = [
             "%r (%s)" % (each, "its cluster is not up" if each in connected else "no word from its runtime")
@@ -228,7 +246,7 @@ class StartBarrier:
         return "not all components were ready within %g s, missing: %s" % (timeout, ", ".join(states))
 
     def _fail(self, component: str, why: str, exit_code: int) -> List[Command]:
-        """Only the first failure counts."""
+        """The command to end all payloads for the first failure; no command for later failures."""
         if self.failed is not None:
             return []
         self.failed, self.exit_code = component, exit_code

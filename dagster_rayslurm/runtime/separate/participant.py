@@ -1,4 +1,4 @@
-"""A component's runtime in the separate topology: its payload starts when all components are ready and ends when one fails."""
+"""How a component's runtime takes part in the barrier: its payload starts when all components are ready, and ends when one fails."""
 
 from __future__ import annotations
 
@@ -25,25 +25,29 @@ from .barrier import Command, ComponentAddress, Ended, Fail, Finish, Start
 from .rendezvous import Guest, Host, TimedOut
 
 COMPONENT = "RAYSLURM_COMPONENT"
-"""Variable of a payload: the name of its component."""
+"""Environment variable of a payload with the name of its component."""
 COMPONENTS = "RAYSLURM_COMPONENTS"
-"""Variable of a payload: the addresses of all components, as JSON."""
+"""Environment variable of a payload with the addresses of all components (`ComponentAddress`), as JSON."""
 
 _REFRESH_INTERVAL = 600.0
-"""Seconds between two marks that the run's directory is in use; the supervisor marks only the component's own directory."""
+"""Seconds between two updates of the run directory's modification time, which keep cleanup from removing it.
+
+The supervisor does the same only for the component's own directory."""
 _LOCALHOST = "127.0.0.1"
 
 
 class BarrierParticipant(Hooks):
-    """Holds a payload back until all components are ready, and reports its end to the other components.
+    """Connects one component's supervisor to the barrier, as its hooks.
+
+    It holds the component's payload back until all components are ready, and reports the payload's end to the other components.
 
     Args:
         supervisor: runs the payload; must not have one yet.
-        spec: the barrier.
-        run_dir: the run's directory, which holds those of the components.
-        nodes: the component's nodes; the first is this one.
+        spec: the start record's part about the barrier.
+        run_dir: the run's directory, which holds the run directories of all components.
+        nodes: names of the component's nodes; the first is this node.
         address: the address of this node for other components.
-        hosts: where the first component's runtime may be reached; None for this machine.
+        hosts: hosts where the first component's runtime may be reached; None if all components are on this machine.
     """
 
     def __init__(
@@ -75,20 +79,23 @@ class BarrierParticipant(Hooks):
 
     @property
     def exit_code(self) -> int:
-        """The exit code for this process: of the first failure of any component in the first one, 0 in the others."""
+        """The exit code for this runtime. In the first component: that of the first failure of any component. In others: 0.
+
+        A guest that lost the host before its payload succeeded returns 1.
+        """
         return self._side.exit_code
 
     def watch(self, payload: Payload) -> None:
-        """Set this component's payload, before the loop runs."""
+        """Set the payload that takes part in the barrier; to be called before the event loop runs."""
         self._payload = payload
         payload.on_ended.append(lambda: self._payload_ended(payload))
 
     def close(self) -> None:
-        """Disconnect; the first component waits for the others."""
+        """Disconnect from the other components; the first component waits a few seconds for them to end."""
         self._side.close()
 
     def may_start(self, payload: Payload) -> bool:
-        """Whether all components are ready; the first call says that this one is."""
+        """Whether all components are ready, so that the payload may start; the first call reports this component as ready."""
         if not self._ready:
             self._ready = True
             others = [each for each in self._spec.components if each != self._spec.component_id]
@@ -100,13 +107,17 @@ class BarrierParticipant(Hooks):
         return self._started
 
     def finished(self, loop: Loop) -> None:
-        """Keep the runtime until all components have ended."""
+        """Called when this component's payload has ended: keeps the runtime until the host sends `Finish`."""
 
     def cluster_lost(self, why: str) -> None:
         self._side.notify("its cluster is lost: " + why)
 
     def interrupted(self, loop: Loop, signum: int) -> None:
-        """End early although the payload has ended: this component's cluster ends, and in the first component the job."""
+        """Called when the runtime receives a signal after its payload has ended.
+
+        A guest ends at once, and with it the component's Ray cluster. The host ends at once if no other payload runs. Otherwise it
+        has all payloads ended first.
+        """
         if self._side.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum):
             loop.stop()
 
@@ -115,9 +126,9 @@ class BarrierParticipant(Hooks):
         alone = ending.terminated and self._side.alone
         self._side.ended(Ended(_failure_of(payload), ending.exit_code, ending.terminated))
         if alone or self._finished:
-            self._supervisor.loop.stop()  # Slurm gives this process little time.
+            self._supervisor.loop.stop()  # After a signal, Slurm gives this process little time.
         if ending.result is not None and ending.result.reason == EndReason.OTHER_COMPONENT and not self._other_failed:
-            self._side.give_up_absent()  # Dagster said that a component is gone; it knows better than this runtime.
+            self._side.give_up_absent()  # Dagster ended the payload because a component is gone, so none is worth waiting for.
 
     def _handle(self, command: Union[Command, TimedOut]) -> None:
         payload = self._payload
@@ -139,6 +150,7 @@ class BarrierParticipant(Hooks):
             payload.phase("component", "component %r: %s" % (command.component, command.what))
 
     def _end_payload(self, payload: Payload, command: Fail) -> None:
+        """End the payload because a component failed: another one, or this one in the eyes of the host."""
         if command.component != self._spec.component_id:
             self._other_failed = True
             payload.end_early(End(EndReason.OTHER_COMPONENT, "component %r: %s" % (command.component, command.why)))
@@ -146,7 +158,7 @@ class BarrierParticipant(Hooks):
             payload.end_early(End(EndReason.RUNTIME, "the other components have given this one up: " + command.why))
 
     def _finish(self, payload: Payload, final: bool) -> None:
-        """End the runtime, and before it a payload that the other components have given up."""
+        """End the runtime; if its payload still runs because the host gave this component up, end the payload first."""
         if not payload.ended:
             self._finished = True
             return payload.end_early(End(EndReason.RUNTIME, "the other components have ended without this one"))
@@ -162,20 +174,22 @@ class BarrierParticipant(Hooks):
 
 
 def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
-    """The share of this machine that one of several components gets; hides other GPUs from this process.
+    """The share of this machine that one component gets if all components run on it.
+
+    Sets the environment of this process so that it sees only the GPUs of that share.
 
     Args:
-        spec: the component's start record, which lists all components and what each asks for.
+        spec: the component's start record, which lists all components and their requested CPUs and GPUs.
 
     Returns:
-        The share, and a remark for the user if devices are simulated, or "".
+        The share, and a remark for the Dagster log about simulated devices ("" if there are none).
     """
     assert spec.meeting is not None
     here = detect(with_gpus=True)
     shares = component_shares(replace(spec, ray=None), here, visible_gpus(os.environ, here.num_gpus))
     share = next(each for each in shares if each.machine.component == spec.meeting.component_id)
     change(os.environ, share.environ)
-    # The remark begins with the component's name, which its own user knows. Without Ray, no simulated GPUs are counted.
+    # The remark begins with the component's name, which its own messages do not need. Without Ray nothing counts simulated GPUs.
     remark = share.remark.partition(": ")[2] if spec.ray is not None else ""
     return replace(share.machine, component=None), remark
 
@@ -183,13 +197,13 @@ def component_share(spec: RuntimeSpec) -> Tuple[NodeResources, str]:
 def join_barrier(
     supervisor: Supervisor, run_dir: str, allocation: Optional[Allocation] = None, hosts: Optional[Sequence[str]] = None
 ) -> BarrierParticipant:
-    """Make a runtime take part in the barrier of its start record.
+    """Connect a component's runtime to the barrier that its start record describes, and return its participant.
 
     Args:
         supervisor: runs the payload; must not have one yet.
-        run_dir: the run's directory.
-        allocation: the nodes of its component; None on this machine.
-        hosts: where the first component's runtime may be reached; None for this machine.
+        run_dir: the run's directory, which holds the run directories of all components.
+        allocation: the nodes of the component; None if all components are on this machine.
+        hosts: hosts where the first component's runtime may be reached; None if all components are on this machine.
     """
     assert supervisor.spec.meeting is not None
     nodes = [supervisor.nodes.machine.hostname] if allocation is None else allocation.nodes
@@ -198,7 +212,7 @@ def join_barrier(
 
 
 def _failure_of(payload: Payload) -> Optional[str]:
-    """Why a payload failed, for the other components; None for success."""
+    """Why a payload failed, as the other components report it; None for success."""
     if payload.ending.exit_code == 0:
         return None
     end = payload.ending.result
