@@ -27,12 +27,12 @@ from dagster_rayslurm.runtime.node.allocation import from_environ, select_compon
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, encode
 from dagster_rayslurm.runtime.protocol.spec import RuntimeSpec, from_json, to_json
 from dagster_rayslurm.runtime.separate.barrier import (
+    Barrier,
     ComponentAddress,
     Ended,
     Fail,
     Finish,
     Start,
-    Barrier,
     decode_command,
     encode_command,
 )

@@ -1,7 +1,7 @@
-"""Event loop of the runtime: file descriptors, timers, signals and ends of child processes, all in one thread.
+"""Event loop of the runtime: waits for file descriptors, timers, signals and ends of child processes, all in one thread.
 
-Not asyncio: the loop reaps children itself, with their resource usage and including orphans that this subreaper adopted, and no
-thread ever makes a fork unsafe.
+It replaces asyncio for two reasons. The loop reaps children itself: it learns their resource usage, and it also reaps orphans
+that this process adopted as their subreaper. And it starts no threads, which would make forks unsafe.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import time
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 ExitCallback = Callable[[int, Any], None]
-"""Gets the exit status of a process (negative: the signal) and its `resource.struct_rusage`."""
+"""Called when a process has ended, with its exit code (negative: the signal that killed it) and its `resource.struct_rusage`."""
 
 
 class Timer:
-    """A call that is due later, unless it is cancelled."""
+    """One call that the loop makes later, unless it is cancelled; made by `Loop.call_later`."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.call: Optional[Callable[[], None]] = call
@@ -31,7 +31,7 @@ class Timer:
 
 
 class Loop:
-    """Runs callbacks one after another, so that no state needs a lock."""
+    """The event loop; it runs callbacks one after another, so that no state needs a lock."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -50,10 +50,14 @@ class Loop:
         self.on_readable(reader.fileno(), self._wake)
 
     def on_readable(self, fd: int, call: Callable[[], None]) -> None:
+        """Make a call whenever a descriptor can be read, until `forget`."""
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def on_writable(self, fd: int, call: Callable[[], None]) -> None:
-        """Call back while a descriptor can be written; a connecting socket can be when it is connected or has failed."""
+        """Make a call whenever a descriptor can be written, until `forget`.
+
+        A connecting socket can be written when it is connected, and also when the connection has failed.
+        """
         self._selector.register(fd, selectors.EVENT_WRITE, call)
 
     def forget(self, fd: int) -> None:
@@ -67,17 +71,21 @@ class Loop:
         return time.monotonic()
 
     def call_later(self, delay: float, call: Callable[[], None]) -> Timer:
+        """Make a call once, after a delay in seconds; returns the timer, which can cancel it."""
         timer = Timer(call)
         heapq.heappush(self._timers, (time.monotonic() + delay, next(self._order), timer))
         return timer
 
     def on_signal(self, signum: int, call: Callable[[int], None]) -> None:
+        """Make a call, from within the loop, whenever this process receives a signal."""
         self._signals[signum] = call
         signal.signal(signum, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked it until there is a handler.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked the signal until it has a handler.
 
     def spawn(self, argv: Sequence[str], on_exit: ExitCallback, **options: Any) -> int:
-        """Start a process in a session of its own, and call `on_exit` when it ends.
+        """Start a process in a session of its own, and call `on_exit` when it has ended.
+
+        `options` go to `subprocess.Popen`.
 
         Returns:
             The process id, which is also the id of its process group.
@@ -90,46 +98,48 @@ class Loop:
         return process.pid
 
     def adopt(self, pid: int, on_exit: ExitCallback) -> None:
-        """Call `on_exit` at the end of a process that another process started and this subreaper adopts."""
+        """Call `on_exit` at the end of a process that another process started and that this process, as subreaper, adopts."""
         self._children[pid] = (None, on_exit)
 
     def children(self) -> List[int]:
-        """Ids of the processes started or adopted here that have not been reaped."""
+        """Process ids of the children that this loop started or adopted and has not reaped yet."""
         return list(self._children)
 
     def stop(self) -> None:
+        """Make `run` return after the callbacks of the present round."""
         self._stopping = True
 
     def run(self) -> None:
-        """Run callbacks until `stop()`."""
+        """Wait for events and run their callbacks, until `stop()`."""
         while not self._stopping:
             timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
             for key, _ in self._selector.select(timeout):
                 if self._selector.get_map().get(key.fd) is key:  # An earlier callback of this round may have closed it.
                     key.data()
-            now = time.monotonic()  # A timer that is set by a timer, for now, runs in the next round.
+            now = time.monotonic()  # A timer that another timer sets with delay 0 runs in the next round.
             while self._timers and self._timers[0][0] <= now:
                 timer = heapq.heappop(self._timers)[2]
                 if timer.call is not None:
                     timer.call()
 
     def resume(self, seconds: float) -> None:
-        """Run again after `stop()`, until the next `stop()` or for some seconds."""
+        """Run again after `stop()`, until the next `stop()` but at most for some seconds."""
         self._stopping = False
         timer = self.call_later(seconds, self.stop)
         self.run()
         timer.cancel()
 
     def _wake(self) -> None:
+        """Handle the signals that this process received since the last round."""
         received = set(self._wakeup.recv(4096))
-        # Signals come before the ends of children: a signal to all processes of the step explains them.
+        # Signals come before the ends of children: Slurm signals all processes of a step, so the signal explains those ends.
         for signum in received & set(self._signals):
             self._signals[signum](signum)
         if signal.SIGCHLD in received:
             self.reap()
 
     def reap(self) -> None:
-        """Reap every ended child, including adopted orphans, and call their callbacks."""
+        """Reap every child that has ended, including adopted orphans, and make the `on_exit` calls."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -146,11 +156,11 @@ class Loop:
 
 
 class Timers:
-    """Timers by name: a new one replaces the one of the same name.
+    """Named timers: setting one cancels the earlier timer of the same name.
 
     Args:
         loop: the event loop.
-        safely: makes the calls, for instance to catch exceptions.
+        safely: makes each call that is due, for instance to catch its exceptions.
     """
 
     def __init__(self, loop: Loop, safely: Callable[[Callable[[], None]], None] = lambda call: call()) -> None:
@@ -159,7 +169,7 @@ class Timers:
         self._timers: Dict[str, Timer] = {}
 
     def due(self, name: str, delay: float, call: Callable[[], None]) -> None:
-        """Make a call later."""
+        """Make a call after a delay in seconds, instead of an earlier call of this name that is not made yet."""
         self.cancel(name)
         self._timers[name] = self._loop.call_later(delay, lambda: self._safely(call))
 

@@ -1,8 +1,10 @@
-"""Node-local private directories with short names, and the removal of those that killed runtimes left.
+"""Scratch directories: private directories on the node's own disk with short names, and the removal of abandoned ones.
 
-Ray creates Unix sockets below its temporary directory. The path of a socket may have 107 bytes (unix(7)), of which Ray 2.60
-needs 68 with the dashboard, so 39 are left. The owner holds a lock on the directory as long as it lives: a directory that is not
-locked is abandoned. Only directories that contain the marker of this module are ever removed.
+The names are short because Ray creates Unix sockets below its temporary directory. The path of a socket may have 107 bytes
+(unix(7)), of which Ray 2.60 needs 68 with the dashboard, so 39 are left.
+
+The process that makes a scratch directory holds a lock on it as long as the process lives. So a directory that is not locked was
+left by a killed process, and `sweep` removes it. Only directories that contain the marker file of this module are ever removed.
 """
 
 from __future__ import annotations
@@ -17,24 +19,29 @@ import tempfile
 from typing import List, Optional, Tuple
 
 MAX_RAY_TEMP_DIR_BYTES = 39
+"""Longest path of a temporary directory that leaves room for the names of Ray's Unix sockets."""
 _PREFIX = "rs-"
 _NAME = re.compile(r"^rs-[0-9a-f]{8}$")
+"""The names of scratch directories: `_PREFIX` and a random number."""
 _MARKER = ".rayslurm-scratch"
+"""Name of the empty file that marks a directory as one of this module."""
 _MIN_FREE_BYTES = 256 * 1024
+"""Bytes that a disk must have free for a scratch directory."""
 
 
 class ScratchError(OSError):
-    """No scratch directory can be made; the message says why for each base directory."""
+    """Raised when no scratch directory can be made; the message says why for each base directory."""
 
 
 def _bases() -> List[str]:
+    """The directories in which scratch directories may be made, in order of preference; only those with short paths."""
     candidates = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", tempfile.gettempdir()]
     fitting = [c for c in candidates if c and len(os.fsencode(c)) + len("/rs-12345678/r") <= MAX_RAY_TEMP_DIR_BYTES]
     return list(dict.fromkeys(fitting))
 
 
 class Scratch:
-    """A 0700 directory for sockets, tokens and Ray's files; the runtime removes it at its end.
+    """A directory with mode 0700 for sockets, tokens and Ray's files; the process that makes it removes it at its end.
 
     Raises:
         ScratchError: no directory can be made in any base directory.
@@ -56,9 +63,11 @@ class Scratch:
 
     @property
     def ray_temp_dir(self) -> str:
+        """Path of the temporary directory that Ray gets, below this directory."""
         return os.path.join(self.path, "r")
 
     def join(self, *names: str) -> str:
+        """A path below this directory."""
         return os.path.join(self.path, *names)
 
     def remove(self) -> None:
@@ -67,10 +76,13 @@ class Scratch:
 
 
 def _claim(path: str) -> int:
-    """Lock a new directory and write the marker into it; if either fails, remove the directory.
+    """Lock a new directory and write the marker file into it; if either fails, remove the directory.
+
+    Returns:
+        The file descriptor that holds the lock.
 
     Raises:
-        OSError: the file system has no locks, or cannot be written.
+        OSError: the file system has no locks, is full, or cannot be written.
     """
     lock = None
     try:
@@ -92,7 +104,10 @@ def _claim(path: str) -> int:
 
 
 def _lock(path: str) -> Optional[int]:
-    """Lock a directory; None if another process holds the lock.
+    """Lock a directory.
+
+    Returns:
+        The file descriptor that holds the lock; None if another process holds it.
 
     Raises:
         OSError: the directory is gone, or its file system has no locks.
@@ -110,11 +125,12 @@ def _lock(path: str) -> Optional[int]:
 
 
 def sweep() -> List[str]:
-    """Remove this user's abandoned scratch directories, and return their paths."""
+    """Remove the scratch directories that this user's killed processes left, and return the paths of those removed."""
     return [path for path, lock in _abandoned() if _remove_locked(path, lock)]
 
 
 def _abandoned() -> List[Tuple[str, int]]:
+    """This user's scratch directories that no process held, each with the file descriptor by which it is locked now."""
     found = []
     for base in _bases():
         try:
@@ -128,16 +144,17 @@ def _abandoned() -> List[Tuple[str, int]]:
                 if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
                     continue
                 if not os.path.lexists(os.path.join(path, _MARKER)):
-                    continue  # It is just being made, or is no scratch directory.
+                    continue  # The directory is just being made, or is no scratch directory.
                 lock = _lock(path)
             except OSError:
-                continue  # Removed meanwhile, or not ours to read.
+                continue  # The directory was removed meanwhile, or this user may not read it.
             if lock is not None:
                 found.append((path, lock))
     return found
 
 
 def _remove_locked(path: str, lock: int) -> bool:
+    """Remove a scratch directory that this process has locked; whether nothing of it is left."""
     shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
     return not os.path.exists(path)

@@ -47,7 +47,7 @@ HEARTBEAT_TIMEOUT = 30.0
 RECONNECT_GRACE = 10.0
 """Seconds after the loss of a connection in which the two ends may connect again, before one gives up the other.
 
-Worker nodes and the head use it, and so do the components of the separate topology. A client tries to reconnect ten times a second.
+Worker nodes and the head use it, and so do the components of the separate topology. Clients try to reconnect ten times a second.
 """
 
 

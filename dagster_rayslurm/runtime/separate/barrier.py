@@ -1,6 +1,6 @@
 """Barrier of the separate topology: decides when the payloads of all components start and end. State and messages only, pure.
 
-Each component of the heterogeneous job has a runtime with a payload of its own. The payloads start together, and the first failure
+Each component of the heterogeneous job has its own runtime and payload. The payloads start together, and the first failure
 ends all of them. The runtime of the first component is the barrier's host. The runtimes of the other components are its guests.
 Guests send the host events (`Ready`, `Ended`, `Note`, `Leaving`). The host sends commands to all guests and follows them itself
 (`Start`, `Fail`, `Notify`, `Finish`).

@@ -1,4 +1,4 @@
-"""How a component's runtime takes part in the barrier: its payload starts when all components are ready, and ends when one fails."""
+"""Connects a component's runtime to the barrier: its payload starts when all components are ready, and ends when one fails."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ class BarrierParticipant(Hooks):
     def interrupted(self, loop: Loop, signum: int) -> None:
         """Called when the runtime receives a signal after its payload has ended.
 
-        A guest ends at once, and with it the component's Ray cluster. The host ends at once if no other payload runs. Otherwise it
-        has all payloads ended first.
+        A guest ends at once, and with it the component's Ray cluster. The host ends at once if no other payload runs. Otherwise
+        it has all payloads ended first.
         """
         if self._side.interrupted("the runtime received %s" % signal.Signals(signum).name, 128 + signum):
             loop.stop()

@@ -15,6 +15,7 @@ from ..protocol.rpc_client import Address, ClientListener, RpcClient, all_addres
 from ..protocol.rpc_server import Peer, RpcServer
 from ..protocol.spec import BarrierSpec, SpecError
 from .barrier import (
+    Barrier,
     Command,
     ComponentAddress,
     Ended,
@@ -25,7 +26,6 @@ from .barrier import (
     Note,
     Notify,
     Ready,
-    Barrier,
     decode_command,
     decode_event,
     encode_command,
