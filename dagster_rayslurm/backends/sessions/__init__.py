@@ -1,1 +1,1 @@
-"""Warm sessions on Slurm and on this machine: match, acquire, request, list and end them."""
+"""Warm sessions on Slurm and on this machine: an allocation, or a Ray cluster, that stays up and runs payloads of many steps."""

@@ -1,4 +1,7 @@
-"""Acquire a session: find one, join one that starts, or create the next one, and wait until it accepts requests."""
+"""Acquire a session: find one, wait for one that another process is starting, or start one.
+
+A session has one allocation at a time. Its allocations are numbered; each is a generation of the session (see `registry`).
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,15 @@ from ..slurm_job import SlurmJob
 from .registry import TOUCH_INTERVAL, LiveSession, NewestGeneration, SessionRegistry
 
 CLAIM_TIMEOUT = 60.0
-"""Seconds in which the creator of a generation submits its job and writes that down."""
+"""Seconds in which the process that claimed a generation submits its job and writes the job's id down."""
 _CADENCE = Cadence(busy=0.1, idle=2.0, waiting=15.0)
+"""Pauses between two looks at a session that starts."""
 _CLAIM_INTERVAL = 0.5
+"""Seconds between two looks at a generation whose job another process is submitting."""
 _RETRY_INTERVAL = 3.0
 """Seconds between two tries while the cluster, or Slurm, does not answer."""
 _MOST_ALLOCATIONS = 3
-"""Generations for which one step waits; if none of them serves it, the cause may be permanent."""
+"""Most allocations of a session for which one step waits; if none of them serves the step, the cause may be permanent."""
 _FINAL_STATE_TIMEOUT = 5.0
 """Seconds in which the job of a session that has ended reaches its final state."""
 
@@ -37,11 +42,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AcquiredSession:
-    """A session that accepts requests.
+    """The session that a step got; it accepts requests.
 
     Attributes:
         session: the session.
-        reused: whether it accepted requests before this step came.
+        reused: whether the session accepted requests before this step came.
     """
 
     session: LiveSession
@@ -53,11 +58,11 @@ class SessionAcquisition:
     """Acquires a session for one step.
 
     Attributes:
-        watch_job: makes the job of a generation that another process created, from the generation, the job's id and name,
-            and the time of its submission by the cluster's clock.
-        create: claims a generation and submits its job, which it passes to its second argument before an interrupt can come;
-            False if another process was faster.
-        waiter: a name for this step that no other one has.
+        watch_job: returns the `SlurmJob` of a generation that another process created. Its arguments are the generation's
+            number, the job's id and name, and the time of its submission by the cluster's clock.
+        create: claims the generation of a number and submits its job. Its second argument is called with the job before an
+            interrupt can come. Returns False if another process was faster.
+        waiter: the unique name under which this step waits for a generation, see `SessionRegistry.wait_for`.
         start_timeout: seconds in which a session announces itself once its job runs.
         patience: seconds for which the cluster, or Slurm, may be out of reach.
     """
@@ -73,15 +78,19 @@ class SessionAcquisition:
     log: Any
 
     _jobs: dict[int, SlurmJob] = field(default_factory=dict, init=False)
-    """Jobs for which this step waited, by generation."""
+    """Jobs for which this step waited, by the number of their generation."""
     _problem: str = field(default="", init=False)
-    """Why the last of them served nothing."""
+    """Why the last of these jobs did not serve this step."""
 
     def acquire(self, after: int) -> AcquiredSession:
-        """A session that accepts requests, of a generation after `after`.
+        """Find, join or create a session, and wait until it accepts requests.
+
+        Args:
+            after: number of the last generation that did not serve this step; only a later one is returned. 0 for none.
 
         Raises:
-            RunFailure: the job ended before the session accepted requests, waited for too long, or several served nothing.
+            RunFailure: the session's job ended before the session accepted requests, or waited too long in the queue, or
+                several sessions in a row did not serve this step.
             StartError: the session cannot be created.
             OSError: the cluster cannot be reached.
         """
@@ -105,15 +114,16 @@ class SessionAcquisition:
                 after = number
 
     def on_refused(self, number: int, reason: str) -> None:
-        """Note that a session which had announced itself did not accept the payload, and will not.
+        """Called when a session that announced itself does not accept the payload and never will.
 
         Raises:
-            RunFailure: this step had waited for the session, and it never accepted a payload: the next would do no better.
+            RunFailure: this step waited for that session, and the session never accepted any payload: the next session would
+                do no better.
             OSError: the cluster cannot be reached.
         """
         job = self._jobs.get(number)
         if job is None:
-            return  # The session served others before, so its end is nothing unusual.
+            return  # The session served other steps before, so its end is nothing unusual.
         announcement = self._retry(lambda: self.registry.announcement(number))
         self._problem = (announcement.closing if announcement is not None else None) or reason
         if self._retry(lambda: self.registry.never_served(number)):
@@ -127,13 +137,13 @@ class SessionAcquisition:
             self._jobs[number] = job
 
         if not self.create(number, hold):
-            time.sleep(_CLAIM_INTERVAL)  # Another host may not see the faster one at once.
+            time.sleep(_CLAIM_INTERVAL)  # This host may not see the faster process's files at once.
             return None
         session = self._wait(number, self._jobs[number], created=True)
         return None if session is None else AcquiredSession(session, reused=False)
 
     def _join(self, newest: NewestGeneration) -> AcquiredSession | None:
-        """Wait for a generation that another process created; None if it accepts no requests any more, or never will."""
+        """The session of a generation that another process created, once it accepts requests; None if it never will again."""
         number = newest.number
         if newest.ended:
             return None
@@ -151,7 +161,7 @@ class SessionAcquisition:
         return None if session is None else AcquiredSession(session, reused=False)
 
     def _wait_for_job(self, newest: NewestGeneration) -> str | None:
-        """The job of a claim, as soon as its creator has submitted it; None if there will be none."""
+        """The id of the job of a claimed generation, once the claiming process has submitted it; None if it never will."""
         number = newest.number
         while newest.number == number and newest.job_id is None and not newest.abandoned:
             if newest.age > CLAIM_TIMEOUT:
@@ -165,14 +175,15 @@ class SessionAcquisition:
         return newest.job_id if newest.number == number else None
 
     def _expire_claim(self, claim: NewestGeneration) -> str | None:
-        """The job of a claim whose creator is gone or slow; abandons the claim if there is none."""
-        # An old claim may mean that slurmctld answers no one: then its creator still waits for the submission.
+        """The id of the job of a claimed generation whose creator is gone or slow; None, and the claim is abandoned, if Slurm
+        has no such job."""
+        # An old claim may mean that slurmctld answers no process: then the creator still waits for the submission.
         queue = self._retry(lambda: fetch_queue(self.commands)) if claim.creator else None
         jobs = [str(row.job_id) for row in queue.named(claim.creator) if row.is_leader] if queue is not None else []
         if jobs:
             self._retry(lambda: self.registry.write_job_id(claim.number, jobs[0]))
             return jobs[0]
-        # A slow creator finds the mark after its submission and cancels its job; or it was done before the mark.
+        # A slow creator finds the mark after its submission and cancels its job. If it submitted before the mark, its job counts.
         self._retry(lambda: self.registry.abandon(claim.number))
         return self._retry(self.registry.newest).job_id
 
@@ -188,9 +199,9 @@ class SessionAcquisition:
         return row is None or row.state in TERMINAL
 
     def _wait(self, number: int, job: SlurmJob, created: bool) -> LiveSession | None:
-        """Wait until a generation accepts requests; None if another generation is needed.
+        """The session of a generation, once it accepts requests; None if the step needs another generation.
 
-        A job that another process created may have ended before this step first looked at it.
+        The latter happens if a job that another process created had ended before this step first looked at the job.
         """
         self._problem = f"Slurm job {job.job_id} ended before anybody looked"
         began = time.monotonic()
@@ -205,7 +216,7 @@ class SessionAcquisition:
             return self.registry.session(number), True, announcement.closing
 
         while True:
-            # Out of reach nothing is known of the session, so neither its lateness nor its end is decided.
+            # While the cluster is out of reach nothing is known of the session: it counts neither as late nor as ended.
             session, announced, closing = self._retry(check, any_error=True)
             if session is not None:
                 return session
@@ -228,7 +239,7 @@ class SessionAcquisition:
                     raise self._never_started(job, description)
                 if not view.over:
                     job.report_waiting()
-                    with contextlib.suppress(OSError):  # Slurm that does not answer says nothing about the job.
+                    with contextlib.suppress(OSError):  # If Slurm does not answer, that says nothing about the job.
                         job.check_waiting()
                 if view.phase != JobPhase.RUNNING:
                     running_since = None
@@ -239,7 +250,8 @@ class SessionAcquisition:
             time.sleep(_CADENCE.pause(now - (running_since or began), running_since is not None))
 
     def _retry(self, action: Callable[[], T], any_error: bool = False) -> T:
-        """Repeat an action while the cluster is out of reach, for as long as patience allows; or after any OSError."""
+        """Repeat an action while the cluster is out of reach, for `patience` seconds; `any_error` also repeats it after other
+        OSErrors."""
         deadline = time.monotonic() + self.patience
         logged = ""
         while True:
@@ -254,14 +266,14 @@ class SessionAcquisition:
             time.sleep(_RETRY_INTERVAL)
 
     def _check_allocations(self) -> None:
-        """Refuse another allocation where one after the other serves nothing."""
+        """Raise a RunFailure if this step has already waited for `_MOST_ALLOCATIONS` allocations that did not serve it."""
         if len(self._jobs) >= _MOST_ALLOCATIONS:
             job = list(self._jobs.values())[-1]
             sentence = f"{len(self._jobs)} sessions that were waited for took nothing; the last one: {self._problem}"
             raise self._served_nothing(job, sentence)
 
     def _stop_waiting(self, number: int, job: SlurmJob) -> None:
-        """Wait no longer, and cancel the job if no other process waits for the session."""
+        """Record that this step no longer waits, and cancel the job if no other process waits for the session."""
         if job.status.over:
             return
         try:

@@ -1,4 +1,4 @@
-"""Send a request to a session: by TCP through the connection, or by a step in its allocation that hands the request over."""
+"""Send a request to a session: by TCP through the SSH connection, or by an `srun` in the session's allocation."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from ...ssh.base import Connection, ConnectionLost
 __all__ = ["Announcement", "AnswerLost", "Unreachable", "parse_announcement", "send_request"]
 
 _TCP_FAILURES = 2
-"""Failures of TCP in a row after which this process uses srun alone; one may be trouble of a moment."""
+"""Failures of TCP in a row after which this process uses srun alone; a single failure may pass."""
 _TCP_RETRY_AFTER = 300.0
-"""Seconds until this process tries TCP again: networks get mended."""
+"""Seconds after the last failure of TCP until this process tries TCP again."""
 _PROOF_TIMEOUT = 3.0
-"""Seconds in which a session that TCP reaches must prove itself; a firewall that drops packets costs as much."""
+"""Seconds in which a TCP connection is made, and in which the session then proves its identity. A firewall that drops packets
+costs as much."""
 _SRUN_TIMEOUT = 60.0 + ANSWER_TIMEOUT
+"""Seconds for an srun that carries a request: its start, and the session's answer."""
 
 _tcp_failures: dict[str, tuple[int, float]] = {}
-"""By session directory: failures of TCP in a row while srun succeeded, and when the last one was (monotonic clock)."""
+"""For each session directory: number of failures of TCP in a row while srun succeeded, and the time of the last failure
+(monotonic clock)."""
 
 
 class Unreachable(OSError):
-    """The session cannot be reached; it did not receive the request."""
+    """Raised when a session cannot be reached; it has not received the request."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +40,16 @@ class Announcement:
     """How to reach a session, and its state, as the session writes both into `session.json`.
 
     Attributes:
-        cluster_id: name of its cluster.
-        job_id: Slurm's job id.
+        cluster_id: name of the session's Ray cluster.
+        job_id: Slurm's id of the session's job.
         hosts: names and addresses of the head node, the likeliest first.
         port: the port of the session server.
         key: the secret of the session, hex.
         protocol: version of the protocol.
-        closing: why it accepts no more payloads; None while it does.
+        closing: why the session accepts no more payloads; None while it accepts them.
         hostname: the head node's own hostname.
-        heterogeneous: whether the job has several components, the head's first.
-        idle: whether it has served payloads and runs none now.
+        heterogeneous: whether the job has several components, the one with the head node first.
+        idle: whether the session has served payloads and runs none now.
     """
 
     cluster_id: str
@@ -62,7 +65,7 @@ class Announcement:
 
 
 def parse_announcement(data: bytes) -> Announcement | None:
-    """The announcement in a file; None if there is none, or it is damaged."""
+    """The announcement in the content of a `session.json`; None if it is empty or damaged."""
     try:
         found = json.loads(data)
         key = str(found["key"])
@@ -99,7 +102,7 @@ def send_request(
         commands: runs Slurm's programs there.
         announcement: where the session is.
         request: the request.
-        carrier: "direct" for TCP, "srun" for a step in the allocation, "auto" for TCP, or else srun.
+        carrier: "direct" for TCP, "srun" for a step in the allocation, "auto" for TCP and, if that fails, srun.
         directory: the directory of the session's generation.
         ask_command: starts the runtime with the role `ask`; `directory` is appended.
 

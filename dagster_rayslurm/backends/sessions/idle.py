@@ -1,4 +1,4 @@
-"""Make idle sessions yield their nodes to a waiting job of the same user."""
+"""Ask idle sessions to end, so that a waiting job of the same user gets their nodes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from .client import parse_announcement
 from .listing import Generation, ask_session, list_generations
 
 _WAITS_FOR_NODES = ("Resources", "Priority")
-"""Slurm's pending reasons of a job that starts as soon as others end."""
+"""Slurm's pending reasons for a job that starts as soon as other jobs end."""
 _SESSION_JOBS = "rayslurm-session-"
 """Prefix of the job names of sessions, see `job_name`."""
 _INTERVAL = 3.0
-"""Seconds between two checks for an idle session; one small read for each."""
+"""Seconds between two checks for an idle session; each check is one small read per session."""
 _START_TIMEOUT = 20.0
-"""Seconds in which the waiting job may start after one session has yielded, before the next one is asked."""
+"""Seconds in which the waiting job may start after one session has yielded, before the next session is asked."""
 _MOST_BYTES = 1024 * 1024
+"""Most bytes of an announcement that are read."""
 
 
 @dataclass(frozen=True)
 class _Holder:
+    """A running session and the nodes that it holds."""
+
     generation: Generation
     nodes: str
 
 
 class IdleSessions:
-    """Idle sessions of the same user and base directory that hold nodes for which a job waits.
+    """The sessions of the same user and base directory that can give up their nodes to one waiting job.
 
     The shared snapshot of the queue tells which sessions hold nodes, so no request goes to Slurm.
 
@@ -49,13 +52,13 @@ class IdleSessions:
         self._log = log
         self._holders: list[_Holder] = []
         self._snapshot_began = 0.0
-        """When the snapshot began that shows the holders."""
+        """When the snapshot of the queue began from which `_holders` was made."""
         self._next_check = 0.0
         self._keep: set[int | None] = set()
-        """Jobs of sessions that do not yield."""
+        """Job ids of sessions that have refused to yield."""
 
     def make_way(self, snapshot: QueueSnapshot, waiting: Sequence[QueueRow]) -> None:
-        """Ask one idle session to yield if it holds nodes for which a job waits; to be called again while the job waits.
+        """Ask one idle session to end if it holds nodes for which the job waits; to be called again while the job waits.
 
         Args:
             snapshot: the queue.
@@ -92,7 +95,7 @@ class IdleSessions:
         return announcement is not None and announcement.idle and announcement.closing is None
 
     def _yields(self, holder: _Holder) -> bool:
-        """Ask a session to yield; the session decides, since another payload may have come meanwhile."""
+        """Ask a session to yield, and return whether it does; it refuses if another payload has come meanwhile."""
         key = holder.generation.key
         answer = ask_session(self._connection, holder.generation, {"op": Operation.YIELD})
         if answer.get("ok"):

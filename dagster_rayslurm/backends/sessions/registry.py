@@ -1,8 +1,10 @@
-"""The registry of sessions on the cluster's file system: a directory per session, and in it one per allocation (generation).
+"""The registry of sessions: files on the cluster through which processes find a session, or agree on who creates it.
 
-The newest generation is the session. The process that makes the next directory, by `mkdir`, has claimed that generation and
-submits its job. A race never removes anything, so no process can remove what another one has just made; an abandoned claim
-is marked instead. Ages are differences between times of that file system, since the clocks of its clients differ.
+A session has a directory, and in it a numbered directory for each of its allocations, which are called generations. Only the
+newest generation accepts payloads. The process that makes the next directory, by `mkdir`, has claimed that generation: it is the
+generation's creator and submits its job. A generation that is given up is marked as abandoned; it is not removed, so that no
+process can remove what another one has just made. Ages are differences between times of that file system, since the clocks of
+its clients differ.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from .client import Announcement, parse_announcement
 from .matching import Capacity, capacity_from_json, capacity_to_json
 
 WAITING = "waiting"
-"""Directory with a file for each process that waits for a session to start; the process touches its file."""
+"""Name of the directory with a file for each process that waits for a generation to start; the process touches its file."""
 TOUCH_INTERVAL = 60.0
-"""Seconds between two touches of such a file; after three times as long the process no longer waits."""
+"""Seconds between two touches of a file in `WAITING`; a process whose file is older than three times as much counts as gone."""
 FOREIGN = 77
 """Exit code of a script that finds the directory of another user."""
 
 _MOST_BYTES = 1024 * 1024
+"""Most bytes of a file that are read."""
 _MOST_GENERATIONS = 999_999_999
+"""Largest number of a generation; `_NEWEST` ignores longer names."""
 _READ_RETRY = 0.2
 """Seconds before a failed read is repeated: a network file system that lost sight of a file finds it then."""
 
@@ -83,12 +87,12 @@ echo last
 
 @dataclass(frozen=True)
 class SessionManifest:
-    """What the creator of a generation wrote down for the processes that find it.
+    """What the creator of a generation writes down for the processes that find the generation.
 
     Attributes:
-        generation: its number.
-        capacity: what it offers to each payload.
-        ask_command: the command that hands a request over within the allocation, without the directory.
+        generation: the generation's number.
+        capacity: what the generation offers to each payload.
+        ask_command: the command that hands a request to the session from within its allocation; the directory is appended.
     """
 
     generation: int
@@ -97,7 +101,7 @@ class SessionManifest:
 
 
 def manifest_to_json(manifest: SessionManifest) -> bytes:
-    """A manifest as a file."""
+    """The content of the manifest's file."""
     content = {
         "protocol": PROTOCOL_VERSION,
         "generation": manifest.generation,
@@ -108,7 +112,7 @@ def manifest_to_json(manifest: SessionManifest) -> bytes:
 
 
 def parse_manifest(data: bytes) -> SessionManifest | None:
-    """The manifest in a file; None if there is none, or it is damaged or of another version."""
+    """The manifest in the content of a file; None if it is empty, damaged or of another version."""
     try:
         found = json.loads(data)
         number, command = found["generation"], found["ask"]
@@ -123,15 +127,15 @@ def parse_manifest(data: bytes) -> SessionManifest | None:
 
 @dataclass(frozen=True)
 class NewestGeneration:
-    """The newest generation, as one look at the session's directory shows it.
+    """The newest generation of a session, as one look at the session's directory shows it.
 
     Attributes:
-        number: its number; 0 if there has been none.
-        age: seconds since it was claimed.
-        creator: name of the job that its creator submits; "" if that was never written.
-        job_id: its job; None if that is not known.
-        abandoned: whether it was given up.
-        ended: whether its batch script has ended.
+        number: the generation's number; 0 if the session has had none.
+        age: seconds since the generation was claimed.
+        creator: name of the job that the creator submits; "" if that was never written.
+        job_id: Slurm's id of the job; None if it is not written yet.
+        abandoned: whether the generation is marked as abandoned.
+        ended: whether the batch script of the job has ended.
     """
 
     number: int
@@ -143,10 +147,10 @@ class NewestGeneration:
 
 
 def parse_newest(text: str) -> NewestGeneration:
-    """The newest generation from the output of the script.
+    """The newest generation, from the output of the script `_NEWEST`.
 
     Raises:
-        ValueError: the text is something else.
+        ValueError: the text is no output of that script.
     """
     lines = text.split("\n")
     number = int(lines[0])
@@ -159,12 +163,12 @@ def parse_newest(text: str) -> NewestGeneration:
 
 @dataclass(frozen=True)
 class LiveSession:
-    """A generation that accepts requests.
+    """A session that accepts requests, in its newest generation.
 
     Attributes:
-        directory: its directory, absolute.
-        manifest: what its creator wrote down.
-        announcement: how to reach it.
+        directory: the generation's directory, absolute.
+        manifest: what the creator wrote down.
+        announcement: how to reach the session.
     """
 
     directory: str
@@ -173,11 +177,13 @@ class LiveSession:
 
 
 _own_directories: weakref.WeakKeyDictionary[Connection, set[str]] = weakref.WeakKeyDictionary()
-"""Session directories that belong to this user, as do their parents, by connection."""
+"""For each connection, the session directories that were found to belong to this user, with their parents."""
 
 
 class SessionRegistry:
-    """The generations of one session. Methods raise `StartError` if the directory is another user's, else `OSError`.
+    """The generations of one session, read from and written to its directory.
+
+    Methods raise `StartError` if the directory belongs to another user, and `OSError` if it cannot be used.
 
     Args:
         commands: runs commands on the edge node and reaches the files.
@@ -193,12 +199,12 @@ class SessionRegistry:
         return os.path.join(self.directory, str(number))
 
     def current(self) -> LiveSession | None:
-        """The session to which the hint of the last creator leads; two reads and no command."""
+        """The session, if it accepts requests, found by the last creator's hint in `current`: two reads and no command."""
         manifest = parse_manifest(self._read(CURRENT))
         return self._live(manifest) if manifest is not None else None
 
     def session(self, number: int) -> LiveSession | None:
-        """A generation if it accepts requests; corrects the hint that `current` follows."""
+        """The session in a generation, if it accepts requests; corrects the hint that `current` follows."""
         manifest = parse_manifest(self._read(str(number), MANIFEST))
         if manifest is None or manifest.generation != number:
             return None
@@ -226,7 +232,7 @@ class SessionRegistry:
         return isinstance(found, dict) and found.get("served") == 0
 
     def newest(self) -> NewestGeneration:
-        """The newest generation; one command."""
+        """The newest generation and its state; one command."""
         self._check_owner()
         output = self._run(_NEWEST, self.directory, secrets.token_hex(8))
         try:
@@ -240,32 +246,36 @@ class SessionRegistry:
         return newest
 
     def wait_for(self, number: int, waiter: str) -> None:
-        """Note that a process waits for a generation to start; to be repeated every `TOUCH_INTERVAL` seconds."""
+        """Record that a process waits for a generation to start; to be repeated every `TOUCH_INTERVAL` seconds."""
         self._run(_WAIT, self.generation_dir(number), waiter)
 
     def stop_waiting(self, number: int, waiter: str) -> bool:
-        """Note that a process no longer waits; True if it was the last one, so that the job must go. It is abandoned then."""
+        """Record that a process no longer waits for a generation.
+
+        Returns True if no process waits any more and the session has not announced itself. The generation is then marked as
+        abandoned, and the caller must cancel its job.
+        """
         fresh = str(round(3 * TOUCH_INTERVAL))
         return self._run(_LEAVE, self.generation_dir(number), waiter, fresh).strip() == "last"
 
     def abandon(self, number: int) -> None:
-        """Mark a generation as abandoned: its creator cancels the job if that is submitted after all."""
+        """Mark a generation as abandoned: if its creator submits the job after all, the creator cancels it."""
         self._commands.make_dir(os.path.join(self.generation_dir(number), ABANDONED))
 
     def is_abandoned(self, number: int) -> bool:
-        """Whether a generation was abandoned."""
+        """Whether a generation is marked as abandoned."""
         done = self._commands.run(["test", "-e", os.path.join(self.generation_dir(number), ABANDONED)])
         return done.returncode == 0
 
     def write_job_id(self, number: int, job_id: str) -> None:
-        """Write down a job whose creator was cut off before it did so."""
+        """Write down the id of a generation's job, in place of a creator that was cut off before it did so."""
         self._commands.write(os.path.join(self.generation_dir(number), JOB_ID), f"{job_id}\n".encode())
 
     def _check_owner(self) -> bool:
-        """Whether the session's directory exists; looked up once per process.
+        """Check that the session's directory and its parents belong to this user, once per process.
 
-        The names of sessions are predictable. The owner of a parent directory could put a session of their own there, with
-        a command that its finders run.
+        Returns whether they exist. The names of sessions are predictable: the owner of a parent directory could put a session
+        of their own there, with a command that every process runs that finds the session.
         """
         known = _own_directories.setdefault(self._commands, set())
         if self.directory in known:

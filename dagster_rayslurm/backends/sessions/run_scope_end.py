@@ -1,4 +1,4 @@
-"""End the session of a run that has ended; the watcher process imports this."""
+"""End the session of a Dagster run that has ended; the watcher process of the run imports this module."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ from .local import end_directory
 _PATIENCE = 600.0
 """Seconds for which the cluster may be out of reach; after that the session ends by its idle_timeout."""
 _PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)
+"""Seconds between two tries; the last number repeats."""
 
 
 def end_session(target: Mapping[str, Any], patience: float = _PATIENCE, sleep: Callable[[float], None] = time.sleep) -> None:
-    """End the session that `end_with_run` got as its target, with retries while the cluster is out of reach.
+    """End a session, with retries while the cluster is out of reach.
+
+    Args:
+        target: the session, as `local_target` or `slurm_target` describes it.
+        patience: seconds after which no further try begins.
+        sleep: waits between two tries.
 
     Raises:
         OSError: the cluster cannot be reached.

@@ -1,7 +1,8 @@
-"""Watcher process: waits for the end of a Dagster run, then ends its session (`python -I -S FILE`).
+"""Watcher process: waits for the end of a Dagster run, then ends the run's session (`python -I -S FILE`).
 
-Its first line of input says what to wait for, as JSON. A second line says that the run has ended although its process goes on;
-the end of the input means nothing. Until the end of the run it is a bare interpreter (about 10 MB) without the package.
+The first line of its input says what to wait for, as JSON. A second line says that the run has ended although the run's process
+goes on. The end of the input means nothing. Until the run ends, the watcher is a bare interpreter (about 10 MB) without the
+package.
 """
 
 import contextlib
@@ -15,11 +16,11 @@ import traceback
 import types
 
 _POLL = 1.0
-"""Seconds between two checks of the process where the kernel has no pidfd (before Linux 5.3, macOS)."""
+"""Seconds between two checks whether the run's process lives, where the kernel has no pidfd (before Linux 5.3, macOS)."""
 
 
 def start_time(pid: int) -> "str | None":
-    """When a process started, in the kernel's ticks since boot; "" where there is no /proc, None if it has ended.
+    """When a process started, in the kernel's ticks since boot; None if the process has ended, "" where there is no /proc.
 
     State and start are fields 3 and 22 of proc_pid_stat(5); the name before them may hold anything but ends with the last
     parenthesis.
@@ -42,7 +43,7 @@ def start_time(pid: int) -> "str | None":
 
 
 def read_line(fd: int) -> bytes:
-    """A line of input; reads no byte beyond it."""
+    """The next line from a descriptor, without reading any byte beyond it."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(fd, 1)
@@ -55,7 +56,8 @@ def read_line(fd: int) -> bytes:
 def wait(pid: int, started: "str | None", input_fd: int) -> None:
     """Wait until a process has ended, or a line arrives on a descriptor.
 
-    A process with another start than `started` (see `start_time`) is another process that got its id.
+    If the process `pid` started at another time than `started` (see `start_time`), the awaited process has ended, and another
+    one has got its id.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -73,7 +75,7 @@ def wait(pid: int, started: "str | None", input_fd: int) -> None:
 
 
 def main() -> None:
-    """Wait, then end the session; errors go to the log file."""
+    """Wait for the end of the run, then end the session; errors go to the log file."""
     # A service manager that stops Dagster signals its whole group; the session must be ended after that.
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: None)
