@@ -1,4 +1,4 @@
-"""What a payload or a Ray cluster requires of each node; importing this module loads the specifications only."""
+"""What a payload or a Ray cluster requires of each of its nodes; this module imports only `protocol.spec`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ SHARE_FOR_RAY = 0.9
 
 
 class Requirement(NamedTuple):
-    """An amount that a configuration field requires of a node, in CPUs, GPUs or GiB; None if the field is unset."""
+    """What one configuration field requires of a node.
+
+    Attributes:
+        field: the configuration field, as error messages name it.
+        amount: the required amount; None if the field is unset.
+        unit: "CPUs", "GPUs" or "GiB".
+    """
 
     field: str
     amount: Optional[float]
@@ -19,11 +25,11 @@ class Requirement(NamedTuple):
 
 
 Footprint = Tuple[Requirement, ...]
-"""What a payload or a cluster requires of each node."""
+"""Everything that a payload or a Ray cluster requires of each of its nodes."""
 
 
 def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
-    """Requirements of a Ray cluster for each node, or for each node of a component."""
+    """What a Ray cluster requires of each of its nodes, or of each node of one component."""
     store = spec.object_store_memory
     return (
         Requirement("RayLauncher.num_cpus_per_node", spec.num_cpus, "CPUs"),
@@ -33,7 +39,11 @@ def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
 
 
 def payload_footprint(spec: PayloadSpec) -> Footprint:
-    """Requirements of a payload that shares its nodes: what it claims, and what a cluster of its own must have."""
+    """What a payload that shares its nodes with other payloads requires of each node.
+
+    These are the requirements of the payload's own Ray cluster, if it has one, and the CPUs and GPUs that the payload asks
+    for where its cluster has no requirement of the same unit.
+    """
     own = node_footprint(spec.ray) if spec.ray is not None else ()
     units = {requirement.unit for requirement in own if requirement.amount is not None}
     claims = (Requirement("num_cpus", spec.want_cpus, "CPUs"), Requirement("num_gpus", spec.want_gpus, "GPUs"))
@@ -41,7 +51,7 @@ def payload_footprint(spec: PayloadSpec) -> Footprint:
 
 
 def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> Footprint:
-    """Requirements of a runtime, or of one of its components: what Slurm was asked for, and what the cluster must have."""
+    """What a runtime, or one component of it, requires of each node: what Slurm was asked for, and what the Ray cluster needs."""
     own = next((each for each in spec.components if each.component_id == component_id), None)
     asked = (
         Requirement("SlurmQueueConfig.cpus_per_node", spec.asked_cpus if own is None else own.asked_cpus, "CPUs"),

@@ -1,4 +1,4 @@
-"""Where a payload runs: its cluster, its environment variables and its working directory."""
+"""What a payload's process finds when it starts: environment variables, working directory and Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from ..protocol.record import CONTEXT
 from ..protocol.spec import JOB_MARK, RAY_COORDINATES, PayloadSpec
 
 _SCRUBBED = ("DAGSTER_PIPES_", "RAYSLURM_")
-"""Prefixes of variables of the runtime's own environment that must not leak into a payload's."""
+"""Prefixes of the environment variables that a payload must not inherit from its runtime."""
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""The variable that configures a driver's job before the driver itself does."""
+"""The environment variable from which `ray.init` takes the configuration of a driver's Ray job."""
 
 Environment = Dict[str, str]
+"""Environment variables of a process, by name."""
 
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """Where a payload runs.
+    """What the runtime provides for one payload: its Ray cluster, and what measures its usage.
 
     Attributes:
-        messages_path: file for its Pipes messages.
-        gpus: the GPU figures of this node.
-        ray_env: variables by which it reaches its cluster.
-        worker_env: variables that the cluster's workers have anyway.
-        ray_temp_dir: Ray's temporary directory, if it has a cluster.
-        shared_ray_pid: returns the process of a Ray cluster that payloads share; None for a cluster of the payload's own.
-        workers: the worker nodes, which measure usage as well.
-        foreign_pids: returns the processes that, with all below them, belong to other payloads.
-        leak_check: starts a check for what the payload leaves in its cluster and calls back with the leaks; None if the
-            cluster ends with the payload.
+        messages_path: file for the payload's Pipes messages.
+        gpus: tells how busy the GPUs of this node are.
+        ray_env: environment variables by which the payload reaches its Ray cluster.
+        worker_env: environment variables that the workers of the Ray cluster have anyway.
+        ray_temp_dir: Ray's temporary directory; None if the payload has no Ray cluster.
+        shared_ray_pid: returns the id of the process below which a Ray cluster that payloads share runs; None if the cluster
+            is the payload's own.
+        workers: the worker nodes of the allocation, which measure usage as well.
+        foreign_pids: returns the process ids that, with all processes below them, belong to other payloads.
+        leak_check: starts a check for actors and other things that the payload leaves in its Ray cluster, and calls back
+            with a description of each; None if the Ray cluster ends with the payload.
     """
 
     messages_path: str
@@ -58,7 +60,7 @@ def pipes_param(params: Dict[str, Any]) -> str:
 
 
 def shared_variables(spec: PayloadSpec) -> Environment:
-    """The variables that all payloads of a session have in common, so that Ray's daemons may hand them to every worker."""
+    """The environment variables that are the same for all payloads of a session; Ray's daemons hand them to every worker."""
     return {} if spec.data_dir is None else {"RAYSLURM_DATA_DIR": spec.data_dir}
 
 
@@ -71,14 +73,15 @@ def payload_environment(
     ray_env: Environment,
     worker_env: Mapping[str, str] = MappingProxyType({}),
 ) -> Environment:
-    """The environment of a payload: inherited variables, how to reach Ray and Dagster, and the user's own variables.
+    """The environment of a payload: inherited variables, those for Ray and Dagster Pipes, and the variables of its configuration.
 
     Args:
+        spec: the payload.
         inherited: variables to start from.
         python: the environment's Python, whose directory comes first in PATH.
         messages_path: file for Pipes messages.
-        ray_env: variables by which the payload reaches its cluster.
-        worker_env: variables that the cluster's workers have anyway.
+        ray_env: variables by which the payload reaches its Ray cluster.
+        worker_env: variables that the workers of the Ray cluster have anyway.
     """
     env = {name: value for name, value in inherited.items() if not name.startswith(_SCRUBBED) and name not in RAY_COORDINATES}
     env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])
@@ -99,14 +102,14 @@ def payload_environment(
 
 
 def job_config(nonce: str, env: Mapping[str, str]) -> str:
-    """The configuration of a payload's Ray job.
+    """The configuration of a payload's Ray job, as JSON for the variable `JOB_CONFIG`.
 
-    Workers inherit the raylet's environment, not the driver's. The job's runtime_env reaches them, but then each worker
-    starts anew, where an idle one would do in half the time (Ray 2.60).
+    Ray's workers inherit the environment of the raylet that starts them, not of the driver. The job's `runtime_env` changes
+    their environment, but then Ray starts new workers for the job. Without it, idle ones do in half the time (Ray 2.60).
 
     Args:
-        nonce: the payload's nonce.
-        env: variables that the cluster's workers lack.
+        nonce: the random id of the payload, by which its Ray jobs are found.
+        env: variables of the payload that the workers of the Ray cluster lack.
     """
     job: Dict[str, Any] = {"metadata": {JOB_MARK: nonce}}
     if env:
@@ -115,9 +118,9 @@ def job_config(nonce: str, env: Mapping[str, str]) -> str:
 
 
 def lay_out_work_dir(work_dir: str, spec: PayloadSpec) -> None:
-    """Make the data directory, and the working directory with links to the entries of `working_dir` and the extra files.
+    """Make a payload's data directory, and its working directory with links to the entries of `working_dir` and the extra files.
 
-    With links, nothing is copied and the payload's new files never land in the user's source tree.
+    With links nothing is copied, and new files of the payload do not land among the source files in `working_dir`.
     """
     os.makedirs(work_dir, exist_ok=True)
     if spec.data_dir is not None:

@@ -1,4 +1,4 @@
-"""Usage of one payload on all its nodes."""
+"""Measures what one payload uses on all its nodes: CPU time, memory and GPUs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from ..ray.prestart import logs_of
 from .environment import LaunchContext
 
 _TIME_GROWTH, _MEMORY_GROWTH = 1.1, 1.05
-"""Factors by which the time or the peak memory must grow before usage is recorded again; a long run has some hundred records."""
+"""Usage is recorded again when the elapsed time or the peak memory has grown by such a factor; a long run has some hundred
+usage records."""
 
 
 class UsageMeasurement:
-    """Measures the usage of a payload from now on, on this node and on the workers.
+    """Measures the usage of a payload on this node and on the worker nodes, from its construction to `finish` or `cancel`.
 
-    `note` writes records of the usage so far, so that a job that Slurm kills leaves its figures.
+    Args:
+        nonce: the random id of the payload.
+        context: what measures the usage.
+        note: writes a record of the usage so far, so that a run leaves its figures even if Slurm kills the job.
     """
 
     def __init__(self, loop: Loop, nonce: str, context: LaunchContext, note: Callable[[Record], None]) -> None:
@@ -38,16 +42,22 @@ class UsageMeasurement:
         self._announce_jobs()
 
     def finish(self, pid: int, rusage: Any, hostname: str, done: Callable[[], None]) -> bool:
-        """Take the last figures, after the payload's process has ended with the kernel's figures `rusage`.
+        """Take the last figures after the payload's process has ended.
+
+        Args:
+            pid: the payload's process.
+            rusage: the kernel's figures for that process (getrusage(2)).
+            hostname: the name of this node in the usage of several nodes.
+            done: called when the worker nodes have sent their figures or the time for that is over.
 
         Returns:
-            Whether `done` will be called, when the workers' figures have come or will not come.
+            Whether `done` will be called; False if there are no worker nodes.
         """
         own = self._total = self._sampler.stop(pid, rusage)
         self._announce_jobs()
 
         def collected(others: Dict[str, Dict[str, Any]]) -> None:
-            with contextlib.suppress(Exception):  # Unknown figures of a worker must not fail the payload.
+            with contextlib.suppress(Exception):  # Malformed figures of a worker node must not fail the payload.
                 self._total = merge_usage({hostname: own, **others})
             done()
 
@@ -59,11 +69,12 @@ class UsageMeasurement:
         self._collect(lambda _: None)
 
     def current(self) -> Dict[str, Any]:
-        """The usage of all nodes, or of this one while there is no other figure; empty before the first sample."""
+        """The usage of all nodes, or of this node alone until the other nodes have sent theirs; empty before the first sample."""
         usage = self._total or self._sampler.meter.summary()
         return usage if usage["elapsed"] else {}
 
     def _sampled(self) -> None:
+        """Called after each sample on this node: writes a usage record if the figures have grown enough."""
         self._announce_jobs()
         usage = self._sampler.meter.summary()
         points = usage.pop("points")
@@ -73,14 +84,14 @@ class UsageMeasurement:
             self._note({"type": "usage", "usage": usage, "memory": points[-1][2]})
 
     def _announce_jobs(self) -> None:
-        """Tell the workers to measure, and the payload's new jobs in a shared cluster."""
+        """Have the worker nodes measure usage too, and tell them of new Ray jobs of the payload in a shared Ray cluster."""
         jobs = set() if self._jobs is None else self._jobs.job_ids
         if self._workers is not None and jobs != self._announced:
             self._announced = set(jobs)
             self._workers.measure(self._nonce, None if self._jobs is None else sorted(jobs))
 
     def _collect(self, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> bool:
-        """Have the workers stop measuring and pass their figures to `done`; returns whether there are workers."""
+        """Have the worker nodes stop measuring and pass their figures to `done`; returns whether there are worker nodes."""
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.collect(self._nonce, done)

@@ -1,4 +1,4 @@
-"""Lists the output files of a payload; Dagster reads them from the payload's working directory."""
+"""Lists the output files of a payload, so that Dagster can fetch them from the payload's working directory."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import stat
 from typing import Dict, Iterator, List, Sequence, Union
 
 _MAX_SENTENCES = 50
-"""The end record has a fixed amount of reserved space, whatever the number of files."""
+"""Number of sentences in `left_out`; the `end` record must fit into a fixed amount of reserved disk space."""
 
 
 class OutputSearch:
-    """Finds the regular files in a working directory that match patterns, smallest first, up to a size limit.
+    """Finds the regular files in a payload's working directory that match patterns, smallest first, up to a limit in bytes.
 
-    Links to inputs and files outside the working directory are not outputs.
+    Links to inputs are not outputs, and neither are files outside the working directory.
 
     Args:
         work_dir: the working directory.
         patterns: shell patterns as `glob.glob` takes them; `**` crosses directories.
-        max_bytes: limit on the sum of sizes.
+        max_bytes: limit on the sum of the file sizes.
     """
 
     def __init__(self, work_dir: str, patterns: Sequence[str], max_bytes: int) -> None:
         self.files: List[Dict[str, Union[str, int]]] = []
-        """Name and size of each file to bring back."""
+        """Name and size in bytes of each file for Dagster to fetch."""
         self.left_out: List[str] = []
         """One sentence for each pattern without a match and for each file beyond the limit."""
         self._work_dir = work_dir
@@ -52,6 +52,7 @@ class OutputSearch:
         self._select(sizes)
 
     def _select(self, sizes: Dict[str, int]) -> None:
+        """Divide the files that were found into `files` and `left_out`."""
         total = 0
         for name, size in sorted(sizes.items(), key=lambda item: (item[1], item[0])):
             if total + size > self._max_bytes:
@@ -76,7 +77,7 @@ def _expand(directory: str, parts: Sequence[str]) -> Iterator[str]:
     position = list(parts).index("**")
     starts = _expand(directory, parts[:position]) if position else [directory]
     for start in starts:
-        for path, names, _ in os.walk(start):  # It follows no links, and whatever they lead to is no output.
+        for path, names, _ in os.walk(start):  # `os.walk` follows no links, and what links lead to is no output.
             names[:] = [name for name in names if not name.startswith(".")]
             yield path
             yield from _expand(path, parts[position + 1 :] or ["*"])

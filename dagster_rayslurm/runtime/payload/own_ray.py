@@ -1,4 +1,4 @@
-"""Warns of a Ray that a payload starts itself and that takes more than is granted, or leaves its launcher's cluster idle."""
+"""Warns if a payload starts Ray itself and that Ray takes more than is granted, or leaves the launcher's Ray cluster idle."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from ..process.loop import Loop
 from .payload import Payload
 
 PHASE = "own-ray"
+"""Name of the phase record that carries the warning."""
 
 _FIRST, _LONGEST, _GROWTH = 1.0, 15.0, 1.5
-"""Seconds until the first check, and between the late ones."""
+"""Seconds until the first check, most seconds between two checks, and the factor by which each pause exceeds the last."""
 _RESOURCES = b"--static_resource_list="
-"""The raylet's argument that names its resources: "CPU,2,memory,1024" (Ray 2.60)."""
+"""What a raylet's argument with its resources begins with; amounts follow as in "CPU,2,memory,1024" (Ray 2.60)."""
 
 
 class OwnRayWatch:
-    """Checks for raylets that a payload starts itself while it runs, and warns the user once."""
+    """Checks, while a payload runs, whether the payload has started Ray itself; writes at most one warning to the Dagster log."""
 
     def __init__(self, loop: Loop, payload: Payload, node: NodeResources) -> None:
         self._loop = loop
@@ -32,7 +33,7 @@ class OwnRayWatch:
 
     def _check(self) -> None:
         if self._payload.pid is None:
-            return  # It has ended.
+            return  # The payload has ended.
         with contextlib.suppress(OSError):  # Out of file descriptors, perhaps; the next check may succeed.
             for command in raylet_commands(self._payload.run_dir, self._pause / 2):
                 message = own_ray_warning(raylet_resources(command), self._node, self._payload.spec.uses_ray)
@@ -43,7 +44,10 @@ class OwnRayWatch:
 
 
 def raylet_commands(run_dir: str, max_age: float) -> List[bytes]:
-    """Command lines of this runtime's raylets whose environment names a run directory: those of its payload's own clusters."""
+    """Command lines of the raylets (Ray's daemon on each node) that the payload of a run directory has started itself.
+
+    Their environment names the run directory. Process tables older than `max_age` seconds are read anew.
+    """
     entry = "RAYSLURM_RUN_DIR=" + run_dir
     _, table = PROCESS_TABLE.read(max_age)
     raylets = [process.pid for process in processes.descendants(os.getpid(), table) if process.name == "raylet"]
@@ -51,7 +55,7 @@ def raylet_commands(run_dir: str, max_age: float) -> List[bytes]:
 
 
 def raylet_resources(command: bytes) -> Dict[str, float]:
-    """The resources that a raylet's command line names; its arguments are separated by NUL."""
+    """The amounts by resource name that a raylet's command line gives; empty if it gives none. NUL separates the arguments."""
     listed = next((word for word in command.split(b"\0") if word.startswith(_RESOURCES)), _RESOURCES)
     words = listed[len(_RESOURCES) :].decode("utf-8", "replace").split(",")
     try:
@@ -61,12 +65,12 @@ def raylet_resources(command: bytes) -> Dict[str, float]:
 
 
 def own_ray_warning(resources: Dict[str, float], node: NodeResources, has_cluster: bool) -> Optional[str]:
-    """The warning about a payload's own Ray; None if it takes no more than is granted and no cluster idles.
+    """The warning about Ray that a payload has started itself; None if there is no reason for one.
 
     Args:
-        resources: the resources of its raylet.
+        resources: the resources of the raylet that the payload has started.
         node: the resources granted on this node.
-        has_cluster: whether the payload's launcher gave it a cluster.
+        has_cluster: whether the launcher gave the payload a Ray cluster, which idles now.
     """
     excess = []
     if resources.get("CPU", 0.0) > node.num_cpus:

@@ -1,4 +1,4 @@
-"""The record of one payload: log lines, output, Pipes messages and its end."""
+"""Writes the run record of one payload: phases, output, Pipes messages and the `end`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,32 @@ from ..process.loop import Loop
 from ..protocol.record import STATUS, Record, RunRecord, split_lines, write_atomically
 
 _CHUNK = 256 * 1024
+"""Most bytes of messages that are read at a time."""
 _RETRY = 1.0
 """Seconds between two tries to write the `end`."""
 
 
 class MessageFile:
-    """The file to which `dagster_pipes` appends messages; complete lines are copied into the journal."""
+    """The file to which `dagster_pipes` in the payload appends messages, whose complete lines are copied into the journal."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._file = open(path, "xb+", buffering=0)
         self._partial = b""
         self.count = 0
+        """Number of messages copied so far."""
 
     def remove(self) -> None:
-        """Remove the file; a warm session outlives its payloads."""
+        """Delete the file; a warm session, which runs on after the payload, would otherwise collect such files."""
         self._file.close()
         os.unlink(self._path)
 
     def copy(self, keep: Callable[..., None]) -> bool:
-        """Copy one chunk of messages; False if there was none."""
+        """Copy the next chunk of messages with `keep`, which writes records.
+
+        Returns:
+            Whether there was anything to read.
+        """
         data = self._file.read(_CHUNK)
         if not data:
             return False
@@ -45,14 +51,17 @@ class MessageFile:
         return True
 
     def copy_rest(self, keep: Callable[..., None]) -> None:
-        """Copy the messages written so far; messages that leftover processes write later do not count."""
+        """Copy the rest of the messages that are in the file now; those that leftover processes write later do not count."""
         end = os.fstat(self._file.fileno()).st_size
         while self._file.tell() < end and self.copy(keep):
             continue
 
 
 class PayloadRecord:
-    """Writes the record of a payload; calls `failed` with the reason if it cannot, because results would be lost."""
+    """Writes the run record of a payload.
+
+    Calls `failed` with the reason if a write fails; the payload must then end, because its results would be lost.
+    """
 
     def __init__(self, loop: Loop, files: RunRecord, nonce: str, failed: Callable[[str], None]) -> None:
         self.payload_pid: Optional[int] = None
@@ -64,20 +73,20 @@ class PayloadRecord:
 
     @property
     def ended(self) -> bool:
-        """Whether the `end` is written."""
+        """Whether the `end` record is written."""
         return self._files.ended
 
     def keep(self, *records: Record) -> None:
-        """Write records into the journal."""
+        """Write records that must not be lost into the journal."""
         self._guarded(lambda: self._files.write(*records))
 
     def note(self, record: Record) -> None:
-        """Write a record whose loss does not matter to the payload."""
+        """Write a record into the journal; if that fails, nothing happens, because the payload does not need it."""
         with contextlib.suppress(OSError):
             self._files.write(record)
 
     def phase(self, name: str, message: str, **detail: Any) -> None:
-        """Write a phase into the journal and the status."""
+        """Write what happens now, such as "running", into the journal and the status file."""
         at = time.time()
         self.keep({"type": "phase", "phase": name, "message": message, "at": at, **detail})
         self.sync()
@@ -88,7 +97,7 @@ class PayloadRecord:
         self.keep({"type": "tail", "name": name, "text": text})
 
     def output(self, stream: str, text: str) -> None:
-        """Write output of the payload."""
+        """Write a piece of the payload's output; `stream` is "stdout" or "stderr"."""
         self._files.output(stream, text, time.time())
 
     def sync(self) -> None:
@@ -96,11 +105,11 @@ class PayloadRecord:
         self._guarded(self._files.sync)
 
     def keep_fresh(self) -> None:
-        """Touch the run directory, so that it is not swept as an old one."""
+        """Update the modification time of the run directory, so that cleanup does not take it for an old one and delete it."""
         self._guarded(lambda: os.utime(self._files.run_dir))
 
     def end(self, end: Record) -> None:
-        """Write the `end`, and retry until it is written."""
+        """Write the `end` record, and retry every second until that succeeds."""
         self._unwritten_end = end
         if not self.write_end():
             print("rayslurm: %s: the end of the run cannot be recorded yet" % self._files.run_dir, file=sys.stderr)
@@ -111,7 +120,11 @@ class PayloadRecord:
             self._loop.call_later(_RETRY, self._retry_end)
 
     def write_end(self) -> bool:
-        """Try to write an `end` that could not be written so far; False if it still cannot be."""
+        """Write the `end` record if it is due and not written yet.
+
+        Returns:
+            Whether no `end` remains to be written.
+        """
         end = self._unwritten_end
         if end is None:
             return True
@@ -133,6 +146,7 @@ class PayloadRecord:
         write_atomically(os.path.join(self._files.run_dir, STATUS), json.dumps(status).encode("utf-8"))
 
     def _guarded(self, write: Callable[[], None]) -> None:
+        """Write, and report an `OSError` to `failed`."""
         try:
             write()
         except OSError as error:
