@@ -1,4 +1,4 @@
-"""Follow the record of a run while it grows: hand it to Dagster, and collect the evidence for the verdict."""
+"""Follow the record of a payload while it grows: pass output and messages to Dagster, and collect evidence for the verdict."""
 
 from .evidence import Evidence
 from .follower import Cadence, Follower, ReattachState, follow_all

@@ -1,4 +1,4 @@
-"""What is known about a run from its record, its runtime and Slurm. Pure."""
+"""Evidence: what is known about a payload from its record, its runtime and Slurm. Pure."""
 
 from __future__ import annotations
 
@@ -13,51 +13,56 @@ from ..runtime.protocol.record import Record, tail_lines
 from ..slurm.accounting import JobFacts
 
 _OUTPUT_CHUNK = 4096
-"""Characters of each output record that are kept."""
+"""Most characters that are kept of each piece of output; `last_output` has 64 pieces."""
 
 
 @dataclass
 class Evidence:
-    """What is known about a run; `outcome.judge` turns it into a verdict."""
+    """What is known about one payload so far; `outcome.judge` turns this into a verdict."""
 
     end: Record | None = None
+    """The last record of the payload, which says how the payload ended."""
     started_at: float | None = None
-    """When the runtime accepted the payload, by its node's clock."""
+    """When the runtime accepted the payload, by the clock of the runtime's node."""
     queued: bool = False
     """Whether the payload waits in a session and has not started."""
     opened: int = 0
-    """Writers that opened Pipes; a child process of the payload may be another one."""
+    """How many processes opened Dagster Pipes: the payload, and perhaps child processes of it."""
     closed: int = 0
+    """How many of the processes that opened Dagster Pipes closed it."""
     exception: dict[str, Any] | None = None
+    """The first exception that the payload reported when it closed Dagster Pipes."""
     message_error: str | None = None
     """Why Dagster refused a Pipes message."""
     runtime_exit: str | None = None
     """How the runtime ended, in words, if it ended before its `end` was read."""
     runtime_log: str = ""
     culprit: str | None = None
-    """The runtime that failed first, where it ended those of the other nodes."""
+    """A clause about the runtime that failed first, if its failure ended the runtimes on the other nodes."""
     job: JobFacts | None = None
-    """Slurm's accounting of the job; queried only where the record does not explain the end."""
+    """Slurm's accounting of the job; fetched only if the record does not explain the end."""
     ended_unrecorded: str | None = None
     """Why the payload must have ended although its runtime lives and recorded no `end`."""
     interrupted: bool = False
+    """Whether an interrupt of Dagster ended the payload."""
     usage: dict[str, Any] = field(default_factory=dict)
     """Resource usage so far; the `end` has the final figures."""
     context: dict[str, Any] = field(default_factory=dict)
-    """Facts about the nodes; the `end` repeats them."""
+    """Facts about environment, nodes and allocation; the `end` repeats them."""
     nodes_lost: int = 0
-    """Nodes that were lost while the payload ran."""
+    """How many nodes were lost while the payload ran."""
     damaged_lines: int = 0
+    """How many lines of the record cannot be read."""
     unreachable: str | None = None
     """Why the record could not be read for `connection_loss_timeout`."""
     connection_lost: bool = False
-    """Whether the record is unreachable because the whole connection is lost, so that Slurm is unreachable, too."""
+    """Whether the record is unreachable because the connection to the cluster is lost, so that Slurm is unreachable, too."""
     last_growth: float = field(default_factory=time.monotonic)
     """When the record last grew, by this machine's monotonic clock."""
     tails: dict[str, str] = field(default_factory=dict)
-    """Ends of log files, by their title."""
+    """The ends of log files, by title."""
     last_output: collections.deque[tuple[str, str]] = field(default_factory=lambda: collections.deque(maxlen=64))
-    """Stream and text of the last output."""
+    """The last pieces of output, each with its stream, "stdout" or "stderr"."""
 
     @property
     def started(self) -> bool:
@@ -65,11 +70,11 @@ class Evidence:
 
     @property
     def end_or_partial(self) -> Record | None:
-        """The `end`; without one, its members that are known already."""
+        """The `end` record; before it, those of its members that are known already; None if none is known."""
         return self.end or ({"context": self.context, "usage": self.usage} if self.context else None)
 
     def add_record(self, record: Record, nonce: str) -> None:
-        """Take one record of the journal; an `end` counts only with the payload's own nonce."""
+        """Add one line of the record; an `end` counts only with the payload's own nonce."""
         kind = record.get("type")
         if kind == "start":
             self.started_at = float(record["at"])
@@ -86,27 +91,27 @@ class Evidence:
             self.end = record
 
     def add_message(self, method: str, params: Mapping[str, Any]) -> None:
-        """Take one Pipes message."""
+        """Count a Pipes message that opens or closes Pipes, and keep an exception that it reports."""
         self.opened += method == "opened"
         self.closed += method == "closed"
         if method == "log" or method.startswith("report_"):
-            # This writer still has Pipes open: a forked child that left the context sent `closed` for its parent.
+            # The sender still has Pipes open: the earlier `closed` came from a forked child that left the parent's context.
             self.closed = min(self.closed, max(0, self.opened - 1))
         exception = params.get("exception") if method == "closed" else None
-        # Every click or typer main ends with SystemExit; the exit code says what it meant.
+        # Every main function of click or typer ends with SystemExit; the exit code tells success from failure.
         if exception and exception.get("name") != "SystemExit" and self.exception is None:
             self.exception = exception
 
     def add_output(self, record: Record) -> None:
-        """Keep the end of the output."""
+        """Add a piece of output; only the last pieces are kept."""
         self.last_output.append((record["s"], record["d"][-_OUTPUT_CHUNK:]))
 
     def output_tail(self) -> str:
-        """The last lines of the output, without colours."""
+        """Returns the last lines of the output, without colour codes."""
         return tail_lines(without_colours("".join(text for _, text in self.last_output)))
 
     def last_errors(self) -> str:
-        """The last standard error of the payload."""
+        """Returns the end of the payload's standard error."""
         return "".join(text for stream, text in self.last_output if stream == "stderr")
 
     def _add_usage(self, usage: dict[str, Any], memory: float) -> None:

@@ -1,6 +1,6 @@
-"""Read records while they grow, and hand them to Dagster in the step's own thread.
+"""Follow payloads: read their records while they grow, and pass output and messages to Dagster in the step's own thread.
 
-A follower's state is two byte offsets and the evidence so far. A read that fails is repeated until the record was
+The state of a follower is two byte offsets and the evidence so far. A read that fails is repeated until the record has been
 unreachable for too long.
 """
 
@@ -22,42 +22,44 @@ from .messages import MessageForwarder
 from .output import OutputWriter
 
 CHUNK = 1024 * 1024
+"""Most bytes of one read of a record."""
 
 VISIBILITY_TIMEOUT = 60.0
-"""Seconds to wait for data that must have been written: a network file system may show one file, or one part of it, later
-than another (nfs(5): acregmax is 60 seconds)."""
+"""Seconds to wait for data that must have been written already: a network file system may show a file, or a part of a file,
+that late (nfs(5): acregmax is 60 seconds)."""
 
 _WARNING_PHASES = ("memory", "own-ray", "unschedulable")
-"""Phases that name something the user should fix."""
+"""Phases that are warnings in the Dagster log, because the user should fix something."""
 
 _TAIL = 65536
-"""Bytes of output before the reattach offset that still belong to the last output."""
+"""Most bytes of earlier output that become evidence again after a reattach."""
 
 _LATE_POLLS = 10
-"""Polls after all records ended, while one of them still belongs to an earlier run of a requeued job."""
+"""Most polls after the ends of all records, to wait for a component whose record still ends before the last requeue."""
 
 RuntimeExit = Callable[[Evidence], "str | None"]
-"""Says how the runtime ended, in words; None while it lives."""
+"""Callback that returns how the runtime ended, in words; None while the runtime lives."""
 
 
 class ReadsFiles(Protocol):
     """The part of a connection that the follower needs."""
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
-        """Bytes of a file from an offset on; b"" at its end, or if the file does not exist yet."""
+        """Returns bytes of a file from an offset on; b"" at the end of the file, or if the file does not exist yet."""
         ...
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """Seconds between two reads: `busy` while data flows, then a share of the silence so far.
+    """How many seconds to pause between two reads of a record: `busy` while data flows, then a share of the silence so far.
 
-    So news waits for no longer than a fraction of the silence before it, and a silent run costs next to nothing.
+    So new data waits for no longer than a fraction of the silence before it, and a silent run costs next to nothing.
 
     Attributes:
         busy: the shortest pause.
-        idle: the longest pause of a run that has started.
-        waiting: the longest pause before the start.
+        idle: the longest pause once the payload has started.
+        waiting: the longest pause before the payload starts.
+        share: the pause as a fraction of the silence so far.
     """
 
     busy: float
@@ -66,18 +68,18 @@ class Cadence:
     share: float = 0.1
 
     def pause(self, silence: float, started: bool) -> float:
-        """Seconds until the next read after so many seconds of silence."""
+        """Returns the seconds until the next read, after `silence` seconds without new data."""
         return min(max(self.busy, self.share * silence), self.idle if started else self.waiting)
 
 
 @dataclass(frozen=True)
 class ReattachState:
-    """What an earlier Dagster process handed to Dagster before it died; empty for a new payload.
+    """The output and log lines of a payload that an earlier Dagster process showed before it died; empty for a new payload.
 
     Attributes:
-        offset: where in the recorded output to continue.
+        offset: the byte of the recorded output at which to continue.
         logged: level and text of log lines in Dagster's event log since the payload started, oldest first.
-        note: called with the offset up to which output is shown.
+        note: called with the offset up to which all output was shown.
     """
 
     offset: int = 0
@@ -86,11 +88,11 @@ class ReattachState:
 
 
 def follow_all(followed: Sequence[tuple[Follower, RuntimeExit]], deadline: float | None = None) -> None:
-    """Follow several records at once, each at its own pace, until all have ended.
+    """Follow the records of several payloads at once, each at its own pace, until all have ended.
 
     Args:
         followed: followers, each with the callback that reports the end of its runtime.
-        deadline: `time.monotonic()` at which to stop in any case.
+        deadline: value of `time.monotonic()` at which to stop even before the ends.
     """
     for follower, _ in followed:
         follower.start()
@@ -117,19 +119,19 @@ def follow_all(followed: Sequence[tuple[Follower, RuntimeExit]], deadline: float
 
 
 class Follower:
-    """Follows one record to its `end`.
+    """Follows one payload's record to its `end`: shows output, forwards messages, and collects evidence.
 
     Args:
         nonce: the payload's nonce; an `end` with another nonce is ignored.
         loss_timeout: seconds for which the record may be unreachable.
-        requeue: whether Slurm may run the job again. Then results count only once their attempt has ended, and an
-            `end` after a signal from outside is not final.
-        component: prefix of output and log lines; None for a run with one payload.
-        reattach: what an earlier Dagster process handed on.
+        requeue: whether Slurm may requeue the job. Then results wait until the payload has ended, and an `end` after a
+            signal from outside is not final.
+        component: the component's name, a prefix of output and log lines; None for a run with one payload.
+        reattach: the output and log lines that an earlier Dagster process showed; None for a new payload.
 
     Attributes:
-        evidence: what is known so far; a new object after each requeue.
-        restarts: how often Slurm had requeued the job at the last read.
+        evidence: what is known of the payload so far; a new object after each requeue.
+        restarts: how often Slurm has requeued the job, as of the last read.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class Follower:
         self._readers = {JOURNAL: LineReader(), STDIO: LineReader(self._reattach.offset)}
 
     def start(self) -> None:
-        """Start to follow; after a reattach, output that was shown before becomes evidence again."""
+        """Prepare for the first poll; after a reattach, the end of the output that was shown before becomes evidence again."""
         self.evidence.last_growth = time.monotonic()
         offset = self._reattach.offset
         if offset and not self.evidence.last_output:
@@ -173,12 +175,12 @@ class Follower:
                     self.evidence.add_output(record)
 
     def poll(self, runtime_exit: RuntimeExit, deadline: float | None = None) -> float | None:
-        """Read once.
+        """Read new parts of the record once.
 
         Returns:
-            Seconds until the next read; None if the record has ended, or nothing more will come.
+            The seconds until the next read; None if the record has ended, or nothing more will come.
         """
-        # Asked before the read, so that everything is read that a runtime wrote before it ended.
+        # The runtime's end is checked before the read, so that the read finds all that a runtime wrote before its end.
         exited = runtime_exit(self.evidence)
         size = self.read_once()
         now = time.monotonic()
@@ -189,7 +191,7 @@ class Follower:
         if self._complete() or self.evidence.unreachable:
             return None
         if size >= CHUNK or (size and self.evidence.end is not None):
-            return 0.0  # More is waiting: behind a full chunk, and before an `end`.
+            return 0.0  # More data is there: behind a full chunk, or output that was written before the `end`.
         if not size and exited is not None and self.reachable:
             self.evidence.runtime_exit = exited
             missing = self._missing_output()
@@ -201,32 +203,32 @@ class Follower:
         return None if overdue else self.cadence.pause(silence, self.evidence.started)
 
     def finish(self) -> None:
-        """Forward what was held back, after the last read."""
+        """Called after the last read: forward results that were held back, and show unfinished lines."""
         self.evidence.damaged_lines = self._readers[JOURNAL].damaged
         self._messages.forward_held(self.evidence)
         self.flush_output()
 
     def flush_output(self) -> None:
-        """Show the last lines of output even if they are unfinished."""
+        """Show the last lines of output even if they have no line end."""
         self._output.finish()
 
     def refuse(self, error: Exception) -> None:
-        """Record that a reported result cannot be used after all."""
+        """Called when Dagster refuses a result of this payload after the last read: the refusal becomes evidence."""
         self._messages.refuse(error, self.evidence)
 
     @property
     def may_restart(self) -> bool:
-        """Whether Slurm may run the job again, which has other payloads, too."""
+        """Whether Slurm may requeue the job although this payload has ended, because other components still run."""
         return self._requeue and self._component is not None
 
     @property
     def reachable(self) -> bool:
-        """Whether the last read worked."""
+        """Whether the last read of the record worked."""
         return self._unreachable_since is None
 
     def read_once(self) -> int:
-        """Read what has arrived; returns the bytes of the longer of both reads."""
-        # Output first: then a message that reports a result follows the lines that led to it.
+        """Read new output and new lines of the journal; returns the size of the longer of both reads."""
+        # Output is read first, so that a message about a result follows the output before it.
         return max(self._read(STDIO, self._add_output), self._read(JOURNAL, self._add_record))
 
     def _read(self, name: str, add: Callable[[Record], None]) -> int:
@@ -255,14 +257,14 @@ class Follower:
             self.evidence.connection_lost = isinstance(error, ConnectionFailed)
 
     def _complete(self) -> bool:
-        """Whether the final `end` and all output before it were read."""
+        """Whether the final `end` and all output before the `end` were read."""
         end = self.evidence.end
         if end is None or (self._requeue and end["reason"] == EndReason.TERMINATED):
             return False
         return not self._missing_output()
 
     def _missing_output(self) -> int:
-        """Bytes of output that were recorded before the `end` and have not been read."""
+        """Returns how many bytes of the output before the `end` have not been read."""
         end = self.evidence.end
         return 0 if end is None else max(0, int(end.get("stdio_bytes", 0)) - self._readers[STDIO].offset)
 
@@ -282,7 +284,7 @@ class Follower:
             self._messages.log(level, f"{record['phase']}: {record['message']}")
 
     def _restart(self, attempt: int) -> None:
-        """Begin with new evidence after Slurm requeued the job: results of the attempt before do not count."""
+        """Begin with new evidence after Slurm requeued the job: results from before the requeue do not count."""
         held = self._messages.drop_held()
         dropped = f", {held} results of the one before are dropped" if held else ""
         self._messages.log(logging.WARNING, f"Slurm has requeued the job: attempt {attempt + 1} begins{dropped}")

@@ -1,4 +1,4 @@
-"""Forward Pipes messages and runtime phases of a payload to Dagster."""
+"""Forward a payload's Pipes messages to Dagster, and write the phases of its runtime to the Dagster log."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .evidence import Evidence
 
 
 class MessageForwarder:
-    """Forwards the messages of one payload to Dagster, each of them once.
+    """Forwards the messages of one payload to Dagster, each message once.
 
     Args:
-        hold_results: whether results wait for `forward_held`, because Slurm may run the job again.
-        logged: level and text of what an earlier Dagster process logged of this payload, in the record's order. Each
-            line is searched behind the one before; the first that is missing ends the search, and is logged with all
-            that follow.
+        hold_results: whether results wait for `forward_held`, because Slurm may requeue the job.
+        logged: level and text of the lines that an earlier Dagster process logged for this payload, oldest first. Each
+            new line is searched behind the line found before. The first line that is not found ends the search; this
+            line and all later lines are logged.
     """
 
     def __init__(self, handler: Any, log: Any, prefix: str, hold_results: bool, logged: Iterator[tuple[int, str]]) -> None:
@@ -30,7 +30,7 @@ class MessageForwarder:
         self._held: list[dict[str, Any]] = []
 
     def forward(self, line: str, evidence: Evidence) -> None:
-        """Forward one message; a message that Dagster refuses becomes evidence."""
+        """Forward one message, given as a line of JSON; the refusal of a message becomes evidence."""
         try:
             message = json.loads(line)
             method, params = message["method"], message.get("params") or {}
@@ -47,26 +47,26 @@ class MessageForwarder:
             self._hand_over(message, evidence)
 
     def forward_held(self, evidence: Evidence) -> None:
-        """Forward the results that were held back."""
+        """Forward the results that were held back, now that the job cannot be requeued."""
         for message in self._held:
             self._hand_over(message, evidence)
         self._held.clear()
 
     def drop_held(self) -> int:
-        """Forget the results that were held back; returns their number."""
+        """Drop the results that were held back, because Slurm requeued the job; returns their number."""
         dropped = len(self._held)
         self._held.clear()
         return dropped
 
     def refuse(self, error: Exception, evidence: Evidence, line: str = "") -> None:
-        """Record that a message cannot be used."""
+        """Log that a message cannot be used; the first such message becomes evidence."""
         why = f"{type(error).__name__}: {error}"
         shown = f"; the message was: {line[:500]}" if line else ""
         evidence.message_error = evidence.message_error or why + shown
         self.log(logging.ERROR, f"a Pipes message cannot be used: {why}")
 
     def log(self, level: int, text: str) -> None:
-        """Write a line to the step's log, unless an earlier process did."""
+        """Write a line to the Dagster log, unless an earlier Dagster process already wrote it."""
         text = self._prefix + text
         if not self._is_logged(level, text):
             self._log.log(level, text)
@@ -86,12 +86,12 @@ class MessageForwarder:
         return isinstance(level, int) and self._is_logged(level, params.get("message"))
 
     def _is_logged(self, level: int, text: Any) -> bool:
-        # A line below Dagster's log level is in no event log: searching for it would exhaust the iterator.
+        # A line below Dagster's log level is never in the event log, so a search for it would exhaust the iterator.
         return self._log.isEnabledFor(level) and (level, text) in self._logged
 
 
 def _without_colours(value: Any) -> Any:
-    """An exception as Pipes reports it, without escape codes: messages of Ray's exceptions have some."""
+    """Returns an exception as Pipes reports it, without colour codes, which messages of Ray's exceptions have."""
     if isinstance(value, str):
         return without_colours(value)
     if isinstance(value, dict):

@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)")
-"""A line, or one state of a progress bar."""
+"""A line with its end; a progress bar ends each of its states with a carriage return."""
 _LONGEST = 65536
-"""Characters after which an unfinished line is shown in pieces."""
+"""Characters after which a line without an end is shown in pieces."""
 
 
 class LinePrefixer:
-    """Prefixes each line of one payload, so that the output of several payloads can share a stream. Pure."""
+    """Puts a prefix before each line of a payload's output, so that several payloads can share a stream. Pure."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._partial: dict[str, str] = {}
 
     def add(self, stream: str, text: str) -> str:
-        """The complete lines, with prefix, once this text has arrived; an unfinished line is kept for later."""
+        """Add new text; returns the complete lines with prefix, and keeps an unfinished line for the next call."""
         text = self._partial.pop(stream, "") + text
-        # A carriage return at the very end may be the first half of a line end.
+        # A carriage return as the last character may be the first half of a line end.
         end = 1 + max(text.rfind("\n"), text.rfind("\r", 0, -1))
         lines = [self._prefix + line for line in _LINE.findall(text[:end])]
         rest = text[end:]
@@ -35,10 +35,11 @@ class LinePrefixer:
 
     @property
     def has_partial_line(self) -> bool:
+        """Whether an unfinished line is kept for later."""
         return bool(self._partial)
 
     def flush(self) -> Iterator[tuple[str, str]]:
-        """The unfinished lines by stream, each with a line end."""
+        """Yields the stream and the text of each unfinished line, with a line end, and forgets the line."""
         for stream, text in self._partial.items():
             yield stream, f"{self._prefix}{text.rstrip()}\n"
         self._partial.clear()
@@ -47,7 +48,7 @@ class LinePrefixer:
 class OutputWriter:
     """Writes a payload's output to Dagster's stdout and stderr.
 
-    A lost terminal or a full disk on this side is logged once and does not end the payload.
+    If Dagster's own terminal is lost or its disk is full, that is logged once and does not end the payload.
 
     Args:
         component: prefix of each line; None shows the output as it is.
@@ -60,18 +61,18 @@ class OutputWriter:
 
     @property
     def has_partial_line(self) -> bool:
-        """Whether text was taken that is not shown yet."""
+        """Whether an unfinished line has been written but is not shown yet."""
         return self._prefixer is not None and self._prefixer.has_partial_line
 
     def write(self, stream: str, text: str) -> None:
-        """Show some output of "stdout" or "stderr"."""
+        """Show some output of the payload; `stream` is "stdout" or "stderr"."""
         self._print(stream, text if self._prefixer is None else self._prefixer.add(stream, text))
 
     def flush(self) -> None:
         self._guard(lambda: (sys.stdout.flush(), sys.stderr.flush()))
 
     def finish(self) -> None:
-        """Show unfinished lines, after which no output comes."""
+        """Show unfinished lines; called when no more output comes."""
         for stream, text in self._prefixer.flush() if self._prefixer is not None else ():
             self._print(stream, text)
 

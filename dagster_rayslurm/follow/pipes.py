@@ -1,6 +1,6 @@
-"""Dagster's side of Pipes: the context for the payload, and the handler of its messages.
+"""Dagster's side of Pipes: the context for the payload, and the handler of the payload's messages.
 
-The runtime itself tells the payload where context and messages are, so neither class passes parameters on.
+The runtime, not Dagster, tells the payload where context and messages are. So no class here passes parameters to the payload.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from dagster_pipes import PipesContextData, PipesExtras, PipesParams
 
 
 class RecordReader(dg.PipesMessageReader):
-    """The message reader of one run: holds the handler that followers feed.
+    """The message reader of one run, in which followers find Dagster's message handler; it reads nothing itself.
 
     Args:
         writers: how many payloads are expected to open Pipes.
+
+    Attributes:
+        handler: Dagster's message handler, within the Pipes session.
     """
 
     def __init__(self, writers: int = 1) -> None:
@@ -32,14 +35,14 @@ class RecordReader(dg.PipesMessageReader):
 
     @property
     def expected_writer_count(self) -> int:
-        return self._writers  # Dagster's own is marked as a preview and warns at each run.
+        return self._writers  # Dagster's own property is marked as a preview and warns at each run.
 
     def no_messages_debug_text(self) -> str:
         return "the payload was expected to call dagster_pipes.open_dagster_pipes(), with its default message writer."
 
 
 class RecordContextInjector(dg.PipesContextInjector):
-    """Keeps the Pipes context for the run directory.
+    """The context injector of one run: keeps the Pipes context, which `start` writes into the run directory.
 
     Attributes:
         pipes_context: the context, within the Pipes session.
@@ -67,7 +70,7 @@ def pipes_session(
     extras: PipesExtras | None,
     uses_pipes: bool,
 ) -> Iterator[dg.PipesSession]:
-    """Open Dagster's Pipes session, whose warning of missing messages is dropped where no payload uses Pipes or a run failed."""
+    """Open Dagster's Pipes session, without its warning of missing messages if no payload uses Pipes or the run fails."""
 
     def keep(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("[pipes] did not receive")
@@ -80,14 +83,14 @@ def pipes_session(
         try:
             yield session
         except BaseException:
-            context.log.addFilter(keep)  # The failure says more.
+            context.log.addFilter(keep)  # The failure says more than the warning.
             raise
 
 
 def with_partition_range(data: PipesContextData, context: dg.OpExecutionContext) -> PipesContextData:
-    """Add the range and the time window of a run over several partitions.
+    """Returns the Pipes context, with partition range and time window if the run is over several partitions.
 
-    Dagster 1.13 fills them only for a single partition, though `PipesContext` has properties for both.
+    Dagster 1.13 fills these two only for a single partition, though `PipesContext` has properties for both.
     """
     if data["partition_key_range"] is not None or not context.has_partition_key_range:
         return data
