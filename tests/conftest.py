@@ -1,4 +1,4 @@
-"""What the tests share: a base directory of their own, payloads from text, and the proof that nothing is left."""
+"""Fixtures and helpers for all tests: resources, payloads from text, and the check that a test leaves no process or directory."""
 
 import contextlib
 import os
@@ -27,27 +27,27 @@ from .stack.access import Stack, stack_of_ones_own
 
 pytest_plugins = ["tests.connections.fixtures", "tests.slurm.fixtures"]
 
-# A busy machine is no defect: how long an example takes is not what the property tests are about.
+# Property tests have no deadline for an example, because a busy machine would fail them.
 hypothesis.settings.register_profile("rayslurm", deadline=None)
 hypothesis.settings.load_profile("rayslurm")
 
 MARK = "PYTEST_OF_RAYSLURM"
-"""A variable that every process started by a test inherits, however far it is detached."""
+"""Environment variable with the mark of the current test; every process that the test starts inherits it, detached or not."""
 
 
 _ON_THE_STACK = ("connections", "docs", "example", "faults", "slurm", "stack")
-"""Directories with tests of the stack."""
+"""Directories below tests/ with tests that need the Slurm stack."""
 
 
 class _Scheduling(LoadScopeScheduling):
-    """Tests of the stack are handed out by files, whose tests share what is dear to make; all others one by one."""
+    """Distributes tests over processes: tests of the Slurm stack by file, as they share costly fixtures; others one by one."""
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid.partition("::")[0] if nodeid.split("/")[1] in _ON_THE_STACK else nodeid
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need the Slurm stack, and the core of them."""
+    """Called by pytest after collection: marks tests that use the Slurm stack `stack`, and the most important of them `core`."""
     for item in items:
         if "stack" in getattr(item, "fixturenames", ()):
             item.add_marker("stack")
@@ -57,13 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
-    """How pytest-xdist hands out tests, where several processes run them."""
+    """Called by pytest-xdist: returns the object that distributes the tests over processes."""
     return _Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def scratch_base() -> Iterator[Path]:
-    """A short TMPDIR of the test run's own, so that scratch directories of others are never looked at."""
+    """Gives the test run a TMPDIR of its own with a short name, so that it never sees scratch directories of other runs."""
     path = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(path)
@@ -92,7 +92,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake
 
 @pytest.fixture(autouse=True)
 def signals_as_usual() -> None:
-    """Whoever starts the tests may ignore signals (nohup, a shell's `&`), which all their processes would inherit."""
+    """Restores the default handling of signals that the parent ignores (nohup, a shell's `&`), as child processes inherit it."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
     for signum, handler in usual.items():
         if signal.getsignal(signum) == signal.SIG_IGN:
@@ -101,10 +101,10 @@ def signals_as_usual() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(scratch_base: Path) -> Iterator[None]:
-    """After each test: no process that it started, no scratch directory."""
+    """Fails a test that leaves a process or a scratch directory behind."""
     mark = uuid.uuid4().hex
     os.environ[MARK] = mark
-    before = set(scratch_base.glob("rs-*"))  # A test that left something has failed already; those after it need not.
+    before = set(scratch_base.glob("rs-*"))  # The test that left these has failed already; later tests need not.
     yield
     os.environ.pop(MARK)
     assert wait_until(lambda: not marked_processes(mark), 15), [p.cmdline() for p in marked_processes(mark)]
@@ -113,10 +113,10 @@ def nothing_is_left(scratch_base: Path) -> Iterator[None]:
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    """Living processes, other than this one, that carry a test's mark."""
+    """The running processes, other than this one, that have a test's mark in their environment."""
     found = []
     for pid in psutil.pids():
-        # Each test looks through all of them, which psutil's own way to an environment makes dear.
+        # Reads /proc instead of asking psutil, which is slow, because each test looks at all processes.
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
             if pid != os.getpid() and f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
                 found.append(psutil.Process(pid))
@@ -124,7 +124,7 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def wait_until(condition: Callable[[], Any], timeout: float) -> Any:
-    """The condition's first true value, or its last one after `timeout` seconds; what is dear to ask is asked more rarely."""
+    """The condition's first true value, or its last value after `timeout` seconds. A slow condition is evaluated less often."""
     deadline = time.monotonic() + timeout
     while True:
         began = time.monotonic()
@@ -141,19 +141,19 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def compute(base: Path) -> ComputeResource:
-    """Local mode without a cluster."""
+    """A resource in local mode whose payloads run without a Ray cluster."""
     return ComputeResource(local_base=str(base), default_launcher=BashLauncher(grace_period=2))
 
 
 def small_ray(**fields: Any) -> RayLauncher:
-    """A Ray launcher for tests: small, without dashboard."""
+    """A Ray launcher for tests, with a small object store and without dashboard. `fields` override its fields."""
     defaults = {"object_store_memory_gb": 0.1, "dashboard": False, "startup_timeout": 120, "grace_period": 2}
     return RayLauncher(**{**defaults, **fields})
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a payload from text."""
+    """A function that writes a payload from its text, and returns the path."""
 
     def write(text: str, name: str = "payload.py") -> Path:
         path = tmp_path / name
@@ -166,7 +166,7 @@ def script(tmp_path: Path) -> Callable[..., Path]:
 
 @contextlib.contextmanager
 def small_disk(path: Path, size: str) -> Iterator[Path]:
-    """A file system of a size such as "256k" at `path`."""
+    """Mounts a file system of a size such as "256k" at `path`; skips the test without root."""
     path.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True)
     if mounted.returncode != 0:
@@ -176,7 +176,7 @@ def small_disk(path: Path, size: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        # A runtime whose `end` is read still takes down what it has, and holds its log open for that long.
+        # A runtime still cleans up after it has written its `end`, and keeps its log open until it exits.
         assert wait_until(lambda: subprocess.run(["umount", str(path)], capture_output=True).returncode == 0, 10)
 
 
@@ -187,12 +187,12 @@ with open_dagster_pipes() as pipes:
 
 
 def pipes_script(body: str) -> str:
-    """A payload whose body runs inside the Pipes context."""
+    """The text of a payload that opens Dagster Pipes and runs `body` with the variable `pipes`."""
     return PIPES + textwrap.indent(textwrap.dedent(body), "    ")
 
 
 class Ran:
-    """What came of running one asset: Dagster's events, and the run or its failure."""
+    """The result of materializing one asset: Dagster's events, and the completed run or the failures."""
 
     def __init__(self, result: dg.ExecuteInProcessResult, completed: list[CompletedRun], failures: list[RunFailure]) -> None:
         self.result = result
@@ -211,7 +211,7 @@ class Ran:
 
 
 def run_asset(compute: ComputeResource, payload: Any, *, instance: dg.DagsterInstance | None = None, **arguments: Any) -> Ran:
-    """Materialize one asset whose body is one `run()`."""
+    """Materialize an asset that calls `run()` once with a payload, and return the result."""
     completed: list[CompletedRun] = []
     failures: list[RunFailure] = []
 

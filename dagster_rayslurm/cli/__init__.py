@@ -1,4 +1,7 @@
-"""The `rayslurm` command: inspect run directories, sessions and the edge node, without Dagster."""
+"""The `rayslurm` command: shows run directories and sessions, ends sessions, and checks the edge node, without Dagster.
+
+It starts no payloads. Begin with `main` in this module; `check` and `session` are subcommands.
+"""
 
 from __future__ import annotations
 

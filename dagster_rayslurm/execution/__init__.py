@@ -1,4 +1,7 @@
-"""Run payloads in any mode: start them, follow them to their ends, judge them, fetch outputs, clean up."""
+"""Runs payloads from start to verdict: starts them, follows them to their ends, judges them, fetches outputs, cleans up.
+
+The steps are the same for every mode; how a mode starts a runtime is in `backends`. Begin with `run.execute`.
+"""
 
 from .cleanup import RunSettings
 from .follow_run import FollowedPayload, follow_until_end

@@ -1,4 +1,7 @@
-"""Follow the record of a payload while it grows: pass output and messages to Dagster, and collect evidence for the verdict."""
+"""Reads the run record while the runtime writes it: Pipes messages and output go to Dagster, evidence is kept for the verdict.
+
+It only reads; what the evidence means is decided in `outcome`. Begin with `follower`.
+"""
 
 from .evidence import Evidence
 from .follower import Cadence, Follower, ReattachState, follow_all

@@ -1,4 +1,7 @@
-"""Judge a run, and show it in Dagster: evidence → verdict and metadata. Pure."""
+"""Turns the evidence about a run into a verdict (success, or a kind of failure with a sentence) and into Dagster metadata.
+
+Pure functions: reading the evidence is up to `follow`. Begin with `verdict`.
+"""
 
 from .verdict import SUCCESS, Judged, Verdict, exit_in_words, judge, judge_job, needs_job_facts, signal_name
 

@@ -1,8 +1,9 @@
-"""The part that runs where the payload runs: standard library only, Python 3.8 or newer.
+"""The runtime: the program that starts Ray and runs payloads, on the nodes of a Slurm allocation or on this machine.
 
-It is sent to the allocated nodes as one zipapp and started with the environment's own Python. It starts Ray,
-runs the payload, writes the record of the run and tears everything down. Nothing in here imports the rest of
-the project, so that the same files work on a laptop and on a compute node where Dagster is not installed.
+It writes the record of each run, from which Dagster's side learns everything, and ends all processes at the end. It is sent to
+the nodes as one zipapp and started with the environment's own Python, 3.8 or newer. It imports the standard library only, and
+nothing of the rest of the package, because Dagster need not be installed there.
 
-`docs/architecture.md` has the map of its rooms, and the order of their imports.
+Begin with `__main__`, which lists the commands, and `supervisor.supervisor`, which runs payloads. `docs/architecture.md` has the
+map of the packages in here, and the order of their imports.
 """

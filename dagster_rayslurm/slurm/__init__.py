@@ -1,1 +1,5 @@
-"""Slurm: its configuration, requests for jobs, their submission, the queue, and how jobs end."""
+"""Everything that knows Slurm's commands: the configuration of a Slurm cluster, job scripts, submission, queue, accounting.
+
+It handles jobs and knows nothing of payloads or Ray; `backends` uses it to start runtimes. Begin with `config` for the
+configuration, `script` for the job script and `submit` for the submission.
+"""

@@ -1,4 +1,7 @@
-"""A `Connection` over SSH: everything that does not depend on the SSH client, which only logs in and opens channels."""
+"""`SSHConnection`, a `Connection` over SSH: retries, file transfers, commands and port forwards.
+
+Nothing here depends on the SSH client, which only logs in and opens channels.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,21 @@ from .sftp import Sftp, SftpLost
 T = TypeVar("T")
 
 _FIRST_LOGIN_PATIENCE = 3.0
-"""Seconds for which a failed first login is repeated; a longer failure is more likely a mistake in the configuration."""
+"""Seconds for which a failed first login is tried again; if it still fails, the configuration is probably wrong."""
 _PIPE_SIZE = 32768
-"""Bytes of input that pipes and channels take before the command reads any."""
+"""Bytes of input that pipes and channels accept before the command reads any; a thread sends longer input."""
 _LONGEST_WAIT = 3600.0
+"""Seconds for which one call waits for output of a command."""
 _PROGRESS = 5.0
-"""An attempt that lasted this many seconds before it broke counts as progress: a new outage begins."""
+"""Seconds that an attempt must last before it breaks, so that its end counts as the start of a new outage."""
 
 
 class SSHConnection:
-    """An edge node behind SSH. All threads share one login.
+    """Files and commands of an edge node, by SSH. All threads share one login.
 
     Args:
         ssh: the server and how to log in.
-        log_in: logs in with one of the SSH clients; raises `ConnectionFailed`.
+        log_in: logs in with one of the two SSH clients; raises `ConnectionFailed`.
     """
 
     def __init__(self, ssh: SSHConnectionResource, log_in: Callable[[SSHConnectionResource], Transport]) -> None:
@@ -123,7 +127,7 @@ class SSHConnection:
         version: list[object] = []
 
         def get(sftp: Sftp) -> None:
-            with open(temporary, "ab") as target:  # After a loss, from the end of what has arrived.
+            with open(temporary, "ab") as target:  # After a loss the download continues.
                 sftp.copy_out(os.fsencode(path), target, progress, version)
 
         try:
@@ -165,7 +169,17 @@ class SSHConnection:
                 self._channels = None
 
     def _replace(self, action: str, source: Callable[[], BinaryIO], path: str, progress: Progress | None, mode: int) -> None:
-        """Write a temporary file and rename it. After a loss the upload continues with what the server has confirmed."""
+        """Write a file under a temporary name and rename it.
+
+        After a lost connection the upload continues behind the bytes that the server has confirmed.
+
+        Args:
+            action: what the caller does, for error messages, such as "writing /a/b".
+            source: opens the content.
+            path: the file to create or replace.
+            progress: called as bytes arrive.
+            mode: permissions of the file.
+        """
         temporary, target = os.fsencode(temporary_name(path)), os.fsencode(path)
         written, rename_lost = 0, False
 
@@ -201,7 +215,10 @@ class SSHConnection:
             raise
 
     def _on_files(self, action: str, operation: Callable[[Sftp], T]) -> T:
-        """Run a file operation, and repeat it after a loss. An error of the server becomes a sentence about `action`."""
+        """The result of a file operation, which is repeated after a lost connection.
+
+        An error of the server is raised with a message that names `action`, such as "reading /a/b".
+        """
 
         def attempt(channels: ChannelPool) -> T:
             try:
@@ -220,7 +237,13 @@ class SSHConnection:
             raise failure from None
 
     def _retry(self, attempt: Callable[[ChannelPool], T], repeatable: bool, deadline: float | None = None) -> T:
-        """Result of an attempt. A temporary failure is retried, after `ConnectionLost` only if the attempt is repeatable."""
+        """The result of `attempt`, which is tried again after a temporary failure.
+
+        Args:
+            attempt: uses the channels of a login.
+            repeatable: whether to try again after `ConnectionLost` too, when the server may have carried out the attempt.
+            deadline: value of `time.monotonic()` after which no new attempt begins.
+        """
         outage: Backoff | None = None
         while True:
             channels, began = None, time.monotonic()
@@ -279,7 +302,7 @@ def _remove_few(sftp: Sftp, path: bytes) -> bool:
 
 
 def _complete(ssh: SSHConnectionResource, process: Process, framed: Frame, deadline: float | None) -> Completed:
-    """Send a framed command its input, and read until its end.
+    """Send a framed command its input, read its output until it ends, and return its exit code and output.
 
     Raises:
         TimeoutError: the deadline passed.
@@ -300,19 +323,19 @@ def _complete(ssh: SSHConnectionResource, process: Process, framed: Frame, deadl
         try:
             complete = output.feed(*process.read(remaining))
         except EOFError:
-            if output.began:  # The command may have run, whatever the streams contain.
+            if output.began:  # The command may have run.
                 raise errors.lost(ssh, "the command was cut off") from None
             raise process.why(*output.noise()) from None
-    if sender is None or not sender.is_alive():  # Otherwise the end of the channel ends the frame.
+    if sender is None or not sender.is_alive():  # Otherwise the end of the channel ends the remote script.
         process.write(BYE)
     return output.completed()
 
 
 class ListeningForward:
-    """A port on 127.0.0.1 whose clients are carried over SSH. Other users of this machine can connect to it as well.
+    """A port on 127.0.0.1 that is forwarded over SSH. Other users of this machine can connect to the port as well.
 
     Args:
-        tunnel: carries one client until both directions have ended.
+        tunnel: copies the bytes of one client over SSH until both directions have ended.
     """
 
     def __init__(self, tunnel: Callable[[socket.socket], None]) -> None:

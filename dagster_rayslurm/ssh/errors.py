@@ -1,6 +1,7 @@
-"""Messages of failed connections: one sentence each, which names the remedy.
+"""The exceptions for failed connections: each function returns one, whose message is a sentence that names the remedy.
 
-Both SSH clients use these, so a mistake reads the same with either.
+Both SSH clients use these functions, so the same mistake gives the same message with either client. Arguments called `detail`,
+`said`, `tried` and `offered` are text for the message and may be empty.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from .config import SSHConnectionResource
 
 
 def address(ssh: SSHConnectionResource) -> str:
-    """Name of a server in messages, such as "dev@edge:22"."""
+    """The name of an SSH server in messages, such as "dev@edge:22"."""
     return f"{ssh.user}@{ssh.host}:{ssh.port}" if ssh.user else f"{ssh.host}:{ssh.port}"
 
 
 def failed(ssh: SSHConnectionResource, sentence: str, temporary: bool = False) -> ConnectionFailed:
-    """A failure that has no function of its own below."""
+    """The exception for a failure that has no function of its own in this module."""
     return ConnectionFailed(f"SSH to {address(ssh)}: {sentence}", temporary)
 
 

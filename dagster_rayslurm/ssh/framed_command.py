@@ -1,10 +1,13 @@
 """Frames a remote command, so that login shells and lost connections cannot falsify its words, output or exit code.
 
-The user's login shell (bash, zsh, csh, fish) gets the same harmless command line every time. A script with the command follows
-on standard input, and `/bin/sh` reads it. Marks around both output streams separate the output of the command from that of
-start-up files, and carry the exit code, so a lost connection is never taken for an exit. The rest of standard input is the
-lifeline: if it ends without "bye", all processes of the session are killed; only those with a session of their own survive.
-The script needs `head` and `dd` of coreutils, because `head` of busybox reads too far.
+A framed command is a script for `/bin/sh` that contains the command. The user's login shell (bash, zsh, csh, fish) gets a fixed
+command line, which makes `/bin/sh` read the script from standard input. The script prints marks on both output streams before
+and after the command. The marks separate the output of the command from that of the shell's start-up files, and the last mark
+carries the exit code, so a lost connection is never taken for an exit.
+
+Standard input stays open as a lifeline: if it ends without the word "bye", the script kills all processes of its Unix session.
+Processes that have started a Unix session of their own survive. The script needs `head` and `dd` of coreutils, because `head` of
+busybox reads too far.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from dataclasses import dataclass
 
 from .base import Completed
 
-# Left of the pipe: the input of the command, and the lifeline. The command sees the end of its input only after "go", so a
-# connection that is lost halfway never makes the input look complete. A command that does not read all of its input ends
-# `head` early; the rest is then read up to its last word. sshd gives each command a session of its own (setsid in
-# do_exec_no_pty, OpenSSH 9.2), led by this shell; timeout(1) and the like make process groups, but no sessions.
+# Left of the pipe: the input of the command, and the lifeline. The command sees the end of its input only after the word "go",
+# so input that a lost connection cuts off never looks complete. If the command does not read all of its input, `head` ends early;
+# `tail` then reads the rest and compares its last word. sshd gives each command a Unix session of its own (setsid in
+# do_exec_no_pty, OpenSSH 9.2), led by this shell; timeout(1) and similar programs make process groups, but no sessions.
 _SCRIPT = """\
 printf %(begin)s; printf %(begin)s >&2
 { %(feed)s read -r word && [ "$word" = go ] && exec >/dev/null && read -r word && [ "$word" = bye ] && exit
@@ -30,18 +33,20 @@ rc=$?; printf %(end)s; printf "%(end)s $rc." >&2; }
 """
 
 GO = b"go\n"
+"""Sent after the command's input: the input is complete."""
 BYE = b"bye\n"
+"""Sent after the command's end: the script ends without killing processes that the command left behind."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A framed command.
+    """A framed command: what to send to the server, and the marks in its output.
 
     Attributes:
-        command: command line for the login shell.
-        stdin: standard input up to the lifeline.
-        begin: mark before the output on both streams.
-        end: mark after the output; on stderr the exit code and a full stop follow.
+        command: fixed command line for the login shell.
+        stdin: the script, the command's input and `GO`.
+        begin: mark before the command's output, on stdout and on stderr.
+        end: mark after the command's output, on both; on stderr the exit code and a full stop follow.
     """
 
     command: str
@@ -51,7 +56,7 @@ class Frame:
 
 
 class Output:
-    """Parses both streams of a framed command as they arrive."""
+    """Finds the output and exit code of a framed command in the bytes that arrive on stdout and stderr."""
 
     def __init__(self, framed: Frame) -> None:
         self._begin, self._end = framed.begin, framed.end
@@ -61,17 +66,17 @@ class Output:
 
     @property
     def began(self) -> bool:
-        """Whether the command may have run. Earlier output comes from the login shell."""
+        """Whether the command may have run: a mark has arrived. Output before the mark comes from the login shell."""
         return any(self._begin in stream for stream in self._streams)
 
     def noise(self) -> tuple[bytes, bytes]:
-        """All received bytes of both streams, for messages."""
+        """All received bytes of stdout and of stderr, marks included, for error messages."""
         return bytes(self._streams[0]), bytes(self._streams[1])
 
     def feed(self, stdout: bytes, stderr: bytes) -> bool:
         """Add received bytes. Returns whether the command has ended and its output is complete.
 
-        Later output of its background processes is ignored.
+        Output that background processes of the command write after its end is ignored.
         """
         for number, data in enumerate((stdout, stderr)):
             stream = self._streams[number]
@@ -85,7 +90,7 @@ class Output:
         return self._ends[0] >= 0 and self._code is not None
 
     def completed(self) -> Completed:
-        """Exit code and output of the command, once `feed` has returned True."""
+        """The command's exit code and output. May be called once `feed` has returned True."""
         assert self._code is not None
         out, err = (
             bytes(stream[stream.index(self._begin) + len(self._begin) : end])
@@ -95,7 +100,7 @@ class Output:
 
 
 def frame(command: Sequence[str], stdin: bytes) -> Frame:
-    """Frame a command with its standard input.
+    """The framed form of a command and its standard input.
 
     Raises:
         ValueError: the command is empty, or a word contains a NUL character.
@@ -112,7 +117,7 @@ def frame(command: Sequence[str], stdin: bytes) -> Frame:
 
 
 def _quote(word: str) -> bytes:
-    """A word in single quotes, because even `if` or `A=b` has a meaning for the shell without them."""
+    """A word in single quotes. Without quotes even `if` or `A=b` has a meaning for the shell."""
     encoded = os.fsencode(word)
     if b"\0" in encoded:
         raise ValueError(f"{word[:80]!r} contains a NUL character, which no command line can hold; remove it")

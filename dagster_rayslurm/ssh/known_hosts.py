@@ -1,7 +1,7 @@
-"""Known host keys: the file, and the check of a server's key against it.
+"""Checks a server's host key against files of known hosts, and adds new keys to them. Only the paramiko client uses this check.
 
-The format is that of sshd(8), OpenSSH 9.2, "SSH_KNOWN_HOSTS FILE FORMAT". paramiko's own reader ignores wildcards and the
-@revoked marker, and its writer drops comments and markers.
+The format of the files is that of sshd(8), OpenSSH 9.2, "SSH_KNOWN_HOSTS FILE FORMAT". paramiko's own reader ignores wildcards
+and the @revoked marker, and its writer drops comments and markers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
 
 @dataclass(frozen=True)
 class KnownKey:
-    """A key of a host.
+    """A host key from a file of known hosts.
 
     Attributes:
         key_type: such as "ssh-ed25519".
         key: the public key in base64.
-        revoked: whether this key must not be accepted.
+        revoked: whether the file marks the key as @revoked, so that it must never be accepted.
     """
 
     key_type: str
@@ -39,7 +39,7 @@ class KnownKey:
 
 
 class Trust(Enum):
-    """Result of comparing a host's key with the known keys."""
+    """The result of comparing the key that a host shows with the known keys of that host."""
 
     KNOWN = "known"
     NEW = "new"
@@ -48,12 +48,12 @@ class Trust(Enum):
 
 
 def host_name(host: str, port: int) -> str:
-    """Name of a host and port in the file."""
+    """The name of a host and port in a file of known hosts: "edge", or "[edge]:2222"."""
     return host if port == 22 else f"[{host}]:{port}"
 
 
 def known_keys(text: str, host: str, port: int) -> list[KnownKey]:
-    """The keys of a host in the text of a file, without those of certificate authorities."""
+    """The keys of a host in the text of a file of known hosts, without those of certificate authorities."""
     name, keys = host_name(host, port).lower(), []
     for line in text.splitlines():
         fields = line.split()
@@ -66,10 +66,10 @@ def known_keys(text: str, host: str, port: int) -> list[KnownKey]:
 
 
 def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
-    """Compare a host's key with the known keys.
+    """Whether the key that a host shows is known, new, changed or revoked, by the known keys of that host.
 
-    A host of which only keys of other types are known counts as changed. Otherwise an attacker in the middle would only need
-    to show a key of a new type.
+    If all known keys are of other types, the key counts as changed. Otherwise an attacker in the middle would only need to show
+    a key of a new type.
     """
     same = [known for known in keys if (known.key_type, known.key) == (key_type, key)]
     if any(known.revoked for known in same):
@@ -80,9 +80,9 @@ def judge(keys: Sequence[KnownKey], key_type: str, key: str) -> Trust:
 
 
 def add_key(path: str, host: str, port: int, key_type: str, key: str) -> Trust:
-    """Append a key of a host that has none in the file. Returns whether the file then trusts the key.
+    """Add a host's key to a file of known hosts if the file has no key of that host yet.
 
-    Several processes may call this at once.
+    Returns how the file judges the key afterwards: known, changed or revoked. Several processes may call this at once.
 
     Raises:
         OSError: the file cannot be written.
@@ -116,7 +116,7 @@ def _matches(patterns: str, name: str) -> bool:
         return _matches_hash(patterns, name)
     matched = False
     for pattern in patterns.lower().split(","):
-        # Brackets are part of a name here, never a set of characters.
+        # Brackets are part of a name, as in "[edge]:2222", and never a set of characters.
         plain = pattern.removeprefix("!").replace("[", "[[]")
         if fnmatch.fnmatchcase(name, plain):
             if pattern.startswith("!"):
@@ -138,12 +138,12 @@ def _matches_hash(hashed: str, name: str) -> bool:
 
 
 def known_hosts_path(ssh: SSHConnectionResource) -> str:
-    """The user's file of known hosts, with `~` expanded."""
+    """The path of the file of known hosts that a connection reads and adds to, with `~` expanded."""
     return os.path.expanduser(ssh.known_hosts_file or "~/.ssh/known_hosts")
 
 
 def expected_keys(ssh: SSHConnectionResource) -> list[KnownKey]:
-    """The pinned key of a server, or else its keys in the files of known hosts.
+    """The host keys to expect of a server: its configured `host_key`, or else its keys in the files of known hosts.
 
     Raises:
         ConnectionFailed: a file of known hosts cannot be read.
@@ -159,10 +159,10 @@ def expected_keys(ssh: SSHConnectionResource) -> list[KnownKey]:
 
 
 def check_host_key(ssh: SSHConnectionResource, expected: Sequence[KnownKey], key_type: str, key: str) -> None:
-    """Refuse a server's key that `host_key_checking` does not allow, and learn a new key if it allows that.
+    """Refuse a host key that the configuration does not trust. A new key is added to the known hosts with "accept-new".
 
     Args:
-        ssh: the server.
+        ssh: the server, with `host_key` and `host_key_checking`.
         expected: result of `expected_keys`.
         key_type: type of the key that the server has proved to hold.
         key: that key in base64.

@@ -1,4 +1,4 @@
-"""This machine as a `Connection`, and the directory that all processes of a user share on it."""
+"""`LocalConnection`, this machine as a `Connection`, and the private directory that all processes of a user share."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from ..runtime.protocol.record import temporary_name, write_atomically
 from .base import Completed, Progress, Stat
 
 _CHUNK = 1024 * 1024
+"""Bytes that a copy reads at once."""
 _LONGEST_TIMEOUT = 1e6
+"""Seconds; a longer timeout of a command is cut to this, because the system accepts no arbitrarily long ones."""
 _LONGEST_DIR = 40
+"""Characters of XDG_RUNTIME_DIR up to which `private_dir` lies in it; the path of a control socket must stay short."""
 
 
 @dataclass(frozen=True)
 class LocalForward:
-    """A port of this machine, which needs no forwarding."""
+    """A port as `LocalConnection.forward` returns it: the given address itself, which this machine reaches without forwarding."""
 
     host: str
     port: int
@@ -39,12 +42,12 @@ class LocalForward:
 
 
 def private_dir() -> str:
-    """A directory for sockets and locks that only this user's processes can access. Made at first use.
+    """The directory for sockets and locks that only this user's processes can access. It is made at the first use.
 
-    Its path is short, because that of a control socket may not exceed 107 bytes (unix(7)).
+    The path is short, because the path of a control socket in it may not exceed 107 bytes (unix(7)).
 
     Raises:
-        OSError: the directory cannot be made, or others can access it.
+        OSError: the directory cannot be made, or other users can access it.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     short = 0 < len(runtime) <= _LONGEST_DIR and os.path.isdir(runtime)
@@ -68,13 +71,13 @@ class LocalConnection:
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
         if not command or any("\0" in word for word in command):
             raise ValueError("a command needs a word at least, and no NUL character")
-        # Files, not pipes: a pipe stays open as long as a background process of the command holds it.
+        # Files instead of pipes, because a pipe stays open as long as a background process of the command holds it.
         with tempfile.TemporaryFile() as stdin_file, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             stdin_file.write(stdin)
             stdin_file.seek(0)
             try:
                 process = subprocess.Popen(list(command), stdin=stdin_file, stdout=stdout, stderr=stderr, start_new_session=True)
-            except OSError as error:  # The exit codes of a shell.
+            except OSError as error:  # A shell exits with these codes too.
                 code = 127 if isinstance(error, FileNotFoundError) else 126
                 return Completed(code, b"", f"{command[0]}: {error.strerror}".encode())
             try:
@@ -164,5 +167,5 @@ def _copy(source_path: str, path: str, progress: Progress | None, mode: int | No
 
 
 def _created(path: str) -> BinaryIO:
-    """A new file that other users cannot read."""
+    """A new file, open for writing, that other users cannot read."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")

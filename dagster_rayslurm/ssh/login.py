@@ -1,4 +1,4 @@
-"""What both SSH clients need for a login: a slot, and the private key, certificate and agent, checked beforehand.
+"""What both SSH clients need for a login: checked key files, loaded keys, the keys of the agent, and a limit on parallel logins.
 
 The checks run before anything is sent, so both clients report a mistake in the same words.
 """
@@ -27,22 +27,25 @@ from .known_hosts import known_hosts_path
 from .local import private_dir
 
 SLOTS = 4
-"""Logins to one SSH server that this user starts at once on this machine.
+"""Number of logins to one SSH server that this user's processes on this machine may have in progress at once.
 
 sshd drops connections beyond `MaxStartups` unauthenticated ones (10:30:100 by default, sshd_config(5) of OpenSSH 9.2):
 of 60 simultaneous logins it refused 20.
 """
 WAIT_FACTOR = 10
-"""A login waits this many times its own timeout for a slot."""
+"""How long a login waits for a slot, as a multiple of its `connect_timeout`."""
 _AGENT_TIMEOUT = 5.0
+"""Seconds to wait for the agent to list its keys."""
 
 
 @contextlib.contextmanager
 def login_slot(target: str, connect_timeout: float) -> Iterator[None]:
-    """Hold one of the login slots for a target such as "edge:22". Slots are lock files, which all processes share.
+    """Hold one of the `SLOTS` slots for a login to a target such as "edge:22"; wait until one is free.
+
+    A slot is a lock file, so that all processes of the user share the limit.
 
     Raises:
-        TimeoutError: no slot became free.
+        TimeoutError: no slot became free within `WAIT_FACTOR` times `connect_timeout` seconds.
     """
     name = hashlib.sha256(target.encode()).hexdigest()[:16]
     paths = [os.path.join(private_dir(), f"login-{name}-{index}") for index in range(SLOTS)]
@@ -65,12 +68,12 @@ def login_slot(target: str, connect_timeout: float) -> Iterator[None]:
 
 
 def key_path(ssh: SSHConnectionResource) -> str | None:
-    """The private key file, with `~` expanded."""
+    """The path of the configured private key file, with `~` expanded, or None."""
     return os.path.expanduser(ssh.key_path) if ssh.key_path else None
 
 
 def certificate_path(ssh: SSHConnectionResource) -> str | None:
-    """The configured certificate, or else the one beside the key, where OpenSSH finds it too."""
+    """The path of the configured certificate, or else of the one beside the key (KEY-cert.pub), as OpenSSH does; or None."""
     if ssh.certificate_path:
         return os.path.expanduser(ssh.certificate_path)
     key = key_path(ssh)
@@ -79,17 +82,17 @@ def certificate_path(ssh: SSHConnectionResource) -> str | None:
 
 
 def check_files(ssh: SSHConnectionResource) -> None:
-    """Check the key, certificate and known hosts files of every hop.
+    """Check that the configured key, certificate and known hosts files can be read, for the server and its jump hosts.
 
     Raises:
-        ConnectionFailed: a file is missing or unreadable, or others can read the key.
+        ConnectionFailed: a file is missing or unreadable, or other users can read the key.
     """
     for hop in ssh.hops():
         key, certificate = key_path(hop), certificate_path(hop)
         if key:
             _check_readable(hop, key, "key_path")
             status = os.stat(key)
-            # ssh(1) ignores such keys.
+            # ssh(1) ignores a key that other users can read.
             if status.st_uid == os.getuid() and status.st_mode & 0o077:
                 mode = stat.S_IMODE(status.st_mode)
                 raise errors.failed(hop, f"others can read the key {key} (mode {mode:04o}); run: chmod 600 {key}")
@@ -112,21 +115,23 @@ def _check_readable(ssh: SSHConnectionResource, path: str, field: str) -> None:
 
 
 def check_keys(ssh: SSHConnectionResource) -> None:
-    """Load the key of every hop, because `ssh` itself says little about a key that it cannot use.
+    """Check that the keys of the server and its jump hosts can be used, because `ssh` says little about a key that cannot.
 
     Raises:
         ConnectionFailed: a key is locked or damaged, or its certificate has expired or belongs to another key.
     """
     for hop in ssh.hops():
         path = key_path(hop)
-        # A public key file selects a key of the agent; only ssh can use a FIDO key.
+        # A public key file only selects a key of the agent. Only ssh can use a FIDO key.
         if path and not _text(path).startswith(("ssh-", "ecdsa-", "sk-")):
             with contextlib.suppress(_UnknownKeyType):
                 _load(hop, path)
 
 
 def load_key(ssh: SSHConnectionResource, path: str) -> Any:
-    """A private key with its certificate, for paramiko. A locked key that the agent holds is used there.
+    """A private key with its certificate, as a key object of paramiko.
+
+    For a locked key without passphrase this is the agent's key object, if the agent holds the key.
 
     Raises:
         ConnectionFailed: the key cannot be used.
@@ -138,7 +143,7 @@ def load_key(ssh: SSHConnectionResource, path: str) -> Any:
 
 
 class _UnknownKeyType(Exception):
-    """paramiko does not support this type of key; OpenSSH may."""
+    """Raised when paramiko does not support the type of a key. OpenSSH may support it."""
 
 
 def _load(ssh: SSHConnectionResource, path: str) -> Any:
@@ -151,7 +156,7 @@ def _load(ssh: SSHConnectionResource, path: str) -> Any:
 
 
 def agent_keys() -> list[Any]:
-    """The keys of the agent that SSH_AUTH_SOCK names; empty if there is none or it does not answer."""
+    """The keys of the agent that SSH_AUTH_SOCK names. The list is empty if no agent runs or the agent does not answer."""
     keys: list[Any] = []
 
     def list_keys() -> None:
@@ -183,7 +188,7 @@ def _unlock(ssh: SSHConnectionResource, path: str, passphrase: str | None) -> An
 
 
 def _from_agent(path: str) -> Any | None:
-    """The agent's key that matches the public key file beside a private key file."""
+    """The agent's key that matches the public key file (PATH.pub) beside a private key file, or None."""
     with contextlib.suppress(OSError, IndexError):
         public = _text(f"{path}.pub").split()[1]
         return next((key for key in agent_keys() if key.get_base64() == public), None)

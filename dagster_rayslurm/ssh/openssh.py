@@ -1,4 +1,7 @@
-"""SSH by the `ssh` program: all channels are multiplexed over a master connection that processes share."""
+"""The SSH client for `client="openssh"`: runs the `ssh` program. All processes of the user share a master connection of it.
+
+Every channel is an `ssh` process of its own, a multiplexing client, which talks to the master over a control socket (ssh(1)).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from .login import check_files, check_keys
 from .openssh_master import control_path, ensure_master, existing_master, multiplexed
 
 _MAX_MASTERS = 8
-# Messages of ssh(1), OpenSSH 8.4 to 10.0, as a multiplexing client, each on a line of its own.
+"""Number of master connections to one server; a further one is opened when the server allows no more sessions on the others."""
+# Messages of ssh(1) as a multiplexing client, OpenSSH 8.4 to 10.0. Each is on a line of its own.
 _REFUSED = re.compile(rb"^mux_client_request_session: session request failed|^Session open refused by peer", re.MULTILINE)
 _NO_MASTER = re.compile(
     rb"^Control socket connect\(|^ControlSocket .* already exists|^Connection closed by UNKNOWN|^mux_client_\w+: ", re.MULTILINE
@@ -29,7 +33,7 @@ _NO_MASTER = re.compile(
 
 
 def log_in(ssh: SSHConnectionResource) -> Transport:
-    """Find or open a master connection to a server that allows one more session.
+    """Find or open a master connection to a server on which one more session is allowed, and return it.
 
     The user's ssh_config applies where the resource leaves a field open.
 
@@ -52,7 +56,7 @@ def log_in(ssh: SSHConnectionResource) -> Transport:
 
 
 class PipeStream:
-    """The standard streams of an `ssh` process as one channel."""
+    """The standard input and output of an `ssh` process, with the methods of a paramiko channel that `Sftp` calls."""
 
     def __init__(self, transport: OpenSSHTransport, *arguments: str) -> None:
         self._transport = transport
@@ -62,18 +66,18 @@ class PipeStream:
             self._process = _start(transport.path, arguments, other.fileno(), other.fileno(), self._stderr)
 
     def get_name(self) -> str:
-        """Name in paramiko's log."""
+        """The name of this channel in paramiko's log."""
         return self._transport.path
 
     def send(self, data: bytes) -> int:
-        """Send a part of the bytes; returns how many."""
+        """Send the bytes or a first part of them; returns the number of bytes sent."""
         return self._socket.send(data)
 
     def recv(self, size: int) -> bytes:
-        """Received bytes, or b"" at the end.
+        """Up to `size` received bytes, or b"" at the end of the stream.
 
         Raises:
-            Refused, ConnectionFailed: the channel was not opened.
+            Refused, ConnectionFailed: the master or the server did not open the channel.
         """
         data = b""
         with contextlib.suppress(ConnectionResetError):  # The process ended before it read all input.
@@ -96,7 +100,7 @@ class PipeStream:
 
 
 class OpenSSHProcess:
-    """A remote command in the login shell."""
+    """A remote command, run by an `ssh` process as a multiplexing client."""
 
     def __init__(self, transport: OpenSSHTransport, command: str) -> None:
         self._transport = transport
@@ -145,20 +149,20 @@ class OpenSSHProcess:
 
 
 def _start(path: str, arguments: Sequence[str], stdin: int, stdout: int, stderr: Any) -> subprocess.Popen[bytes]:
-    """Start a multiplexing client of the master at `path`."""
+    """Start an `ssh` process that uses the master with the control socket `path`, and return the process."""
     command = multiplexed(path, *arguments)
     return subprocess.Popen(command, bufsize=0, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """End a multiplexing client. The master then closes its channel."""
+    """End a multiplexing client, which makes the master close its channel."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     process.wait()
 
 
 class OpenSSHTransport:
-    """A master connection.
+    """One login by the `ssh` program: a running master connection.
 
     Args:
         ssh: the server.
@@ -183,7 +187,7 @@ class OpenSSHTransport:
         return not _REFUSED.search(done.stderr)
 
     def start_failure(self, stderr: bytes) -> Exception | None:
-        """The failure that a multiplexing client reports, or None if it may have started something."""
+        """The exception for a multiplexing client that started nothing, by its error output; None if it may have started something."""
         if _REFUSED.search(stderr):
             return Refused()
         if _NO_MASTER.search(stderr):
@@ -206,4 +210,4 @@ class OpenSSHTransport:
                     raise failure
 
     def close(self) -> None:
-        """Do nothing: other processes may use the master, and an unused one ends by itself."""
+        """Do nothing: other processes may use the master, and a master that nobody uses ends by itself."""

@@ -1,7 +1,8 @@
-"""The SSH_ASKPASS program of ssh(1): prints the answer to one prompt. A standalone program; imports nothing of the package.
+"""The program that `ssh` runs to ask for a password or passphrase (SSH_ASKPASS, ssh(1)): prints the answer to one prompt.
 
-It reads `answers.json` in a directory, and appends a prompt without an answer to `unanswered` there. It gives each secret once,
-because a second prompt means that the secret was wrong, and further tries lock accounts.
+It is a standalone program and imports nothing of the package. It reads the secrets from `answers.json` in the directory that is
+its first argument, and appends a prompt that it cannot answer to the file `unanswered` there. It gives each secret once, because
+a second prompt means that the secret was wrong, and repeated wrong answers lock accounts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 ANSWERS, UNANSWERED = "answers.json", "unanswered"
+"""Names of the two files in the directory: the secrets, and the prompts without an answer."""
 
 _ONE_TIME = re.compile(r"one.?time|\botp\b|token|passcode|verification|\bcode\b", re.IGNORECASE)
 
@@ -23,12 +25,12 @@ def asks_password(prompt: str) -> bool:
 
 
 def choose(answers: Sequence[dict[str, str]], prompt: str) -> int | None:
-    """Index of the answer to a prompt, or None.
+    """The index in `answers` of the answer to a prompt, or None if no answer fits.
 
     Args:
-        answers: each with the `kind` of secret ("passphrase" or "password"), its owner in `for` (path of the key, or
-            "user@host"), the `secret`, and whether its server is `alone`, without jump hosts.
-        prompt: prompt of ssh, such as "dev@edge's password: " or "Enter passphrase for key '/k': ".
+        answers: each has the `kind` of secret ("passphrase" or "password"), the key or login it is `for` (path of the key, or
+            "user@host"), the `secret`, and whether its server is `alone`, which means without jump hosts.
+        prompt: what ssh asks, such as "dev@edge's password: " or "Enter passphrase for key '/k': ".
     """
     if "passphrase for" in prompt.lower():
         return next(
@@ -42,12 +44,12 @@ def choose(answers: Sequence[dict[str, str]], prompt: str) -> int | None:
             return index
     if "@" in prompt:
         return None
-    # Before OpenSSH 8.5 a server's own prompt had no name, which is unambiguous with one server.
+    # Before OpenSSH 8.5 a server's own prompt did not name the login. With a single server it is clear all the same.
     return next((i for i, answer in enumerate(answers) if answer["kind"] == "password" and answer.get("alone")), None)
 
 
 def main(directory: str, prompt: str) -> int:
-    """Print the answer. Returns 1 if there is none."""
+    """Print the answer to a prompt. Returns the exit code: 0, or 1 if no answer fits."""
     path = os.path.join(directory, ANSWERS)
     with open(path) as file:
         answers = json.load(file)

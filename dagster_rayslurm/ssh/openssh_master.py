@@ -1,7 +1,8 @@
-"""Master connections of the `ssh` program: options, opening, and the reasons of failures.
+"""Opens master connections of the `ssh` program: their options, their start, and the reasons when the start fails.
 
-All processes of a user share a master. What the configuration leaves open is left to the user's own ssh_config: an alias, a
-ProxyJump, GSSAPI, a smart card. Options are those of ssh(1), OpenSSH 9.2.
+A master is an `ssh` process that has logged in and lets other `ssh` processes use its connection; all processes of a user share
+it. Fields that the configuration leaves open are left to the user's own ssh_config, such as an alias, a ProxyJump, GSSAPI or a
+smart card. Options are those of ssh(1), OpenSSH 9.2.
 """
 
 from __future__ import annotations
@@ -28,23 +29,27 @@ from .local import private_dir
 from .login import certificate_path, key_path, login_slot
 
 _PERSIST = 60
-"""Seconds that a master stays after its last session, so that the next process finds it."""
+"""Seconds that a master keeps running after its last session, so that the next process finds it."""
 _CHECK_TIMEOUT = 10.0
+"""Seconds for a master to answer the question whether it runs."""
 _CONFIG_TIMEOUT = 30.0
-"""Seconds for ssh to read its configuration; a `Match exec` in there runs commands of the user."""
+"""Seconds for ssh to read its configuration files; a `Match exec` in them runs commands of the user."""
 _CONNECT_SLICE = 5.0
-"""Seconds until a TCP connection is started anew, because the kernel doubles the time between its own tries."""
+"""Seconds after which the first TCP connection attempt is given up and a new one starts; doubled each time.
+
+The kernel repeats a lost packet later and later, so a new attempt succeeds earlier.
+"""
 
 
 # -- options -------------------------------------------------------------------------------------------------------------
 
 
 def login_options(ssh: SSHConnectionResource, pinned_keys: str | None = None) -> list[str]:
-    """Options of a login to one server, without those of its jump host.
+    """The `-o` options of `ssh` for the login to one server, without those for its jump host.
 
     Args:
         ssh: the server.
-        pinned_keys: a known hosts file with `host_key` alone.
+        pinned_keys: path of a known hosts file that contains only the configured `host_key`.
     """
     options = {
         "ConnectTimeout": str(ssh.connect_timeout),
@@ -88,11 +93,13 @@ def login_options(ssh: SSHConnectionResource, pinned_keys: str | None = None) ->
 
 
 def jump_options(ssh: SSHConnectionResource, pinned_keys: dict[int, str], log: str = "/dev/null") -> list[str]:
-    """Options of the way through jump hosts: a ProxyCommand with `ssh -W`, which may have a ProxyCommand itself.
+    """The options of `ssh` for the jump hosts in front of a server: a ProxyCommand, or none without jump hosts.
+
+    The ProxyCommand runs `ssh -W` on the jump host, with a ProxyCommand of its own if there is a further jump host.
 
     Args:
         ssh: the server behind the jump hosts.
-        pinned_keys: files of pinned host keys by the position of the hop.
+        pinned_keys: known hosts files with one configured `host_key` each, by the position of the server in `ssh.hops()`.
         log: file for the messages of the jump hosts' ssh, which ssh hides when it has ControlPersist.
     """
     jump = ssh.jump_host
@@ -109,7 +116,7 @@ def jump_options(ssh: SSHConnectionResource, pinned_keys: dict[int, str], log: s
 
 
 def control_path(ssh: SSHConnectionResource, number: int = 0) -> str:
-    """The control socket of a master. Processes with the same configuration share it.
+    """The path of the control socket of a master. It is the same in all processes with the same SSH configuration.
 
     Args:
         ssh: the server.
@@ -122,19 +129,19 @@ def control_path(ssh: SSHConnectionResource, number: int = 0) -> str:
 
 
 def multiplexed(path: str, *words: str) -> list[str]:
-    """A command line of `ssh` that uses the master at `path` and cannot connect by itself."""
+    """A command line of `ssh` that uses the master with the control socket `path` and never connects by itself."""
     guard = ["-o", "ControlMaster=no", "-o", "ProxyCommand=false", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR"]
     return ["ssh", "-F", "none", "-S", path, *guard, *words]
 
 
 def master_command(ssh: SSHConnectionResource) -> str:
-    """The command with which a person opens a master for `require_existing_master`."""
+    """The command for a person to type, which opens the master that `require_existing_master` needs."""
     alive = ["-o", f"ServerAliveInterval={ssh.keepalive}", "-o", "ServerAliveCountMax=1"]
     return shlex.join(["ssh", "-M", "-S", control_path(ssh), "-fN", *alive, *_typed_options(ssh), "--", ssh.host])
 
 
 def _typed_options(ssh: SSHConnectionResource) -> list[str]:
-    """The options that a person would type."""
+    """The options of `master_command` for one server and its jump hosts, without those that only matter to a program."""
     words = ["-p", str(ssh.port)] if ssh.port != 22 else []
     if ssh.user:
         words += ["-l", ssh.user]
@@ -150,12 +157,12 @@ def _typed_options(ssh: SSHConnectionResource) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text for a ProxyCommand with its percent signs doubled, so that ssh expands none of them."""
+    """Text for a ProxyCommand with its percent signs doubled, because ssh expands single ones."""
     return text.replace("%", "%%")
 
 
 def _file(path: str) -> str:
-    """A file name as the value of an option: quoted because ssh splits at spaces, with percent signs doubled."""
+    """A file name as the value of an option of `ssh`: quoted, because ssh splits at spaces, with percent signs doubled."""
     return '"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
 
 
@@ -163,10 +170,10 @@ def _file(path: str) -> str:
 
 
 def existing_master(ssh: SSHConnectionResource) -> str:
-    """The control socket of a master that a person opened: at our path, or at that of their own configuration.
+    """The control socket of a master that a person opened: at `control_path`, or at the ControlPath of the user's ssh_config.
 
     Raises:
-        ConnectionFailed: there is none.
+        ConnectionFailed: no such master runs.
     """
     login = [*(["-l", ssh.user] if ssh.user else []), *(["-p", str(ssh.port)] if ssh.port != 22 else [])]
     words = ["ssh", "-G", *login, "--", ssh.host]
@@ -196,7 +203,7 @@ def _master_runs(path: str) -> bool:
 
 
 def ensure_master(ssh: SSHConnectionResource, path: str) -> None:
-    """Open a master at a control socket unless it runs already. Other processes wait meanwhile.
+    """Open a master with the control socket `path`, unless one runs already. Other processes that want it wait meanwhile.
 
     Raises:
         ConnectionFailed: the login failed.
@@ -228,13 +235,15 @@ def _open_master(ssh: SSHConnectionResource, path: str) -> None:
 
 
 class _NoAnswer(Exception):
+    """Raised when a TCP connection to a server or jump host timed out. The attempt may be repeated."""
+
     def __init__(self, ssh: SSHConnectionResource) -> None:
         self.ssh = ssh
 
 
 @contextlib.contextmanager
 def _scratch_dir(ssh: SSHConnectionResource) -> Iterator[str]:
-    """A directory for one login: the askpass program with its answers, pinned host keys, and the output of ssh."""
+    """A temporary directory for one login. It holds the askpass program, its answers and the files of configured host keys."""
     sweep()  # A killed login may have left secrets.
     directory = Scratch()
     scratch = directory.path
@@ -301,9 +310,9 @@ def _start_master(ssh: SSHConnectionResource, path: str, scratch: str, remaining
 
 
 def explain(ssh: SSHConnectionResource, output: str) -> Exception:
-    """The failure that the output of ssh(1), in the C locale, stands for."""
+    """The exception for a failed login, by the output of ssh(1) in the C locale."""
     hops = ssh.hops()
-    # The hop that failed: the ssh of the first hop prints its message first, with the name of its host.
+    # The server or jump host that failed: the ssh of the first one prints its message first, with the name of its host.
     hop = next((hop for hop in hops if re.search(rf"(?<![\w.-]){re.escape(hop.host)}(?![\w-]).*?\b{hop.port}\b", output)), None)
     hop = hop or next((hop for hop in hops if hop.host in output), ssh)
 

@@ -1,4 +1,7 @@
-"""SSH by paramiko: one authenticated transport per process and server, jump hosts included."""
+"""The SSH client for `client="paramiko"`: logs in through jump hosts, and opens channels, with the paramiko library.
+
+Each process has one login for each configured connection.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,26 @@ from .openssh_master import master_command
 
 _LOG = "dagster_rayslurm.paramiko"
 _CONNECT_SLICE = 4.0
-"""Seconds until a TCP connection is started anew, because the kernel doubles the time between its own tries."""
+"""Seconds after which a TCP connection attempt is given up and a new one starts.
+
+The kernel repeats a lost packet later and later, so a new attempt succeeds earlier.
+"""
 _OPEN_TIMEOUT = 60.0
+"""Seconds for the server to open a channel."""
 _SETTLE = 0.3
+"""Seconds that paramiko may take from the end of the channels to the end of the transport."""
 _BUFFER = 65536
+"""Bytes to receive at once."""
 _ADMINISTRATIVELY_PROHIBITED, _CONNECT_FAILED = 1, 2  # RFC 4254, section 5.1
 
 _DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 _MAX_AGENT_KEYS = 4
-"""Keys of the agent to try: sshd disconnects after six failures (`MaxAuthTries`, sshd_config(5) of OpenSSH 9.2)."""
+"""Number of keys of the agent to try: sshd disconnects after six failures (`MaxAuthTries`, sshd_config(5) of OpenSSH 9.2)."""
 _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 
 
 def log_in(ssh: SSHConnectionResource) -> Transport:
-    """Log in to a server through its jump hosts, with `connect_timeout` for each of them.
+    """Log in to a server through its jump hosts, and return the login. Each host has its own `connect_timeout`.
 
     Raises:
         ConnectionFailed: a login failed.
@@ -53,7 +62,7 @@ def log_in(ssh: SSHConnectionResource) -> Transport:
             raise errors.failed(hop, str(error), temporary=True) from None
         finally:
             if transport is not None and transport.ssh is not hop:
-                transport.close()  # The login to this hop failed.
+                transport.close()  # The login to this host failed: log out from the jump host before it.
     assert transport is not None
     return transport
 
@@ -104,7 +113,7 @@ def _connect(ssh: SSHConnectionResource, deadline: float) -> socket.socket:
 
 
 def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> ConnectionFailed:
-    """The failure that an exception during the login stands for."""
+    """The `ConnectionFailed` for an exception that was raised during a login."""
     if time.monotonic() >= deadline - 0.05 or isinstance(error, TimeoutError):
         return errors.no_answer(ssh)
     text = str(error) or type(error).__name__
@@ -118,7 +127,7 @@ def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> C
 
 
 def _prefer_key_types(transport: Any, expected: list[KnownKey]) -> None:
-    """Request a host key of a known type first; a host with several keys would otherwise seem to have changed its key."""
+    """Make the transport prefer host keys of a known type. Otherwise a host with several keys may seem to have changed its key."""
     known = [name for key in expected if not key.revoked for name in _SIGNATURES.get(key.key_type, (key.key_type,))]
     options = transport.get_security_options()
     options.key_types = tuple(sorted(options.key_types, key=lambda name: name not in known))
@@ -128,7 +137,7 @@ def _prefer_key_types(transport: Any, expected: list[KnownKey]) -> None:
 
 
 def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None:
-    """Log in by keys, then by password, as OpenSSH does; with several factors if the server requires them.
+    """Authenticate by keys, then by password, as OpenSSH does; with several factors if the server requires them.
 
     Raises:
         ConnectionFailed: the server refuses the login.
@@ -172,7 +181,10 @@ def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None
 
 
 class _Prompts:
-    """Answers keyboard-interactive prompts: the password once. The first other prompt is kept as `unanswered`."""
+    """Called by paramiko with keyboard-interactive prompts: answers the first prompt for a password with the password.
+
+    All other prompts get an empty answer. The first of them is kept as `unanswered`.
+    """
 
     def __init__(self, password: str | None) -> None:
         self._password = password
@@ -205,7 +217,7 @@ def _offered_methods(transport: Any, user: str) -> list[str]:
 
 
 def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
-    """The keys to try, each with its name in messages."""
+    """The keys to try in a login, in order, each after its name for messages."""
     path = key_path(ssh)
     if path:
         yield f"the key {path}", load_key(ssh, path)
@@ -222,13 +234,13 @@ def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
 
 
 class ParamikoProcess:
-    """A remote command on a session channel."""
+    """A remote command, run on a channel of paramiko."""
 
     def __init__(self, transport: ParamikoTransport, channel: Any) -> None:
         self._transport = transport
         self._channel = channel
-        # A thread for each stream: the descriptor that a channel offers to poll() misses data when both streams have
-        # news at the same time (OrPipe in paramiko 5.1 sets and clears without a lock).
+        # A thread reads each stream, because the descriptor that a channel offers to poll() misses data when both streams get
+        # data at the same time (OrPipe in paramiko 5.1 sets and clears without a lock).
         self._received: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         self._open_streams = 2
         for number, receive in enumerate((channel.recv, channel.recv_stderr)):
@@ -267,11 +279,11 @@ class ParamikoProcess:
 
 
 class ParamikoTransport:
-    """One login.
+    """One login by paramiko: an authenticated transport.
 
     Args:
         ssh: the server.
-        transport: the authenticated transport.
+        transport: the authenticated transport of paramiko.
         jump: the login to the jump host, which is closed with this one.
     """
 
@@ -288,7 +300,10 @@ class ParamikoTransport:
         return bool(self._transport.is_active())
 
     def settled_alive(self) -> bool:
-        """Like `alive`, after a moment: paramiko ends the channels just before it marks the transport as ended."""
+        """Whether the login still works, asked after a channel has ended.
+
+        Waits up to `_SETTLE` seconds, because paramiko ends the channels just before it marks the transport as ended.
+        """
         self._transport.join(_SETTLE)
         return self.alive()
 
@@ -311,7 +326,7 @@ class ParamikoTransport:
             thread.join()
 
     def open_tcp(self, target: SSHConnectionResource, deadline: float) -> Any:
-        """A channel to the SSH server of the next hop."""
+        """A channel to the SSH server behind this jump host."""
         remaining = max(0.1, deadline - time.monotonic())
         try:
             return self._open("direct-tcpip", (target.host, target.port), ("127.0.0.1", 0), remaining)
@@ -327,7 +342,12 @@ class ParamikoTransport:
             self._jump.close()
 
     def _start(self, start: Callable[[Any], None], failure: Callable[[SSHConnectionResource, str], ConnectionFailed]) -> Any:
-        """A session channel on which `start` was called; raises `failure` if the server does not start it."""
+        """A new session channel on which `start` was called.
+
+        Args:
+            start: requests a command or subsystem on the channel.
+            failure: makes the exception to raise if the server refuses that request.
+        """
         try:
             channel = self._open("session")
         except paramiko.ChannelException as error:
@@ -349,18 +369,18 @@ class ParamikoTransport:
             raise
         except (paramiko.SSHException, EOFError, OSError) as error:
             if self.alive() and "Unable to open channel" in str(error):
-                # The server refused, but another thread, refused as well, has taken the exception that tells so.
+                # The server refused the channel, but another thread, also refused, has taken paramiko's exception about it.
                 raise paramiko.ChannelException(_CONNECT_FAILED, "refused") from None
             raise errors.gone(self.ssh, "" if isinstance(error, EOFError) else str(error)) from None
 
-    # paramiko's own `set_keepalive` requests no answer, and TCP notices no silent peer behind a jump host or a proxy.
+    # paramiko's own `set_keepalive` requests no answer. TCP does not notice a silent server behind a jump host or a proxy.
     def _send_keepalives(self) -> None:
         with contextlib.suppress(Exception):  # The transport has ended.
             while not self._closed.wait(self.ssh.keepalive) and self.alive():
                 self._transport.global_request("keepalive@openssh.com")
 
     def _close_when_silent(self) -> None:
-        """Close the transport after two intervals without a message, so that no thread waits until TCP times out."""
+        """Close the transport when the server was silent for two keepalive intervals, so that no thread waits for TCP's timeout."""
         interval = self.ssh.keepalive
         while not self._closed.wait(interval / 4) and self.alive():
             if time.monotonic() - self._transport.packetizer.last_message > 2 * interval:
@@ -368,7 +388,7 @@ class ParamikoTransport:
 
 
 class _Packetizer(paramiko.packet.Packetizer):  # type: ignore[misc]
-    """Records the time of the last message from the server."""
+    """Packet reader and writer of paramiko that also keeps the time of the last message from the server."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)

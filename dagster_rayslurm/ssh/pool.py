@@ -1,4 +1,4 @@
-"""The connections of this process: one for each configuration, shared by all steps and threads."""
+"""`connection_to`: the connections of this process, one for each SSH configuration, shared by all steps and threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _connections: dict[str, Connection] = {}
 
 
 def connection_to(ssh: SSHConnectionResource | None) -> Connection:
-    """The shared connection to an edge node, or to this machine if `ssh` is None. It logs in at first use."""
+    """The shared connection to an edge node, or to this machine if `ssh` is None. The connection logs in at its first use."""
     if ssh is None:
         return _local
     key = ssh.model_dump_json()
@@ -32,7 +32,10 @@ def connection_to(ssh: SSHConnectionResource | None) -> Connection:
 
 
 def connect_early(ssh: SSHConnectionResource | None) -> None:
-    """Log in, in a thread of its own, before a step needs the connection. A failure is reported at the first use."""
+    """Start to log in in the background, before a step needs the connection.
+
+    A failure is not reported here, but at the first use of the connection.
+    """
 
     def log_in() -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -44,7 +47,7 @@ def connect_early(ssh: SSHConnectionResource | None) -> None:
 
 
 def new_connection(ssh: SSHConnectionResource) -> SSHConnection:
-    """A connection that is not shared. The caller closes it."""
+    """A new connection that is not shared with other callers. The caller closes it."""
     # Imported here, because importing paramiko takes a third of a second, which local runs save.
     from .connection import SSHConnection
 
@@ -56,7 +59,7 @@ def new_connection(ssh: SSHConnectionResource) -> SSHConnection:
 
 
 def close_connections() -> None:
-    """Log out from all servers."""
+    """Log out from all servers that this process is connected to. Called when the process exits."""
     with _lock:
         connections = list(_connections.values())
         _connections.clear()
@@ -68,7 +71,7 @@ atexit.register(close_connections)
 
 
 def _forget_all() -> None:
-    """In a forked child: drop the parent's connections, which the child must not use, and a lock that may be held."""
+    """Called in a forked child: forget the parent's connections, which the child must not use, and replace the lock."""
     global _lock
     _lock = threading.Lock()
     _connections.clear()

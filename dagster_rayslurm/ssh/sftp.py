@@ -1,7 +1,7 @@
-"""Files over SFTP: paramiko's client with requests of many threads in flight at once.
+"""`Sftp`, an SFTP client that many threads use at once: reads, copies and removes files over one channel.
 
-In paramiko's own `SFTPClient` each caller reads the responses itself, so two threads take each other's. Here one thread reads
-all responses. With a lock around paramiko's client instead, 40 small reads over a link of 80 ms took 10.3 s (0.2 s here), a
+In paramiko's own `SFTPClient` each caller reads responses itself, so two threads read each other's responses. Here one thread
+reads all responses. With a lock around paramiko's client instead, 40 small reads over a link of 80 ms took 10.3 s (0.2 s here), a
 small read waited up to 3.4 s for an upload (0.1 s here), and downloads took two to four times as long (paramiko 5.1).
 """
 
@@ -23,29 +23,30 @@ from paramiko import sftp as protocol
 from .base import ConnectionFailed, Progress
 
 _CHUNK = 32768
-"""Bytes per request, which every SFTP server accepts (draft-ietf-secsh-filexfer-02, section 3)."""
+"""Bytes of data per request; every SFTP server accepts this many (draft-ietf-secsh-filexfer-02, section 3)."""
 _WINDOW = 64
-"""Requests in flight during a transfer: 2 MiB, as much as OpenSSH's channel window."""
+"""Number of requests in flight during a transfer: 2 MiB with `_CHUNK`, as much as OpenSSH's channel window."""
 _VERSION = re.compile(rb"\0\0[\0-\x10][\0-\xff]\x02\0\0\0\x03")
-"""Beginning of the server's first packet: length, SSH_FXP_VERSION, version 3. No text that a shell prints matches."""
+"""Start of the server's first packet: length, SSH_FXP_VERSION, version 3. It matches no text that a shell prints."""
 _MAX_NOISE = 1024 * 1024
+"""Bytes of output of the shell's start-up files that are skipped before the first packet."""
 _FEW = 64
-"""Files and directories that are removed one by one."""
+"""Number of files and directories up to which `remove_few` removes a directory."""
 
 
 class SftpLost(Exception):
-    """The channel ended; nobody knows whether the server carried out the request."""
+    """Raised when the channel ended, so it is unknown whether the server carried out the request."""
 
 
 class _Reply(Future[tuple[int, Any]]):
-    """The response to one request: kind and message."""
+    """The future response to one request: the kind of message, and the message. paramiko sets it."""
 
     def _async_response(self, kind: int, message: Any, number: int) -> None:  # noqa: ARG002 - paramiko's signature
         self.set_result((kind, message))
 
 
 class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
-    """An SFTP session that any number of threads may use at once.
+    """An SFTP client on one channel, which any number of threads may use at once.
 
     Args:
         stream: an open channel with `send`, `recv` and `close`.
@@ -72,7 +73,10 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
             super()._send_packet(kind, packet)
 
     def _send_version(self) -> int:
-        """Shake hands, and skip what start-up files of the login shell print before the server's first packet."""
+        """Exchange versions with the server; returns the version. Skips output of the login shell's start-up files.
+
+        paramiko calls this at the start of the client.
+        """
         message = paramiko.Message()
         message.add_int(3)
         with contextlib.suppress(OSError):  # A closed channel may still hold the output of its other end.
@@ -99,7 +103,7 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
         return self._response(self._submit(kind, *arguments))
 
     def _submit(self, kind: Any, *arguments: Any) -> _Reply:
-        """Send a request without waiting for its response."""
+        """Send a request, and return its future response without waiting."""
         reply = _Reply()
         try:
             self._async_request(reply, kind, *arguments)
@@ -110,12 +114,12 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
         return reply
 
     def _response(self, reply: _Reply) -> tuple[int, Any]:
-        """Wait for the response to a request.
+        """Wait for the response to a request, and return the kind of message and the message.
 
         Raises:
-            EOFError: the end of a file or directory.
-            OSError: an error of the server.
-            SftpLost: the channel ended first.
+            EOFError: the server reports the end of the file or directory.
+            OSError: the server reports an error.
+            SftpLost: the channel ended before the response.
         """
         kind, message = reply.result()
         if kind == protocol.CMD_STATUS:
@@ -124,7 +128,7 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _handle(self, kind: Any, path: bytes, *arguments: Any) -> Iterator[bytes]:
-        """A handle of a file or directory. Nobody waits for the response to its closing."""
+        """A server-side handle of a file or directory, closed at the end without waiting for the response."""
         _, message = self._request(kind, path, *arguments)
         handle = message.get_binary()
         try:
@@ -145,7 +149,7 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def read_file(self, path: bytes, offset: int, limit: int) -> bytes:
-        """At most `limit` bytes from an offset on: in two round trips for up to 32 KiB, else in three."""
+        """At most `limit` bytes of a file from `offset` on. Takes two round trips for up to 32 KiB, and three for more."""
         with self._handle(protocol.CMD_OPEN, path, protocol.SFTP_FLAG_READ, paramiko.SFTPAttributes()) as handle:
             first = self._data(self._submit_read(handle, offset, min(limit, _CHUNK)))
             if len(first) < _CHUNK:
@@ -160,13 +164,16 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
             return b"".join(parts)
 
     def copy_out(self, path: bytes, target: BinaryIO, progress: Progress | None, version: list[object]) -> None:
-        """Append a file to `target` from the end of `target` on, or from the start if the file has changed.
+        """Download a file into the local file `target`.
+
+        A repeated call continues at the end of `target`, or starts anew if the file on the server has changed meanwhile.
 
         Args:
-            path: the file.
-            target: local file.
+            path: the file on the server.
+            target: the local file.
             progress: called after each part.
-            version: empty at the first try; identifies the file at the next one.
+            version: size and time of the file on the server. Pass an empty list at the first try, and the same list again at
+                the next ones; the call sets it.
         """
         with self._handle(protocol.CMD_OPEN, path, protocol.SFTP_FLAG_READ, paramiko.SFTPAttributes()) as handle:
             _, message = self._request(protocol.CMD_FSTAT, handle)
@@ -194,9 +201,10 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
                     requested = done
 
     def copy_in(self, source: BinaryIO, path: bytes, start: int, progress: Progress | None, mode: int) -> Iterator[int]:
-        """Write a file from `start` on, or from its beginning if the server has less than that, and fsync it.
+        """Upload the local file `source`, and yield the number of bytes that the server has confirmed, after each part.
 
-        Yields the number of bytes that the server has confirmed.
+        The upload begins at the offset `start`, or at 0 if the file on the server is shorter than `start`. At the end the server
+        writes the file to its disk (fsync).
         """
         size = source.seek(0, os.SEEK_END)
         flags = protocol.SFTP_FLAG_WRITE
@@ -236,7 +244,7 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
                 raise OSError("it cannot be written to the disk (full, or over quota)")
 
     def _entries(self, path: bytes) -> Iterator[tuple[bytes, bool]]:
-        """The names in a directory, each with whether it is a directory itself; a link is not."""
+        """The names in a directory, each with whether it is a directory too. A link counts as a file."""
         with self._handle(protocol.CMD_OPENDIR, path) as handle:
             while True:
                 try:
@@ -250,13 +258,12 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
                         yield name, stat.S_ISDIR(attributes.st_mode or 0)
 
     def remove_few(self, path: bytes) -> bool:
-        """Remove a file, or a directory with few files in it. A missing path is no error.
+        """Remove a file, or a directory with at most `_FEW` files and directories in it. A missing path is no error.
 
-        Returns:
-            Whether the path is gone; False for a directory with many files, of which none is removed.
+        Returns whether the path is gone. It returns False for a directory with more in it, and removes nothing then.
 
         Raises:
-            OSError: a part of it cannot be removed.
+            OSError: the file, or a part of the directory, cannot be removed.
         """
         try:
             if not stat.S_ISDIR(self.lstat(path).st_mode or 0):
@@ -279,7 +286,7 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
         return True
 
     def replace(self, temporary: bytes, path: bytes) -> None:
-        """Rename a file, and replace the target atomically (posix-rename@openssh.com, OpenSSH PROTOCOL section 4.3)."""
+        """Rename the file `temporary` to `path`, and replace a file there atomically (posix-rename@openssh.com, OpenSSH PROTOCOL section 4.3)."""
         self._request(protocol.CMD_EXTENDED, "posix-rename@openssh.com", temporary, path)
 
     def make_dirs(self, path: bytes) -> None:

@@ -1,4 +1,7 @@
-"""A fake Slurm on this machine, for tests without a cluster."""
+"""A fake Slurm on this machine, for tests without a Slurm cluster. Begin with `FakeSlurm`; `programs` has its commands.
+
+It is no emulation of Slurm's scheduler: a job starts at once, or when a test says so.
+"""
 
 import json
 import os
@@ -18,12 +21,12 @@ PROGRAMS = ("sbatch", "squeue", "scancel", "srun", "sacct", "scontrol", "sinfo")
 
 
 class FakeSlurm:
-    """Programs of Slurm on the PATH of this machine, and what they make of jobs.
+    """Controls a fake Slurm: puts its programs on the PATH, changes its jobs, and makes programs fail.
 
     Args:
-        base: a directory for its state.
+        base: directory for the state of the fake Slurm.
         monkeypatch: puts the programs on the PATH.
-        settings: see `programs.FIRST_STATE`; jobs start and run their scripts unless told otherwise.
+        settings: override entries of `programs.FIRST_STATE`. By default jobs start at once and run their scripts.
     """
 
     def __init__(self, base: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
@@ -39,80 +42,80 @@ class FakeSlurm:
         monkeypatch.setenv("PATH", f"{base}/bin", prepend=os.pathsep)
 
     def set(self, **settings: Any) -> None:
-        """Change settings."""
+        """Change settings, which are entries of `programs.FIRST_STATE`."""
         with programs.locked(str(self.base)) as state:
             state.update(settings)
 
     def fault(
         self, program: str, stderr: str = "", code: int | None = 1, delay: float = 0.0, works: bool = False, times: int = 1
     ) -> None:
-        """Let a program fail the next times.
+        """Make the next calls of a program fail.
 
         Args:
-            program: its name.
-            stderr: its error message.
-            code: its exit code; None if it succeeds after the delay.
-            delay: seconds before it does anything.
-            works: whether it has its effect although it fails.
-            times: number of calls; -1 for all.
+            program: name of the program, such as "sbatch".
+            stderr: error message that the program prints.
+            code: exit code of the program; None if it succeeds after the delay.
+            delay: seconds before the program does anything.
+            works: whether the program has its effect although it fails.
+            times: number of calls that fail; -1 for all.
         """
         fault = {"stderr": stderr, "code": code, "delay": delay, "works": works, "times": times}
         with programs.locked(str(self.base)) as state:
             state["faults"].setdefault(program, []).append(fault)
 
     def heal(self) -> None:
-        """Let all programs work again."""
+        """Make all programs work again, after `fault`."""
         self.set(faults={})
 
     def job(self, job_id: int, name: str = "job", state: str = "RUNNING", **fields: Any) -> None:
-        """Put a job into the queue, or replace it there; its fields are those of `programs.new_job`."""
+        """Put a job into the queue, or replace the job with that id. `fields` are those of `programs.new_job`."""
         with programs.locked(str(self.base)) as content:
             nodes = [] if state == "PENDING" else ["c1"]
             job = programs.new_job(job_id, **{"name": name, "state": state, "nodes": nodes, "start": time.time(), **fields})
             content["jobs"][str(job_id)] = job
 
     def jobs(self, *states: str) -> list[int]:
-        """Ids of the jobs in some states, or in any."""
+        """The ids of the jobs in the given states, or of all jobs if none is given."""
         return [job["id"] for job in programs.read(str(self.base))["jobs"].values() if not states or job["state"] in states]
 
     def state(self, job_id: int) -> str:
-        """The state of a job; "" if Slurm does not know it."""
+        """The state of a job, such as "RUNNING"; "" if the fake Slurm does not know the job."""
         job = programs.read(str(self.base))["jobs"].get(str(job_id))
         return job["state"] if job else ""
 
     def release(self, job_id: int) -> None:
-        """Let a pending job start."""
+        """Start a pending job."""
         with programs.locked(str(self.base)) as state:
             programs.start(str(self.base), state, job_id)
 
     def end(self, job_id: int, final: str, reason: str = "None") -> None:
-        """Let a job end, such as by NODE_FAIL or OUT_OF_MEMORY, or start again by REQUEUED."""
+        """End a job with a final state such as NODE_FAIL or OUT_OF_MEMORY; with REQUEUED the job starts again."""
         with programs.locked(str(self.base)) as state:
             programs.end(state, job_id, final, reason)
 
     def forget(self, job_id: int) -> None:
-        """Remove a job without a trace."""
+        """Remove a job, so that no program of the fake Slurm knows it any more."""
         with programs.locked(str(self.base)) as state:
             del state["jobs"][str(job_id)]
 
     def processes(self) -> list[int]:
-        """Ids of the processes of all jobs."""
+        """The process ids of all jobs."""
         return [pid for job_id in self.jobs() for pid in programs.processes(str(self.base), job_id)]
 
     def calls(self, program: str) -> list[list[str]]:
-        """The arguments of each call of a program."""
+        """The arguments of each call of a program so far."""
         path = self.base / "calls"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [words for name, *words in lines if name == program]
 
     @property
     def cancelled(self) -> list[str]:
-        """The ids and names that scancel was called with."""
+        """The job ids and job names that scancel was called with so far."""
         words = [word.removeprefix("--name=") for call in self.calls("scancel") for word in call]
         return [word for word in words if not word.startswith("--")]
 
     def close(self) -> None:
-        """End all jobs."""
+        """End all jobs and their processes."""
         self.heal()
         for job_id in self.jobs("PENDING", "RUNNING", "COMPLETING"):
             self.end(job_id, "CANCELLED")

@@ -1,8 +1,8 @@
-"""The programs of a fake Slurm: `python programs.py PROGRAM ARGUMENT...`, with all state in the directory `$FAKE_SLURM`.
+"""The programs of a fake Slurm, such as sbatch and squeue: `python programs.py PROGRAM ARGUMENT...`.
 
-They know the options and the output formats that this project uses, in the words of Slurm 24.11. A job is an entry of
-`state.json`. If jobs run, the program `slurmd` stands for all nodes: it runs the batch script on this machine, in which
-`srun` starts every task on this machine as well.
+The environment variable FAKE_SLURM names the directory with all state. The programs know the options and output formats that
+this project uses, with the messages of Slurm 24.11. A job is an entry of `state.json`. The program `slurmd` stands for all
+nodes: it runs the batch script of a job on this machine, and `srun` in the script starts every task on this machine too.
 """
 
 import fcntl
@@ -24,10 +24,10 @@ FIRST_STATE = {
     "partitions": {"compute": ["c1", "c2"], "gpu": ["g1", "g2"]},
     "cpus": 4,
     "gpus": {"gpu": 2},
-    "starts": True,  # Whether new jobs start at once; else they wait for `reason`.
+    "starts": True,  # Whether new jobs start at once. Otherwise they are pending with `reason`.
     "reason": "Resources",
     "runs": True,  # Whether a job that starts runs its script.
-    "instead": "",  # Else a shell command in the job's directory, which the job's start waits for.
+    "instead": "",  # If `runs` is False: a shell command to run in the job's directory when the job starts.
     "kill_wait": 2.0,
     "accounting": True,
     "faults": {},
@@ -40,7 +40,7 @@ Job = dict[str, Any]
 
 @contextmanager
 def locked(base: str) -> Iterator[dict[str, Any]]:
-    """The state, which is written back at the end."""
+    """The content of `state.json`, locked against other processes; changes are written back at the end."""
     with open(f"{base}/lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         content = read(base)
@@ -57,7 +57,7 @@ def read(base: str) -> dict[str, Any]:
 
 
 def components(state: dict[str, Any], job_id: int) -> list[Job]:
-    """The job of an id, with all components if it is the first one."""
+    """The job with an id; all components if the id is that of a heterogeneous job's first component."""
     return [job for job in state["jobs"].values() if job_id in (job["id"], job["leader"])]
 
 
@@ -78,7 +78,7 @@ def new_job(job_id: int, **fields: Any) -> Job:
 
 
 def options_of(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Long options, and the words from the first one that is none."""
+    """The long options at the start of a command line, by name, and the words after them."""
     options: dict[str, str] = {}
     for number, word in enumerate(words):
         if not word.startswith("--"):
@@ -89,7 +89,7 @@ def options_of(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def seconds(text: str) -> int | None:
-    """A time limit."""
+    """The seconds of a time limit as sbatch takes it, such as "00:05:00"; None for UNLIMITED."""
     if text == "UNLIMITED":
         return None
     days, _, rest = text.rpartition("-")
@@ -167,7 +167,7 @@ def sbatch(base: str, words: list[str]) -> int:
 
 
 def start(base: str, state: dict[str, Any], job_id: int) -> None:
-    """Let a pending job run."""
+    """Start a pending job, and run its script if the settings say so."""
     for job in components(state, job_id):
         nodes = state["partitions"].get(job["partition"], ["c1"])[: job["num_nodes"]]
         job |= {"state": "RUNNING", "reason": "None", "start": time.time(), "nodes": nodes, "end": None, "ends_as": None}
@@ -187,7 +187,10 @@ def start(base: str, state: dict[str, Any], job_id: int) -> None:
 
 
 def end(state: dict[str, Any], job_id: int, final: str, reason: str = "None", by: int | None = None) -> None:
-    """Begin the end of a job; if its script runs, the job is over once the script is."""
+    """End a job with the state `final`. While its script still runs, the job is COMPLETING.
+
+    `by` is the user id that cancelled the job.
+    """
     for job in components(state, job_id):
         if job["state"] in TERMINAL:
             continue
@@ -196,7 +199,7 @@ def end(state: dict[str, Any], job_id: int, final: str, reason: str = "None", by
 
 
 def slurmd(base: str, words: list[str]) -> int:
-    """Run the script of a job, and end it as its state demands."""
+    """Run the script of a job until the script ends or the state of the job says to end it."""
     job_id = int(words[0])
     jobs = components(read(base), job_id)
     first = jobs[0]
@@ -264,7 +267,7 @@ def finish(job: Job, code: int) -> None:
 
 
 def processes(base: str, job_id: int) -> list[int]:
-    """Ids of the processes of a job, however far they are detached."""
+    """The ids of the processes of a job, including detached ones."""
     found, mark = [], f"{MARK}={base}:{job_id}".encode()
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
@@ -273,7 +276,7 @@ def processes(base: str, job_id: int) -> list[int]:
 
 
 def kill_job(base: str, job_id: int) -> None:
-    """Kill all processes of a job, as its cgroup does on a cluster."""
+    """Kill all processes of a job, as the job's cgroup does on a real node."""
     for pid in processes(base, job_id):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -289,7 +292,7 @@ def srun(base: str, words: list[str]) -> int:
     options, command = options_of(words)
     job_id = int(options.get("jobid") or os.environ["SLURM_JOB_ID"])
     jobs = components(read(base), job_id)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # The tasks get the signal as well.
+    signal.signal(signal.SIGTERM, lambda *_: None)  # The tasks get the signal too, and end srun by their own end.
     tasks: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
     for job in jobs if "het-group" in options or "jobid" in options else jobs[:1]:
         for node in job["nodes"][: int(options.get("nodes") or job["num_nodes"])]:

@@ -1,4 +1,4 @@
-"""What breaks on a cluster, for a while: each thing is as it was afterwards, also where the test fails."""
+"""Faults of the Slurm stack as context managers: stopped daemons, frozen containers, preemption. The end undoes the fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def docker(*arguments: str) -> None:
 
 @contextmanager
 def stopped(stack: Stack, *services: str) -> Iterator[Callable[[], None]]:
-    """Containers of daemons are stopped, in this order, and come back in the opposite one; at once if what is given is called."""
+    """Stops the containers of some services in this order, and starts them in the opposite order at the end.
+
+    Yields a function that starts them earlier.
+    """
     containers = [stack.container(service) for service in services]
     back = False
 
@@ -38,7 +41,7 @@ def stopped(stack: Stack, *services: str) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def paused(stack: Stack, service: str) -> Iterator[None]:
-    """All processes of a container are frozen."""
+    """Freezes all processes of a service's container."""
     container = stack.container(service)
     docker("pause", container)
     try:
@@ -49,7 +52,7 @@ def paused(stack: Stack, service: str) -> Iterator[None]:
 
 @contextmanager
 def without_munge(stack: Stack, service: str) -> Iterator[None]:
-    """The munged of a container has ended."""
+    """Ends munged, Slurm's authentication daemon, in a service's container, and starts it again at the end."""
     stack.exec(service, ["sh", "-c", "kill $(cat /run/munge/munged.pid)"])
     assert wait_until(lambda: not munge_works(stack, service), 20)
     try:
@@ -61,7 +64,7 @@ def without_munge(stack: Stack, service: str) -> Iterator[None]:
 
 @contextmanager
 def preemption(stack: Stack) -> Iterator[str]:
-    """Jobs of one partition, which is told, take the nodes of all others' jobs."""
+    """Adds a partition whose jobs preempt all other jobs; yields its name."""
     conf = "/etc/slurm/slurm.conf"
     lines = "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\nPartitionName=urgent Nodes=c[1-2] PriorityTier=10\n"
     stack.exec("slurmctld", ["sh", "-c", f'cp {conf} {conf}.before && printf %s "$1" >>{conf}', "sh", lines])
@@ -78,7 +81,7 @@ def munge_works(stack: Stack, service: str) -> bool:
 
 
 def answers(stack: Stack) -> bool:
-    """Whether slurmctld answers, and slurmdbd where there is one."""
+    """Whether slurmctld answers, and slurmdbd too if the stack has accounting."""
     asked = "scontrol ping | grep -q UP && squeue >/dev/null" + (
         " && sacctmgr -n show cluster >/dev/null" if stack.accounting else ""
     )

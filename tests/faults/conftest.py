@@ -1,4 +1,4 @@
-"""One way to ask for an allocation in each mode that has one, so that a fault is tested in all to which it applies."""
+"""Fixtures `mode` and `make`, which run a test of a fault in every mode that has an allocation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from dagster_rayslurm import ComputeResource, HetComponent, SlurmQueueConfig
 
 HETJOB = pytest.param("slurm-hetjob", marks=[pytest.mark.stack, pytest.mark.thorough])
-"""For a fault that hits a heterogeneous job as it does any other; what is its own is tested in any case."""
+"""Heterogeneous jobs, only in the thorough tests: these faults hit them as other jobs. Other tests cover what differs."""
 
 MODES = (pytest.param("slurm", marks=pytest.mark.stack), pytest.param("slurm-session", marks=pytest.mark.stack), HETJOB)
 
@@ -22,7 +22,10 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make(mode: str, request: pytest.FixtureRequest) -> Callable[..., ComputeResource]:
-    """Makes resources of a mode whose allocation has one node, or two: `queue` is the footprint of each of them."""
+    """A function that makes a resource of the current mode, for an allocation of one or two nodes.
+
+    Its argument `queue` has fields of the queue configuration for each node.
+    """
     fixture = "session_compute" if mode == "slurm-session" else "slurm_compute"
     compute = request.getfixturevalue(fixture)
 

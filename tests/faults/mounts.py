@@ -1,4 +1,4 @@
-"""File systems of this machine, shown to containers that run already."""
+"""Mounts directories of this machine in containers that run already."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ if tree is None:
 else:
     must(libc.syscall(move_mount, tree, b"", -100, target.encode(), from_fd))
 """
-"""Takes a mount from this machine into a container, which has a tree of mounts of its own, by open_tree(2) and
-move_mount(2); or takes it away there, with an empty source."""
+"""Program that mounts a directory of this machine in a container, by open_tree(2) and move_mount(2).
+
+Arguments: a process id in the container, the target there, and the source here; an empty source unmounts the target.
+"""
 
 
 def unmount(path: Path) -> None:
-    """Take a file system away, whoever uses it."""
+    """Unmount a file system at once, even if processes use it."""
     LIBC.umount2(str(path).encode(), 2)  # MNT_DETACH
 
 
 @contextmanager
 def shown(stack: Stack, service: str, source: Path, target: str) -> Iterator[None]:
-    """A directory of this machine, in its place in a container, where a directory must be."""
+    """Mounts a directory of this machine at `target`, an existing directory in a service's container."""
     asked = ["docker", "inspect", "--format={{.State.Pid}}", stack.container(service)]
     pid = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
     subprocess.run([sys.executable, "-c", _SHOW, pid, target, str(source)], check=True)
     try:
         yield
     finally:
-        # With the container, should it have been started anew, the mount has gone.
+        # Not checked: if the container was started anew, the mount is gone already.
         subprocess.run([sys.executable, "-c", _SHOW, pid, target, ""], capture_output=True)

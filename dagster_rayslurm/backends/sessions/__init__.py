@@ -1,1 +1,5 @@
-"""Warm sessions on Slurm and on this machine: an allocation, or a Ray cluster, that stays up and runs payloads of many steps."""
+"""Warm sessions: allocations with a running Ray cluster that many payloads share, on a Slurm cluster or on this machine.
+
+This side finds or creates a session and asks it to run a payload; the session itself is a runtime (`runtime.supervisor`). Begin
+with `backend`, then `acquire`.
+"""

@@ -1,1 +1,4 @@
-"""Facts about the node that this runtime runs on: its resources, their use, its addresses and ports."""
+"""The node that this process runs on: its CPUs, GPUs and memory, how much of them is used, its addresses and ports.
+
+Nothing here starts Ray or a payload, or talks to other nodes. Begin with `resources` and `usage`.
+"""

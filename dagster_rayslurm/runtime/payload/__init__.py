@@ -1,1 +1,4 @@
-"""Runs one payload: starts its process, writes its output and its end to the run record, and measures its usage."""
+"""Runs one payload: its process and environment, its output, its run record and the measurement of its usage.
+
+When a payload's turn comes, and on which Ray cluster, is decided in `runtime.supervisor`. Begin with `payload`.
+"""

@@ -1,1 +1,5 @@
-"""Processes of the runtime: event loop, keeper, process tree, scratch directories."""
+"""Tools of the runtime to handle processes: the event loop, the keeper, lists of processes, private directories of a node.
+
+Nothing here knows of payloads, Ray or Slurm. Begin with `loop`, in which the whole runtime runs, and `keeper`, which cleans up
+after it.
+"""

@@ -1,1 +1,4 @@
-"""The runtime on the first node: takes requests, queues payloads, starts their Ray clusters, and decides when to end."""
+"""The runtime on the head node: accepts payloads, queues them, gives each a Ray cluster, runs them and shuts down.
+
+How one payload runs is in `runtime.payload`, how one Ray cluster starts in `runtime.ray`. Begin with `supervisor`.
+"""
