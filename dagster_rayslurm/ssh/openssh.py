@@ -24,7 +24,7 @@ from .login import check_files, check_keys
 from .openssh_master import control_path, ensure_master, existing_master, multiplexed
 
 _MAX_MASTERS = 8
-"""Number of master connections to one server; a further one is opened when the server allows no more sessions on the others."""
+"""Largest number of master connections to one server; a further one is opened when the server allows no more sessions on the others."""
 # Messages of ssh(1) as a multiplexing client, OpenSSH 8.4 to 10.0. Each is on a line of its own.
 _REFUSED = re.compile(rb"^mux_client_request_session: session request failed|^Session open refused by peer", re.MULTILINE)
 _NO_MASTER = re.compile(

@@ -127,7 +127,10 @@ def _explain(ssh: SSHConnectionResource, error: Exception, deadline: float) -> C
 
 
 def _prefer_key_types(transport: Any, expected: list[KnownKey]) -> None:
-    """Make the transport prefer host keys of a known type. Otherwise a host with several keys may seem to have changed its key."""
+    """Make the transport ask for a host key of a known type first.
+
+    Otherwise a host with several keys may seem to have changed its key.
+    """
     known = [name for key in expected if not key.revoked for name in _SIGNATURES.get(key.key_type, (key.key_type,))]
     options = transport.get_security_options()
     options.key_types = tuple(sorted(options.key_types, key=lambda name: name not in known))
@@ -380,7 +383,10 @@ class ParamikoTransport:
                 self._transport.global_request("keepalive@openssh.com")
 
     def _close_when_silent(self) -> None:
-        """Close the transport when the server was silent for two keepalive intervals, so that no thread waits for TCP's timeout."""
+        """Close the transport when the server was silent for two keepalive intervals.
+
+        Otherwise threads would wait until TCP times out.
+        """
         interval = self.ssh.keepalive
         while not self._closed.wait(interval / 4) and self.alive():
             if time.monotonic() - self._transport.packetizer.last_message > 2 * interval:

@@ -29,7 +29,7 @@ _WINDOW = 64
 _VERSION = re.compile(rb"\0\0[\0-\x10][\0-\xff]\x02\0\0\0\x03")
 """Start of the server's first packet: length, SSH_FXP_VERSION, version 3. It matches no text that a shell prints."""
 _MAX_NOISE = 1024 * 1024
-"""Bytes of output of the shell's start-up files that are skipped before the first packet."""
+"""Most bytes of output of the shell's start-up files to skip before the first packet."""
 _FEW = 64
 """Number of files and directories up to which `remove_few` removes a directory."""
 
@@ -286,7 +286,10 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
         return True
 
     def replace(self, temporary: bytes, path: bytes) -> None:
-        """Rename the file `temporary` to `path`, and replace a file there atomically (posix-rename@openssh.com, OpenSSH PROTOCOL section 4.3)."""
+        """Rename the file `temporary` to `path`, and replace an existing file of that name atomically.
+
+        The request is posix-rename@openssh.com (OpenSSH PROTOCOL, section 4.3).
+        """
         self._request(protocol.CMD_EXTENDED, "posix-rename@openssh.com", temporary, path)
 
     def make_dirs(self, path: bytes) -> None:
