@@ -24,7 +24,7 @@ from .login import check_files, check_keys
 from .openssh_master import control_path, ensure_master, existing_master, multiplexed
 
 _MAX_MASTERS = 8
-"""Largest number of master connections to one server; a further one is opened when the server allows no more sessions on the others."""
+"""Largest number of master connections to one server. A further one is opened when the others allow no more sessions."""
 # Messages of ssh(1) as a multiplexing client, OpenSSH 8.4 to 10.0. Each is on a line of its own.
 _REFUSED = re.compile(rb"^mux_client_request_session: session request failed|^Session open refused by peer", re.MULTILINE)
 _NO_MASTER = re.compile(
@@ -187,7 +187,10 @@ class OpenSSHTransport:
         return not _REFUSED.search(done.stderr)
 
     def start_failure(self, stderr: bytes) -> Exception | None:
-        """The exception for a multiplexing client that started nothing, by its error output; None if it may have started something."""
+        """The exception for a multiplexing client that started nothing, by its error output.
+
+        None if the client may have started something.
+        """
         if _REFUSED.search(stderr):
             return Refused()
         if _NO_MASTER.search(stderr):

@@ -243,7 +243,7 @@ class _NoAnswer(Exception):
 
 @contextlib.contextmanager
 def _scratch_dir(ssh: SSHConnectionResource) -> Iterator[str]:
-    """A temporary directory for one login. It holds the askpass program and its answers, the configured host keys and ssh's log."""
+    """A temporary directory for one login: the askpass program and its answers, the configured host keys, ssh's log."""
     sweep()  # A killed login may have left secrets.
     directory = Scratch()
     scratch = directory.path
