@@ -1,4 +1,4 @@
-"""Failures that users see: a `dg.Failure` of a named kind."""
+"""The exceptions of failed runs, and the kinds of failure that they name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ESCAPE_CODES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b
 
 
 class FailureKind(str, Enum):
-    """What went wrong, in the order in which it can happen to a run."""
+    """What failed in a run: the values of `RunFailure.kind`, in the order in which a run can meet them."""
 
     CONFIGURATION = "configuration"
     CONNECTION = "connection"
@@ -47,21 +47,21 @@ RETRYABLE = frozenset(
         FailureKind.PIPES,
     }
 )
-"""Kinds of failure after which another attempt may succeed."""
+"""Kinds of failure after which a retry of the whole step may succeed."""
 
 
 def may_retry(kind: FailureKind | None, retry: bool | None = None) -> bool:
-    """Whether another attempt may succeed: `retry` if this failure says so itself, else the default of its kind."""
+    """Whether a `RetryPolicy` may retry the step: `retry` if it is given, else the default of the kind of failure."""
     return kind in RETRYABLE if retry is None else retry
 
 
 def without_colours(text: str) -> str:
-    """Remove the escape codes of terminals."""
+    """The text without the escape codes of terminals, such as colours."""
     return _ESCAPE_CODES.sub("", text)
 
 
 def one_sentence(error: ValueError) -> str:
-    """The error in one line; for an error of pydantic, each field with its problem."""
+    """The message of an error in one line; a pydantic error becomes a list of fields and their problems."""
     if not isinstance(error, ValidationError):
         return str(error)
     problems = [(".".join([error.title, *map(str, each["loc"])]), each["msg"]) for each in error.errors(include_input=False)]
@@ -69,10 +69,10 @@ def one_sentence(error: ValueError) -> str:
 
 
 class RunFailure(dg.Failure):
-    """A run that did not succeed.
+    """Raised when a run did not succeed.
 
     Attributes:
-        kind: what went wrong; equal to its name, as in `error.kind == "payload"`.
+        kind: what failed; compares equal to its name, as in `error.kind == "payload"`.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class RunFailure(dg.Failure):
         """Create a failure.
 
         Args:
-            kind: what went wrong.
+            kind: what failed.
             sentence: what is wrong, where, and what to do.
-            metadata: more than "Failure kind".
+            metadata: metadata in addition to "Failure kind".
             retry: whether a `RetryPolicy` may try again; None for the default of the kind.
         """
         self.kind = FailureKind(kind)
@@ -95,11 +95,11 @@ class RunFailure(dg.Failure):
 
 
 class StartError(RuntimeError):
-    """A runtime cannot be started; becomes a `RunFailure`.
+    """Raised when a runtime cannot be started; users see a `RunFailure` instead.
 
     Attributes:
-        kind: what went wrong.
-        retry: whether another attempt may succeed; None for the default of the kind.
+        kind: what failed.
+        retry: whether a `RetryPolicy` may try again; None for the default of the kind.
     """
 
     def __init__(self, kind: FailureKind, message: str, retry: bool | None = None) -> None:

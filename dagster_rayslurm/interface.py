@@ -1,4 +1,4 @@
-"""The interface of `ComputeResource`: its fields, the arguments of `run()`, and the result."""
+"""The types of `ComputeResource`: its configuration fields, the arguments of `run()`, and the result of `run()`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from .backends.base import RunningPayload
 
 Payload = Union[str, "os.PathLike[str]", Sequence[str]]
+"""A payload: a script or a command line as text, or a command as a list of words."""
 Payloads = Union[Payload, Mapping[str, Payload]]
-"""One payload, or one for each component."""
+"""One payload, or a mapping with one payload for each component."""
 Context = Union[dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckExecutionContext]
+"""The Dagster contexts with which `run()` may be called."""
 
 
 class ComputeConfig(StrictResource):
-    """The fields of `ComputeResource`."""
+    """The configuration fields of `ComputeResource`, without its methods."""
 
     mode: Annotated[str, choice(*ExecutionMode)] = Field(
         default="local", description='How payloads run: "local", "slurm", "slurm-session" or "slurm-hetjob".'
@@ -108,7 +110,7 @@ class ComputeConfig(StrictResource):
 
 @dataclass(frozen=True)
 class RunArguments:
-    """The arguments of `ComputeResource.run`."""
+    """The arguments of one call of `ComputeResource.run`, as the user gave them."""
 
     payload_path: Payloads
     launcher: Launcher | None = None
@@ -122,15 +124,15 @@ class RunArguments:
 
 
 class CompletedRun(dg.PipesClientCompletedInvocation):
-    """A payload that succeeded.
+    """The result of a payload that succeeded.
 
     `get_results()`, `get_materialize_result()`, `get_asset_check_result()` and `get_custom_messages()` return what the payload
-    reported; results carry the run's `metadata`.
+    reported; Dagster results also have the run's `metadata`.
 
     Attributes:
-        cluster_id: name of the Ray cluster, for `ComputeResource.cleanup_cluster`.
+        cluster_id: id of the Ray cluster, for `ComputeResource.cleanup_cluster`.
         job_id: Slurm's job id; None in local mode.
-        outputs: local paths of the files that `outputs=` asked for.
+        outputs: paths on this machine of the files that `outputs=` selected.
     """
 
     def __init__(self, session: Any, metadata: Mapping[str, Any], attempt: RunningPayload, outputs: list[Path]) -> None:

@@ -1,4 +1,4 @@
-"""Hold back SIGINT and SIGTERM while a run is cancelled and cleaned up."""
+"""Context managers that delay or ignore SIGINT and SIGTERM, for steps of a run that must not be cut short."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _REPEATED = 1.0
-"""Seconds within which a second interrupt counts as the first: Ctrl-C reaches a step process from the terminal and from
-Dagster's multiprocess executor."""
+"""Seconds within which a further signal belongs to the same interrupt: Ctrl-C reaches a step process twice, from the terminal
+and from Dagster's multiprocess executor."""
 
 
 @contextmanager
 def _handled_by(take: Callable[[int], None]) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM with `take`; restore both handlers even if a signal arrives meanwhile."""
+    """Call `take` with each SIGINT or SIGTERM inside the block; afterwards the former handlers are back."""
     with ExitStack() as stack:
         for signum in _SIGNALS:
             # None: the handler was not installed by Python, so it cannot be restored.
@@ -29,7 +29,7 @@ def _handled_by(take: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Delay SIGINT and SIGTERM during a step that must not be interrupted halfway; raise the first one afterwards."""
+    """Delay SIGINT and SIGTERM inside a block that must not be interrupted halfway; the first one takes effect afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -44,10 +44,12 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ignore SIGINT and SIGTERM; only the main thread receives them, so other threads do nothing.
+    """Ignore SIGINT and SIGTERM inside a block that cleans up after an interrupt.
+
+    Only the main thread receives signals, so in other threads the block runs unchanged.
 
     Yields:
-        A function: whether another interrupt came after the one that started the cleanup.
+        A function that returns whether a further interrupt came after the one that started the cleanup.
     """
     began = time.monotonic()
     again = threading.Event()

@@ -1,4 +1,4 @@
-"""Launchers: turn a payload into a command, and say what it needs around it."""
+"""Launchers: how a payload is started, as a plain process or as the driver of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _OWN_OPTIONS = {
     "--resources": "use resources",
     "--temp-dir": "it must be short, private and on the node",
 }
+"""Options of `ray start` that users may not set, each with the reason or the field to use instead, for the error message."""
 
 
 class Launcher(StrictConfig):
-    """Turns a payload into a command, and says what the command needs around it.
+    """Base class of launchers: defines the command of a payload, and the Ray cluster and the resources that it needs.
 
     To write a launcher of your own, derive from this class and pass an instance to `ComputeResource.run(launcher=…)`.
     `default_launcher` accepts only the launchers of this package: Dagster would silently drop the fields of a subclass.
@@ -51,7 +52,7 @@ class Launcher(StrictConfig):
     )
 
     def command(self, argv: list[str]) -> list[str]:
-        """The command to run for a payload's command; unchanged by default.
+        """The command that starts the payload, such as `torchrun` around it; the payload's own command by default.
 
         Args:
             argv: the payload's command. `python` as the first word, here and in the result, means the environment's Python.
@@ -59,7 +60,7 @@ class Launcher(StrictConfig):
         return argv
 
     def ray_spec(self) -> RaySpec | None:
-        """The Ray cluster that must be alive before the payload starts, or None."""
+        """The Ray cluster that must be complete before the payload starts; None for a payload without Ray."""
         return None
 
     def footprint(self) -> Footprint:
@@ -104,10 +105,10 @@ def _check_ray_args(value: object) -> list[str]:
 
 
 def _without_dashboard(arguments: Sequence[Any]) -> tuple[list[Any], bool | None]:
-    """The arguments of `ray start` without --include-dashboard, and its value; None if it is absent.
+    """The arguments of `ray start` without --include-dashboard, and the value of that option; None if it is absent.
 
     Raises:
-        ValueError: its value is neither true nor false.
+        ValueError: the option's value is neither true nor false.
     """
     rest: list[Any] = []
     found: bool | None = None
@@ -125,7 +126,11 @@ def _without_dashboard(arguments: Sequence[Any]) -> tuple[list[Any], bool | None
 
 
 def _check_labels(value: object) -> object:
-    """Refuse characters that break Ray's "NAME=VALUE,NAME=VALUE"; Ray itself checks the rest."""
+    """The labels, unchanged. Ray itself checks everything but the separators of its "NAME=VALUE,NAME=VALUE".
+
+    Raises:
+        ValueError: a name or a value contains a comma or an equals sign.
+    """
     for part in (part for item in value.items() for part in item) if isinstance(value, dict) else ():
         if not is_env_var(part) and set(check_text(part)) & set(",="):
             raise ValueError(f"{part!r} contains a comma or an equals sign, which a label of Ray cannot have")
@@ -144,7 +149,7 @@ def _check_modules(value: object) -> list[str]:
 class RayLauncher(Launcher):
     """Runs the payload as the driver of a Ray cluster that spans the allocation.
 
-    The payload calls `ray.init()` or `ray.init(address="auto")` and reaches its own cluster and no other.
+    The payload calls `ray.init()` or `ray.init(address="auto")`, which connects to its own Ray cluster and to no other.
     """
 
     kind: Literal["ray"] = Field(default="ray", description="Tells the launchers apart in configuration.")
@@ -269,7 +274,7 @@ class RayLauncher(Launcher):
 
 
 def forbid_subclassing(cls: type, base: type) -> None:
-    """Refuse a subclass, which Dagster would silently replace by its base when it reads configuration."""
+    """Raise `TypeError` for a subclass: Dagster would silently turn its instances into instances of the base class."""
     raise TypeError(
         f"{cls.__name__} cannot derive from {base.__name__}: as `default_launcher` Dagster would silently turn it into a "
         f"{base.__name__}; derive from Launcher and pass an instance to run(launcher=…)"

@@ -1,4 +1,7 @@
-"""Merge the queue and the launcher of a call into those of its resource: fields that the call sets win. Pure."""
+"""Merge the queue and the launcher of one call of `run()` with those of the resource; fields that the call sets win.
+
+No function here has side effects.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,46 @@ C = TypeVar("C", bound=StrictConfig)
 
 
 def merge_queue(base: SlurmQueueConfig, own: SlurmQueueConfig | None) -> SlurmQueueConfig:
-    """`base` with the fields that `own` sets, without the fields of `base` that contradict them."""
+    """The queue of a call: the fields that `own` sets, and those of `base` that do not contradict them.
+
+    Args:
+        base: the queue of the resource.
+        own: the queue argument of the call; None if it has none.
+    """
     return base if own is None else _merge(base, own, _contradicted(base, _set_fields(own)))
 
 
 def session_queue(queue: SlurmQueueConfig, session: SessionConfig) -> SlurmQueueConfig:
-    """The queue of a session's allocation: the resource's, with the fields that the session's configuration sets."""
+    """The queue of a session's allocation: the resource's queue, with `num_nodes` and `time_limit` of the session if set."""
     changes: dict[str, Any] = {"num_nodes": session.num_nodes, "time_limit": session.time_limit}
     return merge_queue(queue, SlurmQueueConfig(**{name: value for name, value in changes.items() if value is not None}))
 
 
 def merge_launcher(base: Launcher, own: Launcher | None) -> Launcher:
-    """`base` with the fields that `own` sets; `own` alone if it is of another class."""
+    """The launcher of a call: the fields that `own` sets, and those of `base`; `own` alone if its class is another one.
+
+    Args:
+        base: the launcher of the resource.
+        own: the launcher argument of the call; None if it has none.
+    """
     if own is None:
         return base
     return _merge(base, own, {}) if type(own) is type(base) else own
 
 
 def queue_origins(base: SlurmQueueConfig, own: SlurmQueueConfig) -> str | None:
-    """A log line about the origin of the fields of a merged queue; None if the call sets no field."""
+    """A line for the Dagster log: which fields of a merged queue come from the call and which from the resource.
+
+    None if the call sets no field.
+    """
     return _origins("queue", "the resource", base, own, _contradicted(base, _set_fields(own)))
 
 
 def launcher_origins(base: Launcher, own: Launcher) -> str | None:
-    """A log line about the origin of the fields of a merged launcher; None if nothing is merged."""
+    """A line for the Dagster log: which fields of a merged launcher come from the call and which from the resource.
+
+    None if the call sets no field, or its launcher replaces the resource's.
+    """
     return _origins("launcher", "default_launcher", base, own, {}) if type(own) is type(base) else None
 
 
@@ -47,12 +66,12 @@ def _merge(base: StrictConfig, own: C, replaced: Mapping[str, Any]) -> C:
 
 
 def _set_fields(config: StrictConfig) -> dict[str, Any]:
-    """The fields that were set, even to their default, in the order of the class."""
+    """The fields that the user set, even to their default, in the order of the class."""
     return {name: getattr(config, name) for name in type(config).model_fields if name in config.model_fields_set - {"kind"}}
 
 
 def _contradicted(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """New values for the fields of `base` that contradict the given ones."""
+    """New values for the fields of `base` that contradict the `given` fields of the call."""
     changes: dict[str, Any] = {}
     if given.get("mem") is not None:
         changes["mem_per_cpu"] = None
@@ -72,7 +91,7 @@ def _contradicted(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str,
 
 
 def _contradicts(option: str, given: Mapping[str, Any]) -> bool:
-    """Whether an option of `extra_sbatch` means the same as a given field."""
+    """Whether an option of `extra_sbatch` sets the same as one of the `given` fields of the call."""
     gpus = given.get("gpus_per_node") is not None and requests_gpus(option)
     return gpus or ("exclusive" in given and option.startswith("--exclusive="))
 

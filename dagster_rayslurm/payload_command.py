@@ -1,6 +1,6 @@
-"""Parse `payload_path`: a script, a script with arguments, or any other command.
+"""Parse `payload_path`, the text or list that names a payload, into the words of a command.
 
-No shell runs a payload, so shell syntax is refused.
+No shell runs a payload, so text with shell syntax is refused.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _OPERATOR = re.compile(r"\|\|?|&&?|[({})]|(\d*|&)(>>?|<<?<?)\S*|.*[;&]")
 _VARIABLE = re.compile(r"\$[A-Za-z_({]|`")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _MODULES = frozenset({".", "ml", "module", "source"})
+"""Shell commands that load modules or scripts; `activate.sh` of the environment can do that instead."""
 _BUILTINS = _MODULES | {"alias", "cd", "eval", "exec", "export", "set", "ulimit", "umask", "unset"}
-"""Commands of a shell that are not programs."""
+"""Shell commands that are not programs, so that no payload can begin with them."""
 
 
 def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[str]:
@@ -31,7 +32,7 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[
             is a script with arguments if its first word is an existing `.py` file. A list is used unchanged.
 
     Raises:
-        ValueError: it is empty, contains a NUL, cannot be split, needs a shell, or names a file that does not exist.
+        ValueError: `payload_path` is empty, contains a NUL, cannot be split, needs a shell, or names a missing file.
     """
     if isinstance(payload_path, (str, os.PathLike)):
         argv = _parse_text(os.fspath(payload_path), is_path=isinstance(payload_path, os.PathLike))
@@ -68,7 +69,7 @@ def _parse_text(text: str, is_path: bool) -> list[str]:
 
 
 def _on_cluster(argv: list[str]) -> str:
-    """Advice for a file that is only on the cluster."""
+    """The end of an error message: what to write for a file that is only on the Slurm cluster; "" for a relative path."""
     if not os.path.isabs(argv[0]):
         return ""
     command = ["python", *argv] if argv[0].endswith(".py") else argv
@@ -76,7 +77,7 @@ def _on_cluster(argv: list[str]) -> str:
 
 
 def script_of(payload_path: str | os.PathLike[str] | Sequence[str]) -> str | None:
-    """The absolute path of the script that a payload runs, if it is a file on this machine; else None."""
+    """The absolute path of the script that a payload runs; None if the payload runs no script of this machine."""
     if not isinstance(payload_path, (str, os.PathLike)):
         return None
     whole = existing_file(os.fspath(payload_path))
@@ -104,7 +105,7 @@ def _split(text: str) -> list[str]:
 
 
 def _refuse_shell(text: str) -> None:
-    """Refuse text that only a shell understands; a list may contain anything."""
+    """Raise `ValueError` for text with shell syntax; lists are not checked, as they may contain anything."""
     for index, word in enumerate(_WORD.findall(text)):
         bare = _QUOTED.sub(_without_quotes, word)
         first = index == 0 and (bare in _BUILTINS or _ASSIGNMENT.match(bare))

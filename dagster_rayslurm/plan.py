@@ -1,4 +1,7 @@
-"""Plan a payload: its command, its Ray cluster and its requirements. Pure, except that named files must exist."""
+"""Make the plan of a payload: its command, its Ray cluster and its requirements, all checked.
+
+Nothing is started or written; the file system is only asked whether named files exist.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,16 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True)
 class Plan:
-    """One payload and the cluster it needs, as specifications for the runtime."""
+    """What a backend needs to start one payload: the specifications of the payload and its Ray cluster.
+
+    Attributes:
+        ray: None for a payload without Ray.
+        footprint: what the payload or its Ray cluster requires of each node.
+        secret_env: variables for the payload's driver process only.
+        script: the script on this machine that the payload's command runs; None for other commands.
+        components: components of the allocation in the job's order, which local mode simulates; empty where all nodes are
+            alike.
+    """
 
     payload: PayloadSpec
     ray: RaySpec | None
@@ -31,13 +43,11 @@ class Plan:
     secret_env: dict[str, str] = field(default_factory=dict, repr=False)
     uses_pipes: bool = True
     script: str | None = None
-    """The script on this machine that the payload's command runs; None for other commands."""
     components: tuple[ComponentSpec, ...] = ()
-    """Components of the allocation in the job's order, which local mode simulates; empty where all nodes are alike."""
 
 
 def relocate(plan: Plan, script: str | None, working_dir: str | None, extra_files: Sequence[str], data_dir: str) -> Plan:
-    """The plan with the paths that its files have where the payload runs."""
+    """The plan with other paths: those that the script, directories and files have on the machine where the payload runs."""
     payload = plan.payload
     argv = [script if script is not None and word == plan.script else word for word in payload.argv]
     moved = replace(payload, argv=argv, working_dir=working_dir, extra_files=list(extra_files), data_dir=data_dir)
@@ -45,10 +55,10 @@ def relocate(plan: Plan, script: str | None, working_dir: str | None, extra_file
 
 
 def existing_directory(path: str | None, what: str) -> str | None:
-    """The absolute path of a directory.
+    """The absolute path of a directory; None if `path` is None.
 
     Raises:
-        ValueError: it does not exist.
+        ValueError: the directory does not exist; the sentence names it as `what`.
     """
     if path is None:
         return None
@@ -62,7 +72,7 @@ def existing_files(paths: Sequence[str | os.PathLike[str]] | None, what: str) ->
     """The absolute paths of files and directories.
 
     Raises:
-        ValueError: one does not exist, or two have the same name.
+        ValueError: a file does not exist, or two files have the same name; the sentence names the argument as `what`.
     """
     if isinstance(paths, (str, os.PathLike)):
         raise ValueError(f"{what}: write a list, such as [{os.fspath(paths)!r}]")
@@ -78,10 +88,10 @@ def existing_files(paths: Sequence[str | os.PathLike[str]] | None, what: str) ->
 
 
 def check_outputs(patterns: Sequence[str] | None) -> list[str]:
-    """Check patterns of output files.
+    """The patterns of output files as a list.
 
     Raises:
-        ValueError: a pattern is invalid, or leaves the payload's directory.
+        ValueError: a pattern is invalid, or leads out of the payload's directory.
     """
     if isinstance(patterns, str):
         raise ValueError(f"outputs: write a list, such as [{patterns!r}]")
@@ -108,9 +118,10 @@ def make_plan(
     uses_pipes: bool = True,
     components: Sequence[Component] = (),
 ) -> Plan:
-    """Plan a payload.
+    """The plan of a payload, from the arguments of `run()` and the fields of the resource.
 
     Args:
+        nonce: a random text that tells this payload from all others.
         components: in the job's order, merged with the launcher; empty where all nodes are alike.
 
     Raises:
@@ -143,7 +154,7 @@ def make_plan(
 
 
 def fingerprint(ray: RaySpec, python: Sequence[str]) -> str:
-    """A short hash of everything that makes two warm clusters differ."""
+    """A short hash of a warm Ray cluster's configuration; payloads share a warm cluster only if their hashes are equal."""
     # The timeout does not change the cluster.
     shape = asdict(replace(ray, startup_timeout=0.0))
     text = json.dumps([PROTOCOL_VERSION, list(python), shape], sort_keys=True)
@@ -151,7 +162,7 @@ def fingerprint(ray: RaySpec, python: Sequence[str]) -> str:
 
 
 def run_dir_name(run_id: str, step_key: str, nonce: str) -> str:
-    """The name of a run directory: readable, unique and safe in a path."""
+    """The name of a run directory: parts of the Dagster run id and the step, for readers, and the unique nonce."""
     step = _UNSAFE.sub("_", step_key)[:40]
     return f"{run_id[:8]}-{step}-{nonce}"
 

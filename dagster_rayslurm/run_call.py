@@ -1,4 +1,4 @@
-"""Run one call of `ComputeResource.run`: validate it, plan its payloads, choose the backend, execute."""
+"""The implementation of `ComputeResource.run`: validates a call, plans its payloads, chooses a backend, and executes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from .validation import by_component, check_call, check_uses_pipes
 
 Execute = Callable[..., CompletedRun]
-"""`execution.execute` for one payload, or `execute_separate` for one payload per component."""
+"""The type of `execution.execute`, for one payload, and of `execute_separate`, for one payload per component."""
 
 
 def run(resource: ComputeConfig, context: Context, arguments: RunArguments, extras: PipesExtras | None) -> CompletedRun:
-    """Run the payload of a call, or its payloads, and wait for the end.
+    """The result of a call of `ComputeResource.run`, after all of its payloads ended successfully.
 
     Raises:
         RunFailure: the call is invalid, or the run did not succeed.
@@ -73,7 +73,7 @@ def run(resource: ComputeConfig, context: Context, arguments: RunArguments, extr
 
 
 def example(resource: ComputeConfig, arguments: RunArguments) -> str:
-    """Render what a call would start, for a person to read.
+    """The batch script or the command that a call would start, for a person to read.
 
     Raises:
         RunFailure: the call is invalid.
@@ -86,10 +86,10 @@ def example(resource: ComputeConfig, arguments: RunArguments) -> str:
 
 
 def end_cluster(resource: ComputeConfig, cluster_id: str) -> bool:
-    """End a warm cluster; return whether there was one.
+    """End a warm Ray cluster, with its session or its Slurm job; returns whether the cluster existed.
 
     Raises:
-        RunFailure: the cluster, or Slurm, does not answer.
+        RunFailure: the Ray cluster or Slurm does not answer.
     """
     with _configuration_errors(), start_errors():
         if resource.slurm is not None and _mode(resource) != ExecutionMode.LOCAL:
@@ -100,14 +100,13 @@ def end_cluster(resource: ComputeConfig, cluster_id: str) -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """A valid call, merged with its resource; every `EnvVar` has its value.
+    """A valid call of `ComputeResource.run`, merged with its resource; every `EnvVar` has its value.
 
     Attributes:
-        resource: the resource.
-        arguments: the arguments as they were given.
-        own_launcher: the launcher of the call alone.
-        own_queue: the queue of the call alone.
-        own_components: the components of the call alone.
+        arguments: the arguments as the user gave them.
+        own_launcher: the launcher argument of the call; None if it has none.
+        own_queue: the queue argument of the call; None if it has none.
+        own_components: the components argument of the call; None if it has none.
         launcher: the resource's launcher with the fields that the call changes.
         components: the components of the allocation in the job's order; empty where all nodes are alike.
     """
@@ -127,10 +126,10 @@ class Call:
 
 
 def _validated(resource: ComputeConfig, arguments: RunArguments) -> Call:
-    """Merge a call with its resource.
+    """The call, checked and merged with its resource.
 
     Raises:
-        ValueError: the call has an invalid argument, or the resource cannot serve it; the sentence names the field.
+        ValueError: an argument is invalid, or the resource's mode does not support it; the sentence names the field.
     """
     queue, own_launcher, own_components = arguments.queue, arguments.launcher, arguments.components
     if isinstance(queue, Mapping):
@@ -140,7 +139,7 @@ def _validated(resource: ComputeConfig, arguments: RunArguments) -> Call:
     if not isinstance(own_launcher, (Launcher, type(None))):
         raise ValueError(f"launcher: {own_launcher!r} is not a launcher; pass a RayLauncher, a BashLauncher or your own")
     own_launcher = own_launcher and resolve_variables(own_launcher, "launcher")
-    # Local mode asks no Slurm for it, but shows mistakes in it.
+    # Local mode does not use the queue, but its mistakes should show there too.
     queue = queue and resolve_variables(queue, "queue")
     if own_components is not None:
         own_components = _resolved_components(own_components)
@@ -162,7 +161,7 @@ def _resolved_components(components: object) -> tuple[HetComponent, ...]:
 
 
 def _missing_requirements(resource: ComputeConfig, launcher: Launcher) -> Iterator[str]:
-    """Problems that the user must solve before anything can run, all at once."""
+    """Sentences about the environment and Ray version, if they rule out every run; all of them, for one error message."""
     if resource.slurm is not None and resource.mode != ExecutionMode.LOCAL:
         try:
             path_on_cluster(_environment(resource), resource.slurm.ssh is not None)
@@ -177,7 +176,7 @@ def _missing_requirements(resource: ComputeConfig, launcher: Launcher) -> Iterat
 
 
 def _check_extras(extras: PipesExtras | None) -> None:
-    """Check that Pipes extras can be sent as JSON."""
+    """Raise `ValueError` for Pipes extras that JSON cannot represent."""
     try:
         json.dumps(extras)
     except (TypeError, ValueError, RecursionError) as error:
@@ -185,7 +184,7 @@ def _check_extras(extras: PipesExtras | None) -> None:
 
 
 def _prepare(call: Call, nonce: str) -> tuple[Execute, Any, Backend[Any, Any]]:
-    """The function that runs a call, its plan (or plans by component), and the backend, which has checked them.
+    """The function that executes a call, the plan (or the plans by component), and the backend, which has checked the plan.
 
     Raises:
         ValueError: the call cannot be run; the sentence names the field.
@@ -226,10 +225,10 @@ def _prepare(call: Call, nonce: str) -> tuple[Execute, Any, Backend[Any, Any]]:
 
 
 def choose_backend(call: Call) -> LocalBackend | BatchBackend | SessionBackend:
-    """The backend for the only payload of a call.
+    """The backend for a call with a single payload.
 
     Raises:
-        ValueError: the environment cannot be used, or the components of a warm cluster contradict each other.
+        ValueError: the environment cannot be used, or the components of a warm Ray cluster contradict each other.
     """
     resource = call.resource
     if resource.mode == ExecutionMode.LOCAL:
@@ -261,7 +260,7 @@ def choose_backend(call: Call) -> LocalBackend | BatchBackend | SessionBackend:
 
 
 def _separate_backend(call: Call) -> SeparateLocalBackend | SeparateBatchBackend:
-    """The backend for one payload per component.
+    """The backend for a call with one payload per component.
 
     Raises:
         ValueError: the environment cannot be used.
@@ -280,7 +279,7 @@ def _batch_backend(call: Call) -> BatchBackend:
 
 
 def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
-    """The cluster that stays warm for all payloads, and its components.
+    """The Ray cluster that local mode keeps warm for all payloads, and its components.
 
     Raises:
         ValueError: the resource's components contradict each other, and the call does not replace them.
@@ -297,7 +296,7 @@ def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
 
 
 def _origins(call: Call) -> Iterator[str]:
-    """Log lines for the fields of the resource's launcher and queue that the call changes."""
+    """Lines for the Dagster log: where the fields of a merged launcher and of a merged queue come from."""
     resource = call.resource
     if call.own_launcher is not None and (line := launcher_origins(resource.default_launcher, call.own_launcher)):
         yield line
@@ -310,7 +309,7 @@ def _origins(call: Call) -> Iterator[str]:
 
 
 def _mode(resource: ComputeConfig) -> str | None:
-    """The mode, also outside of a run, where Dagster has resolved no variables."""
+    """The resource's mode; a variable is resolved here, because outside of a run Dagster does not resolve it."""
     return resource.mode.get_value() if isinstance(resource.mode, dg.EnvVar) else resource.mode
 
 
@@ -319,14 +318,18 @@ def _layout(resource: ComputeConfig) -> Layout:
 
 
 def _data_dir(resource: ComputeConfig) -> str | None:
-    """The directory that payloads share; on a cluster, as the user wrote it."""
+    """The data directory of payloads: absolute in local mode; else as the user wrote it, None for the default."""
     if resource.mode != ExecutionMode.LOCAL:
         return resource.data_dir
     return os.path.abspath(os.path.expanduser(resource.data_dir)) if resource.data_dir else str(_layout(resource).data)
 
 
 def _environment(resource: ComputeConfig) -> Environment:
-    """The environment of payloads, from `environment` or `pre_deployed_env_path`."""
+    """The Python environment of payloads, from `environment` or `pre_deployed_env_path`.
+
+    Raises:
+        ValueError: both fields name an environment.
+    """
     path = resource.pre_deployed_env_path
     if path is None:
         return resource.environment
@@ -336,12 +339,12 @@ def _environment(resource: ComputeConfig) -> Environment:
 
 
 def _is_ignored(resource: ComputeConfig, path: str) -> bool:
-    """Whether local mode ignores an environment because it is not on this machine."""
+    """Whether local mode ignores the environment at `path`, because that path does not exist on this machine."""
     return resource.mode == ExecutionMode.LOCAL and not os.path.exists(os.path.expanduser(path))
 
 
 def _unused_fields(resource: ComputeConfig) -> str:
-    """The resource's fields that local mode ignores, in words; "" for none."""
+    """The resource's fields that local mode ignores, as part of a sentence for the Dagster log; "" for none."""
     unused = ["slurm"] if resource.slurm is not None and resource.mode == ExecutionMode.LOCAL else []
     path = resource.pre_deployed_env_path
     if path is not None and _is_ignored(resource, path):
@@ -351,7 +354,7 @@ def _unused_fields(resource: ComputeConfig) -> str:
 
 @contextmanager
 def _configuration_errors() -> Iterator[None]:
-    """Turn a `ValueError` about the call into a `RunFailure`."""
+    """Turn a `ValueError` inside the block into a `RunFailure` of kind "configuration"."""
     try:
         yield
     except ValueError as error:

@@ -105,13 +105,13 @@ _REPLACEMENTS = {
         "use_session": 'use ComputeResource(mode="slurm-session")',
     },
 }
-"""By class or method: names in other tools, mainly dagster-slurm, and what to write instead."""
+"""By class or method: field and argument names of other tools, mainly dagster-slurm, and what to write instead."""
 _CLASSES = {"SlurmRunAllocationConfig": "SessionConfig", "SlurmSessionResource": "SessionConfig"}
-"""Classes of dagster-slurm, and their names here."""
+"""Classes of dagster-slurm, and the classes of this package that replace them under another name."""
 
 
 def explain(owner: str, name: str, known: Iterable[str], noun: str = "field") -> str:
-    """A sentence for an unknown name.
+    """An error message for an unknown field or argument, with what to write instead or the names that exist.
 
     Args:
         owner: the class or method without such a field or argument.
@@ -128,7 +128,7 @@ def explain(owner: str, name: str, known: Iterable[str], noun: str = "field") ->
 
 
 def explain_class(value: object) -> str | None:
-    """A sentence for an object of dagster-slurm; None for other objects."""
+    """An error message for an object of a class of dagster-slurm; None for any other object."""
     cls = type(value)
     if cls.__module__.partition(".")[0] != "dagster_slurm":
         return None
@@ -138,7 +138,7 @@ def explain_class(value: object) -> str | None:
 
 
 def explain_arguments(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method so that its `TypeError` for an unknown argument says what to write instead."""
+    """Decorator: the `TypeError` of the method for an unknown argument says what to write instead."""
     known = [name for name in inspect.signature(method).parameters if name != "self"]
 
     @functools.wraps(method)

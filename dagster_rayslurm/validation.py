@@ -1,4 +1,4 @@
-"""Refuse resources and calls of `run()` that cannot work, before anything starts. Pure."""
+"""Checks of resources and of calls of `run()`, before anything starts; no check has side effects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def check_definition(resource: ComputeConfig) -> None:
-    """Refuse a resource that no run can use; called when definitions load.
+    """Check that a resource can be used by some run; called when Dagster loads definitions.
 
     Fields with an `EnvVar` have no value yet and are checked when a run starts.
 
@@ -26,7 +26,7 @@ def check_definition(resource: ComputeConfig) -> None:
     """
     mode, slurm = resource.mode, resource.slurm
     if mode == ExecutionMode.LOCAL:
-        return  # Local mode ignores what only a cluster needs.
+        return  # Local mode ignores the fields that only a Slurm cluster needs.
     for each in resource.components:
         _check_queue(each.queue)
     queue = None if slurm is None else slurm.queue
@@ -57,7 +57,7 @@ def _check_environment(resource: ComputeConfig, over_ssh: bool) -> None:
 
 
 def _check_cluster(mode: str, has_slurm: bool, components: Sequence[HetComponent]) -> None:
-    """Check that the mode has the cluster it needs, and no components that it cannot have."""
+    """Raise `ValueError` if a Slurm mode lacks its SlurmResource, or mode "slurm" has components."""
     if mode != ExecutionMode.LOCAL and not has_slurm:
         raise ValueError(f"slurm: mode {mode!r} needs a Slurm cluster; set slurm=SlurmResource(…)")
     if mode == ExecutionMode.SLURM and components:
@@ -80,7 +80,7 @@ def check_session(session: SessionConfig, components: Sequence[HetComponent]) ->
 
 
 def check_call(resource: ComputeConfig, arguments: RunArguments, launcher: Launcher, components: Sequence[HetComponent]) -> None:
-    """Refuse a call of `run()` that the resource's mode and topology do not support.
+    """Check that the resource's mode and topology support a call of `run()`.
 
     Args:
         resource: the resource, every `EnvVar` resolved.
@@ -134,10 +134,10 @@ def _check_separate(
 
 
 def check_uses_pipes(value: object) -> bool:
-    """The `uses_pipes` argument of a single payload.
+    """The value of `uses_pipes` for one payload, unchanged.
 
     Raises:
-        ValueError: it is a mapping by component, or not a boolean.
+        ValueError: the value is a mapping by component, or not a boolean.
     """
     if isinstance(value, Mapping):
         raise ValueError(f"uses_pipes: one for each component needs topology='{Topology.SEPARATE}'; pass a single one")
@@ -147,12 +147,12 @@ def check_uses_pipes(value: object) -> bool:
 
 
 def by_component(value: T | Mapping[str, T], names: Sequence[str], argument: str, default: T | None = None) -> dict[str, T]:
-    """The value of an argument for each component: the same for all, or from a mapping by component.
+    """The value of an argument of `run()` for each component: the same for all, or from a mapping by component.
 
     Args:
         value: the argument.
         names: the components, in the job's order.
-        argument: its name, for error messages.
+        argument: the argument's name, for error messages.
         default: for components that the mapping leaves out; None if it must name all of them.
 
     Raises:
