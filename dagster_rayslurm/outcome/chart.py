@@ -1,4 +1,4 @@
-"""Draw the usage of a run over time, small enough for Dagster to show it in place. Pure."""
+"""The chart of CPU and memory usage over time, small enough for Dagster to show it in place. Pure."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from typing import Any
 MIB = 2**20
 
 _LIMIT = 1000
-"""Dagster shows Markdown of fewer characters in place, and a link in place of longer ones (Dagster 1.13)."""
+"""Characters of Markdown from which on Dagster shows a link instead of the text (Dagster 1.13)."""
 _WIDTH, _HEIGHT, _TOP = 400, 100, 34
+"""Pixels of the plot: its width, its height, and the room for two lines of text above it."""
 _COLUMNS = (80, 60, 50, 40, 35, 30, 25, 22, 20, 18, 16, 14, 12, 10, 5)
+"""Numbers of points to try; the first whose drawing is shorter than `_LIMIT` is used."""
 _CPU, _MEMORY = "#26e", "#d70"
+"""Colours of the line of CPUs and the line of memory."""
 
 Point = Sequence[float]
-"""Seconds since the start, CPUs busy since the point before, and bytes of memory."""
+"""One measurement: seconds since the start, CPUs busy since the point before, and bytes of memory."""
 
 
 def usage_chart(usage: Mapping[str, Any], cpus: float = 0.0, memory: float = 0.0) -> str:
-    """Draw busy CPUs of all nodes, and the memory of the node that uses most, as Markdown.
+    """Returns a chart as Markdown: the busy CPUs of all nodes, and the memory of the node that uses most memory.
 
-    Both lines have one scale if the grant is known: a dashed line marks it.
+    If granted CPUs and memory are known, one dashed line marks both, because each curve is drawn relative to its grant.
 
     Args:
-        usage: of the `end` record.
+        usage: the usage in the `end` record.
         cpus: CPUs granted on all nodes; 0 if unknown.
-        memory: bytes granted on the node that used most; 0 if unknown.
+        memory: bytes granted on the node that uses most memory; 0 if unknown.
     """
     points: list[Point] = usage["points"]
     drawings = (_draw(usage, _resample(points, columns), cpus, memory) for columns in _COLUMNS)
@@ -35,7 +38,7 @@ def usage_chart(usage: Mapping[str, Any], cpus: float = 0.0, memory: float = 0.0
 
 
 def _resample(points: Sequence[Point], columns: int) -> list[Point]:
-    """At most one point per column: the mean of the CPUs and the peak of the memory."""
+    """Returns at most one point per column: the mean of the busy CPUs and the peak of the memory."""
     width = points[-1][0] / columns or 1.0
     resampled: list[Point] = []
     column, since, cpu_seconds, peak = -1, 0.0, 0.0, 0.0

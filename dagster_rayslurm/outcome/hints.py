@@ -1,4 +1,4 @@
-"""Hints: what to do about common exceptions of payloads. Pure but for looking beside the script."""
+"""Hints for the user about common exceptions of payloads. Pure, except that files beside the script are looked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .verdict import Verdict
 
 
 def with_hint(verdict: Verdict, plan: Plan, evidence: Evidence) -> Verdict:
-    """The verdict, with a hint in its sentence where one is known."""
+    """Returns the verdict; a hint is added to its sentence if the sentence shows a common exception of payloads."""
     if verdict.kind != FailureKind.PAYLOAD:
         return verdict
     context: Mapping[str, Any] = (evidence.end or {}).get("context") or {}
@@ -36,7 +36,7 @@ def _missing_module(match: re.Match[str], plan: Plan, context: Mapping[str, Any]
 
 
 def _missing_file(match: re.Match[str], plan: Plan, context: Mapping[str, Any]) -> str:  # noqa: ARG001
-    if os.path.isabs(match[1]) or not ("." in match[1] or "/" in match[1]):  # The latter may be a program.
+    if os.path.isabs(match[1]) or not ("." in match[1] or "/" in match[1]):  # A name without dot and slash may be a program.
         return ""
     what_to_do = "name it in extra_files=, or its directory in the launcher's working_dir"
     if _is_beside(plan, match[1]):
@@ -61,6 +61,7 @@ def _always(hint: str) -> Callable[..., str]:
 
 
 def _is_beside(plan: Plan, name: str) -> bool:
+    """Whether the script's directory on this machine has a file or directory of this name."""
     return plan.script is not None and os.path.exists(os.path.join(os.path.dirname(plan.script), name))
 
 
@@ -82,4 +83,4 @@ _HINTS: Mapping[str, Callable[[re.Match[str], Plan, Mapping[str, Any]], str]] = 
     ),
     r"report_asset_check`? without passing an asset key": _always("pass asset_key="),
 }
-"""Hints by a pattern in the sentence; a hint that does not apply is empty."""
+"""Functions that return a hint, by the pattern that they need in the verdict's sentence; "" if the hint does not apply."""

@@ -1,4 +1,4 @@
-"""Metadata of results and failures in Dagster, from the record alone. Pure."""
+"""Dagster metadata of results and failures, made from the evidence about a payload. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .chart import MIB
 from .usage import Metadata, NodeUsage, granted_memory, usage_metadata, usage_of
 
 _IN_PLACE = 990
-"""Characters of a text in a failure's metadata; the run directory has all of it."""
+"""Most characters of a text that Dagster shows in place; the run directory has the whole text."""
 
 
 def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
-    """Metadata of every result of a run.
+    """Returns the metadata of a run, for results and failures alike: Ray cluster, nodes, components, usage, missing outputs.
 
     Args:
-        end: the `end` record, or its members that are known.
+        end: the `end` record, or those of its members that are known.
     """
     metadata: Metadata = {"Execution mode": mode}
     if end is None:
@@ -55,10 +55,10 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
 
 
 def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
-    """Metadata of a failure, the cause first: last output, ends of logs, run directory, exit code, Slurm state.
+    """Returns the metadata of a failure, the cause first: last output, ends of logs, run directory, exit code, Slurm state.
 
     Args:
-        run_dir: the place of its run directory; None if the directory is gone.
+        run_dir: the path of the run directory, with its host; None if the directory was removed.
     """
     texts = {"Last output": evidence.output_tail()}
     texts.update((f"Log: {name}", text) for name, text in evidence.tails.items())
@@ -80,7 +80,7 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
 
 
 def _nodes_table(context: Mapping[str, Any], usage: NodeUsage) -> dg.TableMetadataValue:
-    """The nodes of a cluster, each with its usage where there are several."""
+    """Returns a table of the nodes of a Ray cluster, with the usage of each node if usage was measured by node."""
     nodes: list[Mapping[str, Any]] = context["nodes"]
     in_components = any(node.get("component") for node in nodes)
     records = [
@@ -103,7 +103,7 @@ def _nodes_table(context: Mapping[str, Any], usage: NodeUsage) -> dg.TableMetada
 
 
 def _used(usage: NodeUsage, nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """CPU time of some nodes together, and the highest peak memory of one node."""
+    """Returns two columns of a table: the CPU time of some nodes together, and the highest peak memory among these nodes."""
     if not usage:
         return {}
     found = [usage_of(usage, node) for node in nodes]
@@ -114,13 +114,13 @@ def _used(usage: NodeUsage, nodes: Sequence[Mapping[str, Any]]) -> dict[str, flo
 
 
 def _memory(context: Mapping[str, Any], node: Mapping[str, Any]) -> float:
-    """Bytes of memory granted on a node by Slurm, else those that Ray schedules."""
+    """Returns the bytes of memory that Slurm granted on a node; without Slurm, the bytes that Ray schedules."""
     granted = {title(each): each for each in context.get("granted") or []}.get(title(dict(node)))
     return granted_memory(granted) if granted is not None else node["resources"].get("memory", 0.0)
 
 
 def _components_table(context: Mapping[str, Any], usage: NodeUsage) -> dg.TableMetadataValue | None:
-    """The components of a run, as Slurm and Ray know them; None for a run without components."""
+    """Returns a table of the components of a run: job id, nodes and resources; None for a run without components."""
     nodes = context.get("nodes") or []
     granted = (context.get("allocation") or {}).get("components") or []
     by_name = {each["component"]: each for each in granted}
@@ -143,7 +143,7 @@ def _components_table(context: Mapping[str, Any], usage: NodeUsage) -> dg.TableM
 
 
 def _states_table(job: JobFacts) -> dg.TableMetadataValue:
-    """Slurm's state of each component."""
+    """Returns a table of the components of a heterogeneous job, with Slurm's state and reason of each."""
     records = [
         dg.TableRecord(
             {
@@ -160,7 +160,7 @@ def _states_table(job: JobFacts) -> dg.TableMetadataValue:
 
 
 def _in_place(text: str) -> dg.TextMetadataValue:
-    """The end of a text, short enough for Dagster to show in place; as plain text, because logs may break Markdown."""
+    """Returns the end of a text, short enough for Dagster to show in place; plain text, because logs may break Markdown."""
     text = without_colours(text).rstrip()
     if len(text) > _IN_PLACE:
         text = "…\n" + text[-_IN_PLACE:].partition("\n")[2]

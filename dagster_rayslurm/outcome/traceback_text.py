@@ -1,7 +1,7 @@
-"""Shorten a traceback to one line: the exception, the line of the user's code, the node. Pure.
+"""Find the exception in the text of a traceback, and say it in one line with the line of the user's code and the node. Pure.
 
-Reads tracebacks of Python 3.8 to 3.14, and the text of Ray's exceptions (Ray 2.60), where the exceptions of nested tasks
-follow each other, the innermost one last.
+Tracebacks may be those of Python 3.8 to 3.14, and the text of Ray's exceptions (Ray 2.60). In the latter, the exceptions of
+nested tasks follow each other, the innermost last.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ _TASK = re.compile(r"ray::(?P<task>\S+)\(\) \(pid=\d+, ip=(?P<address>[^,) ]+)")
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*(\([\w.<>]+\))?(:.*)?")
 _ACTOR = re.compile(r"\t(class_name|ip): (.+)")
 _RAY_LOG = re.compile(r"\((autoscaler|raylet|([^()]+ )?pid=\d+)[^()]*\) ")
-"""Prefix of lines that Ray prints for other processes."""
+"""Prefix of a line that Ray prints for another process."""
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _LINKS = {_CAUSE: "cause", "During handling of the above exception, another exception occurred:": "context"}
+"""Python's lines between two tracebacks, and the value of `Raised.link` for each."""
 _HARMLESS = ("Exception ignored ", "Exception in thread", "Error in atexit")
-"""How the line before a traceback begins if the exception does not end the process."""
+"""Beginnings of the line before a traceback whose exception does not end the process."""
 _LIBRARY = re.compile(r"^<|^python/ray/|/(site|dist)-packages/|/lib/python3\.\d+/")
+"""Paths of code that is not the user's own: the standard library, and installed packages."""
 _PLUMBING = re.compile(r"^<frozen |^python/ray/|/(ray|dagster_pipes)/|/importlib/")
+"""Paths of code that only calls other code; passed over if all frames are in libraries."""
 _LONGEST = 400
-"""Characters of an exception that are shown."""
+"""Most characters of an exception in a sentence."""
 
 
 @dataclass
 class Raised:
-    """One exception of a traceback.
+    """One exception, as read from the text of a traceback.
 
     Attributes:
-        link: "cause" or "context" if the exception before led to this one, else "".
-        harmless: whether the process survived it.
-        task: the Ray task that raised it; "" for the payload's own process.
-        address: the node's address.
-        frames: path, line and function, the innermost frame last.
-        text: the name and the first line of the message.
-        more: the number of lines behind that.
+        link: how the exception before led to this exception: "cause", "context", or "" if it did not.
+        harmless: whether the process survived the exception.
+        task: the Ray task that raised the exception; "" for the payload's own process.
+        address: the IP address of the task's node.
+        frames: path, line and function of each frame, the innermost frame last.
+        text: the exception's name and the first line of its message.
+        more: the number of lines of the message after the first line.
     """
 
     link: str = ""
@@ -53,7 +56,7 @@ class Raised:
     more: int = 0
 
     def in_words(self, nodes: Mapping[str, str]) -> str:
-        """The exception and its place; `nodes` has hostnames by address."""
+        """Returns the exception with its file, line, function and node; `nodes` has hostnames by IP address."""
         where = []
         if self.frames:
             path, line, function = self._own_frame()
@@ -68,7 +71,7 @@ class Raised:
         return f"{text} ({', '.join(where)})" if where else text
 
     def _own_frame(self) -> tuple[str, int, str]:
-        """The innermost frame of the user's code, judged by its path."""
+        """Returns the innermost frame of the user's code, recognised by its path; else the innermost frame."""
         for foreign in (_LIBRARY, _PLUMBING):
             own = [frame for frame in self.frames if not foreign.search(frame[0])]
             if own:
@@ -77,12 +80,12 @@ class Raised:
 
 
 def shortened(text: str) -> str:
-    """The text, cut to fit into a sentence."""
+    """Returns the text, cut to `_LONGEST` characters to fit into a sentence."""
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 def exception_in_words(found: list[Raised], nodes: Mapping[str, str]) -> str:
-    """The last exception, and the first of the chain of its causes."""
+    """Returns a clause about the last exception, and about the first in the chain of its causes."""
     last = cause = len(found) - 1
     while cause > 0 and found[cause].link == "cause":
         cause -= 1
@@ -91,7 +94,7 @@ def exception_in_words(found: list[Raised], nodes: Mapping[str, str]) -> str:
 
 
 def traceback_of(exception: Mapping[str, Any]) -> str:
-    """The traceback of an exception reported by Dagster Pipes, as Python prints it."""
+    """Returns the traceback of an exception that Dagster Pipes reported, as Python prints it."""
     cause = exception.get("cause")
     before = f"{traceback_of(cause)}\n{_CAUSE}\n\n" if isinstance(cause, Mapping) else ""
     stack = exception.get("stack")
@@ -100,7 +103,7 @@ def traceback_of(exception: Mapping[str, Any]) -> str:
 
 
 def read_traceback(text: str) -> list[Raised]:
-    """The exceptions of all tracebacks in a text, in order."""
+    """Returns the exceptions of all tracebacks in a text, in order, except those that the process survived."""
     return [each for each in _read(text) if each.text and not each.harmless]
 
 
@@ -112,7 +115,7 @@ def _read(text: str) -> list[Raised]:
         is_open = current is not None and not current.text
         task, frame = _TASK.search(line), _FRAME.fullmatch(line)
         if task and is_open:
-            # This process, or this task, only waited for the failed task.
+            # The process or task of the open traceback only waited for the failed task.
             found[-1] = current = Raised(found[-1].link, found[-1].harmless)
         elif task or _HEADER in line or (frame and not is_open):
             current = Raised(link, harmless or bool(link and found and found[-1].harmless))
@@ -134,10 +137,11 @@ def _read(text: str) -> list[Raised]:
 def _lines(text: str) -> Iterator[str]:
     for line in without_colours(text).splitlines():
         if line.strip() and not _RAY_LOG.match(line):
-            yield line.removeprefix("  | ").rstrip()  # Prefix of the lines of an exception group.
+            yield line.removeprefix("  | ").rstrip()  # Python's prefix of the lines of an exception group.
 
 
 def _take_text(current: Raised, line: str) -> None:
+    """Add a line after the frames to an exception: its name and message, a further line, or the actor that it concerns."""
     actor = _ACTOR.match(line)
     if actor and current.text:
         current.text = f"{current.text.rstrip('.')}, {actor[1]} {actor[2]}"

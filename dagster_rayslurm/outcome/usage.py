@@ -1,4 +1,4 @@
-"""Metadata of granted and used resources. Pure."""
+"""Dagster metadata about the resources that Slurm or Ray granted to a run, and those that the run used. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .chart import MIB, usage_chart
 Metadata = dict[str, Any]
 Node = Mapping[str, Any]
 NodeUsage = Mapping[str, Mapping[str, Any]]
-"""Usage by node title."""
+"""The usage of each node, by the title of the node: its hostname, with the component if components share the host."""
 
 
 def usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Metadata:
-    """Metadata of a run's usage; empty if nothing was measured."""
+    """Returns the metadata of a run's usage; empty if nothing was measured."""
     if not usage:
         return {}
     elapsed, cpus = usage["elapsed"], cpus_of(context)
@@ -46,7 +46,7 @@ def usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Meta
 
 
 def _granted_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Metadata:
-    """Granted resources beside used ones, and the hours for which they were held."""
+    """Returns metadata that compares granted with used resources, and the hours for which the run held them."""
     granted: Sequence[Node] = context["granted"]
     largest, peak = _largest(usage, context), usage["peak_memory"]
     cpus, gpus = sum(node["num_cpus"] for node in granted), sum(node["num_gpus"] for node in granted)
@@ -74,7 +74,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def cpus_of(context: Mapping[str, Any]) -> float:
-    """CPUs of all nodes of a run: those granted by Slurm, else those of Ray and this machine."""
+    """Returns how many CPUs a run has on all nodes: those that Slurm granted, else those of Ray, at most the machine's."""
     if context.get("granted"):
         return float(sum(node["num_cpus"] for node in context["granted"]))
     nodes = context.get("nodes") or []
@@ -83,17 +83,17 @@ def cpus_of(context: Mapping[str, Any]) -> float:
 
 
 def granted_memory(node: Node) -> float:
-    """Bytes of memory granted on a node: the limit of Slurm, else all memory."""
+    """Returns the bytes of memory granted on a node: Slurm's limit, else all memory of the node."""
     return float(node["memory_limit"] or node["memory"])
 
 
 def usage_of(usage: NodeUsage, node: Node) -> Mapping[str, Any]:
-    """The usage of one node; where components share a host, the usage is listed under host and component."""
+    """Returns the usage of one node; empty if it was not measured."""
     return usage.get(title(dict(node))) or usage.get(node["hostname"]) or {}
 
 
 def _largest(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Node:
-    """The granted node with the highest peak memory."""
+    """Returns the granted node with the highest peak memory."""
     nodes: NodeUsage = usage.get("nodes") or {}
     granted: Sequence[Node] = context["granted"]
     return max(granted, key=lambda node: float(usage_of(nodes, node).get("peak_memory", 0)))

@@ -1,4 +1,4 @@
-"""Judge a run: evidence → success, or a failure of a named kind with a helpful sentence. Pure."""
+"""The verdict on a payload from its evidence: success, or a kind of failure with a sentence for the user. Pure."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _ENDS: dict[str, tuple[FailureKind, str]] = {
     EndReason.TERMINATED: (FailureKind.CANCELLED, "the run was ended from outside"),
     EndReason.TIMEOUT: (FailureKind.ALLOCATION, "the payload ran out of time"),
 }
-"""Kind and sentence for each reason of an `end` except EXIT."""
+"""Kind of failure and sentence for each reason of an `end` record except EXIT."""
 
 _RETRY: dict[str, bool] = {EndReason.RETURNED: True, EndReason.TIMEOUT: False}
-"""Whether another attempt may succeed, for reasons that differ from the default of their kind."""
+"""Whether another attempt may succeed, for those reasons whose answer differs from the default of their kind of failure."""
 
 _NO_DETAIL = "<no detail available>"
 """Python's text for an exception that it cannot print, such as a SyntaxError raised through Ray."""
 
 _NEAR = 20
-"""Lines of output that may follow a traceback which still counts as the cause."""
+"""Lines of standard error within which the cause of the end is looked for: more lines after a traceback make it too old."""
 
 _ROUTINE = re.compile(r"\b(DEBUG|INFO)\b|^\((autoscaler|raylet|[^()]*pid=\d)")
-"""Lines of output that do not explain an end; the second kind are lines of other processes that Ray prints."""
+"""Lines of output that do not explain an end: routine log lines, and lines that Ray prints for other processes."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a run.
+    """The outcome of a payload or run: success, or a kind of failure with a sentence for the user.
 
     Attributes:
-        kind: None for success.
+        kind: the kind of failure; None for success.
         retry: whether another attempt may succeed; None for the default of the kind.
     """
 
@@ -65,38 +65,38 @@ SUCCESS = Verdict(None, "the payload succeeded")
 
 @dataclass(frozen=True)
 class Judged:
-    """The verdict on one payload, with its evidence."""
+    """The verdict on one payload, with the evidence that led to it."""
 
     verdict: Verdict
     evidence: Evidence
 
 
 def needs_job_facts(evidence: Evidence) -> bool:
-    """Whether Slurm may explain the end better than the record: without an `end`, or with one caused from outside."""
+    """Whether Slurm may explain the end better than the record: the `end` is missing, or its cause came from outside."""
     end = evidence.end
     if end is None:
         return not evidence.interrupted and evidence.ended_unrecorded is None
     if end["reason"] == EndReason.CLUSTER_LOST:
-        # Slurm may have ended the nodes of one component, unseen by the head's node.
+        # Slurm may have ended the nodes of one component, which the node with the head of the Ray cluster cannot see.
         allocation = (end.get("context") or {}).get("allocation") or {}
         return len(allocation.get("components") or ()) > 1
     return end["reason"] == EndReason.TERMINATED or (end["reason"] == EndReason.EXIT and _killed(end))
 
 
 def _killed(end: Record) -> bool:
-    """Whether the payload, or its command below a shell, ended by SIGKILL, as memory limits do."""
+    """Whether SIGKILL, which enforces memory limits, ended the payload or the command of a payload that is a shell."""
     return bool(end["signal"] == signal.SIGKILL or end["exit_code"] == 128 + signal.SIGKILL)
 
 
 def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdict:
-    """Judge a run.
+    """Returns the verdict on a payload from its evidence: success, or the kind of failure and a sentence.
 
     Args:
         uses_pipes: whether the payload is declared to open Dagster Pipes.
         require_messages: whether a payload that never opened or closed Pipes has failed.
 
     Returns:
-        Success only for an `end` with exit code 0, Pipes closed without an exception, and every message used.
+        Success only if the `end` has exit code 0, Pipes was closed without an exception, and Dagster accepted every message.
     """
     end = evidence.end
     by_slurm = judge_job(evidence) if needs_job_facts(evidence) else None
@@ -117,7 +117,7 @@ def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdi
 
 
 def _exception(exception: Mapping[str, Any], evidence: Evidence) -> str:
-    """The exception that the payload reported through Pipes, in one line."""
+    """Returns the exception that the payload reported through Pipes, in one line."""
     found = read_traceback(traceback_of(exception))
     if not found or _NO_DETAIL in found[-1].text:
         found = read_traceback(evidence.last_errors()) or found
@@ -127,7 +127,7 @@ def _exception(exception: Mapping[str, Any], evidence: Evidence) -> str:
 
 
 def _exit_sentence(code: int, evidence: Evidence) -> str:
-    """The exit code, with the exception or the last line of standard error."""
+    """Returns a sentence about the exit code, with the exception or the last line of standard error."""
     found = read_traceback(evidence.last_errors())
     raised = exception_in_words(found, _nodes(evidence)) if found else ""
     if raised and code == 1 and not found[-1].more:
@@ -141,19 +141,20 @@ def _exit_sentence(code: int, evidence: Evidence) -> str:
 
 
 def _last_words(text: str) -> str:
-    """The last line of output that may explain the end."""
+    """Returns the last line of output that may explain the end; "" if there is none."""
     lines = [line.rpartition("\r")[2].strip() for line in without_colours(text).rstrip().split("\n")]
     relevant = [line for line in lines[-_NEAR:] if line and not _ROUTINE.search(line)]
     return shortened(relevant[-1]) if relevant else ""
 
 
 def _nodes(evidence: Evidence) -> dict[str, str]:
-    """Hostnames by address."""
+    """Returns the hostnames of the nodes by IP address."""
     nodes = ((evidence.end or {}).get("context") or {}).get("nodes") or []
     return {node["address"]: node["hostname"] for node in nodes}
 
 
 def _judge_messages(evidence: Evidence, required: bool) -> Verdict:
+    """Returns the verdict on a payload with exit code 0, from its Pipes messages and the damage to its record."""
     if evidence.message_error:
         return Verdict(FailureKind.PIPES, f"the payload succeeded, but Dagster refused a Pipes message: {evidence.message_error}")
     if evidence.damaged_lines:
@@ -174,7 +175,7 @@ def _judge_messages(evidence: Evidence, required: bool) -> Verdict:
 
 
 def judge_job(evidence: Evidence) -> Verdict | None:
-    """The verdict from Slurm's accounting of the job; None if Slurm explains nothing."""
+    """Returns the verdict that follows from Slurm's accounting of the job; None if Slurm does not explain the end."""
     job, end = evidence.job, evidence.end
     if job is None:
         return None
@@ -183,7 +184,7 @@ def judge_job(evidence: Evidence) -> Verdict | None:
     log = "\n".join([evidence.runtime_log, *evidence.tails.values()])
     found = explain_job_end(job, log, terminated=end is not None and end["reason"] == EndReason.TERMINATED, silent=silent)
     if found is None or (end is not None and end["reason"] == EndReason.EXIT and not job.out_of_memory):
-        return None  # Somebody killed the payload; the job itself went on.
+        return None  # Slurm explains nothing, or somebody killed the payload alone, and the job went on.
     if found[0] == FailureKind.RUNTIME and evidence.culprit is not None:
         return Verdict(FailureKind.RUNTIME, f"{evidence.culprit}, and Slurm ended those of all nodes")
     if evidence.queued and end is None and found[0] != FailureKind.CANCELLED:
@@ -193,6 +194,7 @@ def judge_job(evidence: Evidence) -> Verdict | None:
 
 
 def _without_end(evidence: Evidence) -> Verdict:
+    """Returns the verdict on a payload whose record has no `end`, if Slurm does not explain it."""
     if evidence.interrupted:
         return Verdict(FailureKind.CANCELLED, "the run was cancelled, and the runtime was killed before it could say how")
     if evidence.ended_unrecorded is not None:
@@ -211,25 +213,26 @@ def _without_end(evidence: Evidence) -> Verdict:
 
 
 def _for_reason(reason: str, message: str | None) -> Verdict:
-    """The verdict for a reason other than EXIT."""
+    """Returns the verdict on a payload whose `end` has a reason other than EXIT."""
     kind, sentence = _ENDS.get(reason, _ENDS[EndReason.RUNTIME])
     return Verdict(kind, f"{sentence}: {message}" if message else sentence, _RETRY.get(reason))
 
 
 def exit_in_words(code: int) -> str:
-    """An exit code in words, as `subprocess` gives it (negative: the signal), or a shell (128 + signal)."""
+    """Returns an exit code in words; a negative code (from `subprocess`) or 128 + n (from a shell) means a signal."""
     if code < 0 or code > 128:
         return signal_name(-code if code < 0 else code - 128)
     return f"exit code {code}"
 
 
 def signal_name(number: int) -> str:
-    """Number and name of a signal, such as "signal 9 (SIGKILL)"."""
+    """Returns number and name of a signal, such as "signal 9 (SIGKILL)"."""
     name = processes.signal_name(number)
     return f"signal {number} ({name})" if name.startswith("SIG") else name
 
 
 def _hint(number: int) -> str:
+    """Returns a clause about the usual cause of a signal; "" if none is known."""
     if number == signal.SIGKILL:
         return "; the kernel does that when memory runs out (see `dmesg`), else somebody ended it"
     if number == signal.SIGSEGV:
