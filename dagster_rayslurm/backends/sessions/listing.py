@@ -1,4 +1,4 @@
-"""List the sessions on a cluster, and end them for sure."""
+"""List the sessions of a user on a Slurm cluster, and end them with confirmation by Slurm."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from .client import Announcement, AnswerLost, Unreachable, parse_announcement, s
 from .registry import FOREIGN, parse_manifest
 
 _TIMEOUT = 120.0
+"""Seconds for the command that lists sessions."""
 _END_TIMEOUT = 45.0
-"""Seconds in which a session ends that got a stop request: payloads have their grace periods, and Ray its own."""
+"""Seconds in which a session ends after a stop request; its payloads and Ray have grace periods. Then its job is cancelled."""
 
 # Directories are listed too: one without files is a session that is being submitted. Files may disappear meanwhile.
 _LIST = f"""\
@@ -46,20 +47,20 @@ _log = logging.getLogger("rayslurm")
 
 
 class SessionState(str, Enum):
-    """The state of a session by its files, the queue, and its own description."""
+    """The state of a session, derived from its files, Slurm's queue, and the session's own description."""
 
     PENDING = "pending"
     STARTING = "starting"
     UP = "up"
-    """It announces itself; its description says whether it is ready."""
+    """The session announces itself; only its own description says whether it is ready."""
     READY = "ready"
     DRAINING = "draining"
-    """It runs its payloads to their end, and accepts no more."""
+    """The session runs its payloads to their end, and accepts no more."""
     SILENT = "silent"
-    """It announces itself but does not answer."""
+    """The session announces itself but does not answer."""
     ENDED = "ended"
     DEAD = "dead"
-    """It ended without withdrawing its announcement."""
+    """The session's job ended without withdrawing the announcement."""
 
     def __str__(self) -> str:
         return self.value
@@ -72,12 +73,12 @@ class Generation:
     Attributes:
         key: the name of the session's directory.
         number: the number of the generation.
-        directory: its directory, absolute.
-        job_id: Slurm's id; None if it is not known (yet).
+        directory: the generation's directory, absolute.
+        job_id: Slurm's id of the job; None if it is not known (yet).
         job_name: name of the job; "" if that was not written yet.
         exit_code: exit code of the job's script; None before its end.
-        announcement: how to reach the session; None before it accepts requests.
-        ask_command: the command that hands a request over within the allocation, without the directory.
+        announcement: how to reach the session; None before the session accepts requests.
+        ask_command: the command that hands a request to the session from within its allocation; the directory is appended.
         components: names of the allocation's components, the head's first; empty where all nodes are alike.
     """
 
@@ -93,12 +94,12 @@ class Generation:
 
 
 def list_generations(connection: Connection, base: str, key: str = "*") -> list[Generation]:
-    """The generations of sessions below a base directory, sorted by name and number; one command on the cluster.
+    """All generations of sessions below a base directory, sorted by session and number; one command on the cluster.
 
     Args:
-        connection: the cluster.
+        connection: the edge node of the cluster.
         base: the base directory, absolute.
-        key: the name of a session's directory, or a pattern.
+        key: the name of a session's directory, or a pattern of names.
 
     Raises:
         OSError: the cluster cannot be reached, or the directory is another user's.
@@ -111,7 +112,7 @@ def list_generations(connection: Connection, base: str, key: str = "*") -> list[
 
 
 def parse_listing(data: bytes, base: str) -> list[Generation]:
-    """The generations in a tar of the directories of sessions; other and damaged entries are left out."""
+    """The generations in a tar file of the directories of sessions; unknown and damaged entries are left out."""
     files: dict[tuple[str, int], dict[str, bytes]] = {}
     known: set[tuple[str, int]] = set()
     # The beginning of a listing that was cut off is used.
@@ -150,7 +151,7 @@ def _generation(base: str, key: str, number: int, files: Mapping[str, bytes]) ->
 
 
 def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
-    """The session's job (its first component) if it is in the queue and has not ended; else None."""
+    """The row of a generation's job (its first component) in the queue; None if the job has ended or is not in the queue."""
     if generation.exit_code is not None:
         return None
     if generation.job_id is not None:
@@ -162,7 +163,7 @@ def job_of(generation: Generation, snapshot: QueueSnapshot) -> QueueRow | None:
 
 
 def state_of(generation: Generation, row: QueueRow | None) -> SessionState:
-    """The state of a session by its files and its row of the queue."""
+    """The state of a session, derived from its files and the row of its job in the queue (see `job_of`)."""
     announcement = generation.announcement
     if row is None:
         dead = generation.exit_code is None and announcement is not None and announcement.closing is None
@@ -175,7 +176,7 @@ def state_of(generation: Generation, row: QueueRow | None) -> SessionState:
 
 
 def ask_session(connection: Connection, generation: Generation, request: Mapping[str, object]) -> dict[str, object]:
-    """Send a request to a session and return its answer; raises as `send_request`."""
+    """Send a request to a session and return the session's answer; raises what `send_request` raises."""
     if generation.announcement is None:
         raise Unreachable(f"the session {generation.key} does not say where it is")
     command, directory = generation.ask_command, generation.directory
@@ -184,12 +185,12 @@ def ask_session(connection: Connection, generation: Generation, request: Mapping
 
 
 def end_sessions(connection: Connection, base: str, key: str) -> bool:
-    """End all generations of a session and wait until Slurm confirms it; False if there was none.
+    """End all generations of a session and wait until Slurm confirms their end; False if no generation was alive.
 
     Args:
-        connection: the cluster.
+        connection: the edge node of the cluster.
         base: the base directory there, absolute.
-        key: the name of the session's directory, or a pattern.
+        key: the name of the session's directory, or a pattern of names.
 
     Raises:
         StartError: Slurm does not confirm the end.
@@ -199,7 +200,7 @@ def end_sessions(connection: Connection, base: str, key: str) -> bool:
 
 
 def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
-    """End some generations, as `end_sessions` does."""
+    """End the given generations and wait until Slurm confirms their end; False if none was alive. Raises as `end_sessions`."""
     commands = slurm_commands(connection)
     snapshot = fetch_queue(commands)
     ended = False
@@ -209,7 +210,7 @@ def end_generations(connection: Connection, generations: Iterable[Generation]) -
             _end(connection, commands, generation, row)
             ended = True
         elif generation.job_id is None and generation.job_name:
-            # The submission was cut off or is under way: with this mark, its creator cancels the job after the submission.
+            # The submission was cut off or is under way. If it succeeds, the creator finds this mark and cancels the job.
             connection.make_dir(os.path.join(generation.directory, ABANDONED))
             cancel_named(commands, generation.job_name, _log)
     return ended

@@ -1,7 +1,7 @@
 """Match payloads with sessions: what a payload requires, what a session offers, and the first misfit between them. Pure.
 
-A launcher or queue field at its default requires nothing. Where a session's job left an amount to Slurm, only the session
-knows what it was granted, and refuses a payload that does not fit.
+A launcher or queue field at its default requires nothing. If a session's job left an amount to Slurm, only the running session
+knows what Slurm granted, and the session itself refuses a payload that does not fit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...slurm.fields import SBATCH_FIELDS, granted_gpus
 from ...slurm.request import JobRequest, gibibytes_for_ray, make_request
 
 QueueFields = Mapping[str, Any]
-"""The fields of a `SlurmQueueConfig` as JSON, with CPUs and GPUs as they were requested."""
+"""The fields of a `SlurmQueueConfig` as JSON, with the CPUs and GPUs that were requested of Slurm."""
 
 _LAUNCHER_FIELDS = {
     "num_cpus": "num_cpus_per_node",
@@ -30,7 +30,7 @@ _LAUNCHER_FIELDS = {
     "object_store_memory": "object_store_memory_gb",
     "node_ip_address": "head_node_address",
 }
-"""Fields of `RayLauncher` that `RaySpec` calls by another name."""
+"""The field of `RayLauncher` for each field of `RaySpec` or `NodeSpec` that has another name."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Requirements:
         footprint: what the launcher requires of each node.
         queue: the allocation, or its first component.
         components: the components of the allocation, in the job's order; empty where all nodes are alike.
-        time_limited: whether the queue's time limit is the payload's own.
-        head: the component in which the payload must run; None for the one that has the head.
+        time_limited: whether the time limit in `queue` is the payload's own, and not the session's.
+        head: the component in which the payload must run; None for the component that has the session's Ray head.
     """
 
     ray: RaySpec | None
@@ -63,7 +63,7 @@ class Requirements:
         return replace(self, queue=limited(self.queue), components=components)
 
     def job_request(self, name: str = "rayslurm", comment: str = "") -> JobRequest:
-        """The Slurm job of a session that is created with these requirements.
+        """The request for the Slurm job of a session that is created with these requirements.
 
         Raises:
             ValueError: the queue and the launcher contradict each other.
@@ -77,7 +77,7 @@ class Requirements:
         return replace(request, requeue=False, further_components=others)
 
     def capacity(self, reuse: bool) -> Capacity:
-        """What a session offers that is created with these requirements; `reuse` keeps its Ray cluster warm."""
+        """What a session offers that is created with these requirements; `reuse` says whether its Ray cluster stays warm."""
         parts: Iterable[tuple[str | None, SlurmQueueConfig]] = [(each.component_id, each.queue) for each in self.components]
         granted: dict[str | None, QueueFields] = {
             name: {**queue.model_dump(mode="json"), "cpus_per_node": part.cpus_per_node, "gpus_per_node": part.gpus_per_node}
@@ -91,8 +91,8 @@ class Capacity:
     """What a session offers to each payload.
 
     Attributes:
-        ray: the warm Ray cluster; None if there is none.
-        reuse: whether all payloads share that cluster; else each gets a cluster of its own on the session's nodes.
+        ray: the warm Ray cluster; None if the session has none.
+        reuse: whether all payloads share the warm Ray cluster; otherwise each payload gets its own on the session's nodes.
         queues: what was granted to each component, the head's first; under None where all nodes are alike; empty without Slurm.
     """
 
@@ -109,7 +109,7 @@ class Capacity:
 
 
 def capacity_to_json(capacity: Capacity) -> dict[str, Any]:
-    """A capacity as it stands in a session manifest."""
+    """A capacity as JSON for a session's manifest; `capacity_from_json` reads it."""
     return {
         "ray": None if capacity.ray is None else asdict(capacity.ray),
         "reuse": capacity.reuse,
@@ -167,12 +167,12 @@ def misfit(required: Requirements, capacity: Capacity) -> str | None:
 
 
 def misfit_error(problem: str) -> str:
-    """The error for a payload that does not fit and gets no session of its own."""
+    """The error message for a payload that does not fit the session, with what the user may change."""
     return f'{problem}; use what the session has, another session name, or SessionConfig(on_misfit="new-session")'
 
 
 def same_capacity(one: Capacity, other: Capacity) -> bool:
-    """Whether two sessions offer the same; how long to wait for a cluster says nothing about the cluster."""
+    """Whether two sessions offer the same to payloads; how long to wait for the Ray cluster does not count."""
     plain, also = (
         replace(each, ray=replace(each.ray, startup_timeout=0.0)) if each.ray is not None else each for each in (one, other)
     )
@@ -180,7 +180,7 @@ def same_capacity(one: Capacity, other: Capacity) -> bool:
 
 
 def own_cluster(ray: RaySpec | None, capacity: Capacity) -> RaySpec | None:
-    """The cluster of a payload's own on the session's nodes; it spans components that the payload does not name, too."""
+    """The Ray cluster that a payload gets for itself on the session's nodes; it includes components that the payload leaves out."""
     if ray is None or None in capacity.queues or not capacity.queues:
         return ray
     named = {each.component_id: each for each in ray.components}
@@ -188,9 +188,10 @@ def own_cluster(ray: RaySpec | None, capacity: Capacity) -> RaySpec | None:
 
 
 def claimed_resources(required: Requirements, capacity: Capacity) -> tuple[int | None, int | None]:
-    """CPUs and GPUs of each node that a payload claims while others run beside it; None claims nothing.
+    """The CPUs and the GPUs on each node that a session reserves for a payload beside others; None for no reservation.
 
-    Ray divides the session's cluster among payloads that take it as it is. Nodes that differ by component have no common amount.
+    Ray itself divides the session's Ray cluster among payloads that take it as it is. Nodes that differ by component have no
+    common amount.
     """
     if required.ray is not None and (required.ray == capacity.ray or required.components or required.ray.components):
         return None, None
@@ -202,7 +203,7 @@ def claimed_resources(required: Requirements, capacity: Capacity) -> tuple[int |
 
 
 def payload_time_limit(required: Requirements, capacity: Capacity) -> float | None:
-    """Seconds that the payload's own queue allows; None if the session does not live longer than that."""
+    """The payload's own time limit in seconds; None if it has none, or the session's allocation is no longer than that."""
     head_queue = next(iter(capacity.queues.values()), None)
     if head_queue is None or not required.time_limited:
         return None

@@ -1,4 +1,7 @@
-"""A payload that a session has accepted. The allocation owns it; a file in its run directory asks it to end."""
+"""A payload that a session has accepted: follow it, ask it to end, and explain its end.
+
+The session's runtime runs the payload. A file in the payload's run directory asks the runtime to end it.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +23,37 @@ from ..cancel_request import CancelRequest, cancel_path, cancel_request_json, wr
 from ..slurm_job import STATE_TIMEOUT, SlurmJob
 
 _EXIT_POLL_AFTER = 2.0
-"""Seconds of silence after which the exit code of the session's script is polled; one small read a second."""
+"""Seconds without a new line in the record after which the exit code of the session's batch script is polled; one small read a
+second."""
 _KILL_TIMEOUT = 10.0
-"""Seconds in which a payload without grace period ends once the cancel request was delivered."""
+"""Seconds in which a payload ends without a grace period, once the cancel request was delivered."""
 _DELIVERY_TIMEOUT = 60.0
 """Seconds in which the cancel request is delivered; as many as Slurm has to confirm the end of a job."""
 _DESCRIBE_AFTER = 60.0
-"""Seconds of silence after which the session says whether it still has the payload. A payload may have ended without a record
-of it, where the disk was full. The pauses between these requests grow with the silence."""
+"""Seconds without a new line in the record after which the session is asked whether it still has the payload. The end of a
+payload may be missing from the record, because the disk was full. The pauses between these questions grow."""
 _DESCRIBE_INTERVAL = 900.0
-"""Longest pause between two such requests."""
+"""Longest pause, in seconds, between two of these questions."""
 _RECORD_TIMEOUT = 30.0
-"""Seconds in which the end of a payload appears that the session no longer has."""
+"""Seconds in which the end of a payload appears in the record after the session says that it no longer has the payload."""
 _POLL_INTERVAL = 0.5
+"""Seconds between two looks at a payload that is being killed."""
 _CHUNK = 1024 * 1024
+"""Bytes of the record that are read at a time."""
 
 
 @dataclass(kw_only=True, eq=False)
 class SessionPayload:
-    """One payload in a session.
+    """One payload in a session; a `RunningPayload`.
 
     Attributes:
         connection: reaches the files.
         job: the session's job.
-        name: name of the session, with its generation.
+        name: name of the session and number of its generation.
         reused: whether the session accepted requests before this step came; None if that is not known.
         waited: seconds until the session accepted the payload; None if that is not known.
-        poll_interval: seconds of silence after which the queue is polled for the session's job.
-        describe: requests the session's description.
+        poll_interval: seconds without a new line in the record after which the queue is polled for the session's job.
+        describe: asks the session for its description, which lists the session's payloads.
     """
 
     connection: Connection
@@ -73,7 +79,7 @@ class SessionPayload:
         self._cancel_request = CancelRequest(self._send_cancel, self.step.log)
         self._describe_at = _DESCRIBE_AFTER
         self._missing_since: float | None = None
-        """Since when the session is known to have the payload no longer."""
+        """When the session first said that it no longer has the payload (monotonic clock); None before."""
 
     @property
     def place(self) -> str:
@@ -95,7 +101,7 @@ class SessionPayload:
         return self.job.end_description(started=True)
 
     def _is_lost(self, silence: float) -> bool:
-        """Whether the session has had the payload no longer for a while, and the record still has no end."""
+        """Whether the session has no longer had the payload for `_RECORD_TIMEOUT`, while the record still has no end."""
         if silence < _DESCRIBE_AFTER:
             self._describe_at, self._missing_since = _DESCRIBE_AFTER, None
         elif self._missing_since is not None:
@@ -145,7 +151,7 @@ class SessionPayload:
                 request.resend()
 
     def _is_over(self) -> bool:
-        """Whether the end is recorded, or the session has ended."""
+        """Whether the payload's end is recorded, or the session's job has ended."""
         if self.job.observe(ask=False) and self.job.status.over:
             return True
         reader = LineReader()
@@ -175,7 +181,7 @@ class SessionPayload:
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """Let go of the payload; kill it first if no one followed it."""
+        """Called when this step is done with the payload; kills a payload that was neither followed nor cancelled."""
         if leaks := _leaks(evidence):
             self._log.warning(f"[rayslurm] the payload left on the session's cluster: {leaks}")
         if evidence.end is None and not self._followed and not self._cancelled:
@@ -183,5 +189,5 @@ class SessionPayload:
 
 
 def _leaks(evidence: Evidence) -> str:
-    """What the payload left alive on the cluster that other payloads use after it."""
+    """What the payload left alive on the Ray cluster that later payloads use, in words; "" for nothing."""
     return "; ".join(map(str, ((evidence.end or {}).get("context") or {}).get("leaks") or []))

@@ -1,7 +1,7 @@
 """End a session with its Dagster run (`SessionConfig(scope="run")`): start a watcher process that outlives the run.
 
-Dagster notifies no one that a run was killed, so the watcher waits for the end of the run's process. Which process that is
-was tried on Dagster 1.13 with both of its own executors.
+Dagster tells no process that a run was killed, so the watcher waits for the end of the run's process. Which process that is was
+tried on Dagster 1.13 with both of Dagster's own executors.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .run_scope_watcher import start_time
 
 _DRIVES_RUN = ("dagster._core.execution.api", "job_execution_iterator")
 _RUNS_STEP = ("dagster._core.executor.child_process_executor", "_execute_command_in_child_process")
-"""Functions of Dagster on the stack of a process that drives a run, and of one that runs a step for such a process."""
+"""Dagster's functions (module, name) on the stack of a process that drives a run, and of a process that runs one step."""
 
 
 @dataclass(frozen=True)
 class RunProcess:
-    """The process with which a run ends.
+    """The process whose end is the end of a Dagster run.
 
     Attributes:
-        pid: its id.
-        started: see `run_scope_watcher.start_time`; None if the process has ended.
+        pid: the process id.
+        started: when the process started, see `run_scope_watcher.start_time`; None if the process has ended.
     """
 
     pid: int
@@ -46,13 +46,13 @@ class RunProcess:
 
 _lock = threading.Lock()
 _watchers: dict[str, list[subprocess.Popen[bytes]]] = {}
-"""By run: the watchers that this process, which is the run's own, notifies of the end of the run."""
+"""For each run that this process drives, the watchers to notify when the run ends, see `run_ended`."""
 
 
 def run_process() -> RunProcess | None:
-    """The process of the run whose step runs here; None if its executor is not one of Dagster's own two.
+    """The process of the Dagster run whose step runs here; None if the run's executor is not one of Dagster's own two.
 
-    With the in-process executor it is this process, with the multiprocess executor its parent.
+    With the in-process executor it is this process, with the multiprocess executor the parent of this process.
     """
     functions = set(_functions())
     if _RUNS_STEP in functions:
@@ -66,7 +66,7 @@ def run_process() -> RunProcess | None:
 
 
 def _functions() -> Iterator[tuple[str, str]]:
-    """Module and name of the functions on the stacks of all threads."""
+    """Module and name of each function on the stacks of all threads of this process."""
     for frame in sys._current_frames().values():
         while frame is not None:
             yield frame.f_globals.get("__name__", ""), frame.f_code.co_name
@@ -74,12 +74,12 @@ def _functions() -> Iterator[tuple[str, str]]:
 
 
 def local_target(home: Layout, name: str) -> dict[str, Any]:
-    """A session of this machine for `end_with_run`, by the name of its directory."""
+    """Describes a session on this machine as a target for `end_with_run`; `name` is the name of the session's directory."""
     return {"kind": "local", "key": name, "base": str(home.base)}
 
 
 def slurm_target(ssh: Any, base: str, key: str) -> dict[str, Any]:
-    """A session of a cluster for `end_with_run`.
+    """Describes a session on a Slurm cluster as a target for `end_with_run`.
 
     Args:
         ssh: the `SSHConnectionResource`, or None.
@@ -90,7 +90,7 @@ def slurm_target(ssh: Any, base: str, key: str) -> dict[str, Any]:
 
 
 def end_with_run(home: Layout, run_id: str, target: Mapping[str, Any], log: Any) -> None:
-    """Start a watcher that ends a session when the run ends, unless the session has one.
+    """Start a watcher process that ends a session when the run ends, unless the session has a watcher already.
 
     Args:
         home: the base directory on this machine.
@@ -115,9 +115,9 @@ def end_with_run(home: Layout, run_id: str, target: Mapping[str, Any], log: Any)
 
 
 def run_ended(run_id: str) -> None:
-    """Notify the watchers of a run that it has ended although its process goes on, as in a notebook or a test.
+    """Called when a run has ended, to tell its watchers so: the run's process may go on, as in a notebook or a test.
 
-    This does nothing in the process of a single step.
+    This does nothing in a process that runs only one step of the run.
     """
     with _lock:
         watchers = _watchers.pop(run_id, [])
@@ -128,7 +128,7 @@ def run_ended(run_id: str) -> None:
 
 
 def _start_watcher(home: Layout, process: RunProcess, target: Mapping[str, Any]) -> subprocess.Popen[bytes] | None:
-    """Start a watcher, which holds a lock as long as it lives; None if another one holds the lock."""
+    """Start a watcher, which holds the session's lock as long as it lives; None if another watcher holds the lock."""
     text = json.dumps(target, sort_keys=True)
     LocalConnection().make_dir(str(home.sessions))
     lock = home.sessions / f"{target['key']}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.watch"
@@ -190,7 +190,7 @@ def _try_lock(path: Path) -> int | None:
 
 
 def _reset_after_fork() -> None:
-    """A forked child is not the run, and has none of its parent's threads."""
+    """Called in a forked child, which does not drive the run, and has no thread that could release the lock."""
     global _lock
     _lock = threading.Lock()
     _watchers.clear()

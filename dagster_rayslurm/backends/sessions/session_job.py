@@ -1,4 +1,4 @@
-"""The job of a session: which session a payload gets, its directory, start record and batch script. Pure."""
+"""Which session a payload gets, and what that session's job is made of: directory, start record and batch script. Pure."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from .matching import Requirements, misfit, required_head
 
 @dataclass(frozen=True)
 class SessionSetup:
-    """How a resource uses sessions, and what one run changes.
+    """How a `ComputeResource` uses sessions, and what one run overrides.
 
     Attributes:
-        slurm: the cluster.
-        own_queue: what this run changes in the queue of sessions; None for nothing.
+        slurm: the Slurm cluster.
+        own_queue: what this run changes in the queue configuration of sessions; None for nothing.
         environment: the Python environment on the cluster.
         session: how sessions are shared.
         launcher: the launcher for which sessions are created.
@@ -61,10 +61,10 @@ class SessionSetup:
 
     @cached_property
     def default(self) -> Requirements:
-        """Requirements of the default session, which serves payloads without overrides.
+        """What the default session is created with; it serves payloads without overrides.
 
         Raises:
-            ValueError: the components contradict each other, or the session's configuration.
+            ValueError: the components contradict each other or the session's configuration.
         """
         if not self.components:
             queue = session_queue(self.slurm.queue, self.session)
@@ -76,7 +76,7 @@ class SessionSetup:
         return required.with_time_limit(self.session.time_limit) if self.session.time_limit is not None else required
 
     def required(self, plan: Plan) -> Requirements:
-        """What this run's payload requires."""
+        """What this run's payload requires of a session."""
         own = self.own_components is not None
         components = self.components if self.own_components is None else self.own_components
         if not components:
@@ -92,7 +92,10 @@ class SessionSetup:
         return required if own else required.with_time_limit(self.default.queue.time_limit)
 
     def own(self, plan: Plan) -> Requirements:
-        """Requirements of the session for a payload that does not fit the default session; it lives at least as long."""
+        """What a separate session is created with, for a payload that does not fit the default session.
+
+        That session lives at least as long as the default session.
+        """
         required = self.required(plan)
         limits = [required.queue.time_limit]
         with suppress(ValueError):  # The run's own components may replace some that contradict each other.
@@ -100,10 +103,10 @@ class SessionSetup:
         return required.with_time_limit(max(limits, key=lambda text: time_limit_seconds(text) or float("inf")))
 
     def misfit(self, plan: Plan) -> str | None:
-        """What the payload requires and the default session does not offer; None if it fits.
+        """What the payload requires and the default session does not offer, as a sentence; None if the payload fits.
 
         Raises:
-            ValueError: the default session is impossible, and the run brings no components in place of its own.
+            ValueError: the default session is impossible, and the run does not replace the session's components by its own.
         """
         required = self.required(plan)
         try:
@@ -122,7 +125,7 @@ class SessionSetup:
             run_id: the Dagster run.
             base: the base directory on the cluster.
             data_dir: the directory that payloads share.
-            apart: whether this is a session for a payload that does not fit the one of that name.
+            apart: whether this is a separate session, for a payload that does not fit the default session.
         """
         config = self.session
         what: dict[str, Any] = {
@@ -134,7 +137,7 @@ class SessionSetup:
             "run": run_id if config.scope == "run" else None,
         }
         if config.name is None or apart:
-            # How long to wait for a cluster says nothing about the cluster.
+            # How long to wait for a Ray cluster says nothing about the Ray cluster.
             ray = None if required.ray is None else dataclasses.replace(required.ray, startup_timeout=0.0)
             what |= _as_json(dataclasses.replace(required, ray=ray)) | {"site": self.slurm.site}
             what |= {"concurrent": config.max_concurrent_payloads, "idle": config.idle_timeout, "yields": config.yield_when_idle}
@@ -142,14 +145,17 @@ class SessionSetup:
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     def fingerprint(self, plan: Plan, run_id: str, base: str, data_dir: str) -> bytes:
-        """What a payload asks for, as text: a retry reattaches only if its text is the same. Arguments as for `key`."""
+        """Text of all that a payload asks for. A retry of the step continues the payload only if its own text is the same.
+
+        The arguments are those of `key`.
+        """
         required, apart = self.required(plan), self.misfit(plan) is not None
         session = self.key(self.own(plan) if apart else self.default, run_id, base, data_dir, apart)
         what = {"session": session, "time_limited": required.time_limited, "head": required.head, **_as_json(required)}
         return json.dumps(what, sort_keys=True).encode()
 
     def runtime_spec(self, cluster_id: str, required: Requirements, request: JobRequest, plan: Plan) -> RuntimeSpec:
-        """The start record of a session's runtime."""
+        """What the runtime of a session reads when it starts."""
         signal_name, before = split_signal(required.queue.signal_before_timeout)
         components = component_specs(request)
         return RuntimeSpec(
@@ -175,7 +181,7 @@ class SessionSetup:
         return render_script(request, interpreter.start("-I", runtime, "session", directory), directory, self.slurm.site)
 
     def example_script(self, plan: Plan) -> str:
-        """The batch script of a payload's session, with words in capitals for what is known only at submission."""
+        """The batch script of the payload's session, with words in capitals in place of what is known only at submission."""
         required = self.default if self.misfit(plan) is None else self.own(plan)
         request = required.job_request(job_name(f"session-{self.name}", "NONCE"), job_comment("RUN", "STEP", None))
         base = self.slurm.remote_base
