@@ -1,4 +1,7 @@
-"""Session mode: run payloads in a warm allocation that many steps share, and create it if there is none."""
+"""The backend of the mode `slurm-session`: run payloads in a session, a warm allocation that many steps share.
+
+If there is no session, the step creates one. A session has one allocation, its newest generation, at a time (see `registry`).
+"""
 
 from __future__ import annotations
 
@@ -57,11 +60,11 @@ from .run_scope import end_with_run, slurm_target
 from .session_job import SessionSetup
 
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
-"""A payload's record begins before it is followed, and a warm step may be over in no time."""
+"""Pauses between two looks at a payload's record; the first are short, as a warm step may be over in no time."""
 _VISIBILITY_TIMEOUT = 90.0
 """Seconds in which a node sees uploaded files: on NFS a name that was looked up in vain stays missing for up to a minute."""
 _DELIVERIES = 3
-"""Uploads of bundles that are missing again a moment later."""
+"""Most uploads for one session of bundles that disappear again."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class SessionBackend:
 
     Args:
         setup: which session a payload gets.
-        queue_timeout: seconds after which a run gives up a session that still waits in the queue; None waits for ever.
+        queue_timeout: seconds after which a run no longer waits for a session that is still in the queue; None waits for ever.
         start_timeout: seconds in which a session announces itself once its job runs.
         patience: seconds for which the cluster may be out of reach once a session or a job may have been started.
         home: the base directory on this machine.
@@ -138,7 +141,11 @@ class SessionBackend:
 
 
 def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
-    """End the session of a cluster with all its payloads; False if there is none.
+    """End the session of a Ray cluster, with all its payloads; False if there is no such session, or it has ended.
+
+    Args:
+        slurm: the Slurm cluster.
+        cluster_id: name of the Ray cluster.
 
     Raises:
         StartError: Slurm does not confirm the end.
@@ -154,7 +161,7 @@ def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
 
 
 class _SessionStart:
-    """Gets one payload accepted by a session: acquires the session, uploads the payload's files, submits the request."""
+    """The start of one payload in a session: acquires a session, uploads the payload's files, and submits the run request."""
 
     def __init__(
         self, backend: SessionBackend, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register
@@ -189,11 +196,11 @@ class _SessionStart:
         )
 
     def run(self) -> SessionPayload:
-        """The payload, once a session has accepted it.
+        """Start the payload, and return it once a session has accepted it.
 
         Raises:
-            RunFailure: its session did not start.
-            StartError: it fits no session, or none can be created.
+            RunFailure: the payload's session did not start.
+            StartError: the payload fits no session, or no session can be created.
             OSError: the cluster cannot be reached or written to.
         """
         # A misfit of the run's own launcher or queue is known before any request.
@@ -209,10 +216,13 @@ class _SessionStart:
         return payload
 
     def _submit(self, apart: bool) -> SessionPayload | None:
-        """Submit to one generation of a session after the other; None if the payload needs a session of its own.
+        """Submit the payload to a session, and to its next generation while one ends before it accepts the payload.
 
         Args:
-            apart: whether this is the session of the payload's own.
+            apart: whether to use a separate session that is created for such payloads, instead of the default session.
+
+        Returns:
+            The accepted payload; None if it does not fit the default session and needs a separate one.
         """
         setup = self._setup
         created_with = setup.own(self._plan) if apart else setup.default
@@ -239,7 +249,7 @@ class _SessionStart:
             acquisition.on_refused(number, self._refusal)
 
     def _submit_to(self, session: LiveSession) -> str | None:
-        """Submit to one generation; the misfit if the session refuses the payload as one."""
+        """Submit the payload to one generation. Returns why the payload does not fit, if the session refuses it for that."""
         log, job_id = self._step.log, session.announcement.job_id
         files = self._run_dir_files(session.manifest.capacity)
         needs = self._upload.places(self._base)
@@ -259,7 +269,7 @@ class _SessionStart:
                 with remote_base_errors(self._base):
                     deliver(self._connection, self._base, self._upload, log, recheck=deliveries > 0)
             deliveries += 1
-            if deliveries > 1:  # The bundle is there, but its node looked for it too early.
+            if deliveries > 1:  # The bundle is there, but the session's node looked for it too early.
                 time.sleep(pause)
                 pause = min(2 * pause, 3.0)
         if error == Refusal.MISFIT:
@@ -349,7 +359,10 @@ class _SessionStart:
     def _create(
         self, registry: SessionRegistry, created_with: Requirements, number: int, hold: Callable[[SlurmJob], None]
     ) -> bool:
-        """Claim a generation and submit its job; False if another process was faster."""
+        """Claim a generation, by making its directory, and submit its job. Returns False if another process was faster.
+
+        `hold` is called with the job before an interrupt can come.
+        """
         step, setup, base = self._step, self._setup, self._base
         with remote_base_errors(base):
             ray, kept = created_with.ray or self._plan.ray, str(self._backend.layout.environments)

@@ -1,4 +1,7 @@
-"""Warm Ray clusters on this machine: one process starts a session, others find it, and it ends itself when idle."""
+"""Warm sessions on this machine: one process starts a session with a Ray cluster, other processes find it and use it.
+
+A session that is idle for long enough ends itself.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +35,19 @@ from ..run_dir import Layout, write_runtime_spec
 from .run_scope import end_with_run, local_target
 
 _ANSWER_TIMEOUT = 30.0
+"""Seconds in which a session answers a request."""
 _START_TIMEOUT = 60.0
+"""Seconds in which a session that was started listens."""
 _END_TIMEOUT = 120.0
-"""Seconds for payloads' grace periods and the end of the Ray cluster."""
+"""Seconds in which a session ends after a stop request, with its payloads' grace periods and the end of its Ray cluster."""
 _LATE_START = 3.0
-"""Seconds in which a session may still appear that was starting when its starter was killed."""
+"""Seconds for which a session may still appear after the process that was starting it was killed."""
 _ATTEMPTS = 5
+"""Most sessions that are asked to run one payload, where each ends before it accepts the payload."""
 
 
 class SessionClient:
-    """A connection to a session; an OSError if no session listens."""
+    """A connection to a session's socket; the constructor raises an OSError if no session listens."""
 
     def __init__(self, socket_path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -53,7 +59,7 @@ class SessionClient:
             raise
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and return the answer; the error is "gone" if the session ends meanwhile.
+        """Send a request and return the answer; if the session ends before it answers, the answer has the error "gone".
 
         Raises:
             TimeoutError: the session does not answer.
@@ -87,13 +93,13 @@ class SessionClient:
 
 @dataclass(frozen=True)
 class LocalSession:
-    """A session that listens.
+    """A session on this machine that accepts connections.
 
     Attributes:
-        directory: its directory.
-        cluster_id: name of its cluster.
-        socket: path of its socket.
-        pid: its process, if it announces that.
+        directory: the session's directory.
+        cluster_id: name of the session's Ray cluster.
+        socket: path of the session's socket.
+        pid: id of the session's process; None if the session does not announce it.
     """
 
     directory: Path
@@ -102,7 +108,7 @@ class LocalSession:
     pid: int | None
 
     def ask(self, op: Operation) -> dict[str, Any]:
-        """The answer to a request without arguments; the error is "gone" if the session has ended.
+        """Send a request without arguments and return the answer; if the session has ended, the answer has the error "gone".
 
         Raises:
             StartError: the session does not answer.
@@ -120,7 +126,7 @@ class LocalSession:
 
     @property
     def no_answer(self) -> str:
-        """The error for a session that does not answer."""
+        """The error message for a session that does not answer."""
         return (
             f"the warm session {self.directory.name} (pid {self.pid}) does not answer within {_ANSWER_TIMEOUT:g} s; "
             "end that process, then try again"
@@ -128,7 +134,7 @@ class LocalSession:
 
 
 class SessionRuntime(LocalPayload):
-    """A payload in a session's runtime; when the connection closes, the session cancels the payload."""
+    """A payload that runs in a session; when this object closes its connection, the session cancels the payload."""
 
     def __init__(self, client: SessionClient, session: LocalSession) -> None:
         self.cluster_id = session.cluster_id
@@ -155,20 +161,20 @@ class SessionRuntime(LocalPayload):
 def submit(
     layout: Layout, interpreter: Interpreter, plan: Plan, ray: RaySpec, config: SessionConfig, step: Step, run_dir: str
 ) -> SessionRuntime:
-    """Submit a payload to the session with a given cluster, and start that session if there is none.
+    """Run a payload in the session with a given Ray cluster, and start that session if there is none.
 
     Args:
-        layout: where sessions are.
-        interpreter: the Python that runs them.
+        layout: where sessions have their directories.
+        interpreter: the Python that runs sessions.
         plan: the payload.
-        ray: the session's cluster.
+        ray: the session's Ray cluster.
         config: how sessions are shared.
         step: the step that runs the payload.
         run_dir: the payload's run directory.
 
     Raises:
         StartError: the session does not start or accept the payload, or `on_misfit="error"` and the session of this name has
-            another cluster.
+            another Ray cluster.
         OSError: the session directory cannot be written.
     """
     name = config.name or "default"
@@ -209,9 +215,9 @@ def submit(
 
 
 def _session_fingerprint(ray: RaySpec, interpreter: Interpreter) -> str:
-    """A fingerprint of everything that keeps two payloads from sharing a session.
+    """A fingerprint of all that two payloads must have in common to share a session.
 
-    The host belongs to it: a socket works only there, even if the base directory is on a shared file system.
+    This includes the host: the session's socket works only on its host, even if the base directory is on a shared file system.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -221,18 +227,18 @@ def _session_fingerprint(ray: RaySpec, interpreter: Interpreter) -> str:
 
 
 def _was_accepted(run_dir: str) -> bool:
-    """Whether a session that ended without an answer had begun with the payload, which must not run twice."""
+    """Whether a session that ended without an answer had begun to run the payload, which must not run twice."""
     return LocalConnection().read(os.path.join(run_dir, JOURNAL), 0, 1) != b""
 
 
 def list_sessions(layout: Layout) -> list[LocalSession]:
-    """The sessions that listen."""
+    """The sessions on this machine that accept connections."""
     found = map(_find, sorted(path.parent for path in layout.sessions.glob(f"*/{SESSION}")))
     return [session for session in found if session is not None]
 
 
 def stop(layout: Layout, cluster_id: str) -> bool:
-    """Ask the session with a cluster id to end with its payloads; False if there is none.
+    """Ask the session of a Ray cluster to end, with its payloads; False if there is no such session.
 
     Raises:
         StartError: the session does not answer.
@@ -245,7 +251,7 @@ def stop(layout: Layout, cluster_id: str) -> bool:
 
 
 def end_directory(directory: Path) -> None:
-    """End the session of a directory, if there is one, and wait until it is gone.
+    """End the session with a given directory, if there is one, and wait until it is gone.
 
     Raises:
         StartError: the session does not answer or does not end.
@@ -275,7 +281,7 @@ def _refuse_misfit(layout: Layout, name: str, directory: Path) -> None:
 
 
 def _find(directory: Path) -> LocalSession | None:
-    """The session of a directory if it listens."""
+    """The session with a given directory, if it accepts connections; else None."""
     try:
         announced: dict[str, Any] = json.loads((directory / SESSION).read_text(encoding="utf-8"))
         session = LocalSession(directory, announced["cluster_id"], announced["socket"], announced.get("pid"))
@@ -287,7 +293,7 @@ def _find(directory: Path) -> LocalSession | None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Let only one process start a session here; the kernel releases the lock when that process dies."""
+    """Let only one process at a time start the session of a directory; the kernel releases the lock when that process dies."""
     LocalConnection().make_dir(str(directory))
     with open(directory / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -300,7 +306,7 @@ def _locked(directory: Path) -> Iterator[None]:
 def _start(
     layout: Layout, interpreter: Interpreter, plan: Plan, ray: RaySpec, config: SessionConfig, directory: Path
 ) -> LocalSession:
-    """Start a session and wait until it listens, unless another process just started it."""
+    """Start a session, unless another process has just started it, and return it once it accepts connections."""
     with _locked(directory):
         session = _find(directory)
         if session is not None:

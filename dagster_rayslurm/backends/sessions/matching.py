@@ -180,7 +180,7 @@ def same_capacity(one: Capacity, other: Capacity) -> bool:
 
 
 def own_cluster(ray: RaySpec | None, capacity: Capacity) -> RaySpec | None:
-    """The Ray cluster that a payload gets for itself on the session's nodes; it includes components that the payload leaves out."""
+    """A payload's own Ray cluster on the session's nodes; it includes components that the payload does not name."""
     if ray is None or None in capacity.queues or not capacity.queues:
         return ray
     named = {each.component_id: each for each in ray.components}

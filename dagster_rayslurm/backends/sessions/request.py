@@ -1,4 +1,4 @@
-"""The run request of one payload: repeated until it is known whether a session accepted it, so that it never runs twice."""
+"""Ask a session to run one payload, again until it is known whether a session accepted the payload: it must not run twice."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from .client import AnswerLost, Unreachable, parse_announcement, send_request
 from .registry import LiveSession
 
 _PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Seconds between two tries of a request; the last number repeats."""
 _ANSWER_DEADLINE = 600.0
 """Seconds in which a session must answer while the edge node is in reach."""
 _SECRETS_REWRITES = 5
-"""Times that secrets are written again for a session that does not see them."""
+"""How often secrets are written again for a session that does not see them."""
 _MOST_BYTES = 1024 * 1024
+"""Most bytes of a file that are read."""
 _WITHDRAWALS = 3
+"""Most tries to withdraw a request."""
 _WITHDRAW_TIMEOUT = 20.0
 """Seconds after which no further withdrawal is tried; a person has pressed Ctrl-C and waits."""
 
 
 @dataclass(kw_only=True, eq=False)
 class RunRequest:
-    """The request of one payload.
+    """The request to run one payload: submit it to a session, or withdraw it.
 
     Attributes:
         connection: reaches the files and the session.
@@ -41,7 +44,7 @@ class RunRequest:
         nonce: the payload's nonce, which is the request's idempotency key.
         carrier: how requests reach the session, see `send_request`.
         patience: seconds for which the edge node may be out of reach once a session may have accepted the payload.
-        on_accepted: gets the session that accepted the payload; no interrupt comes in between.
+        on_accepted: called with the session that accepted the payload, before an interrupt can come.
         secrets: content of the payload's file of secret variables; empty if it has none.
         unsettled: whether a session may have accepted the payload although its answer is not known.
     """
@@ -59,11 +62,11 @@ class RunRequest:
 
     unsettled: bool = field(default=False, init=False)
     _tried: dict[str, LiveSession] = field(default_factory=dict, init=False)
-    """Sessions that got the request, by cluster id."""
+    """Sessions to which the request was sent, by the id of their Ray cluster."""
     _problem: str = field(default="", init=False)
     """Why the last try failed."""
     _alive: bool | None = field(default=None, init=False)
-    """Whether the session lives; None if that is not known."""
+    """Whether the session was alive after the last failed try; None if that is not known."""
 
     def submit(self, session: LiveSession, files: Mapping[str, str], needs: Sequence[str]) -> dict[str, Any]:
         """Ask a session to run the payload, and return its answer.
@@ -71,10 +74,11 @@ class RunRequest:
         Args:
             session: the session.
             files: the first files of the run directory.
-            needs: paths of bundles.
+            needs: paths of the bundles that must be on the cluster.
 
         Returns:
-            The answer; {"ok": True} also if a session accepted the payload before, {"error": "gone"} if this one has ended.
+            The session's answer. It is {"ok": True} also if an earlier session had accepted the payload, and has the error
+            "gone" if this session has ended.
 
         Raises:
             StartError: the session does not answer, or cannot write to the run directory.
@@ -120,11 +124,18 @@ class RunRequest:
             time.sleep(next(pauses, _PAUSES[-1]))
 
     def describe(self, session: LiveSession) -> dict[str, Any]:
-        """The state of a session; an OSError if it does not answer."""
+        """A session's description of itself.
+
+        Raises:
+            OSError: the session does not answer.
+        """
         return self._send(session, {"op": Operation.DESCRIBE})
 
     def withdraw(self) -> None:
-        """Withdraw the request before a cancel, or find out that a session accepted it after all."""
+        """Called when the step is interrupted while the request is unsettled: withdraw the request.
+
+        If a session has accepted the payload after all, `on_accepted` is called.
+        """
         deadline = time.monotonic() + _WITHDRAW_TIMEOUT
         for _ in range(_WITHDRAWALS):
             try:
@@ -155,13 +166,13 @@ class RunRequest:
         return send_request(self.connection, self.commands, announcement, request, self.carrier, session.directory, command)
 
     def _try(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Send the request once; None if there is no answer and the session may still live."""
+        """Send the request once, and return the answer; None if there is no answer and the session may still live."""
         try:
             return self._send_once(session, request)
         except (AnswerLost, Unreachable) as error:
             self._problem = str(error)
             unreachable = isinstance(error, Unreachable)
-        # The record says who accepted the payload, and costs nothing but a read.
+        # The record names the session that accepted the payload, and costs nothing but a read.
         if self.unsettled and (acceptor := self._read_acceptor()[0]) is not None:
             return self._settle(acceptor)
         self._alive = self._lives(session, unreachable)
@@ -203,7 +214,7 @@ class RunRequest:
         return {"ok": True}
 
     def _find_acceptor(self, session: LiveSession) -> LiveSession:
-        """The session that accepted the payload: the one that answers, or one before it that has ended."""
+        """The session that accepted the payload, when `session` answers that one has: itself or an earlier, ended one."""
         if len(self._tried) == 1:
             return session
         error: OSError | None = None
@@ -217,7 +228,7 @@ class RunRequest:
         return session
 
     def _read_acceptor(self) -> tuple[LiveSession | None, OSError | None]:
-        """The session that began the payload's record, or the error that keeps the record from being read."""
+        """The session that began the payload's record, or None; and the error if the record cannot be read."""
         try:
             data = self.connection.read(os.path.join(self.run_dir, JOURNAL), 0, _MOST_BYTES)
         except ConnectionFailed:
@@ -229,10 +240,10 @@ class RunRequest:
         return (None if start is None else self._tried.get(str(start.get("cluster_id")))), None
 
     def _lives(self, session: LiveSession, unreachable: bool) -> bool | None:
-        """Whether a session may still answer; None if that is not known."""
+        """Whether a session may still answer a request; None if that is not known."""
         job_id = int(session.announcement.job_id)
         try:
-            if unreachable:  # A session that is in reach may be about to end, and answer all the same.
+            if unreachable:  # A session in reach may still answer, even if it announces that it is closing.
                 now = parse_announcement(self.connection.read(os.path.join(session.directory, SESSION), 0, _MOST_BYTES))
                 if now is not None and now.closing is not None:
                     return False
