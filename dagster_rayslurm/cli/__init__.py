@@ -22,6 +22,7 @@ from .common import print_table
 from .session import session
 
 _CHUNK = 1024 * 1024
+"""Bytes that are read from a record at once."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -80,7 +81,7 @@ def logs(layout: Layout, run: str) -> None:
 
 
 def _find(layout: Layout, run: str) -> Path:
-    """The one run directory whose name begins with `run`."""
+    """The only run directory whose name begins with `run`; an error of the command if there is none, or several."""
     found = [path for path in _by_age(layout) if path.name.startswith(run)]
     if len(found) != 1:
         what = "no run" if not found else f"{len(found)} runs"
@@ -89,7 +90,7 @@ def _find(layout: Layout, run: str) -> Path:
 
 
 def _by_age(layout: Layout) -> list[Path]:
-    """The run directories, the oldest first; one of a running payload may vanish meanwhile."""
+    """The run directories, the oldest first. Directories that a cleanup removes meanwhile are left out."""
     found = []
     for path in layout.runs.glob("*"):
         with suppress(FileNotFoundError):

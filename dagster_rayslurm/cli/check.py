@@ -1,4 +1,4 @@
-"""`rayslurm check`: log in to the edge node that the environment names, and show its Slurm."""
+"""`rayslurm check`: log in to the edge node that environment variables name, and show its Slurm version and partitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands share: the edge node that the environment names, errors as one sentence, and tables."""
+"""Helpers of all `rayslurm` commands: the edge node from environment variables, one-sentence errors, and tables."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ prefix_option = click.option(
 
 
 def edge_node(prefix: str) -> SSHConnectionResource:
-    """The edge node of the variables that begin with a prefix.
+    """The SSH login to the edge node, from the environment variables that begin with a prefix.
 
     Raises:
-        ValueError: they cannot be used.
+        ValueError: a variable is missing, or its value is invalid.
     """
     return resolve_variables(SSHConnectionResource.from_env(prefix), "SSHConnectionResource")
 
 
 @contextmanager
 def one_sentence_errors() -> Iterator[None]:
-    """Print errors of the environment, the edge node or a session as one sentence, and exit."""
+    """Turn a `ValueError`, `OSError` or `StartError` inside the block into a one-sentence error of the command, which exits."""
     try:
         yield
     except ValueError as error:
@@ -38,7 +38,7 @@ def one_sentence_errors() -> Iterator[None]:
 
 
 def print_table(rows: Iterable[Sequence[str]], *headers: str, **options: Any) -> None:
-    """Print a table without reading markup in its cells; `options` are those of `rich.table.Table`."""
+    """Print a table; cells appear literally, without rich's markup. `options` are those of `rich.table.Table`."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""`rayslurm session`: the warm sessions of this machine, and of the cluster that the environment names."""
+"""`rayslurm session`: list, show and stop the warm sessions of this machine and of a Slurm cluster."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ from ..ssh.pool import connection_to
 from .common import edge_node, one_sentence_errors, prefix_option, print_table
 
 _THREADS = 8
-"""Sessions that are described at the same time."""
+"""Maximum number of sessions that are asked for their description at the same time."""
 _OVER = (SessionState.ENDED, SessionState.DEAD)
+"""States of sessions that have ended; `list` shows them only with `--all`."""
 _COLUMNS = ("session", "state", "job", "node", "run", "wait", "served", "idle", "left")
 
 
 @dataclass(frozen=True)
 class Session:
-    """A session of this machine or of the cluster.
+    """A session of this machine or of the Slurm cluster, with the functions that describe and end it.
 
     Attributes:
-        row: what `list` shows, by name.
-        describe: requests the session's description; raises `OSError` or `StartError`.
-        end: ends the session and waits for that; False if it had ended.
+        row: the values that `list` prints, by column or JSON key.
+        describe: asks the session for its description; raises `OSError` or `StartError`.
+        end: ends the session and waits until it has ended; returns False if the session had ended before.
     """
 
     row: dict[str, Any]
@@ -51,7 +52,7 @@ class Session:
     end: Callable[[], bool]
 
     def described(self) -> Session:
-        """The session with what it says of itself in its row."""
+        """The session with a row that its own description completes; unchanged if it cannot describe itself yet or any more."""
         if self.row["state"] not in (SessionState.UP, SessionState.DRAINING):
             return self
         try:
@@ -137,10 +138,10 @@ def stop(source: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
 
 
 def _sessions(layout: Layout, prefix: str, remote_base: str) -> list[Session]:
-    """The sessions of this machine, and of the cluster if the environment names its edge node.
+    """The sessions of this machine, and of the Slurm cluster if environment variables name its edge node.
 
     Raises:
-        ValueError: the variables of the edge node cannot be used.
+        ValueError: the environment variables of the edge node are invalid.
         OSError: the edge node or its Slurm does not answer.
     """
     found = [_local(each) for each in list_local_sessions(layout)]
@@ -194,7 +195,7 @@ def _on_cluster(
 
 
 def _pending_reason(telling: QueueRow | None, job: QueueRow, components: tuple[str, ...]) -> str:
-    """Why a job waits, with the component if one row tells more than the others."""
+    """Why a session's job waits in the queue, with the component that is the reason if known, and the expected start."""
     row = telling or job
     number = row.label.partition("+")[2]
     known = telling is not None and number.isdigit() and int(number) < len(components)
@@ -211,7 +212,11 @@ def _row(place: str, key: str, path: Any, number: int, state: SessionState, clus
 
 
 def _find(ident: str, found: list[Session], alive: bool = False) -> Session:
-    """The one session with a cluster id, a job id, or a name that begins so; of its generations the newest."""
+    """The session that `ident` names, by cluster id, job id, or how its name begins.
+
+    A session may have several generations (one allocation each); the newest is returned. None or several such sessions are an
+    error of the command.
+    """
     over = [each for each in found if each.row["state"] in _OVER]
     for candidates in ([each for each in found if each not in over], [] if alive else over):
         exact = [each for each in candidates if ident in (each.row["cluster_id"], each.row["job_id"], each.row["key"])]

@@ -1,4 +1,4 @@
-"""Check an environment on the cluster before submission, so that a missing Ray is not found after hours in the queue."""
+"""Check a Python environment on the Slurm cluster before submission, not after hours in the queue."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ from ..ssh.local import LocalConnection
 from .config import ACTIVATE, PYTHONS, Environment, Interpreter, path_on_cluster
 
 _TIMEOUT = 120.0
-"""Seconds for `activate.sh` and Python to start."""
+"""Seconds in which `activate.sh` and Python must start and the probe must end."""
 _CACHE_MINUTES = 24 * 60
-"""Maximum age of an answer cached on the cluster: modules that an `activate.sh` loads are not in its fingerprint."""
-_CACHE_SECONDS = 300.0
-"""Maximum age of an answer cached in this process."""
+"""Minutes for which the cluster's cache of an answer is valid.
 
-# A cache file holds a fingerprint, the answer, and the paths whose state is fingerprinted. It has a temporary name until it
-# is complete. The probe writes to a descriptor of its own, because start-up scripts print to stdout.
+The fingerprint of a cache file does not notice changes in modules that an `activate.sh` loads; this bound does.
+"""
+_CACHE_SECONDS = 300.0
+"""Seconds for which this process's cache of an answer is valid."""
+
+# The shell script that looks for the environment, answers from its cache file, or runs the probe and writes the cache file.
+# A cache file holds a fingerprint, the answer, and the paths whose state makes up the fingerprint. It has a temporary name until
+# it is complete. The probe writes to file descriptor 3, because start-up scripts print to stdout.
 _CHECK = """\
 prefix=$1 python=$2 directory=$3 kept=$3/$4 work=$3/.rs-$5 age=$6 probe=$7 activate_text=$8
 shift 8
@@ -81,13 +85,13 @@ esac
 
 @dataclass(frozen=True)
 class Facts:
-    """The answer of the probe.
+    """What the probe found in an environment on the cluster.
 
     Attributes:
-        interpreter: starts its Python.
+        interpreter: starts the environment's Python.
         python: the version of Python.
-        ray: the version of Ray; "" if unknown, None without Ray.
-        pipes: the version of Dagster Pipes, in the same way.
+        ray: the version of Ray; "" if Ray is there in an unknown version, None if Ray is not there.
+        pipes: the version of Dagster Pipes; "" and None as for `ray`.
     """
 
     interpreter: Interpreter
@@ -97,28 +101,28 @@ class Facts:
 
 
 _known: weakref.WeakKeyDictionary[Connection, dict[str, tuple[float, Facts]]] = weakref.WeakKeyDictionary()
-"""By connection and path: the answer, and when it was given."""
+"""This process's cache, by connection and path of the environment: the time of the answer (`time.monotonic()`), and the facts."""
 
 
 def check_environment_on(
     connection: Connection, environment: Environment, ray: RaySpec | None, needs_pipes: bool, cache_dir: str
 ) -> Interpreter:
-    """Check on the edge node that an environment can run a payload, and return its interpreter.
+    """The interpreter of an environment on the Slurm cluster, after a check that the environment can run a payload.
 
-    The answer is cached on the cluster for up to a day, while Python and the directories on its import path do not change; the
-    next check then takes one command and does not start Python. This process caches it for five minutes. Refusals are not
-    cached.
+    The edge node caches the facts for up to a day, while Python and the directories on its import path do not change; the
+    next check then takes one command and does not start Python. This process caches the facts for five minutes. A refusal
+    by cached facts is checked again.
 
     Args:
-        connection: the connection to the cluster.
-        environment: the environment there.
+        connection: the connection to the edge node.
+        environment: the environment on the cluster.
         ray: the Ray cluster that the payload needs, if any.
         needs_pipes: whether the payload opens Dagster Pipes.
-        cache_dir: the absolute directory of the cache there.
+        cache_dir: the absolute directory of the cache on the cluster.
 
     Raises:
         StartError: the environment does not exist, does not start, lacks a package, or cannot be on the cluster.
-        OSError: the cluster cannot be reached, or the cache cannot be written.
+        OSError: the edge node cannot be reached, or the cache cannot be written.
     """
     try:
         path = expand_home(connection, path_on_cluster(environment, over_ssh=not isinstance(connection, LocalConnection)))
@@ -168,18 +172,22 @@ def refusal(facts: Facts, path: str, ray: RaySpec | None, needs_pipes: bool) -> 
 
 
 def _probe_environment(connection: Connection, path: str, is_python: bool, cache_dir: str, age: int) -> tuple[Facts, bool]:
-    """Ask the cluster for the facts, and whether they are from the cache; older entries than `age` minutes do not count.
+    """The facts about an environment, and whether they come from the cache on the cluster.
+
+    Args:
+        path: the absolute prefix of the environment, or its Python if `is_python`.
+        age: the minutes for which a cache file is valid; 0 to ignore the cache.
 
     Raises:
         StartError: the environment does not exist, or does not start.
-        OSError: the cluster cannot be reached, or the cache cannot be written.
+        OSError: the edge node cannot be reached, or the cache cannot be written.
     """
     prefix, python = ("", path) if is_python else (path, "")
     probe = _probe()
     key = hashlib.sha256("\0".join([path, _CHECK, probe]).encode("utf-8", "surrogateescape")).hexdigest()[:32]
     arguments = [prefix, python, cache_dir, key, secrets.token_hex(8), str(age), probe, ACTIVATE, *PYTHONS]
     try:
-        # In the environment that jobs get: Dagster's own PYTHONPATH must not count.
+        # With the variables that jobs get: the PYTHONPATH of Dagster's own process must not count.
         done = slurm_commands(connection).run(["sh", "-c", _CHECK, "sh", *arguments], timeout=_TIMEOUT)
     except TimeoutError:
         raise _failed(f"{path}/activate.sh or its Python does not come to an end within {_TIMEOUT:g} s", connection) from None

@@ -1,4 +1,4 @@
-"""Environments: how configuration names them, and which Python they stand for."""
+"""Configuration classes of Python environments, and the interpreter that each one stands for."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..config import StrictConfig, check_text, checked
 from ..ssh.base import check_no_variable, is_rooted
 
 PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
-"""Paths of Python in a prefix; the first that exists counts."""
+"""Paths of Python below the prefix of an environment; the first that exists is used."""
 ACTIVATE = '. "$1" && shift && exec "$@"'
-"""Shell text that sources a script and then becomes a command; both are arguments, never part of the text."""
+"""Shell script that sources its first argument and then runs the command in the other arguments."""
 
 
 def _check_prefix(value: object) -> str:
@@ -28,7 +28,7 @@ def _check_prefix(value: object) -> str:
 
 
 prefix = checked(_check_prefix)
-"""Validator of the directory of an environment; refuses an interpreter."""
+"""Pydantic validator for the path of an environment's directory; refuses the path of an interpreter."""
 
 
 class InheritedEnvironment(StrictConfig):
@@ -51,13 +51,13 @@ Environment = Union[InheritedEnvironment, PreDeployedEnvironment]
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python, and the script that activates its environment."""
+    """A Python executable, and the `activate.sh` to source before it starts; None without such a script."""
 
     python: str
     activate: str | None = None
 
     def start(self, *arguments: str) -> list[str]:
-        """The command that starts this Python with these arguments."""
+        """The command that starts this Python with the given arguments, after its environment is activated."""
         command = [self.python, *arguments]
         if self.activate is None:
             return command
@@ -65,7 +65,7 @@ class Interpreter:
 
 
 def resolve_environment(environment: Environment) -> Interpreter:
-    """Find the interpreter of an environment on this machine.
+    """The interpreter of an environment on this machine.
 
     Raises:
         ValueError: a pre-deployed environment does not exist or has no Python.
@@ -86,14 +86,13 @@ def resolve_environment(environment: Environment) -> Interpreter:
 
 
 def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
-    """The path of an environment on the cluster, not yet expanded: a prefix, or the Python of this process.
+    """The path of an environment on the Slurm cluster: a prefix, or the Python of this process for the inherited one.
 
     Args:
-        environment: the environment.
-        over_ssh: whether the cluster is reached over SSH; otherwise its nodes share the files of this machine.
+        over_ssh: whether the edge node is reached over SSH; otherwise this machine is the edge node.
 
     Returns:
-        An absolute path, or one that begins with "~/".
+        An absolute path, or one that begins with "~/" of the cluster.
 
     Raises:
         ValueError: the environment cannot be on the cluster.

@@ -1,6 +1,6 @@
 """Report the versions of Python, Ray and Dagster Pipes in an environment, without importing them.
 
-The text of this file is passed to Python with `-c`. Any Python can run it, so that one that is too old can say so.
+The text of this file is passed to the environment's Python with `-c`. It runs in every Python, even one that is too old.
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 
 
 def version(module, distribution):  # type: (str, str) -> object
-    """The version of a module that can be imported: "" if unknown, None if it does not exist."""
+    """The version of a module, by the name of its distribution; "" if unknown, None if the module does not exist."""
     from importlib import metadata, util
 
     spec = util.find_spec(module)
@@ -22,7 +22,7 @@ def version(module, distribution):  # type: (str, str) -> object
 
 
 def main():  # type: () -> None
-    """Write the versions to descriptor 3, then one per line the paths whose change invalidates them."""
+    """Write to file descriptor 3: a line with the versions as JSON, then one line for each path whose change outdates them."""
     if sys.path[:1] == [""]:
         del sys.path[0]  # The current directory is not part of the environment.
     facts = {"python": list(sys.version_info[:3])}  # type: dict[str, object]

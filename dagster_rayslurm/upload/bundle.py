@@ -1,4 +1,4 @@
-"""Bundles: immutable directories for the cluster, named by the hash of their content."""
+"""Bundles: directories that are uploaded to the cluster, never changed there, and named by the hash of their content."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from .manifest import DEFAULT_LIMITS, Entry, EntryKind, Limits, Manifest
 from .tree import scan, scan_files
 
 _FORMAT = b"rayslurm bundle 1\n"
+"""First bytes of what is hashed for the name of a bundle; a change gives all bundles new names."""
 _BLOCK = 1024 * 1024
+"""Bytes that are read from a file at once."""
 _NAME_LENGTH = 32
+"""Hex digits of a bundle's name."""
 _TAR_TYPES = {EntryKind.FILE: tarfile.REGTYPE, EntryKind.DIR: tarfile.DIRTYPE, EntryKind.LINK: tarfile.SYMTYPE}
 _SETTLED = 2_000_000_000
-"""Nanoseconds after which a change of a file shows in its mtime, even on a file system with a coarse clock."""
+"""Nanoseconds after which a further change of a file certainly gets another mtime, even on a file system with a coarse clock."""
 
 _digests: dict[str, tuple[tuple[int, ...], str]] = {}
-"""Stamp and SHA-256 of the files that this process has read, by path."""
+"""By path of a file that this process has read: its stamp (see `Entry`) at that time, and its SHA-256."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """An immutable directory for the cluster; bundles with equal content are equal.
+    """A set of files that becomes one immutable directory on the cluster; bundles with equal content are equal.
 
     Attributes:
-        name: hash of names, contents, links and executable bits.
+        name: hash of all names, contents, links and executable bits.
+        manifest: the files, and where they are on this machine.
         digests: SHA-256 of each file, by its name in the bundle.
     """
 
@@ -45,7 +49,10 @@ class Bundle:
         return self.manifest.size
 
     def name_of(self, path: str) -> str | None:
-        """The name in the bundle of a path on this machine: "" for the bundled directory itself, None if it is not bundled."""
+        """The name in the bundle of a path on this machine.
+
+        Returns "" for the bundled directory itself, and None for a path that is not in the bundle.
+        """
         path = os.path.abspath(path)
         if self.manifest.root == os.path.realpath(path):
             return ""
@@ -77,7 +84,7 @@ class Bundle:
 
 
 def make_bundle(manifest: Manifest) -> Bundle:
-    """Hash the content of a manifest. Files that did not change since this process read them are not read again.
+    """The bundle of the files in a manifest. Files that did not change since this process last read them are not read again.
 
     Raises:
         ValueError: a file cannot be read, or changes while it is read.
@@ -92,12 +99,12 @@ def make_bundle(manifest: Manifest) -> Bundle:
 
 
 def bundle_directory(directory: str, *, argument: str = "working_dir", limits: Limits = DEFAULT_LIMITS) -> Bundle:
-    """Bundle the entries of a directory; see `scan`."""
+    """The bundle of the entries of a directory; for arguments and errors see `scan`."""
     return make_bundle(scan(directory, argument=argument, limits=limits))
 
 
 def bundle_files(files: Mapping[str, str], *, argument: str = "extra_files", limits: Limits = DEFAULT_LIMITS) -> Bundle:
-    """Bundle single files and directories; see `scan_files`."""
+    """The bundle of single files and directories; for arguments and errors see `scan_files`."""
     return make_bundle(scan_files(files, argument=argument, limits=limits))
 
 
@@ -109,16 +116,16 @@ def _digest(argument: str, entry: Entry) -> str:
     now = time.time_ns()
     for data in _content(argument, entry):
         digest.update(data)
-    if max(entry.stamp[-2:]) < now - _SETTLED:  # A later change would not show in a younger stamp.
+    if max(entry.stamp[-2:]) < now - _SETTLED:  # Only then would a later change show in the stamp.
         _digests[entry.source] = (entry.stamp, digest.hexdigest())
     return digest.hexdigest()
 
 
 def _content(argument: str, entry: Entry) -> Iterator[bytes]:
-    """Read a file.
+    """The content of a file in blocks.
 
     Raises:
-        ValueError: it cannot be read, or its size changed since the scan.
+        ValueError: the file cannot be read, or its size changed since the scan.
     """
     try:
         with open(entry.source, "rb", buffering=0) as file:
@@ -145,7 +152,7 @@ def _changed(argument: str, entry: Entry) -> ValueError:
 
 
 def _header(entry: Entry) -> bytes:
-    """The tar header of an entry, read-only for its owner."""
+    """The tar header of an entry; its mode lets only the owner read or execute the unpacked file."""
     info = tarfile.TarInfo(entry.name)
     info.size, info.linkname = entry.size, entry.target
     info.type = _TAR_TYPES[entry.kind]

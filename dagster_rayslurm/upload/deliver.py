@@ -1,4 +1,7 @@
-"""Install bundles and the runtime on the cluster: each is sent once, found by name, and never visible half-written."""
+"""Install bundles and the runtime on the Slurm cluster.
+
+Each is sent once, found again by its name, and invisible under that name until it is complete.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +25,24 @@ from ..ssh.local import private_dir
 from .bundle import Bundle
 
 _SMALL = 1024 * 1024
-"""Bytes up to which an archive is sent on the standard input of the command that unpacks it, not over SFTP."""
+"""Maximum bytes of an archive that goes to the standard input of the command that unpacks it; others go over SFTP first."""
 _ENTRY = 1024
-"""Bytes of an archive for the header of an entry and the padding of its last block."""
+"""Upper limit of the bytes that an archive has for an entry in addition to its content: the header and padding."""
 _KNOWN_FOR = 300.0
 """Seconds for which this process trusts that an installed item is still there."""
 _TRIES = 3
+"""Maximum number of attempts of one command when the connection is lost."""
 _LOOK_TIMEOUT = 300.0
+"""Seconds in which the command that checks for installed items must end."""
 _UNPACK_TIMEOUT = 600.0
 _UNPACKED_PER_SECOND = 1024 * 1024
-"""Timeouts in seconds; unpacking has one more second for each so many bytes of the archive."""
+"""The command that unpacks an archive must end within `_UNPACK_TIMEOUT` seconds, plus a second for each of these bytes."""
 _LOCK_POLL = 0.1
+"""Seconds between two attempts to get the lock of this machine."""
 
 _FOREIGN = 77
 _OPEN = 78
-"""Exit codes of `_LOOK`: another user owns a directory; anybody may write to one."""
+"""Exit codes of `_LOOK`: `_FOREIGN` if another user owns a directory, `_OPEN` if a directory is world-writable."""
 _LOOK = """\
 cd -- "$1" 2>/dev/null || exit 0
 shift
@@ -54,16 +60,18 @@ for place; do
     if [ -e "$place" ] && [ -O "$place" ]; then printf '%s\\n' "$place"; fi
 done
 """
-"""Print which paths below the base directory exist, after touching them: `remote_cleanup` keeps what was touched recently.
+"""Shell script that prints which of the given paths below the base directory exist.
 
-Names are predictable, so on a shared file system another user could place a runtime there. Therefore only files of this user
-count, in directories that this user owns and that are not world-writable. For a directory of another user the script prints
-the owner, and for a world-writable one its name. It closes our own directories to the group, because project file systems
-open them by umask or default ACL. The base directory may hold more than our files: the script only prints its group, unless
-that is the user's own group or the sticky bit is set.
+The script touches these paths, because `remote_cleanup` keeps recently touched files. Names are predictable, so on a shared
+file system another user could place a runtime there. Therefore only files of this user count, in directories that this user
+owns and that are not world-writable. For a directory of another user the script prints the owner, and for a world-writable
+one its name. It closes our own directories to the group, because project file systems open them by umask or default ACL. The
+base directory may hold more than our files: the script only prints its group, unless that is the user's own group or the
+sticky bit is set.
 """
 
-# The rename makes it visible. It fails onto a directory that is not empty: then another process was faster.
+# Shell script that unpacks an archive under a temporary name and renames the result. The rename fails if the target is a
+# directory with entries: then another process has installed the same bundle, which is fine.
 _UNPACK = """\
 umask 077
 unset TAR_OPTIONS
@@ -83,12 +91,12 @@ exit $code
 """
 
 _known: weakref.WeakKeyDictionary[Connection, dict[str, float]] = weakref.WeakKeyDictionary()
-"""By connection: when each path was last seen."""
+"""By connection: the `time.monotonic()` at which this process last saw each path on the cluster."""
 
 
 @dataclass(frozen=True)
 class Installed:
-    """Paths on the cluster: the directory of each bundle, and the runtime's zipapp."""
+    """The result of `install`: the paths on the cluster of each bundle and of the runtime, a zipapp."""
 
     bundles: Mapping[Bundle, str]
     runtime: str
@@ -96,14 +104,14 @@ class Installed:
 
 @dataclass(frozen=True)
 class _Part:
-    """One item to install in a directory below the base directory."""
+    """A bundle or the runtime, as an item to install below the base directory."""
 
     directory: str
     name: str
     kind: Literal["tree", "file"]
-    """A tree is sent as an archive and unpacked."""
+    """A "tree" is sent as an archive and unpacked, a "file" is stored unchanged."""
     size: int
-    """An upper limit of the bytes to send."""
+    """An upper limit of the bytes to send; 0 for the runtime, which is always small."""
     write: Callable[[IO[bytes]], object]
 
     @property
@@ -129,22 +137,22 @@ def install(
     afresh: bool = False,
     warn: Callable[[str], object] = lambda _: None,
 ) -> Installed:
-    """Install bundles and the runtime on the cluster, read-only and for their owner alone, unless they are there.
+    """Install bundles and the runtime on the cluster if they are missing there; only their owner can read them.
 
-    If all are there, this takes one small command, or none within five minutes of the last one. Processes may install
-    at the same time: those of one machine send an item once, those of several machines in the worst case once each.
+    If nothing is missing, this takes one small command, or none within five minutes of the last one. Several processes may
+    install at the same time: those of one machine send a large item once, those of several machines at worst once each.
 
     Args:
-        connection: the connection to the cluster.
-        base: the absolute base directory there.
+        connection: the connection to the edge node.
+        base: the absolute base directory on the cluster.
         bundles: the bundles that payloads need.
         progress: called with the bytes sent, for each item.
-        afresh: check all items, even those seen by this process before.
+        afresh: check all items on the cluster, even those that this process saw a short time ago.
         warn: called with a warning about a base directory that others may write to.
 
     Raises:
         ValueError: a file changed since its bundle was named.
-        OSError: a file cannot be written, here or there, or the base directory is another user's.
+        OSError: a file cannot be written on this machine or the cluster, or another user owns or can change the base directory.
     """
     runtime = _Part("runtime", runtime_name(), "file", 0, lambda target: target.write(build_runtime()))
     if afresh:
@@ -167,12 +175,13 @@ def _part(bundle: Bundle) -> _Part:
 
 
 class _Installer:
-    """Finds and sends items below one base directory."""
+    """Finds out which items are missing below one base directory, and sends items."""
 
     def __init__(self, connection: Connection, base: str) -> None:
         self._connection, self._base = connection, base
 
     def missing(self, parts: Sequence[_Part], warn: Callable[[str], object] = lambda _: None) -> list[_Part]:
+        """The items that are not installed; asks the cluster unless this process saw all of them a short time ago."""
         seen, since = _known.get(self._connection, {}), time.monotonic() - _KNOWN_FOR
         if all(seen.get(self._path(part), since) > since for part in parts):
             return []
@@ -245,7 +254,10 @@ class _Installer:
         doing: str,
         done: Callable[[], bool] = lambda: False,
     ) -> Completed | None:
-        """Run a command, up to `_TRIES` times if the connection is lost; None if a lost attempt turns out to be done."""
+        """The result of a command, which is run up to `_TRIES` times if the connection is lost.
+
+        None if `done` returns True after a lost connection: the command has reached its aim all the same.
+        """
         for left in reversed(range(_TRIES)):
             try:
                 return self._connection.run(command(), stdin, timeout)
@@ -264,7 +276,7 @@ class _Installer:
 
 @contextlib.contextmanager
 def _machine_lock(name: str) -> Iterator[None]:
-    """Hold a lock among all threads and processes of this user on this machine."""
+    """Hold a lock inside the block, so that of this user's processes on this machine only one at a time installs an item."""
     # One hex digit of the hash limits the lock files to 16.
     path = os.path.join(private_dir(), f"install-{hashlib.sha256(os.fsencode(name)).hexdigest()[0]}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -277,5 +289,5 @@ def _machine_lock(name: str) -> Iterator[None]:
                 time.sleep(_LOCK_POLL)
         yield
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # A child process that was forked meanwhile holds the file open, too.
+        fcntl.flock(fd, fcntl.LOCK_UN)  # Closing is not enough: a child process forked meanwhile has the file open, too.
         os.close(fd)

@@ -1,4 +1,7 @@
-"""Ignore rules: files that are not sent, as in Ray's `runtime_env` working_dir, and files that no cluster needs."""
+"""Ignore rules: which files of a directory are not uploaded.
+
+These are the files that Ray leaves out of a `runtime_env` working_dir, and files that no cluster needs, such as caches.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ _CACHES = frozenset(
         "node_modules",
     ]
 )
-"""More names of directories that no cluster needs."""
+"""Names of further files and directories that no cluster needs; Ray would send them."""
 _ENVIRONMENT_MARKERS = ("pyvenv.cfg", "conda-meta")
-"""Names in the prefix of every virtual environment and every conda environment."""
+"""Entries by which the prefix of a virtual environment or of a conda environment is recognised."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,10 @@ class _IgnoreFile:
 
 @dataclass(frozen=True)
 class Rules:
-    """The ignore files for one directory: its own and those above it, up to the top of the tree.
+    """The ignore files that count for one directory: its own and those of its parents, up to the top of the tree.
 
-    An entry is left out if the ignore files of either kind say so. Among those of one kind the deepest with a matching
-    pattern decides, as in git.
+    An entry is left out if the .gitignore files or the .rayignore files say so. Among the files of one name, the deepest with
+    a matching pattern decides, as in git.
     """
 
     files: tuple[_IgnoreFile, ...] = ()
@@ -56,9 +59,9 @@ class Rules:
         """The rules for a subdirectory.
 
         Args:
-            directory: its name in the tree; "" for the top.
-            path: its path on this machine.
-            names: its entries.
+            directory: the subdirectory's name in the tree; "" for the top.
+            path: the subdirectory's path on this machine.
+            names: the names of the subdirectory's entries.
 
         Raises:
             ValueError: an ignore file has an invalid pattern.
@@ -72,11 +75,11 @@ class Rules:
         return Rules((*found, *self.files)) if found else self
 
     def ignores(self, name: str, is_dir: bool) -> bool:
-        """Whether an entry is left out.
+        """Whether an entry of the directory is left out.
 
         Args:
-            name: its name in the tree.
-            is_dir: whether it is a directory or a link to one; Ray follows links as well.
+            name: the entry's name in the tree.
+            is_dir: whether the entry is a directory or a link to one; Ray treats both in the same way.
         """
         base = name.rpartition("/")[2]
         return (
@@ -96,7 +99,7 @@ class Rules:
 
 
 def is_environment(names: Collection[str]) -> bool:
-    """Whether a directory with these entries is a Python environment, which would not work elsewhere."""
+    """Whether a directory with these entries is a Python environment, which would not work on another machine."""
     return any(mark in names for mark in _ENVIRONMENT_MARKERS)
 
 

@@ -1,4 +1,4 @@
-"""The content of a bundle, and its limits."""
+"""The list of files in a bundle, and the limits of its size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class EntryKind(str, Enum):
-    """The type of an entry."""
+    """The type of an entry in a bundle: file, directory or symbolic link."""
 
     FILE = "file"
     DIR = "dir"
@@ -25,12 +25,12 @@ class Entry:
     """One file, directory or symbolic link of a bundle.
 
     Attributes:
-        name: its path in the bundle.
-        source: its path on this machine; "" for a directory that exists only in the bundle.
-        executable: whether its owner may execute it; no other mode bit is kept.
+        name: the entry's path in the bundle.
+        source: the entry's path on this machine; "" for a directory that exists only in the bundle.
+        executable: whether a file's owner may execute it; no other mode bit is kept.
         size: bytes of a file.
-        target: the target of a link, relative to the link if it is in the bundle.
-        stamp: stat fields that change whenever the file does.
+        target: the target of a link; relative to the link if the target is in the bundle.
+        stamp: stat fields of a file that change whenever the file does.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The entries of a bundle.
+    """The list of a bundle's entries, before their content is read.
 
     Attributes:
         argument: the argument of `run()` or the launcher that named the files, for error messages.
@@ -64,18 +64,18 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest bundle that is accepted.
+    """Limits of a bundle's size; a larger bundle is refused.
 
     Attributes:
-        max_bytes: bytes of all files; the default is the limit of Ray 2.60 for working_dir.
-        max_entries: files, directories and links; more of them suggest a wrong directory.
+        max_bytes: maximum bytes of all files together; the default is the limit of Ray 2.60 for working_dir.
+        max_entries: maximum number of files, directories and links; more of them suggest a wrong directory.
     """
 
     max_bytes: int = 500 * 2**20
     max_entries: int = 100_000
 
     def excess(self, sizes: Mapping[str, int]) -> str | None:
-        """Say by how much entries exceed the limits, and which ones most; None if they do not.
+        """Part of an error message: the exceeded limit, and the entries that contribute most; None within the limits.
 
         Args:
             sizes: bytes by entry name.
@@ -94,12 +94,15 @@ DEFAULT_LIMITS = Limits()
 
 
 def remedy(root: str | None) -> str:
-    """Advice for a file that cannot be in a bundle."""
+    """Part of an error message: how to leave a file out of the bundle of a directory `root`, or of single files."""
     return f"list what payloads do not need in {root}/.rayignore" if root else "leave it out"
 
 
 def largest(sizes: Mapping[str, int], count: int = 5) -> list[tuple[str, int]]:
-    """The paths with the largest sums. A directory counts as one path, unless one child has over 90 % of its sum."""
+    """The `count` top-level paths with the largest sums of `sizes`, each with its sum.
+
+    A child with over 90 % of a directory's sum is named instead of the directory.
+    """
     sums: Counter[str] = Counter()
     children: dict[str, set[str]] = {}
     for path, size in sizes.items():
@@ -117,7 +120,7 @@ def largest(sizes: Mapping[str, int], count: int = 5) -> list[tuple[str, int]]:
 
 
 def amount(size: float) -> str:
-    """A number of bytes with a unit."""
+    """A number of bytes as text with a unit, such as "12 MiB"."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"

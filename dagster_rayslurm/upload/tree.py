@@ -1,4 +1,4 @@
-"""Scan local files for a bundle. Only ignore files are read."""
+"""Scan directories and files of this machine for a bundle. Of all files only the ignore files are read."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .ignore import Rules, is_environment
 from .manifest import DEFAULT_LIMITS, Entry, EntryKind, Limits, Manifest, remedy
 
 _DANGLING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+"""Errors of stat(2) for a link whose target does not exist."""
 _UNSUPPORTED = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFIFO: "a named pipe",
@@ -23,17 +24,17 @@ _UNSUPPORTED = {
 
 
 def scan(directory: str, *, argument: str = "working_dir", limits: Limits = DEFAULT_LIMITS) -> Manifest:
-    """Scan a directory, without the files that its ignore files name or that no cluster needs.
+    """The manifest of a directory, without the files that its ignore files name or that no cluster needs.
 
     A link stays a link if its target is in the bundle, or does not exist; otherwise the target replaces it, as in Ray.
 
     Args:
-        directory: the directory.
-        argument: the argument that named it, for error messages.
+        directory: the directory's path.
+        argument: the argument of `run()` or the launcher that named the directory, for error messages.
         limits: the largest bundle that is accepted.
 
     Raises:
-        ValueError: it exceeds the limits, or contains a file that cannot be read or copied; the sentence says what to do.
+        ValueError: the files exceed the limits, or a file cannot be read or copied; the sentence says what to do.
     """
     found = _Scan(argument, limits, os.path.abspath(directory))
     real = os.path.realpath(directory)
@@ -42,11 +43,11 @@ def scan(directory: str, *, argument: str = "working_dir", limits: Limits = DEFA
 
 
 def scan_files(files: Mapping[str, str], *, argument: str = "extra_files", limits: Limits = DEFAULT_LIMITS) -> Manifest:
-    """Scan single files and directories. Ignore files do not count; `__pycache__`, `.git` and the like are left out.
+    """The manifest of single files and directories. Ignore files do not count; `__pycache__`, `.git` and the like are left out.
 
     Args:
         files: paths on this machine, by path in the bundle.
-        argument: the argument that named them, for error messages.
+        argument: the argument of `run()` or the launcher that named the files, for error messages.
         limits: the largest bundle that is accepted.
 
     Raises:
@@ -67,23 +68,29 @@ def scan_files(files: Mapping[str, str], *, argument: str = "extra_files", limit
 
 
 def _stamp(found: os.stat_result) -> tuple[int, ...]:
-    """Stat fields that change whenever the file does: tools can set its mtime back, but not its ctime."""
+    """Stat fields of a file that change whenever the file does: tools can set the mtime back, but not the ctime."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _parents(name: str) -> list[str]:
+    """The directories above a name in the bundle, the top one first."""
     parts = name.split("/")
     return ["/".join(parts[:length]) for length in range(1, len(parts))]
 
 
 @dataclass(frozen=True)
 class _Scope:
-    """A directory, without links in its path, and its name in the bundle."""
+    """A directory whose content is scanned.
+
+    Attributes:
+        real: the directory's path, without links.
+        name: the directory's name in the bundle.
+        via: the directories that contain the links which led to this directory.
+    """
 
     real: str
     name: str
     via: tuple[str, ...] = ()
-    """The directories of the links that were followed to it."""
 
     def name_of(self, real: str) -> str | None:
         """The name in the bundle of a path below the directory; None for any other path."""
@@ -95,7 +102,7 @@ class _Scope:
 
 @dataclass(frozen=True)
 class _Link:
-    """A link that may be followed, and its name in the bundle; scope and rules are None for a path that the user named."""
+    """A link of a scanned directory, or a path that the user named; only for the latter, scope and rules are None."""
 
     path: str
     name: str
@@ -104,7 +111,7 @@ class _Link:
 
 
 class _Scan:
-    """Collects entries, up to the limits."""
+    """Collects the entries of one bundle; raises `ValueError` if they exceed the limits."""
 
     def __init__(self, argument: str, limits: Limits, root: str | None) -> None:
         self._argument, self._limits, self._root = argument, limits, root
@@ -112,7 +119,7 @@ class _Scan:
         self._links: list[_Link] = []
 
     def manifest(self, root: str | None) -> Manifest:
-        """The entries found. Links are resolved last, when all other entries are known."""
+        """The manifest of all collected entries. Links are resolved here, when all other entries are known."""
         while self._links:
             links, self._links = sorted(self._links, key=lambda link: os.fsencode(link.name)), []
             for link in links:
@@ -126,7 +133,7 @@ class _Scan:
             self._check_limits()
 
     def walk(self, scope: _Scope, rules: Rules | None) -> None:
-        """Add the content of a directory."""
+        """Add the content of a directory, except ignored entries; links wait for `manifest`."""
         waiting = [(scope.real, scope.name, rules)]
         while waiting:
             path, name, rules = waiting.pop()
@@ -137,7 +144,7 @@ class _Scan:
                 except FileNotFoundError:
                     if path == scope.real:
                         raise
-                    continue  # It was removed since its parent was read.
+                    continue  # The directory was removed after its parent was read.
             if path != scope.real:
                 if is_environment(items):
                     continue
@@ -155,11 +162,11 @@ class _Scan:
                 elif is_dir:
                     waiting.append((item.path, full, rules))
                 else:
-                    with self._readable(item.path), contextlib.suppress(FileNotFoundError):  # It was removed meanwhile.
+                    with self._readable(item.path), contextlib.suppress(FileNotFoundError):  # The file was removed meanwhile.
                         self._add_file(item.path, full, item.stat(follow_symlinks=False))
 
     def follow(self, link: _Link) -> None:
-        """Add the target of a link in its place."""
+        """Add the target of a link to the bundle, under the name of the link."""
         real = os.path.realpath(link.path)
         with self._readable(link.path):
             found = os.stat(real)
@@ -176,7 +183,7 @@ class _Scan:
         self.walk(_Scope(real, link.name, via), link.rules)
 
     def _resolve(self, link: _Link) -> None:
-        """Keep a link whose target is in the bundle or does not exist; follow any other."""
+        """Add a link as a link if its target is in the bundle or does not exist; else add its target instead."""
         assert link.scope is not None
         with self._readable(link.path):
             try:
