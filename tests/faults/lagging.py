@@ -1,7 +1,8 @@
-"""A directory as a client of a slow network file system sees it: what others do there comes late, what it does itself at once.
+"""Simulates one client of a slow network file system: it sees changes of other clients late, and its own changes at once.
 
-A small FUSE file system, without a library: see fuse(4) and the kernel's `include/uapi/linux/fuse.h` for the messages. Run as
-`lagging.py SOURCE TARGET OPTIONS`; each client has a process of its own, so that each sees what others did at its own time.
+It is a small FUSE file system without a library; fuse(4) and the kernel's `include/uapi/linux/fuse.h` describe the messages. The
+program runs as `lagging.py SOURCE TARGET OPTIONS`, one process for each client, so that each client has its own delays. Tests use
+`lagging`.
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ from .mounts import LIBC, unmount
 _IN = struct.Struct("<IIQQIIIHH")
 _OUT = struct.Struct("<IiQ")
 _MAX_WRITE = 128 * 1024
+"""Bytes that the kernel writes in one message."""
 _DIRECT_IO = 1
-"""What is read is asked for each time, and not kept by the kernel."""
+"""Flag of an opened file: the kernel caches no content, and asks at every read."""
 
 
 @dataclass(frozen=True)
 class Lag:
-    """How late a client is; all in seconds.
+    """How late a client sees changes of other clients. All times are in seconds.
 
     Attributes:
-        size: most that a file which others write to stays as long as it was seen, in reads as in `stat`; what comes then may
-            still lack its end, once. A file that is looked at for the first time is seen as it is, as NFS promises.
-        least: least of that.
-        hidden: a name that others have made is not there for so long after it was looked for first.
-        missing: a name that was looked for in vain stays missing.
-        renamed: a name leads to what it led to, though another file has taken its place.
-        failing: names of files of which the first open and the first read fail, with ESTALE and EIO; a regular expression.
-        seed: of what is left to chance.
+        size: longest time for which the client sees the old length of a file that another client extends. The length after that
+            may be too short once more. A file that the client sees for the first time has its real length, as NFS promises.
+        least: shortest time for which the client sees the old length.
+        hidden: time for which the client does not find a new name of another client, from its first look on.
+        missing: time for which a name that the client did not find stays missing.
+        renamed: time for which a name leads to the old file after another client has replaced it.
+        failing: regular expression of file names whose first open fails with ESTALE and whose first read fails with EIO.
+        seed: seed of the random choices.
     """
 
     size: float = 0.0
@@ -58,28 +60,28 @@ class Lag:
 
 
 class _Node:
-    """A file as this client knows it; its descriptor keeps it, also when it has no name any more."""
+    """A file or directory as this client knows it. Its open descriptor keeps it, even without a name."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.path = f"/proc/self/fd/{fd}"
         self.own = 0
-        """How often this client has it open for writing, so that it knows how long it is."""
+        """Number of times that this client has the file open for writing; if any, it sees the real length."""
         self.seen: int | None = None
         self.look_again = 0.0
         self.cut = False
-        """Whether the end was missing when it was looked at last."""
+        """Whether the length that this client saw last was too short."""
         self.listed: tuple[float, list[str]] | None = None
         self.errors: list[int] = []
 
 
 class LaggingClient:
-    """The file system of one client.
+    """The FUSE server of one client: answers the kernel's messages with a late view of a directory.
 
     Args:
-        source: the directory on the server.
-        device: what the kernel's messages come from.
-        lag: how late it is.
+        source: the directory that all clients share.
+        device: descriptor of /dev/fuse, from which the kernel's messages come.
+        lag: how late this client sees changes.
     """
 
     def __init__(self, source: str, device: int, lag: Lag) -> None:
@@ -91,14 +93,14 @@ class LaggingClient:
         self._numbers = {self._key(root): 1}
         self._names: dict[tuple[int, str], tuple[float, int | None]] = {}
         self._shown: set[tuple[int, str]] = set()
-        """Names that were hidden for long enough."""
+        """Names, each after the number of its directory, that are not hidden (again) from this client."""
         self._files: dict[int, bool] = {}
-        """Open files, and whether they are for writing."""
+        """Descriptors of open files, each with whether it is open for writing."""
         self._lists: dict[int, list[str]] = {}
         self._next = 1
 
     def serve(self) -> None:
-        """Answer until the file system is unmounted."""
+        """Answer the kernel's messages until the file system is unmounted."""
         while True:
             try:
                 message = os.read(self._device, _MAX_WRITE + 65536)
@@ -120,13 +122,17 @@ class LaggingClient:
             try:
                 os.write(self._device, _OUT.pack(_OUT.size + len(data), -code, unique) + data)
             except OSError as error:
-                if error.errno != errno.ENOENT:  # The question was taken back.
+                if error.errno != errno.ENOENT:  # ENOENT: the kernel has cancelled the request.
                     return
 
-    # ---- What is seen late
+    # ---- Delays: names and lengths of files
 
     def _find(self, parent: int, name: str) -> int:
-        """The number of a file by its name, as far as this client knows."""
+        """The number of the file with a name in a directory, as this client sees it now.
+
+        Raises:
+            FileNotFoundError: the name does not exist, or is still hidden from this client.
+        """
         now, key = time.monotonic(), (parent, name)
         until, number = self._names.get(key, (0.0, None))
         if now < until:
@@ -147,7 +153,7 @@ class LaggingClient:
         return found
 
     def _size(self, node: _Node, real: int) -> int:
-        """How long a file is in this client's eyes: perhaps as it was, perhaps less than what there is by now."""
+        """The length of a file as this client sees it: the old length, the real one, or one between them."""
         now = time.monotonic()
         if node.own or node.seen is None or real < node.seen:
             node.seen = real
@@ -159,14 +165,14 @@ class LaggingClient:
         node.look_again = now + self._random.uniform(self._lag.least, self._lag.size)
         return node.seen
 
-    # ---- Files by number
+    # ---- Files by the numbers that the kernel knows them by
 
     def _key(self, node: _Node) -> tuple[int, int]:
         found = os.fstat(node.fd)
         return found.st_dev, found.st_ino
 
     def _number(self, fd: int, name: str = "") -> int:
-        """The number of a file that was opened, as the kernel is told it."""
+        """The number of an open file, by which the kernel refers to the file; a new number for an unknown file."""
         node = _Node(fd)
         key = self._key(node)
         known = self._numbers.get(key)
@@ -197,7 +203,7 @@ class LaggingClient:
 
     @contextmanager
     def _making(self, parent: int, name: str) -> Iterator[None]:
-        """Make a name; who is told that others have made it looks anew from then on, as on NFS."""
+        """Wraps the creation of a name. If the name exists already, the client sees it from then on, as on NFS."""
         try:
             yield
         except OSError as error:
@@ -207,7 +213,7 @@ class LaggingClient:
             raise
 
     def _made(self, parent: int, name: str, who: tuple[int, int] | None) -> int:
-        """A file that this client has made or moved, which it sees at once."""
+        """Record a file that this client has made or moved, which it sees at once; returns its number."""
         directory = self._nodes[parent]
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=directory.fd)
         number = self._number(fd)
@@ -222,7 +228,7 @@ class LaggingClient:
         self._nodes[parent].listed = None
         self._names[parent, name] = time.monotonic() + self._lag.missing, None
 
-    # ---- What the kernel asks for
+    # ---- Answers to the kernel's messages, one method for each kind
 
     def _init(self, _: int, data: bytes, __: Any) -> bytes:
         major, minor, ahead, _flags = struct.unpack_from("<4I", data)
@@ -427,7 +433,7 @@ def _text(data: bytes) -> str:
 
 @contextmanager
 def lagging(source: Path, target: Path, lag: Lag) -> Iterator[Path]:
-    """One client's view of a directory, at `target` on this machine."""
+    """Mounts a client's late view of the directory `source` at `target` on this machine."""
     target.mkdir()
     words = [sys.executable, "-m", "tests.faults.lagging", str(source), str(target), json.dumps(asdict(lag))]
     root = Path(__file__).resolve().parents[2]

@@ -1,4 +1,7 @@
-"""Dagster in processes of its own, runs that are held at a phase, and a link to the edge that can be narrow or silent."""
+"""Helpers for tests of faults: Dagster in a process of its own, runs that stop at a given phase, and a faulty network link.
+
+Begin with `Dagster` and `held_in`.
+"""
 
 import os
 import random
@@ -27,7 +30,7 @@ from ..slurm.fixtures import ROOT, Running, Site
 MODES = ("slurm", "slurm-session", "slurm-hetjob")
 
 BEFORE, AFTER = 40, 80
-"""Lines and messages of the payload until it is up, and at its end."""
+"""Number of lines, and of messages, that the payload `NUMBERED` has written when it waits, and in all."""
 
 NUMBERED = pipes_script(f"""
 import os, pathlib, time
@@ -46,7 +49,7 @@ for number in range({BEFORE}, {AFTER}):
     pipes.report_custom_message(number)
 pipes.report_asset_materialization(metadata={{"job": os.environ["SLURM_JOB_ID"]}})
 """)
-"""Numbers its lines and messages, and goes on to its end once it may."""
+"""Payload that writes numbered lines and messages, waits for the file `go` in the data directory, and then writes the others."""
 
 _DEFINITIONS = """
 import sys
@@ -94,12 +97,12 @@ if __name__ == "__main__":
 
 
 class Dagster:
-    """A Dagster instance in a directory, and runs of its one asset, each in a process of its own.
+    """A Dagster instance with one asset. Each run of the asset has a process of its own, which a test can kill.
 
     Args:
-        site: the stack.
-        home: its directory.
-        payload: what the asset runs.
+        site: the Slurm stack.
+        home: directory of the instance.
+        payload: path of the payload that the asset runs.
     """
 
     def __init__(self, site: Site, home: Path, payload: Path) -> None:
@@ -109,7 +112,10 @@ class Dagster:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def define(self, mode: str, **fields: Any) -> None:
-        """Write what the next run executes; `queue`, `ssh` and `session` are added to what is usual; `first` comes first."""
+        """Write the definitions that the next run executes.
+
+        `fields` replace the defaults below; `queue`, `ssh` and `session` are merged with theirs. `first` is code to run first.
+        """
         own = {
             "first": fields.pop("first", ""),
             "mode": mode,
@@ -129,7 +135,7 @@ class Dagster:
         (self.home / "definitions.py").write_text(_DEFINITIONS.format(**own))
 
     def start(self, retry_of: str | None = None) -> "subprocess.Popen[bytes]":
-        """Execute the job, or retry a failed run of it from its failure."""
+        """Start a process that executes the job, or that retries the failed run `retry_of` from its failure."""
         paths = f"{self.home}:{ROOT}"
         env = {**os.environ, "DAGSTER_HOME": str(self.home), "PYTHONPATH": paths, "DAGSTER_DISABLE_TELEMETRY": "yes"}
         command = [sys.executable, str(self.home / "definitions.py"), *([retry_of] if retry_of else [])]
@@ -140,7 +146,7 @@ class Dagster:
 
     @property
     def log(self) -> str:
-        """What all of its processes said."""
+        """The output of all processes of this instance so far."""
         return (self.home / "log").read_text(errors="replace")
 
     @contextmanager
@@ -149,7 +155,7 @@ class Dagster:
             yield instance
 
     def runs(self) -> list[dg.DagsterRun]:
-        """Its runs, the first one first."""
+        """The runs of this instance, the oldest first."""
         with self.instance() as instance:
             return list(instance.get_runs())[::-1]
 
@@ -158,13 +164,13 @@ class Dagster:
             return list(instance.all_logs(run_id))
 
     def materializations(self) -> list[str]:
-        """The runs that materialized the asset, one for each time."""
+        """The id of the run for each materialization of the asset."""
         with self.instance() as instance:
             found = instance.fetch_materializations(dg.AssetKey("slow"), limit=10).records
             return [record.run_id for record in found]
 
     def mark_failed(self) -> str:
-        """Say that the last run has failed, as Dagster's run monitoring does of a process that is gone; its id."""
+        """Mark the last run as failed, as Dagster's run monitoring does when a process is gone; returns the id of the run."""
         with self.instance() as instance:
             run = instance.get_runs()[0]
             if not run.is_finished:
@@ -172,16 +178,16 @@ class Dagster:
             return str(run.run_id)
 
     def output(self, run_id: str) -> list[str]:
-        """The payload's lines in the compute logs of a run, in all of them."""
+        """The numbered lines of the payload in all compute logs of a run."""
         files = sorted((self.home / "storage" / run_id).rglob("*.out"))
         return [line for file in files for line in file.read_text().splitlines() if line.startswith("line ")]
 
     def shown(self) -> str:
-        """The payload's output as far as Dagster has it, of all runs."""
+        """The output of the payload in the compute logs of all runs so far."""
         return "".join(file.read_text() for file in (self.home / "storage").rglob("*.out"))
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the processes of all runs."""
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -192,7 +198,7 @@ class Dagster:
 def dagster_on_slurm(
     site: Site, session_compute: Callable[..., ComputeResource], tmp_path: Path, script: Any
 ) -> Iterator[Dagster]:
-    """Dagster with the numbered payload; sessions that it leaves are ended as a user would end them."""
+    """A Dagster instance whose asset runs the payload `NUMBERED`. Sessions that it leaves are ended as a user ends them."""
     session_compute()
     home = tmp_path / "home"
     home.mkdir()
@@ -203,26 +209,26 @@ def dagster_on_slurm(
     made.end()
 
 
-# ---- What is there on the cluster
+# ---- Files and jobs on the Slurm cluster
 
 
 def let_go(site: Site) -> None:
-    """Let the payload go on to its end."""
+    """Make the waiting payload continue to its end."""
     site.sh('touch "$1/data/go"', site.base)
 
 
 def is_there(site: Site, name: str) -> bool:
-    """Whether a file of the data directory has something in it."""
+    """Whether a file of the data directory exists and is not empty."""
     return bool(site.connection.read(f"{site.base}/data/{name}", 0, 1))
 
 
 def has_ended(site: Site) -> bool:
-    """Whether the record of a payload has its `end`."""
+    """Whether the run record of any payload contains its `end`."""
     return bool(site.sh("""cat "$1"/runs/*/journal.jsonl 2>/dev/null | grep -c '"type":"end"' || true""", site.base).strip("0\n"))
 
 
 def submitted(site: Site) -> list[str]:
-    """Ids of all jobs whose directories are below the base directory, over or not; a heterogeneous one counts once."""
+    """The ids of all jobs below the base directory, ended ones too. A heterogeneous job counts once."""
     listed = site.sh("squeue --me --states=all --noheader --format='%i %Z'").splitlines()
     return sorted({line.split()[0].partition("+")[0] for line in listed if f"{site.base}/" in line})
 
@@ -232,7 +238,7 @@ def run_dirs(site: Site) -> list[str]:
 
 
 class HeldSbatch:
-    """An sbatch that holds still, before or after it has called the real one; for logins of a server of the test's own."""
+    """An sbatch that waits before or after it calls the real one, and an SSH server of its own whose logins get this sbatch."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -242,7 +248,7 @@ class HeldSbatch:
         self.host, self.port = self._server.host, self._server.port
 
     def hold(self, when: str) -> None:
-        """Hold still "before" or "after" the submission, until the file `submit` is in the data directory."""
+        """Make sbatch wait "before" or "after" the submission, until the file `submit` is in the data directory."""
         wait = f'echo x >"{self._site.base}/data/{when}"; while ! [ -e "{self._site.base}/data/submit" ]; do sleep 0.05; done'
         call = 'id=$("$real" "$@") || exit'
         steps = [wait, call] if when == "before" else [call, wait]
@@ -270,31 +276,31 @@ HELD_CLUSTER = "RayLauncher(object_store_memory_gb=0.1, dashboard=False, startup
 
 
 def health_check(site: Site) -> str:
-    """A health check that holds the start of a Ray cluster until the file `healthy` is there."""
+    """A health check that delays the start of a Ray cluster until the file `healthy` is in the data directory."""
     data = f"{site.base}/data"
     return f'echo x >"{data}/starting"; while ! [ -e "{data}/healthy" ]; do sleep 0.05; done'
 
 
-# ---- The link
+# ---- The network link
 
 
 class Wire:
-    """A TCP link from this machine to a server: as narrow as it is told to be, silent for a while, or cut off for good.
+    """A TCP proxy on this machine in front of a server, which can be slow, stop passing data, or break its connections.
 
-    Packets that a silent link holds back arrive once it speaks again, as TCP repeats them.
+    Data that the proxy holds back arrives later, as TCP repeats lost packets.
 
     Args:
-        host: where it leads.
-        port: the port there.
-        rate: bytes per second towards the server; None for all there are.
+        host: host of the server.
+        port: port of the server.
+        rate: bytes per second towards the server; None for no limit.
     """
 
     def __init__(self, host: str, port: int, rate: float | None = None) -> None:
         self.rate = rate
         self.sent = 0
-        """Bytes towards the server so far."""
+        """Number of bytes passed to the server so far."""
         self.accepted = 0
-        """Connections so far."""
+        """Number of connections accepted so far."""
         self._target = (host, port)
         self._speaks = threading.Event()
         self._speaks.set()
@@ -305,15 +311,15 @@ class Wire:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def silence(self) -> None:
-        """Hold everything back."""
+        """Hold back all data, in both directions."""
         self._speaks.clear()
 
     def speak(self) -> None:
-        """Pass on what was held back."""
+        """Pass on data again, first the data that was held back."""
         self._speaks.set()
 
     def reset(self) -> None:
-        """Break off all connections; new ones are taken."""
+        """Break all connections. New connections are still accepted."""
         with self._lock:
             for each in self._open:
                 with suppress(OSError):
@@ -369,28 +375,28 @@ class Wire:
             self._open -= {source, target}
 
 
-# ---- Phases
+# ---- Phases of a run
 
 PHASES = ("connecting", "uploading", "submitting", "unrecorded", "pending", "cluster-start", "running", "ending")
 
 _USUAL = {"slurm": PHASES, "slurm-session": PHASES[3:], "slurm-hetjob": ("cluster-start", "running")}
-"""Until sbatch has been called all modes do the same; a heterogeneous job differs in how its nodes start."""
+"""Phases that each mode is tested in by default. The modes do not differ until sbatch has been called."""
 
 CASES = [
     pytest.param(mode, phase, marks=[] if phase in _USUAL[mode] else [pytest.mark.thorough]) for mode in MODES for phase in PHASES
 ]
-"""Modes and phases; what repeats others is marked."""
+"""All pairs of mode and phase; those that repeat another mode are marked `thorough`."""
 
 
 class Held:
-    """A run of Dagster's, held in a phase.
+    """A Dagster run that is held in a phase.
 
     Attributes:
-        process: its process.
+        process: the process of the run.
         phase: one of `PHASES`.
-        let_on: takes away what holds it.
-        fields: what was asked for, but for the way to the edge.
-        link: its way to the edge.
+        let_on: lets the run continue.
+        fields: arguments of `Dagster.define` for the run, without `ssh`.
+        link: the network link of the run to the edge node.
     """
 
     def __init__(
@@ -405,7 +411,7 @@ class Held:
 
 @contextmanager
 def held_in(phase: str, dagster: Dagster, mode: str, **fields: Any) -> Iterator[Held]:
-    """Start a run and wait until it is in a phase, which does not end by itself; `fields` are those of `Dagster.define`."""
+    """Start a run that stops in a phase, and wait until it is there. `fields` are arguments of `Dagster.define`."""
     site = dagster.site
     with ExitStack() as stack:
         host, port = site.ssh.host, site.ssh.port
@@ -466,19 +472,19 @@ while not (data / "way").exists():
     time.sleep(0.05)
 pipes.report_asset_materialization(metadata={"job": os.environ["SLURM_JOB_ID"]})
 """)
-"""Holds a session until it is to give way."""
+"""Payload that keeps a session busy until the file `way` is in the data directory."""
 
 
 CARRIERS = pytest.mark.parametrize("carrier", ["auto", pytest.param("srun", marks=pytest.mark.thorough)])
-"""How requests reach a session."""
+"""Values of `SessionConfig.carrier`, which says how requests reach a session."""
 
 
 class Queued:
-    """A run whose payload waits for its turn in a warm session, which another one's holds.
+    """A run whose payload waits in the queue of a warm session, because the payload of another run keeps the session busy.
 
     Attributes:
-        process: the run's process.
-        job_id: the session's job.
+        process: the process of the waiting run.
+        job_id: the Slurm job of the session.
     """
 
     def __init__(self, dagster: Dagster, holder: Running, job_id: str) -> None:
@@ -490,7 +496,7 @@ class Queued:
         assert self.process.poll() is None and not is_there(self._site, "ran"), dagster.log[-4000:]
 
     def give_way(self) -> None:
-        """Let the other payload end, to which nothing has happened."""
+        """Make the other payload end, and check that it succeeds."""
         self._site.sh('touch "$1/data/way"', self._site.base)
         assert self._holder.result(60).metadata["job"] == self.job_id
 
@@ -499,7 +505,7 @@ class Queued:
 def queued_in_a_session(
     dagster: Dagster, site: Site, session_compute: Callable[..., ComputeResource], start: Callable[..., Running], script: Any
 ) -> Callable[[str], Queued]:
-    """Starts such a run, and what it waits for, both by a carrier."""
+    """A function that starts a queued run and the run that it waits for, both with a given carrier."""
 
     def begin(carrier: str) -> Queued:
         session = {"carrier": carrier}
@@ -512,11 +518,11 @@ def queued_in_a_session(
 
 
 def big_file(path: Path, size: int) -> Path:
-    """A file that cannot be made smaller on its way."""
+    """A new file with random content, which no compression makes smaller."""
     path.write_bytes(random.Random(size).randbytes(size))
     return path
 
 
 def numbers(text: str) -> list[int]:
-    """The numbers of the payload's lines in an output."""
+    """The numbers of the payload's numbered lines in an output."""
     return [int(line.split()[1]) for line in text.splitlines() if line.startswith("line ")]

@@ -1,8 +1,9 @@
-"""What a stranger tries on a machine where a victim's work runs: sent there as text, and run there as the stranger.
+"""Attack program: what a stranger, another user of a node, can do to the processes, files and ports of a victim's payload.
 
-Called as `python -c TEXT try VICTIM PORTS PATHS ROOTS`, with JSON for the victim's listening ports, for paths of which the
-stranger has heard, and for where it looks for others; prints what it got hold of, as JSON. Called as
-`python -c TEXT hold HOST PORT COUNT` it keeps connections open that say nothing, until its input ends.
+The test sends the text of this module to the node and runs it as the stranger. `python -c TEXT try VICTIM PORTS PATHS ROOTS`
+attacks and prints what succeeded, as JSON. PORTS are the victim's listening ports, PATHS are paths that the stranger has learnt,
+and ROOTS are directories to search; all three are JSON. `python -c TEXT hold HOST PORT COUNT` keeps silent connections open until
+its input ends.
 """
 
 import ctypes
@@ -49,24 +50,27 @@ POSTS = {
     "/get_or_create_runtime_env": {},
 }
 REFUSALS = (401, 403, 404, 405)
+"""HTTP codes that count as a refusal."""
 METHODS = (
     "/ray.rpc.ObjectManagerService/FreeObjects",
     "/ray.rpc.ObjectManagerService/Pull",
     "/ray.rpc.ObjectManagerService/Push",
     "/ray.rpc.syncer.RaySyncer/StartSync",
 )
-"""Of services that Ray's daemons speak with each other in C++ only; those that Python knows are looked up."""
+"""gRPC methods that Ray's daemons call among themselves in C++ only; `methods` finds those that Ray's Python package knows."""
 NODE_ID = ("node_id", "0" * 56)
-"""A raylet of Ray 2.60 dies of a call of `StartSync` without such metadata, before it looks for a token."""
+"""gRPC metadata of each call: a raylet of Ray 2.60 crashes on `StartSync` without it, before it checks the token."""
 REFUSED = ("UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE")
+"""gRPC codes that count as a refusal."""
 SECONDS = 5.0
+"""Timeout of each network operation."""
 
 Heard = tuple[dict[str, Any], "Counter[str]"]
-"""What a port answered, and how often it refused with which code."""
+"""The answers of a port that were no refusals, and the number of refusals by code."""
 
 
 def files(uid: int, roots: list[str]) -> list[str]:
-    """What of the victim's can be read, written, listed or connected to."""
+    """The victim's files and directories below `roots` that the stranger can read, write or execute."""
     found = []
     for root in roots:
         for directory, names, others in os.walk(root):
@@ -82,7 +86,7 @@ def files(uid: int, roots: list[str]) -> list[str]:
 
 
 def opened(paths: list[str]) -> list[str]:
-    """Which of some paths, that the stranger has learnt of, it can do something with."""
+    """Those of `paths` that the stranger can read, write, list or connect to."""
     found = []
     for path in paths:
         for attempt in (
@@ -107,7 +111,7 @@ def plug(path: str) -> None:
 
 
 def processes(uid: int) -> tuple[list[str], list[str]]:
-    """What can be done to the victim's processes, and the arguments that anybody can read of them."""
+    """The successful attacks on the victim's processes, and the command lines of these processes, which anybody can read."""
     done, arguments = [], []
     libc = ctypes.CDLL(None, use_errno=True)
     for name in os.listdir("/proc"):
@@ -121,7 +125,7 @@ def processes(uid: int) -> tuple[list[str], list[str]]:
         except OSError:
             continue
         if not words:
-            continue  # A thread of the kernel, which has nothing.
+            continue  # A kernel thread, which has no command line.
         arguments.append(words)
         attempts: dict[str, Any] = {
             "environ": lambda path=path: (path / "environ").read_bytes(),
@@ -148,7 +152,7 @@ def trace(libc: Any, pid: int) -> None:
 
 
 def http(host: str, port: int) -> Heard | None:
-    """What is said by HTTP without a token and with a wrong one, by path; None if HTTP is not what is spoken there."""
+    """The answers of a port to HTTP requests without a token and with a wrong one, by path; None if the port speaks no HTTP."""
     try:
         with socket.create_connection((host, port), SECONDS) as sock:
             sock.settimeout(SECONDS)
@@ -181,7 +185,7 @@ def http(host: str, port: int) -> Heard | None:
 
 
 def methods() -> list[str]:
-    """The methods of all services of Ray."""
+    """The names of the gRPC methods of all services of Ray."""
     import ray
 
     found = set(METHODS)
@@ -191,7 +195,7 @@ def methods() -> list[str]:
 
 
 def grpc_calls(host: str, port: int, names: list[str]) -> Heard:
-    """What methods say to an empty request without a token, or with a wrong one; those that answer by what they answer."""
+    """The answers of a port to empty gRPC calls without a token and with a wrong one: names of methods, by answer."""
     import grpc
 
     answers: dict[str, Any] = {}
@@ -217,7 +221,7 @@ def grpc_calls(host: str, port: int, names: list[str]) -> Heard:
 
 
 def noise(host: str, port: int) -> None:
-    """Speak nonsense to whoever listens; what comes of it shows in what the victim's work does afterwards."""
+    """Send garbage and forged requests to a port. The test sees damage in how the victim's payload goes on."""
     forged = (
         json.dumps({"op": "stop"}).encode() + b"\n" + json.dumps({"op": "run", "request_id": "x", "run_dir": "/tmp/x"}).encode()
     )
@@ -233,7 +237,7 @@ def noise(host: str, port: int) -> None:
 
 
 def hold(host: str, port: int, count: int) -> None:
-    """Keep connections open that say nothing; one that is closed is opened again."""
+    """Keep `count` silent connections to a port open, reopen closed ones, and print their number, until the input ends."""
     held: list[socket.socket] = []
     while True:
         for sock in [sock for sock in held if gone(sock)]:
