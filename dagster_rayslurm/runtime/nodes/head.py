@@ -114,7 +114,7 @@ class ConnectedWorkers(ChannelListener):
         self._server.stop_heartbeat()
 
     def wait_gone(self, patience: float) -> None:
-        """Wait until the nodes have without_option_variables up, because the end of this runtime may end theirs.
+        """Wait until the worker nodes have cleaned up, because the end of this runtime may end theirs.
 
         Args:
             patience: seconds to wait for nodes that never connected, as only this runtime can stop them.

@@ -1,7 +1,7 @@
-"""Private directory, token and process mark of one Ray cluster on a node.
+"""What belongs to one Ray cluster alone on a node: its directories, its token, and a variable that marks its processes.
 
-The key of a cluster tells it from others on the same nodes: "" for the one that a runtime keeps warm, the payload's nonce
-for a payload's own.
+Functions identify a Ray cluster by its key: "" for the cluster that a runtime keeps warm, the payload's nonce for a cluster
+that is one payload's own.
 """
 
 from __future__ import annotations
@@ -19,17 +19,25 @@ from ..protocol.rpc import derive_key
 from ..protocol.spec import RuntimeSpec
 
 _NAMES = [name for name in string.digits + string.ascii_lowercase if name != "r"]
-"""One character each, like the "r" of the scratch directory's own Ray: a socket's path has no room for more."""
+"""Names of Ray's directories of clusters; one character each, because the path of a Unix socket must be short.
+
+"r" belongs to the scratch directory itself.
+"""
 _MARK = "RAYSLURM_CLUSTER"
-"""Variable that all processes of a fresh cluster inherit: some of them may leave the process tree below `ray start`."""
+"""Variable by which processes of a payload's own cluster are found even if they left the process tree below `ray start`."""
 _DYING = 0.5
-"""Seconds that killed processes get before their directories are removed."""
+"""Seconds between the kill of a cluster's processes and the first attempt to remove its directories."""
 _LONGEST_PAUSE = 60.0
-"""Most seconds between two attempts to remove directories."""
+"""Most seconds between two attempts to remove a cluster's directories; the pauses begin with `_DYING` and double."""
 
 
 class ClusterDir(Scratch):
-    """A part of a scratch directory for one cluster; `name` is one character."""
+    """The directories of one Ray cluster inside a scratch directory.
+
+    Args:
+        parent: the scratch directory.
+        name: one character.
+    """
 
     def __init__(self, parent: Scratch, name: str) -> None:
         self.path = parent.join("cluster-" + name)
@@ -46,14 +54,14 @@ class ClusterDir(Scratch):
 
 
 class ClusterDirs:
-    """Makes the directories of clusters. Names are reused as late as possible, because removal takes time."""
+    """Makes the directories of Ray clusters. It reuses a name as late as possible, because removal takes time."""
 
     def __init__(self, parent: Scratch) -> None:
         self._parent = parent
         self._names: Iterator[str] = itertools.cycle(_NAMES)
 
     def take(self) -> ClusterDir:
-        """Make a directory.
+        """Make the directories of a new Ray cluster, and return them.
 
         Raises:
             OSError: all names are in use, or the directory cannot be made.
@@ -65,7 +73,10 @@ class ClusterDirs:
 
 
 def token_of(spec: RuntimeSpec, key: str) -> str:
-    """The token of a cluster. It is derived from the allocation's secret, so that nodes need not exchange it."""
+    """The token with which Ray's processes of one cluster authenticate each other.
+
+    Every node derives the same token from the allocation's secret. Without such a secret the token is random.
+    """
     secret = spec.token_key or spec.control_key
     if secret is None:
         return os.urandom(32).hex()
@@ -73,14 +84,14 @@ def token_of(spec: RuntimeSpec, key: str) -> str:
 
 
 def worker_env_of(spec: RuntimeSpec, key: str) -> Mapping[str, str]:
-    """The variables of a cluster's daemons, which all its workers inherit."""
+    """Environment variables for the daemons of a Ray cluster, which its workers inherit."""
     return {**spec.worker_env, _MARK: key} if key else spec.worker_env
 
 
 def clean_up_cluster(loop: Loop, place: Scratch, key: str) -> None:
-    """Remove what a fresh cluster leaves on this node: its directories, and processes that left the process tree.
+    """Remove what a payload's own Ray cluster leaves on this node: its directories, and processes outside the process tree.
 
-    Dying processes may write once more, so removal is repeated until nothing is left: names are few.
+    Dying processes may write to the directories again, so the removal is repeated until nothing is left.
     """
 
     def clear(pause: float) -> None:

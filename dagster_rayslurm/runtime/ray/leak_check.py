@@ -1,7 +1,7 @@
-"""What payloads leave alive in a warm cluster: detached actors, placement groups, submitted jobs, resources.
+"""Find what payloads leave alive in a warm Ray cluster: detached actors, placement groups, submitted jobs, used resources.
 
-The process that runs `ray start` reads the GCS's tables (`serve`); the runtime asks it at the end of each payload, and once
-more when nothing runs (`LeakCheck`).
+The process that runs `ray start` reads the tables of Ray's control service, the GCS (`serve`). The runtime asks that process
+at the end of each payload, and again when no payload runs (`LeakCheck`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,23 @@ Tables = Dict[str, Any]
 """The answer of `internals.living_things`."""
 
 _TIMEOUT = 0.3
-"""Seconds that the end of a payload waits for the tables, which take some milliseconds."""
+"""Seconds that the end of a payload may wait for the tables, which usually take some milliseconds."""
 _IDLE = 10.0
-"""Seconds after the last payload's end in which Ray gives resources back that were only slow to be freed."""
+"""Seconds from the last payload's end to the check of the idle cluster; Ray frees some resources late."""
 _IDLE_TIMEOUT = 5.0
+"""Seconds that the check of the idle cluster may wait for the tables."""
 _COUNTED_IN_BYTES = ("memory", "object_store_memory")
-"""Resources that idle workers and cached objects hold until they are needed."""
+"""Resources that the check ignores, because idle workers and cached objects use them until others need them."""
 
 
 def serve(fd: int, gcs: str, report: Callable[..., None]) -> None:
-    """Answer queries from `fd` (JSON lines with an `id`) with reports, in a thread; without tables after an error."""
+    """Start a thread that answers each query of the leak check with a report of Ray's tables, or of the error.
+
+    Args:
+        fd: the pipe from which queries come as JSON lines with an `id`.
+        gcs: "HOST:PORT" of Ray's control service.
+        report: sends a report to the runtime.
+    """
     os.set_inheritable(fd, False)
 
     def answer() -> None:
@@ -51,18 +58,20 @@ def serve(fd: int, gcs: str, report: Callable[..., None]) -> None:
 
 
 class Leak(NamedTuple):
-    """Something that is left in the cluster. `key` identifies it in later tables."""
+    """One actor, placement group, submitted job or used resource that is left in the Ray cluster."""
 
     key: Tuple[str, ...]
+    """Identifies the leak in later tables."""
     message: str
+    """Says in a sentence what is left and how to end it."""
     nonce: Optional[str] = None
-    """The payload whose job made it; None for submitted jobs, of which Ray does not know that."""
+    """The nonce of the payload that made it; None for submitted jobs and resources, for which Ray does not tell."""
     since: float = 0.0
-    """When a submitted job began."""
+    """When a submitted job began, in seconds since the epoch; 0 for everything else."""
 
 
 def living(tables: Tables) -> List[Leak]:
-    """What is alive and does not end with its job. Pure."""
+    """Everything in the tables that is alive and does not end with the Ray job that made it; without side effects."""
     actors = [
         Leak(
             ("actor", actor["job"], actor["namespace"], actor["name"]),
@@ -86,12 +95,12 @@ def living(tables: Tables) -> List[Leak]:
 
 
 def leaks_of(tables: Tables, nonce: str, began: float) -> List[str]:
-    """What one payload leaves alive, as sentences: what its jobs made, and jobs submitted since it began. Pure."""
+    """What one payload leaves alive, as sentences: what its Ray jobs made, and all jobs submitted since it began."""
     return [each.message for each in living(tables) if each.nonce == nonce or (each.nonce is None and each.since >= began)]
 
 
 def left_when_idle(tables: Tables) -> List[Leak]:
-    """What is at work although no payload runs: submitted jobs, and resources in use with what may hold them. Pure."""
+    """What is still at work when no payload runs: submitted jobs, and used resources with everything that may hold them."""
     taken = []
     for name, total in sorted(tables["total"].items()):
         used = total - tables["available"].get(name, 0.0)
@@ -114,7 +123,11 @@ def _submitted(tables: Tables) -> List[Leak]:
 
 
 class LeakCheck:
-    """Finds what payloads leave in the warm cluster, which `cluster` returns."""
+    """Finds what payloads leave alive in the warm Ray cluster.
+
+    Args:
+        cluster: returns the warm cluster; None if there is none.
+    """
 
     def __init__(self, loop: Loop, cluster: Callable[[], Optional[RayCluster]]) -> None:
         self._loop = loop
@@ -124,11 +137,11 @@ class LeakCheck:
 
     @property
     def found(self) -> List[str]:
-        """What was at work when no payload ran, and is still, as sentences."""
+        """What payloads left at work in the idle cluster and has not ended since, as sentences."""
         return [leak.message for leak in self._left]
 
     def at_end(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
-        """For a payload that starts now: a function that finds its leaks at its end and passes them to a callback."""
+        """Returns a function to call at the end of the payload that starts now; it passes the payload's leaks to a callback."""
         began = time.time()
 
         def find(done: Callable[[List[str]], None]) -> None:
@@ -143,7 +156,7 @@ class LeakCheck:
         return find
 
     def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
-        """Check the whole cluster after a while, unless a payload runs by then."""
+        """Check the whole cluster in some seconds, unless a payload runs by then; `found` has the result."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,6 +1,6 @@
-"""Ray's table of nodes, as the GCS reports it. Pure.
+"""Functions on Ray's table of nodes, which Ray's control service (GCS) reports; without side effects.
 
-A node is identified by host and component: two components may have a node each on one host.
+A node is identified by host name and component: two components of an allocation may have a node each on one host.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from ..node.worker_node import Identity, named
 from ..protocol.spec import RaySpec
 
 Node = Dict[str, Any]
+"""One row of the table; see `internals.node_table`."""
 Nodes = Dict[str, Node]
-"""Nodes by Ray's id."""
+"""Rows of the table by Ray's id of the node."""
 
 
 def title(node: Node) -> str:
-    """The name of a node for the user."""
+    """The name of a node in messages: its host name, and its component if it has one."""
     return named(str(node.get("hostname")), node.get("component"))
 
 
 def within(spec: RaySpec, nodes: Nodes) -> Nodes:
-    """The table without component labels if the cluster has no components: then the label is the user's own."""
+    """The table, without components if the start record has none; a component label of Ray is then one that the user set."""
     if spec.components:
         return nodes
     return {node_id: {**node, "component": None} for node_id, node in nodes.items()}
 
 
 def nodes_expected(spec: RaySpec, available: int) -> int:
-    """Number of nodes of a complete cluster, if so many nodes are available."""
+    """Number of nodes of a complete Ray cluster in an allocation of `available` nodes."""
     return available if spec.max_workers is None else min(available, 1 + spec.max_workers)
 
 
 def alive(nodes: Nodes) -> List[Node]:
-    """The living nodes."""
+    """The nodes that Ray reports as alive."""
     return [node for node in nodes.values() if node["alive"]]
 
 
@@ -43,7 +44,7 @@ def present(nodes: Nodes) -> Set[Identity]:
 
 
 def in_order(nodes: Nodes, components: Iterable[str]) -> List[Node]:
-    """All nodes: the head first, then by component in the order of the allocation, then by name."""
+    """All nodes, sorted: the head first, then by component in the given order, then by host name."""
     places: Dict[Any, int] = {component: place for place, component in enumerate(components)}
     return sorted(
         nodes.values(), key=lambda node: (not node["head"], places.get(node.get("component"), len(places)), node["hostname"])
@@ -51,13 +52,13 @@ def in_order(nodes: Nodes, components: Iterable[str]) -> List[Node]:
 
 
 def lost(before: Nodes, after: Nodes) -> List[Node]:
-    """The nodes that were alive before and are dead or gone now."""
+    """The nodes that are alive in the table `before`, and dead or missing in the table `after`."""
     gone = [node_id for node_id, node in before.items() if node["alive"] and not after.get(node_id, {}).get("alive")]
     return [after.get(node_id, before[node_id]) for node_id in gone]
 
 
 def in_words(nodes: Nodes, components: Iterable[str]) -> str:
-    """The living nodes and the CPUs and GPUs that Ray schedules on them, in all or by component."""
+    """The number of living nodes and their CPUs and GPUs, for the Dagster log: in all, or by component if there are several."""
     here = alive(nodes)
     head = next(node["hostname"] for node in here if node["head"])
     where = head if len(here) == 1 else "%d nodes, the head is %s" % (len(here), head)

@@ -1,6 +1,6 @@
-"""Find tasks, actors and placement groups that no node can ever hold. Pure.
+"""Find tasks, actors and placement groups that no node of a Ray cluster can ever hold; without side effects.
 
-Ray keeps them pending without a message, because a later node might have what they need.
+Ray lets them wait without a message, because a node that joins later might have what they need.
 """
 
 from __future__ import annotations
@@ -8,19 +8,20 @@ from __future__ import annotations
 from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 LabelRule = Tuple[str, bool, Tuple[str, ...]]
-"""Key, whether the label must (or must not) have one of the values, and the values."""
+"""A condition on one label of a node: the key, whether the label must (True) or must not have one of the values, the values."""
 
 _MOST_NAMES = 4
-"""Nodes that are named in a sentence."""
+"""Most nodes, or bundles of a placement group, that one message names."""
 _BYTES = ("memory", "object_store_memory")
+"""Resources of Ray that are amounts of bytes."""
 
 
 class Request(NamedTuple):
-    """What one task, actor or bundle needs of one node.
+    """What one task, one actor, or one bundle of a placement group needs on one node.
 
     Attributes:
-        resources: amounts by name.
-        labels: alternatives, each a list of rules; empty if any node will do.
+        resources: amounts by name of resource.
+        labels: alternative lists of rules; a node must meet all rules of one list. Empty if labels do not matter.
     """
 
     resources: Dict[str, float]
@@ -28,14 +29,14 @@ class Request(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A placement group that is pending."""
+    """A placement group that Ray has not placed yet."""
 
     strategy: str
     bundles: List[Request]
 
 
 class Node(NamedTuple):
-    """A living node and its total resources."""
+    """A living node of the Ray cluster: its host name, total resources and labels."""
 
     name: str
     resources: Dict[str, float]
@@ -43,7 +44,7 @@ class Node(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What is pending in a cluster, and the nodes that it has."""
+    """What waits for resources in a Ray cluster, and the nodes of the cluster."""
 
     requests: List[Request]
     groups: List[Group]
@@ -51,7 +52,7 @@ class Demand(NamedTuple):
 
 
 def unschedulable(requests: Sequence[Request], groups: Sequence[Group], nodes: Sequence[Node]) -> List[str]:
-    """Sentences about what no node, or no set of nodes, can ever hold; what only waits for its turn is left out."""
+    """Sentences about the requests and placement groups that these nodes could not hold even if nothing else ran."""
     found = []
     for request in requests:
         # A task inside a placement group waits until the group is placed.
@@ -81,7 +82,7 @@ def _matches(rule: LabelRule, node: Node) -> bool:
 
 
 def _group_fits(group: Group, nodes: Sequence[Node]) -> bool:
-    """Whether a group could be placed if nothing else ran. True also if only an exact packing would show that it cannot."""
+    """Whether the nodes could hold a placement group if nothing else ran; an approximation, which is never False by mistake."""
     if not all(any(_fits(bundle, node) for node in nodes) for bundle in group.bundles):
         return False
     total: Dict[str, float] = {}
