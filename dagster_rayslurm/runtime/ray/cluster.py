@@ -1,4 +1,4 @@
-"""One Ray cluster: start its head, have the workers join, know when it is complete, notice when it is lost."""
+"""One Ray cluster, seen from its head: start it, have the worker nodes join, say when it is ready, and notice lost nodes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .start import Event, RayListener, RayStart
 from .start_arguments import ray_environment
 
 UNSCHEDULABLE = "unschedulable"
-"""Phase in which a payload waits for resources that no node can ever grant."""
+"""Name of the phase in which a payload waits for resources that no node of its Ray cluster can ever grant."""
 
 
 class HeadNode(NamedTuple):
-    """The node on which clusters have their head, and the nodes that join them.
+    """This node, on which Ray clusters have their head, and the worker nodes that join them.
 
     Attributes:
-        machine: what this node grants.
-        workers: the other nodes; None if there are none.
-        address: the address by which this node is known to them; None for the one that Ray finds.
-        environ: variables for Ray's daemons on this node; None for one that must not be set.
+        machine: the resources of this node.
+        workers: the worker nodes; None if there are none.
+        address: the address of this node for the worker nodes; None for the one that Ray finds.
+        environ: environment variables for Ray's daemons on this node; the value None removes a variable.
     """
 
     machine: NodeResources
@@ -45,47 +45,47 @@ class HeadNode(NamedTuple):
 
 
 class _JoiningWorkers:
-    """The workers that one cluster waits for."""
+    """The worker nodes that one Ray cluster waits for: which have failed, and which the cluster can do without."""
 
     def __init__(self, spec: RaySpec, workers: Optional[WorkerNodes]) -> None:
         self.places: List[int] = []
         self.tails: Dict[str, str] = {}
-        """The last lines of logs of workers that did not join."""
+        """The last lines of logs of worker nodes that did not join, by title."""
         self._workers = workers
         self._given_up: Set[int] = set()
         self._failures: Set[Tuple[int, int]] = set()
-        """Workers whose Ray failed, and in which attempt."""
+        """Ids of the nodes whose Ray failed, each with the number of the attempt to start the cluster."""
         self._counted: Set[int] = set()
-        """Workers that know that the cluster counts their Ray in."""
+        """Ids of the nodes that were told that Ray's node table contains them."""
         if workers is not None:
             self.places = sorted(workers.members)[: nodes_expected(spec, 1 + len(workers.members)) - 1]
         self.expected = 1 + len(self.places)
-        """Nodes of the complete cluster, the head included."""
+        """Number of nodes of the complete cluster, the head included."""
         self.needed = self.expected if spec.min_nodes is None else min(spec.min_nodes, self.expected)
-        """Nodes without which the cluster does not start."""
+        """Least number of nodes with which the cluster starts, the head included."""
 
     @property
     def members(self) -> List[WorkerNode]:
         return [self._workers.members[place] for place in self.places] if self._workers is not None else []
 
     def command(self, **command: Any) -> None:
-        """Send a command to all of them."""
+        """Send a command to all worker nodes of the cluster."""
         if self._workers is not None:
             self._workers.send_command(self.places, **command)
 
     def is_new_failure(self, member: WorkerNode, attempt: int) -> bool:
-        """Whether this failure was not reported yet; a node that reconnects repeats its report."""
+        """Whether a node reports its failure for the first time; a node that reconnects repeats its report."""
         known = (member.node_id, attempt) in self._failures
         self._failures.add((member.node_id, attempt))
         return not known
 
     def give_up(self, member: WorkerNode) -> bool:
-        """Wait for a worker no more; whether enough others may still join."""
+        """Wait for a worker node no more. Returns whether enough other nodes may still join to start the cluster."""
         self._given_up.add(member.node_id)
         return self.expected - len(self._given_up) >= self.needed
 
     def command_present(self, nodes: Nodes, **command: Any) -> None:
-        """Send a command once to each worker that the node table has."""
+        """Send a command, only once, to each worker node that Ray's node table reports as alive."""
         here = present(nodes)
         for member in self.members:
             if member.node_id not in self._counted and member.joined and member.identity in here:
@@ -94,18 +94,18 @@ class _JoiningWorkers:
                 self._workers.send_command([member.node_id], **command)
 
     def keep_tails(self, member: WorkerNode, tails: Mapping[str, str]) -> None:
-        """Keep the last lines of the logs of a worker's Ray."""
+        """Keep the last lines of the logs that Ray wrote on a worker node."""
         self.tails.update({"%s on %s" % (name, member.title): text for name, text in tails.items()})
 
     def keep_log(self, member: WorkerNode) -> None:
-        """Keep the last lines of the log of a worker's runtime."""
+        """Keep the last lines of the log that the runtime wrote on a worker node."""
         assert self._workers is not None
         tail = self._workers.log_tail(member)
         if tail.strip():
             self.tails["runtime on %s" % member.title] = tail
 
     def missing(self, nodes: Nodes) -> str:
-        """Name the workers that are not in the node table, and keep the last lines of their logs."""
+        """A sentence that names the worker nodes missing in Ray's node table; also keeps the last lines of their logs."""
         here = present(nodes)
         missing = [member for member in self.members if not member.joined or member.identity not in here]
         unheard = [member.title for member in missing if not member.here]
@@ -119,16 +119,16 @@ class _JoiningWorkers:
 
 
 class RayCluster(RayListener):
-    """A Ray cluster whose head is below this runtime.
+    """A Ray cluster whose head runs on this node: starts it, watches it and ends it.
 
     Args:
-        loop: where everything happens.
+        loop: the event loop.
         runtime: the start record.
-        head: the node of the head, and those that join.
+        head: this node, and the worker nodes that join.
         scratch: private directory for Ray's files and the token.
-        listener: told what becomes of it.
-        fresh: the cluster, if it is a payload's own; None for the one that the runtime keeps warm.
-        key: tells it from other clusters on the same nodes; "" for the warm one.
+        listener: gets the events of the cluster.
+        fresh: describes a payload's own cluster; None for the cluster that the runtime keeps warm.
+        key: identifies the cluster among those on the same nodes; "" for the warm one.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class RayCluster(RayListener):
         self._entrypoint = spec.launch_style == "builtin"
         self._deadline: Optional[Timer] = None
         self._joined = 0
-        """Number of living nodes that the user was told last."""
+        """Number of joined nodes in the latest message to the Dagster log."""
         self._attempt = 0
         self._started = time.monotonic()
         self._failed = False
@@ -173,7 +173,7 @@ class RayCluster(RayListener):
 
     @property
     def environment(self) -> Dict[str, str]:
-        """What a driver needs in its environment to reach this cluster and no other."""
+        """Environment variables with which a payload's `ray.init()` connects to this cluster."""
         env = ray_environment(self.spec, self.scratch.join("ray.token"))
         if self.address:
             env["RAY_ADDRESS"] = self.address
@@ -183,16 +183,16 @@ class RayCluster(RayListener):
 
     @property
     def ray_temp_dir(self) -> str:
-        """Where Ray's own files are on this node."""
+        """The directory of Ray's own files on this node."""
         return self.scratch.ray_temp_dir
 
     @property
     def pid(self) -> Optional[int]:
-        """The process below which all of Ray on this node is."""
+        """Id of the process of which all of Ray's processes on this node are descendants; None if there is none."""
         return self._ray.pid if self._ray is not None else None
 
     def facts(self) -> Dict[str, Any]:
-        """The cluster for metadata."""
+        """Version, addresses, start time and nodes of the cluster, for the payload's metadata."""
         return {
             "ray_version": self.ray_version,
             "ray_address": self.address,
@@ -202,7 +202,7 @@ class RayCluster(RayListener):
         }
 
     def query_tables(self, timeout: float, done: Callable[[Optional[Tables]], None]) -> None:
-        """Ask for the tables of the leak check; `done` gets None if they do not come within `timeout` seconds."""
+        """Ask Ray's process for the tables of the leak check, and call `done` with them, or with None after `timeout` seconds."""
         self._last_query += 1
         query = self._last_query
         self._queries[query] = done
@@ -215,12 +215,12 @@ class RayCluster(RayListener):
             done(tables)
 
     def prestart(self) -> None:
-        """Have Ray start idle workers for the next payload, if payloads begin with Ray imported."""
+        """Have Ray start idle worker processes for the next payload, if the runtime preloads Ray for payloads."""
         if self._ray is not None and self.ready:
             self._ray.prestart()
 
     def start(self) -> None:
-        """Begin to start the cluster; `on_ready` or `on_failed` of the listener follows."""
+        """Begin to start the cluster; later the listener's `on_ready` or `on_failed` is called."""
         self._loop.call_later(0.0, self._check_present)
         problem = footprint_error(self._footprint(self._machine.component), self._machine)
         if problem:
@@ -248,13 +248,13 @@ class RayCluster(RayListener):
         self._ray.start(address)
 
     def stop(self) -> None:
-        """End every process of the cluster at once, on the other nodes as soon as the command reaches them."""
+        """End every process of the cluster at once, on worker nodes as soon as the command reaches them."""
         if self.key and self._attempt:
             self._joining.command(op=NodeCommand.END_RAY, cluster=self.key)
         self.end()
 
     def end(self) -> None:
-        """End every process of the cluster on this node at once; the listener is told no more."""
+        """End every process of the cluster on this node at once; the listener gets no more events."""
         self._failed = True
         if self._deadline is not None:
             self._deadline.cancel()
@@ -262,12 +262,12 @@ class RayCluster(RayListener):
             self._ray.end()
 
     def log_tails(self) -> Dict[str, str]:
-        """The last lines of the logs that tell why a cluster failed."""
+        """The last lines of the logs that may tell why the cluster failed, by title, from this node and from worker nodes."""
         own = self._ray.log_tails() if self._ray is not None else {}
         return {**own, **self._joining.tails}
 
     def handle(self, member: WorkerNode, message: Event) -> None:
-        """Handle a message of the runtime on another node."""
+        """Handle a message from the runtime on a worker node."""
         if self._failed:
             return
         event = message.get("event")
@@ -288,7 +288,7 @@ class RayCluster(RayListener):
                 self._await_back(member)
 
     def on_gcs(self, gcs: str) -> None:
-        """Have the workers join; they start while the head does."""
+        """Called when the head's port is chosen: have the worker nodes start Ray while the head starts."""
         self._attempt += 1
         whole = {"ray": asdict(self.spec)} if self.key else {}
         self._joining.command(
@@ -301,7 +301,7 @@ class RayCluster(RayListener):
         )
 
     def on_report(self, event: Event) -> None:
-        """Handle a report of the process that runs Ray on this node."""
+        """Called when the process that runs Ray on this node reports something."""
         name = event["event"]
         if name == Report.TABLES:
             self._answer(event["id"], event["tables"])
@@ -318,24 +318,24 @@ class RayCluster(RayListener):
             self.on_failed(ClusterError(EndReason.CLUSTER_LOST, "the GCS on node %s is gone" % self._machine.name))
 
     def on_phase(self, phase: str, message: str) -> None:
-        """Pass a phase on to the listener."""
+        """Called when something happens that the Dagster log should show: pass it on to the listener."""
         self._listener.on_phase(phase, message)
 
     def on_failed(self, error: ClusterError) -> None:
-        """End Ray on this node and tell the listener, once."""
+        """Called when the cluster has failed: end Ray on this node and tell the listener; a later call does nothing."""
         if self._failed:
             return
         self.end()
         self._listener.on_failed(error)
 
     def _footprint(self, component: Optional[str]) -> Footprint:
-        """What every node of a component must grant."""
+        """The resources that every node of a component must have for this cluster."""
         if self.key:
             return node_footprint(node_spec(self.spec, component))
         return runtime_footprint(self._runtime, component)
 
     def _check_present(self) -> None:
-        """Check the nodes that joined or were lost before this cluster began to start."""
+        """Handle the nodes that had connected, or were lost, before this cluster began to start."""
         for member in self._joining.members:
             if self._failed or not member.joined:
                 continue
@@ -347,7 +347,7 @@ class RayCluster(RayListener):
         member.await_back(self._loop, functools.partial(self._missed, member))
 
     def _missed(self, member: WorkerNode) -> None:
-        """A worker that was lost while the cluster started did not come back in time."""
+        """Called when a worker node that was lost while the cluster started did not connect again in time."""
         if not self.ready and not self._failed:
             self._joining.keep_log(member)
             self._give_up(
@@ -391,7 +391,7 @@ class RayCluster(RayListener):
         self._listener.on_ready()
 
     def _count_in(self) -> None:
-        """Tell the workers whose Ray is up, late ones too, that its end is a loss from here on."""
+        """Tell each worker node in Ray's node table that the cluster uses it, so that an end of its Ray is a loss from now on."""
         self._joining.command_present(self._nodes, op=NodeCommand.RAY_READY, attempt=self._attempt, **self._name_in_commands)
 
     @property
@@ -399,7 +399,7 @@ class RayCluster(RayListener):
         return {"cluster": self.key} if self.key else {}
 
     def _give_up(self, member: WorkerNode, error: ClusterError) -> None:
-        """Go on without a worker; without enough workers the cluster fails."""
+        """Go on without a worker node; fail the cluster if too few nodes are left to start it."""
         if self.ready:
             self._listener.on_node_lost(member.title)
             return self.on_phase("node-lost", "node %s: %s" % (member.title, error))

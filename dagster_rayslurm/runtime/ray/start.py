@@ -1,4 +1,4 @@
-"""`ray start --block` on this node, head or worker: health check, ports, process, reports and log."""
+"""Start and end Ray on this node, as head or worker: health check, ports, the process that runs Ray, its reports and logs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ from .reports import Report
 from .start_arguments import ray_environment, scheduled_cpus, start_arguments, symmetric_arguments
 
 _ATTEMPTS = 3
+"""Most attempts to start Ray on this node; another attempt follows only a taken port or slow agents of Ray."""
 _CLASH = re.compile(r"address already in use|port \d+ is already|already occupied|Failed to bind", re.IGNORECASE)
 _SLOW_AGENT = re.compile(r"Timed out waiting for file \S*_port_")
-"""A raylet dies with this when its agents are not up within 15 s; Ray 2.60 has no setting for that limit."""
+"""What the raylet logs when it ends because its agents were not up within 15 s; Ray 2.60 has no setting for that limit."""
 KEEPS_WORKERS_READY = "ray"
-"""A runtime that preloads this module keeps Ray's workers ready as well."""
+"""Name of a module: a runtime that preloads it for payloads also keeps idle Ray workers ready."""
 _LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard.log", "ray_process_exit.log")
+"""Ray's logs that may tell why Ray failed on a node."""
 _SHIM = """#!/bin/sh
 # `ray stop` would end every Ray of this user on this node, also other clusters; this one ends with its runtime.
 [ "$1" = stop ] && exit 0
@@ -45,43 +47,49 @@ exec %s -m ray.scripts.scripts "$@"
 """
 
 Event = Dict[str, Any]
+"""A report of the process that runs Ray, or a message of a worker node; its field `event` names the kind."""
 
 
 class RayListener:
-    """Told what becomes of Ray on a node, or of a cluster; the base class ignores it."""
+    """Callbacks for what happens to Ray on a node, or to a Ray cluster; in this base class they do nothing."""
 
     def on_gcs(self, gcs: str) -> None:
-        """The port of this node's head was chosen, first or anew: "HOST:PORT"."""
+        """Called when the address of this node's head, "HOST:PORT", is chosen; again when a new attempt changes it."""
 
     def on_report(self, event: Event) -> None:
-        """The process that runs Ray on this node reports something; see `node_main`."""
+        """Called when the process that runs Ray on this node (`node_main`) reports something; see `reports`."""
 
     def on_ready(self) -> None:
-        """The cluster is complete; called once."""
+        """Called once, when enough nodes have joined the Ray cluster."""
 
     def on_failed(self, error: ClusterError) -> None:
-        """Ray or the cluster did not start, or was lost; called once."""
+        """Called once, when Ray on this node, or the Ray cluster, did not start or was lost."""
 
     def on_node_lost(self, name: str) -> None:
-        """A worker was lost after the cluster was ready."""
+        """Called when a worker node was lost after the Ray cluster was ready."""
 
     def on_phase(self, phase: str, message: str) -> None:
-        """Something happens that the user should see."""
+        """Called when something happens that the Dagster log should show.
+
+        Args:
+            phase: what the cluster is doing, such as "cluster-start".
+            message: the line for the log.
+        """
 
 
 class RayStart:
-    """Starts Ray on this node, and again with other ports if one was taken meanwhile.
+    """Starts Ray on this node, as head or worker, watches it and ends it; tries again with other ports if a port was taken.
 
     Args:
-        loop: where everything happens.
+        loop: the event loop.
         runtime: the start record.
-        spec: the cluster as this node shall start it.
+        spec: describes the Ray cluster, with the settings for this node.
         key: the cluster's key; see `cluster_dir`.
-        machine: what this node grants.
+        machine: the resources of this node.
         scratch: private directory for Ray's files and the token.
         nodes: number of nodes of the complete cluster.
-        listener: told what becomes of it.
-        environ: variables for Ray's daemons on this node; None for one that must not be set.
+        listener: gets the events of Ray on this node.
+        environ: environment variables for Ray's daemons on this node; the value None removes a variable.
     """
 
     def __init__(
@@ -97,12 +105,12 @@ class RayStart:
         environ: Mapping[str, Optional[str]] = MappingProxyType({}),
     ) -> None:
         self.ready = False
-        """Whether the cluster counts this node in; from then on its end is a loss."""
+        """Whether the Ray cluster uses this node; from then on an end of Ray here is a loss, not a failed start."""
         self.started = False
-        """Whether the health check is over."""
+        """Whether the start of Ray has begun, after the health check."""
         self.ports: Optional[ports.Ports] = None
         self.pid: Optional[int] = None
-        """The process below which all of Ray on this node is."""
+        """Id of the process of which all of Ray's processes on this node are descendants; None while there is none."""
         self._loop = loop
         self._spec = spec
         self._machine = machine
@@ -114,7 +122,7 @@ class RayStart:
         self._audit_fd: Optional[int] = None
         self._prestart_fd: Optional[int] = None
         self._daemons: Set[int] = set()
-        """Ray's daemons that are children of this runtime; none where `ray start` itself runs on."""
+        """Ids of Ray's daemons that are children of this runtime, which `ray symmetric-run` causes; else empty."""
         self._report_fd: Optional[int] = None
         self._report = b""
         self._problem: Optional[ClusterError] = None
@@ -130,7 +138,11 @@ class RayStart:
         return self._scratch.join("ray.token")
 
     def query_tables(self, query: int) -> bool:
-        """Ask for the tables of the leak check; a report with this id answers. False if no process can answer."""
+        """Ask Ray's process for the tables of the leak check; a report with the id `query` answers.
+
+        Returns:
+            Whether a process got the query.
+        """
         if self._audit_fd is None or self.pid is None:
             return False
         try:
@@ -140,16 +152,16 @@ class RayStart:
         return True
 
     def prestart(self) -> None:
-        """Have Ray start idle workers for the next payload, if payloads begin with Ray imported."""
+        """Have Ray start idle worker processes for the next payload, if the runtime preloads Ray for payloads."""
         if self._prestart_fd is not None:
             with contextlib.suppress(OSError):  # The process is gone, or has not read for long.
                 os.write(self._prestart_fd, b"\n")
 
     def start(self, address: Optional[str], gcs: Optional[str] = None) -> None:
-        """Check the node and start Ray on it.
+        """Run the health check, if there is one, and start Ray on this node.
 
         Args:
-            address: the node's own address; None for the one that Ray finds.
+            address: the address of this node; None for the one that Ray finds.
             gcs: "HOST:PORT" of the head to join; None on the head.
         """
         self._address, self._gcs = address, gcs
@@ -159,7 +171,7 @@ class RayStart:
             self._start_ray()
 
     def end(self) -> None:
-        """End every process of Ray on this node at once; the listener is told no more."""
+        """End every process of Ray on this node at once; the listener gets no more events."""
         self._over = True
         self._kill()
         self._close_pipes()
@@ -168,7 +180,7 @@ class RayStart:
             self.ports = replace(self.ports, lock=None)
 
     def log_tails(self) -> Dict[str, str]:
-        """The last lines of the logs that tell why Ray failed here."""
+        """The last lines of the logs that may tell why Ray failed on this node, by name of log."""
         paths = {"ray start": self._log_path, **{name: os.path.join(self._logs, name) for name in _LOGS}}
         tails = {name: tail_file(path, lines=15) for name, path in paths.items()}
         return {name: text for name, text in tails.items() if text.strip()}
@@ -253,17 +265,17 @@ class RayStart:
         }
         env = self._environ({**RAYLET_ENVIRON, **{name: value for name, value in env.items() if name not in RAY_COORDINATES}})
         if self._cpus > (os.cpu_count() or 1):
-            env.setdefault(PRESTART_AT_FIRST_DRIVER, "0")  # Simulated CPUs need no worker each.
+            env.setdefault(PRESTART_AT_FIRST_DRIVER, "0")  # More CPUs are simulated than exist; not each needs a worker.
         env.update(self.ports.environ)
         env.update(ray_environment(self._spec, self.token_path))
         if entrypoint:
-            env["RAY_ADDRESS"] = gcs  # Its own `ray.init` finds other clusters otherwise.
-            # Otherwise its dashboard leaves files behind: see `internals.move_dashboard_files`.
+            env["RAY_ADDRESS"] = gcs  # Otherwise the `ray.init` in `ray symmetric-run` finds other clusters.
+            # Otherwise Ray's dashboard leaves files in TMPDIR; see `internals.move_dashboard_files`.
             env["TMPDIR"] = self._scratch.ray_temp_dir
         self._spawn(order, env)
 
     def _environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
-        """An environment plus the variables for Ray's daemons on this node."""
+        """`environ` with the variables for Ray's daemons on this node."""
         wanted = {**environ, **self._worker_env}
         return {name: value for name, value in wanted.items() if value is not None}
 
@@ -274,7 +286,7 @@ class RayStart:
         return symmetric_arguments(self._spec, self._machine, self.ports, where, gcs, head, self._nodes, hold)
 
     def _write_shim(self) -> str:
-        """A directory with the `ray` program that `ray symmetric-run` calls."""
+        """Write the `ray` program that `ray symmetric-run` calls. Returns its directory, which must be the first in PATH."""
         directory = self._scratch.join("bin")
         os.makedirs(directory, exist_ok=True)
         path = os.path.join(directory, "ray")
@@ -316,7 +328,14 @@ class RayStart:
                 os.close(fd)
 
     def _pipe(self, kept: List[int]) -> Tuple[int, int]:
-        """A pipe to the process that never blocks here. Its reading end is added to `kept`, to be closed after the start."""
+        """Make a pipe to Ray's process; writing to it never blocks.
+
+        Args:
+            kept: gets the reading end, which Ray's process inherits and this one closes after the start.
+
+        Returns:
+            The reading and the writing end.
+        """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         kept.append(reader)
@@ -355,7 +374,10 @@ class RayStart:
             self._listener.on_report(event)
 
     def _adopt_daemons(self) -> None:
-        """Count Ray's daemons as children of this runtime, because `ray symmetric-run` orphans them and strays are ended."""
+        """Record Ray's daemons as children of this runtime, so that they are not ended as strays.
+
+        `ray symmetric-run` leaves them without a parent, so they become children of this process.
+        """
         mark, own = "TMPDIR=" + self._scratch.ray_temp_dir, os.getpid()
         for process in processes.table().values():
             if process.parent == own and process.pid != self.pid and processes.has_environment(process.pid, mark):
@@ -380,9 +402,9 @@ class RayStart:
             return self._fail(self._problem)
         clash = any(_CLASH.search(text) for text in self.log_tails().values())
         slow = _SLOW_AGENT.search(tail_file(os.path.join(self._logs, "raylet.err"), lines=200)) is not None
-        # The logs of late agents may mention ports as well.
+        # Slow agents come first, because Ray's logs may mention ports in that case as well.
         why = "Ray's agents were not up within its own limit of 15 s" if slow else "a port was taken meanwhile"
-        if self._attempt < _ATTEMPTS and (clash or slow):  # The next attempt reads files faster.
+        if self._attempt < _ATTEMPTS and (clash or slow):  # A second start is faster, because files are in the cache.
             self._listener.on_phase("cluster-start", "%s; trying Ray on node %s again" % (why, node))
             return self._start_ray()
         if slow:
@@ -399,7 +421,7 @@ class RayStart:
             self._listener.on_failed(error)
 
     def _kill(self) -> None:
-        """SIGKILL `ray start` and all below it; Ray's daemons are in sessions of their own."""
+        """Send SIGKILL to `ray start` and all its descendants; its process group alone would not contain Ray's daemons."""
         roots = [*self._daemons, *([] if self.pid is None else [self.pid])]
         below = [process.pid for root in roots for process in processes.descendants(root)]
         if self.pid is not None:
@@ -410,10 +432,10 @@ class RayStart:
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\t[A-Z]+ \S+ -- ")
 _NO_ERROR = re.compile(r"\b(DEBUG|INFO)\b|`\{\}`")
-"""Lines that are no errors, and those in which `ray start` prints a format without its values."""
+"""Matches log lines that report no error, and lines in which `ray start` prints a placeholder without its value."""
 
 
 def last_error_line(log: str) -> str:
-    """The last line of a log of `ray start` that may say why it ended; "" if there is none."""
+    """The last line in the log of `ray start` that may say why Ray ended, without time and colours; "" if there is none."""
     lines = [line for line in map(str.strip, _COLOURS.sub("", log).splitlines()) if line and not _NO_ERROR.search(line)]
     return _LOG_PREFIX.sub("", lines[-1])[:500] if lines else ""
