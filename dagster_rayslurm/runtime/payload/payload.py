@@ -1,4 +1,4 @@
-"""One payload from its place in the queue to its `end` record."""
+"""The life of one payload, from its place in the queue to its `end` record."""
 
 from __future__ import annotations
 
@@ -25,33 +25,37 @@ from .process import PayloadProcess, spawn_error
 from .record import MessageFile, PayloadRecord
 
 _MESSAGE_POLL = 0.1
+"""Seconds between two looks for new Pipes messages of the payload."""
 _TURN = 0.1
 """Seconds for which messages are copied, or outputs searched for, at a stretch: other payloads must not wait longer."""
 _SYNC_INTERVAL = 0.2
+"""Seconds between two syncs of the run record, which make new lines visible to other hosts."""
 _LAST_OUTPUT_TIMEOUT = 5.0
 """Seconds for which the `end` waits, after the process has ended, for other processes to close its output pipes."""
 _SIGNAL_MARGIN = 0.25
-"""Seconds that a failed payload's end waits for a signal to the runtime: Slurm signals all processes of a job, and the payload
-may get the signal first."""
+"""Seconds for which the `end` of a failed payload waits for a signal to the runtime. Slurm signals all processes of a job, so
+the signal that ended the payload may be about to reach the runtime as well."""
 
 
 class _State(IntEnum):
-    """The life of a payload; states are only ever followed by later ones."""
+    """The states of a payload's life, in order; a payload never returns to an earlier state."""
 
     QUEUED = 0
+    """The payload waits in the queue."""
     STARTING = 1
     """The process is being started, or requested from a preload process."""
     RUNNING = 2
+    """The process runs."""
     EXITED = 3
     """The process has ended; its last output and figures are awaited."""
     FINISHING = 4
     """The last messages are copied and the outputs searched for."""
     ENDED = 5
-    """The `end` is written, or is retried."""
+    """The `end` record is written, or writing it failed and is retried."""
 
 
 class _Awaited(Enum):
-    """What the `end` waits for after the process has ended, besides its output."""
+    """What the `end` record waits for after the payload's process has ended, besides the rest of its output."""
 
     USAGE = "usage of the other nodes"
     LEAKS = "leak check"
@@ -59,12 +63,13 @@ class _Awaited(Enum):
 
 
 class Payload:
-    """Runs one payload and writes its record.
+    """Runs one payload and writes its run record.
 
     Args:
         run_dir: the run directory, with the Pipes context in it.
-        secret_env: variables for the driver only, which are not recorded.
-        environ: variables that the payload's environment starts from.
+        secret_env: environment variables that only the payload's own process gets; they are in no record.
+        record: the files of the run record.
+        environ: environment variables that the payload inherits.
     """
 
     def __init__(
@@ -74,17 +79,19 @@ class Payload:
         self.run_dir = run_dir
         self.spec = spec
         self.context: Dict[str, Any] = {}
-        """Facts about the cluster that the `end` repeats, so that metadata needs no other record."""
+        """Facts about the Ray cluster and the nodes; the `end` record repeats them, so that metadata needs no other record."""
         self.place: Optional[int] = None
-        """Place in the queue that was last reported to the user."""
+        """Place in the queue that the Dagster log shows; None before the first report."""
         self.companions: Set[str] = set()
-        """Nonces of other payloads that ran at the same time."""
+        """Nonces (random ids) of other payloads that ran at the same time."""
         self.preload_server: Optional[PreloadServer] = None
+        """Forks the payload's process if it has modules to preload; None for a fresh interpreter in any case."""
         self.component_env: Environment = {}
-        """Variables about the other components of a separate topology."""
+        """Environment variables about the other components; empty unless the topology is separate."""
         self.on_ended: List[Callable[[], None]] = []
-        """Called from the loop after the `end` is written, never from within a call into this payload."""
+        """Callbacks for after the `end` record; the event loop calls them, never a method of this payload."""
         self.ending = PayloadEnd()
+        """How the payload ends, as far as that is known."""
         self.record = PayloadRecord(loop, record, spec.nonce, self._record_failed)
         self._environ = environ
         self._secret_env = secret_env
@@ -93,7 +100,7 @@ class Payload:
         self._process = PayloadProcess(loop, run_dir, self)
         self._timers = Timers(loop, self.safely)
         self._early_signals: List[int] = []
-        """Signals that came before the process has started."""
+        """Signals that came before the process had started; the process gets them when it starts."""
         self._started_at: Optional[float] = None
         self._ended_at = 0.0
         self._argv = list(spec.argv)
@@ -101,40 +108,41 @@ class Payload:
         self._messages: Optional[MessageFile] = None
         self._measurement: Optional[UsageMeasurement] = None
         self._kill_at: Optional[float] = None
+        """When SIGKILL is due, in seconds of the loop's clock; None unless the payload is being ended."""
         self._awaited: Set[_Awaited] = set()
         self._outputs: Optional[OutputSearch] = None
 
     @property
     def ended(self) -> bool:
-        """Whether the payload is done and its `end` is written, or is retried."""
+        """Whether the payload is over: its `end` record is written, or writing it failed and is retried."""
         return self._state == _State.ENDED
 
     @property
     def pid(self) -> Optional[int]:
-        """The payload's process id while the process runs."""
+        """Id of the payload's process while it runs; None before and afterwards."""
         return self._process.pid if self.ending.exit is None else None
 
     def safely(self, call: Callable[[], None]) -> None:
-        """Make a call for this payload; an error in it ends this payload only."""
+        """Make a call on behalf of this payload; an exception in the call ends this payload and nothing else."""
         try:
             call()
         except Exception as error:
             self._fail(error)
 
     def phase(self, name: str, message: str) -> None:
-        """Tell the user what happens now, unless the payload has ended."""
+        """Show in the Dagster log what happens now; does nothing after the payload has ended."""
         if not self.ended:
             self.record.phase(name, message)
 
     def tail(self, name: str, text: str) -> None:
-        """Write the last lines of a log that explains a failure, unless the payload has ended."""
+        """Record the last lines of a log that explains a failure; does nothing after the payload has ended."""
         if not self.ended:
             self.record.tail(name, text)
 
     # ---- Start
 
     def start(self, launch: LaunchContext) -> None:
-        """Start the process; a payload that cannot start ends at once."""
+        """Start the payload's process; if it cannot be started, the payload ends with an error message."""
         self._state = _State.STARTING
         self._started_at = time.time()
         self._leak_check = launch.leak_check
@@ -153,7 +161,7 @@ class Payload:
         self._process.start(self.spec, self._argv, self._work_dir, env, self._secret_env, self.preload_server)
 
     def process_started(self, error: Optional[Exception]) -> None:
-        """Handle the start of the process, or the error that prevents it."""
+        """Called when the process has started, or when it cannot be started because of `error`."""
         if error is not None:
             why = spawn_error(error, self._argv[0], self._work_dir)
             return self._finish(End(EndReason.SPAWN, "the command %r cannot be started: %s" % (self._argv[0], why)))
@@ -176,7 +184,7 @@ class Payload:
     # ---- While the process runs
 
     def process_output(self, stream: str, text: str) -> None:
-        """Record output of the process."""
+        """Called with new output of the process; `stream` is "stdout" or "stderr"."""
         self.record.output(stream, text)
 
     def _copy_messages(self) -> None:
@@ -193,10 +201,10 @@ class Payload:
             self._timers.due("sync", _SYNC_INTERVAL, self._sync)
 
     def signal(self, signum: int) -> bool:
-        """Signal the payload's process group; a signal before the start is kept for it.
+        """Send a signal to the payload's process group; a signal that comes before the process has started is sent at its start.
 
         Returns:
-            False if the payload does not run yet.
+            Whether the process has started, so that the signal need not wait.
         """
         if self._process.pid is None:
             self._early_signals.append(signum)
@@ -206,14 +214,19 @@ class Payload:
         return True
 
     def end_early(self, end: End, grace: Optional[float] = None) -> None:
-        """End the payload for a reason of the runtime's: SIGTERM to its group, SIGKILL after the grace period.
+        """End the payload for a reason of the runtime: SIGTERM to its process group, and SIGKILL after the grace period.
 
-        The first reason stands. A second call shortens the grace period if `grace` is shorter, and never lengthens it. A
-        payload that has ended by itself stays so, but a search for its outputs is cut short and the reason is how it ended.
+        The reason of the first call is recorded. A second call can shorten the grace period, never lengthen it. A payload
+        whose process has ended by itself keeps that end, with two exceptions: for `_SIGNAL_MARGIN` after a failure, and while
+        its outputs are searched for, the given reason is recorded; the search stops.
+
+        Args:
+            end: the reason.
+            grace: seconds between SIGTERM and SIGKILL; None for those of the configuration.
         """
         unrecorded = end.reason == EndReason.RECORD
         if self._outputs is not None:
-            if not unrecorded:  # Only the `end` remains to be recorded.
+            if not unrecorded:  # Otherwise the search goes on: only the `end` remains to be recorded.
                 self._give_up_outputs(end)
             return
         if self.ended or (self.ending.exit is not None and _Awaited.SIGNAL not in self._awaited and not unrecorded):
@@ -232,19 +245,22 @@ class Payload:
             self._timers.due("kill", grace, self._process.kill)
 
     def abandon(self, end: End) -> None:
-        """Write the `end` without waiting for the process, which the caller ends with everything else."""
+        """Write the `end` record at once; the process may still run, and the caller must end it."""
         if not self.ended:
             self._finish(end)
             self._give_up_outputs(end)
 
     def _record_failed(self, why: str) -> None:
-        """End a payload whose record cannot be written, because results would be lost."""
+        """Called when the run record cannot be written: ends the payload, because its results would be lost."""
         self.end_early(End(EndReason.RECORD, why))
 
     # ---- After the process has ended
 
     def process_exited(self, code: int, rusage: Any) -> None:
-        """Handle the exit of the process; the `end` waits for its output and for the `_Awaited`."""
+        """Called when the process has ended with an exit code, or with the negative number of a signal.
+
+        The `end` record waits for the rest of the output and for everything in `_awaited`.
+        """
         assert self._process.pid is not None and self._measurement is not None
         self._state = max(self._state, _State.EXITED)
         self.ending.exit = End(EndReason.EXIT, exit_code=code) if code >= 0 else End(EndReason.EXIT, signal=-code)
@@ -263,11 +279,11 @@ class Payload:
         self._finish_if_complete()
 
     def process_stream_ended(self) -> None:
-        """Handle the end of an output stream."""
+        """Called when an output stream of the process has ended."""
         self._finish_if_complete()
 
     def _stop_draining(self) -> None:
-        """Give up output of a process that cannot be killed and holds the pipe."""
+        """Called after `_LAST_OUTPUT_TIMEOUT`: gives up the rest of the output, because some process still holds a pipe open."""
         self._process.close_streams()
         self._finish_if_complete()
 
@@ -280,10 +296,12 @@ class Payload:
         self._received(_Awaited.LEAKS)
 
     def _received(self, awaited: _Awaited) -> None:
+        """Called when something that the `end` record waits for has come."""
         self._awaited.discard(awaited)
         self._finish_if_complete()
 
     def _finish_if_complete(self) -> None:
+        """Finish the payload if its process has ended and the `end` record has nothing left to wait for."""
         if self.ending.exit is None or self._process.streams_open:
             return
         # Once the runtime has a reason of its own, a signal to the runtime makes no difference.
@@ -293,7 +311,7 @@ class Payload:
     # ---- The end
 
     def _finish(self, end: End) -> None:
-        """Copy the last messages, search for outputs, and write the one `end`."""
+        """Copy the last messages, search for outputs, and write the `end` record."""
         if self._state >= _State.FINISHING:
             return
         self._state = _State.FINISHING
@@ -322,19 +340,19 @@ class Payload:
         advance()
 
     def _give_up_outputs(self, end: End) -> None:
-        """Stop the search for outputs and write the `end` without them."""
+        """Stop the search for outputs and write the `end` record without outputs."""
         if self._outputs is not None and not self.ended:
-            self.ending.force(end)  # A success would have all its outputs.
+            self.ending.force(end)  # Without its outputs, the payload must not count as a success.
             self._outputs.files = []
             self._outputs.left_out = ["all of them: %s while they were searched for" % (end.message or end.reason)]
             self._conclude(end)
 
     def _fail(self, error: Exception) -> None:
-        """End this payload because of a defect of the runtime."""
+        """End this payload because of an exception that nothing handles, which is a defect of the runtime."""
         traceback.print_exc()
         if self.ended:
             return
-        with contextlib.suppress(Exception):  # The defect may be in this very record.
+        with contextlib.suppress(Exception):  # The defect may be in the code that writes the record.
             self.tail("runtime traceback", tail_lines(traceback.format_exc()))
         with contextlib.suppress(Exception):
             if self._measurement is not None:
@@ -354,11 +372,12 @@ class Payload:
         self._write_end(end)
 
     def _conclude(self, end: End) -> None:
+        """Write the `end` record, with the runtime's reason instead of `end` if there is one."""
         self._timers.cancel_all()
         self._write_end(self.ending.forced or end)
 
     def _write_end(self, end: End) -> None:
-        """Write the one `end`; nothing is written to the run directory afterwards."""
+        """Write the payload's only `end` record; afterwards nothing is written to the run directory."""
         process = self.ending.exit or end
         usage = self._measurement.current() if self._measurement is not None else {}
         if usage and self.ending.exit is not None:

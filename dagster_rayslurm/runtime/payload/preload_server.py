@@ -1,8 +1,8 @@
-"""Starts processes that import modules once, and forks payloads from them.
+"""Starts payloads fast: preload processes import modules once, and payloads are forked from these processes.
 
-A payload is forked only if it cannot tell the difference to a fresh interpreter, except by its speed. In case of doubt it
-runs in a fresh interpreter, and the user reads why. Nothing here blocks: a preload process that hangs must not stop the
-runtime.
+A payload is forked only if it cannot tell the difference to a fresh interpreter, except by its speed. In case of doubt the
+payload runs in a fresh interpreter, and the Dagster log says why. Nothing here blocks, because a preload process that hangs
+must not stop the runtime. `preload_child` is what runs in the preload process.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from .environment import Environment, payload_environment
 from .preload_child import PADDING, RUN_DIR_PADDING, RUN_DIR_VARIABLE
 
 ForkResult = Union[int, str]
-"""The process id of a forked payload, which is its process group too; or why it needs a fresh interpreter, after "because"."""
+"""The process id of a forked payload, or why the payload needs a fresh interpreter, in words that follow "because"."""
 
 _TIMEOUT = 1.5
-"""Seconds that a payload waits for a preload process, its imports included. A fresh interpreter takes about that long."""
+"""Seconds for which a payload waits to be forked; a fresh interpreter takes about as long to import such modules."""
 _NO_ANSWER = "the preloaded one does not answer"
 _MAX_FAILURES = 3
-"""Preload processes that may end before they have imported their modules, until no further one is started."""
+"""Number of preload processes that may end before they have imported the same modules; after that no further one is started."""
 
 _PACKAGE = "rayslurm_preload"
+"""Name of the package that a preload process runs; it has nothing but copies of the modules `_SOURCES`."""
 _SOURCES = ("preload_child", "preload_run")
 _SCRIPT = """\
 import sys
@@ -41,6 +42,7 @@ bare, startup = {name: value for name, value in globals().items() if name.starts
 from rayslurm_preload.preload_child import main
 main(bare, startup)
 """
+"""The script that a preload process runs; it notes what every interpreter has at its first line."""
 
 _IMPORT_PREFIXES = (
     *("PYTHON", "LD_", "DYLD_", "GLIBC_", "MALLOC_", "LC_", "COVERAGE_", "COV_CORE_"),
@@ -48,17 +50,21 @@ _IMPORT_PREFIXES = (
     *("CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "NCCL_", "HIP_", "ROCR_", "HSA_"),
     *("TORCH", "PYTORCH_", "XLA_", "TF_", "JAX_", "TRITON_", "HF_", "TRANSFORMERS_", "RAY_"),
 )
-"""Prefixes of variables that interpreters and libraries read when they start or are imported."""
+"""Prefixes of environment variables that an interpreter reads when it starts, or a library when it is imported."""
 _IMPORT_NAMES = ("HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP")
+"""Other environment variables that an interpreter or a library reads then."""
 _LATE_NAMES = (
     *("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN_PATH"),
     *("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_OVERRIDE_JOB_RUNTIME_ENV", "HF_TOKEN"),
 )
-"""Variables with such a prefix that are read only when they are needed (Ray 2.60: in `ray.init`)."""
+"""Environment variables with one of `_IMPORT_PREFIXES` that are read only after the imports (Ray 2.60: in `ray.init`)."""
 
 
 def command_problem(argv: Sequence[str], python: str) -> Optional[str]:
-    """Why a command cannot be forked, in the words that follow "because"; None for a script or module of `python`."""
+    """Why a payload with a command cannot be forked, in words that follow "because"; None if it can be.
+
+    A script or module that the interpreter `python` runs can be forked.
+    """
     if not argv or argv[0] not in ("python", "python3", python):
         return "the command is none of the environment's Python"
     if len(argv) > 1 and argv[1] == "-m":
@@ -71,12 +77,15 @@ def command_problem(argv: Sequence[str], python: str) -> Optional[str]:
 
 
 def affects_imports(name: str) -> bool:
-    """Whether a variable may make a difference when modules are imported."""
+    """Whether the value of an environment variable may make a difference when modules are imported."""
     return name not in _LATE_NAMES and (name in _IMPORT_NAMES or name.startswith(_IMPORT_PREFIXES))
 
 
 def environment_problem(preloaded: Environment, payload: Environment) -> Optional[str]:
-    """Why a payload's environment needs imports of its own; names no values, as they may be secret."""
+    """Why a payload with such an environment cannot use what a preload process has imported; None if it can.
+
+    The text names variables but not their values, which may be secret.
+    """
     names = {name for name in {*preloaded, *payload} if affects_imports(name) and preloaded.get(name) != payload.get(name)}
     if not names:
         return None
@@ -84,7 +93,13 @@ def environment_problem(preloaded: Environment, payload: Environment) -> Optiona
 
 
 def preload_environment(base: Environment, payload: Environment, secrets: Iterable[str]) -> Environment:
-    """The environment of a preload process for such payloads: of their variables, it has only those that affect imports."""
+    """The environment for a new preload process: variables that affect imports from `payload`, all others from `base`.
+
+    Args:
+        base: the environment of this runtime.
+        payload: the environment of the payloads to fork.
+        secrets: names of variables in `payload` that the preload process must not have.
+    """
     env = {name: value for name, value in base.items() if not affects_imports(name)}
     hidden = set(secrets)
     env.update({name: value for name, value in payload.items() if affects_imports(name) and name not in hidden})
@@ -92,22 +107,24 @@ def preload_environment(base: Environment, payload: Environment, secrets: Iterab
 
 
 class PreloadProcess:
-    """One process that imports modules and is forked for payloads.
+    """The runtime's side of one preload process, which imports modules and is forked for payloads.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the process cannot be started.
     """
 
     def __init__(self, loop: Loop, script: str, python: str, modules: Tuple[str, ...], env: Environment) -> None:
         self.env = env
         self.running = True
+        """Whether the process has not ended yet."""
         self.closed = False
-        """Whether it takes no more fork requests."""
+        """Whether the process takes no more fork requests."""
         self.answered = False
-        """Whether it has said if it can be forked."""
+        """Whether the process has done its imports and has said if it can be forked."""
         self._loop = loop
         self._modules = ", ".join(modules)
         self._problem: Optional[str] = None
+        """Why the process cannot be forked, in words that follow "because"; None if it can be, or has not answered."""
         self._received = b""
         self._waiting: List[Callable[[Optional[str]], None]] = []
         self._control, child_end = socket.socketpair()
@@ -137,21 +154,28 @@ class PreloadProcess:
 
     @property
     def import_timeout(self) -> str:
-        """Why a payload stops waiting for it."""
+        """Why a payload is not forked if the imports take too long, in words that follow "because"."""
         return "importing %s is not done yet" % self._modules
 
     def when_ready(self, call: Callable[[Optional[str]], None]) -> None:
-        """Call with None once it can be forked, or with why it cannot; perhaps at once."""
+        """Call with None as soon as the process can be forked, or with the reason as soon as it is clear that it cannot be.
+
+        That may be at once, before this returns.
+        """
         if self.answered or self.closed:
             call(self._problem)
         else:
             self._waiting.append(call)
 
     def request_fork(self, connection: socket.socket, streams: Tuple[int, int]) -> None:
-        """Request a fork that reads its payload from a connection.
+        """Have the process fork itself.
+
+        Args:
+            connection: the socket from which the forked process reads what payload to run.
+            streams: file descriptors of the payload's stdout and stderr.
 
         Raises:
-            OSError: the process does not listen.
+            OSError: the process does not take the request.
         """
         fds = array("i", [connection.fileno(), *streams])
         self._control.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
@@ -168,7 +192,7 @@ class PreloadProcess:
         self._notify("the process that imports %s ended" % self._modules)
 
     def _receive(self) -> None:
-        """Receive its one answer, whether it can be forked, or notice that it has ended."""
+        """Read from the process its only message, whether it can be forked, or notice that the process has ended."""
         try:
             data = self._control.recv(65536)
         except BlockingIOError:
@@ -185,17 +209,18 @@ class PreloadProcess:
             self._notify(self._problem)
 
     def _notify(self, problem: Optional[str]) -> None:
+        """Make the calls that wait for the process's answer."""
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             call(problem)
 
     def _exited(self, *_: Any) -> None:
-        self.running = False  # From here on, its process id may be another one's.
+        self.running = False  # From here on, another process may get its id.
         if self._problem is None:
             self.close()
 
     def _forward_output(self, fd: int) -> None:
-        """Print what modules print when they are imported; it belongs to no payload."""
+        """Print to the runtime's log what modules print when they are imported, because it belongs to no payload."""
         data = os.read(fd, 65536)
         if data:
             sys.stderr.write(data.decode("utf-8", "replace"))
@@ -205,9 +230,14 @@ class PreloadProcess:
 
 
 class ForkRequest:
-    """Has one payload forked: waits for the preload process, sends the request, and receives the answer.
+    """Has one payload forked from a preload process: waits until the process is ready, sends the request, reads the answer.
 
-    `done` is called once with the result, unless `cancel` is called before; `on_exit` is called when the payload has ended.
+    Args:
+        process: the preload process.
+        request: what `preload_child` needs to become the payload's process.
+        streams: file descriptors of the payload's stdout and stderr.
+        on_exit: called when the forked payload has ended.
+        done: called once with the result, unless `cancel` is called before.
     """
 
     def __init__(
@@ -231,11 +261,12 @@ class ForkRequest:
         process.when_ready(self._connect)
 
     def cancel(self) -> None:
-        """Fork no payload; a forked process that is not told to go on ends by itself."""
+        """Cancel the request: no payload runs and `done` is not called. A process that is already forked ends by itself."""
         self._done = None
         self._close()
 
     def _finish(self, result: ForkResult) -> None:
+        """Close the connection and pass the result to `done`."""
         self._close()
         done, self._done = self._done, None
         if done is not None:
@@ -249,17 +280,22 @@ class ForkRequest:
             self._connection = None
 
     def _timed_out(self) -> None:
+        """Called after `_TIMEOUT`: the payload gets a fresh interpreter, and a process that has imported but hangs is ended."""
         if self._connection is None:
             self._finish(self._process.import_timeout)
         else:
             self._replace_process()
 
     def _replace_process(self) -> None:
-        """Give up a process that does not answer; no payload has begun without the word "go"."""
+        """End a preload process that does not answer, and have the payload run in a fresh interpreter.
+
+        The payload cannot run twice: a forked process begins only at the word "go".
+        """
         self._process.close()
         self._finish(_NO_ANSWER)
 
     def _connect(self, problem: Optional[str]) -> None:
+        """Called when the preload process can be forked, or cannot be because of `problem`: requests the fork."""
         if self._done is None:
             return
         if problem is not None:
@@ -274,6 +310,7 @@ class ForkRequest:
         self._loop.on_writable(self._connection.fileno(), self._send)
 
     def _send(self) -> None:
+        """Send the forked process the rest of the request, as far as its socket takes it."""
         assert self._connection is not None
         try:
             self._unsent = self._unsent[self._connection.send(self._unsent) :]
@@ -286,6 +323,7 @@ class ForkRequest:
             self._loop.on_readable(self._connection.fileno(), self._receive)
 
     def _receive(self) -> None:
+        """Receive the forked process's answer, and tell it to begin unless it has a problem."""
         assert self._connection is not None
         try:
             data = self._connection.recv(65536)
@@ -310,7 +348,12 @@ class ForkRequest:
 
 
 class PreloadServer:
-    """Forks payloads from preload processes, one for each set of modules; `directory` is private and is made when needed."""
+    """Forks payloads for this runtime, and keeps one preload process for each set of modules.
+
+    Args:
+        directory: private directory for the files that preload processes run; made when needed.
+        python: the interpreter of preload processes and payloads.
+    """
 
     def __init__(self, loop: Loop, directory: str, python: str = sys.executable) -> None:
         self._loop = loop
@@ -322,9 +365,12 @@ class PreloadServer:
     def preload(
         self, modules: Sequence[str], ray_env: Optional[Environment] = None, environ: Optional[Environment] = None
     ) -> None:
-        """Begin to import modules, if there are any, for payloads that are yet to come.
+        """Start a preload process for payloads that are yet to come, so that its imports are done when they come.
 
-        `ray_env` is how those payloads reach their cluster, None if each has its own; their environment starts from `environ`.
+        Args:
+            modules: modules to import; nothing is started if there are none.
+            ray_env: variables by which those payloads reach their Ray cluster; None if each has its own cluster.
+            environ: variables that the environment of those payloads starts from; None for this process's own.
         """
         if modules and sys.platform == "linux":
             spec = PayloadSpec(argv=[], nonce="", uses_ray=True)
@@ -344,20 +390,20 @@ class PreloadServer:
         streams: Tuple[int, int],
         done: Callable[[ForkResult], None],
     ) -> Optional[ForkRequest]:
-        """Fork a payload with /dev/null as its stdin.
+        """Request a fork for one payload; stdin of the forked process is /dev/null.
 
         Args:
-            modules: modules that must have been imported.
-            argv: its command, whose first word is this runtime's Python.
-            on_exit: called when it has ended, as by `Loop.spawn`.
-            cwd: its working directory.
-            env: its environment.
+            modules: modules that the preload process must have imported.
+            argv: the payload's command; it can be forked if its first word is this runtime's Python.
+            on_exit: called when the forked process has ended, as by `Loop.spawn`.
+            cwd: the payload's working directory.
+            env: the payload's environment.
             secrets: names of variables in `env` that no other process may have.
-            streams: descriptors of its output and errors, which must stay open until `done` is called.
+            streams: file descriptors of the payload's stdout and stderr, which must stay open until `done` is called.
             done: called once with the result, perhaps before this returns.
 
         Returns:
-            The request, which can be cancelled; None if none was sent.
+            The request, which can be cancelled; None if the payload needs a fresh interpreter and `done` has been called.
         """
         process = self._process_for(tuple(modules), argv, env, secrets)
         if isinstance(process, str):
@@ -367,7 +413,7 @@ class PreloadServer:
         return ForkRequest(self._loop, process, request, streams, on_exit, done)
 
     def pids(self) -> List[int]:
-        """The preload processes that run; they belong to no payload."""
+        """Process ids of the preload processes that run; they belong to no payload."""
         return [process.pid for process in self._processes.values() if process.running]
 
     def close(self) -> None:
@@ -378,7 +424,7 @@ class PreloadServer:
     def _process_for(
         self, modules: Tuple[str, ...], argv: Sequence[str], env: Environment, secrets: Iterable[str]
     ) -> Union[PreloadProcess, str]:
-        """The process to fork for a payload, or why it needs a fresh interpreter."""
+        """The preload process for a payload, started if need be; or why the payload needs a fresh interpreter."""
         if sys.platform != "linux":
             return "only Linux has what forking from a preloaded one takes"
         problem = command_problem(argv, self._python)
@@ -395,6 +441,7 @@ class PreloadServer:
         return environment_problem(process.env, env) or process
 
     def _start(self, modules: Tuple[str, ...], env: Environment, secrets: Iterable[str]) -> Optional[PreloadProcess]:
+        """A new preload process for payloads with the environment `env`; None if it cannot be started."""
         env = preload_environment(dict(os.environ), env, secrets)
         try:
             process = PreloadProcess(self._loop, self._lay_out(), self._python, modules, env)
@@ -405,7 +452,7 @@ class PreloadServer:
         return process
 
     def _lay_out(self) -> str:
-        """Write the files that a preload process runs, and return its script."""
+        """Write the files that a preload process runs, unless they exist; returns the path of the script."""
         script, package = os.path.join(self._directory, "python.py"), os.path.join(self._directory, _PACKAGE)
         if not os.path.exists(script):
             os.makedirs(package, 0o700, exist_ok=True)

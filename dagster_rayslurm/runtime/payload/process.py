@@ -15,10 +15,14 @@ from .environment import Environment
 from .preload_server import ForkRequest, ForkResult, PreloadServer
 
 _CHUNK = 256 * 1024
+"""Most bytes of output that are read at a time."""
 
 
 class ProcessListener(Protocol):
-    """Receives the events of a process, each by way of `safely`, which handles errors of a call."""
+    """The object that a `PayloadProcess` tells of its events; `Payload` implements and documents the methods.
+
+    Every event is delivered by way of `safely`, which handles errors of the listener.
+    """
 
     def safely(self, call: Callable[[], None]) -> None: ...
     def process_started(self, error: Optional[Exception]) -> None: ...
@@ -28,23 +32,24 @@ class ProcessListener(Protocol):
 
 
 class PayloadProcess:
-    """Starts and ends the process, together with all processes that it starts; their environment names `run_dir`.
+    """Starts one payload's process, passes on its output, and kills it with all processes that it has started.
 
-    The listener may receive events before `start` returns.
+    Those are found by their environment, which names `run_dir`. The listener may receive events before `start` returns.
     """
 
     def __init__(self, loop: Loop, run_dir: str, listener: ProcessListener) -> None:
         self.pid: Optional[int] = None
-        """The process, which is its process group too; None before it has started."""
+        """Id of the process and of its process group; None before the process has started."""
         self.not_forked_because: Optional[str] = None
-        """Why it was not forked from a preload process although it asks for one, after "because"."""
+        """Why a payload with modules to preload was not forked from a preload process, in words that follow "because"."""
         self._loop = loop
         self._run_dir = run_dir
         self._listener = listener
         self._fork: Optional[ForkRequest] = None
         self._pipes: List[int] = []
-        """All ends of the output pipes, while the process has yet to start."""
+        """File descriptors of all ends of the output pipes; empty once the process has started."""
         self._streams: Dict[int, Tuple[str, codecs.IncrementalDecoder]] = {}
+        """Name and decoder of each open output pipe, by file descriptor."""
 
     @property
     def streams_open(self) -> bool:
@@ -113,7 +118,7 @@ class PayloadProcess:
         self._fork = request if self._pipes else None
 
     def cancel_start(self) -> None:
-        """Start no process, if it has yet to start."""
+        """Cancel a start that is still under way, such as a requested fork; afterwards no process starts."""
         if self._fork is not None:
             self._fork.cancel()
         for fd in self._pipes:
@@ -121,25 +126,25 @@ class PayloadProcess:
         self._fork, self._pipes = None, []
 
     def signal(self, signum: int) -> None:
-        """Signal its process group, if it has started."""
+        """Send a signal to the process group; does nothing before the process has started."""
         if self.pid is not None:
             processes.signal_group(self.pid, signum)
 
     def kill(self) -> None:
-        """SIGKILL its process group."""
+        """Send SIGKILL to the process group."""
         self.signal(signal.SIGKILL)
 
     def kill_leftovers(self) -> None:
-        """SIGKILL the processes that it left behind in other process groups; their environment names this run."""
+        """Send SIGKILL to all processes of this run, which are found by the run directory in their environment."""
         processes.kill_all(processes.with_environment("RAYSLURM_RUN_DIR=" + self._run_dir))
 
     def read_stream(self, name: str, fd: int) -> None:
-        """Pass on the text of a pipe until it ends. Bytes that are not UTF-8 become U+FFFD."""
+        """Pass on the text of an output pipe to the listener until the pipe ends. Bytes that are not UTF-8 become U+FFFD."""
         self._streams[fd] = (name, codecs.getincrementaldecoder("utf-8")("replace"))
         self._loop.on_readable(fd, lambda: self._listener.safely(lambda: self._read(fd)))
 
     def close_streams(self) -> None:
-        """Read no more output."""
+        """Close the output pipes without reading the rest."""
         for fd in list(self._streams):
             self._close_stream(fd)
 
@@ -161,7 +166,7 @@ class PayloadProcess:
 
 
 def spawn_error(error: Exception, command: str, work_dir: str) -> str:
-    """Why a command cannot be started in a directory, and the remedy."""
+    """The part of an error message that says why a command cannot be started in a directory and, if known, what to do."""
     why = str(error.strerror if isinstance(error, OSError) else error)
     if not isinstance(error, FileNotFoundError):
         return why
