@@ -1,6 +1,6 @@
-"""Backends of the separate topology: one payload for each component, in local processes or in one heterogeneous job.
+"""Backends of the separate topology: start one payload for each component, in local processes or in one heterogeneous job.
 
-The job has one `srun`. Each component has a run directory of its own, below the job's.
+One `srun` starts the runtimes of all components. Each component has its own run directory, below that of the job.
 """
 
 from __future__ import annotations
@@ -48,17 +48,13 @@ from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
 
 _MARGIN = 30.0
-"""Seconds by which the start barrier outlasts the slowest cluster's deadline: a late cluster fails with its own message first."""
+"""Seconds that the start barrier waits beyond the latest start deadline of a Ray cluster, whose own failure says more."""
 _TIMEOUT_WITHOUT_RAY = 300.0
-"""Seconds until the start barrier fails if no component has Ray."""
+"""Seconds that the start barrier waits if no component has Ray; `_MARGIN` comes on top."""
 
 
 def check_components(components: Sequence[Component], plans: Plans) -> None:
-    """Refuse components that no job can have.
-
-    Raises:
-        ValueError: naming the component and the field.
-    """
+    """Raise ValueError, which names the component and the field, if no Slurm job can have these components."""
     request_for(components, job_name="rayslurm", comment="")
     for each in components:
         try:
@@ -68,11 +64,13 @@ def check_components(components: Sequence[Component], plans: Plans) -> None:
 
 
 def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
-    """The start barrier of the components' runtimes; the first component's runtime is its server.
+    """Returns the settings of the start barrier (all payloads start together) for the runtime of each component.
+
+    The runtime of the first component is the server of the barrier.
 
     Args:
-        plans: by component, in the job's order.
-        secret: the shared key, hex.
+        plans: the plans by component, in the order of the components in the job.
+        secret: the key that all runtimes share, in hexadecimal digits.
     """
     first = next(iter(plans.values())).ray
     ports = control_ports(first.port_range if first is not None else None)
@@ -93,7 +91,10 @@ def barrier_specs(plans: Plans, secret: str) -> dict[str, BarrierSpec]:
 
 
 def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
-    """The start records of runtimes on this machine; each has the requirements of all, which share the machine."""
+    """Returns the content of `runtime.json` for each component on this machine.
+
+    Each has the requirements of all components, because all share the machine.
+    """
     barriers = barrier_specs(plans, secrets.token_hex(32))
     token = secrets.token_hex(32)
     requirements = [_requirements(each, plans[each.component_id]) for each in components]
@@ -111,7 +112,7 @@ def local_specs(cluster_id: str, plans: Plans, components: Sequence[Component]) 
 
 
 def _requirements(component: Component, plan: Plan) -> ComponentSpec:
-    """CPUs and GPUs of a component on this machine: those of its launcher, else of its queue."""
+    """Returns the CPUs and GPUs that a component requires on this machine: those of its launcher, else those of its queue."""
     ray = plan.ray
     cpus = component.queue.cpus_per_node if ray is None or ray.num_cpus is None else ray.num_cpus
     gpus = component.queue.gpus_per_node if ray is None or ray.num_gpus is None else ray.num_gpus
@@ -119,13 +120,13 @@ def _requirements(component: Component, plan: Plan) -> ComponentSpec:
 
 
 class ComponentProcess(OwnRuntime):
-    """The runtime of one of several components on this machine.
+    """The runtime of one of several components on this machine, as a child process.
 
-    If another component's runtime ends before it reached the start barrier, only this process notices; so it cancels this
-    component's payload.
+    If the runtime of another component ends before the start barrier, only the Dagster process notices. Then it cancels the
+    payload of this component.
 
     Args:
-        processes: the runtimes of all components.
+        processes: the runtimes of all components, this one included.
     """
 
     def __init__(
@@ -154,10 +155,10 @@ class ComponentProcess(OwnRuntime):
 
 @dataclass(frozen=True)
 class SeparateLocalBackend:
-    """Runs the payloads of components on this machine, each below a runtime of its own.
+    """Runs the payloads of all components on this machine, each in a runtime of its own.
 
     Args:
-        components: in the order of a job.
+        components: the components, in the order that they have in a Slurm job.
         simulate: whether CPUs that this machine lacks are simulated, as GPUs always are.
     """
 
@@ -169,7 +170,7 @@ class SeparateLocalBackend:
     cadence: Cadence = LOCAL_CADENCE
 
     def check(self, plans: Plans) -> None:
-        # Resources are simulated here, but a mistake should show before the components run on a cluster.
+        # Resources are simulated on this machine, but a mistake should show before the components run on a Slurm cluster.
         check_components(self.components, plans)
 
     def sweep(self, retention_days: float) -> None:  # noqa: ARG002
@@ -203,12 +204,12 @@ class SeparateLocalBackend:
 
 
 _ROLE = "part"
-"""The runtime's subcommand for a component."""
+"""The subcommand of the runtime for a component of a heterogeneous job."""
 
 
 @dataclass(frozen=True)
 class SeparateBatchBackend:
-    """Runs the payloads of components in one heterogeneous job."""
+    """Runs the payloads of all components in one heterogeneous Slurm job."""
 
     batch: BatchBackend
     components: tuple[Component, ...]
@@ -277,10 +278,10 @@ class SeparateBatchBackend:
 
 
 def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Sequence[Component]) -> dict[str, RuntimeSpec]:
-    """The start records of a job's runtimes; each runtime treats its component as a job of its own.
+    """Returns the content of `runtime.json` for each component of a job; its runtime treats the component as a whole job.
 
-    The clusters share one token, so that a payload may reach another component's cluster. The control keys differ, so that
-    a runtime accepts only nodes of its own component.
+    The Ray clusters share one token, so that a payload may use the Ray cluster of another component. The control keys
+    differ, so that a runtime accepts only nodes of its own component.
     """
     secret = secrets.token_hex(32)
     barriers = barrier_specs(plans, derive_key(secret, "meeting"))
@@ -299,11 +300,11 @@ def job_specs(cluster_id: str, plans: Plans, request: JobRequest, components: Se
 
 @dataclass
 class SharedJobState:
-    """State of one job, shared by its components.
+    """What the `ComponentJob`s of one Slurm job know together.
 
     Attributes:
-        starts: when the components' records started, by run directory.
-        explained: Slurm's accounting and the job's logs, once fetched.
+        starts: when each component's record began, by run directory.
+        explained: evidence with Slurm's accounting and the job's logs; None until they are fetched.
     """
 
     starts: dict[str, float] = field(default_factory=dict)
@@ -311,7 +312,7 @@ class SharedJobState:
 
 
 class ComponentJob(BatchJob):
-    """One component's payload in a shared job."""
+    """The payload of one component in the heterogeneous job of all components."""
 
     def __init__(self, job: SlurmJob, commands: Connection, cluster_id: str, directory: str, shared: SharedJobState) -> None:
         super().__init__(job, commands, cluster_id, directory)
@@ -325,10 +326,10 @@ class ComponentJob(BatchJob):
     def explain(self, evidence: Evidence) -> None:
         shared = self._shared.explained
         if shared is None:
-            # Separate evidence: each component keeps what its own record says.
+            # Slurm's explanation gets evidence of its own, because each component keeps what its own record says.
             shared = self._shared.explained = Evidence()
             super().explain(shared)
-            # The first runtime that failed ended the others, even the barrier's server, which exits with a code of its own.
+            # The first runtime that failed caused the ends of all others, even of the barrier's server with its own exit code.
             node, _, how = next(iter(failed_tasks(shared.runtime_log)), (None, 0, ""))
             if node is not None and f"on node {node} " not in (shared.culprit or ""):
                 shared.culprit = f"the runtime on node {node} ended ({how})"
@@ -336,7 +337,10 @@ class ComponentJob(BatchJob):
         evidence.tails.update({name: text for name, text in shared.tails.items() if name not in evidence.tails})
 
     def _started_at(self, evidence: Evidence) -> float | None:
-        """The last start of any component: once one has started, Slurm must not cancel the whole job for a late one."""
+        """Returns when the latest record of any component began; None if none has begun.
+
+        Once one component has started, Slurm must not cancel the whole job because another component starts late.
+        """
         starts = self._shared.starts
         if evidence.started_at is not None:
             starts[self._directory] = evidence.started_at

@@ -1,4 +1,4 @@
-"""Run the payloads of several components: start together, follow in one thread, judge and report as one run."""
+"""Run the payloads of several components as one run: start them together, follow them in one thread, judge them together."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def execute_separate(
     settings: RunSettings,
     extras: PipesExtras | None,
 ) -> CompletedRun:
-    """Run the plans of all components at once and wait for their ends.
+    """Run the plans of all components at once and wait for their ends; returns what the user's asset gets of the run.
 
     Args:
-        plans: by component, in the job's order.
-        extras: Pipes extras for each payload.
+        plans: the plans by component, in the order of the components in the job.
+        extras: the Pipes extras, the same for each payload.
 
     Raises:
         RunFailure: a payload did not succeed.
@@ -47,7 +47,7 @@ def execute_separate(
         return backend.start(plans, run.run_dir, injector.pipes_context, launch.step, register)
 
     with pipes_session(context, injector, reader, extras, writers > 0) as session:
-        # Each result is checked by a handler of its own, whose results go nowhere.
+        # A throwaway handler checks each result, so that Dagster does not get the result yet.
         merger = ReportMerger(reader.handler, plans, lambda each: dg.PipesMessageHandler(context, reader).handle_message(each))
         run.follow(start, merger.of)
         payloads = dict(zip(plans, run.payloads, strict=True))

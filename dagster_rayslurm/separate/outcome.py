@@ -16,11 +16,14 @@ from ..runtime.protocol.end import EndReason
 from ..runtime.protocol.record import Record
 
 _RANK_UNEXPLAINED = 1
-"""Rank of a runtime that ended without an `end`: by itself, or because srun ended it after another one failed."""
+"""Rank of a failure without an `end`: the runtime ended by itself, or srun ended it after another runtime failed.
+
+A rank is 0 for a failure with a cause of its own, and the higher, the likelier another component's failure is the cause.
+"""
 _RANKS_OF_CONSEQUENCES = {EndReason.TERMINATED: 2, EndReason.OTHER_COMPONENT: 3}
-"""Ranks of ends that another failure may have caused."""
+"""Ranks of those reasons of an `end` that the failure of another component may have caused; other reasons have rank 0."""
 _KINDS_OF_THE_JOB = (FailureKind.ALLOCATION, FailureKind.CANCELLED, FailureKind.CONNECTION)
-"""Kinds that concern the whole job, such as its cancellation, if all components have the same verdict."""
+"""Kinds of failure that concern the whole job, such as its cancellation, if all components have the same verdict."""
 _TABLE_COLUMNS = (
     "CPU efficiency (%)",
     "CPU time (s)",
@@ -32,11 +35,14 @@ _TABLE_COLUMNS = (
     "Slurm nodes",
     "Slurm partition",
 )
-"""Metadata of one payload that become columns of the table of components."""
+"""Keys of one payload's metadata that are left out of the run's metadata, because the table of components has them."""
 
 
 def judge_components(judged: Mapping[str, Judged]) -> Verdict:
-    """The verdict on the run: success if all payloads succeeded, else the first failure's kind and a sentence about all."""
+    """Returns the verdict on the run: success if all payloads succeeded, else the kind of the first failure and a sentence.
+
+    The sentence names each failure that no other failure caused.
+    """
     failed = {component: each for component, each in judged.items() if each.verdict.kind is not None}
     if not failed:
         return SUCCESS
@@ -56,7 +62,7 @@ def judge_components(judged: Mapping[str, Judged]) -> Verdict:
 
 
 def root_failures(judged: Mapping[str, Judged]) -> dict[str, Judged]:
-    """The failures that no other failure caused, the earliest first; if all were caused by others, the likeliest causes."""
+    """Returns the failures that are the likeliest causes, the earliest first; other failures are consequences of these."""
     failed = {component: each for component, each in judged.items() if each.verdict.kind is not None}
     highest = max(_RANK_UNEXPLAINED, min((_rank(each) for each in failed.values()), default=0))
     roots = [(component, each) for component, each in failed.items() if _rank(each) <= highest]
@@ -64,10 +70,10 @@ def root_failures(judged: Mapping[str, Judged]) -> dict[str, Judged]:
 
 
 def components_metadata(own: Mapping[str, Metadata], judged: Mapping[str, Judged], mode: str, job_id: str | None) -> Metadata:
-    """Metadata of every result of the run.
+    """Returns the metadata of the run, for results and failures alike, with a table of the components.
 
     Args:
-        own: the metadata of each component's payload, in the job's order.
+        own: the metadata of each component's payload, in the order of the components in the job.
         job_id: the id of the shared Slurm job; None without Slurm.
     """
     apart = {name: {key: value for key, value in each.items() if key not in _TABLE_COLUMNS} for name, each in own.items()}
@@ -85,10 +91,10 @@ def components_metadata(own: Mapping[str, Metadata], judged: Mapping[str, Judged
 
 
 def failures_metadata(judged: Mapping[str, Judged], run_dir: str | None) -> Metadata:
-    """Metadata of a failed run: last output and logs of each component that failed by itself.
+    """Returns the metadata of a failed run: last output and logs of each component that failed by itself.
 
     Args:
-        run_dir: the place of the run directory; None if the directory is gone.
+        run_dir: the path of the run directory, with its host; None if the directory was removed.
     """
     own = {component: failure_metadata(each.evidence, None) for component, each in root_failures(judged).items()}
     metadata = merge_metadata(own, always=True)
@@ -98,11 +104,11 @@ def failures_metadata(judged: Mapping[str, Judged], run_dir: str | None) -> Meta
 
 
 def merge_metadata(own: Mapping[str, Metadata], always: bool = False) -> Metadata:
-    """One metadata of all components: values that all share once, other values with the component's name in the key.
+    """Merges the metadata of all components: a value that all share appears once, any other under "key (component)".
 
     Args:
-        own: by component.
-        always: put the name into shared keys, too, except those of Slurm.
+        own: the metadata of each component.
+        always: whether shared values, too, appear under "key (component)", except values of Slurm.
     """
     metadata: Metadata = {}
     for key in dict.fromkeys(key for each in own.values() for key in each):
@@ -117,19 +123,20 @@ def merge_metadata(own: Mapping[str, Metadata], always: bool = False) -> Metadat
 
 
 def _rank(judged: Judged) -> int:
-    """0 for a failure of its own; more, the likelier another failure caused it."""
+    """Returns the rank of a failure: 0 if it has a cause of its own; higher, the likelier another failure caused it."""
     if judged.evidence.end is None:
         return _RANK_UNEXPLAINED if judge_job(judged.evidence) is None else 0
     return _RANKS_OF_CONSEQUENCES.get(judged.evidence.end["reason"], 0)
 
 
 def _concerns_job(judged: Judged) -> bool:
-    # A component with fewer resources than it asked for has a kind of the job, too, but fails alone.
+    """Whether a failure may concern the whole job."""
+    # A component that got fewer resources than it asked for fails alone, though with the same kind of failure.
     return judged.verdict.kind in _KINDS_OF_THE_JOB and (judged.evidence.end or {}).get("reason") != EndReason.ALLOCATION
 
 
 def _ended_at(judged: Judged) -> float:
-    """End time by the node's clock; 0.0 without an `end`."""
+    """Returns when a payload ended, by its node's clock; 0.0 without an `end`."""
     return float((judged.evidence.end or {}).get("ended_at") or 0.0)
 
 
@@ -139,7 +146,7 @@ def _named(components: Sequence[str]) -> str:
 
 
 def _row(component: str, job_id: str | None, end: Record | None) -> dict[str, Any]:
-    """One component's row of the table; unknown values are empty."""
+    """Returns the row of a component in the table of components; unknown values are empty."""
     context: Mapping[str, Any] = (end or {}).get("context") or {}
     usage: Mapping[str, Any] = (end or {}).get("usage") or {}
     allocation: Mapping[str, Any] = context.get("allocation") or {}

@@ -1,4 +1,4 @@
-"""Merge what payloads of several components report to Dagster: one result for each asset and asset check."""
+"""Merge the results that payloads of several components report, so that Dagster gets one for each asset and asset check."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 Message = dict[str, Any]
 Reports = Sequence[tuple[str, Mapping[str, Any]]]
-"""Reports of one asset or check: the reporting components, and the parameters of the messages."""
+"""All reports about one asset or asset check: for each, the reporting component and the parameters of its message."""
 
 _MATERIALIZATION = "report_asset_materialization"
 _CHECK = "report_asset_check"
 _SEVERITIES = ("WARN", "ERROR")
-"""The worst one last."""
+"""Severities of asset checks, the worst last."""
 
 
 class ReportedTwice(ValueError):
-    """One component reports twice what another component reports, too."""
+    """Raised when one component reports an asset or check twice that another component reports, too."""
 
     def __init__(self, component: str, what: str) -> None:
         super().__init__(f"component {component!r} reports {what} twice, and another component reports it, too; report it once")
@@ -27,14 +27,14 @@ class ReportedTwice(ValueError):
 
 
 class ReportMerger:
-    """Forwards the Pipes messages of several payloads to Dagster's one handler.
+    """Forwards the Pipes messages of several payloads to Dagster's one handler, with their results merged.
 
-    Results wait until all payloads have ended, because only then it is known what all of them report. So does `closed`,
-    after which Dagster expects no message.
+    Results wait until all payloads have ended, because only then all reports about an asset are known. `closed` messages
+    wait, too, because Dagster expects no message after them.
 
     Args:
-        components: in the order in which their reports are merged.
-        check: raises what Dagster's handler would raise for a result, so that a bad one is refused at once.
+        components: the components, in the order in which their reports are merged.
+        check: raises what Dagster's handler would raise for a result, so that a bad result is refused at once.
     """
 
     def __init__(self, handler: Any, components: Iterable[str], check: Callable[[Any], object]) -> None:
@@ -45,11 +45,11 @@ class ReportMerger:
         self._closed: list[tuple[str, Message]] = []
 
     def of(self, component: str) -> ComponentHandler:
-        """The handler for the payload of one component."""
+        """Returns the message handler for the payload of one component."""
         return ComponentHandler(self, component)
 
     def add(self, component: str, message: Message) -> None:
-        """Take one message; raises what Dagster raises for it."""
+        """Forward one message, or keep it for `hand_over`; raises what Dagster raises for the message."""
         if message["method"] in _MERGE:
             self._check(message)
             self._results.append((component, message))
@@ -59,7 +59,7 @@ class ReportMerger:
             self._handler.handle_message(message)
 
     def hand_over(self) -> list[tuple[str, Exception]]:
-        """Merge the results and hand all messages to Dagster; returns what was refused, by component."""
+        """Merge the results and pass all kept messages to Dagster; returns each refusal, with a component that caused it."""
         refused: list[tuple[str, Exception]] = []
         reports: dict[tuple[str, str, str | None], list[tuple[str, Mapping[str, Any]]]] = {}
         for component, message in sorted(self._results, key=lambda each: self._order[each[0]]):
@@ -75,7 +75,7 @@ class ReportMerger:
         for component, message in self._closed:
             try:
                 self._handler.handle_message(message)
-            except Exception as error:  # noqa: BLE001 - the exception inside comes from the user
+            except Exception as error:  # noqa: BLE001 - the message carries the user's exception, which may be malformed
                 refused.append((component, error))
         self._results.clear()
         self._closed.clear()
@@ -84,7 +84,7 @@ class ReportMerger:
 
 @dataclass(frozen=True)
 class ComponentHandler:
-    """Stands in for Dagster's handler in the follower of one payload."""
+    """The message handler of one component's payload, in place of Dagster's: passes messages to the `ReportMerger`."""
 
     merger: ReportMerger
     component: str
@@ -94,7 +94,7 @@ class ComponentHandler:
 
 
 def merge(reports: Reports) -> list[Message]:
-    """One materialization of an asset that several components report; reports of one component alone stay as they are.
+    """Merges the materializations of one asset into one; returns reports that all come from one component unchanged.
 
     Raises:
         ValueError: the data versions differ, or one component reports twice.
@@ -114,9 +114,9 @@ def merge(reports: Reports) -> list[Message]:
 
 
 def merge_checks(reports: Reports) -> list[Message]:
-    """One result of an asset check that several components report; reports of one component alone stay as they are.
+    """Merges the results of one asset check into one; returns reports that all come from one component unchanged.
 
-    The check passed if it passed in all components. The severity is the worst of those in which it did not.
+    The check passed if it passed in all components. If it did not, the severity is the worst of the components that failed.
 
     Raises:
         ValueError: one component reports twice.
@@ -142,10 +142,10 @@ _MERGE = {_MATERIALIZATION: merge, _CHECK: merge_checks}
 
 
 def _by_component(reports: Reports, what: str) -> dict[str, Mapping[str, Any]] | None:
-    """The report of each component; None if all are of one component.
+    """Returns the report of each component; None if all reports come from one component.
 
     Raises:
-        ReportedTwice: one of several components reports twice.
+        ReportedTwice: there are several components, and one of them reports twice.
     """
     by_component = dict(reports)
     if len(by_component) == 1:
@@ -158,13 +158,13 @@ def _by_component(reports: Reports, what: str) -> dict[str, Mapping[str, Any]] |
 
 
 def _merged_metadata(by_component: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The metadata of all components; keys with different values get the component's name."""
+    """Returns the metadata of all components; keys with different values get the component's name."""
     own = {component: params["metadata"] or {} for component, params in by_component.items()}
     taken = {key for metadata in own.values() for key in metadata}
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for metadata in own.values() for key in metadata):
         values = {component: metadata[key] for component, metadata in own.items() if key in metadata}
-        # Compared as JSON, in which they came: to Python, 1, 1.0 and True are the same.
+        # Values are compared as JSON, in which they came, because 1, 1.0 and True are equal in Python.
         if len({json.dumps(value, sort_keys=True) for value in values.values()}) == 1:
             merged[key] = next(iter(values.values()))
             continue
@@ -176,5 +176,5 @@ def _merged_metadata(by_component: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def _free(name: str, taken: Iterable[str]) -> str:
-    """The name, with a number if it is taken."""
+    """Returns the name, with a number behind it if the name is taken."""
     return next(each for each in itertools.chain([name], (f"{name} {n}" for n in itertools.count(2))) if each not in taken)
