@@ -1,13 +1,13 @@
-"""Every private or generated API of Ray that the runtime calls, in one place.
+"""All calls of Ray's private or generated APIs by the runtime, in one place.
 
-Written for Ray 2.52 (the first with token authentication) and newer, and tried on 2.60; older versions work with
-`auth="disabled"` as far as they have the same names. `tests/runtime/test_ray_internals.py` calls each function against the
-installed Ray: it is the test that fails when a release moves something.
+Written for Ray 2.52 (the first with token authentication) and newer, and tried on 2.60. Older versions work with
+`auth="disabled"` as far as they have the same names. `tests/runtime/test_ray_internals.py` calls each function with the
+installed Ray, so that test fails when a release of Ray moves something.
 
-Each function imports what it needs when it is called: the runtime itself never imports Ray. Two modules depend on Ray's
-internals as well, because they run in a payload's process, which cannot import the runtime: `payload/preload_child.py`
-(modules that Ray imports lazily) and `payload/preload_run.py` (the exit of a driver). Formats that are read from the outside
-stay with their readers: names of worker logs (`prestart`, `node/usage.py`) and the raylet's command line
+Each function imports the modules of Ray when it is called, because the runtime itself never imports Ray. Two other modules
+depend on Ray's internals, because they run in a payload's process, which cannot import the runtime:
+`payload/preload_child.py` (modules that Ray imports lazily) and `payload/preload_run.py` (the exit of a driver). Formats
+that are only read stay with their readers: names of worker logs (`prestart`, `node/usage.py`) and the raylet's command line
 (`payload/own_ray.py`).
 """
 
@@ -30,33 +30,43 @@ RAYLET_ENVIRON = {
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
 }
-"""Ray 2.60's raylet connects to its object store before that listens, and then sleeps: still 10 s at most, but not in steps
-of 1 s."""
+"""Environment variables for a faster start of the raylet: it looks for its object store every 20 ms instead of every second.
+
+The whole wait stays 10 s at most (500 attempts); Ray 2.60.
+"""
 
 PRESTART_AT_FIRST_DRIVER = "RAY_prestart_worker_first_driver"
-"""Raylet option: each new driver starts one worker per CPU, even if workers wait, and these take the CPU that the driver
-needs for its first task."""
+"""Environment variable of the raylet; "0" keeps it from starting one worker per CPU for each new driver.
+
+It starts them even if idle workers wait, and they take the CPU time that the driver needs for its first task.
+"""
 
 _ALIVE = 0  # GcsNodeInfo.ALIVE in gcs.proto
 _GROUP_REMOVED = 3  # PlacementGroupTableData.REMOVED in gcs.proto
 _NOT_IN = 2  # LABEL_OPERATOR_NOT_IN in common.proto
 _LIVING_ACTORS = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")
 _CLIENT_SERVER = "get_ray_client_dependency_error"
+"""Function of `ray start` that says what the Ray Client server lacks to run."""
 _DASHBOARD = "get_dashboard_dependency_error"
+"""Function of Ray that says what the dashboard lacks to run."""
 _HEAD_INFO = "get_all_node_info_until_retrieved"
+"""Function of `ray start --address` that asks for the head's row of the node table."""
 _START_PROCESS = "start_ray_process"
+"""Function of Ray that starts each of its daemons."""
 _TEMP_DIR_KEY = b"rayslurm_temp_dir"
+"""Key under which the head writes its temporary directory to the GCS, for the worker nodes."""
 _SUBMITTED = "_ray_internal_job_actor_"
-"""Prefix of the name of the actor that runs a submitted job; the rest is the submission id."""
+"""Prefix of the name of the actor that runs a job of `ray job submit`; the rest of the name is the job's id."""
 _SHARED_LIBRARIES = ("ray.data.", "ray.train.", "ray.tune.", "ray.llm.")
-"""Libraries of Ray whose detached actors serve every later payload. To kill them would break later payloads."""
+"""Libraries of Ray whose detached actors are no leaks: later payloads use them too, and would fail without them."""
 _TIMEOUT = 5.0
+"""Seconds that a request about idle workers may take."""
 _IDLE_WORKERS = 600
-"""Seconds until Ray may end a waiting worker if there are more of them than CPUs."""
+"""Seconds after which Ray may end an idle worker, if there are more idle workers than CPUs."""
 
 
 def installed_version() -> Optional[str]:
-    """The version of Ray in this Python's environment, without importing it; None if there is none, or it cannot be read."""
+    """The version of Ray in this Python environment, read without an import of Ray; None if it is missing or unreadable."""
     importlib.invalidate_caches()
     try:
         spec = importlib.util.find_spec("ray")
@@ -65,7 +75,7 @@ def installed_version() -> Optional[str]:
         with open(os.path.join(os.path.dirname(spec.origin), "_version.py"), encoding="utf-8") as file:
             found = re.search(r"^version\s*=\s*[\"'](.+?)[\"']", file.read(), re.MULTILINE)
     except (ImportError, OSError, ValueError):
-        return None  # Perhaps its file system is away for a moment.
+        return None  # Perhaps the environment's file system is unavailable for a moment.
     return found.group(1) if found is not None else None
 
 
@@ -73,19 +83,19 @@ def installed_version() -> Optional[str]:
 
 
 def dashboard_problem() -> Optional[str]:
-    """What the dashboard lacks to run, or None. Ray 2.60 reports it only in the dashboard's own log."""
+    """What Ray's dashboard lacks to run, as text; None if nothing. Ray 2.60 itself says so only in the dashboard's log."""
     problem = getattr(_module("ray._private.utils"), _DASHBOARD, lambda: None)()
     return None if problem is None else str(problem)
 
 
 def disable_client_server(command: List[str]) -> List[str]:
-    """Keep `ray start` from starting the Ray Client server: drivers run on the nodes, and it costs a CPU second and a port.
+    """Keep `ray start` in this process from starting the Ray Client server, which costs a second of CPU time and a port.
 
-    Ray 2.60 starts it wherever `grpcio` is installed, without an option against it, and refuses an option for its port
-    elsewhere. `ray symmetric-run` calls `ray start` in other processes, which this does not reach.
+    Nobody needs that server, because drivers run on the nodes. Ray 2.60 always starts it if `grpcio` is installed, and
+    refuses an option for its port if not. `ray symmetric-run` calls `ray start` in other processes, where this has no effect.
 
     Args:
-        command: the words after `ray`.
+        command: the words of the command line after `ray`.
 
     Returns:
         The words to use instead.
@@ -94,15 +104,15 @@ def disable_client_server(command: List[str]) -> List[str]:
     if command[0] == "start" and hasattr(scripts, _CLIENT_SERVER):
         setattr(scripts, _CLIENT_SERVER, lambda: "disabled")
     if getattr(scripts, _CLIENT_SERVER, lambda: None)() is None:
-        return command  # It will be started, and must not take the default port, which all clusters share.
+        return command  # The server will be started, and must not take the default port, which other Ray clusters may use.
     return [word for word in command if not word.startswith("--ray-client-server-port=")]
 
 
 def move_dashboard_files(temp_dir: str) -> None:
-    """Have the dashboard's temporary files in Ray's directory, which is removed with the cluster.
+    """Make Ray's dashboard keep its temporary files in `temp_dir`, which is removed with the Ray cluster.
 
-    Ray 2.60's dashboard forks its modules from a server of Python's multiprocessing, whose directory in TMPDIR stays when
-    it is killed. Tasks and actors keep their TMPDIR.
+    Otherwise a directory of Python's multiprocessing, which the dashboard of Ray 2.60 uses, stays in TMPDIR when the
+    dashboard is killed. The TMPDIR of tasks and actors does not change.
     """
     constants, services = _module("ray._private.ray_constants"), _module("ray._private.services")
     start = getattr(services, _START_PROCESS, None)
@@ -121,12 +131,12 @@ def move_dashboard_files(temp_dir: str) -> None:
 
 
 def connect_gcs(gcs: str) -> Any:
-    """A client of the GCS at "HOST:PORT"; retries for tens of seconds when nobody listens there."""
+    """Ray's client of the GCS at "HOST:PORT"; if nothing listens there, the client retries for tens of seconds."""
     return _module("ray._raylet").GcsClient(address=gcs)
 
 
 def node_table(client: Any) -> Nodes:
-    """The nodes of the cluster by id.
+    """The nodes of the Ray cluster by Ray's id, each with state, role, host name, address, resources and component.
 
     Raises:
         Exception: the GCS does not answer; Ray's RPC errors have no common public base.
@@ -145,10 +155,10 @@ def node_table(client: Any) -> Nodes:
 
 
 def publish_head(client: Any, temp_dir: str, dashboard: bool) -> None:
-    """Write what Ray's processes would wait for although it is known already; if this fails, some seconds are lost.
+    """Write facts about the head to the GCS early, so that other processes need not wait some seconds for them.
 
-    Without a dashboard, Ray 2.60 waits a second for a process that writes just this. Workers would wait for the head's
-    raylet, which tells them where the head's files are.
+    Worker nodes read where the head's files are (`published_head`) instead of waiting for the head's raylet. Without a
+    dashboard, this also writes the empty dashboard address for which Ray 2.60 waits a second. Errors are ignored.
     """
     with contextlib.suppress(Exception):
         constants = _module("ray._private.ray_constants")
@@ -158,7 +168,7 @@ def publish_head(client: Any, temp_dir: str, dashboard: bool) -> None:
 
 
 def published_head(client: Any) -> Optional[SimpleNamespace]:
-    """The head as `publish_head` described it, in the shape of a row of Ray's node table; None if it is not there yet."""
+    """The facts that `publish_head` has written, as a row of Ray's node table for `assume_head`; None if not yet complete."""
     values: List[Optional[bytes]] = []
     with contextlib.suppress(Exception):  # The GCS does not answer yet.
         namespace = _module("ray._private.ray_constants").KV_NAMESPACE_SESSION
@@ -170,15 +180,15 @@ def published_head(client: Any) -> Optional[SimpleNamespace]:
 
 
 def assume_head(head: SimpleNamespace) -> None:
-    """Have `ray start --address` take this row for the head, instead of asking for it in steps of two seconds (Ray 2.60)."""
+    """Make `ray start --address` in this process use this row as the head, instead of polling every two seconds (Ray 2.60)."""
     setattr(_module("ray._private.node"), _HEAD_INFO, lambda *_, **__: [head])
 
 
 def pending_demand(client: Any, nodes: Mapping[str, Any]) -> Demand:
-    """What is asked for and not granted yet, and what the nodes have: Ray's answer to its autoscaler.
+    """The requests for resources that Ray has not granted yet, and the living nodes; from Ray's interface for autoscalers.
 
     Args:
-        nodes: the node table, which has the nodes' names.
+        nodes: the node table, for the nodes' host names.
     """
     messages = _module("ray.core.generated.autoscaler_pb2")
     reply = messages.GetClusterResourceStateReply.FromString(client.get_cluster_resource_state(timeout_s=2))
@@ -208,7 +218,7 @@ def pending_demand(client: Any, nodes: Mapping[str, Any]) -> Demand:
 
 
 def connect_state(gcs: str) -> Any:
-    """A client of the GCS's tables. `ray.util.state` would need the dashboard, and `ray.init` a job."""
+    """Ray's client for the tables of the GCS. `ray.util.state` would need the dashboard, and `ray.init` would make a job."""
     raylet = _module("ray._raylet")
     accessor = raylet.GlobalStateAccessor(raylet.GcsClientOptions.create(gcs, None, True, True))
     accessor.connect()
@@ -216,14 +226,18 @@ def connect_state(gcs: str) -> Any:
 
 
 def living_things(accessor: Any) -> Dict[str, Any]:
-    """The tables for the leak check (2 ms for all of them), as JSON: what is alive and does not end with its job.
+    """The tables for the leak check, as JSON: everything that is alive and does not end with its Ray job. Takes some 2 ms.
 
     Returns:
-        `jobs`: job id to the payload's nonce. `actors`, `groups`: detached actors and placement groups. `submitted`: running
-        jobs of `ray job submit`. `available`, `total`: resources.
+        jobs: nonce of the payload by Ray's job id.
+        actors: detached actors.
+        groups: placement groups that outlive their job.
+        submitted: running jobs of `ray job submit`.
+        available: free amounts by name of resource.
+        total: all amounts by name of resource.
     """
     messages = _module("ray.core.generated.gcs_pb2")
-    # Otherwise the GCS asks every driver, stopped ones too, whether it is busy.
+    # Without these options the GCS asks every driver, also stopped ones, whether it is busy.
     skip = {"skip_submission_job_info_field": True, "skip_is_running_tasks_field": True}
     jobs = map(messages.JobTableData.FromString, accessor.get_job_table(**skip))
     # The GCS remembers up to 100000 dead actors, which take seconds to read.
@@ -245,7 +259,7 @@ def living_things(accessor: Any) -> Dict[str, Any]:
             for actor in detached
             if actor.name.startswith(_SUBMITTED)
         ],
-        "groups": [  # Others end with the job or the actor that made them.
+        "groups": [  # Other placement groups end with the job or the actor that made them.
             {
                 "job": group.creator_job_id.hex(),
                 "name": group.name,
@@ -277,17 +291,17 @@ def _sum(rows: Iterable[Mapping[str, float]]) -> Dict[str, float]:
 
 
 def can_start_workers() -> bool:
-    """Whether this Ray has the RPC that starts idle workers, and `grpcio`, which comes with `ray[default]`."""
+    """Whether `start_workers` can be used: Ray has the RPC, and `grpcio` is installed, which comes with `ray[default]`."""
     try:
         _module("grpc")
         _module("ray._private.grpc_utils")
         return hasattr(_module("ray.core.generated.node_manager_pb2"), "PrestartWorkersRequest")
-    except Exception:  # Whatever is there instead cannot be used.
+    except Exception:  # Another version of these modules may fail in any way.
         return False
 
 
 def connect_raylet(gcs: str) -> Any:
-    """A client of the head's raylet, with the cluster's token."""
+    """A client of the raylet on the head node, which authenticates with the Ray cluster's token."""
     nodes: List[Any] = list(connect_gcs(gcs).get_all_node_info(timeout=_TIMEOUT).values())
     head = next(node for node in nodes if node.is_head_node)
     host = head.node_manager_address
@@ -297,7 +311,7 @@ def connect_raylet(gcs: str) -> Any:
 
 
 def start_workers(raylet: Any, number: int) -> None:
-    """Have the raylet start workers that belong to no job yet."""
+    """Ask the raylet to start idle worker processes, which belong to no job yet."""
     messages = _module("ray.core.generated.node_manager_pb2")
     request = messages.PrestartWorkersRequest(num_workers=number, keep_alive_duration_secs=_IDLE_WORKERS)
     raylet.PrestartWorkers(request, timeout=_TIMEOUT)

@@ -1,8 +1,8 @@
-"""The process that runs `ray start --block` (or `ray symmetric-run`) on one node and reports to the runtime.
+"""The program that runs `ray start --block` (or `ray symmetric-run`) on one node and reports its state to the runtime.
 
-`ray start` runs in this very process; on the head a thread beside it polls the GCS for its nodes. So the import of Ray is
-paid once (on a worker while the head starts), and the cluster counts as alive as soon as the GCS says so, seconds before
-`ray start` returns.
+`ray start` runs in this very process, and on the head a thread beside it polls Ray's control service (GCS) for nodes. So Ray
+is imported only once, on a worker node while the head starts. And the Ray cluster counts as up as soon as the GCS reports its
+nodes, seconds before `ray start` itself has finished.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from .node_table import Nodes
 from .reports import Report
 
 TOKEN_SINCE = (2, 52)
-"""First Ray version with token authentication."""
+"""First Ray version (major, minor) with token authentication."""
 
 _FAST, _SLOW = 0.02, 1.0
-"""Seconds between two polls of the node table: until the cluster is complete, and from then on."""
+"""Seconds between two polls of the node table: `_FAST` until the Ray cluster is complete, `_SLOW` from then on."""
 _DEMAND_INTERVAL = 7.0
-"""Seconds between two polls of what waits for resources; each takes a millisecond or two."""
+"""Seconds between two polls of what waits for resources; one poll takes a millisecond or two."""
 _TEMP_DIR = "--temp-dir="
 
 
 def main(argv: List[str]) -> int:
-    """Run Ray as one JSON object in `argv` says.
+    """Run Ray on this node until it ends, and return the exit code. The only argument is a JSON object.
 
     Keys:
-        report_fd: where events go as JSON lines.
-        audit_fd: where queries of the leak check come from; null on a worker.
-        prestart: arguments of `prestart.serve`, or null.
+        report_fd: descriptor to which reports are written as JSON lines; see `reports`.
+        audit_fd: descriptor from which queries of the leak check come; null on a worker node.
+        prestart: arguments of `prestart.serve`; null if no idle workers are wanted.
         gcs: "HOST:PORT" of the head.
         head: whether this node is the head.
-        expected: number of nodes of the complete cluster.
-        ray_version: the required version, or null.
+        expected: number of nodes of the complete Ray cluster.
+        ray_version: the required version; null for any.
         token: whether token authentication is on.
-        command: the words after `ray`.
-        entrypoint: file that `ray symmetric-run` makes when its cluster is up, or null.
+        command: the words of the command line after `ray`.
+        entrypoint: file that appears when `ray symmetric-run` has its cluster up (see `hold`); null for `ray start`.
     """
     order = json.loads(argv[0])
     report = _Reporter(order["report_fd"])
@@ -80,9 +80,10 @@ def main(argv: List[str]) -> int:
 
 
 def hold(path: str) -> int:
-    """The command that `ray symmetric-run` runs: make a file, which says that the cluster is up, and keep the cluster up.
+    """Serve as the command of `ray symmetric-run`: make the file `path`, which says that the Ray cluster is up, and never end.
 
-    The payload is not this command, because `ray symmetric-run` exits with 0 as well when Ray did not start (Ray 2.60).
+    `ray symmetric-run` keeps the cluster up as long as its command runs. It does not run the payload itself, because it also
+    exits with 0 when Ray did not start (Ray 2.60).
     """
     with open(path, "x"):
         pass
@@ -91,7 +92,13 @@ def hold(path: str) -> int:
 
 
 def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[str]:
-    """Why this version of Ray cannot be used, or None."""
+    """Why the version `found` of Ray cannot be used, as a sentence; None if it can.
+
+    Args:
+        found: the version in this Python environment.
+        wanted: the required version; None for any.
+        token: whether token authentication is on.
+    """
     if wanted and found != wanted:
         return "Ray %s is installed for %s, and ray_version asks for %s" % (found, sys.executable, wanted)
     if token and lacks_tokens(found):
@@ -103,7 +110,7 @@ def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[s
 
 
 def refuse_dashboard(command: List[str]) -> Optional[str]:
-    """Why the dashboard that a command asks for cannot run, or None."""
+    """Why Ray's dashboard cannot run, as a sentence; None if it can, or if `command` does not ask for the dashboard."""
     if "--include-dashboard=true" not in command:
         return None
     problem = internals.dashboard_problem()
@@ -116,16 +123,16 @@ def refuse_dashboard(command: List[str]) -> Optional[str]:
 
 
 def lacks_tokens(version: str) -> bool:
-    """Whether a version of Ray, such as "2.60.0rc1", has no token authentication; one that cannot be parsed has it."""
+    """Whether a version of Ray, such as "2.60.0rc1", is too old for token authentication; False if it cannot be parsed."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and (int(found.group(1)), int(found.group(2))) < TOKEN_SINCE
 
 
 class _Reporter:
-    """Writes events to the runtime, from any thread."""
+    """Sends reports to the runtime as JSON lines; any thread may call it."""
 
     def __init__(self, fd: int) -> None:
-        os.set_inheritable(fd, False)  # Ray's daemons must not hold it open.
+        os.set_inheritable(fd, False)  # Ray's daemons must not keep the pipe open after this process has ended.
         self._file = os.fdopen(fd, "w", encoding="utf-8", buffering=1)
         self._lock = threading.Lock()
 
@@ -135,7 +142,7 @@ class _Reporter:
 
 
 def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
-    """Report the node table when it changes, the start of the entrypoint, and demand that no node can grant."""
+    """On the head: report each change of the node table, the start of the entrypoint, and requests that no node can grant."""
     gcs, expected, entrypoint, command = order["gcs"], order["expected"], order["entrypoint"], order["command"]
     try:
         _wait_for_port(gcs)
@@ -149,7 +156,7 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
                 report(event=Report.NODES, nodes=nodes)
                 known = nodes
             elif nodes is None and known is not None and _refuses(gcs):
-                # `ray start` watches its processes too, but only once it has returned, seconds later.
+                # `ray start` watches its processes as well, but begins with that only seconds later.
                 return report(event=Report.GCS_LOST)
             if entrypoint and os.path.exists(entrypoint):
                 report(event=Report.ENTRYPOINT)
@@ -162,7 +169,7 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
 
 
 class _DemandReporter:
-    """Reports demand that no node can ever grant, once for as long as it lasts."""
+    """Reports requests for resources that no node can ever grant; each request once, until it is gone."""
 
     def __init__(self, client: Any, report: _Reporter) -> None:
         self._client = client
@@ -172,7 +179,10 @@ class _DemandReporter:
         self._reported: List[str] = []
 
     def poll(self, nodes: Nodes) -> None:
-        """Ask the GCS if it is time. Demand is reported the second time it is found: a node that just joined may grant it."""
+        """If some seconds have passed since the last poll, ask the GCS which requests wait, and report what can never be granted.
+
+        A request is reported only when two polls in a row find it, because a node that has just joined may grant it.
+        """
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _DEMAND_INTERVAL
@@ -188,12 +198,12 @@ class _DemandReporter:
 
 
 def _wait_for_head(gcs: str, command: List[str]) -> None:
-    """Wait until a worker may join: the head has published where its files are, or is alive."""
+    """On a worker node: wait until it may join, because the head has published where its files are, or is alive."""
     _wait_for_port(gcs)
     client = internals.connect_gcs(gcs)
     while not any(node["head"] and node["alive"] for node in (_nodes(client) or {}).values()):
         time.sleep(_FAST)
-        # `ray symmetric-run` calls `ray start` in another process, which has to ask Ray itself.
+        # `ray symmetric-run` calls `ray start` in another process, where `assume_head` would have no effect.
         head = internals.published_head(client) if command[0] == "start" else None
         if head is not None:
             return internals.assume_head(head)
@@ -205,7 +215,7 @@ def _temp_dir(command: List[str]) -> str:
 
 
 def _wait_for_port(gcs: str) -> None:
-    """Wait until somebody listens: the constructor of Ray's client retries for tens of seconds, slowly."""
+    """Wait until the GCS listens at "HOST:PORT". The constructor of Ray's own client would retry more slowly."""
     while True:
         try:
             return _connect(gcs, 1.0)
@@ -214,7 +224,7 @@ def _wait_for_port(gcs: str) -> None:
 
 
 def _refuses(gcs: str) -> bool:
-    """Whether nobody listens any more; a GCS that is only slow still does."""
+    """Whether the GCS has ended, because nothing listens at "HOST:PORT" any more; False if it is only slow."""
     try:
         _connect(gcs, 2.0)
     except ConnectionRefusedError:
@@ -230,7 +240,7 @@ def _connect(gcs: str, timeout: float) -> None:
 
 
 def _nodes(client: Any) -> Optional[Nodes]:
-    """The node table, or None while the GCS does not answer."""
+    """Ray's node table; None while the GCS does not answer."""
     try:
         return internals.node_table(client)
     except Exception as error:  # Ray's RPC errors have no common public base.
