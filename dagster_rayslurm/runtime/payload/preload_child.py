@@ -1,13 +1,14 @@
-"""An interpreter that imports modules once, and forks one process per payload that goes on from there.
+"""What runs in a preload process: it imports modules once, and forks itself for each payload, which goes on from there.
 
-`preload_server` starts it as `python DIRECTORY/python.py FD MODULE… PADDING` from copies of this file and `preload_run`, so
-these import nothing else of the package. `FD` is a socket. On it the process says once whether it can be forked
-(`{"problem": null}`). For each payload it receives one byte with three descriptors: the payload's own socket, its stdout and
-its stderr. A grandchild reads the request from that socket, is adopted by the runtime (a subreaper) as soon as the child in
-between ends, answers with its process id, and begins at the word "go". So the runtime waits for it as for any other child,
-and a preload process that dies takes no payload with it.
+`preload_server` starts the process as `python DIRECTORY/python.py FD MODULE… PADDING` from copies of this file and
+`preload_run`, so these two import nothing else of the package. `FD` is a socket to the runtime. On it the process says once
+whether it can be forked (`{"problem": null}`). For each payload it receives one byte with three file descriptors: a socket for
+this payload, its stdout and its stderr. Then it forks a child, and the child forks a grandchild and ends. The runtime is a
+subreaper, so it adopts the grandchild. The grandchild reads the request from the payload's socket, answers with its process id,
+and begins at the word "go". So the runtime waits for a payload as for any other child, and a preload process that dies takes
+no payload with it.
 
-A payload differs from `python script.py` only in what has been imported, and in the frames of these files below its own.
+A payload differs from `python script.py` only in what has been imported, and in the stack frames of these two files.
 """
 
 from __future__ import annotations
@@ -32,39 +33,44 @@ from typing import AbstractSet, Any, Dict, Iterable, List, NamedTuple, Optional,
 from . import preload_run
 
 PADDING = " " * 1500
-"""The last argument: room for the command that a payload's process shows in `ps`."""
+"""The last argument of a preload process; a forked payload writes its own command over it, for `ps` to show."""
 RUN_DIR_VARIABLE = "RAYSLURM_RUN_DIR"
-"""The variable that names a process's run; the preload process is started with `RUN_DIR_PADDING` as its value."""
+"""The environment variable by which the runtime finds all processes of a run."""
 RUN_DIR_PADDING = "/" * 4096
+"""The value of `RUN_DIR_VARIABLE` in a preload process; a forked payload writes its run directory over it."""
 
 _ADOPTION_TIMEOUT = 1.0
-"""Seconds in which the runtime must have become the parent; the kernel needs microseconds."""
+"""Seconds in which the runtime must become the parent of a forked payload; the kernel needs microseconds."""
 _LAZY_IMPORTS = {
     "ray": (
         *("pydantic", "ray._common.pydantic_compat", "starlette.datastructures", "pyarrow", "ray._private.arrow_serialization"),
         "ray.dag.compiled_dag_node",
     )
 }
-"""Modules that a module imports only when it is used: Ray at the first task and at the end (Ray 2.60)."""
+"""What to import besides a module, because the module itself imports it only in use: Ray at the first task and at the end (Ray
+2.60)."""
 _FORK_SAFE_POOLS = ("openblas", "libmkl", "libiomp5", "libomp")
 """Libraries whose threads end before a fork and restart on demand after it (pthread_atfork); libgomp's do not."""
 _FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
-"""Threads that their library does not need in a forked process (jemalloc 5, which pyarrow brings)."""
+"""Names of threads that their library does not need in a forked process (jemalloc 5, which pyarrow brings)."""
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
+"""What the paths of GPU devices begin with."""
 _PR_SET_PDEATHSIG = 1
+"""The option of prctl(2) with which a process is signalled when its parent ends."""
 
 FileStates = Dict[str, Tuple[int, int]]
-"""Modification time and size of files, by path."""
+"""Modification time in nanoseconds and size in bytes of files, by path; zeros for a missing file."""
 
 
 class Imports(NamedTuple):
-    """The imports of this process, which must be those of the payload as well."""
+    """What this process has imported; a payload can be forked only if it would import the same."""
 
     files: FileStates
+    """Files of imported modules that may change later."""
     startup: AbstractSet[str]
-    """Modules that every interpreter has at its first line; files beside the script cannot replace them."""
+    """Names of modules that every interpreter has at its first line; files beside the payload's script cannot replace these."""
     directory: str
-    """The working directory at the time."""
+    """The working directory in which they were imported."""
 
 
 def _send(connection: socket.socket, **message: Any) -> None:
@@ -72,11 +78,11 @@ def _send(connection: socket.socket, **message: Any) -> None:
 
 
 def _load(names: List[str]) -> Optional[str]:
-    """Import modules; returns why that failed, or why this process must not be forked afterwards."""
+    """Import modules; returns why this process cannot be forked then, in words that follow "because", or None if it can."""
     for name in names:
         try:
             __import__(name)
-        except BaseException as error:  # A module may even call sys.exit.
+        except BaseException as error:  # A module may even call `sys.exit`.
             traceback.print_exc()
             return "%s cannot be imported: %s" % (name, traceback.format_exception_only(type(error), error)[-1].strip())
     for lazy in [lazy for name in names for lazy in _LAZY_IMPORTS.get(name, ())]:
@@ -86,13 +92,13 @@ def _load(names: List[str]) -> Optional[str]:
 
 
 def _serve(control: socket.socket) -> Tuple[socket.socket, List[int]]:
-    """Fork for each payload; returns in the payload's process alone, with its socket, stdout and stderr."""
+    """Fork for each payload. Only the payload's process returns, with its socket and the descriptors of its stdout and stderr."""
     while True:
         fds = _receive(control)
         child = _fork()
         if child == 0:
             if _fork() != 0:
-                os._exit(0)  # A grandchild that could not be forked closes its socket.
+                os._exit(0)  # If this fork failed, the runtime notices that the socket is closed.
             control.close()
             return socket.socket(fileno=fds[0]), fds[1:]
         for fd in fds:
@@ -102,6 +108,7 @@ def _serve(control: socket.socket) -> Tuple[socket.socket, List[int]]:
 
 
 def _fork() -> Optional[int]:
+    """The result of `os.fork`, or None if the fork failed."""
     with warnings.catch_warnings():
         # Python 3.12 warns of all threads alike; the threads of this process were checked.
         warnings.simplefilter("ignore")
@@ -113,7 +120,7 @@ def _fork() -> Optional[int]:
 
 
 def _receive(control: socket.socket) -> List[int]:
-    """Receive the descriptors of the next payload; ends this process when the runtime has ended."""
+    """The file descriptors that the runtime sends for the next payload; ends this process if the runtime has ended."""
     size = array.array("i").itemsize
     data, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(3 * size), socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
@@ -125,7 +132,11 @@ def _receive(control: socket.socket) -> List[int]:
 
 
 def _become(request: Dict[str, Any], imports: Imports, streams: List[int]) -> Optional[str]:
-    """Turn this process into the payload's own as of its first line; returns why that cannot be done, or None."""
+    """Make this process what a fresh interpreter would be at the first line of the payload.
+
+    Returns:
+        Why that cannot be done, in words that follow "because"; None if it is done.
+    """
     os.chdir(request["cwd"])
     first = None if getattr(sys.flags, "safe_path", False) else _first_of_path(request)
     if first is not None:
@@ -143,7 +154,7 @@ def _become(request: Dict[str, Any], imports: Imports, streams: List[int]) -> Op
     for number, fd in enumerate(streams, 1):
         os.dup2(fd, number)
         os.close(fd)
-    # Relative entries of PYTHONPATH were made absolute when the interpreter started, in its own directory.
+    # When the preload process started, relative entries of PYTHONPATH were made absolute, below its own working directory.
     here, cwd = imports.directory, os.getcwd()
     sys.path[:] = [cwd + entry[len(here) :] if entry == here or entry.startswith(here + "/") else entry for entry in sys.path]
     if first is not None:
@@ -153,46 +164,46 @@ def _become(request: Dict[str, Any], imports: Imports, streams: List[int]) -> Op
     _set_title(request["argv"], request["env"].get(RUN_DIR_VARIABLE))
     sys.argv = request["argv"][1:]
     if hasattr(sys, "orig_argv"):
-        vars(sys)["orig_argv"] = list(request["argv"])  # Python 3.10.
+        vars(sys)["orig_argv"] = list(request["argv"])  # From Python 3.10 on.
     _reset_inherited_state(cwd)
     _wait_for_parent(request["parent"])
     return None
 
 
 def _first_of_path(request: Dict[str, Any]) -> str:
-    """The search path's first entry: the directory of the script itself, not of a link to it, or the current one."""
+    """The first entry of the payload's `sys.path`: the directory of its script, links resolved, or for `-m` the working one."""
     return os.getcwd() if request["argv"][1] == "-m" else os.path.dirname(os.path.realpath(request["argv"][1]))
 
 
 def _reset_inherited_state(cwd: str) -> None:
-    """Reset state that modules inherited from the preload process: its directory, its random generators.
+    """Reset what imported modules keep from the preload process, such as random generators and the working directory.
 
-    Python itself seeds `random` anew after a fork.
+    The generator of `random` needs no reset, because Python seeds it anew after a fork.
     """
     numpy_random, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
     if numpy_random is not None:
         numpy_random.seed()
     if torch is not None and hasattr(torch, "default_generator"):
-        torch.default_generator.seed()  # Without a seed of the user's, each process has a different one (torch 2.x).
+        torch.default_generator.seed()  # As in a fresh interpreter, where every process has another seed (torch 2.x).
     main_thread: Any = threading.main_thread()
     if hasattr(main_thread, "_set_native_id"):
-        main_thread._set_native_id()  # Python 3.11 leaves the id of the process that forked.
+        main_thread._set_native_id()  # Python 3.11 leaves the id of the parent's main thread.
     for path in [path for path, finder in sys.path_importer_cache.items() if finder is None]:
-        del sys.path_importer_cache[path]  # A path that was no directory at the time of the import may be one by now.
+        del sys.path_importer_cache[path]  # A path that was no directory during the imports may be one by now.
     process: Any = sys.modules.get("multiprocessing.process")
     if process is not None:
-        process.ORIGINAL_DIR = cwd  # Where `multiprocessing` looks for the script that it imports again.
+        process.ORIGINAL_DIR = cwd  # `multiprocessing` looks here for the script when it imports it again.
         process.current_process().authkey = os.urandom(32)
     if "ray" in sys.modules:
         atexit.register(preload_run.leave_ray)
 
 
 def _wait_for_parent(parent: int) -> None:
-    """Wait until the runtime is the parent, and die with it (prctl(2))."""
+    """Wait until the runtime, whose process id is `parent`, has adopted this process; from then on die with the runtime."""
     until = time.monotonic() + _ADOPTION_TIMEOUT
     while os.getppid() != parent:
         if time.monotonic() > until:
-            os._exit(71)  # EX_OSERR of sysexits(3): nobody would wait for this process.
+            os._exit(71)  # EX_OSERR of sysexits(3): the runtime would not notice the end of this process.
         time.sleep(0.0002)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
@@ -200,17 +211,17 @@ def _wait_for_parent(parent: int) -> None:
 
 
 def _set_title(argv: List[str], run_dir: Optional[str] = None) -> None:
-    """Make /proc, and with it `ps`, show the payload's command and its run directory.
+    """Make /proc, and so `ps`, show another command and run directory for this process.
 
-    The kernel reads both from the memory where they were when the process was started (proc(5)). The runtime finds processes
-    that are forked from here, and never exec, by that run directory.
+    The kernel reads both from the memory where they were when the process was started (proc(5)). By the run directory the
+    runtime finds the processes that the payload forks, as long as they run no other program.
     """
     stat = _read_text("/proc/self/stat")
     fields = stat[stat.rindex(")") + 2 :].split()
     arg_start, arg_end, env_start, env_end = (int(field) for field in fields[45:49])
     room = arg_end - arg_start
     if room > len(PADDING):
-        # Without a NUL as its last byte the kernel takes all of it for one title that ends at the first NUL.
+        # If the last byte is not NUL, the kernel shows everything up to the first NUL as one title.
         title = b" ".join(os.fsencode(word) for word in argv)[: room - 2]
         ctypes.memmove(arg_start, title.ljust(room - 1, b"\0") + b" ", room)
     if run_dir is not None and 0 < env_start < env_end:
@@ -224,22 +235,24 @@ def _set_title(argv: List[str], run_dir: Optional[str] = None) -> None:
 
 
 class Threads(NamedTuple):
-    """The threads and devices of a process."""
+    """What decides whether a process can be forked: its threads, libraries and GPU devices."""
 
     python: List[str]
-    """Names of Python's threads, without the main one."""
+    """Names of the threads that Python started, without the main thread."""
     others: List[str]
-    """The kernel's names of all threads, without the main one."""
+    """Names that the kernel has for all threads, without the main thread."""
     name: str
-    """The name of the main thread, which a thread inherits that has no name of its own."""
+    """The kernel's name of the main thread; a thread without a name of its own has the same."""
     libraries: List[str]
-    """Shared libraries that are mapped."""
+    """Paths of the shared libraries that the process has loaded."""
     devices: List[str]
+    """Paths of the GPU devices that the process has opened."""
     cpus: int
+    """Number of CPUs of the machine, which bounds the threads of a pool."""
 
 
 def fork_problem(threads: Threads) -> Optional[str]:
-    """Why a process with such threads must not be forked, in the words that follow "because"; None if it may be."""
+    """Why a process with such threads and devices must not be forked, in words that follow "because"; None if it may be."""
     if threads.devices:
         return "importing them opened a GPU (%s), which no forked process can use" % threads.devices[0]
     if threads.python:
@@ -256,7 +269,7 @@ def fork_problem(threads: Threads) -> Optional[str]:
 
 
 def process_threads() -> Threads:
-    """The threads and devices of this process (proc(5))."""
+    """The threads, libraries and GPU devices of this process, from /proc (proc(5))."""
     main = threading.main_thread()
     me = str(os.getpid())
     names = {task: _read_text("/proc/self/task/%s/comm" % task).strip() for task in os.listdir("/proc/self/task")}
@@ -273,11 +286,11 @@ def process_threads() -> Threads:
 
 
 def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Optional[str]:
-    """The name of an imported module that the payload would import from its own directory instead.
+    """The name of an imported module that the payload would import from its own directory instead; None if there is none.
 
     Args:
-        directory: the first entry of the payload's search path.
-        modules: files of the imported modules by name, without those that every interpreter imports at its start.
+        directory: the first entry of the payload's `sys.path`.
+        modules: files of the imported modules by module name, without modules that every interpreter imports at its start.
     """
     try:
         entries = list(os.scandir(directory))
@@ -294,12 +307,15 @@ def shadowed_module(directory: str, modules: Dict[str, Optional[str]]) -> Option
 
 
 def changed_file(files: FileStates) -> Optional[str]:
-    """The path of a file that has changed since it was imported."""
+    """The path of one of the files that has changed since it was imported; None if all are the same."""
     return next((path for path, state in files.items() if _file_state(path) != state), None)
 
 
 def file_states(names: Iterable[str]) -> FileStates:
-    """The files of the requested modules and of all imported modules that are not installed packages; these may change."""
+    """The state of each file that may change between two payloads.
+
+    These are the files of the modules `names` and of all imported modules outside the standard library and installed packages.
+    """
     installed = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     own, found = os.path.dirname(os.path.dirname(__file__)), {}
     for name, module in list(sys.modules.items()):
@@ -324,6 +340,7 @@ def _read_text(path: str) -> str:
 
 
 def _link(path: str) -> str:
+    """The target of a symbolic link; "" if it cannot be read."""
     try:
         return os.readlink(path)
     except OSError:
@@ -331,24 +348,24 @@ def _link(path: str) -> str:
 
 
 def main(bare: Dict[str, Any], startup: AbstractSet[str]) -> None:
-    """Serve fork requests; in a payload's process, run the payload.
+    """Run a preload process: import modules, and fork for each payload. In a forked process, run the payload.
 
     Args:
-        bare: the names of `__main__` at its first line.
-        startup: the modules that are imported at that line.
+        bare: the variables of the module `__main__` at its first line.
+        startup: names of the modules that are imported at that line.
     """
     names = sys.argv[2:-1]
     os.environ.pop(RUN_DIR_VARIABLE, None)
     os.set_inheritable(int(sys.argv[1]), False)
     control = socket.socket(fileno=int(sys.argv[1]))
     if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # The directory of this script.
+        del sys.path[0]  # Python put the directory of this script there.
     _set_title(["rayslurm-preload", *names])
     try:
         problem = _load(names)
         imports = Imports(file_states(names), startup, os.getcwd())
         gc.collect()
-        gc.freeze()  # Memory that the collector never touches stays shared by all processes.
+        gc.freeze()  # Memory that the garbage collector never touches stays shared with forked processes.
         _send(control, problem=problem)
         if problem is not None:
             os._exit(0)
@@ -359,7 +376,7 @@ def main(bare: Dict[str, Any], startup: AbstractSet[str]) -> None:
 
 
 def _read_request(connection: socket.socket, streams: List[int], imports: Imports) -> List[str]:
-    """Read the request, become that payload, and wait for the word "go"; returns the payload's command."""
+    """Read what payload to run, make this process the payload's, and wait for the word "go"; returns the payload's command."""
     try:
         with connection.makefile("rb") as reader:
             request = json.loads(reader.readline() or b"null")
@@ -378,4 +395,4 @@ def _read_request(connection: socket.socket, streams: List[int], imports: Import
         return command
     except BaseException:
         traceback.print_exc()
-        os._exit(70)  # EX_SOFTWARE of sysexits(3): the runtime sees the closed socket, and that nothing has begun.
+        os._exit(70)  # EX_SOFTWARE of sysexits(3): the runtime sees the closed socket, and knows that no payload has begun.

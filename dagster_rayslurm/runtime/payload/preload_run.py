@@ -1,6 +1,7 @@
-"""Runs a payload in a forked interpreter as `python script.py` and `python -m module` do, up to its exit code and traceback.
+"""Runs a payload in a forked interpreter as `python script.py` or `python -m module` would, exit code and traceback included.
 
-Part of the preload process; see `preload_child`. CPython 3.8 to 3.14 does this in Python/pythonrun.c and Modules/main.c.
+This module runs in the processes that `preload_child` forks. CPython 3.8 to 3.14 does the same in Python/pythonrun.c and
+Modules/main.c.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ import types
 from typing import Any, Dict, List, Optional
 
 _IN_TRANSIT = 1.0
-"""Seconds after which a printed line has reached the driver: Ray looks for new files every half second, and reads them ten
-times a second (Ray 2.60: `_private/log_monitor.py`)."""
+"""Seconds after which a line that a Ray worker printed has reached the driver: Ray looks for new log files every half second,
+and reads them ten times a second (Ray 2.60: `_private/log_monitor.py`)."""
 _TAIL = 65536
+"""Bytes at the end of a log file in which printed lines are looked for; a larger file has some."""
 _LOG_PREFIXES = (b":job_id:", b":actor_name:", b":task_name:")
-"""What Ray itself writes into a worker's log (Ray 2.60: `LOG_PREFIX_*`)."""
+"""Beginnings of the lines that Ray itself writes into a worker's log (Ray 2.60: `LOG_PREFIX_*`)."""
 
 
 def _new_main(bare: Dict[str, Any], path: Optional[str]) -> Dict[str, Any]:
-    """Install a new `__main__` module with the names of this Python's own at its first line."""
+    """Replace the module `__main__` by a new one, and return its variables.
+
+    Args:
+        bare: the variables that `__main__` has in this Python at its first line.
+        path: the script; None if `runpy` sets what depends on the path.
+    """
     module = types.ModuleType("__main__")
     names = module.__dict__
     names.update(bare, __doc__=None)
@@ -40,11 +47,11 @@ def _new_main(bare: Dict[str, Any], path: Optional[str]) -> Dict[str, Any]:
 
 
 def run(argv: List[str], bare: Dict[str, Any]) -> None:
-    """Run a payload; the interpreter must end right after the return or the exception.
+    """Run a payload. However this ends, by return or exception, the caller must end the interpreter at once.
 
     Args:
-        argv: its command, `python SCRIPT …` or `python -m MODULE …`; everything else, such as `sys.path`, is set.
-        bare: the names of this process's own `__main__` at its first line.
+        argv: the payload's command, `python SCRIPT …` or `python -m MODULE …`; `sys.path` and the like are set already.
+        bare: the variables of this process's module `__main__` at its first line.
     """
     try:
         return _run(argv, bare)
@@ -55,11 +62,12 @@ def run(argv: List[str], bare: Dict[str, Any]) -> None:
         _print_exception(error)
     if not interrupted:
         sys.exit(1)
-    sys.excepthook = lambda *_: None  # It is printed. Python itself then ends by SIGINT, after its exit handlers.
+    sys.excepthook = lambda *_: None  # The exception is printed already. Python itself ends by SIGINT, after its exit handlers.
     raise KeyboardInterrupt
 
 
 def _run(argv: List[str], bare: Dict[str, Any]) -> None:
+    """Run the script or module; its exceptions pass through."""
     path = argv[1]
     if path == "-m":
         sys.argv = ["-m", *argv[3:]]
@@ -78,7 +86,7 @@ def _run(argv: List[str], bare: Dict[str, Any]) -> None:
 
 
 def _print_exception(error: BaseException) -> None:
-    """Print an uncaught exception as the interpreter does."""
+    """Print an uncaught exception of the payload as the interpreter does."""
     trace = _own_frames(error.__traceback__)
     error = error.with_traceback(trace)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
@@ -97,7 +105,7 @@ def _print_exception(error: BaseException) -> None:
 
 
 def _own_frames(trace: Optional[types.TracebackType]) -> Optional[types.TracebackType]:
-    """A traceback without the frames of this package at its beginning."""
+    """The part of a traceback that is the payload's own: without the frames of this package at its beginning."""
     own = os.path.dirname(os.path.dirname(__file__))
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(own):
         trace = trace.tb_next
@@ -105,28 +113,34 @@ def _own_frames(trace: Optional[types.TracebackType]) -> Optional[types.Tracebac
 
 
 def leave_ray() -> None:
-    """An exit handler that shuts Ray down without the half second that Ray's own exit handler sleeps.
+    """Shut Ray down when the payload exits, without the half second for which Ray's own exit handler sleeps.
 
     Ray sleeps so that the last lines of its workers reach the driver (Ray 2.60: `ray.shutdown` in `_private/worker.py`). This
-    handler runs after the user's own, which may still use Ray, and before Ray's. It does nothing if lines may be in transit.
+    exit handler runs after those of the payload, which may still use Ray, and before Ray's. It does nothing if lines of
+    workers may still be on their way.
     """
     ray = sys.modules.get("ray")
     try:
         if ray is not None and ray.is_initialized() and not _may_be_in_transit(ray):
             ray.shutdown()
     except Exception:
-        return  # Another version of Ray: its own exit handler does it.
+        return  # Another version of Ray: Ray's own exit handler shuts it down.
 
 
 def _may_be_in_transit(ray: Any) -> bool:
-    """Whether a worker may have printed lines that are not here yet; always true with other nodes, whose logs are elsewhere."""
+    """Whether lines of Ray's workers may not have reached the driver yet; always True if the Ray cluster has several nodes."""
     if sum(node["Alive"] for node in ray.nodes()) != 1:
         return True
     return printed_since(ray._private.worker._global_node.get_logs_dir_path(), time.time() - _IN_TRANSIT)
 
 
 def printed_since(logs: str, since: float) -> bool:
-    """Whether a worker, or a daemon that fails, has printed a line into a directory of logs since a time."""
+    """Whether a Ray worker, or a failing daemon of Ray, has printed a line since a time.
+
+    Args:
+        logs: the directory of Ray's log files.
+        since: seconds since the epoch.
+    """
     with os.scandir(logs) as entries:
         for entry in entries:
             stem, extension = os.path.splitext(entry.name)
@@ -137,6 +151,7 @@ def printed_since(logs: str, since: float) -> bool:
 
 
 def _has_lines(path: str) -> bool:
+    """Whether a log file has lines other than those of Ray itself."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL))
