@@ -91,7 +91,7 @@ class JobFacts:
         restarts: number of requeues.
         max_rss: largest memory of one task; None if it was not sampled.
         steps: steps since the last requeue; empty without accounting.
-        components: the components of a heterogeneous job, in order; empty for a plain job. State, reason, exit code and signal
+        components: the components of a heterogeneous job, in order; empty for any other job. State, reason, exit code and signal
             of the job are those of its `decisive_component`.
         component_id: the user's name for this component; Slurm has no names for components.
     """
@@ -116,7 +116,7 @@ class JobFacts:
 
     @property
     def decisive_component(self) -> int:
-        """Index of the component whose end explains the end of the job; 0 for a plain job.
+        """Index of the component whose end explains the end of the job; 0 for a job without components.
 
         A component that is cancelled or killed ends the others, which then just fail where the batch script may run.
         """
@@ -131,6 +131,7 @@ class JobFacts:
 
     @property
     def _severity(self) -> int:
+        """How much the end of this component explains: its place in `_BY_SEVERITY`, the highest for a kill over memory."""
         if self.out_of_memory:
             return len(_BY_SEVERITY)
         final = self.final_state
@@ -226,14 +227,14 @@ def memory_kill(output: str) -> str | None:
 
 
 def parse_scontrol(text: str) -> JobFacts | None:
-    """The job in the output of `scontrol show job ID` (without `--oneliner`); None if it shows no job."""
+    """The facts of the job in the output of `scontrol show job ID` (without `--oneliner`); None if it shows no job."""
     blocks = [_scontrol_fields(block) for block in re.split(r"(?m)^(?=JobId=)", text) if block.startswith("JobId=")]
     components = [_from_scontrol(fields) for fields in blocks if "JobState" in fields]
     return _combined(components) if components else None
 
 
 def _from_scontrol(fields: Mapping[str, str]) -> JobFacts:
-    """A job without components, or one component."""
+    """The facts of a job without components, or of one component, from the fields of scontrol."""
     state, _ = state_word(fields["JobState"])
     exit_code, signal = _exit(state, fields.get("ExitCode", ""))
     return JobFacts(
@@ -269,13 +270,13 @@ def _scontrol_fields(block: str) -> dict[str, str]:
 
 
 def _tres(fields: Mapping[str, str]) -> dict[str, str]:
-    """The granted resources by name: `TRES` until 23.02, `AllocTRES` since."""
+    """The granted amount of each resource, by name: in `TRES` until Slurm 23.02, in `AllocTRES` since."""
     granted = fields.get("AllocTRES") or fields.get("TRES") or ""
     return dict(each.split("=", 1) for each in granted.split(",") if "=" in each)
 
 
 def parse_sacct(text: str, job_id: int) -> JobFacts | None:
-    """The job in the output of sacct, as it ran after its last requeue.
+    """The facts of a job in the output of sacct, as the job ran after its last requeue.
 
     Args:
         text: output of `sacct --duplicates --noheader --parsable2 --format=` with `SACCT_FIELDS`.
@@ -302,7 +303,10 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
 
 
 def _from_sacct(job_id: int, component: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
-    """A job without components, or one component, from the rows of all its attempts; the ids of components are consecutive."""
+    """The facts of a job without components, or of one component, from its rows in sacct, grouped by requeue.
+
+    The ids of components are consecutive.
+    """
     job, *rows = attempts[-1]
     steps = tuple(_step(component, row) for row in rows)
     state, cancelled_by = state_word(job["State"])
@@ -367,6 +371,7 @@ def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> Job
 
 
 def _merged(controller: JobFacts, accounting: JobFacts) -> JobFacts:
+    """As `merge_facts`, for a job without components, or for one component."""
     same = accounting.restarts == controller.restarts
     ended = same and controller.state == "COMPLETING" and accounting.state in TERMINAL
     return replace(

@@ -26,7 +26,10 @@ It keeps the variables that say how Slurm is reached, and those named in `$kept_
 
 
 def without_option_variables(command: Sequence[str]) -> list[str]:
-    """The same command, run without the user's variables that stand for options of Slurm's programs, see `CLEAN`."""
+    """A command line that runs the given command without the variables that stand for options of Slurm's programs.
+
+    The command is a program of Slurm, or `env` with variables for one. See `CLEAN`.
+    """
     return ["sh", "-c", f'kept_variables=\n{CLEAN}exec "$@"', "sh", *command]
 
 

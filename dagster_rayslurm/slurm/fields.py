@@ -16,6 +16,7 @@ from typing import Any
 from ..config import mebibytes, time_limit_seconds
 from .config import split_signal
 
+# Options that request GPUs, other than --gpus-per-node with its own field.
 _GPUS = re.compile(r"--(gpus(-per-(socket|task))?=|(gres|tres-per-task)=(.*[,/])?gpu([:=,]|$))")
 
 
@@ -73,6 +74,7 @@ def granted_gpus(queue: Mapping[str, Any]) -> int | None:
     return queue["gpus_per_node"] or 0
 
 
+# These functions are values of `SbatchField.granted`, which says what they answer.
 def _same(wanted: Any, granted: Any, _queue: Mapping[str, Any]) -> bool:
     return bool(wanted == granted)
 

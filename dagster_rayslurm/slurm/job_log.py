@@ -58,6 +58,6 @@ def _tasks(match: re.Match[str]) -> list[FailedTask]:
         numbers = [int(each[1:]) for each in expand_nodelist(f"t[{match['tasks']}]")]
     except ValueError:
         return []
-    if len(nodes) != len(numbers):  # Several tasks on a node, which our jobs never have; the line does not assign them.
+    if len(nodes) != len(numbers):  # Several tasks on one node, which jobs of this package never have: which node is not known.
         nodes = [match["nodes"]] * len(numbers)
     return [FailedTask(node, number, match["how"]) for node, number in zip(nodes, numbers, strict=True)]

@@ -39,6 +39,7 @@ def unanswered(place: str, program: str, done: Completed) -> SlurmUnanswered:
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+# In the output of sbatch: what stands before an error, lines that are no errors, and an option that an error names.
 _PREFIX = re.compile(r"^sbatch: (error: |fatal: )?(Batch job submission failed: )?")
 _NOISE = re.compile(r"^(sbatch: (warning:|Slurm .*retrying|error: get_addr_info: )|Try \"sbatch --help)", re.IGNORECASE)
 _OPTION = re.compile(r"(?:option '--|for --|Invalid --)([a-z][a-z-]*)")
@@ -53,6 +54,7 @@ _TEMPORARY = re.compile(
 )
 """Errors of sbatch that are no objection to the request, see `is_temporary`."""
 
+# How a user finds out what the cluster has and allows; parts of the advice below.
 _NODES = '`sinfo -N -o "%N %P %c %m %G %f"` shows what each node has'
 _ASSOCIATIONS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists yours"
 _TIMES = '`sinfo -o "%P %l"` shows how long each partition allows'
@@ -123,6 +125,7 @@ _QUANTITIES = {
 }
 """By the word in Slurm's reason: what a limit counts, and the fields of `SlurmQueueConfig` that ask for it."""
 _OTHER_QUANTITY = ("what it counts", "num_nodes, its fields for each node, or extra_sbatch")
+# Pending reasons, and errors of sbatch, that name a limit on single jobs.
 _ABOVE_MAXIMUM = re.compile(r"(QOS|Assoc)Max([A-Za-z]+?)(Minutes)?Per(?:Job|Node)(?:Limit)?")
 _BELOW_MINIMUM = re.compile(r"QOSMin([A-Za-z]+?)(?:NotSatisfied)?")
 
@@ -221,7 +224,7 @@ def _over_limit(reason: str) -> str | None:
 def _essence(stderr: str) -> str:
     """The errors of sbatch in one line."""
     lines = [line for line in stderr.splitlines() if line.strip() and not _NOISE.match(line)]
-    # Other lines may come from the start-up files of a login shell.
+    # Lines that do not begin with "sbatch: " may come from the start-up files of a login shell.
     errors = [_PREFIX.sub("", line) for line in lines if line.startswith("sbatch: ")] or lines[-3:]
     text = "; ".join(dict.fromkeys(_CONTROL.sub(" ", line).strip() for line in errors))
     return text if len(text) <= _MAX_WORDS else "…" + text[-_MAX_WORDS:]

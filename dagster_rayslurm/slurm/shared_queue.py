@@ -53,9 +53,10 @@ rc=$?; echo "$1 $(date +%s%3N)"; exit $rc
 # Before the claim: a host without squeue must not claim.
 _STAMP = 'now=$(date +%s%3N) && echo "$1 $now" && command -v squeue >/dev/null || exit 127\n'
 
-# $3 is the directory, $4 the interval and $5 the age at which claims are removed, in milliseconds. mkdir is atomic on NFS too,
-# so there is one claim in each interval of the cluster's clock, whatever clock the callers have. A directory in the claim is
-# named by the time of the claim, so that claims in successive intervals are not too close either.
+# A process claims the renewal of the snapshot by making a directory. $3 is the directory for claims, $4 the interval and $5 the
+# age at which claims are removed, in milliseconds. mkdir is atomic on NFS too, so there is one claim in each interval of the
+# cluster's clock, whatever clock the callers have. A directory in the claim is named by the time of the claim, so that claims in
+# successive intervals are not too close either.
 _CLAIM = """\
 umask 077 && mkdir -p -- "$3" && cd -- "$3" || exit
 claim="claim-$((now / $4 * $4))"
@@ -177,7 +178,7 @@ class SharedQueue:
     def _update(self, now: float) -> None:
         try:
             shared = self._read()
-            # A slow writer, or another host's cache, may show an older one.
+            # The file may hold an older snapshot: from a slow writer, or in another host's cache.
             if shared and (self._snapshot is None or shared.began > self._snapshot.began):
                 self._snapshot, self.error = shared, None
             interval = self._interval()
@@ -203,7 +204,7 @@ class SharedQueue:
         Raises:
             OSError: Slurm did not answer, or cannot be asked.
         """
-        self._claimed_until = now + interval  # If this fails, any process may try again in the next interval.
+        self._claimed_until = now + interval  # If the query fails, any process may try again in the next interval.
         keep = max(_KEEP_CLAIMS, 10 * interval)
         words = (self._directory, str(round(1000 * interval)), str(round(1000 * keep)))
         sent = self.clock.local()
@@ -215,7 +216,7 @@ class SharedQueue:
             return
         shared = self._read()
         self._snapshot, self.error = answer, None
-        # A later claim may have been answered earlier.
+        # Another process that claimed a later renewal may have written its snapshot earlier.
         if shared is None or not 0 <= shared.began - began < interval:
             self._connection.write(os.path.join(self._directory, SNAPSHOT), render_snapshot(answer))
 

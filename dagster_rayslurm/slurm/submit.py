@@ -211,7 +211,7 @@ def submit(
             return SubmittedJob(found, clock.now())
         if not again:
             break
-    with contextlib.suppress(OSError):  # slurmctld may still take the job.
+    with contextlib.suppress(OSError):  # slurmctld may still take the job, so it is cancelled by its name.
         commands.run(without_option_variables(["scancel", "--quiet", "--me", f"--name={request.job_name}"]), timeout=60)
     raise failure
 

@@ -192,7 +192,7 @@ class SessionAcquisition:
         try:
             snapshot = self.queue.wait_for_latest(self.queue.clock.now())
             row = snapshot.job(job_id) if snapshot is not None else None
-            if row is None or row.state in TERMINAL:  # The shared snapshot may be old.
+            if row is None or row.state in TERMINAL:  # The shared snapshot may be too old to show the job.
                 row = fetch_queue(self.commands).job(job_id)
         except OSError:
             return False

@@ -397,7 +397,7 @@ class _SessionStart:
         except ClaimTaken:
             return False
         except SubmissionRefused:
-            with contextlib.suppress(OSError):  # Otherwise the claim expires.
+            with contextlib.suppress(OSError):  # If the mark cannot be made, other processes wait until the claim expires.
                 registry.abandon(number)
             raise
         except BaseException:

@@ -69,7 +69,7 @@ class SessionClient:
             line = self._socket.makefile("rb").readline()
         except (BrokenPipeError, ConnectionResetError):
             line = b""
-        # An answer without its end is none.
+        # A line that was cut off is no answer.
         return json.loads(line) if line.endswith(b"\n") else {"ok": False, "error": Refusal.GONE}
 
     def send(self, **request: Any) -> None:
@@ -185,7 +185,8 @@ def submit(
         _refuse_misfit(layout, name, directory)
     if config.scope == "run":
         end_with_run(layout, step.run_id, local_target(layout, directory.name), step.log)
-    # An activated environment is the session's own; otherwise a warm payload gets the environment of a cold one.
+    # If the session has an activated environment, the payload gets that one; otherwise it gets this process's variables, as a
+    # payload without a session does.
     request = {
         "op": Operation.RUN,
         "run_dir": run_dir,
@@ -300,7 +301,7 @@ def _locked(directory: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # A child that was forked meanwhile holds the file open as well.
+            fcntl.flock(lock, fcntl.LOCK_UN)  # Closing is not enough: a child that was forked meanwhile holds the file open too.
 
 
 def _start(

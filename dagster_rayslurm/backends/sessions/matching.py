@@ -72,7 +72,7 @@ class Requirements:
             request = request_for(self.components, job_name=name, comment=comment)
         else:
             request = make_request(self.queue, self.footprint, job_name=name, comment=comment)
-        # A requeued session would not know which requests it had accepted.
+        # After a requeue, the session would not know which requests it had accepted before.
         others = tuple(replace(part, requeue=False) for part in request.further_components)
         return replace(request, requeue=False, further_components=others)
 

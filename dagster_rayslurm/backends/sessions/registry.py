@@ -40,7 +40,8 @@ _MOST_GENERATIONS = 999_999_999
 _READ_RETRY = 0.2
 """Seconds before a failed read is repeated: a network file system that lost sight of a file finds it then."""
 
-# All scripts get the session's directory as $1 and a word without meaning to the shell as $2.
+# `_NEWEST` gets the session's directory as $1, the other scripts a generation's directory. $2 is a word without meaning to the
+# shell: a random one, or the name of the process that waits.
 _NOW = """\
 : >".rs-$2.probe" || exit
 now=$(stat -c %Y -- ".rs-$2.probe")
@@ -70,7 +71,8 @@ umask 077
 cd -- "$1" && mkdir -p {WAITING} && touch -- "{WAITING}/$2"
 """
 
-# The session may announce itself while this script runs, so it looks before and after it makes the mark.
+# The session may announce itself while this script runs, so the script looks for an announcement before and after it makes the
+# mark `ABANDONED`.
 _LEAVE = f"""\
 cd -- "$1" || exit 0
 rm -f -- "{WAITING}/$2"

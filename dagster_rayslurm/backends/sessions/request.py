@@ -197,7 +197,7 @@ class RunRequest:
         except AnswerLost:
             raise
         except OSError:
-            self.unsettled = before  # The session did not get the request.
+            self.unsettled = before  # The session did not get this request, so only earlier tries count.
             raise
         if answer.get("ok"):
             return self._settle(session)

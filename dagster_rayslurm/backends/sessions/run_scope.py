@@ -155,7 +155,7 @@ def _start_watcher(home: Layout, process: RunProcess, target: Mapping[str, Any])
     finally:
         os.close(fd)
     try:
-        # By a pipe, since the target holds the login: command lines and files can be read by others.
+        # The target holds the SSH login, so it goes through a pipe: other users can read command lines, and perhaps files.
         _write_line(watcher, json.dumps(order).encode())
     except OSError:
         reap_later(watcher)
@@ -175,7 +175,7 @@ def _try_lock(path: Path) -> int | None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last holder may have removed the file in between.
+            # The last holder of the lock may have removed the file between `open` and `flock`.
             if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
                 return fd
         except BlockingIOError:

@@ -94,11 +94,11 @@ class SessionSetup:
     def own(self, plan: Plan) -> Requirements:
         """What a separate session is created with, for a payload that does not fit the default session.
 
-        That session lives at least as long as the default session.
+        The separate session lives at least as long as the default session.
         """
         required = self.required(plan)
         limits = [required.queue.time_limit]
-        with suppress(ValueError):  # The run's own components may replace some that contradict each other.
+        with suppress(ValueError):  # The session's components may contradict each other where the run brings its own.
             limits.append(self.default.queue.time_limit)
         return required.with_time_limit(max(limits, key=lambda text: time_limit_seconds(text) or float("inf")))
 
