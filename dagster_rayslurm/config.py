@@ -151,7 +151,7 @@ def at_least(low: float, unit: str = "") -> BeforeValidator:
 
 
 def check_at_least(value: Any, low: float, unit: str = "") -> Any:
-    """The number, unchanged.
+    """Check that a number is not smaller than `low`; returns the number unchanged.
 
     Raises:
         ValueError: the value is no number, is infinite, or is smaller than `low`.
@@ -162,7 +162,7 @@ def check_at_least(value: Any, low: float, unit: str = "") -> Any:
 
 
 def check_text(value: object) -> str:
-    """The string, unchanged; it is safe in a script, a job name or a command.
+    """Check that a string is safe in a script, a job name or a command; returns the string unchanged.
 
     Raises:
         ValueError: the value is no string, cannot be written as UTF-8, or contains a control character.
@@ -180,7 +180,7 @@ def check_text(value: object) -> str:
 
 
 def check_time_limit(value: object) -> str:
-    """The time limit as a string in one of the formats of sbatch(1), Slurm 22.05.
+    """Check a time limit in one of the formats of sbatch(1), Slurm 22.05; returns the limit as a string.
 
     Raises:
         ValueError: the value has another format, or is 0, which means no limit to Slurm.
@@ -196,7 +196,7 @@ def check_time_limit(value: object) -> str:
 
 
 def check_memory(value: object) -> str:
-    """The memory size as a string for `sbatch --mem`, such as "16G".
+    """Check a memory size for `sbatch --mem`, such as "16G"; returns the size as a string.
 
     Raises:
         ValueError: the value is a number without a unit, or no memory size.
@@ -228,7 +228,7 @@ def time_limit_seconds(text: str) -> float | None:
 
 
 def check_signal(value: object) -> str:
-    """The text of a signal before the time limit: "SECONDS" or "SIGNAL@SECONDS", with the signal's name or number.
+    """Check a signal before the time limit, "SECONDS" or "SIGNAL@SECONDS"; returns the text unchanged.
 
     Raises:
         ValueError: the value has another format, names no signal of this system, or leaves 0 seconds.
@@ -248,7 +248,7 @@ def check_signal(value: object) -> str:
 
 
 def check_identifier(value: object) -> str:
-    """The name, unchanged; it can be part of a path, and of a label or a resource of Ray.
+    """Check that a name can be part of a path, and of a label or a resource of Ray; returns the name unchanged.
 
     Raises:
         ValueError: the value is longer than 63 characters, or contains others than letters, digits, "-", "_" and ".".
@@ -259,7 +259,7 @@ def check_identifier(value: object) -> str:
 
 
 def check_sbatch_options(value: object) -> list[str]:
-    """The options as a list.
+    """Check a list of long options of sbatch; returns the options as a list.
 
     Raises:
         ValueError: the value is no list, or an item is not a long option of sbatch.
@@ -273,7 +273,7 @@ def check_sbatch_options(value: object) -> list[str]:
 
 
 def check_line(value: str, what: str) -> str:
-    """The string, unchanged; it fits on one line of a script.
+    """Check that a string fits on one line of a script; returns the string unchanged.
 
     Raises:
         ValueError: the string contains a control character. The message does not show the string, which may be a secret.
@@ -321,6 +321,7 @@ def resolve_variables(config: C, where: str, skip: Collection[str] = ()) -> C:
 
 
 def _resolve(value: Any, where: str) -> Any:
+    """A value in which each `EnvVar`, at any depth, is replaced by its value; `where` names the value in error messages."""
     if is_env_var(value):
         try:
             resolved = value.get_value()
@@ -354,7 +355,7 @@ def check_length(text: str, what: str) -> None:
 
 
 def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[str, str]:
-    """The environment variables of a payload, with the value of every `EnvVar`.
+    """Check the environment variables of a payload; returns them with the value of every `EnvVar`.
 
     Raises:
         ValueError: a name is invalid or reserved, a value is not a string that a process can have, or an `EnvVar` is not set.

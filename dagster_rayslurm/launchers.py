@@ -90,11 +90,13 @@ class BashLauncher(Launcher):
 
 
 def _check_port_range(value: object) -> str:
+    """Check a port range, "LOW-HIGH"; returns the range as a string."""
     parse_range(check_text(value))
     return str(value)
 
 
 def _check_ray_args(value: object) -> list[str]:
+    """Check arguments of `ray start`; returns the arguments as a list."""
     if isinstance(value, str) or not isinstance(value, (list, tuple)):
         raise ValueError('write a list of arguments of `ray start`, such as ["--system-config={…}"]')
     for argument in value:
@@ -126,7 +128,7 @@ def _without_dashboard(arguments: Sequence[Any]) -> tuple[list[Any], bool | None
 
 
 def _check_labels(value: object) -> object:
-    """The labels, unchanged. Ray itself checks everything but the separators of its "NAME=VALUE,NAME=VALUE".
+    """Check that labels do not contain the separators of Ray's "NAME=VALUE,NAME=VALUE"; returns the labels unchanged.
 
     Raises:
         ValueError: a name or a value contains a comma or an equals sign.
@@ -138,6 +140,7 @@ def _check_labels(value: object) -> object:
 
 
 def _check_modules(value: object) -> list[str]:
+    """Check names of Python modules; returns the names as a list without duplicates."""
     if isinstance(value, str) or not isinstance(value, (list, tuple)):
         raise ValueError('write a list of modules, such as ["ray", "torch"]')
     for name in value:
@@ -230,6 +233,7 @@ class RayLauncher(Launcher):
     @model_validator(mode="before")
     @classmethod
     def _read_dashboard_from_ray_args(cls, values: Any) -> Any:
+        """The fields, with `--include-dashboard` of `ray_args` as the field `dashboard`."""
         arguments = values.get("ray_args") if isinstance(values, dict) else None
         if not isinstance(arguments, (list, tuple)):
             return values

@@ -61,6 +61,7 @@ def launcher_origins(base: Launcher, own: Launcher) -> str | None:
 
 
 def _merge(base: StrictConfig, own: C, replaced: Mapping[str, Any]) -> C:
+    """The fields of `base`, overridden by `replaced`, and those by the fields that `own` sets."""
     kept = {name: getattr(base, name) for name in type(base).model_fields}
     return type(own)(**{**kept, **replaced, **_set_fields(own)})
 
@@ -97,6 +98,7 @@ def _contradicts(option: str, given: Mapping[str, Any]) -> bool:
 
 
 def _origins(what: str, source: str, base: StrictConfig, own: StrictConfig, replaced: Mapping[str, Any]) -> str | None:
+    """A line for the Dagster log: the fields that the call sets, those kept from `base`, and those of `base` dropped."""
     given = _set_fields(own)
     if not given:
         return None

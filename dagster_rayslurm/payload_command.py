@@ -50,6 +50,7 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[
 
 
 def _parse_text(text: str, is_path: bool) -> list[str]:
+    """The words of a command from text; `is_path` means that the text is one path and is not split."""
     if "\0" in text:
         raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
     script = script_of(text)

@@ -55,7 +55,7 @@ def relocate(plan: Plan, script: str | None, working_dir: str | None, extra_file
 
 
 def existing_directory(path: str | None, what: str) -> str | None:
-    """The absolute path of a directory; None if `path` is None.
+    """The absolute path of a directory, which must exist; None if `path` is None.
 
     Raises:
         ValueError: the directory does not exist; the sentence names it as `what`.
@@ -69,7 +69,7 @@ def existing_directory(path: str | None, what: str) -> str | None:
 
 
 def existing_files(paths: Sequence[str | os.PathLike[str]] | None, what: str) -> list[str]:
-    """The absolute paths of files and directories.
+    """The absolute paths of files and directories, which must exist.
 
     Raises:
         ValueError: a file does not exist, or two files have the same name; the sentence names the argument as `what`.
@@ -88,7 +88,7 @@ def existing_files(paths: Sequence[str | os.PathLike[str]] | None, what: str) ->
 
 
 def check_outputs(patterns: Sequence[str] | None) -> list[str]:
-    """The patterns of output files as a list.
+    """Check patterns of output files; returns the patterns as a list.
 
     Raises:
         ValueError: a pattern is invalid, or leads out of the payload's directory.

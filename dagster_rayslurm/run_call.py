@@ -44,7 +44,7 @@ Execute = Callable[..., CompletedRun]
 
 
 def run(resource: ComputeConfig, context: Context, arguments: RunArguments, extras: PipesExtras | None) -> CompletedRun:
-    """The result of a call of `ComputeResource.run`, after all of its payloads ended successfully.
+    """Run the payloads of one call of `ComputeResource.run` and wait for them; returns the result of the call.
 
     Raises:
         RunFailure: the call is invalid, or the run did not succeed.
@@ -155,6 +155,7 @@ def _validated(resource: ComputeConfig, arguments: RunArguments) -> Call:
 
 
 def _resolved_components(components: object) -> tuple[HetComponent, ...]:
+    """The components argument of a call, with the value of every `EnvVar`."""
     if not isinstance(components, Iterable) or not all(isinstance(each, HetComponent) for each in components):
         raise ValueError(f"components: {components!r} is not a list of HetComponent; pass [HetComponent(…), …]")
     return tuple(resolve_variables(each, f"components[{index}]") for index, each in enumerate(components))
@@ -273,6 +274,7 @@ def _separate_backend(call: Call) -> SeparateLocalBackend | SeparateBatchBackend
 
 
 def _batch_backend(call: Call) -> BatchBackend:
+    """The backend that submits one Slurm job for the call."""
     resource, queue = call.resource, merge_queue(call.slurm.queue, call.own_queue)
     timeouts = resource.queue_timeout, resource.connection_loss_timeout
     return BatchBackend(call.slurm, queue, _environment(resource), *timeouts, call.components)
@@ -314,6 +316,7 @@ def _mode(resource: ComputeConfig) -> str | None:
 
 
 def _layout(resource: ComputeConfig) -> Layout:
+    """The paths below the base directory on this machine."""
     return Layout(Path(os.path.abspath(os.path.expanduser(resource.local_base))))
 
 

@@ -44,11 +44,13 @@ def check_definition(resource: ComputeConfig) -> None:
 
 
 def _check_queue(queue: SlurmQueueConfig) -> None:
+    """Raise `ValueError` for a queue whose fields contradict each other, unless a variable has no value yet."""
     if not has_variables(queue):
         check_queue(queue)
 
 
 def _check_environment(resource: ComputeConfig, over_ssh: bool) -> None:
+    """Raise `ValueError` for an environment that cannot be on the Slurm cluster, unless a variable has no value yet."""
     path, environment = resource.pre_deployed_env_path, resource.environment
     if path is None and not has_variables(environment):
         path_on_cluster(environment, over_ssh)
@@ -113,6 +115,7 @@ def check_call(resource: ComputeConfig, arguments: RunArguments, launcher: Launc
 def _check_separate(
     resource: ComputeConfig, arguments: RunArguments, launcher: Launcher, components: Sequence[HetComponent]
 ) -> None:
+    """Raise `ValueError` for a call that topology "separate" does not support."""
     separate, spanning = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}'"
     if resource.mode == ExecutionMode.SLURM_SESSION:
         hetjob = ExecutionMode.SLURM_HETJOB
@@ -134,7 +137,7 @@ def _check_separate(
 
 
 def check_uses_pipes(value: object) -> bool:
-    """The value of `uses_pipes` for one payload, unchanged.
+    """Check the value of `uses_pipes` for one payload; returns the value unchanged.
 
     Raises:
         ValueError: the value is a mapping by component, or not a boolean.

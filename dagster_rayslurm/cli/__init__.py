@@ -100,6 +100,7 @@ def _by_age(layout: Layout) -> list[Path]:
 
 
 def _records(path: Path) -> Iterator[Record]:
+    """The records in a file of a run directory."""
     reader = LineReader()
     try:
         with path.open("rb") as file:
@@ -110,6 +111,7 @@ def _records(path: Path) -> Iterator[Record]:
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:
+    """The values that `rayslurm runs` prints for one run directory."""
     try:
         status = json.loads((run_dir / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

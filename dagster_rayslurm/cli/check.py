@@ -27,12 +27,18 @@ def check(prefix: str) -> None:
 
 
 def _seconds(connection: Connection) -> float:
+    """The seconds that a trivial command takes on the edge node; for the first command, with the login."""
     started = time.perf_counter()
     connection.run(["true"])
     return time.perf_counter() - started
 
 
 def _run(connection: Connection, *command: str) -> str:
+    """The output of a command on the edge node.
+
+    Raises:
+        OSError: the command does not exist there, or failed.
+    """
     done = connection.run(command, timeout=60)
     if done.returncode == 127:
         raise OSError(f"{command[0]} is not on the PATH that a non-interactive login has on {connection.place}; add it there")

@@ -151,6 +151,8 @@ def _sessions(layout: Layout, prefix: str, remote_base: str) -> list[Session]:
 
 
 def _local(found: LocalSession) -> Session:
+    """A session of this machine."""
+
     def end() -> bool:
         end_directory(found.directory)
         return True
@@ -160,6 +162,7 @@ def _local(found: LocalSession) -> Session:
 
 
 def _remote(prefix: str, remote_base: str) -> Iterable[Session]:
+    """The sessions of the Slurm cluster whose edge node the environment variables name."""
     ssh = edge_node(prefix)
     if not is_rooted(remote_base):
         raise ValueError(f'--remote-base: {remote_base!r} is relative; write an absolute path, or one that begins with "~/"')
@@ -175,6 +178,7 @@ def _remote(prefix: str, remote_base: str) -> Iterable[Session]:
 def _on_cluster(
     connection: Connection, generation: Generation, job: QueueRow | None, components: tuple[QueueRow, ...]
 ) -> Session:
+    """One session of the Slurm cluster; `generation` is its allocation, `job` the row of that allocation in the queue."""
     announced = generation.announcement
     state = state_of(generation, job)
     cluster_id = announced.cluster_id if announced else None
@@ -205,6 +209,7 @@ def _pending_reason(telling: QueueRow | None, job: QueueRow, components: tuple[s
 
 
 def _row(place: str, key: str, path: Any, number: int, state: SessionState, cluster_id: str | None, node: str) -> dict[str, Any]:
+    """A row for `list`, with None for all values that only the session itself or the queue knows."""
     named = {"key": key, "generation": number, "cluster_id": cluster_id, "job_id": None, "partition": None, "components": []}
     named |= {"state": state, "reason": None, "node": node or None}
     described = dict.fromkeys(("running", "waiting", "served", "idle", "time_left"))
@@ -231,6 +236,7 @@ def _find(ident: str, found: list[Session], alive: bool = False) -> Session:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
+    """The texts of one line of the table of sessions, in the order of `_COLUMNS`."""
     state = f"{row['state']} ({row['reason']})" if row["reason"] else str(row["state"])
     name = f"{row['key']}\n{row['cluster_id'] or ''}".rstrip() + (f" #{row['generation']}" if row["generation"] > 1 else "")
     numbers = ("" if row[column] is None else str(row[column]) for column in ("running", "waiting", "served"))
@@ -238,6 +244,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _duration(seconds: float | None) -> str:
+    """Seconds as H:MM:SS or M:SS; "" for None."""
     if seconds is None:
         return ""
     minutes, rest = divmod(int(max(0.0, seconds)), 60)
@@ -246,6 +253,7 @@ def _duration(seconds: float | None) -> str:
 
 
 def _lines(value: Any) -> str:
+    """A value of a session's description as text: a list has one line per item."""
     if isinstance(value, dict):
         return "  ".join(f"{name} {item}" for name, item in value.items() if item is not None)
     return "\n".join(map(_lines, value)) if isinstance(value, list) else str(value)

@@ -212,17 +212,21 @@ _NOT_FOUND = {
     "activate.sh",
     "broken": "{path}/bin/python is a link that leads nowhere; make the environment anew, with a Python that is still there",
 }
+"""Error messages for environments that do not exist, by the word that `_CHECK` prints."""
 _NOT_STARTED = {
     "activate": "{path}/activate.sh failed with exit code {code}",
     "python": "the Python of {path} cannot be started, it ended with exit code {code}",
 }
+"""Error messages for environments that do not start, by the word that `_CHECK` prints."""
 
 
 def _failed(sentence: str, connection: Connection) -> StartError:
+    """The exception for an environment that cannot be used; its message names the edge node."""
     return StartError(FailureKind.ENVIRONMENT, f"environment: on {connection.place} {sentence}")
 
 
 def _parse(found: str, answer: str, path: str, is_python: bool) -> Facts:
+    """The facts in the output of `_CHECK`: `found` is its first line, `answer` the JSON that the probe printed."""
     _, name, activate = found.split(" ", 2)
     versions = json.loads(answer)
     python = path if is_python else "python3" if name == "-" else posixpath.join(path, name)
@@ -232,4 +236,5 @@ def _parse(found: str, answer: str, path: str, is_python: bool) -> Facts:
 
 @lru_cache(maxsize=1)
 def _probe() -> str:
+    """The source text of `probe.py`."""
     return Path(os.path.dirname(__file__), "probe.py").read_text(encoding="utf-8")

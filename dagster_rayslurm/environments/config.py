@@ -20,6 +20,7 @@ ACTIVATE = '. "$1" && shift && exec "$@"'
 
 
 def _check_prefix(value: object) -> str:
+    """Check the path of an environment's directory; returns the path unchanged."""
     text = check_text(value)
     directory, name = os.path.split(text)
     if os.path.basename(directory) == "bin" and name.startswith("python"):

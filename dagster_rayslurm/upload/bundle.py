@@ -109,6 +109,7 @@ def bundle_files(files: Mapping[str, str], *, argument: str = "extra_files", lim
 
 
 def _digest(argument: str, entry: Entry) -> str:
+    """The SHA-256 of a file; from `_digests` if the file did not change."""
     stamp, known = _digests.get(entry.source, ((), ""))
     if stamp == entry.stamp:
         return known
@@ -146,6 +147,7 @@ def _content(argument: str, entry: Entry) -> Iterator[bytes]:
 
 
 def _changed(argument: str, entry: Entry) -> ValueError:
+    """The exception for a file that changed between the scan and the end of the upload."""
     return ValueError(
         f"{argument}: {entry.source} changed while it was being copied; try again, or leave it out if it keeps changing"
     )

@@ -116,6 +116,7 @@ class _Part:
 
     @property
     def place(self) -> str:
+        """The path of the item below the base directory."""
         return posixpath.join(self.directory, self.name)
 
 
@@ -170,6 +171,7 @@ def install(
 
 
 def _part(bundle: Bundle) -> _Part:
+    """The item that installs a bundle."""
     size = bundle.size + _ENTRY * len(bundle.manifest.entries)
     return _Part("bundles", bundle.name, "tree", size, bundle.write_archive)
 
@@ -195,10 +197,12 @@ class _Installer:
         return [part for part in parts if part.place not in lines]
 
     def remember(self, parts: Sequence[_Part]) -> None:
+        """Note that these items are on the cluster now, so that `missing` need not ask again for some minutes."""
         now = time.monotonic()
         _known.setdefault(self._connection, {}).update({self._path(part): now for part in parts})
 
     def send_small(self, part: _Part, progress: Progress | None) -> None:
+        """Install an item with a single command, which reads the item from its standard input."""
         archive = io.BytesIO()
         part.write(archive)
         self._unpack(part, "-", archive.getvalue())
@@ -206,6 +210,7 @@ class _Installer:
             progress(archive.tell(), archive.tell())
 
     def send_large(self, part: _Part, progress: Progress | None) -> None:
+        """Install an item by an upload over SFTP and a command that unpacks the uploaded file."""
         place, name = self._connection.place, f".rs-{secrets.token_hex(8)}.tgz"
         directory = posixpath.join(self._base, part.directory)
         with tempfile.NamedTemporaryFile(prefix="rayslurm-") as archive:
@@ -219,9 +224,15 @@ class _Installer:
         self._unpack(part, name, b"")
 
     def _path(self, part: _Part) -> str:
+        """The absolute path of an item on the cluster."""
         return posixpath.join(self._base, part.place)
 
     def _look(self, places: Sequence[str]) -> list[str]:
+        """The lines that `_LOOK` prints: the places that exist, and warnings about groups.
+
+        Raises:
+            PermissionError: another user owns or can change the base directory.
+        """
         command = ["sh", "-c", _LOOK, "sh", self._base, *places]
         done = self._run(lambda: command, b"", _LOOK_TIMEOUT, f"looking at {self._base}")
         assert done is not None
@@ -237,6 +248,8 @@ class _Installer:
         return output
 
     def _unpack(self, part: _Part, archive: str, stdin: bytes) -> None:
+        """Turn an archive into the item's path on the cluster; `archive` is an uploaded file there, or "-" for `stdin`."""
+
         def command() -> list[str]:
             return ["sh", "-c", _UNPACK, "sh", self._base, part.directory, part.name, part.kind, archive, secrets.token_hex(8)]
 

@@ -40,6 +40,8 @@ _ENVIRONMENT_MARKERS = ("pyvenv.cfg", "conda-meta")
 
 @dataclass(frozen=True)
 class _IgnoreFile:
+    """One ignore file: its name (`kind`), its directory in the tree, and its patterns."""
+
     kind: str
     directory: str
     spec: GitIgnoreSpec
@@ -89,6 +91,7 @@ class Rules:
         )
 
     def _ignored_by(self, kind: str, name: str, is_dir: bool) -> bool:
+        """Whether the ignore files of one name, such as .gitignore, leave an entry out."""
         for file in self.files:
             if file.kind == kind:
                 below = name[len(file.directory) + 1 :] if file.directory else name
@@ -104,6 +107,7 @@ def is_environment(names: Collection[str]) -> bool:
 
 
 def _read(path: str) -> GitIgnoreSpec:
+    """The patterns of an ignore file."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
         lines = [line.rstrip("\r\n") for line in file]
     try:

@@ -128,6 +128,7 @@ class _Scan:
         return Manifest(self._argument, tuple(sorted(self._entries.values(), key=lambda entry: os.fsencode(entry.name))), root)
 
     def add(self, entry: Entry) -> None:
+        """Add one entry; raises `ValueError` if there are too many."""
         self._entries[entry.name] = entry
         if len(self._entries) > self._limits.max_entries:
             self._check_limits()
@@ -201,6 +202,7 @@ class _Scan:
         self.add(Entry(link.name, EntryKind.LINK, link.path, target=target))
 
     def _within(self, rules: Rules, name: str, path: str, names: Collection[str]) -> Rules:
+        """The rules for a subdirectory, as `Rules.within`; its errors name the argument."""
         with self._readable(path):
             try:
                 return rules.within(name, path, names)
@@ -223,6 +225,7 @@ class _Scan:
 
     @contextlib.contextmanager
     def _readable(self, path: str) -> Iterator[None]:
+        """Turn an `OSError` inside the block into a `ValueError` that names the file and the argument."""
         try:
             yield
         except OSError as error:
