@@ -15,7 +15,9 @@ from .ownership import Ownership
 from .run_dir import Layout
 
 P = TypeVar("P", contravariant=True)
+"""What a backend starts: `Plan`, or `Plans` for several components."""
 R = TypeVar("R", covariant=True)
+"""What a backend hands back: `RunningPayload`, or `RunningPayloads` for several components."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class RunningPayload(Protocol):
     def requeue(self) -> bool: ...
 
     def poll(self, evidence: Evidence) -> str | None:
-        """How the runtime ended, in words; None while it lives.
+        """Returns how the runtime ended, in words; None while the runtime lives.
 
         Raises:
             RunFailure: the runtime can never start, or waited for too long.

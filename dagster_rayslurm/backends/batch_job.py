@@ -103,7 +103,7 @@ class BatchJob:
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """Cancel the job if it was to be cancelled, never started, or may hang; any other job ends by itself."""
+        """Make sure that the job ends if it was cancelled, has not started, or may hang; any other job ends by itself."""
         reason = (evidence.end or {}).get("reason")
         if evidence.connection_lost and not self._job.cancelled:
             return  # Slurm cannot be asked, and the job may go on.
@@ -112,7 +112,7 @@ class BatchJob:
                 self._job.cancel_until_gone()
         elif (self._runtime_cancels or evidence.nodes_lost or reason in _SRUN_MAY_HANG) and self._step.should_end():
             if reason == EndReason.TERMINATED and not self._runtime_cancels:
-                self.explain(evidence)  # Slurm's reason, before `scancel` replaces it.
+                self.explain(evidence)  # Ask for Slurm's reason now, before `scancel` replaces that reason.
             self._job.cancelled = self._runtime_cancels
             self._job.cancel_until_gone(_END_TIMEOUT)
 

@@ -25,6 +25,7 @@ _JUDGED = ".judged"
 """Suffix of the owner file once the owner has begun to end or to judge the payload."""
 
 _LIST = 'LC_ALL=C ls -a -- "$1"'
+"""Shell command that lists the run directory, in English because `_GONE` is."""
 _GONE = b"No such file or directory"
 """What `ls` prints if the run directory does not exist."""
 _TRIES = 3

@@ -90,7 +90,7 @@ def modules_beside(script: str) -> list[str]:
     """Returns the modules that a script imports from its own directory; none if the script cannot be parsed."""
     try:
         tree = ast.parse(Path(script).read_bytes())
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # The last two if it is nested too deeply.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # The last two mean that the script is nested too deeply.
         return []
     names: set[str] = set()
     for node in ast.walk(tree):

@@ -66,6 +66,7 @@ def same_request(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> bool:
 
 
 def _normalized(files: Mapping[str, bytes]) -> list[Any] | None:
+    """Returns what a comparison of requests compares, without Dagster run and random keys; None if a file is damaged."""
     request: list[Any] = []
     try:
         payload = json.loads(files[PAYLOAD])

@@ -161,6 +161,7 @@ class SlurmJob:
         return True
 
     def _observe_queue(self) -> None:
+        """Update the status from the shared snapshot of the queue; for a cancelled job, from a query of its own."""
         snapshot = None
         if not self.cancelled:
             now = self.now()
@@ -181,6 +182,7 @@ class SlurmJob:
         self._components = rows if len(rows) > 1 else ()
 
     def _observe_exit(self) -> None:
+        """Update the status from the file with the batch script's exit code, at most once a second."""
         if time.monotonic() - self._exit_read_at >= _EXIT_INTERVAL:
             self._exit_read_at = time.monotonic()
             code = parse_exit(self._commands.read(os.path.join(self.directory, EXIT), 0, _LOG_BYTES), self.number)
@@ -188,6 +190,7 @@ class SlurmJob:
                 self._watch = self._watch.after(Exited(self.now(), code))
 
     def _warn(self, error: str) -> None:
+        """Log that the job's state is unknown, unless the same error was logged last."""
         if error != self._last_error:
             self._last_error = error
             self.log.warning(f"[rayslurm] the job goes on, but its state cannot be asked for: {error}")

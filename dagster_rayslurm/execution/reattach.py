@@ -49,6 +49,7 @@ _IS_RETRY = ("dagster/is_resume_retry", "dagster/is_asset_resume_retry")
 _PAGE = 1000
 """Most entries of the event log, or runs, in one query."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
+"""File of Linux with an id that is new after each boot."""
 _BOOKMARK_BYTES = 1024
 """Bytes of a bookmark's file, always the same, so that each write replaces the whole text before."""
 
@@ -122,6 +123,7 @@ def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend
 
 
 def _continuation(offset: int) -> str:
+    """Returns a clause for the Dagster log that says from which offset the output is shown."""
     if not offset:
         return "whose output is repeated from its beginning"
     return f"at byte {offset} of its output; at most the last batch is repeated"
@@ -143,7 +145,7 @@ class AttemptHistory:
         """Returns the name of the run directory of the attempt before; None for the first attempt."""
         context, run = self._context, self._context.run
         first = not context.retry_number and not _is_retry(run)
-        # A worker that takes a run over has the same run id; Dagster does that only where it monitors runs.
+        # A new worker that continues a run has the same run id; Dagster starts such workers only if it monitors runs.
         if reattach is None or (first and not context.instance.run_monitoring_enabled):
             return None
         handle = reattach.find_latest_launch_handle(context, client_name=self._client)
@@ -264,6 +266,6 @@ class Bookmark:
 def _machine() -> list[str]:
     """Returns hostname and boot id of this machine. After a crash, the bookmark may be there while shown output is lost."""
     boot_id = ""
-    with contextlib.suppress(OSError):  # Only Linux has one.
+    with contextlib.suppress(OSError):  # Only Linux has a boot id.
         boot_id = Path(_BOOT_ID).read_text().strip()
     return [socket.gethostname(), boot_id]

@@ -28,7 +28,7 @@ from .follow_run import FollowedPayload, follow_until_end
 from .reattach import Launch, reattach_or_new
 
 Component = str | None
-"""Name of a component; None for the only payload of a run."""
+"""The name of a component; None if the run has a single payload."""
 
 
 class PayloadRun:
@@ -150,6 +150,7 @@ class PayloadRun:
         raise failure from None
 
     def _release(self, registered: Sequence[RunningPayload]) -> None:
+        """Remove files with secrets that no runtime has read, and release all registered payloads."""
         try:
             for component, plan in self._plans.items():
                 if plan.secret_env and self._step.new_owner is None:
@@ -159,6 +160,7 @@ class PayloadRun:
             release_all(registered, {each.running: each.evidence for each in self.payloads})
 
     def _judge(self, payload: FollowedPayload) -> Verdict:
+        """Fetch a payload's output files and return its verdict: a payload whose outputs are lost has not succeeded."""
         evidence = payload.evidence
         if needs_job_facts(evidence) and not evidence.connection_lost:
             payload.running.explain(evidence)

@@ -35,7 +35,7 @@ class Evidence:
     message_error: str | None = None
     """Why Dagster refused a Pipes message."""
     runtime_exit: str | None = None
-    """How the runtime ended, in words, if it ended before its `end` was read."""
+    """How the runtime ended, in words, if the runtime ended and no `end` was read; else None."""
     runtime_log: str = ""
     culprit: str | None = None
     """A clause about the runtime that failed first, if its failure ended the runtimes on the other nodes."""
@@ -66,6 +66,7 @@ class Evidence:
 
     @property
     def started(self) -> bool:
+        """Whether the runtime has accepted the payload."""
         return self.started_at is not None
 
     @property

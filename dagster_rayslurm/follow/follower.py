@@ -232,6 +232,7 @@ class Follower:
         return max(self._read(STDIO, self._add_output), self._read(JOURNAL, self._add_record))
 
     def _read(self, name: str, add: Callable[[Record], None]) -> int:
+        """Read new data of one file of the record, and call `add` with each complete line; returns the bytes read."""
         reader = self._readers[name]
         try:
             data = self._connection.read(self._paths[name], reader.next_read, CHUNK)
@@ -248,6 +249,7 @@ class Follower:
         return len(data)
 
     def _read_failed(self, error: OSError) -> None:
+        """Called when a read fails: warn the first time, and mark the payload unreachable after `loss_timeout`."""
         now = time.monotonic()
         if self._unreachable_since is None:
             self._unreachable_since = now
@@ -273,6 +275,7 @@ class Follower:
         self.evidence.add_output(record)
 
     def _add_record(self, record: Record) -> None:
+        """Add a line of the journal to the evidence, and pass a message or phase to Dagster."""
         kind = record.get("type")
         if kind == "start" and record.get("attempt", 0) > self.restarts:
             self._restart(record["attempt"])

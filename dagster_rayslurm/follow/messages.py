@@ -79,6 +79,7 @@ class MessageForwarder:
             self.refuse(error, evidence, json.dumps(message))
 
     def _is_logged_message(self, message: dict[str, Any]) -> bool:
+        """Whether the message is a log line that an earlier Dagster process already wrote."""
         if message["method"] != "log":
             return False
         params = message.get("params") or {}
@@ -86,6 +87,7 @@ class MessageForwarder:
         return isinstance(level, int) and self._is_logged(level, params.get("message"))
 
     def _is_logged(self, level: int, text: Any) -> bool:
+        """Whether an earlier Dagster process already wrote this line; advances `logged` behind the line."""
         # A line below Dagster's log level is never in the event log, so a search for it would exhaust the iterator.
         return self._log.isEnabledFor(level) and (level, text) in self._logged
 

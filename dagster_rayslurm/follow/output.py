@@ -84,6 +84,7 @@ class OutputWriter:
             self._guard(lambda: stream.write(text.encode("ascii", "backslashreplace").decode("ascii")))
 
     def _guard(self, write: Callable[[], Any]) -> None:
+        """Call `write`; log the first OSError, and ignore the next."""
         try:
             write()
         except OSError as error:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 MIB = 2**20
+"""Bytes of a mebibyte."""
 
 _LIMIT = 1000
 """Characters of Markdown from which on Dagster shows a link instead of the text (Dagster 1.13)."""
@@ -54,6 +55,7 @@ def _resample(points: Sequence[Point], columns: int) -> list[Point]:
 
 
 def _draw(usage: Mapping[str, Any], points: Sequence[Point], cpus: float, memory: float) -> str:
+    """Returns the points as an SVG image in Markdown; the other arguments are those of `usage_chart`."""
     last = points[-1][0] or 1.0
     peak = max(usage["peak_memory"], *(point[2] for point in points))
     busiest = max(point[1] for point in points)

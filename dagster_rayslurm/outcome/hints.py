@@ -28,6 +28,7 @@ def with_hint(verdict: Verdict, plan: Plan, evidence: Evidence) -> Verdict:
 
 
 def _missing_module(match: re.Match[str], plan: Plan, context: Mapping[str, Any]) -> str:
+    """Returns how to get a module to the payload that cannot be imported."""
     name = match[1].partition(".")[0]
     if _is_beside(plan, f"{name}.py") or _is_beside(plan, name):
         return _not_sent(plan, name, "name that directory in the launcher's working_dir")
@@ -36,6 +37,7 @@ def _missing_module(match: re.Match[str], plan: Plan, context: Mapping[str, Any]
 
 
 def _missing_file(match: re.Match[str], plan: Plan, context: Mapping[str, Any]) -> str:  # noqa: ARG001
+    """Returns how to send a file that the payload did not find; "" for an absolute path or a program."""
     if os.path.isabs(match[1]) or not ("." in match[1] or "/" in match[1]):  # A name without dot and slash may be a program.
         return ""
     what_to_do = "name it in extra_files=, or its directory in the launcher's working_dir"
@@ -45,6 +47,7 @@ def _missing_file(match: re.Match[str], plan: Plan, context: Mapping[str, Any]) 
 
 
 def _old_python(match: re.Match[str], plan: Plan, context: Mapping[str, Any]) -> str:  # noqa: ARG001
+    """Returns that the payload's Python is older than Dagster's; "" if it is not."""
     theirs = str(context.get("python_version") or "")
     ours = sys.version.split()[0]
     if not theirs or _major_minor(theirs) >= _major_minor(ours):
@@ -57,6 +60,7 @@ def _major_minor(version: str) -> list[int]:
 
 
 def _always(hint: str) -> Callable[..., str]:
+    """Returns a function that returns the hint, whatever its arguments."""
     return lambda *_: hint
 
 
@@ -66,6 +70,7 @@ def _is_beside(plan: Plan, name: str) -> bool:
 
 
 def _not_sent(plan: Plan, name: str, what_to_do: str) -> str:
+    """Returns a hint that a file beside the script is not sent with the script."""
     return f"{name} is beside {os.path.basename(plan.script or '')} here, but only the script itself is sent: {what_to_do}"
 
 

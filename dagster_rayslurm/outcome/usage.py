@@ -11,7 +11,9 @@ from ..runtime.ray.node_table import title
 from .chart import MIB, usage_chart
 
 Metadata = dict[str, Any]
+"""Dagster metadata: values by the key that Dagster shows."""
 Node = Mapping[str, Any]
+"""What the record says of one node: names and resources."""
 NodeUsage = Mapping[str, Mapping[str, Any]]
 """The usage of each node, by the title of the node: its hostname, with the component if components share the host."""
 

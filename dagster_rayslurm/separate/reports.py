@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Message = dict[str, Any]
+"""A Pipes message with method and parameters, or only its parameters."""
 Reports = Sequence[tuple[str, Mapping[str, Any]]]
 """All reports about one asset or asset check: for each, the reporting component and the parameters of its message."""
 
@@ -139,6 +140,7 @@ def merge_checks(reports: Reports) -> list[Message]:
 
 
 _MERGE = {_MATERIALIZATION: merge, _CHECK: merge_checks}
+"""How to merge the results of several components, by the method of their messages."""
 
 
 def _by_component(reports: Reports, what: str) -> dict[str, Mapping[str, Any]] | None:
