@@ -1,4 +1,4 @@
-"""How payloads and Ray clusters end."""
+"""How payloads and Ray clusters end: the reasons, the `End` of a payload, and the error of a cluster."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ class EndReason(str, Enum):
     """Why a payload ended, as the `end` record says it; `outcome.verdict` maps each to a kind of failure."""
 
     EXIT = "exit"
-    """The payload's process ended by itself: see its exit code or signal."""
+    """The payload's process ended by itself; `End.exit_code` or `End.signal` says how."""
     CANCEL = "cancel"
-    """Dagster or `cleanup_cluster` cancelled it."""
+    """Dagster or `cleanup_cluster` cancelled the payload."""
     TERMINATED = "terminated"
     """The runtime received a signal, for instance from Slurm."""
     TIMEOUT = "timeout"
-    """The payload's or the allocation's time limit."""
+    """The payload's or the allocation's time limit was reached."""
     RETURNED = "returned"
-    """The session returned the payload without starting it."""
+    """The session accepted the payload but never started it; another session may run it."""
     ALLOCATION = "allocation"
-    """The allocation has fewer resources than requested."""
+    """The allocation has fewer resources than were requested of Slurm."""
     ENVIRONMENT = "environment"
-    """The environment lacks Ray, or has another version."""
+    """The payload's Python environment lacks Ray, or has another version of it."""
     SPAWN = "spawn"
-    """The command cannot be started."""
+    """The payload's command cannot be started."""
     CLUSTER_START = "cluster-start"
+    """The Ray cluster did not start."""
     CLUSTER_LOST = "cluster-lost"
+    """The Ray cluster was lost after it had started."""
     RECORD = "record"
     """The run directory cannot be written."""
     OTHER_COMPONENT = "other-component"
-    """Separate topology: another component failed."""
+    """In the separate topology, another component failed."""
     RUNTIME = "runtime"
-    """A defect of the runtime."""
+    """The runtime has a defect, or lost the other components of the separate topology."""
 
     def __str__(self) -> str:
         return self.value
@@ -41,26 +43,29 @@ class EndReason(str, Enum):
 
 @dataclass(frozen=True)
 class End:
-    """How a payload ended."""
+    """How a payload ended: the reason, and what the user is told."""
 
     reason: EndReason
     message: Optional[str] = None
+    """Explanation for the Dagster log; None if the reason says it all."""
     exit_code: Optional[int] = None
+    """Exit code of the payload's process; None if a signal or the runtime ended it."""
     signal: Optional[int] = None
+    """The signal that ended the payload's process; None if there was none."""
 
 
 def defect(error: BaseException) -> End:
-    """The end of a payload that a defect of the runtime ended; the message is one line, without the traceback."""
+    """The `End` of a payload that an unexpected exception in the runtime ended; its message is one line, without the traceback."""
     text = " ".join(str(error).split())
     return End(EndReason.RUNTIME, type(error).__name__ + (": " + text if text else ""))
 
 
 class PayloadEnd:
-    """How one payload ends, while it does: by its own process, by the runtime, or by both.
+    """What is known so far about the end of one payload: its process may exit, the runtime may end it, or both.
 
     Attributes:
-        exit: how the process ended; None until then.
-        forced: why the runtime ends the payload; None if it does not.
+        exit: how the payload's process ended; None as long as it runs.
+        forced: why the runtime ends the payload; None if the runtime does not.
     """
 
     def __init__(self) -> None:
@@ -68,22 +73,22 @@ class PayloadEnd:
         self.forced: Optional[End] = None
 
     def force(self, end: End) -> None:
-        """Set why the runtime ends the payload; only the first reason counts."""
+        """Set why the runtime ends the payload; only the first call counts."""
         self.forced = self.forced or end
 
     @property
     def result(self) -> Optional[End]:
-        """How the payload ended: the runtime's reason, else the end of the process; None until then."""
+        """How the payload ended: the runtime's reason if it has one, else how the process ended; None while neither is known."""
         return self.forced or self.exit
 
     @property
     def ran_to_exit(self) -> bool:
-        """Whether the process exited by itself, so that its duration is that of a whole run."""
+        """Whether the payload's process exited by itself, so that its duration tells how long the step takes."""
         return self.forced is None and self.exit is not None and self.exit.signal is None
 
     @property
     def terminated(self) -> bool:
-        """Whether a signal to the runtime ended the payload, so that Slurm may run it again."""
+        """Whether the payload ended because its runtime received a signal; then Slurm may run the job again."""
         return self.forced is not None and self.forced.reason == EndReason.TERMINATED
 
     @property
@@ -95,7 +100,7 @@ class PayloadEnd:
 
 
 class ClusterError(Exception):
-    """The Ray cluster did not start or was lost.
+    """Raised when a Ray cluster did not start; also passed on when a cluster was lost.
 
     Attributes:
         reason: ENVIRONMENT, CLUSTER_START or CLUSTER_LOST.

@@ -1,4 +1,4 @@
-"""Messages between the head's runtime and the agents of worker nodes."""
+"""The kinds of messages between the head's runtime and the node agents of worker nodes."""
 
 from __future__ import annotations
 
@@ -6,37 +6,40 @@ from enum import Enum
 
 
 class NodeCommand(str, Enum):
-    """What the head tells a node, as the `op` of a message."""
+    """What the head commands a worker node to do: the `op` of a message from the head."""
 
     START_RAY = "ray"
-    """Start Ray and join the cluster; `attempt` grows when the head had to take another port."""
+    """Start Ray and join the Ray cluster. `attempt` is higher each time that the head had to start Ray again on another port."""
     RAY_READY = "ready"
-    """The cluster counts this node in: from now on the end of its Ray is a loss."""
+    """Treat an end of Ray as a loss from now on: this node has joined the Ray cluster."""
     END_RAY = "end-ray"
+    """End Ray on this node for one Ray cluster."""
     MEASURE = "measure"
     """Measure usage for a payload."""
     REPORT = "report"
     """Stop measuring for a payload, and send its usage."""
     ENDING = "ending"
-    """The head was signalled and gives payloads their grace period; a node that was signalled as well stays until STOP."""
+    """Stay until STOP, even after a signal: the head was signalled too, and gives payloads their grace period."""
     STOP = "stop"
+    """End the runtime of this node."""
 
     def __str__(self) -> str:
         return self.value
 
 
 class NodeEvent(str, Enum):
-    """What the head hears of a node, as the `event` of a message."""
+    """What happened on a worker node: the `event` of a message from its node agent, or of one that the head makes itself."""
 
     JOINED = "joined"
-    """The node connected for the first time. Made by the head."""
+    """The node connected for the first time. The head makes this event itself."""
     LOST = "lost"
-    """The node's connection was lost. Made by the head."""
+    """The node's connection was lost. The head makes this event itself."""
     RAY_FAILED = "failed"
+    """Ray did not start on the node, or ended unexpectedly."""
     RAY_ENDED = "ended"
-    """Confirms END_RAY."""
+    """The node has carried out END_RAY."""
     USAGE = "usage"
-    """Answers REPORT."""
+    """The answer to REPORT: the measured usage."""
     MEMORY = "memory"
     """The node's memory is nearly full, or a Ray worker was killed for it."""
 

@@ -1,6 +1,6 @@
-"""The run record: how the runtime tells Dagster what happens to a payload, by files in the run directory.
+"""The run record: files in the run directory by which the runtime tells Dagster what happens to a payload.
 
-Files. The head's runtime writes, Dagster's side reads, usually over a network file system or SFTP:
+Files. The head's runtime writes them, and Dagster's side reads them, usually over a network file system or SFTP:
 
 * `journal.jsonl`: start, phases, Pipes messages, usage samples and exactly one `end`.
 * `stdio.jsonl`: the payload's output as `{"s": "stdout" or "stderr", "t": time, "d": text}`, up to a size limit.
@@ -9,15 +9,15 @@ Files. The head's runtime writes, Dagster's side reads, usually over a network f
 Format of a line. A line is a JSON object whose last member is `"crc"`, the CRC-32 of all bytes of the line before `,"crc":"`, in
 8 hex digits. The text contains no newline and no NUL byte, because JSON escapes both. `encode` and `decode` are the whole format.
 
-Writing. Only one process appends to a file (`Appender`). If a write fails halfway, for instance on a full disk, the torn line is
-truncated before the next one. If a writer was killed halfway, the next one first ends the torn line with a newline; its checksum
-does not hold, so readers drop it. Appended lines reach other hosts when `sync` calls fsync.
+Writing. Only one process appends to a file (`Appender`). If a write fails halfway, for instance on a full disk, the appender
+removes the torn line before it writes the next one. If a writer was killed halfway, the next writer first ends the torn line with
+a newline. The checksum of that line does not hold, so readers drop it. Appended lines reach other hosts when `sync` calls fsync.
 
-Reading. A reader's whole state is a byte offset (`LineReader.offset`), so following a run, resuming after a lost connection,
-reattaching and a post-mortem are the same loop. The offset only moves past complete lines.
+Reading. A reader's whole state is a byte offset (`LineReader.offset`). So there is one loop to follow a run, to resume after a
+lost connection, to reattach after a restart of Dagster, and to read a finished record. The offset only moves past complete lines.
 
-Holes. A network file system may show the new size of a file before its new pages: the reader then sees NUL bytes. It stops before
-them and reads there again later. NUL bytes that stay for a minute are damage and are skipped with their line.
+Holes. A network file system may show the new size of a file before its new pages: the reader then sees NUL bytes. The reader
+stops before them and reads there again later. NUL bytes that stay for a minute are damage; the reader skips them with their line.
 
 Reserve for the end. `journal.reserve` occupies 64 KiB from the start. The runtime deletes it before it writes the `end`, so that
 the end of a payload is recorded even on a full disk or an exceeded quota.
@@ -32,43 +32,47 @@ import os
 import zlib
 from typing import Any, Dict, List, Optional, Tuple
 
+# Names of files in a run directory.
 JOURNAL = "journal.jsonl"
 STDIO = "stdio.jsonl"
 STATUS = "status.json"
 RUNTIME_LOG = "runtime.log"
-
+"""Output of the runtime itself."""
 RUNTIME = "runtime.json"
 """Start record of the runtime (`RuntimeSpec`)."""
 PAYLOAD = "payload.json"
 """Start record of the payload (`PayloadSpec`)."""
 SECRETS = "secrets.json"
-"""Secret variables of the payload; deleted once they are read."""
+"""Secret environment variables of the payload; the runtime deletes the file once it has read them."""
 CONTEXT = "pipes_context.json"
+"""The context of Dagster Pipes for the payload."""
 SESSION = "session.json"
-"""Session announcement: how to reach a session."""
+"""The announcement of a warm session: the port and the key by which to reach it."""
 CANCEL = "cancel.json"
-"""Cancel request, empty at first."""
+"""The request to cancel the payload; empty as long as there is none."""
 EXIT = "exit"
-"""Exit code of `srun`, written by the batch script."""
+"""The exit code of `srun`, written by the batch script."""
 COMPONENTS = "components"
 """Directory with a run directory for each component of the separate topology."""
 
 _CRC_KEY = b',"crc":"'
 _RESERVE_BYTES = 64 * 1024
+"""Bytes of disk space that are kept free for the `end`."""
 _MAX_HOLE_READS = 600
-"""Reads at the same hole, which take a minute or more, after which it counts as damage."""
+"""Reads that begin with the same NUL bytes, after which these count as damage; so many reads take a minute or more."""
 
 Record = Dict[str, Any]
+"""The JSON object of one line."""
 
 
 def encode(record: Record) -> bytes:
-    """A record as one line, with its checksum and newline."""
+    """The line for a record, with its checksum and a newline."""
     body = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")[:-1]
     return body + _CRC_KEY + b'%08x"}\n' % zlib.crc32(body)
 
 
 def decode(line: bytes) -> Optional[Record]:
-    """The record of a line without its newline; None if the checksum does not hold."""
+    """The record in a line, which is given without its newline; None if the line is damaged."""
     body, key, tail = line.rpartition(_CRC_KEY)
     if not key or tail != b'%08x"}' % zlib.crc32(body):
         return None
@@ -80,11 +84,11 @@ def decode(line: bytes) -> Optional[Record]:
 
 
 class LineReader:
-    """Turns the bytes of a growing file into records.
+    """Turns the bytes of a growing file into records; the caller reads the file.
 
     Attributes:
-        offset: the first byte that is not consumed; the only state that resuming needs.
-        damaged: number of complete lines whose checksum does not hold.
+        offset: position in the file after the last line that was returned or dropped; reading can resume from it.
+        damaged: number of complete lines that were dropped, because their checksum does not hold.
     """
 
     def __init__(self, offset: int = 0) -> None:
@@ -97,22 +101,22 @@ class LineReader:
 
     @property
     def next_read(self) -> int:
-        """Where to read next: after the consumed lines and the partial line in memory."""
+        """Position in the file from which to read next: after the lines at `offset` and the partial line in memory."""
         return self.offset + self._partial_bytes
 
     def feed(self, data: bytes) -> List[Record]:
-        """The records that `data`, read at `next_read`, completes."""
+        """Take in `data`, read at `next_read`, and return the records of the lines that are complete now."""
         data = self._before_hole(data)
         if not data:
             return []
-        if b"\n" not in data:  # Joined only when complete, so that a line of many chunks is not copied for each chunk.
+        if b"\n" not in data:  # Chunks are joined once their line is complete, so that no chunk is copied for each later one.
             self._partial.append(data)
             self._partial_bytes += len(data)
             return []
         in_pieces = self._partial_bytes > 0
         lines, rest = split_lines(b"".join([*self._partial, data]))
         if in_pieces and self._reread_at != self.offset and decode(lines[0]) is None:
-            # Its beginning may have been truncated since (full disk) or read from a stale page: read the whole line again.
+            # The line's beginning may have been truncated since (full disk) or read from a stale page: read the line again.
             self._partial, self._partial_bytes, self._reread_at = [], 0, self.offset
             return []
         self._partial, self._partial_bytes = ([rest] if rest else []), len(rest)
@@ -122,14 +126,19 @@ class LineReader:
         return records
 
     def _before_hole(self, data: bytes) -> bytes:
-        """The data before the first NUL byte; all of the data if the hole stays."""
+        """The data before the first NUL byte; all of the data if the NUL bytes have stayed for too long."""
         hole = data.find(b"\0")
         self._hole_reads = 0 if hole else self._hole_reads + 1
         return data if hole < 0 or self._hole_reads > _MAX_HOLE_READS else data[:hole]
 
 
 class Appender:
-    """Appends lines to a file that no other process writes; a failed write leaves no torn line."""
+    """Appends lines to a file that no other process writes; after a failed write no torn line stays in the file.
+
+    Attributes:
+        path: the file.
+        size: its size in bytes, without torn lines.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -138,10 +147,10 @@ class Appender:
         self._dirty = False
         self._torn = False
         if self.size and os.pread(self._fd, 1, self.size - 1) != b"\n":
-            self.append(b"\n")  # Ends the torn line of a killed writer.
+            self.append(b"\n")  # This ends the torn line of a killed writer.
 
     def append(self, data: bytes) -> None:
-        """Append whole encoded lines.
+        """Append lines that `encode` made: all of them, or none.
 
         Raises:
             OSError: the disk is full or the file system failed; the lines were not appended.
@@ -156,7 +165,7 @@ class Appender:
             self._dirty = True
         except OSError:
             self.size, self._torn = start, True
-            with contextlib.suppress(OSError):  # The file system is not available; the next append tries again.
+            with contextlib.suppress(OSError):  # The file system cannot even truncate now; the next append tries again.
                 self._mend()
             raise
 
@@ -167,7 +176,7 @@ class Appender:
             self._torn = False
 
     def sync(self) -> None:
-        """Make appended lines visible to other hosts: a network file system sends them on fsync."""
+        """Make the appended lines visible to other hosts: a network file system sends them on fsync."""
         if self._dirty:
             os.fsync(self._fd)
             self._dirty = False
@@ -177,20 +186,25 @@ class Appender:
 
 
 class RunRecord:
-    """The writer of one payload's run record.
+    """Writes the run record of one payload, in the payload's run directory.
 
-    It starts with the empty files of a new run directory; after a requeue it appends to the record of the earlier attempt. Output
-    that cannot be recorded (size limit, full disk) is counted, and the user is told once. A journal line that cannot be recorded
-    raises, because a lost Pipes message is a lost result.
+    After Slurm has run the job again, it appends to the record that the earlier runtime began. Output of the payload that cannot
+    be recorded (size limit, full disk) is dropped and counted, with one remark in the recorded output. But a journal line that
+    cannot be recorded raises an exception, because a lost Pipes message is a lost result.
 
     Args:
         run_dir: the run directory; must exist.
         max_stdio_bytes: size limit of `stdio.jsonl`.
-        attempt: how often Slurm has requeued the job.
+        attempt: how often Slurm has requeued the job; 0 in its first run.
+
+    Attributes:
+        run_dir: the run directory.
+        stdio_dropped: characters of output that were not recorded.
+        ended: whether the `end` is written, after which the record is closed.
 
     Raises:
         FileExistsError: another runtime writes, or has written, this record.
-        OSError: the directory cannot be written, or lacks the space to reserve.
+        OSError: the directory cannot be written, or has no space for the reserve.
     """
 
     def __init__(self, run_dir: str, max_stdio_bytes: int, attempt: int = 0) -> None:
@@ -203,7 +217,7 @@ class RunRecord:
         if attempt == 0 and os.path.exists(journal) and os.path.getsize(journal):
             raise FileExistsError(errno.EEXIST, "there is a record already", journal)
         self._end_appended = False
-        with contextlib.ExitStack() as undo:  # After an error the caller may try again.
+        with contextlib.ExitStack() as undo:  # After an error nothing is left open, so the caller may try again.
             with open(self._reserve, "xb" if attempt == 0 else "wb") as file:
                 undo.callback(self._free)
                 file.write(os.urandom(_RESERVE_BYTES))  # Random bytes occupy space even on a compressing file system.
@@ -216,19 +230,25 @@ class RunRecord:
 
     @property
     def stdio_bytes(self) -> int:
-        """Size of `stdio.jsonl`."""
+        """Size of `stdio.jsonl` in bytes."""
         return self._stdio.size
 
     def write(self, *records: Record) -> None:
         """Append records to the journal.
 
         Raises:
-            OSError: they could not be written.
+            OSError: the records could not be written.
         """
         self._journal.append(b"".join(map(encode, records)))
 
     def output(self, stream: str, text: str, at: float) -> None:
-        """Append payload output; `stream` is "stdout" or "stderr"."""
+        """Append output of the payload, or count it as dropped.
+
+        Args:
+            stream: "stdout" or "stderr".
+            text: the output.
+            at: time of the output, in seconds since the epoch.
+        """
         if self.stdio_dropped:
             self.stdio_dropped += len(text)
             return
@@ -247,14 +267,15 @@ class RunRecord:
             return  # The `end` carries the number of dropped characters anyway.
 
     def sync(self) -> None:
+        """Make the appended records and output visible to other hosts."""
         self._stdio.sync()
         self._journal.sync()
 
     def end(self, record: Record) -> None:
-        """Append the `end`, with the reserved space if the disk is full, and close the record.
+        """Append the `end` of the payload and close the record; if the disk is full, the `end` takes the reserved space.
 
         Raises:
-            OSError: it could not be written; the record stays open for another try.
+            OSError: the `end` could not be written; the record stays open, so the caller may try again.
         """
         if self.ended:
             return
@@ -270,42 +291,49 @@ class RunRecord:
         self._close()
 
     def withdraw(self) -> None:
-        """Close the record and leave the directory as it was, if nothing was written."""
+        """Close the record without an `end`, for a payload that does not start: only empty files stay in the directory."""
         self._free()
         self._close()
 
     def _free(self) -> None:
+        """Give the reserved disk space back."""
         with contextlib.suppress(OSError):  # If the whole directory is gone, the next write raises.
             os.unlink(self._reserve)
 
     def _close(self) -> None:
         for file in (self._journal, self._stdio):
-            with contextlib.suppress(OSError):  # The data is synced; the descriptor is closed even then.
+            with contextlib.suppress(OSError):  # The data is synced already, and close frees the descriptor even if it fails.
                 file.close()
 
 
 def node_log(place: int) -> str:
-    """Name of a node's log, with the output of its runtime and of its Slurm task."""
+    """Name of the log file of one node, which takes the output of the node's runtime and of its Slurm task.
+
+    `place` is the node's number in the allocation.
+    """
     return "node-%d.log" % place
 
 
 def component_dir(run_dir: str, component_id: str) -> str:
-    """The run directory of one component in the separate topology."""
+    """Path of the run directory of one component, below the run's directory (separate topology)."""
     return os.path.join(run_dir, COMPONENTS, component_id)
 
 
 def run_of_component(directory: str) -> str:
-    """The run's directory, given that of a component."""
+    """Path of the run's directory, given the run directory of one of its components (separate topology)."""
     return os.path.dirname(os.path.dirname(directory))
 
 
 def temporary_name(path: str) -> str:
-    """A path in the same directory that no other thread, process or host uses; short even if the name of `path` is long."""
+    """A new path in the directory of `path`, which no other thread, process or host uses.
+
+    Its name is short even if that of `path` is long.
+    """
     return os.path.join(os.path.dirname(path), ".rs-%s.tmp" % os.urandom(8).hex())
 
 
 def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
-    """Replace a file atomically: temporary file, fsync, rename."""
+    """Write a file so that readers see either its old or its new content (temporary file, fsync, rename)."""
     temporary = temporary_name(path)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -321,12 +349,12 @@ def write_atomically(path: str, data: bytes, mode: int = 0o600) -> None:
 
 
 def tail_lines(text: str, lines: int = 40, chars: int = 8000) -> str:
-    """The last lines of a text, up to a number of characters."""
+    """The last lines of a text: at most `lines` of them, with at most `chars` characters."""
     return "\n".join(text[-chars:].splitlines()[-lines:])
 
 
 def tail_file(path: str, lines: int = 40, limit: int = 16384) -> str:
-    """The last lines of a log file, or "" if it cannot be read."""
+    """The last lines of a log file, from its last `limit` bytes; "" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
@@ -337,6 +365,6 @@ def tail_file(path: str, lines: int = 40, limit: int = 16384) -> str:
 
 
 def split_lines(buffer: bytes) -> Tuple[List[bytes], bytes]:
-    """The complete lines of a buffer, and the rest."""
+    """The complete lines of a buffer, without their newlines, and the rest after the last newline."""
     *lines, rest = buffer.split(b"\n")
     return lines, rest

@@ -1,4 +1,4 @@
-"""Read start records and secrets from a run directory."""
+"""Reading the start records and the secrets that Dagster's side put into a run directory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from .spec import RuntimeSpec, SpecError, from_json, is_passable
 
 
 def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
-    """Read the secret variables, and delete their file unless it must be kept for another attempt.
+    """Read the payload's secret environment variables, and delete their file.
+
+    Args:
+        run_dir: the run directory.
+        keep: whether to leave the file for another attempt, because Slurm may run the job again.
+
+    Returns:
+        The variables by name; none if there is no file.
 
     Raises:
-        SpecError: the file is invalid; it is not deleted.
+        SpecError: the file is invalid, and is not deleted.
         OSError: the file cannot be read or deleted.
     """
     path = os.path.join(run_dir, SECRETS)
@@ -41,7 +48,7 @@ def read_text(path: str) -> str:
 
 
 def load_spec(directory: str) -> RuntimeSpec:
-    """The start record of a runtime.
+    """Read the start record of the runtime from its run directory or session directory.
 
     Raises:
         SystemExit: the record is missing or invalid; the message goes to the runtime's log.
