@@ -1,4 +1,4 @@
-"""The node agent: starts, measures and ends Ray on one worker node, on command of the head."""
+"""The node agent: starts, measures and ends Ray on one worker node, as the head's runtime commands."""
 
 from __future__ import annotations
 
@@ -22,37 +22,43 @@ from ..ray.prestart import logs_of
 from ..ray.start import RayListener, RayStart
 
 Command = Dict[str, Any]
+"""A message of the head with a `NodeCommand` as `op`."""
 
 
 class AgentOwner:
-    """What a node agent needs of the node that it runs for."""
+    """What a node agent needs of the runtime or simulated node that it belongs to: scratch directories, messages, a log."""
 
     def scratch_for(self, cluster_key: str) -> Scratch:
-        """A directory for a cluster.
+        """A scratch directory for a Ray cluster; the key is "" for the runtime's own cluster, else the payload's nonce.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: no directory can be made.
         """
         raise NotImplementedError
 
     def send(self, **message: Any) -> None:
-        """Send the head a message."""
+        """Send a message to the head."""
         raise NotImplementedError
 
     def log(self, text: str) -> None:
-        """Write to the node's log; the head shows the end of it if this node is missing."""
+        """Write a line to the node's log; if the node fails, the head shows the last lines of that log."""
         raise NotImplementedError
 
 
 class _NodeCluster(RayListener):
-    """A Ray cluster that this node belongs to."""
+    """This node's part of one Ray cluster: its Ray processes and their scratch directory.
+
+    Attributes:
+        attempt: the number from the command to start Ray; a higher one means to start it again.
+        guarded: whether Ray workers may be killed to keep the node's memory below its limit.
+    """
 
     def __init__(self, agent: NodeAgent, command: Command, attempt: int, scratch: Scratch, guarded: bool) -> None:
         self.attempt = attempt
         self.scratch = scratch
         self.guarded = guarded
         self.failure: Optional[ClusterError] = None
-        """Why Ray did not start, or has ended, on this node."""
+        """Why Ray did not start on this node, or ended; None if it did neither."""
         self.ray: RayStart
         self._agent = agent
         self._command = command
@@ -68,16 +74,16 @@ class _NodeCluster(RayListener):
 
 
 class NodeAgent:
-    """Keeps Ray running on one node, which may belong to several clusters.
+    """Carries out the head's commands on one node: starts, measures and ends Ray, for one or several Ray clusters.
 
     Args:
         loop: the event loop.
-        spec: the start record, the same as the head's.
+        spec: the runtime's start record, the same as the head's.
         machine: the node's resources.
-        owner: the node.
-        environ: variables for Ray's daemons on this node; None for one that must not be set.
-        simulated: whether this runtime has other nodes as well. Then usage counts only the processes of this node's Ray, and the
-            runtime looks for stray processes itself.
+        owner: the runtime or simulated node that this agent belongs to.
+        environ: environment variables for Ray's daemons on this node; a variable with the value None must not be set.
+        simulated: whether this is a simulated node, which shares the machine and the runtime with others. Then usage counts only
+            the processes of this node's Ray, and the runtime itself looks for stray processes.
     """
 
     def __init__(
@@ -102,16 +108,16 @@ class NodeAgent:
 
     @property
     def pids(self) -> List[int]:
-        """The root processes of Ray on this node."""
+        """Process ids of Ray's root processes on this node, one for each Ray cluster."""
         return [cluster.ray.pid for cluster in self._clusters.values() if cluster.ray.pid is not None]
 
     @property
     def guarded(self) -> List[int]:
-        """The root processes below which Ray workers may be killed for their memory."""
+        """Process ids of those root processes below which Ray workers may be killed when the node's memory is nearly full."""
         return [each.ray.pid for each in self._clusters.values() if each.guarded and each.ray.pid is not None]
 
     def handle(self, command: Command) -> None:
-        """Carry out a command; unknown ones are ignored."""
+        """Carry out a command of the head; unknown commands are ignored."""
         op = command.get("op")
         if op == NodeCommand.START_RAY:
             try:
@@ -142,17 +148,17 @@ class NodeAgent:
                 self._strays.end(command["id"])
 
     def end(self) -> None:
-        """End all of Ray on this node at once."""
+        """End Ray at once on this node, for all Ray clusters."""
         for cluster in self._clusters.values():
             cluster.ray.end()
 
     def report_failure(self, command: Command, error: ClusterError, tails: Mapping[str, str]) -> None:
-        """Tell the head that Ray failed.
+        """Tell the head that Ray did not start on this node, or ended.
 
         Args:
-            command: the command to start Ray.
-            error: why it failed.
-            tails: the last lines of Ray's logs by name.
+            command: the command to start Ray that led to it.
+            error: why Ray failed.
+            tails: the last lines of Ray's logs, by the name of the log.
         """
         named = {"cluster": command["cluster"]} if command.get("cluster") else {}
         self.owner.send(
@@ -165,11 +171,11 @@ class NodeAgent:
         )
 
     def _measure(self, nonce: str, job_ids: Optional[List[str]]) -> None:
-        """Measure Ray on this node, without clusters that belong to other payloads.
+        """Measure the usage of a payload on this node, without Ray clusters that belong to other payloads.
 
         Args:
-            nonce: of the payload.
-            job_ids: the payload's known Ray jobs in a cluster that payloads share; None for a cluster of its own.
+            nonce: identifies the payload.
+            job_ids: the payload's known Ray jobs, if payloads share the Ray cluster; None for a Ray cluster of its own.
         """
         running = self._samplers.get(nonce)
         if running is not None:
@@ -194,7 +200,10 @@ class NodeAgent:
         self._samplers[nonce] = UsageSampler(self._loop, self._gpus, ray_temp_dir, other_pids, roots, jobs)
 
     def _start_ray(self, command: Command) -> None:
-        """Start Ray, or restart it if the head had to take another port; after a reconnection it is running already."""
+        """Start Ray on this node, or start it again if the head had to take another port.
+
+        After a reconnection the head repeats the command; Ray is running then, and nothing happens.
+        """
         key, attempt = str(command.get("cluster", "")), int(command["attempt"])
         before = self._clusters.get(key)
         if before is not None and before.attempt == attempt:

@@ -1,6 +1,6 @@
-"""Simulated nodes: the components of an allocation on one machine, a Ray node for each, all started by the head's runtime.
+"""Simulated nodes for local mode: each component of a heterogeneous job gets a Ray node of its own on this machine.
 
-The head commands them like the nodes of an allocation: `SimulatedNodes` stands in for `ConnectedWorkers`.
+The head's runtime runs them all, and commands them like worker nodes: `SimulatedNodes` stands in for `ConnectedWorkers`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ ADDRESS = "127.0.0.1"
 """The address of all simulated nodes."""
 
 Variables = Dict[str, Optional[str]]
+"""Environment variables; a variable with the value None must not be set."""
 
 
 class Share(NamedTuple):
     """The share of this machine that one Ray node gets.
 
     Attributes:
-        machine: its resources, including simulated GPUs.
-        environ: variables for Ray on this node; None for one that must not be set.
-        remark: what is simulated, for the user; or "".
+        machine: the node's resources, including simulated CPUs and GPUs.
+        environ: environment variables for Ray on this node.
+        remark: a sentence for the Dagster log about what is simulated; "" if nothing is.
     """
 
     machine: NodeResources
@@ -42,15 +43,15 @@ class Share(NamedTuple):
 
 
 def component_shares(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> List[Share]:
-    """The shares of all components. Pure.
+    """The share of this machine that each component gets, in the order of the start record. Pure.
 
-    Each component may use all CPUs unless it asks for fewer, because simulated components are rarely busy at the same time. GPUs
-    are assigned in the order of the components. Where too few are left, Ray counts placeholders.
+    Each component may use all CPUs unless it requests fewer, because simulated components are rarely busy at the same time. GPUs
+    are assigned in the order of the components. If too few are left for a component, Ray counts simulated ones.
 
     Args:
-        spec: the start record.
+        spec: the runtime's start record.
         here: the resources of this machine.
-        visible: the variable that shows GPUs to a process, and the ids of the GPUs of this machine.
+        visible: name of the environment variable that limits the GPUs of a process, and the ids of this machine's GPUs.
     """
     variable, left = visible[0], list(visible[1])
     nodes = {each.component_id: each for each in spec.ray.components} if spec.ray is not None else {}
@@ -69,7 +70,7 @@ def component_shares(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str,
 
 
 def single_node_share(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> Share:
-    """The share of the only node of a runtime without components, with simulated CPUs and GPUs if it asks for more. Pure."""
+    """The share for the only node of a runtime without components, with simulated devices if it requests more. Pure."""
     if spec.ray is None:
         return Share(here, {}, "")
     cpus, gpus = max(here.num_cpus, spec.ray.num_cpus or 0), max(here.num_gpus, spec.ray.num_gpus or 0)
@@ -78,14 +79,15 @@ def single_node_share(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str
 
 
 def _gpu_variables(variable: str, own: Sequence[str], gpus: int) -> Variables:
-    """The variables that show a node its own GPUs, and placeholders for missing ones."""
+    """The environment variables that limit a node to its own GPUs, and to made-up ids for the simulated ones."""
     missing = missing_gpus(gpus - len(own))
-    others: Variables = dict.fromkeys(GPU_VARIABLES) if missing else {}  # Ray refuses a number that contradicts them.
+    # Ray refuses a number of GPUs that contradicts any of these variables.
+    others: Variables = dict.fromkeys(GPU_VARIABLES) if missing else {}
     return {**others, **gpu_environment(variable, [*own, *missing])}
 
 
 def _remark(cpus: int, gpus: int, has_cpus: int, has_gpus: int) -> str:
-    """What Ray counts beyond what this machine has; "" if nothing."""
+    """A sentence about the CPUs and GPUs that Ray counts and this machine does not have; "" if there are none."""
     units = [("CPU", cpus, has_cpus), ("GPU", gpus, has_gpus)]
     short = [(_count(counted, unit), _count(has, unit)) for unit, counted, has in units if counted > has]
     if not short:
@@ -99,18 +101,18 @@ def _count(number: int, unit: str) -> str:
 
 
 def _requested(component: ComponentSpec, node: NodeSpec, here: NodeResources) -> Tuple[int, int]:
-    """CPUs and GPUs of a component's node."""
+    """The CPUs and GPUs that a component's node gets: Ray's settings for it, else what was requested of Slurm."""
     cpus = min(component.asked_cpus or here.num_cpus, here.num_cpus) if node.num_cpus is None else node.num_cpus
     return cpus, (component.asked_gpus or 0) if node.num_gpus is None else node.num_gpus
 
 
 class Simulation(NamedTuple):
-    """A runtime with simulated components or devices.
+    """The simulated components or devices of one runtime in local mode.
 
     Attributes:
-        spec: the start record, changed for the simulation.
-        shares: of all components, the head's first.
-        workers: the nodes besides the head; None without components.
+        spec: the runtime's start record, changed for the simulation.
+        shares: the shares of all components, the head's first.
+        workers: the simulated nodes besides the head; None without components.
     """
 
     spec: RuntimeSpec
@@ -118,11 +120,11 @@ class Simulation(NamedTuple):
     workers: Optional[SimulatedNodes]
 
     def remarks(self, uses_ray: bool) -> List[str]:
-        """What is simulated, for the user; a payload without Ray runs in the first component only."""
+        """Sentences for the Dagster log about what is simulated; for a payload without Ray, only in the first component."""
         return [share.remark for share in (self.shares if uses_ray else self.shares[:1]) if share.remark]
 
     def head_environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
-        """The environment for payloads, with only the GPUs of the head's component."""
+        """The environment variables for payloads, which see only the GPUs of the head's component."""
         own = {**environ, **self.shares[0].environ}
         return {name: value for name, value in own.items() if value is not None}
 
@@ -130,14 +132,14 @@ class Simulation(NamedTuple):
 def simulate(
     loop: Loop, spec: RuntimeSpec, here: NodeResources, private: Scratch, on_event: Callable[[WorkerNode, Message], None]
 ) -> Simulation:
-    """Set up the simulated nodes of a runtime; nothing starts yet.
+    """Make the simulated nodes of a runtime in local mode; no process starts yet.
 
     Args:
         loop: the event loop.
-        spec: the start record.
+        spec: the runtime's start record.
         here: the resources of this machine.
         private: scratch directory of the runtime.
-        on_event: called with a node and its event.
+        on_event: called with a simulated node and its event.
     """
     visible = visible_gpus(os.environ, here.num_gpus)
     if not spec.components:
@@ -150,7 +152,7 @@ def simulate(
 
 
 class SimulatedNode(WorkerNode, AgentOwner):
-    """The Ray node of one component other than the head's."""
+    """The simulated node of one component other than the head's: a worker node to the head, and the owner of its node agent."""
 
     def __init__(self, nodes: SimulatedNodes, node_id: int, share: Share, cluster_dirs: ClusterDirs) -> None:
         super().__init__(node_id, share.machine.hostname, share.machine.component)
@@ -161,7 +163,7 @@ class SimulatedNode(WorkerNode, AgentOwner):
 
     @property
     def here(self) -> bool:
-        """A simulated node is always connected."""
+        """Whether the node is connected: always, because it is part of this runtime."""
         return True
 
     def scratch_for(self, cluster_key: str) -> Scratch:  # noqa: ARG002
@@ -176,14 +178,14 @@ class SimulatedNode(WorkerNode, AgentOwner):
 
 
 class SimulatedNodes:
-    """The simulated nodes besides the head; see `WorkerNodes`.
+    """All simulated nodes besides the head; implements `WorkerNodes`.
 
     Args:
         loop: the event loop.
-        spec: the start record.
-        shares: of all components, the head's first.
-        cluster_dirs: makes their directories.
-        on_event: called with a node and its event.
+        spec: the runtime's start record.
+        shares: the shares of all components, the head's first.
+        cluster_dirs: makes the scratch directories for the nodes' Ray.
+        on_event: called with a simulated node and its event.
     """
 
     def __init__(
@@ -206,7 +208,7 @@ class SimulatedNodes:
 
     @property
     def pids(self) -> List[int]:
-        """The root processes of Ray on all nodes."""
+        """Process ids of Ray's root processes on all simulated nodes."""
         return [pid for agent in self._agents.values() for pid in agent.pids]
 
     def send_command(self, places: Iterable[int], **command: Any) -> None:
@@ -214,11 +216,11 @@ class SimulatedNodes:
             self._agents[place].handle(command)
 
     def facts(self) -> List[Dict[str, Any]]:
-        """The resources of the nodes."""
+        """The resources of each simulated node."""
         return [node.facts() for node in self.members.values()]
 
     def log_tail(self, member: WorkerNode) -> str:  # noqa: ARG002
-        """Nothing: the nodes write to the runtime's log."""
+        """Always "": simulated nodes have no log of their own, but write to the runtime's."""
         return ""
 
     def measure(self, nonce: str, jobs: Optional[List[str]]) -> None:
@@ -231,18 +233,18 @@ class SimulatedNodes:
         self._loop.call_later(0.0, lambda: done(usage))
 
     def dismiss(self) -> None:
-        """End Ray on all nodes."""
+        """End Ray on all simulated nodes."""
         for agent in self._agents.values():
             agent.end()
 
     def wait_gone(self, patience: float) -> None:
-        """Nothing to do: the processes of the nodes were below this runtime, which has ended them."""
+        """Return at once: the processes of the simulated nodes are below this runtime, which has ended them."""
 
     def handle_event(self, node: WorkerNode, event: Message) -> None:
-        """Handle an event of a node."""
+        """Called with each event that a simulated node's agent sends to the head."""
         if event["event"] == NodeEvent.USAGE:
             if event["usage"] is not None and event["id"] in self._usage:
                 self._usage[event["id"]][node.title] = event["usage"]
         elif event["event"] == NodeEvent.RAY_FAILED:
-            # The head must not be interrupted in what it is doing.
+            # Not at once: the agent sends this from within a call of the head.
             self._loop.call_later(0.0, lambda: self._on_event(node, event))

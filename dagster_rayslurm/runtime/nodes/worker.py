@@ -1,4 +1,4 @@
-"""The runtime of a worker node: connects to the head's runtime and follows its commands until it is stopped."""
+"""The runtime of a worker node: connects to the head's runtime and follows the head's commands until STOP."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from ..ray.cluster_dir import ClusterDirs
 from .node_agent import AgentOwner, NodeAgent
 
 _HEAD_SIGNAL_TIMEOUT = 20.0
-"""Seconds after a signal until the head must have said that it ends as well; SIGKILL comes after 30 (Slurm's KillWait)."""
+"""Seconds after a signal in which the head must say that it ends as well. After 30 s Slurm sends SIGKILL (KillWait)."""
 _FIRST_CONNECT_TIMEOUT = 600.0
-"""Seconds until a head that was never reached counts as lost. The head ends the step long before, at its own deadline."""
+"""Seconds until a head that was never reached counts as lost; usually the head itself ends the Slurm step long before."""
 
 
 class Worker(ClientListener, AgentOwner):
-    """The runtime of one worker node.
+    """The runtime of one worker node: passes the head's commands to the node agent, and the agent's events to the head.
 
     Args:
         loop: the event loop.
         spec: the start record, the same as the head's.
-        allocation: the allocation, with the place of this node in it.
+        allocation: the Slurm allocation, with the place of this node in it.
         private: scratch directory of this runtime.
-        on_connected: called each time that the head's runtime has been reached.
+        on_connected: called each time that this node has connected to the head's runtime.
 
     Attributes:
-        exit_code: that of this node's task; any other than 0 ends the step on all nodes.
+        exit_code: the exit code for this node's Slurm task; any but 0 ends the Slurm step on all nodes.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Worker(ClientListener, AgentOwner):
             loop.on_signal(signum, self._signalled)
 
     def run(self) -> None:
-        """Run until the head stops this node, or is lost."""
+        """Run until the head sends STOP, the head is lost, or a signal ends this node; then clean up."""
         try:
             self._head.connect()
             self._check_head()
@@ -111,18 +111,23 @@ class Worker(ClientListener, AgentOwner):
             self._logged_problem = problem
 
     def _signalled(self, signum: int) -> None:
-        """Slurm signals every process of the step; a connected head decides how much time is left."""
+        """Called when this runtime receives a signal: ends it, unless the head is connected and so decides when to end.
+
+        Slurm usually signals all processes of the step, and so the head as well, which gives payloads their grace period.
+        """
         self.log("received %s" % signal.Signals(signum).name)
         self._was_signalled = True
-        if (
-            not self._head.is_connected or os.getppid() != self._parent
-        ):  # Without its keeper, no one cleans up after this runtime.
+        # If the keeper, this runtime's parent, is gone, nothing cleans up after SIGKILL: end while there is time.
+        if not self._head.is_connected or os.getppid() != self._parent:
             self._loop.stop()
         elif len(self._spec.components) > 1:
             self._loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
 
     def _leave_component(self) -> None:
-        """End while there is time to clean up: the head was not signalled, so Slurm ends only this node's component."""
+        """End this runtime after a signal that the head did not get: Slurm ends only this node's component.
+
+        If the head was signalled as well, it has sent ENDING, and nothing happens.
+        """
         if self._head_is_ending:
             return
         self.log("its component is being ended, and the head's goes on; ending")
@@ -130,7 +135,7 @@ class Worker(ClientListener, AgentOwner):
         self._loop.stop()
 
     def _check_head(self) -> None:
-        """End if the head has been silent for too long."""
+        """End this runtime if the head has been silent for too long; else check again later."""
         silent = self._head.silent_for
         if silent > (HEARTBEAT_TIMEOUT if self._was_connected else _FIRST_CONNECT_TIMEOUT):
             self.log("the head's runtime has been out of reach for %d s; ending" % silent)

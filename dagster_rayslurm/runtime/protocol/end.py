@@ -55,7 +55,7 @@ class End:
 
 
 def defect(error: BaseException) -> End:
-    """The `End` of a payload that an unexpected exception in the runtime ended; its message is one line, without the traceback."""
+    """The `End` of a payload that an unexpected exception in the runtime ended; its message is one line without traceback."""
     text = " ".join(str(error).split())
     return End(EndReason.RUNTIME, type(error).__name__ + (": " + text if text else ""))
 

@@ -1,17 +1,19 @@
-"""Authenticated connections between runtimes: JSON lines over TCP after a mutual challenge and response.
+"""Authenticated TCP connections between runtimes, and from the Dagster host to a session: each line is a message in JSON.
 
-`rpc_server` accepts connections, `rpc_client` keeps one and reconnects, `rpc_call` makes one call without an event loop.
-All of them share the handshake and the framing of this module:
+This module holds what all sides share, the handshake and the format of messages. `rpc_server` accepts connections, `rpc_client`
+keeps one connection and reconnects, and `rpc_call` makes one call without an event loop.
+
+The two ends authenticate each other before the first message:
 
 1. Each end sends `{"challenge": C}` with 32 random hex digits.
 2. The client sends `{"proof": P}`, P = HMAC-SHA256(key, "client:<server's challenge>:<client's challenge>").
 3. The server checks it and sends its own proof, with "server" and the challenges the other way round.
 4. From then on each line is one message, a JSON object.
 
-The key comes from the start record, which only its owner can read. The handshake keeps out all who can connect to the port, or
-listen on it, without knowing the key. A proof cannot be used for a second connection, because each has new challenges.
-Messages after the handshake are neither signed nor encrypted. Ray's own traffic on the same network is not encrypted either:
-who can alter the traffic between nodes is outside of what the runtime protects against.
+The key comes from the start record, which only the user of the job can read. The handshake keeps out everybody who can connect to
+the port, or listen on it, without knowing the key. A proof cannot be used for a second connection, because each connection has
+new challenges. Messages after the handshake are neither signed nor encrypted, and neither is Ray's own traffic on the same
+network: the runtime does not protect against attackers who can alter the traffic between nodes.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ from typing import Any, Dict, List, Optional
 from ..process.loop import Loop
 
 Message = Dict[str, Any]
+"""One message: the JSON object of a line."""
 
 MAX_LINE = 2**22
-"""Bytes of the longest message; usage samples and tails of logs are far below."""
+"""Bytes that a message may have at most; usage samples and tails of logs are far shorter."""
 _MAX_HANDSHAKE = 4096
-"""Bytes that are read from an end that has not authenticated itself."""
+"""Bytes that a line may have at most until the other end has authenticated itself."""
 _HEX_CHALLENGE = re.compile("[0-9a-f]{32}")
 _HEX_PROOF = re.compile("[0-9a-f]{64}")
 _SEND_TIMEOUT = 2.0
+"""Seconds that sending may block before the connection counts as broken."""
 
 HEARTBEAT_INTERVAL = 5.0
 """Seconds between two pings of a server to its clients; several must fit into HEARTBEAT_TIMEOUT."""
@@ -52,7 +56,7 @@ Worker nodes and the head use it, and so do the components of the separate topol
 
 
 class Role(str, Enum):
-    """The end of a connection: the client has connected to the server."""
+    """Which of the two ends of a connection a process has: the client connects, the server accepts."""
 
     CLIENT = "client"
     SERVER = "server"
@@ -62,20 +66,20 @@ class Role(str, Enum):
 
 
 def derive_key(key: str, purpose: str) -> str:
-    """A key for one purpose, made from another key; both are hex."""
+    """Returns a key for one purpose, made from another key; both are hex."""
     return hmac.new(bytes.fromhex(key), purpose.encode("utf-8"), hashlib.sha256).hexdigest()
 
 
 def encode_message(message: Message) -> bytes:
-    """The line of a message."""
+    """The line for a message, with its newline."""
     return json.dumps(message).encode("utf-8") + b"\n"
 
 
 def decode_message(line: bytes) -> Message:
-    """The message of a line.
+    """The message in a line.
 
     Raises:
-        ValueError: the line is no JSON object.
+        ValueError: the line is not a JSON object.
     """
     try:
         message = json.loads(line.decode("utf-8"))
@@ -87,10 +91,10 @@ def decode_message(line: bytes) -> Message:
 
 
 class LineBuffer:
-    """Splits received bytes into lines.
+    """Splits the bytes that arrive on a connection into lines.
 
     Attributes:
-        limit: bytes that may be buffered.
+        limit: bytes that may be buffered, and so the length of the longest line.
     """
 
     def __init__(self, limit: int) -> None:
@@ -98,10 +102,10 @@ class LineBuffer:
         self._partial = b""
 
     def feed(self, data: bytes) -> List[bytes]:
-        """The lines that `data` completes, without their newlines.
+        """Take in received bytes, and return the lines that are complete now, without their newlines.
 
         Raises:
-            ValueError: the line is longer than the limit.
+            ValueError: a line is longer than the limit.
         """
         if len(self._partial) + len(data) > self.limit:
             raise ValueError("the line is longer than %d bytes" % self.limit)
@@ -110,10 +114,10 @@ class LineBuffer:
 
 
 class Handshake:
-    """One end's part of the mutual authentication; sends nothing itself.
+    """One end's part of the mutual authentication; it says which lines to send, and the caller sends them.
 
     Attributes:
-        opening: the line to send first.
+        opening: the line to send first, with this end's challenge.
         done: whether the other end has proved that it knows the key.
     """
 
@@ -127,7 +131,7 @@ class Handshake:
         self.done = False
 
     def receive(self, line: bytes) -> bytes:
-        """Handle a line of the other end, and return the line to answer with; b"" for none.
+        """Take in a line from the other end, and return the line to answer with; b"" for no answer.
 
         Raises:
             ValueError: the other end does not know the key, or does not speak this protocol.
@@ -148,10 +152,12 @@ class Handshake:
 
 
 def _proof(key: str, prover: Role, verifier_challenge: str, own_challenge: str) -> str:
+    """The proof that the prover knows the key; `own_challenge` is the prover's."""
     return derive_key(key, "%s:%s:%s" % (prover, verifier_challenge, own_challenge))
 
 
 def _hex_field(message: Message, name: str, form: "re.Pattern[str]") -> str:
+    """The value of a message's field; raises ValueError if it does not have this form."""
     value = message.get(name)
     if not isinstance(value, str) or form.fullmatch(value) is None:
         raise ValueError("it sent no %s" % name)
@@ -159,30 +165,30 @@ def _hex_field(message: Message, name: str, form: "re.Pattern[str]") -> str:
 
 
 class ChannelListener:
-    """Receives the events of channels; the methods here do nothing."""
+    """The callbacks of channels, for subclasses to override; the methods here do nothing."""
 
     def authenticated(self, channel: "Channel") -> None:
-        """Both ends have proved that they know the key."""
+        """Called when both ends have proved that they know the key."""
 
     def received(self, channel: "Channel", message: Message) -> None:
-        """A message has arrived. An exception raised here closes this channel only."""
+        """Called when a message has arrived. An exception raised here ends this channel only."""
 
     def closed(self, channel: "Channel", why: str) -> None:
-        """The channel has ended, but not by `Channel.close`. Called once."""
+        """Called once when the channel has ended, except after `Channel.close`."""
 
 
 class Channel:
-    """One connection, of a server or of a client.
+    """One connection, as its server or its client holds it: authenticates the other end, then sends and receives messages.
 
     Args:
-        loop: the event loop that reads it.
+        loop: the event loop, which reads the socket.
         sock: a connected socket; the channel owns it.
         key: the shared secret, hex.
         role: this end's role.
-        listener: receives the events; may be replaced later.
+        listener: its methods are called with what happens; may be replaced later.
 
     Attributes:
-        last_received: when data arrived last, by the loop's clock.
+        last_received: the time on the loop's clock when data arrived last.
     """
 
     def __init__(self, loop: Loop, sock: socket.socket, key: str, role: Role, listener: ChannelListener) -> None:
@@ -192,7 +198,7 @@ class Channel:
         self._socket: Optional[socket.socket] = sock
         self._handshake = Handshake(key, role)
         self._lines = LineBuffer(_MAX_HANDSHAKE)
-        sock.settimeout(_SEND_TIMEOUT)  # Only sending can wait: the loop reads when there is data.
+        sock.settimeout(_SEND_TIMEOUT)  # Only sending can block: the loop reads only when there is data.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         loop.on_readable(sock.fileno(), self._read)
         self._send_line(self._handshake.opening)
@@ -206,16 +212,16 @@ class Channel:
         return self._socket is not None
 
     def send(self, **message: Any) -> None:
-        """Send a message over an authenticated channel. If that fails, the channel ends."""
+        """Send a message; the channel must be authenticated. If sending fails, the channel ends."""
         assert self.is_authenticated
         self._send_line(encode_message(message))
 
     def wait_closed(self, deadline: float) -> None:
-        """Block until the other end closes the connection or `time.monotonic()` reaches the deadline; then close it.
+        """Block until the other end closes the connection, or until the deadline; then close this end.
 
-        For the end of a runtime, when its loop no longer runs.
+        To be called at the end of a runtime, when its loop no longer runs. The deadline is a time of `time.monotonic`.
         """
-        with contextlib.suppress(OSError):  # A broken connection is closed too; a time-out means that the deadline is over.
+        with contextlib.suppress(OSError):  # The connection is broken, or the deadline has come: either way it is closed now.
             while self._socket is not None and time.monotonic() < deadline:
                 self._socket.settimeout(max(0.001, deadline - time.monotonic()))
                 if not self._socket.recv(65536):
@@ -223,13 +229,14 @@ class Channel:
         self.close()
 
     def close(self) -> None:
+        """Close the connection without telling the listener."""
         if self._socket is not None:
             self._loop.forget(self._socket.fileno())
             self._socket.close()
             self._socket = None
 
     def fail(self, why: str) -> None:
-        """Close the channel and tell the listener."""
+        """Close the connection and tell the listener why."""
         if self._socket is not None:
             self.close()
             self.listener.closed(self, why)

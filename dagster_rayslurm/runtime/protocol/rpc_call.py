@@ -1,4 +1,7 @@
-"""One call to the RPC server of a session, without an event loop."""
+"""Sends one request to a warm session and waits for the answer, without an event loop.
+
+The Dagster host uses `call` over a TCP connection. If it cannot connect to the node, it starts `main` there by `srun --overlap`.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,22 @@ from .record import SESSION
 from .rpc import MAX_LINE, Handshake, LineBuffer, Role, decode_message, encode_message
 
 ANSWER = "rayslurm-answer "
-"""What the line with the answer begins with, because srun may print other lines."""
+"""The beginning of the output line of `main` that holds the answer: srun may print other lines."""
 SENT = "rayslurm-sent"
-"""The line that is printed just before the request is sent: from then on the session may have received it."""
+"""The line that `main` prints just before it sends the request: from then on the session may have received the request."""
 
 _CONNECT_TIMEOUT = 10.0
+"""Seconds for connecting, and again for the handshake."""
 ANSWER_TIMEOUT = 60.0
-"""Seconds in which a session answers; its file system may be slow."""
+"""Seconds in which a session must answer a request; the session's file system may be slow."""
 
 
 class NotConnected(OSError):
-    """No session was reached, and nothing was requested."""
+    """Raised when no session was reached, so that the request was not sent."""
 
 
 class AnswerLost(OSError):
-    """The request was sent and the session may have received it, but there is no answer."""
+    """Raised when the request was sent, so that the session may have received it, but no answer came."""
 
 
 def call(
@@ -42,12 +46,12 @@ def call(
     Args:
         sock: a connection to the session; the caller closes it.
         key: the session's key, hex.
-        request: the message.
-        handshake_timeout: seconds.
+        request: the request, with its operation in `op`.
+        handshake_timeout: seconds for the mutual authentication.
         before_send: called just before the request is sent.
 
     Raises:
-        NotConnected: the other end does not prove that it knows the key; nothing was requested.
+        NotConnected: the other end does not prove that it knows the key, so the request was not sent.
         AnswerLost: the connection ended or timed out after the request was sent.
     """
     handshake, lines = Handshake(key, Role.CLIENT), _Lines(sock, handshake_timeout)
@@ -67,7 +71,7 @@ def call(
 
 
 class _Lines:
-    """Sends and reads the lines of a blocking socket before a deadline."""
+    """Sends and reads lines on a blocking socket until a deadline, after which `TimeoutError` is raised."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self._sock = sock
@@ -76,7 +80,7 @@ class _Lines:
         self.set_timeout(timeout)
 
     def set_timeout(self, seconds: float) -> None:
-        """Move the deadline."""
+        """Set the deadline to some seconds from now."""
         self._deadline = time.monotonic() + seconds
 
     def send(self, line: bytes) -> None:
@@ -97,7 +101,11 @@ class _Lines:
 
 
 def main(session_dir: str) -> int:
-    """Send the request on standard input to the session of this node, and print its answer."""
+    """Send the request on standard input to the session whose head is this node, and print the answer.
+
+    Returns:
+        The exit code: 0, or 75 if there is no answer.
+    """
     request = json.load(sys.stdin)
     try:
         with open(os.path.join(session_dir, SESSION), encoding="utf-8") as file:

@@ -1,6 +1,6 @@
-"""Client side of the connections between runtimes: connects with retries, answers heartbeats, reconnects after a loss.
+"""The client's side of the connections between runtimes: connects with retries, answers pings, and reconnects after a loss.
 
-Nothing here blocks, except that a host name is looked up once.
+Nothing here blocks, except the lookup of a host name, which succeeds once.
 """
 
 from __future__ import annotations
@@ -17,37 +17,39 @@ Address = Tuple[str, int]
 """Host and port."""
 
 _CONNECT_TIMEOUT = 1.0
+"""Seconds for connecting to one address."""
 _HANDSHAKE_TIMEOUT = 3.0
-"""Seconds until the next address is tried, as another service may listen on the port."""
+"""Seconds for the handshake, after which the next address is tried: another service may listen on the port."""
 _RETRY_PAUSE = 0.1
+"""Seconds after a failure until the next address is tried."""
 _MAX_LOOKUP_PAUSE = 5.0
-"""Longest pause after a host name could not be resolved; the pause is ten times as long as the failed lookup blocked."""
+"""Longest pause in seconds after a host name could not be resolved. The pause is ten times as long as the lookup blocked."""
 
 
 class ClientListener:
-    """Receives the events of an `RpcClient`; the methods here do nothing."""
+    """The callbacks of an `RpcClient`, for subclasses to override; the methods here do nothing."""
 
     def connected(self) -> None:
-        """The server was reached, and both ends have authenticated themselves."""
+        """Called each time that the client has connected and both ends have authenticated themselves."""
 
     def received(self, message: Message) -> None:
-        """A message has arrived."""
+        """Called when a message has arrived from the server."""
 
     def disconnected(self) -> None:
-        """An authenticated connection was lost; the client reconnects."""
+        """Called when an authenticated connection was lost; the client reconnects by itself."""
 
     def unreachable(self, address: Address, why: str) -> None:
-        """An attempt to connect has failed; the client tries the next address."""
+        """Called when an attempt to connect has failed; the client tries the next address by itself."""
 
 
 class RpcClient(ChannelListener):
-    """Keeps one connection to a server that may listen on one of several addresses.
+    """Keeps one connection to a server, which listens on one of several addresses.
 
     Args:
         loop: the event loop.
         key: the shared secret, hex.
         addresses: where the server may listen, the likeliest first.
-        listener: receives the events.
+        listener: its methods are called with what happens.
     """
 
     def __init__(self, loop: Loop, key: str, addresses: Sequence[Address], listener: ClientListener) -> None:
@@ -68,16 +70,16 @@ class RpcClient(ChannelListener):
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the server was heard last; before the first connection, since this client was made."""
+        """Seconds since anything arrived from the server; before the first connection, since this client was made."""
         return self._loop.now() - self._last_received
 
     def send(self, **message: Any) -> None:
-        """Send a message if the client is connected."""
+        """Send a message to the server; without a connection the message is dropped."""
         if self._channel is not None and self._channel.is_authenticated:
             self._channel.send(**message)
 
     def connect(self) -> None:
-        """Start to connect, with the first address."""
+        """Try to connect to the address whose turn it is, unless the client is connected or closed."""
         self._retry = None
         if self._closed or self._channel is not None or self._connecting is not None:
             return
@@ -93,7 +95,7 @@ class RpcClient(ChannelListener):
         self._try(address, self._resolved[address])
 
     def reconnect(self) -> None:
-        """Give up the connection and make a new one."""
+        """Drop the present connection, if there is one, and connect again."""
         if self._channel is not None:
             self._channel.fail("")
 
@@ -125,7 +127,7 @@ class RpcClient(ChannelListener):
         self._retry_after(_RETRY_PAUSE)
 
     def _try(self, address: Address, resolved: List[Any]) -> None:
-        """Connect to the first of the resolved addresses; if that fails, to the next one."""
+        """Connect to the first of an address's IP addresses; if that fails, to the next one."""
         family, kind, protocol, _, sockaddr = resolved[0]
 
         def failed(why: str) -> None:
@@ -189,5 +191,5 @@ class RpcClient(ChannelListener):
 
 
 def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
-    """The addresses of a server that listens on the first free one of its ports, the likeliest first."""
+    """The addresses at which to look for a server that listens on the first free one of its ports, the likeliest first."""
     return [(host, port) for port in ports for host in dict.fromkeys(hosts)]

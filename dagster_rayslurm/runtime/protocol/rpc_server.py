@@ -1,7 +1,7 @@
-"""Server side of the authenticated connections between runtimes.
+"""The server's side of the authenticated connections between runtimes.
 
-A connection is a stranger until the handshake is done. The server keeps few strangers at a time, and none for long, so that they
-cannot keep clients out.
+A connection whose handshake is not done is called a stranger here. The server keeps few strangers at a time, and none for long,
+so that they cannot keep clients out.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from .rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Channel, ChannelListener
 
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _OUT_OF_RESOURCES_PAUSE = 1.0
-"""Seconds until a process without file descriptors accepts connections again."""
+"""Seconds after one of the errors `_OUT_OF_RESOURCES` until the server accepts connections again."""
 _HANDSHAKE_TIMEOUT = 10.0
+"""Seconds after which a stranger is closed."""
 _MAX_STRANGERS = 64
-"""Connections whose handshake may be open at a time; more wait in the kernel's queue."""
+"""Strangers that the server keeps at a time; more connections wait in the kernel's queue."""
 _MIN_HANDSHAKE_TIME = 1.0
-"""Seconds after which the oldest stranger is closed if there are too many; a handshake takes milliseconds."""
+"""Seconds after which the oldest stranger is closed if there are `_MAX_STRANGERS`; a handshake takes milliseconds."""
 
 _ALL_ADDRESSES = ((socket.AF_INET6, "::"), (socket.AF_INET, ""))
 _LOOPBACK = ((socket.AF_INET, "127.0.0.1"),)
 
 
 class RpcServerError(OSError):
-    """No port is free to listen on."""
+    """Raised when none of the ports is free to listen on."""
 
 
 def listen(ports: List[int], loopback: bool = False) -> socket.socket:
-    """Listen on the first free port.
+    """Returns a socket that listens on the first free port.
 
     Args:
-        ports: tried in this order.
-        loopback: whether only this machine may connect, else any host.
+        ports: the ports to try, in this order.
+        loopback: whether only this machine may connect; otherwise any host may.
 
     Raises:
-        RpcServerError: none of them is free.
+        RpcServerError: no port is free.
     """
     problem = ""
     for port in ports:
@@ -62,13 +63,13 @@ def listen(ports: List[int], loopback: bool = False) -> socket.socket:
 
 
 class Acceptor:
-    """Accepts connections on a listening socket.
+    """Accepts the connections that come in on a listening socket, of this server or of another one.
 
     Args:
         loop: the event loop.
-        sock: the listening socket; the acceptor owns it.
-        on_connection: called with each connection.
-        pause: returns the seconds for which no connection may be accepted; asked before each one.
+        sock: the listening socket; the acceptor closes it.
+        on_connection: called with each new connection.
+        pause: called before each connection is accepted; returns the seconds to wait before it, 0 for none.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Acceptor:
         loop.on_readable(sock.fileno(), self._accept)
 
     def close(self) -> None:
+        """Stop accepting connections, and close the listening socket."""
         self._loop.forget(self._socket.fileno())
         self._socket.close()
 
@@ -98,33 +100,33 @@ class Acceptor:
         except OSError as error:
             if error.errno in _OUT_OF_RESOURCES:
                 self._stop_for(_OUT_OF_RESOURCES_PAUSE)
-            return  # Otherwise the client went away before it was accepted.
+            return  # For other errors: the client went away before its connection was accepted.
         self._on_connection(connection)
 
     def _stop_for(self, seconds: float) -> None:
-        """Stop watching the socket for a while: it stays readable, so the loop would spin."""
+        """Stop watching the socket for a while: it stays readable, so the loop would call again and again."""
         self._loop.forget(self._socket.fileno())
 
         def resume() -> None:
-            if self._socket.fileno() >= 0:  # Closed otherwise.
+            if self._socket.fileno() >= 0:  # The acceptor was closed otherwise.
                 self._loop.on_readable(self._socket.fileno(), self._accept)
 
         self._loop.call_later(seconds, resume)
 
 
 class RpcServer(ChannelListener):
-    """Accepts connections and passes the authenticated ones to a listener.
+    """Listens for connections, authenticates the clients, and passes their messages to a listener.
 
     Args:
         loop: the event loop.
         key: the shared secret, hex.
-        ports: the server listens on the first free one.
-        listener: receives the events of authenticated channels.
-        loopback: whether only this machine may connect.
-        heartbeat: whether to send `{"op": "ping"}` to all clients, and to close channels that are silent for too long.
+        ports: the ports to try; the server listens on the first free one.
+        listener: its methods are called with what happens on authenticated connections.
+        loopback: whether only this machine may connect; otherwise any host may.
+        heartbeat: whether to send `{"op": "ping"}` to all clients, and to close connections that are silent for too long.
 
     Attributes:
-        port: the port it listens on.
+        port: the port that the server listens on.
     """
 
     def __init__(
@@ -147,11 +149,12 @@ class RpcServer(ChannelListener):
         self._heartbeat: Optional[Timer] = loop.call_later(HEARTBEAT_INTERVAL, self._beat) if heartbeat else None
 
     def stop_heartbeat(self) -> None:
+        """Send no more pings, and no longer close silent connections."""
         if self._heartbeat is not None:
             self._heartbeat.cancel()
 
     def close(self) -> None:
-        """Accept no more connections, and close those that are not authenticated."""
+        """Accept no more connections, and close the strangers; authenticated connections stay open."""
         self.stop_heartbeat()
         for channel in self._strangers:
             channel.close()
@@ -184,7 +187,7 @@ class RpcServer(ChannelListener):
         self._loop.call_later(_HANDSHAKE_TIMEOUT, check)
 
     def _pause(self) -> float:
-        """Seconds until there is room for another stranger; the oldest one is closed if it had enough time."""
+        """Seconds until there is room for another stranger; closes the oldest one if it had enough time for its handshake."""
         if len(self._strangers) < _MAX_STRANGERS:
             return 0.0
         oldest, since = next(iter(self._strangers.items()))
@@ -194,6 +197,7 @@ class RpcServer(ChannelListener):
         return left
 
     def _beat(self) -> None:
+        """Close the connections that are silent for too long, and send a ping over the others."""
         self._clients = {channel for channel in self._clients if channel.is_open}
         for channel in list(self._clients):
             if self._loop.now() - channel.last_received > HEARTBEAT_TIMEOUT:
@@ -204,30 +208,34 @@ class RpcServer(ChannelListener):
 
 
 class Peer:
-    """A client that may reconnect, as the server sees it: its newest channel, if there is one."""
+    """One client as the server sees it, over all its reconnections; holds the newest connection.
+
+    Attributes:
+        channel: that connection; None while the client is not connected.
+    """
 
     def __init__(self) -> None:
         self.channel: Optional[Channel] = None
 
     @property
     def here(self) -> bool:
-        """Whether it is connected."""
+        """Whether the client is connected."""
         return self.channel is not None
 
     def attach(self, channel: Channel) -> None:
-        """Use a new channel instead of the one before."""
+        """Take a new connection of the client in place of the one before."""
         if self.channel is not None:
-            self.channel.close()  # It reconnected before the loss was noticed here.
+            self.channel.close()  # The client reconnected before its loss was noticed here.
         self.channel = channel
 
     def detach(self, channel: Channel) -> bool:
-        """Drop a channel that has ended; False if the client has another one by now."""
+        """Drop a connection that has ended. Returns whether the client is not connected now, that is, has no newer connection."""
         if self.channel is not channel:
             return False
         self.channel = None
         return True
 
     def send(self, **message: Any) -> None:
-        """Send a message if the client is connected."""
+        """Send a message to the client; without a connection the message is dropped."""
         if self.channel is not None:
             self.channel.send(**message)

@@ -1,4 +1,4 @@
-"""Parsers for Slurm's node lists and durations. Pure."""
+"""Parsers for the node lists and durations that Slurm prints. Pure."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _PART = re.compile(r"\[([^][]*)\]")
 _WORD = re.compile(r"(?:\[[^]]*\]|[^,])+")
 
 MAX_NODES = 1 << 20
-"""A longer list is damaged, and expanding it would fill the memory."""
+"""Nodes that a list may name at most: a longer list is damaged, and expanding it would fill the memory."""
 
 
 def expand_nodelist(text: str) -> List[str]:
-    """The nodes of a list such as `c[1-2,05-07],x3,rack[1-2]n[01-03]` (SLURM_JOB_NODELIST), in order.
+    """The names of the nodes in a list such as `c[1-2,05-07],x3,rack[1-2]n[01-03]` (SLURM_JOB_NODELIST), in order.
 
-    The result is that of `scontrol show hostnames` (Slurm 22.05 and 24.11): numbers have the width of the first one of their
-    range, and the last bracket of a name varies fastest. "", `(null)` and `None assigned` are empty lists.
+    The result is that of `scontrol show hostnames` (Slurm 22.05 and 24.11): numbers have as many digits as the first number of
+    their range, and the last bracket of a name varies fastest. "", `(null)`, `None assigned` and `None` stand for empty lists.
 
     Raises:
-        ValueError: the text is no node list.
+        ValueError: the text is not a node list.
     """
     if text.strip() in ("", "(null)", "None assigned", "None"):
         return []
@@ -41,7 +41,7 @@ def expand_nodelist(text: str) -> List[str]:
 
 
 def _numbers(inside: str, text: str) -> List[str]:
-    """The numbers of one pair of brackets as text, with leading zeros."""
+    """The numbers in one pair of brackets, as text with leading zeros; `text` is the whole list, for the error message."""
     numbers: List[str] = []
     for part in inside.split(","):
         match = _RANGE.fullmatch(part)
@@ -56,7 +56,10 @@ _DURATION = re.compile(r"(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]+
 
 
 def parse_duration(text: str) -> Optional[float]:
-    """Seconds of "[D-]HH:MM:SS" or "MM:SS.mmm"; None for "UNLIMITED" and the like (squeue(1), sacct(1), Slurm 22.05)."""
+    """The seconds in a duration such as "[D-]HH:MM:SS" or "MM:SS.mmm" (squeue(1), sacct(1), Slurm 22.05).
+
+    None for other texts, such as "UNLIMITED".
+    """
     match = _DURATION.fullmatch(text)
     if match is None:
         return None
