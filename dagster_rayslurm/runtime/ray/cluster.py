@@ -49,10 +49,12 @@ class _JoiningWorkers:
 
     def __init__(self, spec: RaySpec, workers: Optional[WorkerNodes]) -> None:
         self.places: List[int] = []
+        """Ids of the worker nodes of the complete cluster."""
         self.tails: Dict[str, str] = {}
         """The last lines of logs of worker nodes that did not join, by title."""
         self._workers = workers
         self._given_up: Set[int] = set()
+        """Ids of the worker nodes that the cluster no longer waits for."""
         self._failures: Set[Tuple[int, int]] = set()
         """Ids of the nodes whose Ray failed, each with the number of the attempt to start the cluster."""
         self._counted: Set[int] = set()
@@ -66,6 +68,7 @@ class _JoiningWorkers:
 
     @property
     def members(self) -> List[WorkerNode]:
+        """The worker nodes of the complete cluster, joined or not."""
         return [self._workers.members[place] for place in self.places] if self._workers is not None else []
 
     def command(self, **command: Any) -> None:

@@ -45,6 +45,7 @@ _ALIVE = 0  # GcsNodeInfo.ALIVE in gcs.proto
 _GROUP_REMOVED = 3  # PlacementGroupTableData.REMOVED in gcs.proto
 _NOT_IN = 2  # LABEL_OPERATOR_NOT_IN in common.proto
 _LIVING_ACTORS = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")
+"""Ray's names for all states of an actor except dead."""
 _CLIENT_SERVER = "get_ray_client_dependency_error"
 """Function of `ray start` that says what the Ray Client server lacks to run."""
 _DASHBOARD = "get_dashboard_dependency_error"

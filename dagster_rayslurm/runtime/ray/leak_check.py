@@ -50,7 +50,7 @@ def serve(fd: int, gcs: str, report: Callable[..., None]) -> None:
                 try:
                     accessor = internals.connect_state(gcs) if accessor is None else accessor
                     report(event=Report.TABLES, id=query, tables=internals.living_things(accessor))
-                except Exception as error:  # Ray's errors have no common public base, and other versions other modules.
+                except Exception as error:  # Ray's errors have no common public base class, and their modules change.
                     accessor = None
                     report(event=Report.TABLES, id=query, tables=None, message="%s: %s" % (type(error).__name__, error))
 

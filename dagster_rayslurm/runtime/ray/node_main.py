@@ -188,7 +188,7 @@ class _DemandReporter:
         self._next = time.monotonic() + _DEMAND_INTERVAL
         try:
             found = unschedulable.unschedulable(*internals.pending_demand(self._client, nodes))
-        except Exception:  # Ray's errors have no common public base; the next poll may succeed.
+        except Exception:  # Ray's errors have no common public base class. The next poll may succeed.
             return
         lasting, self._before = [each for each in found if each in self._before], found
         for sentence in lasting:
@@ -243,6 +243,6 @@ def _nodes(client: Any) -> Optional[Nodes]:
     """Ray's node table; None while the GCS does not answer."""
     try:
         return internals.node_table(client)
-    except Exception as error:  # Ray's RPC errors have no common public base.
+    except Exception as error:  # Ray's RPC errors have no common public base class.
         print("rayslurm: the GCS does not answer: %s" % error, file=sys.stderr)
         return None

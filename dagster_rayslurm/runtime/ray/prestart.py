@@ -72,7 +72,7 @@ def _serve(fd: int, gcs: str, logs: str, workers: int) -> None:
                 internals.start_workers(raylet, missing)
                 if not _wait_for_logs(logs, before + missing):
                     return  # New workers have no logs to count them by, so each further request would start too many.
-    except Exception as error:  # Ray's errors have no common public base, and other versions other modules.
+    except Exception as error:  # Ray's errors have no common public base class, and their modules change.
         print("rayslurm: no workers are kept ready: %s: %s" % (type(error).__name__, error), file=sys.stderr)
 
 

@@ -34,6 +34,7 @@ from .start_arguments import ray_environment, scheduled_cpus, start_arguments, s
 _ATTEMPTS = 3
 """Most attempts to start Ray on this node; another attempt follows only a taken port or slow agents of Ray."""
 _CLASH = re.compile(r"address already in use|port \d+ is already|already occupied|Failed to bind", re.IGNORECASE)
+"""What Ray's logs contain when a port was taken."""
 _SLOW_AGENT = re.compile(r"Timed out waiting for file \S*_port_")
 """What the raylet logs when it ends because its agents were not up within 15 s; Ray 2.60 has no setting for that limit."""
 KEEPS_WORKERS_READY = "ray"
@@ -45,6 +46,7 @@ _SHIM = """#!/bin/sh
 [ "$1" = stop ] && exit 0
 exec %s -m ray.scripts.scripts "$@"
 """
+"""The `ray` program that `ray symmetric-run` finds in its PATH; %s is the Python to use."""
 
 Event = Dict[str, Any]
 """A report of the process that runs Ray, or a message of a worker node; its field `event` names the kind."""
@@ -148,13 +150,13 @@ class RayStart:
         try:
             os.write(self._audit_fd, json.dumps({"id": query}).encode("utf-8") + b"\n")
         except OSError:
-            return False  # The process is gone, or has not read for long.
+            return False  # The process has ended, or the pipe is full because it has not read for a while.
         return True
 
     def prestart(self) -> None:
         """Have Ray start idle worker processes for the next payload, if the runtime preloads Ray for payloads."""
         if self._prestart_fd is not None:
-            with contextlib.suppress(OSError):  # The process is gone, or has not read for long.
+            with contextlib.suppress(OSError):  # The process has ended, or the pipe is full because it has not read for a while.
                 os.write(self._prestart_fd, b"\n")
 
     def start(self, address: Optional[str], gcs: Optional[str] = None) -> None:
@@ -360,7 +362,7 @@ class RayStart:
                 for line in lines:
                     self._handle(json.loads(line.decode("utf-8")))
         except BlockingIOError:
-            return  # No more for now.
+            return  # No more reports have arrived.
 
     def _handle(self, event: Event) -> None:
         if event["event"] == Report.ENVIRONMENT:
@@ -431,6 +433,7 @@ class RayStart:
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\t[A-Z]+ \S+ -- ")
+"""Time, level and source at the start of a line that Ray logs."""
 _NO_ERROR = re.compile(r"\b(DEBUG|INFO)\b|`\{\}`")
 """Matches log lines that report no error, and lines in which `ray start` prints a placeholder without its value."""
 

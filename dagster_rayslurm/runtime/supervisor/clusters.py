@@ -41,6 +41,7 @@ class Clusters:
 
     @property
     def all(self) -> List[RayCluster]:
+        """The warm Ray cluster, if there is one, and the payloads' own clusters."""
         return [*([] if self.warm is None else [self.warm]), *self._fresh.values()]
 
     def waits(self, spec: PayloadSpec) -> bool:

@@ -93,7 +93,7 @@ def serve_run_dir(supervisor: Supervisor, run_dir: str) -> Payload:
     handled = [b""]
 
     def poll() -> None:
-        with contextlib.suppress(OSError, ValueError, RecursionError):  # Unreadable for now, or just being replaced.
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # The file cannot be read now, or is just being replaced.
             with open(path, "rb") as file:
                 text = file.read()
             if text != handled[0]:
@@ -149,7 +149,7 @@ class LocalSessionServer:
             if announced.get("pid") == os.getpid():
                 os.unlink(self._announcement)
         except (OSError, ValueError):
-            return  # The announcement is gone or another one.
+            return  # The file is gone or damaged.
 
     def admit(self, request: Dict[str, Any]) -> Tuple[Answer, Optional[Payload]]:
         """Queue the payload of a `run` request, unless a request with the same id was accepted before.

@@ -27,6 +27,7 @@ _POLL_INTERVAL = 1.0
 """Seconds between two checks that the session's announcement file is there and up to date."""
 
 _ENDED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
+"""How payloads end when a client asks the session to stop."""
 
 
 class SessionServer(ChannelListener):

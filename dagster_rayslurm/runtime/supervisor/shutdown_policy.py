@@ -61,6 +61,7 @@ class ShutdownPolicy:
 
     @property
     def is_session(self) -> bool:
+        """Whether the runtime waits for further payloads after its last one."""
         return self._idle_timeout is not None
 
     @property

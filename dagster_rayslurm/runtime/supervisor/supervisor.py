@@ -416,10 +416,10 @@ class Supervisor(RayListener):
         }
         allocation = self._allocation_facts()
         if allocation is None:
-            context["machine_cpus"] = count_cpus(os.environ)  # Some of `num_cpus` may be simulated.
+            context["machine_cpus"] = count_cpus(os.environ)  # `num_cpus` may be simulated, and differ from this number.
         else:
             context["allocation"] = allocation
-            only_here = cluster is None and self.lifetime.is_session  # The whole of any other job is the payload's.
+            only_here = cluster is None and self.lifetime.is_session  # A job without a session belongs wholly to its payload.
             machines = [self.nodes.machine] if only_here else self.nodes.machines()
             context["granted"] = [machine.facts() for machine in machines]
         if cluster is not None:
@@ -482,7 +482,8 @@ class Supervisor(RayListener):
         name = signal.Signals(signum).name
         workers = self.nodes.workers
         if workers is not None:
-            workers.send_command(workers.members, op=NodeCommand.ENDING)  # Workers that got the signal too stay until the end.
+            # Worker nodes that got the same signal must stay until the payloads have ended.
+            workers.send_command(workers.members, op=NodeCommand.ENDING)
         self.close(End(EndReason.TERMINATED, "the runtime received %s" % name), grace=0 if again else None)
         if not len(self.queue):
             self.hooks.interrupted(self.loop, signum)
