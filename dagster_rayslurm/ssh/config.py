@@ -16,7 +16,9 @@ from pydantic import Field
 from ..config import StrictResource, at_least, check_text, checked, choice, plain_text
 
 _INTEGERS = ("port", "connect_timeout", "keepalive")
+"""Fields whose variables hold an integer."""
 _WITHOUT_VARIABLE = ("jump_host", "require_existing_master")
+"""Fields that `from_env` does not read from a variable of their own."""
 _KEY = "KEY"
 """Second name of the variable KEY_PATH: the one that dagster-slurm uses."""
 _WITH_USER_OR_PORT = re.compile(r"(?:ssh://)?(?:(?P<user>[^@/]+)@)?(?P<host>[^@:/]+|\[[^]]+\])(?::(?P<port>\d+))?/?")

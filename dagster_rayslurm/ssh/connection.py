@@ -144,7 +144,7 @@ class SSHConnection:
         self._on_files(f"renaming {old}", lambda sftp: sftp.replace(os.fsencode(old), os.fsencode(new)))
 
     def remove(self, path: str) -> None:
-        # Most calls remove a few files. A shell would cost more on the edge node, which many users share.
+        # Most calls remove a few files, and SFTP costs the edge node, which many users share, less than a shell does.
         if self._on_files(f"removing {path}", lambda sftp: _remove_few(sftp, os.fsencode(path))):
             return
         done = self._run(["rm", "-rf", "--", path])
@@ -269,6 +269,11 @@ class SSHConnection:
             time.sleep(pause)
 
     def _logged_in(self) -> ChannelPool:
+        """The channels of a login that works; logs in if there is none.
+
+        Raises:
+            ConnectionFailed: the login failed, in this thread or just before in another one.
+        """
         called_at = time.monotonic()
         with self._lock:
             if self._channels is not None and self._channels.transport.alive():
@@ -288,6 +293,7 @@ class SSHConnection:
             return self._channels
 
     def _forget(self, channels: ChannelPool) -> None:
+        """Close the channels of a broken login, so that the next use logs in again."""
         with self._lock:
             if self._channels is channels:
                 self._channels = None
@@ -295,6 +301,7 @@ class SSHConnection:
 
 
 def _remove_few(sftp: Sftp, path: bytes) -> bool:
+    """Remove a path by SFTP. Returns whether it is gone; an error counts as no."""
     try:
         return sftp.remove_few(path)
     except OSError:
@@ -376,7 +383,7 @@ class ListeningForward:
             try:
                 client, _ = self._listener.accept()
             except OSError:
-                self._closed.wait(0.1)  # Closed; or out of file descriptors, which may pass.
+                self._closed.wait(0.1)  # The listener is closed, or file descriptors have run out for now.
                 continue
             with self._lock:
                 self._clients.add(client)

@@ -106,12 +106,14 @@ def add_key(path: str, host: str, port: int, key_type: str, key: str) -> Trust:
 
 
 def _read_text(path: str) -> str:
+    """The text of a file; "" if the file does not exist."""
     with contextlib.suppress(FileNotFoundError), open(path, errors="replace") as file:
         return file.read()
     return ""
 
 
 def _matches(patterns: str, name: str) -> bool:
+    """Whether the first field of a line in a file of known hosts (a list of patterns, or a hash) covers a host name."""
     if patterns.startswith("|1|"):
         return _matches_hash(patterns, name)
     matched = False

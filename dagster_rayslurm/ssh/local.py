@@ -151,6 +151,7 @@ class LocalConnection:
 
 
 def _copy(source_path: str, path: str, progress: Progress | None, mode: int | None) -> None:
+    """Copy a file, and replace the target atomically once the copy is complete. A `mode` of None stands for 0644."""
     temporary = temporary_name(path)
     try:
         with open(source_path, "rb") as source, _created(temporary) as target:

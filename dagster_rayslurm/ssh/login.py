@@ -170,6 +170,7 @@ def agent_keys() -> list[Any]:
 
 
 def _unlock(ssh: SSHConnectionResource, path: str, passphrase: str | None) -> Any:
+    """A private key as a key object of paramiko, opened with the passphrase or taken from the agent."""
     try:
         return paramiko.PKey.from_path(path, passphrase.encode() if passphrase else None)
     except TypeError:  # cryptography: a passphrase for an unlocked key, or none for a locked one.

@@ -17,6 +17,7 @@ ANSWERS, UNANSWERED = "answers.json", "unanswered"
 """Names of the two files in the directory: the secrets, and the prompts without an answer."""
 
 _ONE_TIME = re.compile(r"one.?time|\botp\b|token|passcode|verification|\bcode\b", re.IGNORECASE)
+"""Matches prompts for a second factor, which may contain the word "password" too."""
 
 
 def asks_password(prompt: str) -> bool:

@@ -122,7 +122,7 @@ def control_path(ssh: SSHConnectionResource, number: int = 0) -> str:
         ssh: the server.
         number: number of the master; a further one is opened when the server allows no more sessions on the first.
     """
-    # Timeouts are left out, so that a change of one does not lose a login that a person made.
+    # Timeouts do not count, so that a change of a timeout does not lose a login that a person made.
     fields = ("host", "port", "user", "key_path", "certificate_path", "host_key", "host_key_checking", "known_hosts_file")
     identity = repr([[getattr(hop, field) for field in fields] for hop in ssh.hops()])
     return os.path.join(private_dir(), f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}-{number}")
@@ -284,7 +284,7 @@ def _start_master(ssh: SSHConnectionResource, path: str, scratch: str, remaining
     environ = {
         **os.environ,
         "LC_ALL": "C",
-        "SHELL": "/bin/sh",  # Runs the ProxyCommand; that of a service user is often nologin.
+        "SHELL": "/bin/sh",  # Runs the ProxyCommand. The shell of a service user is often nologin.
         "SSH_ASKPASS": os.path.join(scratch, "askpass"),
         "SSH_ASKPASS_REQUIRE": "force",  # Since OpenSSH 8.4; older versions need a display and no terminal.
         "DISPLAY": os.environ.get("DISPLAY", ":0"),

@@ -27,6 +27,7 @@ from .openssh_askpass import asks_password
 from .openssh_master import master_command
 
 _LOG = "dagster_rayslurm.paramiko"
+"""Name of paramiko's logger, which is silenced."""
 _CONNECT_SLICE = 4.0
 """Seconds after which a TCP connection attempt is given up and a new one starts.
 
@@ -41,9 +42,11 @@ _BUFFER = 65536
 _ADMINISTRATIVELY_PROHIBITED, _CONNECT_FAILED = 1, 2  # RFC 4254, section 5.1
 
 _DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+"""Private keys to try if no key is configured, after those of the agent."""
 _MAX_AGENT_KEYS = 4
 """Number of keys of the agent to try: sshd disconnects after six failures (`MaxAuthTries`, sshd_config(5) of OpenSSH 9.2)."""
 _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
+"""Names by which a server offers a host key, where they differ from the key's type in known_hosts."""
 
 
 def log_in(ssh: SSHConnectionResource) -> Transport:
@@ -68,6 +71,7 @@ def log_in(ssh: SSHConnectionResource) -> Transport:
 
 
 def _log_in_to(ssh: SSHConnectionResource, jump: ParamikoTransport | None) -> ParamikoTransport:
+    """Log in to one server, directly or through the login to its jump host, and return the login."""
     deadline = time.monotonic() + ssh.connect_timeout
     stream = jump.open_tcp(ssh, deadline) if jump else _connect(ssh, deadline)
     transport = paramiko.Transport(stream, packetizer_class=_Packetizer)
@@ -205,11 +209,13 @@ class _Prompts:
 
 
 def _check_active(transport: Any, ssh: SSHConnectionResource) -> None:
+    """Raise if the server closed the connection after a refused key."""
     if not transport.is_active():
         raise errors.login_refused(ssh, "all that was tried so far (it hung up)", "")
 
 
 def _offered_methods(transport: Any, user: str) -> list[str]:
+    """The names of the authentication methods that the server offers; empty if it does not say."""
     try:
         transport.auth_none(user)
     except paramiko.BadAuthenticationType as error:

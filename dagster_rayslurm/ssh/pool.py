@@ -48,7 +48,7 @@ def connect_early(ssh: SSHConnectionResource | None) -> None:
 
 def new_connection(ssh: SSHConnectionResource) -> SSHConnection:
     """A new connection that is not shared with other callers. The caller closes it."""
-    # Imported here, because importing paramiko takes a third of a second, which local runs save.
+    # Imported here, so that local runs save the third of a second that the import of paramiko takes.
     from .connection import SSHConnection
 
     if ssh.client == "openssh":

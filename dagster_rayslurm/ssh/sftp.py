@@ -79,7 +79,7 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
         """
         message = paramiko.Message()
         message.add_int(3)
-        with contextlib.suppress(OSError):  # A closed channel may still hold the output of its other end.
+        with contextlib.suppress(OSError):  # A closed channel may still hold output of the server.
             self._send_packet(protocol.CMD_INIT, message)
         received = b""
         while True:
@@ -234,7 +234,7 @@ class Sftp(paramiko.SFTPClient):  # type: ignore[misc]
                     if progress:
                         progress(done, size)
                     yield done
-            # The mode again, because the umask of the server has changed it.
+            # Set the mode again, because the umask of the server has changed it.
             chmod = self._submit(protocol.CMD_FSETSTAT, handle, attributes)
             fsync = self._submit(protocol.CMD_EXTENDED, "fsync@openssh.com", handle)
             self._response(chmod)

@@ -1,6 +1,6 @@
 """Uploads user code and the runtime to the Slurm cluster, as immutable directories that are named by the hash of their content.
 
-Results and records come back by other ways. Begin with `bundle` for what is sent and `deliver` for how.
+Nothing is fetched from the cluster here. Begin with `bundle` for what is sent and `deliver` for how.
 """
 
 from .bundle import Bundle, bundle_directory, bundle_files, make_bundle
