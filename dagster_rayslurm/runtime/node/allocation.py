@@ -21,7 +21,7 @@ class Allocation:
 
     Attributes:
         job_id: Slurm's job id.
-        node_id: index of this node in `nodes`; the head is 0.
+        node_id: index of this node in `nodes`; 0 is the head, the node whose runtime commands the others.
         nodes: names of all nodes, the head's first.
         head_addresses: addresses at which the head may be reached, the likeliest first; if there are other nodes, none of them is
             a loopback address.

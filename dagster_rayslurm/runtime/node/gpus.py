@@ -167,7 +167,7 @@ class GpuMonitor:
         self._query_after(0.0)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Call `subscriber` no more; the last one to leave ends the queries."""
+        """Stop calling `subscriber`; without any subscriber, the queries end."""
         if subscriber in self._subscribers:
             self._subscribers.remove(subscriber)
         if not self._subscribers and self._timer is not None:

@@ -52,7 +52,7 @@ class Group(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Bytes of memory that the job uses on one node, and the limit in bytes; `groups` may be empty unless `needs_groups`."""
+    """Bytes of memory that the job uses on one node, and the limit; `groups` may be empty unless `needs_groups` is true."""
 
     used: int
     limit: int

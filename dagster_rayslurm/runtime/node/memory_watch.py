@@ -21,7 +21,7 @@ query from each node."""
 _PAUSE_FACTOR = 10
 """The pause after a sample is at least this many times as long as the sample took; a node may have thousands of processes."""
 _TABLE_AGE = 0.1
-"""Seconds for which a process table read from /proc is good enough."""
+"""Greatest age in seconds of a process table from /proc that a sample may use."""
 _NO_LIMIT = 2**62
 """The limit in bytes where there is none."""
 

@@ -37,7 +37,7 @@ NODE_SERVICES = (
 
 
 HEAD_VARIABLES = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
-"""Environment variables for two ports of the head that have no option and are the same in all clusters by default (Ray 2.60)."""
+"""Environment variables for two ports of the head that have no option and by default the same number in all Ray clusters."""
 
 _LOCK_BASES = ("/tmp", "/var/tmp", "/dev/shm")
 """Directories for locks that all users and jobs on this node share; TMPDIR may be another directory for each job."""
@@ -119,7 +119,7 @@ def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
 
 
 def choose(port_range: Optional[str] = None, head: bool = True) -> Ports:
-    """The ports for a Ray cluster on this node.
+    """Free ports for the services and workers of a Ray cluster on this node.
 
     Args:
         port_range: "LOW-HIGH" if all ports must be in a range.

@@ -25,7 +25,7 @@ _FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.15
 last: short payloads are seen, and long ones cost little. What Ray's workers use after the last sample is lost, because they
 end with their Ray job; for a short payload that is a seventh at most."""
 _MAX_POINTS = 240
-"""Number of points in a usage chart; when there are more, every second one is dropped."""
+"""Most points in the course of usage; when there are more, every second one is dropped."""
 
 
 class ProcessTable:
@@ -70,7 +70,7 @@ class UsageMeter:
     """Adds up the samples of one payload's processes to its usage. Pure arithmetic: the caller reads /proc.
 
     Args:
-        baseline: the processes that run before the payload starts; their CPU time up to now does not count.
+        baseline: the processes that run before the payload starts; the CPU time that they have used by now does not count.
         started: when measuring begins (`time.monotonic`).
     """
 

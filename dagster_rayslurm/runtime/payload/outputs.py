@@ -9,7 +9,7 @@ import stat
 from typing import Dict, Iterator, List, Sequence, Union
 
 _MAX_SENTENCES = 50
-"""Number of sentences in `left_out`; the `end` record must fit into a fixed amount of reserved disk space."""
+"""Most sentences in `left_out`; the `end` record must fit into a fixed amount of reserved disk space."""
 
 
 class OutputSearch:

@@ -214,7 +214,7 @@ class Payload:
         return True
 
     def end_early(self, end: End, grace: Optional[float] = None) -> None:
-        """End the payload for a reason of the runtime: SIGTERM to its process group, and SIGKILL after the grace period.
+        """End a payload before it ends by itself, for instance at its time limit: SIGTERM, and SIGKILL after the grace period.
 
         The reason of the first call is recorded. A second call can shorten the grace period, never lengthen it. A payload
         whose process has ended by itself keeps that end, with two exceptions: for `_SIGNAL_MARGIN` after a failure, and while

@@ -47,8 +47,7 @@ _LAZY_IMPORTS = {
         "ray.dag.compiled_dag_node",
     )
 }
-"""What to import besides a module, because the module itself imports it only in use: Ray at the first task and at the end (Ray
-2.60)."""
+"""Modules to import along with a module that imports them only when used: Ray at the first task and at the end (Ray 2.60)."""
 _FORK_SAFE_POOLS = ("openblas", "libmkl", "libiomp5", "libomp")
 """Libraries whose threads end before a fork and restart on demand after it (pthread_atfork); libgomp's do not."""
 _FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
@@ -92,7 +91,7 @@ def _load(names: List[str]) -> Optional[str]:
 
 
 def _serve(control: socket.socket) -> Tuple[socket.socket, List[int]]:
-    """Fork for each payload. Only the payload's process returns, with its socket and the descriptors of its stdout and stderr."""
+    """Serve fork requests; returns only in the process of a payload, with its socket and descriptors of its stdout and stderr."""
     while True:
         fds = _receive(control)
         child = _fork()

@@ -19,7 +19,7 @@ _IN_TRANSIT = 1.0
 """Seconds after which a line that a Ray worker printed has reached the driver: Ray looks for new log files every half second,
 and reads them ten times a second (Ray 2.60: `_private/log_monitor.py`)."""
 _TAIL = 65536
-"""Bytes at the end of a log file in which printed lines are looked for; a larger file has some."""
+"""Bytes at the end of a log file in which printed lines are looked for; a larger file counts as having some."""
 _LOG_PREFIXES = (b":job_id:", b":actor_name:", b":task_name:")
 """Beginnings of the lines that Ray itself writes into a worker's log (Ray 2.60: `LOG_PREFIX_*`)."""
 

@@ -52,7 +52,7 @@ _IMPORT_PREFIXES = (
 )
 """Prefixes of environment variables that an interpreter reads when it starts, or a library when it is imported."""
 _IMPORT_NAMES = ("HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP")
-"""Other environment variables that an interpreter or a library reads then."""
+"""Other environment variables that an interpreter reads when it starts, or a library when it is imported."""
 _LATE_NAMES = (
     *("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN_PATH"),
     *("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_OVERRIDE_JOB_RUNTIME_ENV", "HF_TOKEN"),

@@ -81,7 +81,7 @@ class PayloadRecord:
         self._guarded(lambda: self._files.write(*records))
 
     def note(self, record: Record) -> None:
-        """Write a record into the journal; if that fails, nothing happens, because the payload does not need it."""
+        """Write a record that may get lost, such as a usage sample, into the journal; errors are ignored."""
         with contextlib.suppress(OSError):
             self._files.write(record)
 
