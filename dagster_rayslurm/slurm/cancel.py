@@ -20,7 +20,7 @@ _LATE_SUBMISSION = 2.0
 
 
 def wait_until_gone(commands: Connection, job_id: int, patience: float = 0.0) -> bool:
-    """Cancel a job, again and again, until Slurm shows it as over or no longer knows it; False after a minute.
+    """Cancel a job repeatedly until Slurm shows it as over or no longer knows it; returns False if Slurm takes over a minute.
 
     Args:
         commands: runs Slurm's programs.

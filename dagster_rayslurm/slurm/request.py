@@ -196,7 +196,7 @@ def job_name(step_key: str, nonce: str) -> str:
 
 
 def is_job_of(name: str, nonce: str) -> bool:
-    """Whether `job_name` made this name with this nonce."""
+    """Whether a job's name is one that `job_name` made with this nonce."""
     return name.startswith(_NAME_PREFIX) and name.endswith(f"-{nonce}")
 
 

@@ -131,6 +131,7 @@ class SessionAcquisition:
             raise self._served_nothing(job, sentence)
 
     def _create_generation(self, number: int) -> AcquiredSession | None:
+        """Create a generation, and return its session once that accepts requests; None if the step must look for another one."""
         self._check_allocations()
 
         def hold(job: SlurmJob) -> None:
@@ -143,7 +144,10 @@ class SessionAcquisition:
         return None if session is None else AcquiredSession(session, reused=False)
 
     def _join(self, newest: NewestGeneration) -> AcquiredSession | None:
-        """The session of a generation that another process created, once it accepts requests; None if it never will again."""
+        """Wait for a generation that another process created, and return its session once that accepts requests.
+
+        Returns None if the generation has ended, or will never accept requests.
+        """
         number = newest.number
         if newest.ended:
             return None
@@ -175,8 +179,10 @@ class SessionAcquisition:
         return newest.job_id if newest.number == number else None
 
     def _expire_claim(self, claim: NewestGeneration) -> str | None:
-        """The id of the job of a claimed generation whose creator is gone or slow; None, and the claim is abandoned, if Slurm
-        has no such job."""
+        """The id of the job of a claimed generation whose creator is gone or slow.
+
+        If Slurm has no such job, the generation is marked as abandoned, and None is returned.
+        """
         # An old claim may mean that slurmctld answers no process: then the creator still waits for the submission.
         queue = self._retry(lambda: fetch_queue(self.commands)) if claim.creator else None
         jobs = [str(row.job_id) for row in queue.named(claim.creator) if row.is_leader] if queue is not None else []
@@ -199,9 +205,10 @@ class SessionAcquisition:
         return row is None or row.state in TERMINAL
 
     def _wait(self, number: int, job: SlurmJob, created: bool) -> LiveSession | None:
-        """The session of a generation, once it accepts requests; None if the step needs another generation.
+        """Wait for a generation, and return its session once that accepts requests; None if the step needs another generation.
 
-        The latter happens if a job that another process created had ended before this step first looked at the job.
+        Another generation is needed if the session no longer accepts payloads, or if another process created the job and the
+        job had ended before this step first looked at it.
         """
         self._problem = f"Slurm job {job.job_id} ended before anybody looked"
         began = time.monotonic()
@@ -250,8 +257,10 @@ class SessionAcquisition:
             time.sleep(_CADENCE.pause(now - (running_since or began), running_since is not None))
 
     def _retry(self, action: Callable[[], T], any_error: bool = False) -> T:
-        """Repeat an action while the cluster is out of reach, for `patience` seconds; `any_error` also repeats it after other
-        OSErrors."""
+        """Return the result of an action, which is repeated for `patience` seconds while the cluster is out of reach.
+
+        With `any_error`, the action is repeated after any other OSError, too.
+        """
         deadline = time.monotonic() + self.patience
         logged = ""
         while True:
@@ -290,6 +299,7 @@ class SessionAcquisition:
             job.cancel_until_gone()
 
     def _never_started(self, job: SlurmJob, description: str) -> RunFailure:
+        """The failure to raise when a session's job ended before the session announced itself."""
         evidence = Evidence(runtime_exit=description)
         job.explain(evidence)
         verdict = judge(evidence, uses_pipes=False, require_messages=False)
@@ -297,6 +307,7 @@ class SessionAcquisition:
         return RunFailure(verdict.kind or FailureKind.RUNTIME, sentence, _metadata(job, evidence), verdict.retry)
 
     def _served_nothing(self, job: SlurmJob, sentence: str) -> RunFailure:
+        """The failure to raise when sessions announced themselves but did not run this step's payload."""
         evidence = Evidence(runtime_exit=self._problem, started_at=0.0)  # The job wrote an announcement, so its files are there.
         job.explain(evidence, timeout=_FINAL_STATE_TIMEOUT)
         verdict = judge_job(evidence)
@@ -305,6 +316,7 @@ class SessionAcquisition:
         return RunFailure(FailureKind.CLUSTER_START, sentence, _metadata(job, evidence))
 
     def _silent(self, job: SlurmJob) -> RunFailure:
+        """The failure to raise when a session's job runs but the session does not announce itself in time."""
         evidence = Evidence()
         job.explain(evidence, timeout=0.0)
         log = f": {lines[-1]}" if (lines := relevant_lines(evidence.runtime_log)) else ""

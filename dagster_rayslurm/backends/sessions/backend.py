@@ -299,6 +299,7 @@ class _SessionStart:
         return {name: content.decode("utf-8") for name, content in files.items()}
 
     def _on_accepted(self, session: LiveSession) -> None:
+        """Called when a session has accepted the payload: registers the running payload."""
         assert self._acquired is not None
         reattached = self._step.reattached
         key, capacity = os.path.basename(os.path.dirname(session.directory)), session.manifest.capacity

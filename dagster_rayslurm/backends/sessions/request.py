@@ -189,6 +189,7 @@ class RunRequest:
         return {"ok": False, "error": Refusal.GONE}
 
     def _send_once(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send the request once, return the answer, and keep `unsettled` true to what is known."""
         before = self.unsettled
         # From here on an interrupt leaves it open whether the session accepts the payload.
         self.unsettled = True
@@ -208,6 +209,7 @@ class RunRequest:
         return answer
 
     def _settle(self, acceptor: LiveSession) -> dict[str, Any]:
+        """Called when it is known which session accepted the payload; returns the answer {"ok": True}."""
         with delayed_interrupts():
             self.on_accepted(acceptor)
             self.unsettled = False
@@ -262,6 +264,7 @@ class RunRequest:
         return row is not None and row.state not in TERMINAL
 
     def _no_answer(self, session: LiveSession, in_reach: bool) -> StartError:
+        """The error to raise when a session has not answered for too long."""
         name, job_id, place = _name(session), session.announcement.job_id, self.commands.place
         if self.unsettled and not in_reach:
             message = (
