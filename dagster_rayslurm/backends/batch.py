@@ -146,7 +146,10 @@ class BatchBackend:
 
     @contextlib.contextmanager
     def cancel_on_error(self, request: JobRequest, step: Step) -> Iterator[None]:
-        """On any error or interrupt inside, cancel the job by its name: Slurm may have accepted it without our knowledge."""
+        """Cancel the job by its name on an error or interrupt inside, unless Slurm refused the job.
+
+        Slurm may have accepted the job although the answer did not arrive.
+        """
         try:
             yield
         except SubmissionRefused:
