@@ -182,7 +182,7 @@ def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec |
         return spec
     nodes = [_node_spec(each.component_id, _node_launcher(launcher, each)) for each in components]
     if spec.max_workers is not None:
-        # The last components would have no node in the cluster; tasks that require them would wait forever.
+        # With fewer workers, the last components would have no node in the Ray cluster, and tasks for them would wait forever.
         raise ValueError(
             f"RayLauncher.max_workers={spec.max_workers}: with components, each component's SlurmQueueConfig.num_nodes says how "
             "many nodes join; leave max_workers out"

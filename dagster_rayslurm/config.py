@@ -221,7 +221,7 @@ def time_limit_seconds(text: str) -> float | None:
         return None
     days, dash, rest = text.rpartition("-")
     numbers = [int(number) for number in rest.split(":")]
-    # The first number is hours after days or if there are three numbers, else minutes.
+    # The first number means hours if days precede it or if there are three numbers; otherwise it means minutes.
     first = 0 if dash or len(numbers) == 3 else 1
     units = (3600, 60, 1)[first:]
     return float(86400 * int(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))) or None

@@ -36,7 +36,7 @@ class FailureKind(str, Enum):
 
 RETRYABLE = frozenset(
     {
-        # The infrastructure failed, not the request.
+        # The infrastructure failed; the same request may succeed next time.
         FailureKind.CONNECTION,
         FailureKind.ALLOCATION,
         FailureKind.CLUSTER_START,

@@ -21,7 +21,7 @@ def _handled_by(take: Callable[[int], None]) -> Iterator[None]:
     """Call `take` with each SIGINT or SIGTERM inside the block; afterwards the former handlers are back."""
     with ExitStack() as stack:
         for signum in _SIGNALS:
-            # None: the handler was not installed by Python, so it cannot be restored.
+            # getsignal returns None for a handler that Python did not install; such a handler cannot be restored.
             stack.callback(signal.signal, signum, signal.getsignal(signum) or signal.SIG_DFL)
             signal.signal(signum, lambda received, _: take(received))
         yield

@@ -94,7 +94,7 @@ def script_of(payload_path: str | os.PathLike[str] | Sequence[str]) -> str | Non
 def existing_file(text: str) -> str | None:
     """The absolute path of a file; None if it does not exist."""
     path = os.path.expanduser(text)
-    # Path.is_file raises if the text is longer than a file name can be, and os.path.isfile for a NUL in some Pythons.
+    # Path.is_file raises for a text that is too long for a file name; os.path.isfile raises for a NUL in some Python versions.
     return os.path.abspath(path) if "\0" not in path and os.path.isfile(path) else None
 
 

@@ -131,7 +131,7 @@ def make_plan(
     if both:
         raise ValueError(f"secret_env: {both[0]} is in extra_env too; Ray workers would see it there")
     ray = ray_across(launcher, components)
-    # Backends make the request again with the job's name; here it shows mistakes early, and in local mode too.
+    # Backends make this request again, with the job's name. Making it here reports mistakes early, and in local mode too.
     parts = component_specs(request_for(components, job_name="rayslurm", comment="")) if components else []
     payload = PayloadSpec(
         argv=launcher.command(parse_payload(payload_path)),
@@ -155,7 +155,7 @@ def make_plan(
 
 def fingerprint(ray: RaySpec, python: Sequence[str]) -> str:
     """A short hash of a warm Ray cluster's configuration; payloads share a warm cluster only if their hashes are equal."""
-    # The timeout does not change the cluster.
+    # Clusters that differ only in their startup timeout are interchangeable.
     shape = asdict(replace(ray, startup_timeout=0.0))
     text = json.dumps([PROTOCOL_VERSION, list(python), shape], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:12]

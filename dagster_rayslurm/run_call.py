@@ -65,7 +65,7 @@ def run(resource: ComputeConfig, context: Context, arguments: RunArguments, extr
         resource.runtime_start_timeout,
         _layout(resource),
     )
-    # Asset and check contexts wrap the op context, which `open_pipes_session` accepts for all of them.
+    # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
     op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
     for line in _origins(call):
         op_context.log.info(f"[rayslurm] {line}")

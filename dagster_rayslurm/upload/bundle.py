@@ -68,7 +68,7 @@ class Bundle:
             ValueError: a file changed since the bundle was named.
             OSError: the target cannot be written.
         """
-        # Level 1: higher levels save a tenth of the bytes and take three times as long.
+        # Higher compression levels save a tenth of the bytes and take three times as long.
         with gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=target, mtime=0) as stream:
             for entry in self.manifest.entries:
                 stream.write(_header(entry))
@@ -159,5 +159,5 @@ def _header(entry: Entry) -> bytes:
     info.size, info.linkname = entry.size, entry.target
     info.type = _TAR_TYPES[entry.kind]
     info.mode = 0o500 if entry.kind == EntryKind.DIR or entry.executable else 0o400
-    # GNU's format holds names of any bytes and any length.
+    # The GNU format allows names of any bytes and any length.
     return info.tobuf(tarfile.GNU_FORMAT, sys.getfilesystemencoding(), "surrogateescape")

@@ -290,7 +290,7 @@ class _Installer:
 @contextlib.contextmanager
 def _machine_lock(name: str) -> Iterator[None]:
     """Hold a lock inside the block, so that of this user's processes on this machine only one at a time installs an item."""
-    # One hex digit of the hash limits the lock files to 16.
+    # Only one hex digit of the hash, so that there are at most 16 lock files.
     path = os.path.join(private_dir(), f"install-{hashlib.sha256(os.fsencode(name)).hexdigest()[0]}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
