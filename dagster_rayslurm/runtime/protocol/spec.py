@@ -1,6 +1,6 @@
-"""Start records: what Dagster's side tells a runtime to do, as frozen dataclasses that are sent as JSON. Pure.
+"""Start records: the files by which Dagster's side tells a runtime what to do, as frozen dataclasses and their JSON. Pure.
 
-`runtime.json` holds a `RuntimeSpec`, `payload.json` a `PayloadSpec`. Parsing refuses unknown keys and values of another type.
+`runtime.json` holds a `RuntimeSpec`, and `payload.json` a `PayloadSpec`. Parsing refuses unknown keys and values of another type.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PROTOCOL_VERSION = 1
 """Version of the start record, the journal and the control messages; both sides must agree on it."""
 
 JOB_MARK = "rayslurm"
-"""Key in a Ray job's metadata whose value is the nonce of the payload that the job belongs to."""
+"""Key in the metadata of a Ray job; its value is the nonce of the payload that the job belongs to."""
 
 T = TypeVar("T")
 
@@ -28,12 +28,16 @@ RAY_COORDINATES = (
     "RAY_AUTH_TOKEN_PATH",
     "RAY_JOB_CONFIG_JSON_ENV_VAR",
 )
-"""Variables that name a Ray cluster (Ray 2.60). The runtime sets them; inherited ones would name another cluster."""
+"""Environment variables that make Ray connect to a Ray cluster (Ray 2.60). The runtime sets them itself: inherited values would
+name another Ray cluster."""
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Ray's resources and labels on the nodes of one component. `None` means "as granted on the node"."""
+    """Settings of Ray for the nodes of one component.
+
+    For CPUs, GPUs and memory, None means what Slurm granted on the node. The other fields are described in `RaySpec`.
+    """
 
     component_id: str
     num_cpus: Optional[int] = None
@@ -47,17 +51,22 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class ComponentSpec:
-    """One component of an allocation: its name, and what was requested for each of its nodes."""
+    """One component of an allocation: its name, its number of nodes, and what was requested of Slurm for each node."""
 
     component_id: str
     num_nodes: int = 1
     asked_cpus: Optional[int] = None
+    """CPUs per node; None if no number was requested."""
     asked_gpus: Optional[int] = None
+    """GPUs per node; None if no number was requested."""
 
 
 @dataclass(frozen=True)
 class RaySpec:
-    """The Ray cluster that must be alive before a payload starts. `None` means "as granted on the node"."""
+    """How to start a Ray cluster, which must be up before its payload starts.
+
+    For CPUs, GPUs and memory, None means what Slurm granted on the node.
+    """
 
     num_cpus: Optional[int] = None
     num_gpus: Optional[int] = None
@@ -68,125 +77,144 @@ class RaySpec:
     auth: str = "token"
     ray_version: Optional[str] = None
     ray_args: List[str] = field(default_factory=list)
+    """Further arguments of `ray start`."""
     node_ip_address: Optional[str] = None
     network_interface: Optional[str] = None
     port_range: Optional[str] = None
+    """Range "LOW-HIGH" for all ports of Ray; None for any ports."""
     startup_timeout: float = 300.0
+    """Seconds in which the Ray cluster must be up."""
     health_check: Optional[str] = None
+    """Command that must succeed on each node before Ray starts there; None for no check."""
     max_workers: Optional[int] = None
-    """Largest number of nodes that join the head; None for all."""
+    """Number of worker nodes that join the head at most; None for all."""
     min_nodes: Optional[int] = None
-    """Nodes that must be alive before the payload starts; None for all."""
+    """Number of nodes that must have joined before the payload starts; None for all."""
     launch_style: str = "builtin"
     memory_guard: bool = True
-    """Whether the largest Ray worker of a node is killed before Slurm ends the job for its memory."""
+    """Whether the runtime kills the largest Ray worker of a node whose memory is nearly full, before Slurm ends the job."""
     components: List[NodeSpec] = field(default_factory=list)
-    """Settings that differ by component, the head's first; empty if all nodes are alike."""
+    """Settings for the nodes of each component, the head's component first; empty if all nodes are alike."""
     simulate: bool = False
-    """Local mode: Ray counts the requested CPUs and GPUs even if the machine has fewer."""
+    """Whether Ray counts the requested CPUs and GPUs even if the machine has fewer (local mode)."""
 
 
 @dataclass(frozen=True)
 class PayloadSpec:
-    """One payload: its command, environment, resources and limits."""
+    """The start record of one payload: its command, environment, resources and limits."""
 
     argv: List[str]
+    """The command and its arguments."""
     nonce: str
+    """Random name that identifies this payload to the runtime and on its nodes."""
     env: Dict[str, str] = field(default_factory=dict)
+    """Environment variables of the payload, without secret ones."""
     working_dir: Optional[str] = None
     """Directory whose entries appear in the payload's own working directory; None for an empty one."""
     data_dir: Optional[str] = None
-    """Directory that outlives the run, created if missing; RAYSLURM_DATA_DIR of the payload and its workers."""
+    """Directory that outlives the run, created if missing; the payload and its Ray workers find it in RAYSLURM_DATA_DIR."""
     extra_files: List[str] = field(default_factory=list)
+    """Files that also appear in the payload's own working directory."""
     outputs: List[str] = field(default_factory=list)
+    """Shell patterns of the files in the working directory that Dagster fetches at the end."""
     max_output_bytes: int = 100 * 2**20
+    """Sum of the sizes of those files at most."""
     max_stdio_bytes: int = 2**30
+    """Bytes of output that the run record takes at most."""
     grace_period: float = 10.0
+    """Seconds between SIGTERM and SIGKILL when the runtime ends the payload."""
     uses_ray: bool = False
     ray: Optional[RaySpec] = None
-    """The payload's own cluster, for a runtime that keeps none; None to use the runtime's."""
+    """The Ray cluster to start for this payload alone; None to use the Ray cluster of the runtime."""
     preload: List[str] = field(default_factory=list)
-    """Modules of the preload server that the payload is forked from; empty for a fresh interpreter."""
+    """Modules that must be imported in the preload server, from which the payload is forked; empty for a fresh interpreter."""
     want_cpus: Optional[int] = None
+    """CPUs that the payload reserves on each node; None for none, or for all if it has its own Ray cluster in a session."""
     want_gpus: Optional[int] = None
-    """CPUs and GPUs of each node that the payload occupies beside others; None for none."""
+    """GPUs that the payload reserves on each node; None as for `want_cpus`."""
     time_limit: Optional[float] = None
-    """Seconds; None for the time limit of the allocation."""
+    """Seconds that the payload may run; None for the time limit of the allocation."""
     run_id: str = ""
+    """Id of the Dagster run; runs take turns in the queue of a session."""
     step: str = ""
-    """Dagster's run and step: runs take turns in the queue, and the last duration of a step is its estimate."""
+    """Key of the Dagster step; a session estimates the duration of a payload by the last duration of its step."""
 
 
 @dataclass(frozen=True)
 class BarrierSpec:
-    """Start barrier of the separate topology; the first component's runtime is the host."""
+    """How one component's runtime finds the barrier of the separate topology; the first component's runtime is the host."""
 
     component_id: str
     """This runtime's component."""
     components: List[str]
-    """All components, the host's first."""
+    """The names of all components, the host's first."""
     key: str
-    """Shared secret of the runtimes, hex."""
+    """Secret that the runtimes of all components share, hex."""
     ports: List[int]
-    """The host listens on the first free one."""
+    """Ports to try; the host listens on the first free one."""
     hosts: List[str] = field(default_factory=list)
-    """Where the host may be reached, besides the addresses that Slurm reports."""
+    """Addresses at which the host may be reached, besides those that Slurm reports."""
     patience: float = 300.0
-    """Timeout of the barrier in seconds."""
+    """Seconds in which all components must be ready; otherwise the run fails."""
 
 
 @dataclass(frozen=True)
 class RuntimeSpec:
-    """One runtime: its cluster, nodes and lifetime."""
+    """The start record of one runtime: its Ray cluster, its nodes and its lifetime."""
 
     cluster_id: str
     ray: Optional[RaySpec] = None
+    """The Ray cluster that all payloads of the runtime share; None if there is none."""
     idle_timeout: Optional[float] = None
     """Seconds without a payload after which a session ends; None for a runtime that runs one payload and ends."""
     yield_when_idle: bool = False
-    """Whether an idle session ends on request of a job that waits for its nodes."""
+    """Whether an idle session ends when another Slurm job waits for its nodes and asks for them."""
     max_concurrent_payloads: int = 1
     control_key: Optional[str] = None
-    """Shared secret of the runtimes of an allocation, hex; the Ray token is derived from it."""
+    """Secret that the runtimes of an allocation share, hex; the Ray token is derived from it too."""
     token_key: Optional[str] = None
-    """Secret for the Ray token instead of `control_key` if several runtimes share the token, hex."""
+    """Secret from which the Ray token is derived instead of `control_key`, if several Ray clusters share the token, hex."""
     control_ports: List[int] = field(default_factory=list)
-    """The head's RPC server listens on the first free one."""
+    """Ports to try; the head's RPC server listens on the first free one."""
     asked_cpus: Optional[int] = None
-    """CPUs per node that were requested of Slurm; a node that grants fewer is an error."""
+    """CPUs per node that were requested of Slurm; if a node has fewer, the payload fails."""
     asked_gpus: Optional[int] = None
+    """GPUs per node that were requested of Slurm; if a node has fewer, the payload fails."""
     requeue: bool = False
-    """Whether Slurm may run the job again; then files that the next attempt needs are kept."""
+    """Whether Slurm may run the job again; then the runtime keeps files that the next runtime needs."""
     warn_before_limit: Optional[float] = None
     """Seconds before the time limit at which the payload gets `warn_signal`; None for no warning."""
     warn_signal: str = "TERM"
+    """Name of that signal, without "SIG"."""
     worker_env: Dict[str, str] = field(default_factory=dict)
-    """Variables of Ray's daemons, inherited by all workers; variables of a Ray job would make each worker restart."""
+    """Environment variables for Ray's daemons, from which all Ray workers inherit them.
+
+    If a Ray job set them instead, Ray would have to start new workers."""
     preload: List[str] = field(default_factory=list)
-    """Modules that the preload server imports while the cluster starts, for payloads with the same `preload`."""
+    """Modules that the preload server imports while the Ray cluster starts, for payloads with the same `preload`."""
     drain_margin: float = 60.0
-    """Seconds before the time limit from which a session takes no payload of unknown duration."""
+    """Seconds before its time limit from which a session takes no payload of unknown duration."""
     components: List[ComponentSpec] = field(default_factory=list)
     """Components of the allocation, the head's first; empty if all nodes are alike."""
     meeting: Optional[BarrierSpec] = None
-    """Start barrier of the separate topology; None otherwise."""
+    """The barrier, in the separate topology; None otherwise."""
     protocol: int = PROTOCOL_VERSION
 
 
 class SpecError(ValueError):
-    """The start record cannot be used; the message says why."""
+    """Raised when a start record or message has an invalid value, key or version; the text says which."""
 
 
 def to_json(spec: Any) -> str:
-    """A spec as JSON, one key per line to be readable in the run directory."""
+    """The JSON text of a start record, with one key per line so that people can read it in the run directory."""
     return json.dumps(dataclasses.asdict(spec), indent=1, sort_keys=True)
 
 
 def from_json(cls: Type[T], text: str) -> T:
-    """Parse a spec, refusing unknown keys, values of other types and other protocol versions.
+    """The start record in a JSON text.
 
     Raises:
-        SpecError: the text is no JSON object of this class, or has another protocol version.
+        SpecError: the text does not hold exactly the fields of this class with their types, or has another protocol version.
     """
     try:
         data = json.loads(text)
@@ -204,7 +232,9 @@ def from_json(cls: Type[T], text: str) -> T:
 
 
 def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
-    """A dataclass from a JSON object; each value must have the type of its field.
+    """An instance of a dataclass from a JSON object, whose values must have the types of the fields.
+
+    `where` names the object in error messages.
 
     Raises:
         SpecError: a key is unknown or missing, or a value has another type.
@@ -223,7 +253,7 @@ def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
-    """The value as this type; JSON objects become dataclasses."""
+    """The JSON value as the type of a field; JSON objects become dataclasses where the field has such a type."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Union:  # The one union that is used is Optional.
         return None if value is None else _convert(args[0], value, where)
@@ -240,6 +270,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 
 def _is_scalar(kind: Any, value: Any) -> bool:
+    """Whether a JSON value is a text, truth value or finite number of this type; an integer counts as a float."""
     if kind is str:
         return isinstance(value, str) and is_passable(value)
     if kind is bool or isinstance(value, bool):
@@ -253,7 +284,7 @@ def _is_scalar(kind: Any, value: Any) -> bool:
 
 
 def is_passable(text: str) -> bool:
-    """Whether a text can be an argument, a variable or a path of a process."""
+    """Whether the operating system accepts a text as an argument, an environment variable or a path."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -261,18 +292,18 @@ def is_passable(text: str) -> bool:
 
 
 COMPONENT_LABEL = "component"
-"""Ray label with the name of a node's component: `label_selector={"component": "gpu"}`."""
+"""Key of the Ray label that holds the name of a node's component, as in `label_selector={"component": "gpu"}`."""
 COMPONENT_RESOURCE = "component:"
-"""Prefix of the Ray resource that places tasks on a component's nodes: `resources={"component:gpu": 1}`."""
+"""Prefix of the Ray resource by which tasks run on a component's nodes, as in `resources={"component:gpu": 1}`."""
 COMPONENT_AMOUNT = 1000.0
-"""Amount of that resource on a node, so large that it never limits how many tasks run."""
+"""Amount of the resource `COMPONENT_RESOURCE` on each node, so large that it never limits how many tasks run."""
 
 
 def node_spec(ray: RaySpec, component_id: Optional[str]) -> RaySpec:
-    """The cluster's spec with the values for one node, which may differ by component.
+    """The settings of a Ray cluster for one node: those of the node's component replace the common ones.
 
     Args:
-        ray: the cluster.
+        ray: the settings of the Ray cluster.
         component_id: the node's component; None in an allocation without components.
     """
     own = next((each for each in ray.components if each.component_id == component_id), None)
