@@ -108,7 +108,7 @@ class _JoiningWorkers:
             self.tails["runtime on %s" % member.title] = tail
 
     def missing(self, nodes: Nodes) -> str:
-        """A sentence that names the worker nodes missing in Ray's node table; also keeps the last lines of their logs."""
+        """Say which worker nodes are missing in Ray's node table, and keep the last lines of their logs. Returns the sentence."""
         here = present(nodes)
         missing = [member for member in self.members if not member.joined or member.identity not in here]
         unheard = [member.title for member in missing if not member.here]
@@ -270,7 +270,7 @@ class RayCluster(RayListener):
         return {**own, **self._joining.tails}
 
     def handle(self, member: WorkerNode, message: Event) -> None:
-        """Handle a message from the runtime on a worker node."""
+        """Called when a worker node has joined, has failed to start Ray, or is lost; `message` says which."""
         if self._failed:
             return
         event = message.get("event")

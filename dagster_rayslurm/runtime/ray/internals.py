@@ -128,7 +128,7 @@ def move_dashboard_files(temp_dir: str) -> None:
     setattr(services, _START_PROCESS, start_inside)
 
 
-# ---- The GCS
+# ---- The GCS: Ray's control service on the head, which knows nodes, jobs, actors and placement groups
 
 
 def connect_gcs(gcs: str) -> Any:
@@ -288,7 +288,7 @@ def _sum(rows: Iterable[Mapping[str, float]]) -> Dict[str, float]:
     return total
 
 
-# ---- The raylet
+# ---- The raylet: Ray's daemon on each node, which starts workers
 
 
 def can_start_workers() -> bool:

@@ -137,7 +137,7 @@ class LeakCheck:
 
     @property
     def found(self) -> List[str]:
-        """What payloads left at work in the idle cluster and has not ended since, as sentences."""
+        """Sentences about the leaks that the last check of the idle cluster found and that have not ended since."""
         return [leak.message for leak in self._left]
 
     def at_end(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:

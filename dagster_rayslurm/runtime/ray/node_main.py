@@ -224,7 +224,7 @@ def _wait_for_port(gcs: str) -> None:
 
 
 def _refuses(gcs: str) -> bool:
-    """Whether the GCS has ended, because nothing listens at "HOST:PORT" any more; False if it is only slow."""
+    """Whether the GCS at "HOST:PORT" refuses connections, so that it must have ended; False if it is only slow."""
     try:
         _connect(gcs, 2.0)
     except ConnectionRefusedError:

@@ -39,7 +39,7 @@ def alive(nodes: Nodes) -> List[Node]:
 
 
 def present(nodes: Nodes) -> Set[Identity]:
-    """The identities of the living nodes."""
+    """The living nodes as pairs of host name and component."""
     return {Identity(node["hostname"], node.get("component")) for node in alive(nodes)}
 
 

@@ -47,7 +47,7 @@ def symmetric_arguments(
     nodes: int,
     entrypoint: List[str],
 ) -> List[str]:
-    """The arguments of `ray symmetric-run`, which starts Ray's head on the node with the address `gcs`, else a Ray worker node.
+    """The arguments of `ray symmetric-run` on this node.
 
     Args:
         gcs: "HOST:PORT" of the head.
@@ -106,7 +106,7 @@ def granted_defaults(machine: NodeResources) -> Dict[str, str]:
 
 
 def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:
-    """Environment variables that Ray's daemons and all drivers of one Ray cluster need: usage statistics off, authentication.
+    """Environment variables for all processes of one Ray cluster, drivers included: how to authenticate, and no usage statistics.
 
     Args:
         token_path: the file that contains the cluster's token.

@@ -82,7 +82,7 @@ def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limi
 
 
 def fits(claim: Claim, running: Iterable[Claim], capacity: Claim, limit: int) -> bool:
-    """Whether a node has room for one more claim beside the running ones; always true if nothing runs. See `room_for`."""
+    """Whether a node has room for one more payload, which reserves `claim`; always true if no payload runs. See `room_for`."""
     others = list(running)
     if not others:
         return True

@@ -83,7 +83,7 @@ def serve_parent(supervisor: Supervisor, run_dir: str, fd: int = 0) -> Payload:
 
 
 def serve_run_dir(supervisor: Supervisor, run_dir: str) -> Payload:
-    """Queue the payload of a run directory, and cancel it once somebody writes a cancel request to the file `cancel.json` there.
+    """Queue the payload of a run directory, and cancel it if a cancel request appears in the directory's file `cancel.json`.
 
     Returns:
         The queued payload.

@@ -26,7 +26,7 @@ _MOST_NAMES = 8
 
 
 class NodeGroup:
-    """This node and its worker nodes: connects to the workers, and says what resources all of them have.
+    """This node and its worker nodes: connects them, and says which resources each of them has.
 
     Args:
         loop: the event loop.

@@ -92,7 +92,7 @@ class SessionServer(ChannelListener):
         write_atomically(self._path, json.dumps(self._announcement).encode("utf-8"))
 
     def _poll(self) -> None:
-        """Write the announcement again if it has changed or the file is damaged; close the session if the file is not its own."""
+        """Keep the announcement file up to date; take no more payloads if it is gone or belongs to another session."""
         changed = self._update(self._supervisor.closing)
         try:
             if self._is_displaced():

@@ -104,7 +104,7 @@ class ShutdownPolicy:
         return True
 
     def settle(self) -> None:
-        """If the runtime has no payload: end it now, or after the idle timeout of a session. Otherwise do nothing."""
+        """End a runtime that has no payload: at once, or after the idle timeout of a session. With payloads, do nothing."""
         if len(self._queue):
             return
         if self.failed is not None and self._in_allocation:

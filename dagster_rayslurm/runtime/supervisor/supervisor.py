@@ -303,7 +303,7 @@ class Supervisor(RayListener):
         }
 
     def schedule(self) -> None:
-        """Start the waiting payloads that fit now, in turn; return those to their clients that have too little time left."""
+        """Start the waiting payloads that fit now, in turn. Give those for which the time is too short back to their clients."""
         left = self.lifetime.time_left()
         self._timers.cancel("late")
         for payload, why in self.queue.late(left):
@@ -326,7 +326,7 @@ class Supervisor(RayListener):
         self.schedule()
 
     def on_phase(self, phase: str, message: str) -> None:
-        """Called when something happens to the warm Ray cluster: tell each payload's Dagster log.
+        """Called when something happens to the warm Ray cluster: write it to the Dagster log of each payload.
 
         That something cannot be scheduled is told to running payloads with Ray only.
         """
@@ -453,7 +453,7 @@ class Supervisor(RayListener):
         self.lifetime.settle()
 
     def _handle_message(self, member: WorkerNode, message: Dict[str, Any]) -> None:
-        """Handle a message of another node."""
+        """Called when a worker node sends a message: pass it to the Ray clusters, and report lack of memory and lost nodes."""
         self.clusters.handle(member, message)
         if message.get("event") == NodeEvent.MEMORY:
             self._report_memory(str(message["message"]), bool(message["killed"]))
