@@ -43,7 +43,7 @@ class EndReason(str, Enum):
 
 @dataclass(frozen=True)
 class End:
-    """How a payload ended: the reason, and what the user is told."""
+    """How a payload ended: the reason, an explanation for the Dagster log, and how its process ended."""
 
     reason: EndReason
     message: Optional[str] = None
