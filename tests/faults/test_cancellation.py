@@ -1,4 +1,4 @@
-"""Somebody cancels a run from Dagster, in each phase and more than once: its job is gone, and Dagster says that it was so."""
+"""Tests: a user cancels a run in Dagster, in each phase and repeatedly. Its Slurm job ends, and Dagster reports the cancel."""
 
 import signal
 import time
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(200)
 
 EXECUTORS = ("in_process", "multiprocess")
 ACCEPTED = ("cluster-start", "running", "ending")
-"""Phases in which a session has the payload: it is that which is ended then, not the session."""
+"""Phases in which a session has accepted the payload, so that a cancel ends the payload and not the session."""
 
 STUBBORN = """
 import os, pathlib, signal, subprocess, time
@@ -55,7 +55,7 @@ for number in range(40):
 (data / "up").write_text("x")
 time.sleep(120)
 """
-"""Leaves a file when it is told to end."""
+"""Payload that writes a file when it gets a signal to end."""
 
 UNTOLD = "cannot be told to end, which is tried again"
 
@@ -64,11 +64,11 @@ from dagster_rayslurm.backends.sessions import payload
 from dagster_rayslurm.slurm import cancel as cancellation
 payload._DELIVERY_TIMEOUT = cancellation._GONE_DEADLINE = 3.0
 """
-"""Tries for seconds only what it tries for a minute."""
+"""Code that shortens the retries of cancel requests from about a minute to 3 seconds."""
 
 
 def interrupted(dagster: Dagster) -> bool:
-    """Whether Dagster took the only run for one that was interrupted, and nothing for its result."""
+    """Whether Dagster recorded the only run as interrupted, without a result."""
     (run,) = dagster.runs()
     errors = [
         event.dagster_event.step_failure_data.error_display_string
@@ -81,13 +81,13 @@ def interrupted(dagster: Dagster) -> bool:
 
 
 def at_work(site: Site) -> list[str]:
-    """Processes of payloads, and of clusters of theirs."""
+    """The running processes of payloads and of their Ray clusters."""
     marks = ("payload.py", "sleep 300", "raylet", "gcs_server")
     return [line for node in NODES for line in site.processes(node) if any(mark in line for mark in marks)]
 
 
 def marked(cases: Iterable[Any]) -> list[Any]:
-    """What an interrupt does to a heterogeneous job is looked at with its other tests, too."""
+    """The cases, with those of heterogeneous jobs marked `thorough`, because other tests of such jobs interrupt them too."""
     return [pytest.param(*each.values, marks=pytest.mark.thorough) if "slurm-hetjob" in each.values else each for each in cases]
 
 

@@ -1,4 +1,4 @@
-"""Clocks of the nodes, the edge node and the Dagster host that differ by minutes: no wait, no verdict, no figure goes by them."""
+"""Tests: the clocks of the nodes, the edge node and the Dagster host differ by minutes. No wait, verdict or figure is wrong."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -34,18 +34,18 @@ pipes.report_asset_materialization(metadata={"at": time.time()})
 
 
 OFF = {"c1": 10, "c2": -10}
-"""Minutes by which the clocks of two nodes are off."""
+"""Minutes by which the clock of each node is ahead."""
 
 
 def off_by(stack: Stack, minutes: int) -> dict[str, str]:
-    """Variables of a process whose clock is off."""
+    """Environment variables that make the clock of a process wrong by some minutes."""
     library = stack.exec("c1", ["sh", "-c", "ls /usr/lib/*/faketime/libfaketimeMT.so.1"]).strip()
     return {"LD_PRELOAD": library, "FAKETIME": f"{minutes:+}m", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
 
 
 @contextmanager
 def edge_off_by(site: Site, minutes: int) -> Iterator[SSHConnectionResource]:
-    """A login to the edge node whose programs all have another time."""
+    """The configuration of a login to the edge node whose programs all see a wrong time."""
     variables = " ".join(f"{name}={value}" for name, value in off_by(site.stack, minutes).items())
     server = Sshd(site.stack, "edge", f"SetEnv {variables}")
     ssh = SSHConnectionResource(**{**site.ssh.model_dump(), "host": server.host, "port": server.port, "host_key_checking": "off"})

@@ -1,4 +1,4 @@
-"""Dagster is killed without a word, in each phase: what it had begun comes to its own end, and the next run is clean."""
+"""Tests: Dagster is killed in each phase. The work that it started comes to its end, and the next run is clean."""
 
 import os
 import signal
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.timeout(200)
 GOES_ON = "going on with "
 
 UNDER_WAY = ("cluster-start", "running", "ending")
-"""Phases in which a session has accepted the payload; before, it is the session that is found again."""
+"""Phases in which a session has accepted the payload. In earlier phases the next run finds the session again."""
 
 WITHOUT_A_JOB = ("connecting", "uploading", "submitting")
-"""Phases in which Slurm has not heard of anything yet, nor ever will."""
+"""Phases in which no job is submitted, even after Dagster's death."""
 
 ENOUGH, BATCH = 1000, 400
-"""Lines that are shown before Dagster is killed, and more than come at once."""
+"""Number of lines shown before Dagster is killed; largest number of lines that arrive at once."""
 
 FLOWING = pipes_script("""
 import os, pathlib, time
@@ -58,21 +58,21 @@ while (number % 20 or not (data / "go").exists()) and time.monotonic() - began <
 (data / "total").write_text(str(number))
 pipes.report_asset_materialization()
 """)
-"""Prints, logs and sends numbers all the time, until it may end."""
+"""Payload that prints, logs and reports numbers until the test lets it end."""
 
 
 def old(site: Site) -> None:
-    """Let all that there is be as old as may be kept, and unswept."""
+    """Make all run directories old enough to be removed, and forget the last sweep."""
     site.sh('find "$1/runs" -exec touch -h -d "15 days ago" {} +; rm -f "$1"/.swept*', site.base)
 
 
 def quiet(site: Site) -> bool:
-    """Whether no job of a single run is left; sessions wait for others."""
+    """Whether no job of a single run is left; jobs of sessions may be."""
     return not [job for job in site.jobs() if job not in site.submitted()]
 
 
 def one_result(dagster: Dagster, killed: str) -> None:
-    """The asset has one materialization, of the last run, which has all that the payload said; each line is shown once."""
+    """Checks that only the last run materialized the asset, with all messages of the payload and each line once."""
     run = dagster.runs()[-1]
     assert dagster.materializations() == [run.run_id] and run.parent_run_id == killed
     shown = numbers("\n".join([*dagster.output(killed), *dagster.output(run.run_id)]))

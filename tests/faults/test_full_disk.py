@@ -1,4 +1,4 @@
-"""Disks that are full: the end of a run is told all the same, or the failure says that it is the disk."""
+"""Tests: full disks. The end of a run is still reported, or the failure names the disk."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ def fill(place):
 
 @pytest.fixture
 def small_base(site: Site, tmp_path: Path) -> Iterator[str]:
-    """A base directory on a small file system that the edge and the nodes share."""
+    """A base directory on a small file system that the edge node and the compute nodes share."""
     base = f"{site.base}/small"
     site.sh('mkdir -p "$1"', base)
     with small_disk(tmp_path / "shared", "4m") as disk, ExitStack() as mounted:
@@ -77,7 +77,7 @@ def test_the_shared_file_system_is_full(mode: str, make: Make, script: Any, smal
 
 @contextmanager
 def small_tmp(site: Site, tmp_path: Path, size: str, full: bool) -> Iterator[None]:
-    """A small /tmp on each compute node."""
+    """Mounts a small /tmp on each compute node, full if asked for."""
     with ExitStack() as mounted:
         for node in NODES:
             disk = mounted.enter_context(small_disk(tmp_path / node, size))

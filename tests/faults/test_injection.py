@@ -1,4 +1,4 @@
-"""What users, clusters and payloads may write: it is refused in a sentence, or stays text; nothing of it runs."""
+"""Tests: hostile text from users, clusters and payloads is refused with a sentence or stays text. None of it is executed."""
 
 import base64
 import contextlib
@@ -58,10 +58,10 @@ HOSTILE = [
     "{0} %s ${HOME} $HOME",
     "",
 ]
-"""What does something in a shell, a batch script, a terminal, a pattern or a template, if anybody lets it."""
+"""Texts with an effect in a shell, a batch script, a terminal, a pattern or a template, if they are not quoted."""
 
 IN_NAMES = [text.replace("/", "_") for text in HOSTILE if text and "\n" not in text]
-"""The same where files are called so."""
+"""The hostile texts as file names."""
 
 ECHO = pipes_script("""
 import json, os, pathlib, sys
@@ -81,7 +81,7 @@ pipes.report_asset_materialization(metadata={
 
 @pytest.fixture(autouse=True)
 def nothing_runs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No text of these is run anywhere."""
+    """Fails a test in which a hostile text was executed."""
     stack = request.getfixturevalue("stack") if "site" in request.fixturenames else None
     yield
     assert not glob.glob(f"{MARK}*")
@@ -92,7 +92,7 @@ def nothing_runs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def materialize(compute: ComputeResource, payload: list[str], partition: str, **arguments: Any) -> tuple[dict[str, Any], Any]:
-    """What a payload of a partition reported, and its run."""
+    """Materialize one partition with a payload; returns what the payload reported, and the run."""
     held = []
 
     @dg.asset(partitions_def=dg.StaticPartitionsDefinition([partition]))
@@ -106,7 +106,7 @@ def materialize(compute: ComputeResource, payload: list[str], partition: str, **
 
 
 def stays_text(compute: ComputeResource, directory: Path) -> Any:
-    """Run a payload with all of these in its arguments, its variables, its partition and the names of its files."""
+    """Check that the hostile texts stay text in the arguments, variables, partition and file names of a payload."""
     work = directory / IN_NAMES[0]
     work.mkdir()
     (work / "-m.py").write_text(ECHO)
@@ -229,9 +229,9 @@ NEEDED: dict[str, dict[str, Any]] = {
 PUBLIC = [getattr(dagster_rayslurm, name) for name in dagster_rayslurm.__all__]
 CLASSES = [kind for kind in PUBLIC if getattr(kind, "model_fields", None)]
 CHECKED_LATER = {"password", "key_passphrase", "site", "resources"}
-"""What only SSH gets to see, what is checked with the variables of runs, and names that travel as JSON."""
+"""Fields without a check of their own: only SSH uses them, a run checks them as variables, or they travel as JSON."""
 WORDLESS = (bool, int, float, type(None), dg.Config)
-"""What cannot be text, or is looked at for itself."""
+"""Types of fields that cannot hold text, or that are checked themselves."""
 GOOD: dict[str, Any] = {
     "auth": "token",
     "carrier": "srun",
@@ -255,11 +255,11 @@ GOOD: dict[str, Any] = {
     "local_resources": "strict",
     "topology": "separate",
 }
-"""A value of each field that takes no word that it does not know."""
+"""A valid value for each field that accepts only certain words."""
 
 
 def may_be_text(annotation: Any) -> bool:
-    """Whether a field takes text, or might."""
+    """Whether a field with this annotation may hold text."""
     parts = get_args(annotation)
     if not parts:
         return not (isinstance(annotation, type) and issubclass(annotation, WORDLESS))
@@ -267,7 +267,7 @@ def may_be_text(annotation: Any) -> bool:
 
 
 def spoilt(value: Any) -> Iterator[Any]:
-    """A good value with a character that ends a line, a string or a command, at its beginning, within it and at its end."""
+    """Bad variants of a good value: with a character that ends a line, string or command at its start, inside and at its end."""
     if isinstance(value, list):
         yield from ([each] for text in value for each in spoilt(text))
     elif isinstance(value, dict):

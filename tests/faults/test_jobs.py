@@ -1,4 +1,4 @@
-"""What goes wrong on clusters: each time a true verdict, and nothing left on any node."""
+"""Tests: faults of jobs on a Slurm cluster. Each gets a true verdict, and nothing is left on any node."""
 
 import base64
 import json
@@ -46,7 +46,7 @@ def logged(capfd: pytest.CaptureFixture[str]) -> str:
 
 
 def by_root(site: Site) -> str:
-    """What is said of an administrator who cancels: only accounting knows who it was."""
+    """The words of the failure for a cancel by an administrator, whom only accounting can name."""
     return " by user root (id 0)" if site.stack.accounting else ""
 
 
@@ -225,7 +225,7 @@ def test_a_node_dies(
 
 @contextmanager
 def dead(site: Site, node: str) -> Iterator[None]:
-    """The machine of a node has died, with all that ran there."""
+    """Kills a node with all its processes, and brings it back at the end."""
     site.killed = True
     container = site.stack.container(node)
     docker("kill", container)
@@ -236,7 +236,7 @@ def dead(site: Site, node: str) -> Iterator[None]:
 
 
 def lost_a_node(failure: RunFailure, job_id: str) -> None:
-    """Slurm's word for what became of a job, which another attempt may do without."""
+    """Checks that the failure names the job and NODE_FAIL, and that Dagster may retry."""
     assert failure.kind == "allocation" and failure.allow_retries, (failure.kind, failure.description)
     said = failure.description or ""
     assert "NODE_FAIL" in said and job_id in said, said
@@ -414,7 +414,7 @@ def test_symmetric_run_that_starts_nothing(slurm_compute: Make, script: Any) -> 
 
 
 class CutOff:
-    """A connection that carries a command out and then breaks, once."""
+    """A connection that breaks once, before or after it has run a command."""
 
     def __init__(self, connection: Any, before: bool) -> None:
         self._connection = connection
@@ -449,7 +449,7 @@ def test_a_submission_that_is_cut_off_makes_one_job(before: bool, site: Site) ->
 
 
 class WithVariables:
-    """A connection whose user's start-up files set variables."""
+    """A connection as if the user's start-up files set environment variables."""
 
     def __init__(self, connection: Any, *variables: str) -> None:
         self._connection = connection

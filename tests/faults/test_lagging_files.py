@@ -1,4 +1,4 @@
-"""A network file system that shows things late, in part, or not at first: runs are as they are on any other."""
+"""Tests: a network file system that shows changes late or in part. Runs behave as on any other file system."""
 
 import logging
 import os
@@ -36,11 +36,11 @@ from .test_cancellation import at_work, interrupted
 Make = Callable[..., ComputeResource]
 
 EDGE = Lag(size=2, hidden=2, missing=4, renamed=3, failing=r"^(journal\.jsonl|stdio\.jsonl|session\.json|exit)$", seed=1)
-"""All that others do comes late here, and looking at a record fails at first."""
+"""The edge node's delays: it sees all changes of others late, and its first read of a record fails."""
 NODE = Lag(size=2, missing=4, renamed=3, failing=r"^cancel\.json$", seed=2)
-"""What is there when a node looks for the first time is seen: else Slurm itself could not start a job there."""
+"""The compute nodes' delays. They see existing files at first sight; otherwise Slurm itself could not start a job."""
 LATEST = Lag(size=20, least=20, missing=25, renamed=20, seed=3)
-"""Nothing that others do is seen before 20 seconds have passed, and all of it within 60."""
+"""Long delays: changes of others are seen after 20 to 60 seconds."""
 
 NOT_ON_NODES = """
 mkdir -p "$1/env"
@@ -49,7 +49,7 @@ case "$(uname -n)" in c[12]) echo "no such module: ray" >&2; exit 9 ;; esac
 export PATH=/opt/ray/bin:$PATH
 E
 """
-"""An environment that is good on the edge alone."""
+"""Script that makes an environment which works on the edge node only."""
 
 LINES = 300
 NUMBERED = pipes_script(f"""
@@ -65,7 +65,7 @@ pipes.report_asset_materialization(metadata={{"lines": {LINES}}})
 
 @contextmanager
 def seen_late(site: Site, edge: Lag) -> Iterator[str]:
-    """A base directory on a file system of which each node, and the edge, has a view of its own."""
+    """A base directory of which each compute node and the edge node has a late view of its own."""
     base = f"{site.base}/lagging"
     site.sh('mkdir -p "$1"', base)
     owner, group = (int(site.sh(f"id -{letter}")) for letter in "ug")
@@ -103,7 +103,7 @@ def test_runs_on_a_lagging_file_system(
 
 
 def check_lines(ran: Ran, capfd: pytest.CaptureFixture[str]) -> None:
-    """Each line and message of the numbered payload has come once, and in order."""
+    """Checks that each line and message of the numbered payload has arrived once, in order."""
     assert ran.metadata["lines"] == LINES
     assert list(ran.completed[0].get_custom_messages()) == list(range(0, LINES, 10))
     out = [line for line in capfd.readouterr().out.splitlines() if line.startswith("line ")]

@@ -1,4 +1,4 @@
-"""The link between Dagster and the edge is cut, silent or broken off: no job fails for it, and nothing is lost or said twice."""
+"""Tests: a cut, silent or broken link between Dagster and the edge node. No job fails, and no output is lost or repeated."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ Make = Callable[..., ComputeResource]
 Start = Callable[..., Running]
 
 CUT = 75.0
-"""Seconds of a long cut: more than it takes to find, by the usual timers, that a login is dead, and to give up a read."""
+"""Seconds of a long cut: longer than the default timers need to detect a dead login and to give up a read."""
 
 STREAM = pipes_script("""
 import os, pathlib, time
@@ -52,14 +52,14 @@ while not (data / "go").exists() or number % 100:
     time.sleep(0.02)
 pipes.report_asset_materialization(metadata={"lines": number})
 """)
-"""Numbers lines, messages and log entries for as long as it must."""
+"""Payload that writes numbered lines, messages and log entries until the test lets it end."""
 
 
 @contextmanager
 def login(
     site: Site, client: str, port: int, known_hosts: Path, timeout: int = 20, keepalive: int = 1
 ) -> Iterator[SSHConnectionResource]:
-    """A login through a port of this machine that notices within seconds when nobody answers; nothing of it stays."""
+    """The configuration of a login through a local port, with a keepalive that detects a silent server within seconds."""
     fields = {"host": "127.0.0.1", "port": port, "client": client, "keepalive": keepalive, "connect_timeout": timeout}
     ssh = SSHConnectionResource(**{**site.ssh.model_dump(), **fields, "known_hosts_file": str(known_hosts)})
     try:
@@ -73,7 +73,7 @@ def login(
 
 @pytest.fixture
 def ends_sessions(request: pytest.FixtureRequest) -> None:
-    """Sessions are ended over a link that nobody has harmed."""
+    """Ends the sessions of a test over a link without faults."""
     request.getfixturevalue("session_compute")()
 
 

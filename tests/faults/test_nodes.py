@@ -1,4 +1,4 @@
-"""Compute nodes and what runs on them: frozen, drained, preempted, killed; a true verdict soon, and nothing left."""
+"""Tests: compute nodes are frozen, drained or preempted, or lose processes. A true verdict comes soon, and nothing is left."""
 
 import os
 import time
@@ -20,9 +20,9 @@ Make = Callable[..., ComputeResource]
 Start = Callable[..., Running]
 
 SOON = 5.0
-"""Seconds to the verdict where a runtime lives that can write the `end`."""
+"""Seconds to the verdict if a runtime survives and can write the `end`."""
 RECONNECT_GRACE = 10.0
-"""Seconds in which a node whose connection ended may be heard of again."""
+"""Seconds in which a node may reconnect after its connection ended."""
 
 PRELUDE = """
 import os, pathlib, socket, sys, time
@@ -45,28 +45,28 @@ while not (data / "go").exists():
 pipes.report_asset_materialization(metadata={"lines": lines})
 """
 )
-"""Prints numbered lines until it may go; the file `up` names its nodes, that of the head first."""
+"""Payload that prints numbered lines until the test lets it end. It writes its nodes to the file `up`, the head node first."""
 
 ENDS_SLOWLY = (
     pipes_script(PRELUDE + "pipes.report_asset_materialization()\n")
     + '(data / "up").write_text(" ".join(nodes))\nprint("all is well", flush=True)\ntime.sleep(60)\n'
 )
-"""Has reported all that there is, and closed Dagster Pipes; its exit code is all that is missing."""
+"""Payload that has closed Dagster Pipes, but takes time to exit."""
 
 
 @pytest.fixture(autouse=True)
 def all_are_back(site: Site) -> Iterator[None]:
-    """Nodes that a test has ended, or drained, are back afterwards."""
+    """Brings nodes that a test has stopped or drained back at its end."""
     yield
     if not nodes_are_idle(site.stack, NODES):
         for node in NODES:
-            # One that answers again is back by itself.
+            # A node that answers again needs no resume.
             site.stack.exec("slurmctld", ["scontrol", "update", f"nodename={node}", "state=resume"], check=False)
         assert wait_until(lambda: nodes_are_idle(site.stack, NODES), 90), site.sh("sinfo --Node --long")
 
 
 def nodes_of(site: Site) -> list[str]:
-    """The nodes of the payload that is up, that of the head first."""
+    """The nodes of the running payload, the head node first."""
     return site.connection.read(f"{site.base}/data/up", 0, 1000).decode().split()
 
 
@@ -75,7 +75,7 @@ def numbered(text: str) -> list[int]:
 
 
 def process(site: Site, node: str, which: str) -> str:
-    """The id of one of the processes that our job has on a node."""
+    """The id of one process of the test's job on a node."""
     rows = [line.split(None, 2) for line in site.stack.exec(node, ["ps", "-eo", "pid=,ppid=,args="]).splitlines()]
     args = {pid: words for pid, _, words in rows}
     roles = (" node ", " session ")
@@ -93,7 +93,7 @@ def process(site: Site, node: str, which: str) -> str:
 
 
 def kill(site: Site, node: str, which: str) -> float:
-    """Kill it at once; when that was, by this machine's monotonic clock."""
+    """Kill one process of the test's job on a node; returns the time, by this machine's monotonic clock."""
     pid = wait_until(lambda: process(site, node, which), 20)  # Where a cluster starts, its GCS may be yet to come.
     assert pid, f"there is no {which} on {node}"
     site.killed = True
@@ -127,7 +127,7 @@ def test_nodes_freeze_for_seconds(
 
 
 def in_the_start(site: Site, make: Make, start: Start, script: Any) -> tuple[Running, str, str]:
-    """A run of two nodes that is held in the last health check, which is the worker's: the run, the head and the worker."""
+    """Start a run on two nodes that waits in the worker's health check; returns the run, the head node and the worker node."""
     checked = f"{site.base}/data/checked"
     check = f'mkdir -p {site.base}/data; hostname >>{checked}; [ "$(wc -l <{checked})" = 1 ] || sleep 60'
     running = start(make(2, default_launcher=small_ray(health_check=check)), script(COUNTS))

@@ -1,4 +1,4 @@
-"""Another user of the same cluster: gets hold of nothing, connects to nothing, and is in nobody's way."""
+"""Tests: another user of the same Slurm cluster can read nothing of a run, connect to nothing, and disturb nothing."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 
 Make = Callable[..., ComputeResource]
 Refusals = dict[str, dict[str, int]]
-"""By addresses of ports: how often they refused with which code."""
+"""The number of refusals by address of a port and by code."""
 
 PYTHON = "/opt/ray/bin/python"
 STRANGER = (Path(__file__).parent / "stranger.py").read_text()
@@ -33,7 +33,7 @@ SECRET = "s3cret-of-dev"
 ROOTS = ["/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch", "/home", "/var/lib/slurm", "/var/log", "/var/spool", "/opt/ray"]
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 MANY = 200
-"""Silent connections that the stranger keeps open, which are more than a session's port and its queue like to have."""
+"""Number of silent connections that the stranger keeps open, more than a session's port and its backlog take."""
 
 BUSY = pipes_script("""
 import os, pathlib, time, ray
@@ -55,7 +55,7 @@ while not (data / "go").exists():
 alive = ray.get(worker.environment.remote()) == environment
 pipes.report_asset_materialization(metadata={"alive": alive, "secret there": "SECRET" in environment})
 """)
-"""Is at work until it may go."""
+"""Payload that is busy until the test lets it end."""
 
 QUICK = pipes_script('pipes.report_asset_materialization(metadata={"done": True})')
 MEETS = """
@@ -67,20 +67,20 @@ print("IN", len(ray.nodes()))
 
 @pytest.fixture
 def commons(site: Site) -> Iterator[Site]:
-    """The stack, with a base directory where everybody may write, so that nothing but its own mode protects it."""
+    """The stack with its base directory in a place where all users may write, so that only the modes of files protect them."""
     site.base = site.base.replace("/home/dev/", "/scratch/")
     yield site
     site.stack.exec("edge", ["rm", "-rf", site.base, open_to_all(site)])
 
 
 def open_to_all(site: Site) -> str:
-    """A file that the stranger can read, as a proof that it would find others."""
+    """A file that the stranger can read, which proves that the search works."""
     return f"{site.base}.open"
 
 
 @pytest.fixture
 def traps(site: Site) -> Iterator[str]:
-    """Names that can be foreseen, taken beforehand by the stranger; all lead to a directory where nothing of the user may be."""
+    """Links that the stranger makes beforehand under predictable names. They lead to a directory that must stay empty."""
     trap, uid = "/tmp/trap", site.stack.exec("edge", ["id", "-u", "dev"]).strip()
     names = f"ray rayslurm-{uid} rs-00000000 rayslurm-ports-{uid}"
     plant = f'umask 0; mkdir -p "$1"; cd /tmp; for each in {names}; do ln -sfn "$1" "$each" || exit; done'
@@ -102,7 +102,7 @@ def traps(site: Site) -> Iterator[str]:
 
 
 def listening(site: Site, service: str) -> list[tuple[str, int]]:
-    """Where the user's processes listen in a container; the user alone sees which ports are whose there."""
+    """The hosts and ports where the user's processes listen in a container."""
     ports = []
     for line in site.stack.exec(service, ["ss", "-ltnpH"], user="dev").splitlines():
         if "pid=" in line:
@@ -117,13 +117,13 @@ def reached_at(host: str, own: str) -> str:
 
 
 def paths(site: Site, service: str) -> list[str]:
-    """All that the user has in a container, but for what Ray's dashboard brings."""
+    """The paths of all files of the user in a container, without those that Ray's dashboard comes with."""
     script = 'find "$1" "$1.open" /tmp/rs-* /dev/shm -user dev 2>/dev/null || true'
     return site.stack.exec(service, ["sh", "-c", script, "sh", site.base], user="dev").splitlines()
 
 
 def got(site: Site, service: str) -> dict[str, Any]:
-    """What the stranger gets hold of on a machine; on a node in a job of its own."""
+    """The result of the stranger's attack in a container; on a compute node it runs in the stranger's own job."""
     given = [json.dumps(each) for each in (listening(site, service), paths(site, service), ROOTS)]
     command = [PYTHON, "-c", STRANGER, "try", "dev", *given]
     if service != "edge":
@@ -133,12 +133,12 @@ def got(site: Site, service: str) -> dict[str, Any]:
 
 
 def check(site: Site, service: str, secrets: dict[str, str]) -> Refusals:
-    """See to it that the stranger gets nothing on a machine; how it was refused there."""
+    """Check that the stranger's attack in a container gets nothing; returns the refusals."""
     return check_found(got(site, service), open_to_all(site), secrets)
 
 
 def check_found(found: dict[str, Any], to_be_found: str, secrets: dict[str, str]) -> Refusals:
-    """See to it that a stranger has found one file and no more; how it was refused."""
+    """Check that the stranger found the one readable file and no more; returns the refusals."""
     assert found["files"] == found["opened"] == [to_be_found] and not found["processes"], found
     for address, answers in found["answers"].items():
         for where, text in answers.items():
@@ -149,12 +149,12 @@ def check_found(found: dict[str, Any], to_be_found: str, secrets: dict[str, str]
 
 
 def ports_with(code: str, refusals: Refusals) -> int:
-    """How many ports refused something with a code."""
+    """The number of ports that refused a request with a code."""
     return sum(code in codes for codes in refusals.values())
 
 
 def is_harmless(where: str, text: str) -> bool:
-    """Whether Ray 2.60 answers so to anybody: that it lives, that it wants a token, its empty front page, its metrics."""
+    """Whether this is an answer that Ray 2.60 gives everybody: its health, that it needs a token, an empty page, metrics."""
     path = where.removesuffix(" with a wrong token")
     known = {"GET /": "<!doctype html>", "GET /api/authentication_mode": '{"authentication_mode": "token"}'}
     lives = path in ("GET /api/gcs_healthz", "GET /api/local_raylet_healthz") and text == "success"
@@ -162,7 +162,7 @@ def is_harmless(where: str, text: str) -> bool:
 
 
 def keys(site: Site) -> dict[str, str]:
-    """What nobody else may know: of the run, of its cluster, of its session."""
+    """The secrets of a run, its Ray cluster and its session."""
     found = {"secret": SECRET, "token": site.lines("token")[0]}
     specs = site.sh('find "$1" -name "runtime*.json" -o -name session.json | xargs cat', site.base)
     decoder, rest = json.JSONDecoder(), specs.lstrip()
@@ -176,7 +176,7 @@ def keys(site: Site) -> dict[str, str]:
 
 @contextlib.contextmanager
 def held_open(site: Site, host: str, port: int) -> Iterator[None]:
-    """Connections of the stranger that say nothing, more than anybody likes."""
+    """Keeps `MANY` silent connections of the stranger open."""
     command = ["docker", "exec", "-i", "-u", "other", site.stack.container("edge"), PYTHON, "-c", STRANGER, "hold", host]
     holder = subprocess.Popen([*command, str(port), str(MANY)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -188,7 +188,7 @@ def held_open(site: Site, host: str, port: int) -> Iterator[None]:
 
 
 def try_ray(site: Site, node: str, address: str) -> None:
-    """Ray's own ways in, without a token and with a wrong one."""
+    """Try to use Ray's own clients without a token and with a wrong one."""
     for token in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
         # Ray asks some twenty times else, whatever is said to it.
         setting = {"HOME": "/nonexistent", "RAY_NUM_REDIS_GET_RETRIES": "3", **token}
@@ -257,7 +257,7 @@ def test_a_stranger_gets_hold_of_nothing(
 
 @pytest.fixture
 def open_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory of this machine that everybody may look into, where bases and scratch directories are made."""
+    """A directory of this machine that all users can read, for base directories and scratch directories."""
     if os.geteuid() != 0 or subprocess.run([*NOBODY, sys.executable, "-c", "import grpc"], capture_output=True).returncode:
         pytest.skip("only root can be somebody else, whom this Python must be open to")
     path = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))

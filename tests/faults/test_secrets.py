@@ -1,4 +1,4 @@
-"""Secrets are where they belong and nowhere else: while runs go on, and after they have ended well or badly."""
+"""Tests: secrets are nowhere but where they belong, during a run and after it has succeeded or failed."""
 
 import json
 import os
@@ -52,7 +52,7 @@ while time.time() < until and not os.path.exists(sys.argv[1]):
     time.sleep(0.01)
 sys.stdout.buffer.write(b"\\n".join(seen).replace(b"\\0", b" "))
 """
-"""Collects the arguments of all processes of a machine until a file is there: of new ones often, as they call exec."""
+"""Program that collects the command lines of all processes until a file exists; it looks at new processes often."""
 
 PAYLOAD = pipes_script("""
 import json, os, pathlib, ray, subprocess, sys
@@ -104,7 +104,7 @@ if os.environ.get("FAILS"):
 
 @pytest.fixture
 def encrypted(site: Site, tmp_path: Path) -> str:
-    """The key of the stack's user, with a passphrase."""
+    """The private key of the stack's user, encrypted with a passphrase."""
     assert site.ssh.key_path
     key = serialization.load_ssh_private_key(Path(site.ssh.key_path).read_bytes(), None)
     cipher = serialization.BestAvailableEncryption(PASSPHRASE.encode())
@@ -115,17 +115,17 @@ def encrypted(site: Site, tmp_path: Path) -> str:
 
 
 class Here:
-    """This machine, as `Site` is a cluster."""
+    """This machine, with the methods of `Site` that these tests call."""
 
     def __init__(self, base: Path) -> None:
         self.base = str(base)
 
     def sh(self, script: str, *arguments: str) -> str:
-        """What a shell script prints."""
+        """Run a shell script, and return its output."""
         return subprocess.run(["sh", "-c", script, "sh", *arguments], check=True, capture_output=True, text=True).stdout
 
     def lines(self, name: str) -> list[str]:
-        """Lines of a file in the data directory."""
+        """The lines of a file in the data directory."""
         return Path(self.base, "data", name).read_text().splitlines()
 
 
@@ -169,18 +169,18 @@ def text_of(error: BaseException) -> str:
 
 
 Words = dict[str, str]
-"""Texts by where they are."""
+"""Texts, each by the place where it was found."""
 Look = Callable[[ComputeResource, Site | Here], tuple[Words, Words]]
 
 
 def job_ids(site: Site) -> list[str]:
-    """The test's jobs, over or not; a heterogeneous one has the id of its first component."""
+    """The ids of the test's jobs, ended ones too. A heterogeneous job has the id of its first component."""
     listed = site.sh("squeue --me --states=all --noheader --format='%i %Z'").splitlines()
     return sorted({line.split()[0].partition("+")[0] for line in listed if f" {site.base}/" in line})
 
 
 def accounted(site: Site, job: str, option: str) -> str:
-    """What accounting tells of a job, once it has it."""
+    """What accounting tells about a job, as soon as it knows the job."""
 
     def told() -> str:
         said = site.sh(f"sacct -j {job} --parsable2 {option}")
@@ -192,7 +192,7 @@ def accounted(site: Site, job: str, option: str) -> str:
 
 
 def logs(site: Site, jobs: list[str]) -> Words:
-    """What the daemons have logged: those that had to do with these jobs, as their logs show."""
+    """The logs of the Slurm daemons that handled these jobs."""
     found = {}
     for service in (*SERVICES, *(("slurmdbd", "database") if site.stack.accounting else ())):
         since = ["docker", "logs", "--since=10m", site.stack.container(service)]
@@ -210,7 +210,7 @@ def logs(site: Site, jobs: list[str]) -> Words:
 def look(
     script: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Look:
-    """Runs a payload that ends well, and one that does not; all that can be read of them, and the secrets that there were."""
+    """Run a payload that succeeds and one that fails; returns all readable text about them, and the secrets."""
     monkeypatch.setenv("RS_TEST_PASSPHRASE", PASSPHRASE)
     monkeypatch.setenv("RS_TEST_SECRET", FROM_ENV)
     payload = script(PAYLOAD)
@@ -259,7 +259,7 @@ def look(
 
 
 def check(said: Words, secrets: Words, place: Site | Here) -> None:
-    """See to it that no secret is in what can be read, and keys of clusters are in files of the user alone."""
+    """Check that no readable text contains a secret, and that only the user can read keys of Ray clusters."""
     assert all(len(secret) >= 15 for secret in secrets.values()), secrets
     leaks = [(where, name) for where, text in said.items() for name, secret in secrets.items() if secret in text]
     assert not leaks

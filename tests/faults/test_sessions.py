@@ -1,4 +1,4 @@
-"""What goes wrong with sessions: a true verdict for each payload, none that ran twice, none lost, and nothing left."""
+"""Tests: faults of sessions. Each payload gets a true verdict, none runs twice or is lost, and nothing is left."""
 
 import json
 import time
@@ -36,7 +36,7 @@ while time.monotonic() < until and not (data / ("go-" + name.replace("/", "_")))
 metadata = {"name": name, "job": os.environ["SLURM_JOB_ID"], "ray": os.environ.get("RAY_ADDRESS", "")}
 pipes.report_asset_materialization(metadata=metadata)
 """)
-"""Says that it runs, and does so for UP_FOR seconds or until it may go."""
+"""Payload that records that it runs, and runs for UP_FOR seconds or until the test lets it end."""
 
 TWO_NODES = {"num_nodes": 2, "mem": "2500M", "cpus_per_node": 2}
 
@@ -48,7 +48,7 @@ def step(script: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def begin(site: Site, step: Path, start: Callable[..., Running]) -> Begin:
-    """Starts a step of some name in a thread, which runs for `up_for` seconds or until it may go."""
+    """A function that starts a named step in a thread. The step runs for `up_for` seconds or until the test lets it end."""
 
     def named(compute: ComputeResource, name: str, up_for: float = 0, **arguments: Any) -> Running:
         return start(compute, step, extra_env={"NAME": name, "UP_FOR": str(up_for)}, **arguments)
@@ -58,7 +58,7 @@ def begin(site: Site, step: Path, start: Callable[..., Running]) -> Begin:
 
 @pytest.fixture
 def once(site: Site, step: Path) -> Callable[..., Ran]:
-    """Runs a step of some name."""
+    """A function that runs a named step to its end."""
 
     def named(compute: ComputeResource, name: str, **arguments: Any) -> Ran:
         return run_asset(compute, step, extra_env={"NAME": name}, **arguments)
@@ -77,7 +77,7 @@ def let_go(site: Site, name: str) -> None:
 
 
 def queued(site: Site, count: int) -> None:
-    """Wait until so many payloads have been handed over, and a moment more."""
+    """Wait until a number of payloads have been handed to the session, and a moment longer."""
     assert wait_until(lambda: int(site.sh('ls "$1/runs" | wc -l', site.base)) >= count, 30)
     time.sleep(1)
 
@@ -87,7 +87,7 @@ def node_of(site: Site, job_id: str) -> str:
 
 
 def never_ran(failure: Any) -> None:
-    """A payload that was accepted and never started may be tried again, unless somebody wanted its end."""
+    """Checks that Dagster may retry a payload that a session accepted and never started, unless it was cancelled."""
     assert failure.allow_retries or failure.kind == "cancelled", (failure.kind, failure.description)
     assert failure.kind in ("allocation", "cancelled", "runtime"), (failure.kind, failure.description)
 
@@ -424,7 +424,7 @@ def test_two_sessions_on_one_node(session_compute: Make, begin: Begin, once: Cal
 
 @pytest.fixture
 def together(step: Path) -> Iterator[Callable[..., "Future[None]"]]:
-    """Runs several steps in one Dagster run, begun one after the other."""
+    """A function that runs several steps in one Dagster run, started one after the other."""
     pool = ThreadPoolExecutor(4)
 
     def begin(compute: ComputeResource, *names: str) -> "Future[None]":

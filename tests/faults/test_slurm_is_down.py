@@ -1,4 +1,4 @@
-"""Slurm's daemons go away and come back: what runs is not touched by it, and what is asked for is never doubled."""
+"""Tests: Slurm's daemons stop and come back. Running payloads are not affected, and no job is submitted twice."""
 
 import re
 import time
@@ -30,7 +30,7 @@ while not (data / "go").exists():
     time.sleep(0.05)
 pipes.report_asset_materialization(metadata={"job": os.environ["SLURM_JOB_ID"]})
 """)
-"""Runs until it may go, and leaves a line wherever it does."""
+"""Payload that runs until the test lets it end, and writes a line for each start."""
 
 
 def let_go(site: Site) -> None:
@@ -38,7 +38,7 @@ def let_go(site: Site) -> None:
 
 
 def names(site: Site) -> list[str]:
-    """Names of all jobs of the test that Slurm remembers, without those of other tests."""
+    """The names of all jobs of this test that Slurm remembers."""
     rows = site.sh("squeue --me --states=all --noheader --format='%j|%i|%Z'").splitlines()
     return [row.split("|")[1].partition("+")[0] for row in rows if site.base in row]
 
