@@ -78,6 +78,7 @@ def scratch_base() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
+    """The Slurm stack: containers with Slurm, an edge node and compute nodes. No other test process uses it meanwhile."""
     with stack_of_ones_own() as stack:
         yield stack
 
@@ -136,6 +137,7 @@ def wait_until(condition: Callable[[], Any], timeout: float) -> Any:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
+    """The `local_base` of the resources of a test."""
     return tmp_path / "base"
 
 
