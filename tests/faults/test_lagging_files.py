@@ -1,5 +1,7 @@
 """Tests: a network file system that shows changes late or in part. Runs behave as on any other file system."""
 
+import contextlib
+import io
 import logging
 import os
 import signal
@@ -250,15 +252,14 @@ def test_whatever_is_seen_each_part_comes_once_and_in_order(data: st.DataObject)
     """However writes and stale, torn, hidden or failing reads follow each other, nothing is lost, doubled or out of order."""
     choose = lambda limit: data.draw(st.integers(0, limit))  # noqa: E731
     handler = Handler()
-    said: list[str] = []
-    with tempfile.TemporaryDirectory() as run_dir:
+    shown = io.StringIO()
+    with tempfile.TemporaryDirectory() as run_dir, contextlib.redirect_stdout(shown):
         record = RunRecord(run_dir, 1 << 20)
         views = Views(run_dir, choose)
         views.note()
         log = logging.getLogger("lagging")
         log.disabled = True
         follower = Follower(views, run_dir, "n", handler, log, Cadence(0.0, 0.0, 0.0))
-        follower._show = lambda _, text: said.append(text)  # type: ignore[method-assign]
         lines = messages = 0
         for _ in range(choose(25)):
             what = choose(3)
@@ -282,5 +283,5 @@ def test_whatever_is_seen_each_part_comes_once_and_in_order(data: st.DataObject)
                 break
         evidence = follower.evidence
     assert evidence.end is not None and evidence.end["reason"] == "exit"
-    assert [int(text.split()[0]) for text in "".join(said).splitlines()] == list(range(lines))
+    assert [int(text.split()[0]) for text in shown.getvalue().splitlines()] == list(range(lines))
     assert handler.messages == list(range(messages))

@@ -1,5 +1,6 @@
 """Bundles: their content, their names, and their atomic installation on a cluster."""
 
+import codecs
 import contextlib
 import hashlib
 import io
@@ -475,6 +476,7 @@ def test_unreadable_files_are_refused(tree: Callable[..., Path], path: str) -> N
         (source / ".rayignore").write_text("closed/\n")
         target = source / "d/closed"
     target.chmod(0)
+    codecs.lookup("utf-8-sig")  # Another user may not be allowed to read Python's own directory.
     try:
         with (
             as_nobody(),

@@ -87,8 +87,8 @@ def _ended(stderr: str, code: int = 1, exception: Any = None) -> str:
     nodes = [{"address": "10.0.0.5", "hostname": "c1"}]
     end = {"type": "end", "reason": "exit", "exit_code": code, "signal": None, "message": None, "context": {"nodes": nodes}}
     evidence = Evidence(end=end, exception=exception)
-    evidence.take_output({"s": "stdout", "d": "Epoch 1: 0.3\n"})
-    evidence.take_output({"s": "stderr", "d": stderr})
+    evidence.add_output({"s": "stdout", "d": "Epoch 1: 0.3\n"})
+    evidence.add_output({"s": "stderr", "d": stderr})
     return judge(evidence, True, True).sentence
 
 
