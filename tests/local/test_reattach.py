@@ -67,7 +67,14 @@ class Outliving:
             waited=None, poll_interval=1.0, describe=lambda: {{"ok": False}}, step=step,
         )
         hold(attempt)
-        print("attached", step.run_id, flush=True)
+        poll = attempt.poll
+
+        def first_poll(evidence):
+            print("attached", step.run_id, flush=True)
+            attempt.poll = poll
+            return poll(evidence)
+
+        attempt.poll = first_poll
         return attempt
     def can_reattach(self, plan, run_dir, step):
         return Path(run_dir, "journal.jsonl").exists()
