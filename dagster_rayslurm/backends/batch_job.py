@@ -103,7 +103,7 @@ class BatchJob:
         return metadata
 
     def release(self, evidence: Evidence) -> None:
-        """Make sure that the job ends if it was cancelled, has not started, or may hang; any other job ends by itself."""
+        """Called when the step is done with the payload: end a job that was cancelled, has not started, or may hang."""
         reason = (evidence.end or {}).get("reason")
         if evidence.connection_lost and not self._job.cancelled:
             return  # Slurm cannot be asked, and the job may go on.

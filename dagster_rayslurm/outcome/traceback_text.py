@@ -141,7 +141,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _take_text(current: Raised, line: str) -> None:
-    """Add a line after the frames to an exception: its name and message, a further line, or the actor that it concerns."""
+    """Add a line that follows the frames of a traceback to its exception: name and message, a further line, or the actor."""
     actor = _ACTOR.match(line)
     if actor and current.text:
         current.text = f"{current.text.rstrip('.')}, {actor[1]} {actor[2]}"

@@ -294,7 +294,7 @@ def _find(commands: Connection, job_name: str, patience: float) -> str | None:
 
 
 def _run_repeatedly(commands: Connection, command: list[str], patience: float) -> Completed:
-    """Run a command that changes nothing, again after a lost connection and while the connection cannot be made.
+    """Run a command that may safely run twice; after a lost or failed connection, run it again.
 
     Raises:
         ConnectionFailed: the connection cannot be made for longer than `patience`, or never will be.

@@ -29,7 +29,7 @@ UNSCHEDULABLE = "unschedulable"
 
 
 class HeadNode(NamedTuple):
-    """This node, on which Ray clusters have their head, and the worker nodes that join them.
+    """What a Ray cluster must know of its head's node: resources, address and variables, and the worker nodes that can join.
 
     Attributes:
         machine: the resources of this node.
