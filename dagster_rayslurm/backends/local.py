@@ -118,7 +118,7 @@ def _with_counts(ray: RaySpec, wanted: RaySpec) -> RaySpec:
 
 
 def lacking(plan: Plan, *units: str) -> str | None:
-    """Returns a sentence about what this machine lacks for a plan, among resources in the given units; None if nothing."""
+    """A sentence about the first requirement of a plan, counted in one of `units`, that this machine does not meet; or None."""
     for label, footprint in footprints(plan):
         asked = tuple(want for want in footprint if want.unit in units and want.amount is not None)
         problem = footprint_error(asked, resources.detect(with_gpus="GPUs" in units)) if asked else None

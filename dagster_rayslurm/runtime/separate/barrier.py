@@ -216,9 +216,9 @@ class Barrier:
         return commands + self._finish_if_over()
 
     def interrupted(self, component: str, why: str, exit_code: int) -> List[Command]:
-        """Called when a component's runtime received a signal after its payload had ended.
+        """Called when a component's runtime received a signal after its payload had ended; returns the commands that follow.
 
-        That is a failure if payloads of other components still run.
+        The signal is a failure of the component if payloads of other components still run.
         """
         self._terminated = True
         return [] if self.over else self._fail(component, why, exit_code)
