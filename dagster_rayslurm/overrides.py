@@ -67,7 +67,7 @@ def _merge(base: StrictConfig, own: C, replaced: Mapping[str, Any]) -> C:
 
 
 def _set_fields(config: StrictConfig) -> dict[str, Any]:
-    """The fields that the user set, even to their default, in the order of the class."""
+    """The fields that the user gave, by name with their values, even those equal to the default; in the order of the class."""
     return {name: getattr(config, name) for name in type(config).model_fields if name in config.model_fields_set - {"kind"}}
 
 

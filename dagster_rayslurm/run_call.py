@@ -162,7 +162,7 @@ def _resolved_components(components: object) -> tuple[HetComponent, ...]:
 
 
 def _missing_requirements(resource: ComputeConfig, launcher: Launcher) -> Iterator[str]:
-    """Sentences about the environment and Ray version, if they rule out every run; all of them, for one error message."""
+    """Yields one sentence for each reason in the environment or the Ray version why no run can succeed."""
     if resource.slurm is not None and resource.mode != ExecutionMode.LOCAL:
         try:
             path_on_cluster(_environment(resource), resource.slurm.ssh is not None)

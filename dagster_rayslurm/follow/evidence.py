@@ -71,7 +71,7 @@ class Evidence:
 
     @property
     def end_or_partial(self) -> Record | None:
-        """The `end` record; before it, those of its members that are known already; None if none is known."""
+        """The `end` record; while there is none, a record of the context and usage so far; None without a context."""
         return self.end or ({"context": self.context, "usage": self.usage} if self.context else None)
 
     def add_record(self, record: Record, nonce: str) -> None:

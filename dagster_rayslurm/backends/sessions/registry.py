@@ -265,7 +265,7 @@ class SessionRegistry:
         self._commands.make_dir(os.path.join(self.generation_dir(number), ABANDONED))
 
     def is_abandoned(self, number: int) -> bool:
-        """Whether a generation is marked as abandoned."""
+        """Whether a generation is marked as abandoned, so that its creator cancels the job if it submits one."""
         done = self._commands.run(["test", "-e", os.path.join(self.generation_dir(number), ABANDONED)])
         return done.returncode == 0
 
