@@ -1,6 +1,7 @@
-"""A fake Slurm on this machine, for tests without a Slurm cluster. Begin with `FakeSlurm`; `programs` has its commands.
+"""A fake Slurm on this machine, for tests without a Slurm cluster. Begin with `FakeSlurm`.
 
-It is no emulation of Slurm's scheduler: a job starts at once, or when a test says so.
+`model` decides how jobs change and what is printed; `programs` runs the jobs as processes. It is no emulation of Slurm's
+scheduler: a job starts at once, or when a test says so.
 """
 
 import json
@@ -15,7 +16,7 @@ import pytest
 
 from dagster_rayslurm.ssh.local import LocalConnection
 
-from . import programs
+from . import model, programs
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "srun", "sacct", "scontrol", "sinfo")
 
@@ -26,14 +27,14 @@ class FakeSlurm:
     Args:
         base: directory for the state of the fake Slurm.
         monkeypatch: puts the programs on the PATH.
-        settings: override entries of `programs.FIRST_STATE`. By default jobs start at once and run their scripts.
+        settings: override entries of `model.FIRST_STATE`. By default jobs start at once and run their scripts.
     """
 
     def __init__(self, base: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.base = base
         self.connection = LocalConnection()
         (base / "bin").mkdir(parents=True)
-        (base / "state.json").write_text(json.dumps({**programs.FIRST_STATE, **settings}))
+        (base / "state.json").write_text(json.dumps({**model.FIRST_STATE, **settings}))
         for name in PROGRAMS:
             program = base / "bin" / name
             words = shlex.join([sys.executable, "-IS", programs.__file__, name])
@@ -42,7 +43,7 @@ class FakeSlurm:
         monkeypatch.setenv("PATH", f"{base}/bin", prepend=os.pathsep)
 
     def set(self, **settings: Any) -> None:
-        """Change settings, which are entries of `programs.FIRST_STATE`."""
+        """Change settings, which are entries of `model.FIRST_STATE`."""
         with programs.locked(str(self.base)) as state:
             state.update(settings)
 
@@ -68,10 +69,11 @@ class FakeSlurm:
         self.set(faults={})
 
     def job(self, job_id: int, name: str = "job", state: str = "RUNNING", **fields: Any) -> None:
-        """Put a job into the queue, or replace the job with that id. `fields` are those of `programs.new_job`."""
+        """Put a job into the queue, or replace the job with that id. `fields` are those of `model.new_job`."""
         with programs.locked(str(self.base)) as content:
             nodes = [] if state == "PENDING" else ["c1"]
-            job = programs.new_job(job_id, **{"name": name, "state": state, "nodes": nodes, "start": time.time(), **fields})
+            now = time.time()
+            job = model.new_job(job_id, now, **{"name": name, "state": state, "nodes": nodes, "start": now, **fields})
             content["jobs"][str(job_id)] = job
 
     def jobs(self, *states: str) -> list[int]:
@@ -86,12 +88,12 @@ class FakeSlurm:
     def release(self, job_id: int) -> None:
         """Start a pending job."""
         with programs.locked(str(self.base)) as state:
-            programs.start(str(self.base), state, job_id)
+            model.start(state, job_id, time.time())
 
     def end(self, job_id: int, final: str, reason: str = "None") -> None:
         """End a job with a final state such as NODE_FAIL or OUT_OF_MEMORY; with REQUEUED the job starts again."""
         with programs.locked(str(self.base)) as state:
-            programs.end(state, job_id, final, reason)
+            model.end(state, job_id, final, time.time(), reason)
 
     def forget(self, job_id: int) -> None:
         """Remove a job, so that no program of the fake Slurm knows it any more."""
