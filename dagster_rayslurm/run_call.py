@@ -21,6 +21,7 @@ from .backends.local import LocalBackend
 from .backends.run_dir import Layout
 from .backends.sessions import local as local_session
 from .backends.sessions.backend import SessionBackend, end_session
+from .backends.sessions.idle import make_way_for
 from .backends.sessions.matching import required_head
 from .backends.sessions.session_job import SessionSetup
 from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
@@ -277,7 +278,7 @@ def _batch_backend(call: Call) -> BatchBackend:
     """The backend that submits one Slurm job for the call."""
     resource, queue = call.resource, merge_queue(call.slurm.queue, call.own_queue)
     timeouts = resource.queue_timeout, resource.connection_loss_timeout
-    return BatchBackend(call.slurm, queue, _environment(resource), *timeouts, call.components)
+    return BatchBackend(call.slurm, queue, _environment(resource), *timeouts, call.components, make_way_for)
 
 
 def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:

@@ -7,10 +7,11 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from dagster_pipes import PipesContextData
 
@@ -43,8 +44,7 @@ from .ownership import FIRST_OWNER
 from .payload_files import PayloadFiles, deliver, pack, remote_base_errors, required_files
 from .remote_cleanup import sweep_remote
 from .run_dir import Layout, run_files
-from .sessions.idle import IdleSessions
-from .slurm_job import SlurmJob
+from .slurm_job import MakeWay, SlurmJob
 
 _CADENCE = Cadence(busy=0.1, idle=3.0, waiting=15.0)
 """How often records on the cluster are read: each read costs a round trip over SSH, and load on the shared file system."""
@@ -60,6 +60,7 @@ class BatchBackend:
         queue_timeout: seconds after which a job that still waits in the queue fails; None waits for ever.
         patience: seconds for which Slurm may be unreachable while it is unknown whether Slurm accepted the job.
         components: the components of a heterogeneous job, in order, each with its own queue; empty for any other job.
+        make_way: makes the function that ends idle sessions for a waiting job, from connection, base directory and log.
     """
 
     slurm: SlurmResource
@@ -68,6 +69,7 @@ class BatchBackend:
     queue_timeout: float | None
     patience: float
     components: tuple[Component, ...] = ()
+    make_way: Callable[[Connection, str, Any], MakeWay] | None = None
     cadence: Cadence = _CADENCE
 
     @cached_property
@@ -188,7 +190,7 @@ class BatchBackend:
             queue_timeout=self.queue_timeout,
             over_ssh=self.slurm.ssh is not None,
             log=step.log,
-            idle_sessions=IdleSessions(self.connection, str(self.layout.base), step.log),
+            make_way=self.make_way and self.make_way(self.connection, str(self.layout.base), step.log),
         )
 
     def _request(self, plan: Plan, *, job_name: str, comment: str) -> JobRequest:

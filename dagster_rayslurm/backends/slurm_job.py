@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..errors import FailureKind, RunFailure
 from ..follow import Evidence
@@ -33,8 +34,8 @@ from ..slurm.states import TERMINAL, Exited, JobPhase, JobStatus, JobWatch, Star
 from ..slurm.submit import SubmittedJob
 from ..ssh.base import Connection
 
-if TYPE_CHECKING:
-    from .sessions.idle import IdleSessions
+MakeWay = Callable[[QueueSnapshot, Sequence[QueueRow]], None]
+"""Ends an idle session whose nodes a waiting job could use; gets the queue, and the rows of that job."""
 
 _FIRST_QUERY = 2.0
 """Seconds after submission until Slurm says why a job waits; an earlier query would only delay the next query."""
@@ -72,7 +73,7 @@ class SlurmJob:
         queue_timeout: seconds after which a job that still waits in the queue fails; None waits for ever.
         over_ssh: whether the Slurm cluster is reached over SSH.
         log: the step's Dagster log.
-        idle_sessions: ends idle sessions whose nodes the waiting job could use; None leaves sessions alone.
+        make_way: called again and again while the job waits; None leaves sessions alone.
         waiting_since: start of the queue timeout, by the cluster's clock; None for the time of submission.
 
     Attributes:
@@ -90,7 +91,7 @@ class SlurmJob:
         queue_timeout: float | None,
         over_ssh: bool,
         log: Any,
-        idle_sessions: IdleSessions | None = None,
+        make_way: MakeWay | None = None,
         waiting_since: float | None = None,
     ) -> None:
         self.job_id = submitted.job_id
@@ -107,7 +108,7 @@ class SlurmJob:
         self._queue_timeout = queue_timeout
         self._over_ssh = over_ssh
         self._waiting_since = submitted.at if waiting_since is None else waiting_since
-        self._idle_sessions = idle_sessions
+        self._make_way = make_way
         self._watch = JobWatch(submitted.at, request.requeue)
         self._snapshot: QueueSnapshot | None = None
         self._components: tuple[QueueRow, ...] = ()
@@ -212,9 +213,9 @@ class SlurmJob:
         if text and text != self._last_reason:
             self._last_reason = text
             self.log.info(f"[rayslurm] Slurm job {self.job_id} is {text}")
-        if self._idle_sessions is not None and self._snapshot is not None:
+        if self._make_way is not None and self._snapshot is not None:
             with contextlib.suppress(OSError):  # A session that cannot be reached is asked again later.
-                self._idle_sessions.make_way(self._snapshot, self._snapshot.components(self.number))
+                self._make_way(self._snapshot, self._snapshot.components(self.number))
         if not self._sizes_checked and (self._components or status.reason == "PartitionNodeLimit"):
             self._sizes_checked = True
             self._check_partition_sizes()

@@ -41,7 +41,7 @@ from ..payload_files import deliver, pack, remote_base_errors, required_files
 from ..run_dir import Layout, run_files
 from ..slurm_job import SlurmJob
 from .acquire import AcquiredSession, SessionAcquisition
-from .idle import IdleSessions
+from .idle import make_way_for
 from .listing import end_generations, list_generations
 from .matching import (
     Capacity,
@@ -335,7 +335,7 @@ class _SessionStart:
             queue_timeout=self._backend.queue_timeout,
             over_ssh=self._setup.slurm.ssh is not None,
             log=self._step.log,
-            idle_sessions=IdleSessions(self._connection, self._base, self._step.log),
+            make_way=make_way_for(self._connection, self._base, self._step.log),
             waiting_since=since,
         )
 

@@ -12,6 +12,7 @@ from ...runtime.protocol.record import SESSION
 from ...runtime.protocol.requests import Operation, Refusal
 from ...slurm.snapshot import QueueRow, QueueSnapshot
 from ...ssh.base import Connection
+from ..slurm_job import MakeWay
 from .client import parse_announcement
 from .listing import Generation, ask_session, list_generations
 
@@ -33,6 +34,11 @@ class _Holder:
 
     generation: Generation
     nodes: str
+
+
+def make_way_for(connection: Connection, base: str, log: Any) -> MakeWay:
+    """The function that ends idle sessions for one waiting job, see `IdleSessions`."""
+    return IdleSessions(connection, base, log).make_way
 
 
 class IdleSessions:
