@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .launchers import Launcher, RayLauncher
-from .runtime.node.footprint import Footprint
+from .runtime.node.resources import Footprint
 from .runtime.protocol.spec import COMPONENT_LABEL, COMPONENT_RESOURCE, ComponentSpec, NodeSpec, RaySpec
 from .slurm.config import HetComponent, SlurmQueueConfig
 from .slurm.fields import INHERITED_OPTIONS, SBATCH_FIELDS, Inheritance

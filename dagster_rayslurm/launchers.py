@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Optional
 from pydantic import Field, model_validator
 
 from .config import StrictConfig, at_least, check_text, checked, choice, identifier, is_env_var, plain_text
-from .runtime.node.footprint import Footprint, Requirement, node_footprint
-from .runtime.node.ports import parse_range
+from .runtime.node.network import parse_range
+from .runtime.node.resources import Footprint, Requirement, node_footprint
 from .runtime.protocol.spec import RaySpec
 
 __all__ = ["BashLauncher", "Launcher", "RayLauncher"]

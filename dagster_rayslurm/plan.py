@@ -17,7 +17,7 @@ from .components import Component, component_specs, ray_across, request_for
 from .config import check_length
 from .launchers import Launcher, RayLauncher
 from .payload_command import parse_payload, script_of
-from .runtime.node.footprint import Footprint
+from .runtime.node.resources import Footprint
 from .runtime.payload.environment import JOB_CONFIG, job_config, shared_variables
 from .runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, PayloadSpec, RaySpec, is_passable
 

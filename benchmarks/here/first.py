@@ -16,7 +16,7 @@ from pathlib import Path
 import dagster as dg
 
 from dagster_rayslurm import ComputeResource, RayLauncher
-from dagster_rayslurm.runtime.node import ports, resources
+from dagster_rayslurm.runtime.node import network, resources
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.scratch import Scratch
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, LineReader
@@ -94,7 +94,7 @@ def _start_by_hand(launcher: RayLauncher) -> float:
         token = Path(scratch.join("token"))
         token.touch(0o600)
         token.write_text(secrets.token_hex(32))
-        chosen = ports.choose()
+        chosen = network.choose_ports()
         arguments = start_arguments(launcher.ray_spec(), resources.detect(), chosen, scratch.ray_temp_dir, None)
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         env.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_USAGE_STATS_ENABLED="0")

@@ -22,7 +22,7 @@ from ..errors import FailureKind, StartError
 from ..follow import Cadence
 from ..interrupts import deferred_interrupts
 from ..plan import Plan
-from ..runtime.node.ports import control_ports
+from ..runtime.node.network import control_ports
 from ..runtime.payload.environment import shared_variables
 from ..runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME
 from ..runtime.protocol.spec import RaySpec, RuntimeSpec, to_json

@@ -15,9 +15,7 @@ from ..errors import FailureKind, StartError
 from ..follow import Cadence
 from ..plan import Plan
 from ..runtime.node import resources
-from ..runtime.node.footprint import Footprint, node_footprint
-from ..runtime.node.gpus import count_gpus
-from ..runtime.node.resources import footprint_error
+from ..runtime.node.resources import Footprint, count_gpus, footprint_error, node_footprint
 from ..runtime.protocol.spec import ComponentSpec, RaySpec
 from ..ssh.local import LocalConnection
 from .base import Register, RunningPayload, Step

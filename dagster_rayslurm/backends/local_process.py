@@ -21,8 +21,8 @@ from ..outcome import exit_in_words
 from ..plan import Plan
 from ..runtime.payload.environment import shared_variables
 from ..runtime.process import processes
+from ..runtime.protocol.messages import Operation
 from ..runtime.protocol.record import RUNTIME_LOG, STATUS, tail_file
-from ..runtime.protocol.requests import Operation
 from ..runtime.protocol.spec import RuntimeSpec, to_json
 from ..ssh.local import LocalConnection
 from .run_dir import Layout

@@ -21,7 +21,7 @@ from ..backends.sessions.listing import Generation, SessionState, ask_session, e
 from ..backends.sessions.local import LocalSession, end_directory
 from ..backends.sessions.local import list_sessions as list_local_sessions
 from ..errors import StartError
-from ..runtime.protocol.requests import Operation
+from ..runtime.protocol.messages import Operation
 from ..slurm.commands import slurm_commands
 from ..slurm.pending_reasons import most_informative_row
 from ..slurm.shared_queue import fetch_queue

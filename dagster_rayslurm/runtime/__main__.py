@@ -25,11 +25,11 @@ if sys.version_info < (3, 8):
 def run(run_dir):  # type: (str) -> int
     """Run the one payload of a run directory for the parent process, without Slurm. Returns the exit code."""
     from .process import loop, scratch
-    from .protocol import start_files
+    from .protocol import spec as start_records
     from .supervisor import local_server, supervisor
 
     scratch.sweep()
-    spec = start_files.load_spec(run_dir)
+    spec = start_records.load_spec(run_dir)
     if spec.meeting is not None:
         return _run_component(run_dir, spec)
     runner = supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch())
@@ -87,11 +87,12 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     from dataclasses import replace
 
     from .node.allocation import head_address
-    from .protocol import record, start_files
+    from .protocol import record
+    from .protocol import spec as start_records
     from .separate import participant
     from .supervisor import local_server
 
-    whole = _allocation(start_files.load_spec(run_dir))
+    whole = _allocation(start_records.load_spec(run_dir))
     directory = record.component_dir(run_dir, whole.component_of(whole.node_id) or "")
 
     def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
@@ -107,7 +108,7 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     if here.node_id == 0:
         others = [node for node in whole.nodes if node not in here.nodes]
         here = replace(here, head_addresses=[head_address(replace(here, nodes=[*here.nodes, *others]))])
-    return _lead_or_work(start_files.load_spec(directory), here, run_dir, dispensable, lead)
+    return _lead_or_work(start_records.load_spec(directory), here, run_dir, dispensable, lead)
 
 
 def _warn_before_limit(runner, here, payload):  # type: (supervisor.Supervisor, allocation.Allocation, Payload) -> None
@@ -169,9 +170,9 @@ _LAST_CALL = 20.0
 def _be_node(directory, dispensable, lead):
     # type: (str, mmap.mmap, Lead) -> int
     """Serve as one node of a Slurm step: the first node calls `lead`, the others are worker nodes. Returns the exit code."""
-    from .protocol import start_files
+    from .protocol import spec as start_records
 
-    spec = start_files.load_spec(directory)
+    spec = start_records.load_spec(directory)
     return _lead_or_work(spec, _allocation(spec), directory, dispensable, lead)
 
 
@@ -208,12 +209,12 @@ def _lead_or_work(spec, here, log_dir, dispensable, lead):
 def serve(session_dir):  # type: (str) -> int
     """Run a session on this machine, without Slurm: run payloads for clients until it is idle for too long."""
     from .process import loop, scratch
-    from .protocol import start_files
+    from .protocol import spec as start_records
     from .supervisor import local_server, supervisor
 
     scratch.sweep()
     private = scratch.Scratch()
-    runner = supervisor.Supervisor(loop.Loop(), start_files.load_spec(session_dir), private)
+    runner = supervisor.Supervisor(loop.Loop(), start_records.load_spec(session_dir), private)
     server = local_server.LocalSessionServer(runner, session_dir, private.join("control.sock"))
     try:
         runner.run()
@@ -238,9 +239,9 @@ def main(argv):  # type: (list[str]) -> int
 
         return node_main.hold(argv[1])
     if role == "ask":
-        from .protocol import rpc_call
+        from .protocol import rpc
 
-        return rpc_call.main(argv[1])
+        return rpc.main(argv[1])
     dispensable = mmap.mmap(-1, 1)  # One byte in memory that the keeper process and its child, the runtime, share.
     roles = {
         "run": run,
@@ -250,12 +251,12 @@ def main(argv):  # type: (list[str]) -> int
         "serve": serve,
     }
     if role in roles:
-        from .process import keeper, processes
+        from .process import processes
 
         processes.raise_file_limit()
         # A Dagster process ends the job of a single payload; a session may have no Dagster process, so the keeper ends its job.
-        orphaned = (lambda: keeper.cancel_own_job(os.environ)) if role == "session" else (lambda: None)
-        return keeper.guard(lambda: roles[role](argv[1]), lambda: dispensable[0] == 1, role in _IN_A_STEP, orphaned)
+        orphaned = (lambda: processes.cancel_own_job(os.environ)) if role == "session" else (lambda: None)
+        return processes.guard(lambda: roles[role](argv[1]), lambda: dispensable[0] == 1, role in _IN_A_STEP, orphaned)
     sys.exit(__doc__)
 
 

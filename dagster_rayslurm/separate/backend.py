@@ -33,10 +33,10 @@ from ..components import Component, component_specs, request_for
 from ..environments import Interpreter
 from ..follow import Cadence, Evidence
 from ..plan import Plan
-from ..runtime.node.ports import control_ports
+from ..runtime.node.network import control_ports
 from ..runtime.payload.environment import shared_variables
+from ..runtime.protocol.messages import Operation
 from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT, RUNTIME, component_dir
-from ..runtime.protocol.requests import Operation
 from ..runtime.protocol.rpc import derive_key
 from ..runtime.protocol.spec import BarrierSpec, ComponentSpec, RuntimeSpec, to_json
 from ..slurm.commands import slurm_commands

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Optional
 
 from ..config import check_text, mebibytes, time_limit_seconds
-from ..runtime.node.footprint import SHARE_FOR_RAY, Footprint
+from ..runtime.node.resources import SHARE_FOR_RAY, Footprint
 from .config import SlurmQueueConfig, split_signal
 from .fields import FIELD_OF_OPTION, RESERVED_OPTIONS, SBATCH_FIELDS, requests_gpus
 

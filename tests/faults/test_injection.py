@@ -347,7 +347,7 @@ def test_what_no_process_can_have_is_refused_before_anything_starts(
 @example(labels={"a=b": "c"}, resources={'"': 1.0, "--x": 2.0})
 @settings(max_examples=60, deadline=None)
 def test_labels_and_resources_are_the_ones_that_ray_gets(labels: dict[str, str], resources: dict[str, float]) -> None:
-    from dagster_rayslurm.runtime.node.ports import Ports
+    from dagster_rayslurm.runtime.node.network import Ports
     from dagster_rayslurm.runtime.node.resources import detect
 
     try:

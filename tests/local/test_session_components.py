@@ -9,7 +9,7 @@ import pytest
 from dagster_rayslurm import ComputeResource, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig
 from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.backends.sessions import local as local_session
-from dagster_rayslurm.runtime.protocol.requests import Operation
+from dagster_rayslurm.runtime.protocol.messages import Operation
 
 from ..conftest import Ran, pipes_script, run_asset, small_ray
 

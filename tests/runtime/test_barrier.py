@@ -19,11 +19,11 @@ import pytest
 
 from dagster_rayslurm.archive import install_runtime
 from dagster_rayslurm.runtime.node.allocation import from_environ, select_component
-from dagster_rayslurm.runtime.node.ports import control_ports
+from dagster_rayslurm.runtime.node.network import control_ports
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.process.processes import descendants
 from dagster_rayslurm.runtime.protocol.record import CANCEL, JOURNAL, PAYLOAD, RUNTIME, SECRETS, STATUS, LineReader, component_dir
-from dagster_rayslurm.runtime.protocol.rpc_client import ClientListener, RpcClient
+from dagster_rayslurm.runtime.protocol.rpc import ClientListener, RpcClient
 from dagster_rayslurm.runtime.protocol.spec import BarrierSpec, ComponentSpec, PayloadSpec, RaySpec, RuntimeSpec, to_json
 from dagster_rayslurm.runtime.separate import rendezvous
 from dagster_rayslurm.runtime.separate.barrier import ComponentAddress, Ended, Fail, Finish, Start

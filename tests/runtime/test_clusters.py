@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from dagster_rayslurm.archive import install_runtime
-from dagster_rayslurm.runtime.node.ports import control_ports
+from dagster_rayslurm.runtime.node.network import control_ports
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.protocol.record import RUNTIME
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
@@ -87,7 +87,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 SESSION = """
 import dataclasses
 from dagster_rayslurm.runtime.node import allocation
-from dagster_rayslurm.runtime.protocol import start_files as intake
+from dagster_rayslurm.runtime.protocol import spec as intake
 from dagster_rayslurm.runtime.node import worker_node
 machine.detect = lambda *_, **__: machine.NodeResources("here", 4, 0, 2**33, None)
 spec = intake.load_spec(base)

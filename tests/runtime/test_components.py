@@ -16,10 +16,15 @@ import pytest
 
 from dagster_rayslurm.archive import install_runtime
 from dagster_rayslurm.runtime.node import allocation
-from dagster_rayslurm.runtime.node.footprint import runtime_footprint
-from dagster_rayslurm.runtime.node.gpus import GPU_VARIABLES, count_gpus, visible_gpus
-from dagster_rayslurm.runtime.node.ports import choose, control_ports
-from dagster_rayslurm.runtime.node.resources import NodeResources, footprint_error
+from dagster_rayslurm.runtime.node.network import choose_ports, control_ports
+from dagster_rayslurm.runtime.node.resources import (
+    GPU_VARIABLES,
+    NodeResources,
+    count_gpus,
+    footprint_error,
+    runtime_footprint,
+    visible_gpus,
+)
 from dagster_rayslurm.runtime.nodes import simulated as simulated_nodes
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.process.scratch import Scratch
@@ -108,7 +113,7 @@ def test_gpus_of_the_first_component_are_not_those_of_the_others(
 
 
 def test_each_node_is_told_what_its_component_is() -> None:
-    chosen = choose(head=False)
+    chosen = choose_ports(head=False)
     for spec, machine, expected in (
         (CPU, C1, {"--num-cpus=1", "--num-gpus=0", "--labels=component=cpu", '--resources={"component:cpu": 1000.0}'}),
         (GPU, G1, {"--num-cpus=4", "--num-gpus=2", "--labels=component=gpu,disk=fast"}),

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.runtime.node import usage
-from dagster_rayslurm.runtime.node.gpus import (
-    GPU_VARIABLES,
+from dagster_rayslurm.runtime.node.resources import GPU_VARIABLES, granted_gpus
+from dagster_rayslurm.runtime.node.usage import (
     Gpu,
     GpuMonitor,
-    granted_gpus,
     parse_amd,
     parse_nvidia,
     select_granted,

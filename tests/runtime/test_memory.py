@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime.node import memory_use, memory_watch, resources
-from dagster_rayslurm.runtime.node.memory_guard import KILL, WARN, Group, GroupKind, Sample, State, decide, needs_groups, pause
+from dagster_rayslurm.runtime.node import memory, resources
+from dagster_rayslurm.runtime.node.memory import KILL, WARN, Group, GroupKind, Sample, State, decide, needs_groups, pause
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
@@ -112,29 +112,29 @@ def test_processes_are_looked_at_only_where_it_matters(warned: bool, share: floa
 @pytest.mark.parametrize(
     ("gather", "params", "memory_of", "enforced"),
     [
-        ("jobacct_gather/linux", "OverMemoryKill", memory_use.resident_memory, True),
-        ("jobacct_gather/linux", "OverMemoryKill,NoShared", memory_use.private_memory, True),
-        ("jobacct_gather/linux", "UsePss,OverMemoryKill", memory_use.proportional_memory, True),
-        ("jobacct_gather/cgroup", "OverMemoryKill", memory_use.private_memory, True),
-        ("jobacct_gather/linux", "NoShared", memory_use.private_memory, False),
-        ("jobacct_gather/none", "(null)", memory_use.private_memory, False),
+        ("jobacct_gather/linux", "OverMemoryKill", memory.resident_memory, True),
+        ("jobacct_gather/linux", "OverMemoryKill,NoShared", memory.private_memory, True),
+        ("jobacct_gather/linux", "UsePss,OverMemoryKill", memory.proportional_memory, True),
+        ("jobacct_gather/cgroup", "OverMemoryKill", memory.private_memory, True),
+        ("jobacct_gather/linux", "NoShared", memory.private_memory, False),
+        ("jobacct_gather/none", "(null)", memory.private_memory, False),
     ],
 )
 def test_memory_is_counted_as_slurmd_does(gather: str, params: str, memory_of: Any, enforced: bool) -> None:
     said = f"JobAcctGatherFrequency  = task=1\nJobAcctGatherType       = {gather}\nJobAcctGatherParams     = {params}\nX = y\n"
-    assert memory_use.memory_accounting(said) == (memory_of, enforced)
+    assert memory.memory_accounting(said) == (memory_of, enforced)
 
 
 def test_slurm_that_does_not_answer_enforces_nothing() -> None:
-    assert not memory_use.memory_accounting(None).enforced
+    assert not memory.memory_accounting(None).enforced
 
 
 def test_memory_of_a_process() -> None:
     private, resident, proportional = (
-        count(os.getpid()) for count in (memory_use.private_memory, memory_use.resident_memory, memory_use.proportional_memory)
+        count(os.getpid()) for count in (memory.private_memory, memory.resident_memory, memory.proportional_memory)
     )
     assert 0 < private < resident and 0 < proportional <= resident
-    assert memory_use.resident_memory(2**22 + 1) == memory_use.proportional_memory(2**22 + 1) == 0
+    assert memory.resident_memory(2**22 + 1) == memory.proportional_memory(2**22 + 1) == 0
 
 
 def cgroup(path: Path, current: str, used: int, **stat: int) -> str:
@@ -149,10 +149,10 @@ def test_a_cgroup_counts_without_the_cache_that_the_kernel_frees(tmp_path: Path)
     step = cgroup(tmp_path / "job_7/step_0", "memory.current", 850, anon=500, inactive_file=150)
     old = cgroup(tmp_path / "v1/job_7", "memory.usage_in_bytes", 900, total_inactive_file=300, inactive_file=999)
     node = cgroup(tmp_path / "system.slice", "memory.current", 10**6)
-    assert memory_use.job_cgroups([(job, 1000), (step, 800), (old, 2**63 - 4096), (node, 10**6)]) == [(job, 1000), (step, 800)]
-    assert memory_use.fullest([(job, 1000), (step, 800)]) == (700, 800)
-    assert memory_use.fullest([(old, 1000)]) == (600, 1000)
-    assert memory_use.fullest([]) is None and memory_use.fullest([(str(tmp_path / "gone"), 1000)]) is None
+    assert memory.job_cgroups([(job, 1000), (step, 800), (old, 2**63 - 4096), (node, 10**6)]) == [(job, 1000), (step, 800)]
+    assert memory.fullest([(job, 1000), (step, 800)]) == (700, 800)
+    assert memory.fullest([(old, 1000)]) == (600, 1000)
+    assert memory.fullest([]) is None and memory.fullest([(str(tmp_path / "gone"), 1000)]) is None
 
 
 # ---- Who is who
@@ -196,7 +196,7 @@ def test_processes_count_for_the_worker_or_payload_that_started_them(family: Cal
     raylet = {"RAY_RAYLET_PID": str(os.getpid())}
     worker = family(30, 40, RAY_JOB_ID="ffffffff", **raylet)
     agent, driver, other = family(1, **raylet), family(10, 20), family(5)
-    found = memory_watch.process_groups(processes.table(), [os.getpid()], [driver])
+    found = memory.process_groups(processes.table(), [os.getpid()], [driver])
     by_pid = {group.pid: group for group in found}
     kinds = {pid: by_pid[pid].kind for pid in (worker, agent, driver, other)}
     assert kinds == {
@@ -207,7 +207,7 @@ def test_processes_count_for_the_worker_or_payload_that_started_them(family: Cal
     }
     assert 70 * MIB < by_pid[worker].memory < 150 * MIB and 30 * MIB < by_pid[driver].memory < 110 * MIB
     assert sum(group.kind == GroupKind.WORKER for group in found) == 1
-    unguarded = memory_watch.process_groups(processes.table(), [], [driver])
+    unguarded = memory.process_groups(processes.table(), [], [driver])
     assert not any(group.kind == GroupKind.WORKER for group in unguarded)
 
 
@@ -234,7 +234,7 @@ def watched(environ: dict[str, str], seconds: float = 10.0) -> list[str]:
         said.append(f"{killed}: {message}")
         loop.stop()
 
-    memory_watch.MemoryWatch(loop, "n1", lambda: [os.getpid()], lambda: [os.getpid()], tell, environ)
+    memory.MemoryWatch(loop, "n1", lambda: [os.getpid()], lambda: [os.getpid()], tell, environ)
     loop.call_later(seconds, loop.stop)
     loop.run()
     return said

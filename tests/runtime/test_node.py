@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dagster_rayslurm.runtime.node import addresses, gpus, ports, resources
-from dagster_rayslurm.runtime.node.addresses import interface_address
-from dagster_rayslurm.runtime.node.footprint import node_footprint
-from dagster_rayslurm.runtime.node.resources import footprint_error
+from dagster_rayslurm.runtime.node import network, resources
+from dagster_rayslurm.runtime.node.network import interface_address
+from dagster_rayslurm.runtime.node.resources import footprint_error, node_footprint
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.protocol.end import ClusterError
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
@@ -31,7 +30,7 @@ HERE = resources.NodeResources("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, 
     [("0,1", 2), ("", 0), ("NoDevFiles", 0), ("-1", 0), ("GPU-8f2e, GPU-77aa", 2), ("MIG-1", 1)],
 )
 def test_gpus_are_those_that_are_visible(visible: str, count: int) -> None:
-    assert gpus.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+    assert resources.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_gpus_are_those_that_are_visible(visible: str, count: int) -> None:
     ],
 )
 def test_gpus_of_any_maker(environ: dict[str, str], count: int) -> None:
-    assert gpus.count_gpus(environ) == count
+    assert resources.count_gpus(environ) == count
 
 
 def test_gpus_of_the_driver_where_nothing_restricts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +82,7 @@ def test_a_slurm_job_claims_no_gpus_of_other_jobs(
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert gpus.count_gpus(environ) == count
+    assert resources.count_gpus(environ) == count
 
 
 def test_a_driver_that_does_not_answer_grants_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +90,9 @@ def test_a_driver_that_does_not_answer_grants_no_gpus(tmp_path: Path, monkeypatc
     fake.write_text("#!/bin/sh\necho NVIDIA H200\nexec sleep 30\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(gpus, "_LIST_TIMEOUT", 0.5)
+    monkeypatch.setattr(resources, "_LIST_TIMEOUT", 0.5)
     began = time.monotonic()
-    assert gpus.list_gpus() == [] and time.monotonic() - began < 10
+    assert resources.list_gpus() == [] and time.monotonic() - began < 10
 
 
 def test_cpus_are_those_of_the_affinity() -> None:
@@ -118,9 +117,9 @@ def test_the_directory_of_port_locks_must_be_ones_own(monkeypatch: pytest.Monkey
     foreign = tmp_path / "rayslurm-ports"
     foreign.mkdir()
     os.chown(foreign, 65534, 65534)
-    monkeypatch.setattr(ports.os.path, "join", lambda *parts: str(foreign))
-    with pytest.raises(ports.PortError, match="only this user"):
-        ports._lock_directory()
+    monkeypatch.setattr(network.os.path, "join", lambda *parts: str(foreign))
+    with pytest.raises(network.PortError, match="only this user"):
+        network._lock_directory()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_a_footprint_that_is_not_granted_is_named(spec: RaySpec, words: list[str
 
 
 def test_ray_is_told_what_was_granted() -> None:
-    chosen = ports.Ports(20001, 20002, ("--port=20001",))
+    chosen = network.Ports(20001, 20002, ("--port=20001",))
     limited = resources.NodeResources("n1", 4, 1, 64 * 2**30, memory_limit=10 * 2**30)
     arguments = start_arguments(RaySpec(resources={"a b": 1}, labels={"x": "y"}), limited, chosen, "/tmp/r", "10.0.0.1")
     assert {"--num-cpus=4", "--num-gpus=1", "--node-ip-address=10.0.0.1", '--resources={"a b": 1}', "--labels=x=y"} <= set(
@@ -150,11 +149,11 @@ def test_ray_is_told_what_was_granted() -> None:
 
 
 def test_ports_are_free_distinct_and_outside_the_ephemeral_range() -> None:
-    low, high = ports.ephemeral_range()
-    chosen = ports.choose()
+    low, high = network.ephemeral_range()
+    chosen = network.choose_ports()
     named = [int(option.partition("=")[2]) for option in chosen.options if not option.endswith("=0")]
     assert len(set(named)) == 3 and all(not low <= port <= high for port in named)
-    assert all(ports.is_free(port) for port in named)
+    assert all(network.is_free(port) for port in named)
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
@@ -165,21 +164,21 @@ def test_a_listening_port_is_not_free(family: socket.AddressFamily) -> None:
         except OSError:
             pytest.skip("no such address family on this machine")
         listener.listen()
-        assert not ports.is_free(listener.getsockname()[1])
+        assert not network.is_free(listener.getsockname()[1])
 
 
 def test_clusters_divide_a_port_range() -> None:
-    first = ports.choose("20000-20199")
-    second = ports.choose("20000-20199")
+    first = network.choose_ports("20000-20199")
+    second = network.choose_ports("20000-20199")
     try:
-        with pytest.raises(ports.PortError, match="20000-20199"):
-            ports.choose("20000-20199")
+        with pytest.raises(network.PortError, match="20000-20199"):
+            network.choose_ports("20000-20199")
         assert first.gcs // 100 != second.gcs // 100
     finally:
         for chosen in (first, second):
             assert chosen.lock is not None
             os.close(chosen.lock)
-    again = ports.choose("20000-20199")
+    again = network.choose_ports("20000-20199")
     assert again.lock is not None
     os.close(again.lock)
     workers = next(option for option in again.options if option.startswith("--worker-port-list="))
@@ -189,7 +188,7 @@ def test_clusters_divide_a_port_range() -> None:
 @pytest.mark.parametrize("text", ["", "x", "1-2-3", "80-20000", "20000-20050", "20100-20000", "1024-70000"])
 def test_a_range_that_cannot_serve_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"LOW-HIGH|ports"):
-        ports.parse_range(text)
+        network.parse_range(text)
 
 
 def test_an_interface_with_ipv6_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +196,7 @@ def test_an_interface_with_ipv6_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     listed.write_text(
         "fe800000000000000042acfffe130002 1c 40 20 80     ib9\nfd000077000000000000000000000002 1c 40 00 82     ib9\n"
     )
-    monkeypatch.setattr(addresses, "_IPV6", str(listed))
+    monkeypatch.setattr(network, "_IPV6", str(listed))
     assert interface_address("ib9") == "fd00:77::2"
     with pytest.raises(ClusterError, match="network_interface='ib8' has no address on node"):
         interface_address("ib8")

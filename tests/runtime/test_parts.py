@@ -300,7 +300,7 @@ def test_descendants_are_found_and_ended() -> None:
     code = (
         "import os,sys,subprocess,time\n"
         "sys.path.insert(0, %r)\n"
-        "from dagster_rayslurm.runtime.process import processes; from dagster_rayslurm.runtime.process import keeper\n"
+        "from dagster_rayslurm.runtime.process import processes as keeper; processes = keeper\n"
         "processes.become_subreaper()\n"
         # A grandchild in a session of its own, whose parent is gone: an orphan of nobody but the subreaper.
         "subprocess.run(['setsid','sh','-c','sleep 60 & sleep 0.1'])\n"
@@ -358,7 +358,7 @@ def test_a_signal_just_after_the_runtimes_end_is_no_error() -> None:
     """There is nobody left to pass it on to, and what the runtime left behind is still to be ended."""
     program = textwrap.dedent("""
         import os, signal, subprocess, sys
-        from dagster_rayslurm.runtime.process import keeper
+        from dagster_rayslurm.runtime.process import processes as keeper
         from dagster_rayslurm.runtime.process import processes
         wait = keeper._wait
         def waited(child):
@@ -383,7 +383,7 @@ def test_a_session_without_its_slurmstepd_has_its_job_cancelled(node_id: str, tm
     (tmp_path / "scancel").chmod(0o755)
     program = textwrap.dedent("""
         import os, signal, sys, time
-        from dagster_rayslurm.runtime.process import keeper
+        from dagster_rayslurm.runtime.process import processes as keeper
         waits = []
         def main():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])

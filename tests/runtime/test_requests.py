@@ -19,10 +19,9 @@ from dagster_rayslurm.backends.run_dir import Layout, write_runtime_spec
 from dagster_rayslurm.backends.sessions import client as session_client
 from dagster_rayslurm.backends.sessions.client import Announcement, Unreachable, parse_announcement, send_request
 from dagster_rayslurm.environments import InheritedEnvironment, resolve_environment
-from dagster_rayslurm.runtime.node.ports import control_ports
+from dagster_rayslurm.runtime.node.network import control_ports
 from dagster_rayslurm.runtime.protocol.record import CANCEL, JOURNAL, PAYLOAD, SECRETS, SESSION, LineReader
-from dagster_rayslurm.runtime.protocol.rpc import derive_key
-from dagster_rayslurm.runtime.protocol.rpc_call import ANSWER, AnswerLost, NotConnected, call
+from dagster_rayslurm.runtime.protocol.rpc import ANSWER, AnswerLost, NotConnected, call, derive_key
 from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, RaySpec, RuntimeSpec, to_json
 from dagster_rayslurm.ssh.base import Completed
 from dagster_rayslurm.ssh.local import LocalConnection

@@ -16,11 +16,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.runtime.node.ports import control_ports
+from dagster_rayslurm.runtime.node.network import control_ports
 from dagster_rayslurm.runtime.process.loop import Loop
-from dagster_rayslurm.runtime.protocol import rpc_server
-from dagster_rayslurm.runtime.protocol.rpc import Channel, ChannelListener, Handshake, Role
-from dagster_rayslurm.runtime.protocol.rpc_server import RpcServer
+from dagster_rayslurm.runtime.protocol import rpc
+from dagster_rayslurm.runtime.protocol.rpc import Channel, ChannelListener, Handshake, Role, RpcServer
 
 KEY, OTHER_KEY = "aa" * 32, "bb" * 32
 ROLES = [Role.SERVER, Role.CLIENT]
@@ -201,8 +200,8 @@ def test_a_bad_message_or_a_handler_error_closes_the_channel_only(pair: Pair, re
 
 
 def test_a_silent_client_is_closed_and_one_that_answers_stays(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_server, "HEARTBEAT_INTERVAL", 0.05)
-    monkeypatch.setattr(rpc_server, "HEARTBEAT_TIMEOUT", 0.3)
+    monkeypatch.setattr(rpc, "HEARTBEAT_INTERVAL", 0.05)
+    monkeypatch.setattr(rpc, "HEARTBEAT_TIMEOUT", 0.3)
     events, answering, silent = Events(), Events(), Events()
     server = RpcServer(loop, KEY, control_ports(None, 1), events, loopback=True, heartbeat=True)
 
@@ -258,7 +257,7 @@ def test_without_file_descriptors_the_server_waits_instead_of_spinning() -> None
     program = textwrap.dedent("""
         import os, resource, socket
         from dagster_rayslurm.runtime.process.loop import Loop
-        from dagster_rayslurm.runtime.protocol.rpc_server import Acceptor, listen
+        from dagster_rayslurm.runtime.protocol.rpc import Acceptor, listen
         loop, asked, accepted = Loop(), [], []
         sock = listen([0])
         acceptor = Acceptor(loop, sock, accepted.append, lambda: asked.append(1) or 0.0)

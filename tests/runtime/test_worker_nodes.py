@@ -19,11 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.runtime.node import allocation, resources, worker_node
-from dagster_rayslurm.runtime.node.addresses import is_loopback, join_host_port, route_address
 from dagster_rayslurm.runtime.node.allocation import head_address
-from dagster_rayslurm.runtime.node.footprint import runtime_footprint
-from dagster_rayslurm.runtime.node.ports import choose, control_ports
-from dagster_rayslurm.runtime.node.resources import footprint_error
+from dagster_rayslurm.runtime.node.network import choose_ports, control_ports, is_loopback, join_host_port, route_address
+from dagster_rayslurm.runtime.node.resources import footprint_error, runtime_footprint
 from dagster_rayslurm.runtime.node.usage import merge_usage
 from dagster_rayslurm.runtime.node.worker_node import WorkerNode
 from dagster_rayslurm.runtime.nodes.head import ConnectedWorkers
@@ -31,8 +29,7 @@ from dagster_rayslurm.runtime.nodes.node_agent import AgentOwner, NodeAgent
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.end import ClusterError
-from dagster_rayslurm.runtime.protocol.rpc import Channel, ChannelListener, Role
-from dagster_rayslurm.runtime.protocol.rpc_server import RpcServerError, listen
+from dagster_rayslurm.runtime.protocol.rpc import Channel, ChannelListener, Role, RpcServerError, listen
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.ray.cluster import HeadNode, RayCluster
 from dagster_rayslurm.runtime.ray.node_table import nodes_expected
@@ -115,10 +112,10 @@ def test_the_size_of_a_cluster(workers: int | None, nodes: int, expected: int) -
 def test_what_a_worker_is_started_with() -> None:
     """`ray start --address` refuses the options of a head."""
     node = resources.NodeResources("n1", 4, 1, 64 * 2**30, memory_limit=None)
-    words = start_arguments(RaySpec(labels={"a": "b"}), node, choose(head=False), "/tmp/r", "10.0.0.2", "10.0.0.1:4567")
+    words = start_arguments(RaySpec(labels={"a": "b"}), node, choose_ports(head=False), "/tmp/r", "10.0.0.2", "10.0.0.1:4567")
     assert {"--address=10.0.0.1:4567", "--node-ip-address=10.0.0.2", "--num-cpus=4", "--labels=a=b", "--block"} <= set(words)
     assert not [word for word in words if word.startswith(("--head", "--port=", "--include-dashboard", "--dashboard-port="))]
-    words = symmetric_arguments(RaySpec(), node, choose(), "/tmp/r", "10.0.0.1:4567", True, 2, ["hold", "x"])
+    words = symmetric_arguments(RaySpec(), node, choose_ports(), "/tmp/r", "10.0.0.1:4567", True, 2, ["hold", "x"])
     assert words[:2] == ["--address=10.0.0.1:4567", "--min-nodes=2"] and words[-3:] == ["--", "hold", "x"]
     assert not [word for word in words if word.startswith(("--head", "--port=", "--block", "--node-ip-address"))]
     assert join_host_port("fe80::1", 80) == "[fe80::1]:80" and join_host_port("n1", 80) == "n1:80"

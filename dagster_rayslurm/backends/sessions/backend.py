@@ -22,8 +22,8 @@ from ...errors import FailureKind, StartError
 from ...follow import Cadence
 from ...interrupts import deferred_interrupts
 from ...plan import Plan
+from ...runtime.protocol.messages import Refusal
 from ...runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME, SECRETS, SESSION, Record
-from ...runtime.protocol.requests import Refusal
 from ...runtime.protocol.spec import to_json
 from ...slurm.cancel import cancel_named
 from ...slurm.commands import slurm_commands

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...runtime.protocol.rpc_call import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NotConnected, call
+from ...runtime.protocol.rpc import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NotConnected, call
 from ...slurm.commands import without_option_variables
 from ...ssh.base import Connection, ConnectionLost
 

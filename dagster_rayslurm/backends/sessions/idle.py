@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import SESSION
-from ...runtime.protocol.requests import Operation, Refusal
 from ...slurm.snapshot import QueueRow, QueueSnapshot
 from ...ssh.base import Connection
 from ..slurm_job import MakeWay

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ...errors import FailureKind, StartError
+from ...runtime.protocol.messages import Operation
 from ...runtime.protocol.record import EXIT, SESSION
-from ...runtime.protocol.requests import Operation
 from ...slurm.cancel import cancel_named, wait_until_gone
 from ...slurm.commands import slurm_commands
 from ...slurm.script import parse_exit

@@ -25,8 +25,8 @@ from ...errors import FailureKind, StartError
 from ...follow import Evidence
 from ...plan import Plan, fingerprint
 from ...runtime.payload.environment import shared_variables
+from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
-from ...runtime.protocol.requests import Operation, Refusal
 from ...runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec
 from ...ssh.local import LocalConnection
 from ..base import Step

@@ -14,7 +14,7 @@ from typing import Any
 from ...components import Component, request_for
 from ...config import time_limit_seconds
 from ...launchers import Launcher, RayLauncher
-from ...runtime.node.footprint import Footprint
+from ...runtime.node.resources import Footprint
 from ...runtime.protocol.spec import NodeSpec, RaySpec, SpecError, from_json
 from ...runtime.ray.node_table import nodes_expected
 from ...slurm.config import HetComponent, SlurmQueueConfig

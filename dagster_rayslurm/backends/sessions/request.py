@@ -10,8 +10,8 @@ from typing import Any
 
 from ...errors import FailureKind, StartError
 from ...interrupts import delayed_interrupts
+from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import EXIT, JOURNAL, SECRETS, SESSION, LineReader
-from ...runtime.protocol.requests import Operation, Refusal
 from ...slurm.script import parse_exit
 from ...slurm.shared_queue import SharedQueue, fetch_queue
 from ...slurm.states import TERMINAL

@@ -18,7 +18,7 @@ from ...environments import Environment, Interpreter, path_on_cluster
 from ...launchers import Launcher, RayLauncher
 from ...overrides import merge_queue, session_queue
 from ...plan import Plan
-from ...runtime.node.ports import control_ports
+from ...runtime.node.network import control_ports
 from ...runtime.payload.environment import shared_variables
 from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec
 from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource, split_signal

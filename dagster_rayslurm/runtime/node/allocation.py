@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Dict, List, Mapping, MutableMapping, Optional, Sequence
 
 from ..protocol.slurm_text import expand_nodelist
-from .addresses import is_loopback, route_address
-from .gpus import GPU_VARIABLES
+from .network import is_loopback, route_address
+from .resources import GPU_VARIABLES
 
 _UNKNOWN_NETWORK = "192.0.2.1"
 """An address on no network (RFC 5737), so the route to this address is the default route."""

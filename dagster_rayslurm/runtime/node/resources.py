@@ -1,18 +1,191 @@
-"""CPUs, GPUs and memory that this node grants, and whether they suffice for a payload or a Ray cluster."""
+"""What a payload or a Ray cluster requires of each of its nodes; this module imports only `protocol.spec`.
+
+The GPUs of this node: which GPUs are granted to this job, and how busy they are.
+
+CPUs, GPUs and memory that this node grants, and whether they suffice for a payload or a Ray cluster.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-from ..protocol.spec import RuntimeSpec
-from .footprint import SHARE_FOR_RAY, Footprint
-from .gpus import count_gpus
-from .worker_node import named
+from ..protocol.spec import NodeSpec, PayloadSpec, RaySpec, RuntimeSpec, node_spec
+
+SHARE_FOR_RAY = 0.9
+"""Share of a node's memory that Ray may use, its object store included; the runtime and Ray's daemons use the rest."""
+
+
+class Requirement(NamedTuple):
+    """What one configuration field requires of a node.
+
+    Attributes:
+        field: the configuration field, as error messages name it.
+        amount: the required amount; None if the field is unset.
+        unit: "CPUs", "GPUs" or "GiB".
+    """
+
+    field: str
+    amount: Optional[float]
+    unit: str
+
+
+Footprint = Tuple[Requirement, ...]
+"""Everything that a payload or a Ray cluster requires of each of its nodes."""
+
+
+def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
+    """What a Ray cluster requires of each of its nodes, or of each node of one component."""
+    store = spec.object_store_memory
+    return (
+        Requirement("RayLauncher.num_cpus_per_node", spec.num_cpus, "CPUs"),
+        Requirement("RayLauncher.num_gpus_per_node", spec.num_gpus, "GPUs"),
+        Requirement("RayLauncher.object_store_memory_gb", None if store is None else store / 2**30, "GiB"),
+    )
+
+
+def payload_footprint(spec: PayloadSpec) -> Footprint:
+    """What a payload that shares its nodes with other payloads requires of each node.
+
+    These are the requirements of the payload's own Ray cluster, if it has one, and the CPUs and GPUs that the payload asks
+    for where its cluster has no requirement of the same unit.
+    """
+    own = node_footprint(spec.ray) if spec.ray is not None else ()
+    units = {requirement.unit for requirement in own if requirement.amount is not None}
+    claims = (Requirement("num_cpus", spec.want_cpus, "CPUs"), Requirement("num_gpus", spec.want_gpus, "GPUs"))
+    return own + tuple(claim for claim in claims if claim.unit not in units)
+
+
+def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> Footprint:
+    """What a runtime, or one component of it, requires of each node: what Slurm was asked for, and what the Ray cluster needs."""
+    own = next((each for each in spec.components if each.component_id == component_id), None)
+    asked = (
+        Requirement("SlurmQueueConfig.cpus_per_node", spec.asked_cpus if own is None else own.asked_cpus, "CPUs"),
+        Requirement("SlurmQueueConfig.gpus_per_node", spec.asked_gpus if own is None else own.asked_gpus, "GPUs"),
+    )
+    return asked + (node_footprint(node_spec(spec.ray, component_id)) if spec.ray is not None else ())
+
+
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
+"""Environment variables of several vendors that say which GPUs a process sees. Slurm sets the last one whenever it sets the
+first (gres.conf(5))."""
+
+_LIST_TIMEOUT = 20.0
+"""Seconds in which `nvidia-smi` must list the GPUs; it is slow on a node of many GPUs without NVIDIA's persistence daemon."""
+_FIRST_MISSING_DEVICE = 1000
+"""The first of the GPU indices that stand for missing GPUs: no machine has so many GPUs."""
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """Number of GPUs granted to this process.
+
+    Slurm sets `CUDA_VISIBLE_DEVICES`, `ROCR_VISIBLE_DEVICES` or `ZE_AFFINITY_MASK`, by vendor (gres.conf(5)), and always
+    `SLURM_GPUS_ON_NODE` and `SLURM_STEP_GPUS` (srun(1), Slurm 22.05). Without any of these, the GPUs that the driver lists
+    may belong to other jobs. They count only if the job has the whole node, as at sites whose Slurm does not manage GPUs.
+    """
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return len(_devices(environ["CUDA_VISIBLE_DEVICES"]))
+    # HIP numbers the devices that ROCr leaves visible.
+    amd = [len(_devices(environ[name])) for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in environ]
+    if amd:
+        return min(amd)
+    if "ZE_AFFINITY_MASK" in environ:  # "0.1" is a tile of device 0.
+        return len({device.partition(".")[0] for device in _devices(environ["ZE_AFFINITY_MASK"])})
+    granted = environ.get("SLURM_GPUS_ON_NODE", "")
+    if granted.isdigit():
+        return int(granted)
+    if "SLURM_STEP_GPUS" in environ:
+        return len(_devices(environ["SLURM_STEP_GPUS"]))
+    return len(list_gpus()) if _owns_unmanaged_gpus(environ) else 0
+
+
+def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
+    """Indices or UUIDs of the GPUs granted to this process; None if all GPUs that the driver lists are granted."""
+    if any(name in environ for name in GPU_VARIABLES[:-1]):
+        return visible_gpus(environ, count_gpus(environ))[1]
+    if "SLURM_STEP_GPUS" in environ:
+        return _devices(environ["SLURM_STEP_GPUS"])
+    return None if _owns_unmanaged_gpus(environ) else []
+
+
+def _owns_unmanaged_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether all GPUs of this node are this process's, because no other Slurm job runs here.
+
+    No variable tells of `--exclusive`, so a Slurm job must have all CPUs of the node.
+    """
+    granted = environ.get("SLURM_CPUS_ON_NODE", "")
+    return "SLURM_JOB_ID" not in environ or (granted.isdigit() and int(granted) >= (os.cpu_count() or 1))
+
+
+def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]]:
+    """The variable that says which GPUs this process sees, and the names of the first `count` of these GPUs.
+
+    Several tiles of one Intel device count as one GPU.
+    """
+    variable = next((name for name in GPU_VARIABLES[:-1] if name in environ), None)
+    if variable is None:
+        return GPU_VARIABLES[0], [str(index) for index in range(count)]
+    names = _devices(environ[variable])
+    if variable == "ROCR_VISIBLE_DEVICES" and "HIP_VISIBLE_DEVICES" in environ:
+        chosen = [int(name) for name in _devices(environ["HIP_VISIBLE_DEVICES"]) if name.isdigit()]
+        names = [names[index] for index in chosen if index < len(names)]
+    elif variable == "ZE_AFFINITY_MASK":
+        tiles: Dict[str, List[str]] = {}
+        for name in names:
+            tiles.setdefault(name.partition(".")[0], []).append(name)
+        names = [",".join(each) for each in tiles.values()]
+    return variable, names[:count]
+
+
+def gpu_environment(variable: str, devices: Sequence[str]) -> Dict[str, Optional[str]]:
+    """The environment variables with which a process sees only the given GPUs; None for a variable that must be unset.
+
+    Args:
+        variable: the variable that `visible_gpus` returns.
+        devices: names of GPUs that `visible_gpus` returns.
+    """
+    changes: Dict[str, Optional[str]] = {variable: ",".join(devices)}
+    if variable == "ROCR_VISIBLE_DEVICES":
+        changes["HIP_VISIBLE_DEVICES"] = None  # It numbers the devices that were visible before.
+    return changes
+
+
+def missing_gpus(count: int) -> List[str]:
+    """Names of `count` GPUs that no machine has; CUDA ignores such an index, so a process that gets these names sees no GPU."""
+    return [str(_FIRST_MISSING_DEVICE + index) for index in range(count)]
+
+
+def _devices(visible: str) -> List[str]:
+    """The GPU names in the value of a variable; empty if the value stands for no GPU."""
+    names = [name.strip() for name in visible.split(",")]
+    return [name for name in names if name and name not in ("NoDevFiles", "-1", "none", "void")]
+
+
+def list_gpus() -> List[str]:
+    """The names of the GPUs that `nvidia-smi` lists; empty if it does not answer."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError:
+        return []
+    try:
+        output, _ = process.communicate(timeout=_LIST_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()  # Without a wait: if the GPU driver hangs, no signal ends a process that has called it.
+        if process.stdout is not None:
+            process.stdout.close()
+        return []
+    return output.decode("utf-8", "replace").splitlines() if process.returncode == 0 else []
+
+
+def named(hostname: str, component: Optional[str]) -> str:
+    """A node's name for messages: "g1", or "g1 (component gpu)"."""
+    return hostname if component is None else "%s (component %s)" % (hostname, component)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""CPU time, memory and GPU use of payloads on this node, sampled from /proc.
+"""The GPUs of this node: which GPUs are granted to this job, and how busy they are.
+
+CPU time, memory and GPU use of payloads on this node, sampled from /proc.
 
 CPU time is the sum over all processes seen. Memory is the private memory of all processes plus the largest shared mapping
 once, because all of Ray's processes map the same object store. If payloads share a Ray cluster, a payload's own usage is
@@ -8,17 +10,144 @@ that of its driver and of the workers of its Ray jobs, without shared mappings. 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from ..process import processes
-from ..process.loop import Loop
-from ..process.processes import Process
-from .gpus import Gpu, GpuMonitor
-from .memory_use import resident_and_shared
+from ..process.loop import Loop, Timer
+from ..process.processes import Process, query_program
+from .memory import resident_and_shared
 from .ray_jobs import Attribution, RayJobs
+from .resources import granted_gpus
+
+_INTERVAL = 5.0
+"""Seconds between two queries of how busy the GPUs are."""
+_QUERY_TIMEOUT = 20.0
+"""Seconds in which a query must answer."""
+_NVIDIA = ("nvidia-smi", "--query-gpu=index,uuid,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
+_AMD = ("rocm-smi", "--showuniqueid", "--showuse", "--showmeminfo", "vram", "--json")
+_CARD = "card"
+"""What `rocm-smi` writes before the index of a GPU."""
+
+
+class Gpu(NamedTuple):
+    """How busy one GPU is."""
+
+    number: str
+    """The index that the vendor's program gives the GPU."""
+    uuid: str
+    percent_busy: float
+    memory: int
+    """Bytes of GPU memory in use."""
+
+
+Subscriber = Callable[[List[Gpu]], None]
+"""Called with the figures of the granted GPUs after each query."""
+Parse = Callable[[str], List[Gpu]]
+"""Reads the figures of all GPUs from the output of a vendor's program."""
+
+
+class GpuMonitor:
+    """Tells subscribers every few seconds how busy the granted GPUs of this node are.
+
+    One query of `nvidia-smi` or `rocm-smi` serves all subscribers. For Intel there is no such program and no query.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._subscribers: List[Subscriber] = []
+        self._querying = False
+        self._timer: Optional[Timer] = None
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Call `subscriber` with the figures of the granted GPUs, soon and then every few seconds."""
+        self._subscribers.append(subscriber)
+        self._query_after(0.0)
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """Stop calling `subscriber`; without any subscriber, the queries end."""
+        if subscriber in self._subscribers:
+            self._subscribers.remove(subscriber)
+        if not self._subscribers and self._timer is not None:
+            self._timer.cancel()
+
+    def _query_after(self, delay: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(delay, self._query)
+
+    def _query(self) -> None:
+        """Start the first program that is installed; its answer goes to the subscribers and schedules the next query."""
+        granted = granted_gpus(os.environ)
+        if self._querying or granted == []:
+            return
+
+        def answered(parse: Parse, text: Optional[str]) -> None:
+            self._querying = False
+            if text is None or not self._subscribers:
+                return  # After a failure, the next query comes with the next subscriber.
+            gpus = select_granted(granted, parse(text))
+            for subscriber in list(self._subscribers):
+                subscriber(gpus)
+            self._query_after(_INTERVAL)
+
+        for command, parse in _programs(os.environ):
+            with contextlib.suppress(OSError):  # The program is not installed.
+                query_program(self._loop, command, _QUERY_TIMEOUT, functools.partial(answered, parse))
+                self._querying = True
+                return
+
+
+def select_granted(granted: Optional[Sequence[str]], gpus: List[Gpu]) -> List[Gpu]:
+    """Those of `gpus` that are granted; `granted` is None if all are.
+
+    A granted slice of a GPU (MIG) selects no GPU, because a slice has no figures of its own.
+
+    UUIDs may be abbreviated (CUDA_VISIBLE_DEVICES in the CUDA C++ Programming Guide).
+    """
+    if granted is None:
+        return gpus
+    uuids = tuple(name.lower() for name in granted if name.startswith("GPU-"))
+    return [gpu for gpu in gpus if gpu.number in granted or gpu.uuid.lower().startswith(uuids)]
+
+
+def parse_nvidia(text: str) -> List[Gpu]:
+    """The GPUs in the output of `nvidia-smi`, without those whose figures are "[N/A]", such as a GPU that is cut in slices."""
+    gpus = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            index, uuid, busy, memory = (field.strip() for field in line.split(","))
+            gpus.append(Gpu(index, uuid, float(busy), int(float(memory) * 2**20)))
+    return gpus
+
+
+def parse_amd(text: str) -> List[Gpu]:
+    """The GPUs in the output of `rocm-smi --json` (ROCm 5 to 7); warnings before the JSON are skipped."""
+    cards: Dict[str, Dict[str, str]] = {}
+    with contextlib.suppress(ValueError):
+        cards = json.loads(text[text.index("{") :])
+    gpus = []
+    for card, values in cards.items():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            uuid = "GPU-" + values.get("Unique ID", "").replace("0x", "", 1)  # As in ROCR_VISIBLE_DEVICES.
+            busy, memory = float(values["GPU use (%)"]), int(values["VRAM Total Used Memory (B)"])
+            gpus.append(Gpu(card[len(_CARD) :], uuid, busy, memory))
+    return gpus
+
+
+def _programs(environ: Mapping[str, str]) -> List[Tuple[Sequence[str], Parse]]:
+    """Commands that may tell how busy the GPUs are, in the order to try them, each with the parser of its output."""
+    if "ZE_AFFINITY_MASK" in environ:
+        return []
+    amd = "CUDA_VISIBLE_DEVICES" not in environ and any(
+        name in environ for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    )
+    return [(_AMD, parse_amd)] if amd else [(_NVIDIA, parse_nvidia), (_AMD, parse_amd)]
+
 
 _FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.15
 """Seconds until the first sample, the most seconds between two samples, and the factor by which each pause is longer than the

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Protocol
 
 from ..process.loop import Loop
-from ..protocol.rpc import RECONNECT_GRACE, Message
-from ..protocol.rpc_server import Peer
+from ..protocol.rpc import RECONNECT_GRACE, Message, Peer
+from .resources import named
 
 
 class Identity(NamedTuple):
@@ -14,11 +14,6 @@ class Identity(NamedTuple):
 
     hostname: str
     component: Optional[str]
-
-
-def named(hostname: str, component: Optional[str]) -> str:
-    """A node's name for messages: "g1", or "g1 (component gpu)"."""
-    return hostname if component is None else "%s (component %s)" % (hostname, component)
 
 
 class WorkerNode(Peer):

@@ -6,13 +6,12 @@ import socket
 import sys
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 
-from ..node.resources import NodeResources
-from ..node.worker_node import WorkerNode, named
+from ..node.resources import NodeResources, named
+from ..node.worker_node import WorkerNode
 from ..process.loop import Loop
-from ..protocol.node_messages import NodeCommand, NodeEvent
+from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.record import tail_file
-from ..protocol.rpc import Channel, ChannelListener, Message
-from ..protocol.rpc_server import RpcServer
+from ..protocol.rpc import Channel, ChannelListener, Message, RpcServer
 from ..protocol.spec import SpecError, from_fields
 
 _STOP_TIMEOUT = 2.0

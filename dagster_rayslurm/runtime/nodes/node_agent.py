@@ -6,16 +6,15 @@ import os
 import traceback
 from typing import Any, Dict, List, Mapping, Optional
 
-from ..node.addresses import node_address
-from ..node.gpus import GpuMonitor
+from ..node.network import node_address
 from ..node.ray_jobs import RayJobs
 from ..node.resources import NodeResources
-from ..node.usage import UsageSampler
+from ..node.usage import GpuMonitor, UsageSampler
 from ..process.loop import Loop
 from ..process.processes import StrayProcesses
 from ..process.scratch import Scratch
 from ..protocol.end import ClusterError, EndReason
-from ..protocol.node_messages import NodeCommand, NodeEvent
+from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.spec import RaySpec, RuntimeSpec, from_fields, node_spec
 from ..ray.cluster_dir import clean_up_cluster
 from ..ray.prestart import logs_of

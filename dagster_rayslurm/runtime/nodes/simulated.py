@@ -10,12 +10,11 @@ import sys
 from dataclasses import replace
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from ..node.gpus import GPU_VARIABLES, gpu_environment, missing_gpus, visible_gpus
-from ..node.resources import NodeResources
+from ..node.resources import GPU_VARIABLES, NodeResources, gpu_environment, missing_gpus, visible_gpus
 from ..node.worker_node import WorkerNode
 from ..process.loop import Loop
 from ..process.scratch import Scratch
-from ..protocol.node_messages import NodeCommand, NodeEvent
+from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.rpc import Message
 from ..protocol.spec import ComponentSpec, NodeSpec, RuntimeSpec
 from ..ray.cluster_dir import ClusterDirs

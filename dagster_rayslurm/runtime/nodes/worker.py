@@ -10,14 +10,13 @@ from typing import Any, Callable
 
 from ..node import resources
 from ..node.allocation import Allocation
-from ..node.memory_watch import MemoryWatch
+from ..node.memory import MemoryWatch
 from ..node.resources import may_need_gpus
 from ..process import processes
 from ..process.loop import Loop
 from ..process.scratch import Scratch
-from ..protocol.node_messages import NodeCommand, NodeEvent
-from ..protocol.rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Message
-from ..protocol.rpc_client import Address, ClientListener, RpcClient, all_addresses
+from ..protocol.messages import NodeCommand, NodeEvent
+from ..protocol.rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Address, ClientListener, Message, RpcClient, all_addresses
 from ..protocol.spec import RuntimeSpec
 from ..ray.cluster_dir import ClusterDirs
 from .node_agent import AgentOwner, NodeAgent

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
 
-from ..node.gpus import GpuMonitor
+from ..node.usage import GpuMonitor
 from ..node.worker_node import WorkerNodes
 from ..protocol.record import CONTEXT
 from ..protocol.spec import JOB_MARK, RAY_COORDINATES, PayloadSpec

@@ -14,23 +14,39 @@ The key comes from the start record, which only the user of the job can read. Th
 the port, or listen on it, without knowing the key. A proof cannot be used for a second connection, because each connection has
 new challenges. Messages after the handshake are neither signed nor encrypted, and neither is Ray's own traffic on the same
 network: the runtime does not protect against attackers who can alter the traffic between nodes.
+
+The client's side of the connections between runtimes: connects with retries, answers pings, and reconnects after a loss.
+
+Nothing here blocks, except the lookup of a host name, which succeeds once.
+
+The server's side of the authenticated connections between runtimes.
+
+A connection whose handshake is not done is called a stranger here. The server keeps few strangers at a time, and none for long,
+so that they cannot keep clients out.
+
+Sends one request to a warm session and waits for the answer, without an event loop.
+
+The Dagster host uses `call` over a TCP connection. If it cannot connect to the node, it starts `main` there by `srun --overlap`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
 import os
 import re
 import socket
+import sys
 import time
 import traceback
 from enum import Enum
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
-from ..process.loop import Loop
+from ..process.loop import Loop, Timer
+from .record import SESSION
 
 Message = Dict[str, Any]
 """One message: the JSON object of a line."""
@@ -281,3 +297,517 @@ class Channel:
         except Exception:  # A handler error closes this connection only; other clients keep working.
             traceback.print_exc()
             self.fail("its connection ended")
+
+
+Address = Tuple[str, int]
+"""Host and port."""
+
+_CLIENT_CONNECT_TIMEOUT = 1.0
+"""Seconds for connecting to one address."""
+_CLIENT_HANDSHAKE_TIMEOUT = 3.0
+"""Seconds for the handshake, after which the next address is tried: another service may listen on the port."""
+_RETRY_PAUSE = 0.1
+"""Seconds after a failure until the next address is tried."""
+_MAX_LOOKUP_PAUSE = 5.0
+"""Longest pause in seconds after a host name could not be resolved. The pause is ten times as long as the lookup blocked."""
+
+
+class ClientListener:
+    """The callbacks of an `RpcClient`, for subclasses to override; the methods here do nothing."""
+
+    def connected(self) -> None:
+        """Called each time that the client has connected and both ends have authenticated themselves."""
+
+    def received(self, message: Message) -> None:
+        """Called when a message has arrived from the server."""
+
+    def disconnected(self) -> None:
+        """Called when an authenticated connection was lost; the client reconnects by itself."""
+
+    def unreachable(self, address: Address, why: str) -> None:
+        """Called when an attempt to connect has failed; the client tries the next address by itself."""
+
+
+class RpcClient(ChannelListener):
+    """Keeps one connection to a server, which listens on one of several addresses.
+
+    Args:
+        loop: the event loop.
+        key: the shared secret, hex.
+        addresses: where the server may listen, the likeliest first.
+        listener: its methods are called with what happens.
+    """
+
+    def __init__(self, loop: Loop, key: str, addresses: Sequence[Address], listener: ClientListener) -> None:
+        self._loop = loop
+        self._key = key
+        self._addresses = list(addresses)
+        self._listener = listener
+        self._resolved: Dict[Address, List[Any]] = {}
+        self._channel: Optional[Channel] = None
+        self._connecting: Optional[socket.socket] = None
+        self._retry: Optional[Timer] = None
+        self._closed = False
+        self._last_received = loop.now()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._channel is not None and self._channel.is_authenticated
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since anything arrived from the server; before the first connection, since this client was made."""
+        return self._loop.now() - self._last_received
+
+    def send(self, **message: Any) -> None:
+        """Send a message to the server; without a connection the message is dropped."""
+        if self._channel is not None and self._channel.is_authenticated:
+            self._channel.send(**message)
+
+    def connect(self) -> None:
+        """Try to connect to the address whose turn it is, unless the client is connected or closed."""
+        self._retry = None
+        if self._closed or self._channel is not None or self._connecting is not None:
+            return
+        address = self._addresses.pop(0)
+        self._addresses.append(address)
+        began = self._loop.now()
+        try:
+            if address not in self._resolved:
+                self._resolved[address] = socket.getaddrinfo(address[0], address[1], 0, socket.SOCK_STREAM)
+        except OSError as error:
+            took = self._loop.now() - began
+            return self._failed(address, str(error), max(_RETRY_PAUSE, min(_MAX_LOOKUP_PAUSE, 10 * took)))
+        self._try(address, self._resolved[address])
+
+    def reconnect(self) -> None:
+        """Drop the present connection, if there is one, and connect again."""
+        if self._channel is not None:
+            self._channel.fail("")
+
+    def close(self) -> None:
+        """Disconnect, and do not reconnect."""
+        self._closed = True
+        if self._retry is not None:
+            self._retry.cancel()
+        self._stop_connecting()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def authenticated(self, channel: Channel) -> None:  # noqa: ARG002
+        self._last_received = self._loop.now()
+        self._addresses.insert(0, self._addresses.pop())  # A later reconnect begins with this address.
+        self._listener.connected()
+
+    def received(self, channel: Channel, message: Message) -> None:
+        self._last_received = self._loop.now()
+        if message.get("op") == "ping":
+            return channel.send(event="pong")
+        self._listener.received(message)
+
+    def closed(self, channel: Channel, why: str) -> None:  # noqa: ARG002
+        self._channel = None
+        if channel.is_authenticated:
+            self._listener.disconnected()
+        self._retry_after(_RETRY_PAUSE)
+
+    def _try(self, address: Address, resolved: List[Any]) -> None:
+        """Connect to the first of an address's IP addresses; if that fails, to the next one."""
+        family, kind, protocol, _, sockaddr = resolved[0]
+
+        def failed(why: str) -> None:
+            if resolved[1:]:
+                return self._try(address, resolved[1:])
+            self._failed(address, why, _RETRY_PAUSE)
+
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:
+            return failed(str(error))
+        sock.setblocking(False)
+        code = sock.connect_ex(sockaddr)
+        if code not in (0, errno.EINPROGRESS):
+            sock.close()
+            return failed(os.strerror(code))
+        self._connecting = sock
+
+        def finished() -> None:
+            if self._connecting is not sock:
+                return
+            timeout.cancel()
+            self._loop.forget(sock.fileno())
+            self._connecting = None
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code == 0:
+                return self._start_handshake(sock)
+            sock.close()
+            failed(os.strerror(code))
+
+        def timed_out() -> None:
+            if self._connecting is sock:
+                self._stop_connecting()
+                failed("timed out")
+
+        timeout = self._loop.call_later(_CLIENT_CONNECT_TIMEOUT, timed_out)
+        self._loop.on_writable(sock.fileno(), finished)
+
+    def _stop_connecting(self) -> None:
+        if self._connecting is not None:
+            self._loop.forget(self._connecting.fileno())
+            self._connecting.close()
+            self._connecting = None
+
+    def _failed(self, address: Address, why: str, pause: float) -> None:
+        self._listener.unreachable(address, why)
+        self._retry_after(pause)
+
+    def _retry_after(self, seconds: float) -> None:
+        if not self._closed and self._retry is None:
+            self._retry = self._loop.call_later(seconds, self.connect)
+
+    def _start_handshake(self, sock: socket.socket) -> None:
+        self._channel = channel = Channel(self._loop, sock, self._key, Role.CLIENT, self)
+
+        def check() -> None:
+            if self._channel is channel and not channel.is_authenticated:
+                channel.fail("its handshake took too long")
+
+        self._loop.call_later(_CLIENT_HANDSHAKE_TIMEOUT, check)
+
+
+def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
+    """The addresses at which to look for a server that listens on the first free one of its ports, the likeliest first."""
+    return [(host, port) for port in ports for host in dict.fromkeys(hosts)]
+
+
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_OUT_OF_RESOURCES_PAUSE = 1.0
+"""Seconds after one of the errors `_OUT_OF_RESOURCES` until the server accepts connections again."""
+_HANDSHAKE_TIMEOUT = 10.0
+"""Seconds after which a stranger is closed."""
+_MAX_STRANGERS = 64
+"""Strangers that the server keeps at a time; more connections wait in the kernel's queue."""
+_MIN_HANDSHAKE_TIME = 1.0
+"""Seconds after which the oldest stranger is closed if there are `_MAX_STRANGERS`; a handshake takes milliseconds."""
+
+_ALL_ADDRESSES = ((socket.AF_INET6, "::"), (socket.AF_INET, ""))
+_LOOPBACK = ((socket.AF_INET, "127.0.0.1"),)
+
+
+class RpcServerError(OSError):
+    """Raised when none of the ports is free to listen on."""
+
+
+def listen(ports: List[int], loopback: bool = False) -> socket.socket:
+    """Returns a socket that listens on the first free port.
+
+    Args:
+        ports: the ports to try, in this order.
+        loopback: whether only this machine may connect; otherwise any host may.
+
+    Raises:
+        RpcServerError: no port is free.
+    """
+    problem = ""
+    for port in ports:
+        for family, address in _LOOPBACK if loopback else _ALL_ADDRESSES:
+            try:
+                listener = socket.socket(family, socket.SOCK_STREAM)
+            except OSError:
+                continue  # A host without IPv6.
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                listener.bind((address, port))
+                listener.listen(256)
+                listener.setblocking(False)
+                return listener
+            except OSError as error:
+                listener.close()
+                problem = str(error)
+    raise RpcServerError("the head cannot listen on any of the ports %s: %s" % (", ".join(map(str, ports)), problem))
+
+
+class Acceptor:
+    """Accepts the connections that come in on a listening socket, of this server or of another one.
+
+    Args:
+        loop: the event loop.
+        sock: the listening socket; the acceptor closes it.
+        on_connection: called with each new connection.
+        pause: called before each connection is accepted; returns the seconds to wait before it, 0 for none.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        sock: socket.socket,
+        on_connection: Callable[[socket.socket], None],
+        pause: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._loop = loop
+        self._socket = sock
+        self._on_connection = on_connection
+        self._pause = pause
+        sock.setblocking(False)
+        loop.on_readable(sock.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Stop accepting connections, and close the listening socket."""
+        self._loop.forget(self._socket.fileno())
+        self._socket.close()
+
+    def _accept(self) -> None:
+        seconds = self._pause()
+        if seconds > 0:
+            return self._stop_for(seconds)
+        try:
+            connection, _ = self._socket.accept()
+        except OSError as error:
+            if error.errno in _OUT_OF_RESOURCES:
+                self._stop_for(_OUT_OF_RESOURCES_PAUSE)
+            return  # For other errors: the client went away before its connection was accepted.
+        self._on_connection(connection)
+
+    def _stop_for(self, seconds: float) -> None:
+        """Stop watching the socket for a while: it stays readable, so the loop would call again and again."""
+        self._loop.forget(self._socket.fileno())
+
+        def resume() -> None:
+            if self._socket.fileno() >= 0:  # The acceptor was closed otherwise.
+                self._loop.on_readable(self._socket.fileno(), self._accept)
+
+        self._loop.call_later(seconds, resume)
+
+
+class RpcServer(ChannelListener):
+    """Listens for connections, authenticates the clients, and passes their messages to a listener.
+
+    Args:
+        loop: the event loop.
+        key: the shared secret, hex.
+        ports: the ports to try; the server listens on the first free one.
+        listener: its methods are called with what happens on authenticated connections.
+        loopback: whether only this machine may connect; otherwise any host may.
+        heartbeat: whether to send `{"op": "ping"}` to all clients, and to close connections that are silent for too long.
+
+    Attributes:
+        port: the port that the server listens on.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        key: str,
+        ports: List[int],
+        listener: ChannelListener,
+        loopback: bool = False,
+        heartbeat: bool = False,
+    ) -> None:
+        self._loop = loop
+        self._key = key
+        self._listener = listener
+        self._strangers: Dict[Channel, float] = {}
+        self._clients: Set[Channel] = set()
+        sock = listen(ports, loopback)
+        self.port = int(sock.getsockname()[1])
+        self._acceptor = Acceptor(loop, sock, self._connected, self._pause)
+        self._heartbeat: Optional[Timer] = loop.call_later(HEARTBEAT_INTERVAL, self._beat) if heartbeat else None
+
+    def stop_heartbeat(self) -> None:
+        """Send no more pings, and no longer close silent connections."""
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+
+    def close(self) -> None:
+        """Accept no more connections, and close the strangers; authenticated connections stay open."""
+        self.stop_heartbeat()
+        for channel in self._strangers:
+            channel.close()
+        self._strangers.clear()
+        self._acceptor.close()
+
+    def authenticated(self, channel: Channel) -> None:
+        del self._strangers[channel]
+        self._clients.add(channel)
+        self._listener.authenticated(channel)
+
+    def received(self, channel: Channel, message: Dict[str, Any]) -> None:
+        if message.get("event") != "pong":
+            self._listener.received(channel, message)
+
+    def closed(self, channel: Channel, why: str) -> None:
+        self._strangers.pop(channel, None)
+        if channel in self._clients:
+            self._clients.remove(channel)
+            self._listener.closed(channel, why)
+
+    def _connected(self, sock: socket.socket) -> None:
+        channel = Channel(self._loop, sock, self._key, Role.SERVER, self)
+        self._strangers[channel] = self._loop.now()
+
+        def check() -> None:
+            if channel in self._strangers:
+                channel.fail("its handshake took too long")
+
+        self._loop.call_later(_HANDSHAKE_TIMEOUT, check)
+
+    def _pause(self) -> float:
+        """Seconds until there is room for another stranger; closes the oldest one if it had enough time for its handshake."""
+        if len(self._strangers) < _MAX_STRANGERS:
+            return 0.0
+        oldest, since = next(iter(self._strangers.items()))
+        left = since + _MIN_HANDSHAKE_TIME - self._loop.now()
+        if left <= 0:
+            oldest.fail("too many connections")
+        return left
+
+    def _beat(self) -> None:
+        """Close the connections that are silent for too long, and send a ping over the others."""
+        self._clients = {channel for channel in self._clients if channel.is_open}
+        for channel in list(self._clients):
+            if self._loop.now() - channel.last_received > HEARTBEAT_TIMEOUT:
+                channel.fail("it has been silent for %g s" % HEARTBEAT_TIMEOUT)
+            else:
+                channel.send(op="ping")
+        self._heartbeat = self._loop.call_later(HEARTBEAT_INTERVAL, self._beat)
+
+
+class Peer:
+    """One client as the server sees it, over all its reconnections; holds the newest connection.
+
+    Attributes:
+        channel: that connection; None while the client is not connected.
+    """
+
+    def __init__(self) -> None:
+        self.channel: Optional[Channel] = None
+
+    @property
+    def here(self) -> bool:
+        """Whether the client is connected."""
+        return self.channel is not None
+
+    def attach(self, channel: Channel) -> None:
+        """Take a new connection of the client in place of the one before."""
+        if self.channel is not None:
+            self.channel.close()  # The client reconnected before its loss was noticed here.
+        self.channel = channel
+
+    def detach(self, channel: Channel) -> bool:
+        """Drop a connection that has ended. Returns whether the client is not connected now, that is, has no newer connection."""
+        if self.channel is not channel:
+            return False
+        self.channel = None
+        return True
+
+    def send(self, **message: Any) -> None:
+        """Send a message to the client; without a connection the message is dropped."""
+        if self.channel is not None:
+            self.channel.send(**message)
+
+
+ANSWER = "rayslurm-answer "
+"""The beginning of the output line of `main` that holds the answer: srun may print other lines."""
+SENT = "rayslurm-sent"
+"""The line that `main` prints just before it sends the request: from then on the session may have received the request."""
+
+_CONNECT_TIMEOUT = 10.0
+"""Seconds for connecting, and again for the handshake."""
+ANSWER_TIMEOUT = 60.0
+"""Seconds in which a session must answer a request; the session's file system may be slow."""
+
+
+class NotConnected(OSError):
+    """Raised when no session was reached, so that the request was not sent."""
+
+
+class AnswerLost(OSError):
+    """Raised when the request was sent, so that the session may have received it, but no answer came."""
+
+
+def call(
+    sock: socket.socket,
+    key: str,
+    request: Dict[str, Any],
+    handshake_timeout: float = _CONNECT_TIMEOUT,
+    before_send: Callable[[], None] = lambda: None,
+) -> Dict[str, Any]:
+    """Send a request to a session and return its answer.
+
+    Args:
+        sock: a connection to the session; the caller closes it.
+        key: the session's key, hex.
+        request: the request, with its operation in `op`.
+        handshake_timeout: seconds for the mutual authentication.
+        before_send: called just before the request is sent.
+
+    Raises:
+        NotConnected: the other end does not prove that it knows the key, so the request was not sent.
+        AnswerLost: the connection ended or timed out after the request was sent.
+    """
+    handshake, lines = Handshake(key, Role.CLIENT), _Lines(sock, handshake_timeout)
+    try:
+        lines.send(handshake.opening)
+        while not handshake.done:
+            lines.send(handshake.receive(lines.read()))
+    except (OSError, ValueError) as error:
+        raise NotConnected("no session answers there: %s" % error) from None
+    before_send()
+    lines.set_timeout(ANSWER_TIMEOUT)
+    try:
+        lines.send(encode_message(request))
+        return decode_message(lines.read())
+    except (OSError, ValueError) as error:
+        raise AnswerLost("the session was asked, but its answer is lost: %s" % error) from None
+
+
+class _Lines:
+    """Sends and reads lines on a blocking socket until a deadline, after which `TimeoutError` is raised."""
+
+    def __init__(self, sock: socket.socket, timeout: float) -> None:
+        self._sock = sock
+        self._buffer = LineBuffer(MAX_LINE)
+        self._ready: List[bytes] = []
+        self.set_timeout(timeout)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the deadline to some seconds from now."""
+        self._deadline = time.monotonic() + seconds
+
+    def send(self, line: bytes) -> None:
+        self._apply_timeout()
+        self._sock.sendall(line)
+
+    def read(self) -> bytes:
+        while not self._ready:
+            self._apply_timeout()
+            data = self._sock.recv(65536)
+            if not data:
+                raise ConnectionError("the connection ended")
+            self._ready += self._buffer.feed(data)
+        return self._ready.pop(0)
+
+    def _apply_timeout(self) -> None:
+        self._sock.settimeout(max(0.01, self._deadline - time.monotonic()))
+
+
+def main(session_dir: str) -> int:
+    """Send the request on standard input to the session whose head is this node, and print the answer.
+
+    Returns:
+        The exit code: 0, or 75 if there is no answer.
+    """
+    request = json.load(sys.stdin)
+    try:
+        with open(os.path.join(session_dir, SESSION), encoding="utf-8") as file:
+            announcement = json.load(file)
+        with socket.create_connection(("localhost", int(announcement["port"])), _CONNECT_TIMEOUT) as sock:
+            answer = call(sock, announcement["key"], request, before_send=lambda: print(SENT, flush=True))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print("rayslurm: %s" % error, file=sys.stderr)
+        return 75  # EX_TEMPFAIL of sysexits(3).
+    print(ANSWER + json.dumps(answer), flush=True)
+    return 0

@@ -8,14 +8,13 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple
 
-from ..node.addresses import interface_address, join_host_port
-from ..node.footprint import Footprint, node_footprint, runtime_footprint
-from ..node.resources import NodeResources, footprint_error, from_facts
+from ..node.network import interface_address, join_host_port
+from ..node.resources import Footprint, NodeResources, footprint_error, from_facts, node_footprint, runtime_footprint
 from ..node.worker_node import WorkerNode, WorkerNodes
 from ..process.loop import Loop, Timer
 from ..process.scratch import Scratch
 from ..protocol.end import ClusterError, EndReason
-from ..protocol.node_messages import NodeCommand, NodeEvent
+from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.spec import RaySpec, RuntimeSpec, node_spec
 from . import node_table
 from .leak_check import Tables

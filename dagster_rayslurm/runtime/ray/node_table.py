@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterable, List, Set
 
-from ..node.worker_node import Identity, named
+from ..node.resources import named
+from ..node.worker_node import Identity
 from ..protocol.spec import RaySpec
 
 Node = Dict[str, Any]

@@ -16,8 +16,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
-from ..node import ports
-from ..node.addresses import join_host_port
+from ..node import network
+from ..node.network import join_host_port
 from ..node.resources import NodeResources
 from ..process import processes
 from ..process.loop import Loop
@@ -110,7 +110,7 @@ class RayStart:
         """Whether the Ray cluster uses this node; from then on an end of Ray here is a loss, not a failed start."""
         self.started = False
         """Whether the start of Ray has begun, after the health check."""
-        self.ports: Optional[ports.Ports] = None
+        self.ports: Optional[network.Ports] = None
         self.pid: Optional[int] = None
         """Id of the process of which all of Ray's processes on this node are descendants; None while there is none."""
         self._loop = loop
@@ -229,7 +229,7 @@ class RayStart:
     def _start_ray(self) -> None:
         try:
             self._prepare_and_spawn()
-        except ports.PortError as error:
+        except network.PortError as error:
             self._fail(ClusterError(EndReason.CLUSTER_START, "node %s: %s" % (self._machine.name, error)))
         except OSError as error:
             self._fail(ClusterError(EndReason.CLUSTER_START, "node %s: Ray cannot be started: %s" % (self._machine.name, error)))
@@ -239,7 +239,7 @@ class RayStart:
         self._attempt += 1
         if self.ports is not None and self.ports.lock is not None:
             os.close(self.ports.lock)
-        self.ports = ports.choose(self._spec.port_range, head=self._gcs is None)
+        self.ports = network.choose_ports(self._spec.port_range, head=self._gcs is None)
         shutil.rmtree(self._scratch.ray_temp_dir, ignore_errors=True)
         os.mkdir(self._scratch.ray_temp_dir, 0o700)
         head = self._gcs is None

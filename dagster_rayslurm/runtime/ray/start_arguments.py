@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Dict, List, Optional
 
-from ..node import ports
+from ..node import network
 from ..node.resources import NodeResources, usable_memory
 from ..protocol.spec import RaySpec
 
@@ -17,7 +17,7 @@ _SMALLEST_STORE = 75 * 2**20
 
 
 def start_arguments(
-    spec: RaySpec, machine: NodeResources, chosen: ports.Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
+    spec: RaySpec, machine: NodeResources, chosen: network.Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
 ) -> List[str]:
     """The arguments of `ray start` on this node.
 
@@ -40,7 +40,7 @@ def start_arguments(
 def symmetric_arguments(
     spec: RaySpec,
     machine: NodeResources,
-    chosen: ports.Ports,
+    chosen: network.Ports,
     temp_dir: str,
     gcs: str,
     head: bool,
@@ -67,7 +67,7 @@ def scheduled_cpus(spec: RaySpec, machine: NodeResources) -> int:
     return machine.num_cpus if spec.num_cpus is None else spec.num_cpus
 
 
-def _node_arguments(spec: RaySpec, machine: NodeResources, chosen: ports.Ports, temp_dir: str) -> List[str]:
+def _node_arguments(spec: RaySpec, machine: NodeResources, chosen: network.Ports, temp_dir: str) -> List[str]:
     """The arguments that `ray start` and `ray symmetric-run` share, on every node."""
     arguments = ["--disable-usage-stats", "--temp-dir=" + temp_dir, *chosen.options]
     arguments.append("--num-cpus=%d" % scheduled_cpus(spec, machine))

@@ -11,15 +11,13 @@ from dataclasses import asdict, replace
 from typing import List, Optional, Sequence, Tuple, Union
 
 from ..node.allocation import Allocation, change
-from ..node.gpus import visible_gpus
-from ..node.resources import NodeResources, detect
+from ..node.resources import NodeResources, detect, visible_gpus
 from ..nodes.simulated import component_shares
 from ..payload.payload import Payload
 from ..process.loop import Loop
 from ..process.processes import signal_name
 from ..protocol.end import End, EndReason
-from ..protocol.spec import BarrierSpec, RuntimeSpec, SpecError
-from ..protocol.start_files import take_secrets
+from ..protocol.spec import BarrierSpec, RuntimeSpec, SpecError, take_secrets
 from ..supervisor.supervisor import Hooks, Supervisor
 from .barrier import Command, ComponentAddress, Ended, Fail, Finish, Start
 from .rendezvous import Guest, Host, TimedOut

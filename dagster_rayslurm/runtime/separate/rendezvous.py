@@ -10,9 +10,20 @@ import sys
 from typing import Callable, Dict, List, Optional, Sequence, Union
 
 from ..process.loop import Loop, Timer
-from ..protocol.rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, RECONNECT_GRACE, Channel, ChannelListener, Message
-from ..protocol.rpc_client import Address, ClientListener, RpcClient, all_addresses
-from ..protocol.rpc_server import Peer, RpcServer
+from ..protocol.rpc import (
+    HEARTBEAT_INTERVAL,
+    HEARTBEAT_TIMEOUT,
+    RECONNECT_GRACE,
+    Address,
+    Channel,
+    ChannelListener,
+    ClientListener,
+    Message,
+    Peer,
+    RpcClient,
+    RpcServer,
+    all_addresses,
+)
 from ..protocol.spec import BarrierSpec, SpecError
 from .barrier import (
     Barrier,

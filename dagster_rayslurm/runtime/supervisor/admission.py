@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence
 
-from ..node.footprint import payload_footprint
-from ..node.resources import NodeResources, footprint_error
+from ..node.resources import NodeResources, footprint_error, payload_footprint
 from ..protocol.spec import PayloadSpec, SpecError, node_spec
 
 

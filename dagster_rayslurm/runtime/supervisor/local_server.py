@@ -16,9 +16,9 @@ from typing import Any, Callable, Dict, Optional, Set, Tuple
 from ..payload.payload import Payload
 from ..process.loop import Loop
 from ..protocol.end import End, EndReason
+from ..protocol.messages import Answer, Operation, Refusal, answer_safely, refuse
 from ..protocol.record import CANCEL, SESSION, split_lines, write_atomically
-from ..protocol.requests import Answer, Operation, Refusal, answer_safely, refuse
-from ..protocol.rpc_server import Acceptor
+from ..protocol.rpc import Acceptor
 from ..protocol.spec import SpecError
 from .admission import Closing
 from .supervisor import Supervisor

@@ -8,8 +8,8 @@ from typing import Any, Callable, Dict, List, Optional
 
 from ..node import resources
 from ..node.allocation import Allocation, head_address
-from ..node.resources import may_need_gpus
-from ..node.worker_node import WorkerNode, WorkerNodes, named
+from ..node.resources import may_need_gpus, named
+from ..node.worker_node import WorkerNode, WorkerNodes
 from ..nodes import simulated
 from ..nodes.head import ConnectedWorkers
 from ..process.loop import Loop

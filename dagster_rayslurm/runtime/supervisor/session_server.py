@@ -14,10 +14,9 @@ from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..node.allocation import Allocation
 from ..protocol.end import End, EndReason
+from ..protocol.messages import Operation, Refusal, answer_safely, refuse
 from ..protocol.record import JOURNAL, SECRETS, SESSION, write_atomically
-from ..protocol.requests import Operation, Refusal, answer_safely, refuse
-from ..protocol.rpc import Channel, ChannelListener, Message
-from ..protocol.rpc_server import RpcServer
+from ..protocol.rpc import Channel, ChannelListener, Message, RpcServer
 from ..protocol.spec import PROTOCOL_VERSION, SpecError, is_passable
 from .admission import Closing, Misfit
 from .local_server import serve_run_dir

@@ -17,10 +17,9 @@ from typing import Any, Dict, List, Optional
 
 from ..node import resources
 from ..node.allocation import Allocation
-from ..node.footprint import runtime_footprint
-from ..node.gpus import GpuMonitor
-from ..node.memory_watch import MemoryWatch
-from ..node.resources import count_cpus, footprint_error
+from ..node.memory import MemoryWatch
+from ..node.resources import count_cpus, footprint_error, runtime_footprint
+from ..node.usage import GpuMonitor
 from ..node.worker_node import WorkerNode
 from ..payload.environment import LaunchContext
 from ..payload.own_ray import OwnRayWatch
@@ -30,10 +29,9 @@ from ..process import processes, scratch
 from ..process.loop import Loop, Timers
 from ..process.processes import StrayProcesses
 from ..protocol.end import ClusterError, End, EndReason, defect
-from ..protocol.node_messages import NodeCommand, NodeEvent
+from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.record import PAYLOAD, RunRecord, tail_lines
-from ..protocol.spec import PROTOCOL_VERSION, PayloadSpec, RuntimeSpec, SpecError, from_json
-from ..protocol.start_files import read_text, take_secrets
+from ..protocol.spec import PROTOCOL_VERSION, PayloadSpec, RuntimeSpec, SpecError, from_json, read_text, take_secrets
 from ..ray.cluster import UNSCHEDULABLE, RayCluster
 from ..ray.internals import installed_version
 from ..ray.leak_check import LeakCheck
