@@ -20,9 +20,8 @@ from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional
 
 from ..process import processes
 from ..process.loop import Loop
-from ..process.processes import Process, query_program
+from ..process.processes import PROCESS_TABLE, Process, query_program, resident_and_shared
 from . import resources
-from .usage import PROCESS_TABLE
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _RECLAIMABLE = {
@@ -36,16 +35,6 @@ _JOB = re.compile(r"/job_\d+(/|$)")
 
 SHOW_CONFIG = ("scontrol", "show", "config")
 """The command whose output says how slurmd counts memory."""
-
-
-def resident_and_shared(pid: int) -> Tuple[int, int]:
-    """Bytes of resident memory of a process, and how many of them it may share with others; zeros if the process has ended."""
-    try:
-        with open("/proc/%d/statm" % pid) as file:
-            fields = file.read().split()
-    except OSError:
-        return 0, 0
-    return int(fields[1]) * _PAGE, int(fields[2]) * _PAGE
 
 
 def private_memory(pid: int) -> int:

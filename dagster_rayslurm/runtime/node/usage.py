@@ -19,8 +19,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 
 from ..process import processes
 from ..process.loop import Loop, Timer
-from ..process.processes import Process, query_program
-from .memory import resident_and_shared
+from ..process.processes import PROCESS_TABLE, Process, query_program, resident_and_shared
 from .ray_jobs import Attribution, RayJobs
 from .resources import granted_gpus
 
@@ -155,25 +154,6 @@ last: short payloads are seen, and long ones cost little. What Ray's workers use
 end with their Ray job; for a short payload that is a seventh at most."""
 _MAX_POINTS = 240
 """Most points in the course of usage; when there are more, every second one is dropped."""
-
-
-class ProcessTable:
-    """A cache of all processes of this machine, so that callers that look at about the same time read /proc once."""
-
-    def __init__(self) -> None:
-        self._read_at = float("-inf")
-        self._processes: Dict[int, Process] = {}
-
-    def read(self, max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
-        """The time of reading (`time.monotonic`) and the processes by id; a table older than `max_age` seconds is read anew."""
-        now = time.monotonic()
-        if now - self._read_at >= max_age:
-            self._read_at, self._processes = now, processes.table()
-        return self._read_at, self._processes
-
-
-PROCESS_TABLE = ProcessTable()
-"""The one table that all parts of this runtime read."""
 
 
 @dataclass

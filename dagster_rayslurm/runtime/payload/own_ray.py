@@ -7,9 +7,9 @@ import os
 from typing import Dict, List, Optional
 
 from ..node.resources import NodeResources
-from ..node.usage import PROCESS_TABLE
 from ..process import processes
 from ..process.loop import Loop
+from ..process.processes import PROCESS_TABLE
 from .payload import Payload
 
 PHASE = "own-ray"

@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from . import scratch
 from .loop import Loop, Timer
@@ -29,6 +29,7 @@ from .loop import Loop, Timer
 _PR_SET_PDEATHSIG = 1  # Operations of prctl(2).
 _PR_SET_CHILD_SUBREAPER = 36
 
+_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 _CLOCK_STEP = 0.05
 """Seconds within which the starts of two processes cannot be ordered, because the kernel counts start times in ticks."""
 
@@ -102,6 +103,35 @@ def table() -> Dict[int, Process]:
         called = stat[stat.index(b"(") + 1 : end].decode("utf-8", "replace")
         found[int(name)] = Process(int(name), int(fields[1]), cpu, int(fields[19]) / tick, called)
     return found
+
+
+class ProcessTable:
+    """A cache of all processes of this machine, so that callers that look at about the same time read /proc once."""
+
+    def __init__(self) -> None:
+        self._read_at = float("-inf")
+        self._processes: Dict[int, Process] = {}
+
+    def read(self, max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
+        """The time of reading (`time.monotonic`) and the processes by id; a table older than `max_age` seconds is read anew."""
+        now = time.monotonic()
+        if now - self._read_at >= max_age:
+            self._read_at, self._processes = now, table()
+        return self._read_at, self._processes
+
+
+PROCESS_TABLE = ProcessTable()
+"""The one table that all parts of this runtime read."""
+
+
+def resident_and_shared(pid: int) -> Tuple[int, int]:
+    """Bytes of resident memory of a process, and how many of them it may share with others; zeros if the process has ended."""
+    try:
+        with open("/proc/%d/statm" % pid) as file:
+            fields = file.read().split()
+    except OSError:
+        return 0, 0
+    return int(fields[1]) * _PAGE_SIZE, int(fields[2]) * _PAGE_SIZE
 
 
 def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> List[Process]:
