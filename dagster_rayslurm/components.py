@@ -15,8 +15,7 @@ from .launchers import Launcher, RayLauncher
 from .runtime.node.resources import Footprint
 from .runtime.protocol.spec import COMPONENT_LABEL, COMPONENT_RESOURCE, ComponentSpec, NodeSpec, RaySpec
 from .slurm.config import HetComponent, SlurmQueueConfig
-from .slurm.fields import INHERITED_OPTIONS, SBATCH_FIELDS, Inheritance
-from .slurm.request import JobRequest, make_request
+from .slurm.request import INHERITED_OPTIONS, SBATCH_FIELDS, Inheritance, JobRequest, make_request
 
 _WHOLE_JOB = {field.name: field.meaning for field in SBATCH_FIELDS if field.inheritance is Inheritance.WHOLE_JOB}
 """Queue fields with one value for the whole job; each with a function that makes different spellings of a value equal."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from .config import SessionConfig, StrictConfig
 from .launchers import Launcher
 from .slurm.config import SlurmQueueConfig
-from .slurm.fields import requests_gpus
+from .slurm.request import requests_gpus
 
 C = TypeVar("C", bound=StrictConfig)
 

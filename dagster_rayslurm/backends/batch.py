@@ -27,24 +27,20 @@ from ..runtime.payload.environment import shared_variables
 from ..runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME
 from ..runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
 from ..runtime.ray.node_table import nodes_expected
-from ..slurm.cancel import cancel_named, wait_until_gone
 from ..slurm.commands import slurm_commands
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request
 from ..slurm.script import render_script
 from ..slurm.shared_queue import fetch_queue, shared_queue
 from ..slurm.states import TERMINAL
-from ..slurm.submit import JOB_ID, JOB_SCRIPT, RequiredFiles, SubmissionRefused, submit
+from ..slurm.submit import JOB_ID, JOB_SCRIPT, RequiredFiles, SubmissionRefused, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted
 from ..ssh.pool import connection_to
-from . import same_request
 from .base import Register, Step
-from .batch_job import BatchJob
-from .ownership import FIRST_OWNER
+from .ownership import FIRST_OWNER, reattachable_job
 from .payload_files import PayloadFiles, deliver, pack, remote_base_errors, required_files
-from .remote_cleanup import sweep_remote
-from .run_dir import Layout, run_files
-from .slurm_job import MakeWay, SlurmJob
+from .run_dir import Layout, run_files, sweep_remote
+from .slurm_job import BatchJob, MakeWay, SlurmJob
 
 _CADENCE = Cadence(busy=0.1, idle=3.0, waiting=15.0)
 """How often records on the cluster are read: each read costs a round trip over SSH, and load on the shared file system."""
@@ -108,7 +104,7 @@ class BatchBackend:
             rows = fetch_queue(commands).named(request.job_name)
             return next((str(row.job_id) for row in rows if row.is_leader and row.state not in TERMINAL), None)
 
-        job_id = same_request.reattachable_job(self.connection, run_dir, plan.payload.nonce, request_files, job_of, step.log)
+        job_id = reattachable_job(self.connection, run_dir, plan.payload.nonce, request_files, job_of, step.log)
         if job_id is not None:
             # An attempt that was killed may not have written the id, without which `submit` would submit again.
             commands.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")

@@ -23,9 +23,8 @@ from ..backends.sessions.local import list_sessions as list_local_sessions
 from ..errors import StartError
 from ..runtime.protocol.messages import Operation
 from ..slurm.commands import slurm_commands
-from ..slurm.pending_reasons import most_informative_row
-from ..slurm.shared_queue import fetch_queue
-from ..slurm.snapshot import QueueRow
+from ..slurm.refusals import most_informative_row
+from ..slurm.shared_queue import QueueRow, fetch_queue
 from ..ssh.base import Connection, expand_home, is_rooted
 from ..ssh.pool import connection_to
 from .common import edge_node, one_sentence_errors, prefix_option, print_table

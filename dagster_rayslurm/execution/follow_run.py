@@ -18,7 +18,7 @@ from ..outcome import judge
 from ..outcome.metadata import failure_metadata, run_metadata
 from ..outcome.usage import Metadata
 from ..plan import Plan
-from ..slurm.job_log import relevant_lines
+from ..slurm.accounting import relevant_lines
 from .cleanup import RunSettings
 
 _CANCEL_MARGIN = 15.0

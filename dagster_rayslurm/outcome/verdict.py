@@ -13,8 +13,7 @@ from ..follow import Evidence
 from ..runtime.process import processes
 from ..runtime.protocol.end import EndReason
 from ..runtime.protocol.record import Record
-from ..slurm.job_log import relevant_lines
-from ..slurm.job_verdict import explain_job_end
+from ..slurm.accounting import explain_job_end, relevant_lines
 from .traceback_text import exception_in_words, read_traceback, shortened, traceback_of
 
 _ENDS: dict[str, tuple[FailureKind, str]] = {

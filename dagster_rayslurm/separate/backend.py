@@ -23,12 +23,11 @@ from ..backends.batch import (
     job_script,
     runtime_spec,
 )
-from ..backends.batch_job import BatchJob
 from ..backends.local import LOCAL_CADENCE
 from ..backends.local_process import OwnRuntime, runtime_command
 from ..backends.payload_files import deliver, pack, remote_base_errors, required_files
 from ..backends.run_dir import Layout, run_files, write_run_dir, write_runtime_spec
-from ..backends.slurm_job import SlurmJob
+from ..backends.slurm_job import BatchJob, SlurmJob
 from ..components import Component, component_specs, request_for
 from ..environments import Interpreter
 from ..follow import Cadence, Evidence
@@ -39,8 +38,8 @@ from ..runtime.protocol.messages import Operation
 from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT, RUNTIME, component_dir
 from ..runtime.protocol.rpc import derive_key
 from ..runtime.protocol.spec import BarrierSpec, ComponentSpec, RuntimeSpec, to_json
+from ..slurm.accounting import failed_tasks
 from ..slurm.commands import slurm_commands
-from ..slurm.job_log import failed_tasks
 from ..slurm.request import JobRequest, job_comment, job_name
 from ..slurm.states import JobPhase
 from ..slurm.submit import JOB_SCRIPT

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from ..errors import FailureKind
 from ..runtime.protocol.slurm_text import expand_nodelist, parse_duration
 from ..ssh.base import Connection
-from .commands import without_option_variables
-from .refusals import unanswered
-from .snapshot import parse_count
+from .commands import unanswered, without_option_variables
+from .shared_queue import parse_count
 from .states import TERMINAL
 
 _TIMEOUT = 120.0
@@ -421,3 +422,175 @@ def _nodes(text: str) -> list[str]:
 def _sum(amounts: Iterable[int | None]) -> int | None:
     known = [amount for amount in amounts if amount is not None]
     return sum(known) if known else None
+
+
+_NOISE = re.compile(
+    r"srun: (cluster configuration lacks support for cpu binding|launch/slurm: |Job step aborted|forcing job termination"
+    r"|got SIGCONT|Terminating |Force Terminated |error: Timed out waiting for job step to complete)"
+    # If Slurm itself cancelled the job, the line goes on with the cause, such as "DUE TO TIME LIMIT".
+    r"|slurmstepd[^:]*: error: \*\*\* (STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ \*\*\*"
+)
+"""Lines in which Slurm comments on its own actions."""
+_TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.*\S)")
+
+
+class FailedTask(NamedTuple):
+    """A task that srun reports as failed, and how it ended, such as "Exited with exit code 3" or "Killed"."""
+
+    node: str
+    number: int
+    how: str
+
+
+def relevant_lines(log: str) -> list[str]:
+    """The lines of a log without empty ones and without Slurm's comments on its own actions."""
+    return [line for line in map(str.strip, log.splitlines()) if line and not _NOISE.match(line)]
+
+
+def failed_tasks(log: str) -> list[FailedTask]:
+    """The tasks that srun reports as failed, in the order of the log.
+
+    Once a task has failed srun ends the others, which follow as "Terminated" or "Killed".
+    """
+    return [task for match in map(_TASKS.fullmatch, map(str.strip, log.splitlines())) if match for task in _tasks(match)]
+
+
+def node_number(node: str, task: int, nodes: Sequence[str] | None) -> int | None:
+    """The number of the node on which a task failed, for the name of the node's log; None if it is not known.
+
+    Args:
+        node: the name of the node.
+        task: the number of the task; srun counts from 0 in each component.
+        nodes: all nodes of a heterogeneous job by number, empty if they are not known; None for a job without components.
+    """
+    if nodes is None:
+        return task
+    return nodes.index(node) if node in nodes else None
+
+
+def _tasks(match: re.Match[str]) -> list[FailedTask]:
+    try:
+        nodes = expand_nodelist(match["nodes"])
+        numbers = [int(each[1:]) for each in expand_nodelist(f"t[{match['tasks']}]")]
+    except ValueError:
+        return []
+    if len(nodes) != len(numbers):  # Several tasks on one node, which jobs of this package never have: which node is not known.
+        nodes = [match["nodes"]] * len(numbers)
+    return [FailedTask(node, number, match["how"]) for node, number in zip(nodes, numbers, strict=True)]
+
+
+_REASONS_FOR_WAITING = ("BeginTime", "JobHeldAdmin", "JobHeldUser", "Licenses", "Priority", "Reservation", "Resources")
+"""Pending reasons that Slurm still shows for a cancelled job; they do not explain the cancellation."""
+_LOST_NODES = {
+    "BOOT_FAIL": "its nodes did not boot",
+    "NODE_FAIL": "one of its nodes failed",
+    "PREEMPTED": "another job took its place",
+    "REVOKED": "another cluster took it over",
+}
+"""How a job lost its nodes, by its state."""
+_NOT_STARTED = re.compile(
+    r"^(?:slurmstepd\S*: error: execve\(\)|rayslurm: line \d+(?:: exec)?|rayslurm: \d+: exec): (/.*?)(?:: cannot execute)?"
+    r": (No such file .*|not found|Permission denied|Exec format error)$",
+    re.MULTILINE,
+)
+"""Messages of slurmstepd (Slurm 22.05 and 24.11), bash and dash if the environment's Python cannot be started."""
+_STEP = re.compile(r"StepId=([0-9]+)")
+
+
+class JobVerdict(NamedTuple):
+    """The failure of a run that the end of its job explains; `retry` is None for the default of the kind."""
+
+    kind: FailureKind
+    sentence: str
+    retry: bool | None = None
+
+
+def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> JobVerdict | None:
+    """The failure of a run as Slurm explains it; None if Slurm explains nothing.
+
+    This is for a run whose own record has no end, or says that a signal from outside ended the run.
+
+    Args:
+        job: the job in Slurm.
+        log: the output of the batch script, slurmstepd and the runtime.
+        terminated: whether the record says that a signal from outside ended the runtime.
+        silent: whether nothing was written into the run directory.
+    """
+    killed = memory_kill(log)
+    part = _explaining_part(job, killed)
+    which = f"Slurm job {job.job_id}"
+    if part is not job:
+        which = f"component {part.component_id!r} of {which}" if part.component_id else f"component {part.job_id} of {which}"
+    on_nodes = f"{which} on {', '.join(part.nodes[:8])}" if part.nodes else which
+    reason = f" ({job.reason})" if job.reason else ""
+    state = job.final_state
+    if job.out_of_memory or killed:
+        granted = f": {_mebibytes(part.memory / max(1, part.num_nodes))} on each node" if part.memory else ""
+        measured = f", of which Slurm saw {_mebibytes(part.max_rss)}" if part.max_rss else ""
+        sentence = f"OUT_OF_MEMORY: {on_nodes} used more memory than it was granted{granted}"
+        sentence += f" ({killed})" if killed else measured
+        return JobVerdict(FailureKind.ALLOCATION, f"{sentence}; ask for more with SlurmQueueConfig.mem or mem_per_cpu", False)
+    if state in ("TIMEOUT", "DEADLINE"):
+        what = "time limit" if state == "TIMEOUT" else "deadline"
+        limit = f" of {_duration(job.time_limit)}" if job.time_limit else ""
+        ran = f" after {_duration(job.elapsed)}" if job.elapsed else ""
+        sentence = f"{state}: {which} was ended at its {what}{limit}{ran}; raise SlurmQueueConfig.time_limit"
+        return JobVerdict(FailureKind.ALLOCATION, sentence, False)
+    if state in _LOST_NODES or job.state == "REVOKED":
+        lost = state or job.state
+        return JobVerdict(FailureKind.ALLOCATION, f"{lost}: {on_nodes} is lost, {_LOST_NODES[lost]}{reason}", True)
+    if state == "CANCELLED":
+        why = "" if job.reason in _REASONS_FOR_WAITING else reason
+        return JobVerdict(FailureKind.CANCELLED, f"{which} was cancelled{_by(job)}{why}")
+    if terminated and state is None:
+        code = f", exit code {job.exit_code}" if job.exit_code else ""
+        ends = f"{on_nodes} is {job.state}{reason}{code}; `sacct -j {job.job_id}` may tell more by now"
+        if job.state == "COMPLETING":  # Jobs that fail by themselves have a reason.
+            what = "the job was ended from outside, and Slurm does not say yet by whom"
+            return JobVerdict(FailureKind.CANCELLED, f"{what}: {ends}")
+        return JobVerdict(FailureKind.RUNTIME, f"the runtime got a signal from outside, and Slurm does not say why: {ends}")
+    if terminated:
+        what = f"the runtime got a signal from outside, though Slurm cancelled nothing: {on_nodes} is {state}"
+        why = "the runtime of another node died, or somebody signalled it (see the nodes' logs)"
+        return JobVerdict(FailureKind.RUNTIME, f"{what}; {why}")
+    not_started = _NOT_STARTED.search(log)
+    if not_started and state == "FAILED":
+        what = f"{on_nodes} cannot start {not_started[1]}: {not_started[2]}"
+        advice = "name an environment that the compute nodes see at this path, and can run"
+        return JobVerdict(FailureKind.ENVIRONMENT, f"{what}; {advice}")
+    if silent and state in ("FAILED", "COMPLETED"):
+        what = f"{state}: {on_nodes} ended before it could write into its run directory{reason}"
+        advice = "SlurmResource.remote_base must be on a file system that the edge and the compute nodes share"
+        return JobVerdict(FailureKind.ALLOCATION, f"{what}; {advice}", False)
+    return None
+
+
+def _explaining_part(job: JobFacts, killed: str | None) -> JobFacts:
+    """The component whose end explains the job's end; the job itself if all components ended alike."""
+    if not job.components:
+        return job
+    step = _STEP.search(killed or "")
+    if step:
+        return next((each for each in job.components if each.job_id == int(step[1])), job)
+    ends = {(each.final_state, each.out_of_memory) for each in job.components}
+    return job if len(ends) == 1 else job.components[job.decisive_component]
+
+
+def _by(job: JobFacts) -> str:
+    if job.cancelled_by is None:
+        return ""
+    if job.canceller is not None and job.canceller[0] == job.cancelled_by:
+        return f" by user {job.canceller[1]} (id {job.cancelled_by})"
+    return f" by user id {job.cancelled_by}"
+
+
+def _mebibytes(amount: float) -> str:
+    return f"{amount / 2**20:.0f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    """A duration as Slurm writes it: "[D-]HH:MM:SS"."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days}-" * (days > 0) + f"{hour:02}:{minute:02}:{second:02}"

@@ -113,6 +113,18 @@ class SlurmCommands:
             return self._path_prefix is not tried
 
 
+class SlurmUnanswered(OSError):
+    """Raised when a command of Slurm gives no answer, which says nothing about any job. The message is one sentence."""
+
+
+def unanswered(place: str, program: str, done: Completed) -> SlurmUnanswered:
+    """The error to raise for a program of Slurm that gave no answer; `place` names the host."""
+    said = " ".join(done.stderr.decode("utf-8", "replace").split())[-500:]
+    if done.returncode == 127:
+        return SlurmUnanswered(f"{place}: {program} is not on the PATH that a non-interactive login has; add it there ({said})")
+    return SlurmUnanswered(f"{place}: {program} did not answer (exit code {done.returncode}): {said or 'it said nothing'}")
+
+
 def slurm_commands(connection: Connection) -> SlurmCommands:
     """Returns the `SlurmCommands` of a connection, one per process, so that a login shell is asked only once."""
     with _lock:

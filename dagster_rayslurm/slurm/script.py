@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..config import check_environment, check_line, check_text
 from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT
-from .fields import SBATCH_FIELDS, Inheritance
-from .request import JobRequest
+from .request import SBATCH_FIELDS, Inheritance, JobRequest
 
 LOG = "slurm.log"
 """File in the run directory with the output of the batch script and of Slurm."""

@@ -61,7 +61,7 @@ UNTOLD = "cannot be told to end, which is tried again"
 
 IMPATIENT = """
 from dagster_rayslurm.backends.sessions import payload
-from dagster_rayslurm.slurm import cancel as cancellation
+from dagster_rayslurm.slurm import submit as cancellation
 payload._DELIVERY_TIMEOUT = cancellation._GONE_DEADLINE = 3.0
 """
 """Code that shortens the retries of cancel requests from about a minute to 3 seconds."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource
-from dagster_rayslurm.slurm import cancel
+from dagster_rayslurm.slurm import submit
 
 from ..conftest import pipes_script, run_asset, wait_until
 from ..slurm.fixtures import Running, Site
@@ -72,7 +72,7 @@ def test_slurmctld_is_away_when_a_job_is_to_be_submitted(
 ) -> None:
     """A request that no controller takes fails with one sentence that says so, may be tried again, and leaves no job."""
     del mode
-    monkeypatch.setattr(cancel, "_GONE_DEADLINE", 3.0)  # For which it tries to cancel what may have been submitted.
+    monkeypatch.setattr(submit, "_GONE_DEADLINE", 3.0)  # For which it tries to cancel what may have been submitted.
     compute = make(connection_loss_timeout=3)
     assert site.connection.home()
     with stopped(site.stack, "slurmctld"):

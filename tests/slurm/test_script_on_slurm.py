@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm import SlurmQueueConfig
 from dagster_rayslurm.runtime.protocol.record import EXIT
-from dagster_rayslurm.slurm.fields import FIELD_OF_OPTION
 from dagster_rayslurm.slurm.refusals import explain, impossible
-from dagster_rayslurm.slurm.request import JobRequest, make_request
+from dagster_rayslurm.slurm.request import FIELD_OF_OPTION, JobRequest, make_request
 from dagster_rayslurm.slurm.script import LOG, render_script
 
 from ..stack.access import Stack

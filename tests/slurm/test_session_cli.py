@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource, SessionConfig
-from dagster_rayslurm.backends.remote_cleanup import sweep_remote
+from dagster_rayslurm.backends.run_dir import sweep_remote
 from dagster_rayslurm.slurm.commands import slurm_commands
 
 from ..conftest import run_asset, small_ray, wait_until

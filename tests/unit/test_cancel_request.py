@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends import cancel_request, slurm_job
-from dagster_rayslurm.backends.batch_job import BatchJob
-from dagster_rayslurm.backends.cancel_request import CancelRequest
-from dagster_rayslurm.backends.slurm_job import SlurmJob
+from dagster_rayslurm.backends import run_dir, slurm_job
+from dagster_rayslurm.backends.run_dir import CancelRequest
+from dagster_rayslurm.backends.slurm_job import BatchJob, SlurmJob
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.separate.backend import ComponentJob, SharedJobState
 from dagster_rayslurm.slurm.states import JobPhase, JobStatus
@@ -45,7 +44,7 @@ class Scene:
 def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Scene]:
     def make(failing: int) -> Scene:
         made = Scene(failing)
-        monkeypatch.setattr(cancel_request, "time", SimpleNamespace(monotonic=lambda: made.now))
+        monkeypatch.setattr(run_dir, "time", SimpleNamespace(monotonic=lambda: made.now))
         return made
 
     return make
@@ -128,7 +127,7 @@ def test_slurm_cancels_a_waiting_job_and_the_runtime_a_running_payload(tmp_path:
     job, order, commands = Job(tmp_path), tmp_path / "cancel.json", LocalConnection()
     asked: list[str] = []
     clock = [1000.0]
-    monkeypatch.setattr(cancel_request, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(run_dir, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def run(command: list[str], **_: Any) -> Completed:
         asked.append(" ".join(command[-2:]))

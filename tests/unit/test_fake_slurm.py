@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.slurm.accounting import SACCT_FIELDS, JobFacts, fetch_job_facts, merge_facts, parse_sacct, parse_scontrol
-from dagster_rayslurm.slurm.cancel import wait_until_gone
 from dagster_rayslurm.slurm.commands import without_option_variables
 from dagster_rayslurm.slurm.refusals import explain
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.script import parse_exit, render_script
 from dagster_rayslurm.slurm.shared_queue import ClusterClock, fetch_queue
-from dagster_rayslurm.slurm.submit import SubmissionRefused, submit
+from dagster_rayslurm.slurm.submit import SubmissionRefused, submit, wait_until_gone
 
 from ..conftest import wait_until
 from ..fake_slurm import FakeSlurm

@@ -8,7 +8,7 @@ import pytest
 
 from dagster_rayslurm.backends.sessions import idle
 from dagster_rayslurm.backends.sessions.idle import IdleSessions
-from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
+from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from .lines import Log

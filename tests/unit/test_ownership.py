@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.backends.base import Step
-from dagster_rayslurm.backends.batch_job import BatchJob
 from dagster_rayslurm.backends.ownership import FIRST_OWNER, Ownership, owner_file, owner_in_words
+from dagster_rayslurm.backends.slurm_job import BatchJob
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.slurm.states import JobPhase
 from dagster_rayslurm.ssh.base import Completed, ConnectionLost

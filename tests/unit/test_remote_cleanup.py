@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.archive import runtime_name
-from dagster_rayslurm.backends.remote_cleanup import sweep_remote
-from dagster_rayslurm.backends.run_dir import Layout, sweep_old
+from dagster_rayslurm.backends.run_dir import Layout, sweep_old, sweep_remote
 from dagster_rayslurm.plan import run_dir_name
 from dagster_rayslurm.ssh.base import Completed
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -260,7 +259,7 @@ def test_leftovers_of_killed_processes_are_removed(
     made[0].chmod(0o500)
     make("queue/claim-1795282828000", 99)
     assert sweep(base) == [] and all(path.exists() for path in made)  # They came to be just now.
-    monkeypatch.setattr("dagster_rayslurm.backends.remote_cleanup._DAY", -1)
+    monkeypatch.setattr("dagster_rayslurm.backends.run_dir._DAY", -1)
     assert sweep_remote(LocalConnection(), str(base), -14 * 1e4, every_minutes=0)
     assert not any(path.exists() for path in made) and os.listdir(base / "queue") == []
 

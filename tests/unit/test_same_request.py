@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends.same_request import reattachable_job, same_request
+from dagster_rayslurm.backends.ownership import reattachable_job, same_request
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, encode
 from dagster_rayslurm.slurm.submit import JOB_SCRIPT
 from dagster_rayslurm.ssh.local import LocalConnection

@@ -13,7 +13,7 @@ from dagster_rayslurm.backends.sessions.listing import end_sessions, job_of, lis
 from dagster_rayslurm.backends.sessions.matching import Requirements
 from dagster_rayslurm.backends.sessions.registry import SessionManifest, manifest_to_json
 from dagster_rayslurm.components import Component
-from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
+from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
 from dagster_rayslurm.ssh.local import LocalConnection
 
 ANNOUNCED = {

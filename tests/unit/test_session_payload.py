@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends import cancel_request
+from dagster_rayslurm.backends import run_dir
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.sessions import payload as session_payload
 from dagster_rayslurm.backends.sessions.payload import SessionPayload
@@ -110,7 +110,7 @@ class Scene:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (session_payload, cancel_request):
+    for module in (session_payload, run_dir):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

@@ -9,8 +9,8 @@ import pytest
 
 from dagster_rayslurm import RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
 from dagster_rayslurm.backends.base import Step
+from dagster_rayslurm.backends.ownership import REQUIREMENTS_FILE
 from dagster_rayslurm.backends.run_dir import Layout
-from dagster_rayslurm.backends.same_request import REQUIREMENTS_FILE
 from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
 from dagster_rayslurm.backends.sessions.session_job import SessionSetup

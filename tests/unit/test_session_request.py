@@ -17,7 +17,7 @@ from dagster_rayslurm.backends.sessions.registry import LiveSession, SessionMani
 from dagster_rayslurm.backends.sessions.request import RunRequest
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.runtime.protocol.record import encode
-from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
+from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
 from dagster_rayslurm.ssh.base import ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
 

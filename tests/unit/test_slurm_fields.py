@@ -7,8 +7,15 @@ import pytest
 
 from dagster_rayslurm import SlurmQueueConfig
 from dagster_rayslurm.backends.sessions.matching import Requirements, misfit
-from dagster_rayslurm.slurm.fields import FIELD_OF_OPTION, INHERITED_OPTIONS, RESERVED_OPTIONS, SBATCH_FIELDS, SbatchField
-from dagster_rayslurm.slurm.request import JobRequest, make_request
+from dagster_rayslurm.slurm.request import (
+    FIELD_OF_OPTION,
+    INHERITED_OPTIONS,
+    RESERVED_OPTIONS,
+    SBATCH_FIELDS,
+    JobRequest,
+    SbatchField,
+    make_request,
+)
 from dagster_rayslurm.slurm.script import render_script
 
 VALUES: dict[str, tuple[Any, Any]] = {

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.slurm.job_log import failed_tasks, node_number, relevant_lines
+from dagster_rayslurm.slurm.accounting import failed_tasks, node_number, relevant_lines
 
 NO_BINDING = "srun: cluster configuration lacks support for cpu binding\n"
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dagster_rayslurm.slurm.pending_reasons import (
+from dagster_rayslurm.slurm.refusals import (
     component_request,
     most_informative_row,
     never_starts,
@@ -12,10 +12,10 @@ from dagster_rayslurm.slurm.pending_reasons import (
     pending_reason,
     too_many_nodes,
     waiting_text,
+    with_requested_values,
 )
-from dagster_rayslurm.slurm.refusals import with_requested_values
 from dagster_rayslurm.slurm.request import JobRequest
-from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot
+from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
 from dagster_rayslurm.slurm.submit import parse_jobs_found
 
 GPU = JobRequest("job", "why", partition="gpu", num_nodes=2, time_limit="9-0", component_id="gpu")

@@ -13,16 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagster_rayslurm.slurm.refusals import SlurmUnanswered
-from dagster_rayslurm.slurm.shared_queue import SNAPSHOT, ClusterClock, SharedQueue, fetch_queue, shared_queue
-from dagster_rayslurm.slurm.snapshot import (
+from dagster_rayslurm.slurm.commands import SlurmUnanswered
+from dagster_rayslurm.slurm.shared_queue import (
+    SNAPSHOT,
+    ClusterClock,
     QueueRow,
     QueueSnapshot,
+    SharedQueue,
+    fetch_queue,
     parse_count,
     parse_snapshot,
     parse_squeue,
     parse_time,
     render_snapshot,
+    shared_queue,
 )
 from dagster_rayslurm.ssh.base import Completed, ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm import BashLauncher, RayLauncher, SlurmQueueConfig
 from dagster_rayslurm.launchers import Launcher
-from dagster_rayslurm.slurm.fields import FIELD_OF_OPTION
-from dagster_rayslurm.slurm.request import JobRequest, job_comment, job_name, make_request
+from dagster_rayslurm.slurm.request import FIELD_OF_OPTION, JobRequest, job_comment, job_name, make_request
 
 OTHERS = """
 acctg-freq bb bbf begin cluster-constraint contiguous core-spec cores-per-socket cpu-freq

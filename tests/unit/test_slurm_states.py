@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dagster_rayslurm.backends.slurm_job import settling_time
-from dagster_rayslurm.slurm.snapshot import QueueRow, QueueSnapshot, parse_squeue
+from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot, parse_squeue
 from dagster_rayslurm.slurm.states import (
     ACTIVE,
     MAY_REQUEUE,

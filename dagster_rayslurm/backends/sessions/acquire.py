@@ -16,8 +16,8 @@ from ...follow import Cadence, Evidence
 from ...interrupts import deferred_interrupts
 from ...outcome import judge, judge_job
 from ...outcome.metadata import failure_metadata
-from ...slurm.job_log import relevant_lines
-from ...slurm.refusals import SlurmUnanswered
+from ...slurm.accounting import relevant_lines
+from ...slurm.commands import SlurmUnanswered
 from ...slurm.shared_queue import SharedQueue, fetch_queue
 from ...slurm.states import TERMINAL, JobPhase
 from ...ssh.base import Connection, ConnectionFailed

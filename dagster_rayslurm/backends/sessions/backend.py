@@ -25,18 +25,16 @@ from ...plan import Plan
 from ...runtime.protocol.messages import Refusal
 from ...runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME, SECRETS, SESSION, Record
 from ...runtime.protocol.spec import to_json
-from ...slurm.cancel import cancel_named
 from ...slurm.commands import slurm_commands
 from ...slurm.config import SlurmResource
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
 from ...slurm.shared_queue import shared_queue
-from ...slurm.submit import JOB_SCRIPT, MANIFEST, ClaimTaken, SubmissionRefused, SubmittedJob, submit
+from ...slurm.submit import JOB_SCRIPT, MANIFEST, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
 from ...ssh.base import Connection
 from ...ssh.pool import connection_to
-from .. import same_request
 from ..base import Register, RunningPayload, Step
 from ..batch import CLUSTER, absolute, check_paths, cluster_nonce, data_dir_of, sweep_in_background
-from ..ownership import FIRST_OWNER
+from ..ownership import FIRST_OWNER, REQUIREMENTS_FILE, reattachable_job
 from ..payload_files import deliver, pack, remote_base_errors, required_files
 from ..run_dir import Layout, run_files
 from ..slurm_job import SlurmJob
@@ -116,7 +114,7 @@ class SessionBackend:
         packed = pack(plan, base, data_dir).plan
         expected = {
             PAYLOAD: to_json(dataclasses.replace(packed.payload, step=step.step_key)).encode("utf-8"),
-            same_request.REQUIREMENTS_FILE: self.setup.fingerprint(packed, step.run_id, base, data_dir),
+            REQUIREMENTS_FILE: self.setup.fingerprint(packed, step.run_id, base, data_dir),
         }
 
         def job_of(start: Record | None) -> str | None:
@@ -132,9 +130,7 @@ class SessionBackend:
                 return announcement.job_id if each.number == newest else None
             return None
 
-        return (
-            same_request.reattachable_job(self.connection, run_dir, packed.payload.nonce, expected, job_of, step.log) is not None
-        )
+        return reattachable_job(self.connection, run_dir, packed.payload.nonce, expected, job_of, step.log) is not None
 
     def example(self, plan: Plan) -> str:
         return self.setup.example_script(plan)
@@ -295,7 +291,7 @@ class _SessionStart:
         files = run_files(dataclasses.replace(self._plan, payload=payload, secret_env={}), self._context)
         first = {} if self._step.reattached else {FIRST_OWNER: b""}
         # CANCEL is there from the beginning: on NFS a name that was looked up in vain stays missing for up to a minute.
-        files = {**files, same_request.REQUIREMENTS_FILE: self._fingerprint, CANCEL: b"", **first}
+        files = {**files, REQUIREMENTS_FILE: self._fingerprint, CANCEL: b"", **first}
         return {name: content.decode("utf-8") for name, content in files.items()}
 
     def _on_accepted(self, session: LiveSession) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import SESSION
-from ...slurm.snapshot import QueueRow, QueueSnapshot
+from ...slurm.shared_queue import QueueRow, QueueSnapshot
 from ...ssh.base import Connection
 from ..slurm_job import MakeWay
 from .client import parse_announcement

@@ -14,13 +14,11 @@ from enum import Enum
 from ...errors import FailureKind, StartError
 from ...runtime.protocol.messages import Operation
 from ...runtime.protocol.record import EXIT, SESSION
-from ...slurm.cancel import cancel_named, wait_until_gone
 from ...slurm.commands import slurm_commands
 from ...slurm.script import parse_exit
-from ...slurm.shared_queue import fetch_queue
-from ...slurm.snapshot import QueueRow, QueueSnapshot
+from ...slurm.shared_queue import QueueRow, QueueSnapshot, fetch_queue
 from ...slurm.states import TERMINAL, WAITING
-from ...slurm.submit import ABANDONED, CREATOR, JOB_ID, MANIFEST
+from ...slurm.submit import ABANDONED, CREATOR, JOB_ID, MANIFEST, cancel_named, wait_until_gone
 from ...ssh.base import Connection
 from .client import Announcement, AnswerLost, Unreachable, parse_announcement, send_request
 from .registry import FOREIGN, parse_manifest

@@ -18,8 +18,7 @@ from ...runtime.node.resources import Footprint
 from ...runtime.protocol.spec import NodeSpec, RaySpec, SpecError, from_json
 from ...runtime.ray.node_table import nodes_expected
 from ...slurm.config import HetComponent, SlurmQueueConfig
-from ...slurm.fields import SBATCH_FIELDS, granted_gpus
-from ...slurm.request import JobRequest, gibibytes_for_ray, make_request
+from ...slurm.request import SBATCH_FIELDS, JobRequest, gibibytes_for_ray, granted_gpus, make_request
 
 QueueFields = Mapping[str, Any]
 """The fields of a `SlurmQueueConfig` as JSON, with the CPUs and GPUs that were requested of Slurm."""

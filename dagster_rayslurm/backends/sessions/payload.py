@@ -19,7 +19,7 @@ from ...runtime.protocol.end import EndReason
 from ...runtime.protocol.record import JOURNAL, LineReader
 from ...ssh.base import Connection
 from ..base import Step
-from ..cancel_request import CancelRequest, cancel_path, cancel_request_json, write_cancel_request
+from ..run_dir import CancelRequest, cancel_path, cancel_request_json, write_cancel_request
 from ..slurm_job import STATE_TIMEOUT, SlurmJob
 
 _EXIT_POLL_AFTER = 2.0
