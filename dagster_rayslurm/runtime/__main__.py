@@ -69,10 +69,11 @@ def node(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     Returns:
         The exit code.
     """
-    from .supervisor import local_server
+    from .supervisor import local_server, time_limit
 
     def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
-        _warn_before_limit(runner, here, local_server.serve_run_dir(runner, run_dir))
+        local_server.serve_run_dir(runner, run_dir)
+        time_limit.watch(runner, here.job_id)
         runner.run()
         return runner.exit_code
 
@@ -90,7 +91,7 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     from .protocol import record
     from .protocol import spec as start_records
     from .separate import participant
-    from .supervisor import local_server
+    from .supervisor import local_server, time_limit
 
     whole = _allocation(start_records.load_spec(run_dir))
     directory = record.component_dir(run_dir, whole.component_of(whole.node_id) or "")
@@ -99,7 +100,7 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
         barrier = participant.join_barrier(runner, run_dir, here, whole.head_addresses)
         payload = local_server.serve_run_dir(runner, directory)
         barrier.watch(payload)
-        _warn_before_limit(runner, here, payload)
+        time_limit.watch(runner, here.job_id)
         runner.run()
         barrier.close()
         return barrier.exit_code
@@ -111,60 +112,28 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     return _lead_or_work(start_records.load_spec(directory), here, run_dir, dispensable, lead)
 
 
-def _warn_before_limit(runner, here, payload):  # type: (supervisor.Supervisor, allocation.Allocation, Payload) -> None
-    """Plan a signal to a payload before its allocation's time limit, if the start record asks for that."""
-    from .supervisor import time_limit
-
-    if runner.spec.warn_before_limit is not None:
-        limit = time_limit.TimeLimit(
-            runner.loop,
-            here.job_id,
-            lambda why: payload.phase("time-limit", "no warning ahead of the time limit: " + why),
-        )
-        time_limit.warn_payloads(limit, runner.spec.warn_before_limit, runner.spec.warn_signal, lambda: [payload])
-        limit.start()
-
-
 def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
     """Serve as one node of a session's Slurm step: the first node runs payloads for clients until the session ends.
 
     A session ends when it is idle for too long, has failed, or comes to its time limit. See `node`.
     """
     from .protocol import rpc
-    from .protocol.end import End, EndReason
     from .supervisor import session_server, time_limit
 
     def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
         spec = runner.spec
-
-        def known(left):  # type: (float) -> None
-            # At most a tenth of the time, so that a short allocation takes payloads for most of its time.
-            margin = min(spec.drain_margin, left / 10)
-            runner.queue.margin = margin
-            limit.when(margin, lambda left: runner.drain("its time limit comes in %d s" % round(left)))
-
-        limit = time_limit.TimeLimit(runner.loop, here.job_id, known=known)
-        runner.lifetime.time_left = limit.left
-        if spec.warn_before_limit is not None:
-            time_limit.warn_payloads(limit, spec.warn_before_limit, spec.warn_signal, lambda: runner.payloads)
-        end = End(EndReason.TIMEOUT, "the session's allocation came to its time limit")
-        limit.when(_LAST_CALL, lambda _: runner.close(end, grace=_LAST_CALL / 2))
         assert spec.control_key is not None
         # Clients and worker nodes use different keys, so that neither can take the other's server for its own.
         key = rpc.derive_key(spec.control_key, "requests")
         server = session_server.SessionServer(runner, session_dir, here, key, spec.control_ports)
-        limit.start()
+        time_limit.watch(runner, here.job_id)
         try:
             runner.run()
         finally:
             server.close()
-        return 1 if runner.lifetime.failed else 0
+        return 1 if runner.queue.failed else 0
 
     return _be_node(session_dir, dispensable, lead)
-
-
-_LAST_CALL = 20.0
-"""Seconds before the time limit at which a session ends its payloads, so that it can still write their `end` records."""
 
 
 def _be_node(directory, dispensable, lead):

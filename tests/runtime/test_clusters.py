@@ -128,7 +128,7 @@ def go(looks=20):
     said["after"] = count()
     said["scratch"] = [name for name in os.listdir(runner._scratch.path)]
     said["here"] = len([p for p in processes.descendants(os.getpid())])
-    said["orders"] = [list(m.commands) for m in runner.nodes.workers.members.values()]
+    said["orders"] = [list(m.commands) for m in runner.workers.members.values()]
     said["draining"] = runner.closing
     loop.stop()
 when_done(go)
@@ -185,13 +185,12 @@ def test_a_session_goes_on_when_a_fresh_cluster_loses_a_node(runtime: Runtime) -
     """The next cluster may have it again."""
     runtime.add("one", NAP % 0.5, uses_ray=True, ray=SMALL)
     said = runtime.run("""
-        from dagster_rayslurm.runtime.supervisor import clusters
-        class Cluster(clusters.RayCluster):
+        class Cluster(supervisor.RayCluster):
             def start(self):
                 self._listener.on_node_lost("n2")
                 self.ready = True
                 self._listener.on_ready()
-        clusters.RayCluster = Cluster
+        supervisor.RayCluster = Cluster
         session()
         submit("one")
         when_done(lambda: (said.update(closing=runner.closing), loop.stop()))
@@ -235,7 +234,7 @@ def test_a_lost_node_drains_a_session_without_a_cluster(nodes: Any) -> None:
 worker_node.RECONNECT_GRACE = 1.0
 submit("one")
 def look():
-    if not all(m.here for m in runner.nodes.workers.members.values()):
+    if not all(m.here for m in runner.workers.members.values()):
         return loop.call_later(0.1, look)
     for p in [p for p in processes.descendants({pair.worker.pid})] + [processes.Process({pair.worker.pid}, 0, 0)]:
         os.kill(p.pid, 9)

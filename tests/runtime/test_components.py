@@ -33,7 +33,7 @@ from dagster_rayslurm.runtime.protocol.spec import ComponentSpec, NodeSpec, Payl
 from dagster_rayslurm.runtime.ray import node_table
 from dagster_rayslurm.runtime.ray.start import RayListener, RayStart
 from dagster_rayslurm.runtime.ray.start_arguments import start_arguments, symmetric_arguments
-from dagster_rayslurm.runtime.supervisor.admission import Claim, capacities_of, claims_of, misfit, room_for
+from dagster_rayslurm.runtime.supervisor.queue import Claim, capacities_of, claims_of, misfit, room_for
 
 from ..conftest import wait_until
 from .test_supervisor import Runtime
@@ -150,10 +150,10 @@ def test_payloads_of_a_session_are_held_against_the_nodes_that_they_run_on() -> 
 
     capacities = capacities_of([C1, NodeResources("c2", 2, 0, 2**33, None, "cpu"), G1])
     assert capacities == {"cpu": Claim(2, 0), "gpu": Claim(4, 2)}
-    assert claims_of(plain, False, capacities, "cpu") == {"cpu": Claim(3, 0)}
-    own = claims_of(PayloadSpec(["x"], "n", uses_ray=True, ray=RAY), True, capacities, "cpu")
+    assert claims_of(plain, False, capacities) == {"cpu": Claim(3, 0)}
+    own = claims_of(PayloadSpec(["x"], "n", uses_ray=True, ray=RAY), True, capacities)
     assert own == capacities  # A cluster of its own takes whole nodes, of all components.
-    shared = claims_of(PayloadSpec(["x"], "n", uses_ray=True), False, capacities, "cpu")
+    shared = claims_of(PayloadSpec(["x"], "n", uses_ray=True), False, capacities)
     assert shared == {"cpu": Claim(), "gpu": Claim()}
     assert room_for(shared, [own], capacities, 3) and not room_for(own, [own], capacities, 3)
     assert room_for(own, [], capacities, 1) and not room_for(shared, [shared], capacities, 1)

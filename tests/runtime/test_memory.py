@@ -18,10 +18,8 @@ from dagster_rayslurm.runtime.node import memory, resources
 from dagster_rayslurm.runtime.node.memory import KILL, WARN, Group, GroupKind, Sample, State, decide, needs_groups, pause
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.loop import Loop
-from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.ray.cluster import HeadNode
-from dagster_rayslurm.runtime.ray.start import RayListener
-from dagster_rayslurm.runtime.supervisor.clusters import Clusters
+from dagster_rayslurm.runtime.protocol.spec import RaySpec
+from dagster_rayslurm.runtime.supervisor.supervisor import Supervisor
 
 from .test_clusters import SESSION, Nodes
 
@@ -215,12 +213,8 @@ def test_a_cluster_may_be_left_alone() -> None:
     def cluster(pid: int | None, **fields: Any) -> Any:
         return SimpleNamespace(spec=RaySpec(**fields), pid=pid)
 
-    head = HeadNode(resources.NodeResources("n1", 4, 0, 2**33, None))
-    clusters = Clusters(Loop(), RuntimeSpec("c"), head, SimpleNamespace(), RayListener())  # type: ignore[arg-type]
-    assert clusters.guarded_pids() == []
-    clusters.warm = cluster(1)
-    clusters._fresh = {"a": cluster(2), "b": cluster(3, memory_guard=False), "c": cluster(None)}
-    assert clusters.guarded_pids() == [1, 2]
+    here: Any = SimpleNamespace(_clusters=[cluster(1), cluster(2), cluster(3, memory_guard=False), cluster(None)])
+    assert Supervisor.guarded_pids(here) == [1, 2]
 
 
 # ---- On a node

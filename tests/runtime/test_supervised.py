@@ -19,6 +19,7 @@ from dagster_rayslurm.runtime.supervisor.time_limit import signal_number
 
 BEGIN = """
 import sys
+from dataclasses import replace
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.supervisor import supervisor
@@ -60,13 +61,12 @@ class Cluster:
     def query_tables(self, _, done): done(None)
     def facts(self): return {}
     environment = {}
-runner.clusters.warm = Cluster()
+runner.cluster = Cluster()
+runner.spec = replace(runner.spec, warn_before_limit=60, warn_signal=%r)
 payload = runner.submit(run_dir)
-limit = time_limit.TimeLimit(loop, "12")
-time_limit.warn_payloads(limit, 60, %r, lambda: [payload])
-limit.start()
+time_limit.watch(runner, "12")
 def up():
-    runner.clusters.warm.ready = True
+    runner.cluster.ready = True
     runner.schedule()
 loop.call_later(%g, up)
 runner.run()
@@ -114,7 +114,6 @@ def test_heterogeneous_jobs_without_a_time_limit(tmp_path: Path, answer: str, ag
 
 
 OTHERS = """
-from dataclasses import replace
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
 from dagster_rayslurm.runtime.node.worker_node import WorkerNode
 class WorkerNodes:
@@ -127,7 +126,7 @@ class WorkerNodes:
     def send_command(self, *_, **__): pass
     def dismiss(self): pass
     def wait_gone(self): pass
-runner.nodes.workers = WorkerNodes()
+runner.workers = WorkerNodes()
 """
 
 
@@ -141,8 +140,8 @@ def broken(*args, **kwargs):
 if {where!r}:
     Payload.{where or "x"} = broken
 """
-        + WARN.partition("limit =")[0]
-        + "runner.clusters.warm.ready = True; runner.schedule(); runner.run()"
+        + WARN.partition("time_limit.")[0] % "USR1"
+        + "runner.cluster.ready = True; runner.schedule(); runner.run()"
     )
     records, said = supervised(tmp_path, program, ["sh", "-c", "echo x"])
     assert (records[-1]["type"], records[-1]["reason"]) == ("end", "runtime" if where else "exit")
@@ -213,11 +212,11 @@ def test_an_end_is_written_once_the_file_system_is_back(tmp_path: Path, outlives
     """Both in a session that lives on and at the end of the runtime."""
     program = UNWRITABLE + (
         """
-runner.lifetime.settle = lambda: None
+runner.settle = lambda: None
 loop.call_later(3.5, come_back)
 loop.call_later(6.0, loop.stop)
 runner.submit(run_dir)
-runner.lifetime.settle = lambda: None
+runner.settle = lambda: None
 runner._write_ends = lambda: None
 runner.run()
 """
@@ -286,16 +285,18 @@ def test_without_an_answer_of_squeue_the_last_known_limit_counts(tmp_path: Path,
     program = """
         payload = runner.submit(run_dir)
         told = []
-        limit = time_limit.TimeLimit(loop, "12", known=told.append)
+        def known(left):
+            told.append(left)
+            limit.when(10.0, due)
+        limit = time_limit.TimeLimit(loop, "12", known)
         def due(left):
-            print("due", round(left), told, file=sys.stderr)
+            print("due", round(left), [round(left) for left in told], file=sys.stderr)
             payload.end_early(End("timeout"), 0)
-        limit.when(10.0, due)
         limit.start()
         runner.run()
     """
     _, said = supervised(tmp_path, program, ["sleep", "40"], PATH=f"{directory}:{os.environ['PATH']}")
-    assert "due 10 [22.0]" in said
+    assert "due 10 [22]" in said
 
 
 def test_squeue_is_asked_again_after_a_failure(tmp_path: Path) -> None:
@@ -306,12 +307,12 @@ def test_squeue_is_asked_again_after_a_failure(tmp_path: Path) -> None:
     program = """
         time_limit._UNKNOWN = 0.5
         payload = runner.submit(run_dir)
-        limit = time_limit.TimeLimit(loop, "12", known=lambda left: payload.end_early(End("timeout", str(left)), 0))
+        limit = time_limit.TimeLimit(loop, "12", known=lambda left: payload.end_early(End("timeout", str(round(left))), 0))
         limit.start()
         runner.run()
     """
     records, _ = supervised(tmp_path, program, ["sleep", "20"], PATH=f"{directory}:{os.environ['PATH']}")
-    assert records[-1]["message"] == "22.0"
+    assert records[-1]["message"] == "22"
 
 
 def test_a_process_left_by_nvidia_smi_does_not_delay_the_end(tmp_path: Path) -> None:

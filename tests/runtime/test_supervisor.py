@@ -26,7 +26,7 @@ from dagster_rayslurm.runtime.supervisor import supervisor
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.end import End
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.supervisor.admission import Closing, Misfit
+from dagster_rayslurm.runtime.supervisor.queue import Closing, Misfit
 machine.detect = lambda *_, **__: machine.NodeResources("n1", 4, 0, 2**33, None)
 processes.become_subreaper()
 loop, base, said = Loop(), sys.argv[1], {}
@@ -188,7 +188,7 @@ def test_a_payload_that_cannot_end_in_time_is_refused(runtime: Runtime) -> None:
     runtime.add("after", NAP % 0.1, time_limit=20.0)
     said = runtime.run("""
         session(drain_margin=60.0)
-        runner.lifetime.time_left = lambda: 100.0
+        runner.time_left = lambda: 100.0
         submit("first")  # Nobody else would have more time for it.
         def go():
             submit("fits"); submit("behind"); submit("after")
@@ -209,7 +209,7 @@ def test_a_queue_of_short_payloads_does_not_count_as_long(runtime: Runtime) -> N
         runtime.add(name, NAP % 0.1, step="short" if int(name) % 2 else name)
     said = runtime.run(f"""
         session(drain_margin=60.0)
-        runner.lifetime.time_left = lambda: 100.0
+        runner.time_left = lambda: 100.0
         for name in {names}:
             submit(name)
         when_done(end)
@@ -236,7 +236,7 @@ def test_the_longest_run_of_a_step_is_its_expected_duration(runtime: Runtime) ->
     runtime.add("b", "pass", step="slow")
     said = runtime.run("""
         session(drain_margin=0.5)
-        runner.lifetime.time_left = lambda: 1.0
+        runner.time_left = lambda: 1.0
         submit("a")
         def go():
             said["durations"] = runner.queue.durations
@@ -253,7 +253,7 @@ def test_a_waiting_payload_without_enough_time_is_returned(runtime: Runtime) -> 
     runtime.run("""
         session(drain_margin=5.0)
         left = [100.0]
-        runner.lifetime.time_left = lambda: left[0]
+        runner.time_left = lambda: left[0]
         submit("a"); submit("b"); submit("c")
         loop.call_later(0.3, lambda: left.__setitem__(0, 4.0))
         when_done(end)
@@ -300,11 +300,11 @@ def test_a_payload_without_ray_does_not_wait_for_the_cluster(runtime: Runtime) -
             def prestart(self): pass
             def query_tables(self, _, done): done(None)
             def facts(self): return {}
-        runner.clusters.warm = Cluster()
+        runner.cluster = Cluster()
         for name in ("ray", "plain", "other"):
             submit(name)
         def up():
-            runner.clusters.warm.ready = True
+            runner.cluster.ready = True
             runner.schedule()
             when_done(end)
         loop.call_later(1.5, up)
@@ -448,7 +448,7 @@ def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:
             def prestart(self): pass
             def query_tables(self, _, done): done(None)
             def facts(self): return {}
-        runner.clusters.warm = Cluster()
+        runner.cluster = Cluster()
         submit("plain")
         when_done(lambda: (submit("ray"), when_done(end)))
     """)

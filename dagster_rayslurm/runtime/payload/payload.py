@@ -113,6 +113,11 @@ class Payload:
         self._outputs: Optional[OutputSearch] = None
 
     @property
+    def facts(self) -> Dict[str, Any]:
+        """Run directory, Dagster run and step, for clients of a session."""
+        return {"run_dir": self.run_dir, "run_id": self.spec.run_id, "step": self.spec.step}
+
+    @property
     def ended(self) -> bool:
         """Whether the payload is over: its `end` record is written, or writing it failed and is retried."""
         return self._state == _State.ENDED

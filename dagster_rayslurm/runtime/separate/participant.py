@@ -204,7 +204,7 @@ def join_barrier(
         hosts: hosts where the first component's runtime may be reached; None if all components are on this machine.
     """
     assert supervisor.spec.meeting is not None
-    nodes = [supervisor.nodes.machine.hostname] if allocation is None else allocation.nodes
+    nodes = [supervisor.machine.hostname] if allocation is None else allocation.nodes
     address = _LOCALHOST if allocation is None else allocation.head_addresses[0]
     return BarrierParticipant(supervisor, supervisor.spec.meeting, run_dir, nodes, address, hosts)
 

@@ -20,7 +20,7 @@ from ..protocol.messages import Answer, Operation, Refusal, answer_safely, refus
 from ..protocol.record import CANCEL, SESSION, split_lines, write_atomically
 from ..protocol.rpc import Acceptor
 from ..protocol.spec import SpecError
-from .admission import Closing
+from .queue import Closing
 from .supervisor import Supervisor
 
 _MAX_REQUEST = 2**21

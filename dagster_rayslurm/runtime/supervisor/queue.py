@@ -1,199 +1,280 @@
-"""The queue of payloads: in order of arrival within a Dagster run, and in turn between runs."""
+"""The payloads of a runtime: whether a payload is taken, when it starts, and when the runtime ends. Pure.
+
+Payloads start in order within a Dagster run, and in turn between runs. `Queue` is the whole state; each method that changes
+something returns the next state. `supervisor` performs the effects.
+"""
 
 from __future__ import annotations
 
-import collections
-from typing import Any, Callable, Deque, Dict, Generic, Iterable, Iterator, List, Optional, Tuple, TypeVar
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from ..node.resources import NodeResources, footprint_error, payload_footprint
 from ..payload.payload import Payload
-from ..protocol.spec import PayloadSpec, RuntimeSpec
-from .admission import Claims, room_for, time_known, time_needed, too_little_time
+from ..protocol.end import End, EndReason
+from ..protocol.spec import PayloadSpec, SpecError, node_spec
 
-T = TypeVar("T")
+_CLOSING_TIME = 0.5
+"""Seconds that a closing session stays reachable after its last payload, so that late clients learn why it closes."""
+_FAILURE_TIME = 5.0
+"""Seconds that a session that served no payload stays reachable, so that the runs that started it learn why it failed."""
+_MIN_IDLE = 5.0
+"""Seconds without a payload before a session may end for another job's sake; the next step of a run may take some to come."""
+_REGULAR = (EndReason.CANCEL, EndReason.TERMINATED, EndReason.TIMEOUT)
+"""Reasons for which a session may end without having served a payload, and yet has not failed."""
 
 
-class FairQueue(Generic[T]):
-    """A queue that takes one item of each Dagster run in turn.
+class Closing(Exception):
+    """Raised when the runtime does not take a payload because the runtime is about to end; the message says why.
 
-    A run keeps its turn until its first item fits, so that small items of other runs cannot hold up a large one for ever.
-    Then the next run has its turn.
-
-    Args:
-        run_of: returns the run id of an item.
+    The payload can run in another runtime, which the client starts.
     """
 
-    def __init__(self, run_of: Callable[[T], str]) -> None:
-        self._run_of = run_of
-        self._runs: Dict[str, Deque[T]] = {}
-        self._turns: Deque[str] = collections.deque()
 
-    def __len__(self) -> int:
-        return sum(map(len, self._runs.values()))
+class Misfit(SpecError):
+    """Raised when a payload needs more than the nodes of the allocation have; the message names the setting."""
 
-    def __iter__(self) -> Iterator[T]:
-        """Iterate over the items in the order in which `take` returns them if all of them fit."""
-        left = {run: list(items) for run, items in self._runs.items()}
-        turns = collections.deque(self._turns)
-        while turns:
-            run = turns.popleft()
-            yield left[run].pop(0)
-            if left[run]:
-                turns.append(run)
 
-    def add(self, item: T) -> None:
-        """Add an item behind the other items of its run."""
-        run = self._run_of(item)
-        if run not in self._runs:
-            self._runs[run] = collections.deque()
-            self._turns.append(run)
-        self._runs[run].append(item)
+class Claim(NamedTuple):
+    """An amount of CPUs and GPUs per node: the part that one payload reserves while it runs, or the capacity of the node."""
 
-    def remove(self, item: T) -> bool:
-        """Remove an item, wherever it stands. Returns whether it was in the queue."""
-        run = self._run_of(item)
-        if item not in self._runs.get(run, ()):
+    cpus: int = 0
+    gpus: int = 0
+
+
+Claims = Mapping[Optional[str], Claim]
+"""CPUs and GPUs per node, by component of the Slurm allocation; the only key is None if the allocation has no components."""
+
+
+def capacities_of(machines: Iterable[NodeResources]) -> Claims:
+    """The CPUs and GPUs that every node of a component has at least, by component."""
+    known: Dict[Optional[str], Claim] = {}
+    for machine in machines:
+        least = known.get(machine.component, Claim(machine.num_cpus, machine.num_gpus))
+        known[machine.component] = Claim(min(least.cpus, machine.num_cpus), min(least.gpus, machine.num_gpus))
+    return known
+
+
+def claims_of(spec: PayloadSpec, fresh: bool, capacities: Claims) -> Claims:
+    """The CPUs and GPUs that a payload reserves on each node, by component; without Ray only on the first, the head's.
+
+    A payload with a Ray cluster of its own (`fresh`) takes whole nodes unless it says what it needs.
+    """
+
+    def claim(capacity: Claim) -> Claim:
+        cpus, gpus = capacity if fresh else Claim()
+        return Claim(cpus if spec.want_cpus is None else spec.want_cpus, gpus if spec.want_gpus is None else spec.want_gpus)
+
+    concerned = list(capacities) if spec.uses_ray else list(capacities)[:1]
+    return {name: claim(capacities[name]) for name in concerned}
+
+
+def room_for(claims: Claims, running: Iterable[Claims], capacities: Claims, limit: int) -> bool:
+    """Whether all nodes have room for one more payload, and fewer than `limit` run there; always if no other one runs there."""
+    everywhere = list(running)
+    for name, claim in claims.items():
+        others = [each.get(name, Claim()) for each in everywhere]
+        cpus, gpus = claim.cpus + sum(each.cpus for each in others), claim.gpus + sum(each.gpus for each in others)
+        if others and (len(others) >= limit or cpus > capacities[name].cpus or gpus > capacities[name].gpus):
             return False
-        self._runs[run].remove(item)
-        if not self._runs[run]:
-            del self._runs[run]
-            self._turns.remove(run)
-        return True
-
-    def take(self, fits: Callable[[T], bool], is_eligible: Callable[[T], bool] = lambda _: True) -> Optional[T]:
-        """Remove and return the item whose turn it is; None if that item does not fit now, or no item is eligible.
-
-        Args:
-            fits: returns whether an item has room now.
-            is_eligible: returns whether an item could start if it had room; items that could not are skipped and keep their
-                place.
-        """
-        for run in self._turns:
-            item = next((each for each in self._runs[run] if is_eligible(each)), None)
-            if item is None:
-                continue
-            if not fits(item):
-                return None
-            self.remove(item)
-            if run in self._runs:
-                self._turns.remove(run)
-                self._turns.append(run)
-            return item
-        return None
+    return True
 
 
-class PayloadQueue:
-    """The waiting and the running payloads of a runtime.
+def misfit(spec: PayloadSpec, machines: Sequence[NodeResources]) -> Optional[str]:
+    """What a payload needs that a node does not have, as a sentence; None if all nodes are large enough.
 
-    Args:
-        spec: the start record, which limits how many payloads run at once.
-        claims: returns the CPUs and GPUs that a payload reserves on each node.
-        now: returns the seconds on a monotonic clock.
+    If the allocation has components, a payload without Ray is compared with the head node (the first), where it runs. A payload
+    with Ray is compared with every node: with what its Ray cluster needs on nodes of that component.
     """
+    compared = [(spec, machine) for machine in machines]
+    if machines[0].component is not None:
+        compared = [(_within(spec, machine.component), machine) for machine in machines] if spec.uses_ray else compared[:1]
+    problems = (footprint_error(payload_footprint(own), machine) for own, machine in compared)
+    return next((problem for problem in problems if problem), None)
 
-    def __init__(self, spec: RuntimeSpec, claims: Callable[[Payload], Claims], now: Callable[[], float]) -> None:
-        self.durations: Dict[str, float] = {}
-        """Seconds that the longest run of each step took, by name of step."""
-        self.running: List[Payload] = []
-        self.served = 0
-        """Number of payloads added so far."""
-        self.margin = spec.drain_margin
-        """Seconds that the allocation must have left, at least, to start a payload without a time limit."""
-        self._spec = spec
-        self._claims = claims
-        self._now = now
-        self._queue: FairQueue[Payload] = FairQueue(lambda payload: payload.spec.run_id)
-        self._since: Dict[Payload, float] = {}
-        """Clock time at which each waiting payload was added, or each running one started."""
-        self._any_started = False
 
-    def __iter__(self) -> Iterator[Payload]:
-        """Iterate over the waiting payloads in their order, then the running ones."""
-        return iter([*self._queue, *self.running])
+def _within(spec: PayloadSpec, component: Optional[str]) -> PayloadSpec:
+    own = node_spec(spec.ray, component) if spec.ray is not None else None
+    return replace(spec, ray=own, want_cpus=None, want_gpus=None)
 
-    def __len__(self) -> int:
-        return len(self._queue) + len(self.running)
+
+class Entry(NamedTuple):
+    """A waiting or running payload. The queue reads nothing of it but its specification."""
+
+    payload: Payload
+    fresh: bool
+    """Whether it gets a Ray cluster of its own."""
+    since: float
+    """Clock time at which it was added, or started."""
 
     @property
-    def waiting(self) -> List[Payload]:
-        """The waiting payloads in their order."""
-        return list(self._queue)
+    def spec(self) -> PayloadSpec:
+        return self.payload.spec
 
-    def add(self, payload: Payload) -> None:
-        """Add a waiting payload."""
-        self.served += 1
-        self._queue.add(payload)
-        self._since[payload] = self._now()
 
-    def next(self, capacities: Claims, is_eligible: Callable[[Payload], bool]) -> Optional[Payload]:
-        """Move the next payload that fits now to the running ones, and return it; None if no payload can start.
+class Next(Enum):
+    """What a runtime without payloads does after a delay."""
 
-        Args:
-            capacities: the CPUs and GPUs of each component's nodes.
-            is_eligible: returns whether a payload could start if it had room.
-        """
-        running = [self._claims(payload) for payload in self.running]
-        limit = self._spec.max_concurrent_payloads
-        payload = self._queue.take(lambda each: room_for(self._claims(each), running, capacities, limit), is_eligible)
-        if payload is not None:
-            self._any_started = True
-            self._since[payload] = self._now()
-            self.running.append(payload)
-        return payload
+    FINISH = "no other payload will come"
+    STOP = "leave"
+    IDLE = "end because no other payload came"
 
-    def remove(self, payload: Payload) -> None:
-        """Remove a payload that has ended, and remember how long its step took."""
-        since = self._since.pop(payload)
-        if payload not in self.running:
-            self._queue.remove(payload)
-            return
-        self.running.remove(payload)
-        if payload.ending.ran_to_exit:  # The time of a payload that was cut off says nothing about the next one.
-            step = payload.spec.step
-            self.durations[step] = max(self._now() - since, self.durations.get(step, 0.0))
 
-    def refusal(self, spec: PayloadSpec, left: Optional[float]) -> Optional[str]:
-        """Why a new payload would not finish before the allocation's time limit, as a sentence; None if it may be added.
+@dataclass(frozen=True)
+class Queue:
+    """The waiting and running payloads of a runtime, and whether it takes more. With an `idle_timeout` it is a session."""
+
+    limit: int = 1
+    """Most payloads that run at once on a node."""
+    margin: float = 0.0
+    """Seconds that the allocation must have left, at least, to start a payload without a time limit."""
+    idle_timeout: Optional[float] = None
+    in_allocation: bool = False
+    """Whether the runs that started a session may wait to learn why it failed."""
+    idle_since: float = 0.0
+    arrived: Tuple[Entry, ...] = ()
+    """The waiting payloads in the order in which they came."""
+    turns: Tuple[str, ...] = ()
+    """The Dagster runs of the waiting payloads; the first has its turn."""
+    running: Tuple[Entry, ...] = ()
+    durations: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that the longest run of each step took, by name of step."""
+    served: int = 0
+    """Number of payloads added so far."""
+    any_started: bool = False
+    ending: Optional[str] = None
+    """Why the payloads are being ended; None while they are not."""
+    ending_since: float = 0.0
+    draining: Optional[str] = None
+    """Why no more payloads are taken while the present ones go on."""
+    failed: Optional[str] = None
+    """Why a session failed before it served a payload."""
+
+    @property
+    def closing(self) -> Optional[str]:
+        """Why no more payloads are taken; None while payloads are taken."""
+        return self.ending or self.draining
+
+    @property
+    def waiting(self) -> List[Entry]:
+        """The waiting payloads in the order in which they start if all of them fit."""
+        seen: Dict[str, int] = {}
+        places = []
+        for entry in self.arrived:
+            run = entry.spec.run_id
+            places.append((seen.get(run, 0), self.turns.index(run)))
+            seen[run] = seen.get(run, 0) + 1
+        return [self.arrived[number] for number in sorted(range(len(places)), key=places.__getitem__)]
+
+    @property
+    def present(self) -> List[Entry]:
+        """The waiting payloads in their order, then the running ones."""
+        return [*self.waiting, *self.running]
+
+    def idle_for(self, now: float) -> Optional[float]:
+        """Seconds for which the runtime has had no payload; None while it has one."""
+        return None if self.arrived or self.running else now - self.idle_since
+
+    # ---- Payloads come, start and go
+
+    def refusal(self, spec: PayloadSpec, left: Optional[float], now: float) -> Optional[str]:
+        """Why a new payload would not finish before the allocation's time limit, in `left` seconds; None if it may be added.
 
         The first payload is always taken, because a new allocation would have no more time. The wait is estimated from the
         known durations of the payloads ahead. If the estimate is too low, `late` finds the payload when its turn comes.
-
-        Args:
-            left: seconds until the time limit; None if the allocation has none.
         """
         if not self.served:
             return None
-        ahead = [time_known(payload.spec, self.durations) for payload in self._queue]
-        for each in self.running:
-            ahead.append(max(0.0, time_known(each.spec, self.durations) - (self._now() - self._since[each])))
-        return too_little_time(self._needs(spec), ahead, self._spec.max_concurrent_payloads, left)
+        ahead = [self._known(entry.spec) for entry in self.arrived]
+        ahead += [max(0.0, self._known(entry.spec) - (now - entry.since)) for entry in self.running]
+        return self._too_little_time(spec, sum(ahead) / self.limit, left)
 
     def late(self, left: Optional[float]) -> List[Tuple[Payload, str]]:
         """The waiting payloads that cannot finish before the time limit any more, each with the reason as a sentence."""
-        if not self._any_started:
-            return []
-        found = [(payload, too_little_time(self._needs(payload.spec), [], 1, left)) for payload in self._queue]
+        found = [(entry.payload, self._too_little_time(entry.spec, 0.0, left)) for entry in self.waiting if self.any_started]
         return [(payload, why) for payload, why in found if why is not None]
 
-    def facts(self, unwritten: Iterable[Payload] = ()) -> List[Dict[str, Any]]:
-        """Directory, run, step, state and age of each payload, for `describe`.
+    def added(self, payload: Payload, fresh: bool, now: float) -> Queue:
+        """A payload waits now, behind the others of its run."""
+        run = payload.spec.run_id
+        turns = self.turns if run in self.turns else (*self.turns, run)
+        return replace(self, arrived=(*self.arrived, Entry(payload, fresh, now)), turns=turns, served=self.served + 1)
 
-        `age` is the seconds since a waiting payload was added, or a running one started.
+    def start_next(self, capacities: Claims, may_start: Callable[[Payload], bool], now: float) -> Tuple[Queue, Optional[Payload]]:
+        """Start the payload whose turn it is; None if it has no room, or no payload may start.
 
-        Args:
-            unwritten: payloads that have ended, but whose `end` record cannot be written for now.
+        A run keeps its turn until its first payload has room, so that small payloads of other runs cannot hold up a large one
+        for ever. Payloads that could not start if they had room are skipped and keep their place.
         """
-        here = [(payload, "running" if payload in self.running else "waiting", self._since[payload]) for payload in self]
-        gone = [(payload, "ended", self._now()) for payload in unwritten if payload not in self._since]
-        return [
-            {
-                "run_dir": payload.run_dir,
-                "run_id": payload.spec.run_id,
-                "step": payload.spec.step,
-                "state": state,
-                "age": round(self._now() - since, 1),
-            }
-            for payload, state, since in here + gone
-        ]
+        running = [claims_of(each.spec, each.fresh, capacities) for each in self.running]
+        for run in self.turns if self.ending is None else ():
+            entry = next((each for each in self.arrived if each.spec.run_id == run and may_start(each.payload)), None)
+            if entry is None:
+                continue
+            if not room_for(claims_of(entry.spec, entry.fresh, capacities), running, capacities, self.limit):
+                break
+            queue = self._without(entry)
+            if run in queue.turns:
+                queue = replace(queue, turns=(*(each for each in queue.turns if each != run), run))
+            started = entry._replace(since=now)
+            return replace(queue, running=(*queue.running, started), any_started=True), entry.payload
+        return self, None
 
-    def _needs(self, spec: PayloadSpec) -> float:
-        return time_needed(spec, self.durations, self.margin)
+    def removed(self, payload: Payload, ran_to_exit: bool, now: float) -> Queue:
+        """A payload has ended. The time of one that was cut off says nothing about the duration of its step."""
+        entry = next(each for each in (*self.arrived, *self.running) if each.payload is payload)
+        if entry in self.arrived:
+            return self._without(entry)
+        durations = dict(self.durations)
+        if ran_to_exit:
+            durations[entry.spec.step] = max(now - entry.since, durations.get(entry.spec.step, 0.0))
+        return replace(self, running=tuple(each for each in self.running if each is not entry), durations=durations)
+
+    # ---- The runtime ends
+
+    def ended_by(self, end: End, now: float) -> Queue:
+        """The runtime ends its payloads; only the first reason counts."""
+        if self.ending is not None:
+            return self
+        why = end.message or "it ends"
+        failed = why if self.idle_timeout is not None and not self.served and end.reason not in _REGULAR else None
+        return replace(self, ending=why, ending_since=now, failed=failed)
+
+    def may_give_way(self, now: float) -> bool:
+        """Whether a session is idle enough to end because another Slurm job of its user waits for nodes.
+
+        A session that has served no payload goes on, because the run that started it is about to send one.
+        """
+        idle = self.idle_for(now)
+        return idle is not None and idle >= _MIN_IDLE and self.served > 0
+
+    def settled(self, now: float) -> Tuple[Queue, Optional[Tuple[Next, float]]]:
+        """What the runtime does next, and in how many seconds, if it has no payload."""
+        if self.arrived or self.running:
+            return self, None
+        if self.failed is not None and self.in_allocation:
+            return self, (Next.STOP, _FAILURE_TIME)
+        if self.ending is not None or (self.idle_timeout is None and self.served):
+            return self, (Next.FINISH, 0.0)
+        if self.draining is not None:
+            return self, (Next.STOP, _CLOSING_TIME if self.served else _FAILURE_TIME)
+        if self.idle_timeout is not None:
+            return replace(self, idle_since=now), (Next.IDLE, self.idle_timeout)
+        return self, None
+
+    def _without(self, entry: Entry) -> Queue:
+        arrived = tuple(each for each in self.arrived if each is not entry)
+        left = {each.spec.run_id for each in arrived}
+        return replace(self, arrived=arrived, turns=tuple(run for run in self.turns if run in left))
+
+    def _known(self, spec: PayloadSpec) -> float:
+        """Estimated seconds that a payload takes: its own time limit, else the longest run of its step so far, else 0."""
+        return self.durations.get(spec.step, 0.0) if spec.time_limit is None else spec.time_limit
+
+    def _too_little_time(self, spec: PayloadSpec, wait: float, left: Optional[float]) -> Optional[str]:
+        need = self._known(spec) if spec.time_limit is not None else max(self._known(spec), self.margin)
+        if left is None or wait + need <= left:
+            return None
+        turn = " and may wait %d s for its turn" % wait if wait >= 1 else ""
+        return "its time limit comes in %d s, and the payload may take %d s%s" % (left, need, turn)

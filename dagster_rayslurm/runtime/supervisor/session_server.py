@@ -18,8 +18,8 @@ from ..protocol.messages import Operation, Refusal, answer_safely, refuse
 from ..protocol.record import JOURNAL, SECRETS, SESSION, write_atomically
 from ..protocol.rpc import Channel, ChannelListener, Message, RpcServer
 from ..protocol.spec import PROTOCOL_VERSION, SpecError, is_passable
-from .admission import Closing, Misfit
 from .local_server import serve_run_dir
+from .queue import Closing, Misfit
 from .supervisor import Supervisor
 
 _POLL_INTERVAL = 1.0
@@ -58,7 +58,7 @@ class SessionServer(ChannelListener):
             "port": self._server.port,
             "key": key,
             "pid": os.getpid(),
-            "hostname": supervisor.nodes.machine.hostname,
+            "hostname": supervisor.machine.hostname,
             "heterogeneous": bool(allocation.groups),
             "closing": None,
             "served": 0,
@@ -85,7 +85,7 @@ class SessionServer(ChannelListener):
         return self._announcement != before
 
     def _is_idle(self) -> bool:
-        return self._supervisor.queue.served > 0 and self._supervisor.lifetime.idle_for is not None
+        return self._supervisor.queue.served > 0 and not self._supervisor.payloads
 
     def _announce(self) -> None:
         write_atomically(self._path, json.dumps(self._announcement).encode("utf-8"))
@@ -142,7 +142,7 @@ class SessionServer(ChannelListener):
         if op == Operation.YIELD:
             if not self._supervisor.spec.yield_when_idle:
                 return refuse(Refusal.KEPT, "SessionConfig.yield_when_idle is False")
-            return {"ok": True} if self._supervisor.lifetime.give_way() else refuse(Refusal.BUSY)
+            return {"ok": True} if self._supervisor.give_way() else refuse(Refusal.BUSY)
         return refuse(Refusal.UNKNOWN, "this session does not know %.80r" % (op,))
 
     def _withdraw(self, request: Message) -> Message:

@@ -1,30 +1,33 @@
-"""The time limit of a Slurm job: ask squeue for it, act before it comes, and warn payloads by a signal.
+"""The time limit of a Slurm job: warn payloads by a signal before it comes, and end a session in time.
 
 `sbatch --signal` would signal Ray's processes as well, so the runtime sends the signal itself.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-from typing import Callable, List, Optional, Tuple
+import time
+from dataclasses import dataclass, replace
+from typing import Callable, Optional
 
-from ..payload.payload import Payload
 from ..process import processes
-from ..process.loop import Loop, Timer
-from ..process.processes import query_program
+from ..process.loop import Loop
+from ..protocol.end import End, EndReason
 from ..protocol.slurm_text import parse_duration
+from .supervisor import Supervisor
 
 _AHEAD = 10.0
-"""Seconds before a planned call at which squeue is asked again, because the limit may have moved."""
+"""Seconds before a planned call at which squeue is asked, because an administrator may have moved the limit."""
 _TIMEOUT = 5.0
 """Seconds in which squeue must answer."""
-_RETRY = 5.0
-"""Seconds until squeue is asked again about a known limit that draws near."""
 _UNKNOWN = 30.0
 """Seconds until squeue is asked again about a limit that is not known yet."""
 _UNLIMITED = 600.0
 """Seconds until squeue is asked again about a job that has no limit; it may get one."""
+_LAST_CALL = 20.0
+"""Seconds before the time limit at which a session ends its payloads, so that it can still write their `end` records."""
 
 
 def parse_time_left(text: str) -> Optional[float]:
@@ -45,118 +48,102 @@ def signal_number(name: str) -> Optional[int]:
     return number if 0 < number < signal.NSIG else None
 
 
+@dataclass
 class TimeLimit:
-    """Knows when a Slurm job comes to its time limit, and makes calls some time before that.
+    """Knows when a Slurm job comes to its time limit: from the job's environment (newer versions of Slurm), else from squeue."""
 
-    An administrator may move the limit, so squeue is asked again before a call is due.
-
-    Args:
-        loop: the event loop.
-        job_id: the Slurm job.
-        tell: called with the reason if squeue cannot be run and the limit is not known.
-        known: called once with the seconds left, as soon as the limit is known.
-    """
-
-    def __init__(
-        self,
-        loop: Loop,
-        job_id: str,
-        tell: Callable[[str], None] = lambda _: None,
-        known: Callable[[float], None] = lambda _: None,
-    ) -> None:
-        self._loop = loop
-        self._job_id = job_id
-        self._tell = tell
-        self._known: Optional[Callable[[float], None]] = known
-        self._end: Optional[float] = None
-        self._due: List[Tuple[float, Callable[[float], None]]] = []
-        self._timer: Optional[Timer] = None
-        self._asking = False
+    loop: Loop
+    job_id: str
+    known: Callable[[float], None] = lambda _: None
+    """Called once with the seconds left, as soon as the limit is known."""
+    unknown: Callable[[str], None] = lambda _: None
+    """Called with the reason if squeue cannot be run."""
+    _end: Optional[float] = None
 
     def left(self) -> Optional[float]:
         """Seconds until the limit; None if the job has no limit, or it is not known."""
-        return None if self._end is None else self._end - self._loop.now()
-
-    def when(self, before: float, call: Callable[[float], None]) -> None:
-        """Plan a call for `before` seconds ahead of the limit; `call` gets the seconds left."""
-        self._due.append((before, call))
+        return None if self._end is None else self._end - self.loop.now()
 
     def start(self) -> None:
-        """Ask squeue how much time is left, now and again before each planned call; the last known limit counts until then."""
-        if self._asking:
-            return
+        """Learn the limit; squeue is asked again as long as it does not know one."""
+        end = os.environ.get("SLURM_JOB_END_TIME", "")
+        if end.isdigit() and "SLURM_HET_SIZE" not in os.environ:
+            self._end = self.loop.now() + int(end) - time.time()
+            self.known(int(end) - time.time())
+        else:
+            self._ask(lambda: self.known(self.left() or 0.0), again=True)
+
+    def when(self, before: float, call: Callable[[float], None]) -> None:
+        """Make a call `before` seconds ahead of the known limit, with the seconds left.
+
+        squeue is asked just before, because an administrator may have moved the limit.
+        """
+
+        def look(asked: bool = False) -> None:
+            left = self.left()
+            if left is None:
+                return
+            wait = left - before
+            if wait <= 0:
+                call(left)
+            elif wait > _AHEAD:
+                self.loop.call_later(wait - _AHEAD, look)
+            elif asked:
+                self.loop.call_later(wait, lambda: look(True))
+            else:
+                self._ask(lambda: look(True))
+
+        look()
+
+    def _ask(self, then: Callable[[], None], again: bool = False) -> None:
+        """Ask squeue and go on; without an answer the last known limit counts, or squeue is asked `again` later."""
+
+        def answered(said: Optional[str]) -> None:
+            left, unlimited = parse_time_left(said or ""), set((said or "").split()) == {"UNLIMITED"}
+            if left is not None or unlimited:
+                self._end = None if left is None else self.loop.now() + left
+            if again and left is None:
+                self.loop.call_later(_UNLIMITED if unlimited else _UNKNOWN, lambda: self._ask(then, again))
+            else:
+                then()
+
         try:
-            query_program(self._loop, ["squeue", "--noheader", "--jobs=" + self._job_id, "--format=%L"], _TIMEOUT, self._answered)
+            words = ["squeue", "--noheader", "--jobs=" + self.job_id, "--format=%L"]
+            processes.query_program(self.loop, words, _TIMEOUT, answered)
         except OSError as error:
-            if self._end is None:
-                return self._tell("squeue cannot be run (%s)" % error.strerror)
-            return self._ask_later()
-        self._asking = True
-
-    def _answered(self, said: Optional[str]) -> None:
-        self._asking = False
-        text = said or ""
-        left = parse_time_left(text)
-        if left is None and set(text.split()) != {"UNLIMITED"}:
-            return self._ask_later()  # slurmctld does not answer just now.
-        self._end = None if left is None else self._loop.now() + left
-        if left is None:
-            self._loop.call_later(_UNLIMITED, self.start)
-            return
-        if self._known is not None:
-            known, self._known = self._known, None
-            known(left)
-        self._plan(asked=True)
-
-    def _ask_later(self) -> None:
-        if self._end is None:
-            self._loop.call_later(_UNKNOWN, self.start)
-        elif self._due:
-            self._loop.call_later(_RETRY, self.start)
-
-    def _plan(self, asked: bool = False) -> None:
-        """Make the calls that are due by the known limit, and schedule the next one."""
-        if self._timer is not None:
-            self._timer.cancel()
-        left = self.left()
-        if left is None:
-            return
-        ready = [each for each in self._due if left <= each[0]]
-        self._due = [each for each in self._due if each not in ready]
-        for _, call in ready:
-            call(left)
-        if not self._due:
-            return
-        wait = left - max(before for before, _ in self._due)
-        if wait > _AHEAD:
-            self._timer = self._loop.call_later(wait - _AHEAD, self._plan)
-            return
-        if not asked:
-            self.start()
-        self._timer = self._loop.call_later(wait, lambda: self._plan(asked=True))
+            self.unknown("squeue cannot be run (%s)" % error.strerror) if again else then()
 
 
-def warn_payloads(limit: TimeLimit, before: float, signal_name: str, payloads: Callable[[], List[Payload]]) -> None:
-    """Plan a signal to all payloads some time before the time limit of their Slurm job; the Dagster log says so then.
+def watch(supervisor: Supervisor, job_id: str) -> None:
+    """Act before the time limit of a Slurm job: warn payloads, if that was asked for, and end a session in time."""
+    spec = supervisor.spec
+    signum = signal_number(spec.warn_signal)
 
-    Args:
-        limit: the time limit.
-        before: seconds between the signal and the limit.
-        signal_name: the signal, such as "USR1", or its number; if it does not exist, the Dagster log says so.
-        payloads: returns the present payloads.
-    """
-    signum = signal_number(signal_name)
-    if signum is None:
-        for payload in payloads():
-            payload.phase("time-limit", "no warning ahead of the time limit: there is no signal %r here" % signal_name)
-        return
+    def say(message: str) -> None:
+        for payload in supervisor.payloads:
+            payload.phase("time-limit", message)
 
     def warn(left: float) -> None:
         assert signum is not None
-        for payload in payloads():
-            outcome = (
-                "the payload gets %s" if payload.signal(signum) else "the payload does not run yet, and gets %s when it starts"
-            )
-            payload.phase("time-limit", "%d s are left; %s" % (round(left), outcome % processes.signal_name(signum)))
+        for payload in supervisor.payloads:
+            gets = "the payload gets %s" if payload.signal(signum) else "the payload does not run yet, and gets %s when it starts"
+            payload.phase("time-limit", "%d s are left; %s" % (round(left), gets % processes.signal_name(signum)))
 
-    limit.when(before, warn)
+    def known(left: float) -> None:
+        if spec.warn_before_limit is not None and signum is not None:
+            limit.when(spec.warn_before_limit, warn)
+        if spec.idle_timeout is not None:
+            # At most a tenth of the time, so that a short allocation takes payloads for most of its time.
+            margin = min(spec.drain_margin, left / 10)
+            supervisor.queue = replace(supervisor.queue, margin=margin)
+            end = End(EndReason.TIMEOUT, "the session's allocation came to its time limit")
+            limit.when(margin, lambda left: supervisor.drain("its time limit comes in %d s" % round(left)))
+            limit.when(_LAST_CALL, lambda _: supervisor.close(end, grace=_LAST_CALL / 2))
+
+    limit = TimeLimit(supervisor.loop, job_id, known, lambda why: say("no warning ahead of the time limit: " + why))
+    if spec.idle_timeout is not None:
+        supervisor.time_left = limit.left
+    if spec.warn_before_limit is not None and signum is None:
+        say("no warning ahead of the time limit: there is no signal %r here" % spec.warn_signal)
+    if spec.warn_before_limit is not None or spec.idle_timeout is not None:
+        limit.start()
