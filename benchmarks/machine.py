@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dagster_rayslurm._version import __version__
+from dagster_rayslurm import __version__
 from stack.settings import ROOT
 
 

@@ -7,15 +7,15 @@ Begin with `compute.ComputeResource`, the resource that users configure. `docs/a
 
 from dagster._core.libraries import DagsterLibraryRegistry
 
-from ._version import __version__
 from .compute import ComputeResource
 from .config import ExecutionMode, SessionConfig
 from .environments import InheritedEnvironment, PreDeployedEnvironment
-from .errors import RunFailure
-from .interface import CompletedRun
+from .errors import CompletedRun, RunFailure
 from .launchers import BashLauncher, Launcher, RayLauncher
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from .ssh.config import SSHConnectionResource
+
+__version__ = "0.1.0"
 
 DagsterLibraryRegistry.register("dagster-rayslurm", __version__, is_dagster_package=False)
 

@@ -17,7 +17,6 @@ from .ssh.local import LocalConnection
 
 PACKAGE = "rayslurm_runtime"
 """Name of the package inside the zipapp; not `runtime`, because a payload's own module may have that name."""
-
 _MAIN = f"import sys\nfrom {PACKAGE}.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
 
 
@@ -27,7 +26,7 @@ def _sources() -> dict[str, bytes]:
 
 
 def sources_below(directory: Path) -> dict[str, bytes]:
-    """The contents of the zipapp's source files by name: all modules below `directory`, and a `__main__.py` that starts them."""
+    """The zipapp's source files by name: all modules below `directory`, and a `__main__.py` that starts them."""
     modules = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*.py"))}
     return {"__main__.py": _MAIN.encode()} | {f"{PACKAGE}/{name}": path.read_bytes() for name, path in modules.items()}
 
@@ -57,11 +56,7 @@ def build_runtime() -> bytes:
 
 
 def install_runtime(directory: Path) -> Path:
-    """Write the runtime's zipapp into a directory of this machine, unless it is there already. Returns its path.
-
-    Raises:
-        OSError: the directory cannot be written.
-    """
+    """Write the runtime's zipapp into a directory of this machine, unless it is there already; returns its path."""
     path = directory / runtime_name()
     if not path.exists():
         LocalConnection().make_dir(str(directory))

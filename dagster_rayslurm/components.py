@@ -2,14 +2,14 @@
 
 The component of the Ray head comes first: Slurm runs the batch script on its first node, and its job id names the whole job.
 
-The rules for options that sbatch passes on to later components were tested with Slurm 22.05 and 24.11. No function here has
-side effects.
+The rules for options that sbatch passes on to later components were tested with Slurm 22.05 and 24.11. No side effects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from .launchers import Launcher, RayLauncher
 from .runtime.node.resources import Footprint
@@ -23,15 +23,10 @@ _INHERITED = tuple(field.name for field in SBATCH_FIELDS if field.inheritance is
 """Queue fields that sbatch takes from an earlier component where a component does not set them."""
 _MAX_COMPONENTS = 128
 """Maximum number of components in one job (MAX_HET_JOB_COMPS in Slurm's source)."""
-_NODE_FIELDS = [
-    "num_cpus_per_node",
-    "num_gpus_per_node",
-    "object_store_memory_gb",
-    "resources",
-    "labels",
-    "network_interface",
-    "health_check",
-]
+_NODE_FIELDS = (
+    *("num_cpus_per_node", "num_gpus_per_node", "object_store_memory_gb", "resources", "labels"),
+    *("network_interface", "health_check"),
+)
 """Fields of `RayLauncher` that a component may set for its own nodes; all other fields are for the cluster or the payload."""
 
 
@@ -40,9 +35,7 @@ class Component:
     """One component of a heterogeneous job, ready to be requested from Slurm.
 
     Attributes:
-        queue: the options of the component's request to Slurm.
-        launcher: the launcher of the component's nodes.
-        payload_wants: what the payload requires of these nodes in addition; only set where the payload runs.
+        payload_wants: what the payload requires of these nodes beyond the launcher; only set where the payload runs.
     """
 
     component_id: str
@@ -74,19 +67,21 @@ def arrange(components: Sequence[HetComponent], payload_in: str | None = None) -
         raise ValueError(f"components: {' and '.join(map(repr, heads))} are both marked head; a cluster has one head")
     if payload_in is not None and payload_in not in names:
         raise ValueError(f"launcher.component_id: there is no component {payload_in!r}; there are {', '.join(map(repr, names))}")
-    first = payload_in or (heads[0] if heads else names[0])
+    first = payload_in or (heads or names)[0]
     ordered = sorted(components, key=lambda each: each.component_id != first)
-    queues = _share([each.queue for each in ordered], [each.component_id for each in ordered])
     for each in ordered:
         own = each.launcher.component_id if isinstance(each.launcher, RayLauncher) else None
         if own not in (None, each.component_id):
             raise ValueError(f"components: the launcher of {each.component_id!r} has component_id={own!r}; leave it out")
-    _check_inheritance([(each.component_id, queue) for each, queue in zip(ordered, queues, strict=True)])
-    return tuple(Component(each.component_id, queue, each.launcher) for each, queue in zip(ordered, queues, strict=True))
+    common = _values_of_whole_job(ordered)
+    queues = [SlurmQueueConfig(**{**each.queue.model_dump(), **common}) for each in ordered]
+    arranged = tuple(Component(each.component_id, queue, each.launcher) for each, queue in zip(ordered, queues, strict=True))
+    _check_inheritance(arranged)
+    return arranged
 
 
-def _share(queues: list[SlurmQueueConfig], names: list[str]) -> list[SlurmQueueConfig]:
-    """The queues with equal values in all `_WHOLE_JOB` fields; a value that differs from the default counts for all queues.
+def _values_of_whole_job(components: Sequence[HetComponent]) -> dict[str, Any]:
+    """The values of the `_WHOLE_JOB` fields for all queues: a value that differs from the default counts for all.
 
     Raises:
         ValueError: two queues have different values for such a field.
@@ -94,7 +89,7 @@ def _share(queues: list[SlurmQueueConfig], names: list[str]) -> list[SlurmQueueC
     common = {}
     for field, meaning in _WHOLE_JOB.items():
         default = SlurmQueueConfig.model_fields[field].default
-        values = {name: getattr(queue, field) for name, queue in zip(names, queues, strict=True)}
+        values = {each.component_id: getattr(each.queue, field) for each in components}
         changed = {name: value for name, value in values.items() if meaning(value) != meaning(default)}
         if len(set(map(meaning, changed.values()))) > 1:
             each = ", ".join(f"{value!r} in {name!r}" for name, value in changed.items())
@@ -102,68 +97,70 @@ def _share(queues: list[SlurmQueueConfig], names: list[str]) -> list[SlurmQueueC
                 f"components: SlurmQueueConfig.{field} is {each}; a heterogeneous job begins and ends as one, so say one"
             )
         common[field] = next(iter(changed.values()), default)
-    return [SlurmQueueConfig(**{**queue.model_dump(), **common}) for queue in queues]
+    return common
 
 
-def _check_inheritance(queues: Sequence[tuple[str, SlurmQueueConfig]]) -> None:
-    """Check that no component silently inherits a field or an option of an earlier component.
-
-    Raises:
-        ValueError: a component lacks a field or an option that sbatch would take from an earlier component.
-    """
-    for field in _INHERITED:
-        before: tuple[str, str] | None = None
-        for name, queue in queues:
-            if before is not None and getattr(queue, field) is None:
-                other, value = before
-                if field == "mem" and queue.mem_per_cpu is not None:
-                    raise ValueError(
-                        f"components: {name!r} has mem_per_cpu and {other!r} before it has mem={value!r}, which sbatch takes for "
-                        "both; use mem in all components"
-                    )
-                raise ValueError(
-                    f"components: {name!r} says no SlurmQueueConfig.{field}, so sbatch would give it {field}={value!r} of "
-                    f"{other!r}; set {field} in every component"
-                )
+def _check_inheritance(components: Sequence[Component]) -> None:
+    """Raise `ValueError` if a component lacks a field or an option that sbatch would take from an earlier component."""
+    fields_before: dict[str, tuple[str, Any]] = {}
+    options_before: dict[str, tuple[str, str]] = {}
+    for each in components:
+        name, queue = each.component_id, each.queue
+        for field, (other, value) in fields_before.items():
             if getattr(queue, field) is not None:
-                before = name, getattr(queue, field)
-    given: dict[str, tuple[str, str]] = {}
-    for name, queue in queues:
-        own = {_inherited_option(option): option for option in queue.extra_sbatch}
-        for option, (other, written) in given.items():
+                continue
+            if field == "mem" and queue.mem_per_cpu is not None:
+                raise ValueError(
+                    f"components: {name!r} has mem_per_cpu and {other!r} before it has mem={value!r}, which sbatch takes for "
+                    "both; use mem in all components"
+                )
+            raise ValueError(
+                f"components: {name!r} says no SlurmQueueConfig.{field}, so sbatch would give it {field}={value!r} of "
+                f"{other!r}; set {field} in every component"
+            )
+        own = {option: written for written in queue.extra_sbatch if (option := _inherited_option(written))}
+        for option, (other, written) in options_before.items():
             if option not in own:
                 raise ValueError(
                     f"components: {name!r} has no --{option} in SlurmQueueConfig.extra_sbatch, so sbatch would give it "
                     f"{written!r} of {other!r}; write --{option} in every component"
                 )
-        given |= {option: (name, written) for option, written in own.items() if option}
+        fields_before |= {field: (name, value) for field in _INHERITED if (value := getattr(queue, field)) is not None}
+        options_before |= {option: (name, written) for option, written in own.items()}
 
 
 def _inherited_option(written: str) -> str | None:
     """The full name of an option that later components inherit; None for other options. sbatch accepts prefixes of names."""
     name = written.partition("=")[0].removeprefix("--")
-    if name in INHERITED_OPTIONS:
-        return name
     longer = [option for option in INHERITED_OPTIONS if name and option.startswith(name)]
-    return longer[0] if len(longer) == 1 else None
+    return name if name in longer else longer[0] if len(longer) == 1 else None
 
 
 def merge_launchers(launcher: Launcher, components: Sequence[Component]) -> tuple[Component, ...]:
-    """The components with complete launchers: a field that a component's launcher does not set comes from the payload's.
+    """The components, in the job's order, with complete launchers: fields that one does not set come from the payload's.
 
-    Args:
-        launcher: the payload's launcher. Without Ray, the payload runs in the first component alone.
-        components: in the job's order.
+    Without Ray, the payload runs in the first component alone.
 
     Raises:
         ValueError: a component sets a field that belongs to the Ray cluster or the payload.
     """
+    first, *others = components
     if launcher.ray_spec() is None:
-        first, *others = components
         return (replace(first, payload_wants=launcher.footprint()), *others)
     wants = () if isinstance(launcher, RayLauncher) else launcher.footprint()
     settled = [replace(each, launcher=_node_launcher(launcher, each)) for each in components]
     return (replace(settled[0], payload_wants=wants), *settled[1:])
+
+
+def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) -> tuple[Component, ...]:
+    """The components of the spanning topology in the job's order, with complete launchers; empty if there are none.
+
+    Raises:
+        ValueError: the components contradict each other or the payload's launcher.
+    """
+    if not components:
+        return ()
+    return merge_launchers(launcher, arrange(components, launcher.component_id if isinstance(launcher, RayLauncher) else None))
 
 
 def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec | None:
@@ -179,7 +176,11 @@ def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec |
     spec = launcher.ray_spec()
     if spec is None or not components:
         return spec
-    nodes = [_node_spec(each.component_id, _node_launcher(launcher, each)) for each in components]
+    nodes = []
+    for each in components:
+        own = _node_launcher(launcher, each).ray_spec()
+        same = [field.name for field in fields(NodeSpec) if field.name != "component_id"]
+        nodes.append(NodeSpec(each.component_id, **{name: getattr(own, name) for name in same}))
     if spec.max_workers is not None:
         # With fewer workers, the last components would have no node in the Ray cluster, and tasks for them would wait forever.
         raise ValueError(
@@ -193,18 +194,6 @@ def ray_across(launcher: Launcher, components: Sequence[Component]) -> RaySpec |
             "SlurmQueueConfig.num_nodes of all components"
         )
     return replace(spec, components=nodes)
-
-
-def spanning_components(launcher: Launcher, components: Sequence[HetComponent]) -> tuple[Component, ...]:
-    """The components of the spanning topology in the job's order, with complete launchers; empty if there are none.
-
-    Raises:
-        ValueError: the components contradict each other or the payload's launcher.
-    """
-    if not components:
-        return ()
-    payload_in = launcher.component_id if isinstance(launcher, RayLauncher) else None
-    return merge_launchers(launcher, arrange(components, payload_in))
 
 
 def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
@@ -226,11 +215,9 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
                 f"components: {field} in the launcher of {name!r} is for the whole cluster or the payload; set it in "
                 "default_launcher or run(launcher=…)"
             )
-    both = (
-        own
-        if not isinstance(launcher, RayLauncher)
-        else RayLauncher(**{field: getattr(own if field in changed else launcher, field) for field in _NODE_FIELDS})
-    )
+    both = own
+    if isinstance(launcher, RayLauncher):
+        both = RayLauncher(**{field: getattr(own if field in changed else launcher, field) for field in _NODE_FIELDS})
     if COMPONENT_LABEL in both.labels:
         raise ValueError(
             f"components: the launcher of {name!r} has a label {COMPONENT_LABEL!r}, which names the component; call it otherwise"
@@ -240,21 +227,6 @@ def _node_launcher(launcher: Launcher, component: Component) -> RayLauncher:
             f"components: the launcher of {name!r} has a resource that begins with {COMPONENT_RESOURCE!r}; call it otherwise"
         )
     return both
-
-
-def _node_spec(name: str, launcher: RayLauncher) -> NodeSpec:
-    """What each node of a component offers to the Ray cluster, for the runtime."""
-    ray = launcher.ray_spec()
-    return NodeSpec(
-        component_id=name,
-        num_cpus=ray.num_cpus,
-        num_gpus=ray.num_gpus,
-        object_store_memory=ray.object_store_memory,
-        resources=ray.resources,
-        labels=ray.labels,
-        network_interface=ray.network_interface,
-        health_check=ray.health_check,
-    )
 
 
 def request_for(components: Sequence[Component], *, job_name: str, comment: str) -> JobRequest:
@@ -271,26 +243,7 @@ def request_for(components: Sequence[Component], *, job_name: str, comment: str)
         except ValueError as error:
             raise ValueError(f"component {each.component_id!r}: {error}") from None
         requests.append(replace(request, component_id=each.component_id))
-    first, *others = requests
-    return replace(first, further_components=tuple(others))
-
-
-def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int) -> RaySpec:
-    """The Ray cluster of a simulation on one machine: each component's node has the CPUs and GPUs that its queue requests.
-
-    Args:
-        ray: the Ray cluster across the components.
-        components: what Slurm would be asked for, by component.
-        cpus: the CPUs of the machine; no node gets more by its queue.
-    """
-    requests = {each.component_id: each for each in components}
-    nodes = []
-    for node in ray.components:
-        own = requests[node.component_id]
-        given_cpus = min(own.asked_cpus or cpus, cpus) if node.num_cpus is None else node.num_cpus
-        given_gpus = (own.asked_gpus or 0) if node.num_gpus is None else node.num_gpus
-        nodes.append(replace(node, num_cpus=given_cpus, num_gpus=given_gpus))
-    return replace(ray, components=nodes)
+    return replace(requests[0], further_components=tuple(requests[1:]))
 
 
 def component_specs(request: JobRequest) -> list[ComponentSpec]:
@@ -300,3 +253,15 @@ def component_specs(request: JobRequest) -> list[ComponentSpec]:
         for part in request.components
         if part.component_id is not None
     ]
+
+
+def on_one_machine(ray: RaySpec, components: Sequence[ComponentSpec], cpus: int) -> RaySpec:
+    """The Ray cluster of a simulation on one machine with some `cpus`: each node has what its component's queue requests."""
+    requests = {each.component_id: each for each in components}
+    nodes = []
+    for node in ray.components:
+        own = requests[node.component_id]
+        given_cpus = min(own.asked_cpus or cpus, cpus) if node.num_cpus is None else node.num_cpus
+        given_gpus = (own.asked_gpus or 0) if node.num_gpus is None else node.num_gpus
+        nodes.append(replace(node, num_cpus=given_cpus, num_gpus=given_gpus))
+    return replace(ray, components=nodes)

@@ -1,4 +1,4 @@
-"""`ComputeResource`, the resource that assets use to run payloads.
+"""`ComputeResource`, the resource that assets use to run payloads: its fields and methods.
 
 The first call of `run()` imports the code that runs payloads, so that loading definitions stays fast.
 """
@@ -8,20 +8,105 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any, Optional, Union
 
 import dagster as dg
 from dagster_pipes import PipesExtras
+from pydantic import Field
 
-from .config import ExecutionMode
-from .interface import CompletedRun, ComputeConfig, Context, Payloads, RunArguments
-from .launchers import Launcher
-from .slurm.config import HetComponent, SlurmQueueConfig
+from .config import ExecutionMode, SessionConfig, StrictResource, Topology, at_least, choice, has_variables, plain_text
+from .environments import InheritedEnvironment, PreDeployedEnvironment, path_on_cluster, prefix
+from .errors import CompletedRun
+from .launchers import BashLauncher, Launcher, RayLauncher
+from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from .unknown_names import explain_arguments
 
+Payload = Union[str, "os.PathLike[str]", Sequence[str]]
+"""A payload: a script or a command line as text, or a command as a list of words."""
+Payloads = Union[Payload, Mapping[str, Payload]]
+"""One payload, or a mapping with one payload for each component."""
+Context = Union[dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckExecutionContext]
+"""The Dagster contexts with which `run()` may be called."""
 
-class ComputeResource(ComputeConfig, dg.PipesClient):
+
+class ComputeResource(StrictResource, dg.PipesClient):
     """Runs payloads on this machine or in Slurm jobs, with a Ray cluster for each payload whose launcher starts one."""
+
+    mode: Annotated[str, choice(*ExecutionMode)] = Field(
+        default="local", description='How payloads run: "local", "slurm", "slurm-session" or "slurm-hetjob".'
+    )
+    slurm: Optional[SlurmResource] = Field(
+        default=None, description="The Slurm cluster. Local mode ignores it, all other modes need it."
+    )
+    default_launcher: Union[RayLauncher, BashLauncher] = Field(
+        default=RayLauncher(), discriminator="kind", description="Launcher of payloads without one of their own."
+    )
+    session: SessionConfig = Field(
+        default=SessionConfig(), description="The warm session, used with enable_cluster_reuse or mode slurm-session."
+    )
+    components: list[HetComponent] = Field(
+        default=[],
+        description="Components of the heterogeneous job, which needs them, or of the session; local mode simulates them, a Ray "
+        "node for each.",
+    )
+    topology: Annotated[str, choice(*Topology)] = Field(
+        default=Topology.SPANNING.value,
+        description='"spanning" for one Ray cluster across all components, or "separate" for a cluster and a payload per '
+        "component (slurm-hetjob, and local, which simulates it).",
+    )
+    enable_cluster_reuse: bool = Field(
+        default=False,
+        description="Keep the Ray cluster warm between payloads; it ends itself after session.idle_timeout. In the modes slurm "
+        "and slurm-hetjob each payload has a job of its own all the same.",
+    )
+    environment: Union[InheritedEnvironment, PreDeployedEnvironment] = Field(
+        default=InheritedEnvironment(),
+        discriminator="kind",
+        description="The Python environment of payloads; over SSH it has to be a pre-deployed one.",
+    )
+    pre_deployed_env_path: Annotated[Optional[str], prefix] = Field(
+        default=None,
+        description="Short for a pre-deployed environment: a conda prefix, a venv, or a directory with activate.sh. Local mode "
+        "ignores a path that does not exist on this machine.",
+    )
+    auto_detect_platform: bool = Field(default=True, description="Accepted and ignored: no environment is packed.")
+    data_dir: Annotated[Optional[str], plain_text] = Field(
+        default=None,
+        description="Shared directory of payloads, in RAYSLURM_DATA_DIR; None for `data` below the base directory there.",
+    )
+    local_resources: Annotated[str, choice("simulate", "strict")] = Field(
+        default="simulate",
+        description='What local mode does when a launcher asks for more CPUs or GPUs than this machine has: "simulate" has Ray '
+        'count them and says so in the log, "strict" refuses. Memory is never simulated.',
+    )
+    local_base: Annotated[str, plain_text] = Field(
+        default="~/.dagster_rayslurm", description="Base directory on this machine: run directories of the local mode, outputs."
+    )
+    require_messages: bool = Field(default=True, description="Fail a Pipes payload that never opened or never closed Pipes.")
+    keep_run_dirs: Annotated[str, choice("all", "failed", "none")] = Field(
+        default="failed", description='Which run directories are kept: "all", those of "failed" runs, or "none".'
+    )
+    retention_days: Annotated[int, at_least(1, "days")] = Field(
+        default=14,
+        description="Days after which kept run directories and outputs are removed, and unused files of sessions and uploads.",
+    )
+    connection_loss_timeout: Annotated[int, at_least(0, "seconds")] = Field(
+        default=86400, description="Seconds for which a run may be out of reach before it has failed."
+    )
+    runtime_start_timeout: Annotated[int, at_least(1, "seconds")] = Field(
+        default=600,
+        description="Seconds for a started runtime (on Slurm: after its job started) to write its first record.",
+    )
+    queue_timeout: Annotated[Optional[int], at_least(1, "seconds")] = Field(
+        default=None,
+        description="Seconds in Slurm's queue after which a run has failed and its job is cancelled; None for no limit.",
+    )
+    max_stdio_mb: Annotated[int, at_least(1, "MiB")] = Field(
+        default=1024, description="MiB of payload output that are recorded; the rest is counted and dropped."
+    )
+    max_outputs_mb: Annotated[int, at_least(0, "MiB")] = Field(
+        default=100, description="MiB of files that `outputs=` brings back; the largest ones are left out, and named."
+    )
 
     @contextmanager
     def _resolve_and_update_nested_resources(self, context: dg.InitResourceContext) -> Iterator[Any]:
@@ -39,9 +124,7 @@ class ComputeResource(ComputeConfig, dg.PipesClient):
 
     def get_resource_definition(self) -> Any:
         """Called when Dagster loads the definitions; refuses a resource that no run can use."""
-        from .validation import check_definition
-
-        check_definition(self)
+        _check_definition(self)
         return super().get_resource_definition()
 
     def setup_for_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002
@@ -105,18 +188,14 @@ class ComputeResource(ComputeConfig, dg.PipesClient):
             uses_pipes: False for a payload that does not open Dagster Pipes; then its exit code alone decides. With
                 topology "separate" also a mapping by component id.
 
-        Returns:
-            The payload's results.
-
         Raises:
             RunFailure: the run did not succeed; its `kind` says what went wrong.
         """
         from .run_call import run
 
-        arguments = RunArguments(
-            payload_path, launcher, queue, components, uses_pipes, extra_env, secret_env, extra_files, outputs
-        )
-        return run(self, context, arguments, extras)
+        arguments: dict[str, Any] = {"payload_path": payload_path, "launcher": launcher, "queue": queue, "components": components}
+        arguments |= {"extra_env": extra_env, "secret_env": secret_env, "extra_files": extra_files, "outputs": outputs}
+        return run(self, context, extras, uses_pipes=uses_pipes, **arguments)
 
     def cleanup_cluster(self, cluster_id: str) -> bool:
         """End a warm Ray cluster and everything that runs on it; on Slurm, end its job or session.
@@ -145,19 +224,37 @@ class ComputeResource(ComputeConfig, dg.PipesClient):
     ) -> str:
         """The batch script that `run` would submit, for a person to read; starts nothing and contacts no cluster.
 
-        Args:
-            payload_path: as for `run`.
-            launcher: as for `run`.
-            queue: as for `run`.
-            components: as for `run`.
-
-        Returns:
-            The batch script; words in capitals stand for values that are known only at submission. In local mode, the
-            command that starts the runtime and the record that it reads first.
+        Words in capitals stand for values that are known only at submission. In local mode, it is the command that starts the
+        runtime and the record that it reads first. The arguments are those of `run`.
 
         Raises:
             RunFailure: an argument cannot be used.
         """
         from .run_call import example
 
-        return example(self, RunArguments(payload_path, launcher, queue, components))
+        return example(self, payload_path=payload_path, launcher=launcher, queue=queue, components=components)
+
+
+def _check_definition(resource: ComputeResource) -> None:
+    """Raise `ValueError` for a resource that no run can use; fields with an `EnvVar` are checked when a run starts."""
+    from .overrides import check_session, check_slurm_mode, session_queue
+    from .slurm.request import check_queue
+
+    mode, slurm, session = resource.mode, resource.slurm, resource.session
+    if mode == ExecutionMode.LOCAL:
+        return  # Local mode ignores the fields that only a Slurm cluster needs.
+    queues = [each.queue for each in resource.components]
+    if slurm is not None and not queues:
+        by_session = mode == ExecutionMode.SLURM_SESSION and not has_variables((slurm.queue, session))
+        queues = [session_queue(slurm.queue, session) if by_session else slurm.queue]
+    for queue in queues:
+        if not has_variables(queue):
+            check_queue(queue)
+    if has_variables(mode):
+        return
+    check_slurm_mode(mode, slurm, resource.components)
+    if mode == ExecutionMode.SLURM_SESSION and not has_variables(session):
+        check_session(session, resource.components)
+    path, environment = resource.pre_deployed_env_path, resource.environment
+    if slurm is not None and not has_variables(environment if path is None else path):
+        path_on_cluster(environment if path is None else PreDeployedEnvironment(path=path), over_ssh=slurm.ssh is not None)

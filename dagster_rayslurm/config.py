@@ -55,12 +55,10 @@ class ExecutionMode(str, Enum):
 
 
 class Topology(str, Enum):
-    """How Ray clusters and payloads spread over the components of an allocation."""
+    """Whether one Ray cluster and payload spans all components of an allocation, or each component has its own."""
 
     SPANNING = "spanning"
-    """One Ray cluster and one payload across all components."""
     SEPARATE = "separate"
-    """One Ray cluster and one payload for each component."""
 
     def __str__(self) -> str:
         return self.value
@@ -72,11 +70,7 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     def __init__(self, **values: Any) -> None:
-        """Create the object from its fields.
-
-        Raises:
-            ValueError: a field gets a class, or an object of a wrong class.
-        """
+        """Create the object from its fields; raises `ValueError` if one gets a class, or an object of a wrong class."""
         # A validator would come too late: Dagster turns objects into dictionaries before validators see them.
         for name, value in values.items():
             field = type(self).model_fields.get(name)
@@ -122,18 +116,12 @@ def is_env_var(value: Any) -> bool:
 
 
 def checked(check: Callable[[Any], Any]) -> BeforeValidator:
-    """A pydantic validator that calls `check` for every value except None and unresolved variables.
-
-    A variable is checked when it has its value.
-    """
+    """A pydantic validator that calls `check` for every value except None and variables, which have no value yet."""
     return BeforeValidator(lambda value: value if value is None or is_env_var(value) else check(value))
 
 
 def choice(*options: str) -> BeforeValidator:
-    """A pydantic validator for a string from `options`, or an Enum member with such a value.
-
-    Fields of type Enum or Literal do not work with `EnvVar`.
-    """
+    """A pydantic validator for a string from `options`, or an Enum member: Enum and Literal fields do not work with `EnvVar`."""
     names = tuple(map(str, options))
 
     def check(value: object) -> str:
@@ -151,22 +139,14 @@ def at_least(low: float, unit: str = "") -> BeforeValidator:
 
 
 def check_at_least(value: Any, low: float, unit: str = "") -> Any:
-    """Check that a number is not smaller than `low`; returns the number unchanged.
-
-    Raises:
-        ValueError: the value is no number, is infinite, or is smaller than `low`.
-    """
+    """The value, if it is a finite number that is not smaller than `low`; else raises `ValueError`, as all checks here do."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < float("inf"):
         raise ValueError(f"{value!r} is not a number of at least {low:g}{unit and ' ' + unit}")
     return value
 
 
 def check_text(value: object) -> str:
-    """Check that a string is safe in a script, a job name or a command; returns the string unchanged.
-
-    Raises:
-        ValueError: the value is no string, cannot be written as UTF-8, or contains a control character.
-    """
+    """The value, if it is a string that is safe in a script, a job name or a command."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a string")
     try:
@@ -179,12 +159,15 @@ def check_text(value: object) -> str:
     return value
 
 
-def check_time_limit(value: object) -> str:
-    """Check a time limit in one of the formats of sbatch(1), Slurm 22.05; returns the limit as a string.
+def check_list(value: object, of: str) -> list[Any]:
+    """The value, if it is a list; `of` says in the error message what it should list."""
+    if isinstance(value, str) or not isinstance(value, (list, tuple)):
+        raise ValueError(f"write a list of {of}")
+    return list(value)
 
-    Raises:
-        ValueError: the value has another format, or is 0, which means no limit to Slurm.
-    """
+
+def check_time_limit(value: object) -> str:
+    """A time limit in one of the formats of sbatch(1), Slurm 22.05, as a string; 0 is refused, as it means no limit to Slurm."""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else check_text(value)
     if not _TIME_LIMIT.match(text):
         raise ValueError(
@@ -196,11 +179,7 @@ def check_time_limit(value: object) -> str:
 
 
 def check_memory(value: object) -> str:
-    """Check a memory size for `sbatch --mem`, such as "16G"; returns the size as a string.
-
-    Raises:
-        ValueError: the value is a number without a unit, or no memory size.
-    """
+    """A memory size for `sbatch --mem`, such as "16G"; a number without a unit is refused."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         raise ValueError(f'{value!r} has no unit; write "{value:g}G" for GiB or "{value:g}M" for MiB')
     if not _MEMORY.match(check_text(value)):
@@ -222,17 +201,12 @@ def time_limit_seconds(text: str) -> float | None:
     days, dash, rest = text.rpartition("-")
     numbers = [int(number) for number in rest.split(":")]
     # The first number means hours if days precede it or if there are three numbers; otherwise it means minutes.
-    first = 0 if dash or len(numbers) == 3 else 1
-    units = (3600, 60, 1)[first:]
+    units = (3600, 60, 1) if dash or len(numbers) == 3 else (60, 1)
     return float(86400 * int(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))) or None
 
 
 def check_signal(value: object) -> str:
-    """Check a signal before the time limit, "SECONDS" or "SIGNAL@SECONDS"; returns the text unchanged.
-
-    Raises:
-        ValueError: the value has another format, names no signal of this system, or leaves 0 seconds.
-    """
+    """A signal before the time limit, "SECONDS" or "SIGNAL@SECONDS", where the signal exists on this system."""
     match = _SIGNAL.match(check_text(value))
     if not match:
         raise ValueError(f'{value!r} is not a signal before the time limit; write SECONDS or SIGNAL@SECONDS ("USR1@300")')
@@ -248,40 +222,37 @@ def check_signal(value: object) -> str:
 
 
 def check_identifier(value: object) -> str:
-    """Check that a name can be part of a path, and of a label or a resource of Ray; returns the name unchanged.
-
-    Raises:
-        ValueError: the value is longer than 63 characters, or contains others than letters, digits, "-", "_" and ".".
-    """
+    """A name that can be part of a path, and of a label or a resource of Ray."""
     if not re.match(r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$", check_text(value)):
         raise ValueError(f"{value!r} is not a name: use up to 63 letters, digits, '-', '_' and '.'")
     return str(value)
 
 
 def check_sbatch_options(value: object) -> list[str]:
-    """Check a list of long options of sbatch; returns the options as a list.
-
-    Raises:
-        ValueError: the value is no list, or an item is not a long option of sbatch.
-    """
-    if isinstance(value, str) or not isinstance(value, (list, tuple)):
-        raise ValueError('write a list of options, such as ["--licenses=matlab:1"]')
-    for option in value:
+    """A list of long options of sbatch."""
+    options = check_list(value, 'options, such as ["--licenses=matlab:1"]')
+    for option in options:
         if not is_env_var(option) and not check_text(option).startswith("--"):
             raise ValueError(f"{option!r} is not a long option of sbatch; write it as --NAME or --NAME=VALUE")
-    return list(value)
+    return options
 
 
 def check_line(value: str, what: str) -> str:
-    """Check that a string fits on one line of a script; returns the string unchanged.
-
-    Raises:
-        ValueError: the string contains a control character. The message does not show the string, which may be a secret.
-    """
+    """A string that fits on one line of a script. The error message does not show the string, which may be a secret."""
     found = _CONTROL.search(value)
     if found:
         raise ValueError(f"{what}: the value contains the control character {found.group()!r}; remove it")
     return value
+
+
+def check_length(text: str, what: str) -> None:
+    """Raise `ValueError` for a text that Linux cannot pass to a process, as an argument or as `NAME=VALUE` of a variable."""
+    size = len(text.encode("utf-8", "surrogateescape"))
+    if size > MAX_BYTES:
+        raise ValueError(
+            f"{what} has {size:,} bytes, and Linux passes at most {MAX_BYTES:,} at once to a process; write them into a file "
+            "and name it in extra_files"
+        )
 
 
 plain_text = checked(check_text)
@@ -304,12 +275,8 @@ def has_variables(value: Any) -> bool:
 def resolve_variables(config: C, where: str, skip: Collection[str] = ()) -> C:
     """A copy of a config object in which each `EnvVar` is replaced by its value; fields that were unset stay unset.
 
-    Dagster resolves variables in resources and run config, but not in config objects that are arguments of `run()`.
-
-    Args:
-        config: any config object.
-        where: the name of the config object in error messages.
-        skip: fields that stay unresolved.
+    Dagster resolves variables in resources and run config, but not in config objects that are arguments of `run()`. `where`
+    names the object in error messages; the fields in `skip` stay unresolved.
 
     Raises:
         ValueError: an environment variable is not set, or not an integer where `EnvVar.int` names it.
@@ -340,22 +307,8 @@ def _resolve(value: Any, where: str) -> Any:
     return value
 
 
-def check_length(text: str, what: str) -> None:
-    """Check that Linux can pass a text to a process, as an argument or as `NAME=VALUE` of a variable.
-
-    Raises:
-        ValueError: the text is longer than `MAX_BYTES`.
-    """
-    size = len(text.encode("utf-8", "surrogateescape"))
-    if size > MAX_BYTES:
-        raise ValueError(
-            f"{what} has {size:,} bytes, and Linux passes at most {MAX_BYTES:,} at once to a process; write them into a file "
-            "and name it in extra_files"
-        )
-
-
 def check_environment(variables: Mapping[str, Any] | None, what: str) -> dict[str, str]:
-    """Check the environment variables of a payload; returns them with the value of every `EnvVar`.
+    """The environment variables of a payload, with the value of every `EnvVar`.
 
     Raises:
         ValueError: a name is invalid or reserved, a value is not a string that a process can have, or an `EnvVar` is not set.

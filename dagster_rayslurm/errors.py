@@ -1,14 +1,18 @@
-"""The exceptions of failed runs, and the kinds of failure that they name."""
+"""How a run ends: the result of a run that succeeded, the exceptions of failed runs, and the kinds of failure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from pydantic import ValidationError
+
+if TYPE_CHECKING:
+    from .backends.base import RunningPayload
 
 _ESCAPE_CODES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
 
@@ -36,14 +40,12 @@ class FailureKind(str, Enum):
 
 RETRYABLE = frozenset(
     {
-        # The infrastructure failed; the same request may succeed next time.
         FailureKind.CONNECTION,
         FailureKind.ALLOCATION,
         FailureKind.CLUSTER_START,
         FailureKind.CLUSTER_LOST,
         FailureKind.RUNTIME,
-        # The user's code failed; the user's `RetryPolicy` decides.
-        FailureKind.PAYLOAD,
+        FailureKind.PAYLOAD,  # The user's code failed, so that the user's `RetryPolicy` decides; the same for PIPES.
         FailureKind.PIPES,
     }
 )
@@ -78,14 +80,7 @@ class RunFailure(dg.Failure):
     def __init__(
         self, kind: FailureKind, sentence: str, metadata: Mapping[str, Any] | None = None, retry: bool | None = None
     ) -> None:
-        """Create a failure.
-
-        Args:
-            kind: what failed.
-            sentence: what is wrong, where, and what to do.
-            metadata: metadata in addition to "Failure kind".
-            retry: whether a `RetryPolicy` may try again; None for the default of the kind.
-        """
+        """Create a failure; `retry` says whether a `RetryPolicy` may try again, None for the default of the kind."""
         self.kind = FailureKind(kind)
         super().__init__(
             description=without_colours(sentence),
@@ -95,14 +90,25 @@ class RunFailure(dg.Failure):
 
 
 class StartError(RuntimeError):
-    """Raised when a runtime cannot be started; users see a `RunFailure` instead.
-
-    Attributes:
-        kind: what failed.
-        retry: whether a `RetryPolicy` may try again; None for the default of the kind.
-    """
+    """Raised when a runtime cannot be started; users see a `RunFailure` instead, with the same kind and `retry`."""
 
     def __init__(self, kind: FailureKind, message: str, retry: bool | None = None) -> None:
         super().__init__(message)
-        self.kind = kind
-        self.retry = retry
+        self.kind, self.retry = kind, retry
+
+
+class CompletedRun(dg.PipesClientCompletedInvocation):
+    """The result of a payload that succeeded.
+
+    `get_results()`, `get_materialize_result()`, `get_asset_check_result()` and `get_custom_messages()` return what the payload
+    reported; Dagster results also have the run's `metadata`.
+
+    Attributes:
+        cluster_id: id of the Ray cluster, for `ComputeResource.cleanup_cluster`.
+        job_id: Slurm's job id; None in local mode.
+        outputs: paths on this machine of the files that `outputs=` selected.
+    """
+
+    def __init__(self, session: Any, metadata: Mapping[str, Any], attempt: RunningPayload, outputs: list[Path]) -> None:
+        super().__init__(session, metadata=metadata)
+        self.cluster_id, self.job_id, self.outputs = attempt.cluster_id, attempt.job_id, outputs

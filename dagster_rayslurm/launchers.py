@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from keyword import iskeyword
 from typing import Annotated, Any, Literal, Optional
 
 from pydantic import Field, model_validator
 
-from .config import StrictConfig, at_least, check_text, checked, choice, identifier, is_env_var, plain_text
+from .config import StrictConfig, at_least, check_list, check_text, checked, choice, identifier, is_env_var, plain_text
 from .runtime.node.network import parse_range
 from .runtime.node.resources import Footprint, Requirement, node_footprint
 from .runtime.protocol.spec import RaySpec
-
-__all__ = ["BashLauncher", "Launcher", "RayLauncher"]
 
 _DASHBOARD = "--include-dashboard"
 
@@ -52,10 +51,9 @@ class Launcher(StrictConfig):
     )
 
     def command(self, argv: list[str]) -> list[str]:
-        """The command that starts the payload, such as `torchrun` around it; the payload's own command by default.
+        """The command that starts the payload, such as `torchrun` around it; by default the payload's own command, `argv`.
 
-        Args:
-            argv: the payload's command. `python` as the first word, here and in the result, means the environment's Python.
+        `python` as the first word, there and in the result, means the environment's Python.
         """
         return argv
 
@@ -66,6 +64,13 @@ class Launcher(StrictConfig):
     def footprint(self) -> Footprint:
         """The resources that the payload requires on each node."""
         return ()
+
+
+def _subclassed(cls: type, base: type) -> TypeError:
+    return TypeError(
+        f"{cls.__name__} cannot derive from {base.__name__}: as `default_launcher` Dagster would silently turn it into a "
+        f"{base.__name__}; derive from Launcher and pass an instance to run(launcher=…)"
+    )
 
 
 class BashLauncher(Launcher):
@@ -86,32 +91,25 @@ class BashLauncher(Launcher):
         )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        forbid_subclassing(cls, BashLauncher)
+        raise _subclassed(cls, BashLauncher)
 
 
 def _check_port_range(value: object) -> str:
-    """Check a port range, "LOW-HIGH"; returns the range as a string."""
     parse_range(check_text(value))
     return str(value)
 
 
 def _check_ray_args(value: object) -> list[str]:
-    """Check arguments of `ray start`; returns the arguments as a list."""
-    if isinstance(value, str) or not isinstance(value, (list, tuple)):
-        raise ValueError('write a list of arguments of `ray start`, such as ["--system-config={…}"]')
-    for argument in value:
+    arguments = check_list(value, 'arguments of `ray start`, such as ["--system-config={…}"]')
+    for argument in arguments:
         name = check_text(argument).partition("=")[0]
         if name in _OWN_OPTIONS:
             raise ValueError(f"{name} is set by the launcher itself; {_OWN_OPTIONS[name]}")
-    return list(value)
+    return arguments
 
 
 def _without_dashboard(arguments: Sequence[Any]) -> tuple[list[Any], bool | None]:
-    """The arguments of `ray start` without --include-dashboard, and the value of that option; None if it is absent.
-
-    Raises:
-        ValueError: the option's value is neither true nor false.
-    """
+    """The arguments of `ray start` without --include-dashboard, and the value of that option; None if it is absent."""
     rest: list[Any] = []
     found: bool | None = None
     words = iter(arguments)
@@ -128,11 +126,7 @@ def _without_dashboard(arguments: Sequence[Any]) -> tuple[list[Any], bool | None
 
 
 def _check_labels(value: object) -> object:
-    """Check that labels do not contain the separators of Ray's "NAME=VALUE,NAME=VALUE"; returns the labels unchanged.
-
-    Raises:
-        ValueError: a name or a value contains a comma or an equals sign.
-    """
+    """Refuses the separators of Ray's "NAME=VALUE,NAME=VALUE" in labels."""
     for part in (part for item in value.items() for part in item) if isinstance(value, dict) else ():
         if not is_env_var(part) and set(check_text(part)) & set(",="):
             raise ValueError(f"{part!r} contains a comma or an equals sign, which a label of Ray cannot have")
@@ -140,13 +134,11 @@ def _check_labels(value: object) -> object:
 
 
 def _check_modules(value: object) -> list[str]:
-    """Check names of Python modules; returns the names as a list without duplicates."""
-    if isinstance(value, str) or not isinstance(value, (list, tuple)):
-        raise ValueError('write a list of modules, such as ["ray", "torch"]')
-    for name in value:
+    names = check_list(value, 'modules, such as ["ray", "torch"]')
+    for name in names:
         if not all(part.isidentifier() and not iskeyword(part) for part in check_text(name).split(".")):
             raise ValueError(f'{name!r} is not the name of a module, such as "torch" or "torch.nn"')
-    return list(dict.fromkeys(value))
+    return list(dict.fromkeys(names))
 
 
 class RayLauncher(Launcher):
@@ -249,37 +241,17 @@ class RayLauncher(Launcher):
 
     def ray_spec(self) -> RaySpec:
         store = self.object_store_memory_gb
+        same = {each.name: getattr(self, each.name) for each in fields(RaySpec) if each.name in type(self).model_fields}
         return RaySpec(
             num_cpus=self.num_cpus_per_node,
             num_gpus=self.num_gpus_per_node,
             object_store_memory=None if store is None else int(store * 2**30),
-            resources=self.resources,
-            labels=self.labels,
-            dashboard=self.dashboard,
-            auth=self.auth,
-            ray_version=self.ray_version,
-            ray_args=self.ray_args,
             node_ip_address=self.head_node_address,
-            network_interface=self.network_interface,
-            port_range=self.port_range,
-            startup_timeout=self.startup_timeout,
-            health_check=self.health_check,
-            max_workers=self.max_workers,
-            min_nodes=self.min_nodes,
-            launch_style=self.launch_style,
-            memory_guard=self.memory_guard,
+            **same,
         )
 
     def footprint(self) -> Footprint:
         return node_footprint(self.ray_spec())
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        forbid_subclassing(cls, RayLauncher)
-
-
-def forbid_subclassing(cls: type, base: type) -> None:
-    """Raise `TypeError` for a subclass: Dagster would silently turn its instances into instances of the base class."""
-    raise TypeError(
-        f"{cls.__name__} cannot derive from {base.__name__}: as `default_launcher` Dagster would silently turn it into a "
-        f"{base.__name__}; derive from Launcher and pass an instance to run(launcher=…)"
-    )
+        raise _subclassed(cls, RayLauncher)

@@ -11,18 +11,13 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PORTS = "use port_range"
 _NO_PACKING = "remove it, environments are not packed or sent; name one on the cluster with pre_deployed_env_path"
-_KEPT = 'use keep_run_dirs="all", "failed" or "none"'
-_RUN_SCOPE = 'use mode="slurm-session" with session=SessionConfig(scope="run")'
 _ON_CLUSTER = 'for a file on the cluster write payload_path=["python", "/path/there.py"]'
-_FIGURES = "remove it, figures of Slurm and Ray are in the metadata of each run"
-_CPU_BINDING = "remove it, the runtime is one task with all CPUs of its node"
+_SESSION_QUEUE = "use slurm=SlurmResource(queue=SlurmQueueConfig(…)), which says what a session asks for"
 
-_REPLACEMENTS = {
+_INSTEAD = {
     "SlurmQueueConfig": {
-        "cpus": "use cpus_per_node",
-        "cpus_per_task": "use cpus_per_node",
+        "cpus cpus_per_task": "use cpus_per_node",
         "gpus": "use gpus_per_node",
         "gres": "use gpus_per_node and gpu_type",
         "memory": "use mem",
@@ -32,9 +27,7 @@ _REPLACEMENTS = {
     },
     "SlurmResource": {
         "extra_slurm_opts": "use queue=SlurmQueueConfig(…), and its extra_sbatch for options without a field",
-        "status_poll_backoff_factor": "use poll_interval",
-        "status_poll_interval_seconds": "use poll_interval",
-        "status_poll_max_interval_seconds": "use poll_interval",
+        "status_poll_backoff_factor status_poll_interval_seconds status_poll_max_interval_seconds": "use poll_interval",
     },
     "SSHConnectionResource": {
         "batch_mode": "remove it, a login never asks questions",
@@ -45,48 +38,33 @@ _REPLACEMENTS = {
         "username": "use user",
     },
     "ComputeResource": {
-        "allocation_scope": _RUN_SCOPE,
-        "cache_inject_globs": _NO_PACKING,
-        "cleanup_on_failure": _KEPT,
+        "allocation_scope run_allocation": 'use mode="slurm-session" with session=SessionConfig(scope="run")',
+        "cache_inject_globs default_environment_name pack_on_remote pack_platform remote_pack_timeout": _NO_PACKING,
+        "project_setup_cmd project_setup_env project_setup_input_globs": _NO_PACKING,
+        "cleanup_on_failure debug_mode": 'use keep_run_dirs="all", "failed" or "none"',
         "cluster_reuse_tolerance": "remove it; a payload shares a warm cluster if that has what the payload asks for",
-        "debug_mode": _KEPT,
-        "default_environment_name": _NO_PACKING,
         "default_extra_files": "use run(extra_files=[…])",
         "default_skip_payload_upload": _ON_CLUSTER,
         "extra_slurm_opts": "use slurm=SlurmResource(queue=SlurmQueueConfig(…))",
         "launcher": "use default_launcher",
-        "pack_on_remote": _NO_PACKING,
-        "pack_platform": _NO_PACKING,
-        "project_setup_cmd": _NO_PACKING,
-        "project_setup_env": _NO_PACKING,
-        "project_setup_input_globs": _NO_PACKING,
         "queue": "use slurm=SlurmResource(queue=…)",
-        "remote_pack_timeout": _NO_PACKING,
-        "run_allocation": _RUN_SCOPE,
         "ssh": "use slurm=SlurmResource(ssh=…)",
     },
     "SessionConfig": {
         "max_concurrent_jobs": "use max_concurrent_payloads",
-        **dict.fromkeys(
-            ("account", "constraint", "cpus_per_task", "gpus_per_node", "mem", "mem_per_cpu", "nodelist", "partition", "qos"),
-            "use slurm=SlurmResource(queue=SlurmQueueConfig(…)), which says what a session asks for",
-        ),
+        "account constraint cpus_per_task gpus_per_node mem mem_per_cpu nodelist partition qos": _SESSION_QUEUE,
     },
     "RayLauncher": {
         "activate_sh": "use ComputeResource(pre_deployed_env_path=…), a directory with an activate.sh",
         "dashboard_host": 'use ray_args=["--dashboard-host=…"]',
-        "dashboard_port": _PORTS,
+        "dashboard_port port_config port_strategy ray_port": "use port_range",
         "head_startup_timeout": "use startup_timeout",
-        "node_ip_address_command": "use network_interface or head_node_address",
-        "port_config": _PORTS,
-        "port_strategy": _PORTS,
+        "node_ip_address_command use_head_ip": "use network_interface or head_node_address",
         "pre_start_commands": "write them into the environment's activate.sh",
         "ray_address": "use BashLauncher for a payload that connects to a cluster of its own with ray.init(address=…)",
-        "ray_port": _PORTS,
         "ray_start_args": "use ray_args",
         "redis_password": "remove it; auth protects the cluster",
-        "use_head_ip": "use network_interface or head_node_address",
-        "worker_cpu_bind": _CPU_BINDING,
+        "worker_cpu_bind": "remove it, the runtime is one task with all CPUs of its node",
         "worker_startup_delay": "remove it, all nodes start at once",
     },
     "run()": {
@@ -96,29 +74,23 @@ _REPLACEMENTS = {
         "environment_name": "use ComputeResource(pre_deployed_env_path=…)",
         "extra_slurm_opts": "use queue=SlurmQueueConfig(…); fields that it does not set stay as the resource has them",
         "force_env_push": _NO_PACKING,
-        "metrics_collector": _FIGURES,
+        "metrics_collector slurm_metrics": "remove it, figures of Slurm and Ray are in the metadata of each run",
         "poll_timeout": "use ComputeResource(queue_timeout=…) for the wait in the queue, SlurmQueueConfig.time_limit for the run",
-        "remote_payload_path": _ON_CLUSTER,
+        "remote_payload_path skip_payload_upload": _ON_CLUSTER,
         "resource_requirements": "use queue=SlurmQueueConfig(…) or launcher=",
-        "skip_payload_upload": _ON_CLUSTER,
-        "slurm_metrics": _FIGURES,
         "use_session": 'use ComputeResource(mode="slurm-session")',
     },
 }
 """By class or method: field and argument names of other tools, mainly dagster-slurm, and what to write instead."""
+_REPLACEMENTS = {
+    owner: {name: instead for names, instead in table.items() for name in names.split()} for owner, table in _INSTEAD.items()
+}
 _CLASSES = {"SlurmRunAllocationConfig": "SessionConfig", "SlurmSessionResource": "SessionConfig"}
 """Classes of dagster-slurm, and the classes of this package that replace them under another name."""
 
 
 def explain(owner: str, name: str, known: Iterable[str], noun: str = "field") -> str:
-    """An error message for an unknown field or argument, with what to write instead or the names that exist.
-
-    Args:
-        owner: the class or method without such a field or argument.
-        name: the unknown name.
-        known: the known names.
-        noun: "field" or "argument".
-    """
+    """An error message for an unknown field or argument, with what to write instead or the names that exist."""
     names = list(known)
     instead = _REPLACEMENTS.get(owner, {}).get(name)
     if instead is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from .._version import __version__
+from .. import __version__
 from ..backends.run_dir import Layout
 from ..runtime.protocol.record import JOURNAL, STATUS, STDIO, LineReader, Record
 from .check import check

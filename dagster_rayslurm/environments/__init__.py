@@ -1,15 +1,107 @@
-"""The Python environments that payloads run in: how a configuration names one, and the check of it before submission.
+"""The Python environments that payloads run in: how configuration names one, and the interpreter that it stands for.
 
-No environment is built or changed here. Begin with `config`.
+No environment is built or changed here. `check` looks at one on the cluster before submission.
 """
 
-from .config import Environment, InheritedEnvironment, Interpreter, PreDeployedEnvironment, path_on_cluster, resolve_environment
+from __future__ import annotations
 
-__all__ = [
-    "Environment",
-    "InheritedEnvironment",
-    "Interpreter",
-    "PreDeployedEnvironment",
-    "path_on_cluster",
-    "resolve_environment",
-]
+import os
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Literal, Union
+
+from pydantic import Field
+
+from ..config import StrictConfig, check_text, checked
+from ..ssh.base import check_no_variable, is_rooted
+
+PYTHONS = ("bin/python", "bin/python3", "env/bin/python")
+"""Paths of Python below the prefix of an environment; the first that exists is used."""
+ACTIVATE = '. "$1" && shift && exec "$@"'
+"""Shell script that sources its first argument and then runs the command in the other arguments."""
+
+
+def _check_prefix(value: object) -> str:
+    text = check_text(value)
+    directory, name = os.path.split(text)
+    if os.path.basename(directory) == "bin" and name.startswith("python"):
+        raise ValueError(f"{text!r} is an interpreter; name the prefix of its environment, {os.path.dirname(directory)!r}")
+    return text
+
+
+prefix = checked(_check_prefix)
+"""Pydantic validator for the path of an environment's directory; refuses the path of an interpreter."""
+
+
+class InheritedEnvironment(StrictConfig):
+    """The Python that runs Dagster, for local mode or when Dagster runs on the cluster's shared file system."""
+
+    kind: Literal["inherited"] = Field(default="inherited", description="Tells the environments apart in configuration.")
+
+
+class PreDeployedEnvironment(StrictConfig):
+    """An environment that is already installed where the payload runs."""
+
+    kind: Literal["pre-deployed"] = Field(default="pre-deployed", description="Tells the environments apart in configuration.")
+    path: Annotated[str, prefix] = Field(
+        description="A prefix with `bin/python` (conda, venv), or a directory with an `activate.sh` to source."
+    )
+
+
+Environment = Union[InheritedEnvironment, PreDeployedEnvironment]
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python executable, and the `activate.sh` to source before it starts; None without such a script."""
+
+    python: str
+    activate: str | None = None
+
+    def start(self, *arguments: str) -> list[str]:
+        """The command that starts this Python with the given arguments, after its environment is activated."""
+        command = [self.python, *arguments]
+        return command if self.activate is None else ["bash", "-c", ACTIVATE, "rayslurm", self.activate, *command]
+
+
+def resolve_environment(environment: Environment) -> Interpreter:
+    """The interpreter of an environment on this machine; raises `ValueError` if there is none."""
+    if not isinstance(environment, PreDeployedEnvironment):
+        return Interpreter(sys.executable)
+    prefix = os.path.abspath(os.path.expanduser(environment.path))
+    activate = os.path.join(prefix, "activate.sh")
+    python = next((path for name in PYTHONS if os.access(path := os.path.join(prefix, name), os.X_OK)), None)
+    if os.path.isfile(activate):
+        return Interpreter(python or "python3", activate)
+    if python is None:
+        raise ValueError(
+            f"environment: {prefix} has neither bin/python nor activate.sh; point it at a conda prefix, a venv, or a "
+            "directory with an activate.sh"
+        )
+    return Interpreter(python)
+
+
+def path_on_cluster(environment: Environment, over_ssh: bool) -> str:
+    """The path of an environment on the Slurm cluster: a prefix, or the Python of this process for the inherited one.
+
+    The path is absolute, or begins with "~/" of the cluster. Without `over_ssh`, this machine is the edge node.
+
+    Raises:
+        ValueError: the environment cannot be on the cluster.
+    """
+    if not isinstance(environment, PreDeployedEnvironment):
+        if over_ssh:
+            raise ValueError(
+                "environment: the Python that runs Dagster is not on the cluster; name the environment there: "
+                'pre_deployed_env_path="/path/to/env"'
+            )
+        return sys.executable
+    check_no_variable(environment.path, "environment")
+    if is_rooted(environment.path):
+        return environment.path
+    if over_ssh:
+        raise ValueError(
+            f"environment: {environment.path!r} does not say where it is on the cluster; write an absolute path, or one that "
+            'begins with "~/"'
+        )
+    return os.path.abspath(os.path.expanduser(environment.path))

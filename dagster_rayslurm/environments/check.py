@@ -19,7 +19,7 @@ from ..runtime.ray.node_main import refuse_version
 from ..slurm.commands import slurm_commands
 from ..ssh.base import Connection, expand_home
 from ..ssh.local import LocalConnection
-from .config import ACTIVATE, PYTHONS, Environment, Interpreter, path_on_cluster
+from . import ACTIVATE, PYTHONS, Environment, Interpreter, path_on_cluster
 
 _TIMEOUT = 120.0
 """Seconds in which `activate.sh` and Python must start and the probe must end."""

@@ -12,10 +12,9 @@ import dagster as dg
 from dagster_pipes import PipesExtras
 
 from ..backends.base import Backend, Register, RunningPayload
-from ..errors import FailureKind, RunFailure, StartError
+from ..errors import CompletedRun, FailureKind, RunFailure, StartError
 from ..follow import Evidence, Follower
 from ..follow.pipes import RecordContextInjector, RecordReader, pipes_session
-from ..interface import CompletedRun
 from ..outcome import Judged, Verdict, judge, needs_job_facts
 from ..outcome.hints import with_hint
 from ..outcome.metadata import failure_metadata

@@ -8,13 +8,12 @@ import dagster as dg
 from dagster_pipes import PipesExtras
 
 from ..backends.base import Backend, Register, RunningPayload
-from ..errors import RunFailure
+from ..errors import CompletedRun, RunFailure
 from ..execution import RunSettings, start_errors
 from ..execution.cleanup import sweep
 from ..execution.reattach import new_launch
 from ..execution.run import PayloadRun
 from ..follow.pipes import RecordContextInjector, RecordReader, pipes_session
-from ..interface import CompletedRun
 from ..plan import Plan
 from .outcome import components_metadata, failures_metadata, judge_components
 from .reports import ReportMerger

@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..backoff import Backoff
 from ..errors import FailureKind, StartError
-from ..ssh.base import Completed, Connection, ConnectionFailed, ConnectionLost
+from ..ssh.base import Backoff, Completed, Connection, ConnectionFailed, ConnectionLost
 from .commands import CLEAN, without_option_variables
 from .refusals import explain, is_temporary, with_requested_values
 from .request import JobRequest

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import posixpath
+import random
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -238,3 +240,25 @@ def expand_home(connection: Connection, path: str) -> str:
         OSError: the connection cannot find out the home directory.
     """
     return posixpath.join(connection.home(), path[2:]) if path == "~" or path.startswith("~/") else path
+
+
+class Backoff:
+    """The pauses between retries in one outage, which began at `since` (`time.monotonic()`), or now.
+
+    Each pause is twice the last one, but at most 30 s, and at most 1.5 s or a twentieth of the outage, whichever is longer.
+    """
+
+    def __init__(self, since: float | None = None) -> None:
+        self._since = time.monotonic() if since is None else since
+        self._next = 0.2
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the outage so far, in seconds."""
+        return time.monotonic() - self._since
+
+    def pause(self) -> float:
+        """Returns the seconds to sleep before the next retry. Jitter keeps many processes from retrying at the same moment."""
+        pause = min(self._next, max(1.5, 0.05 * self.seconds), 30.0)
+        self._next *= 2
+        return pause * random.uniform(0.5, 1.0)

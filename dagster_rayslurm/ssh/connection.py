@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import BinaryIO, TypeVar
 
-from ..backoff import Backoff
 from ..runtime.protocol.record import temporary_name
 from . import errors
-from .base import Completed, ConnectionFailed, ConnectionGone, ConnectionLost, Progress, ServerBusy, Stat
+from .base import Backoff, Completed, ConnectionFailed, ConnectionGone, ConnectionLost, Progress, ServerBusy, Stat
 from .channels import ChannelPool, Process, Refused, Transport
 from .config import SSHConnectionResource
 from .framed_command import BYE, Frame, Output, frame

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.backoff import Backoff
+from dagster_rayslurm.ssh.base import Backoff
 from dagster_rayslurm.ssh.framed_command import BYE, Frame, Output, frame
 from dagster_rayslurm.ssh.known_hosts import KnownKey, Trust, add_key, judge, known_keys
 from dagster_rayslurm.ssh.local import private_dir

@@ -19,7 +19,7 @@ from dagster_rayslurm import (
 )
 from dagster_rayslurm.backends.sessions.session_job import SessionSetup
 from dagster_rayslurm.environments import InheritedEnvironment
-from dagster_rayslurm.overrides import launcher_origins, merge_launcher, merge_queue, queue_origins
+from dagster_rayslurm.overrides import merge_launcher, merge_queue, origins
 from dagster_rayslurm.plan import make_plan
 
 QUEUE = SlurmQueueConfig(partition="gpu", account="study", mem="2G", time_limit="05:00:00")
@@ -95,7 +95,7 @@ def test_fields_of_a_queue_that_are_set_win_and_the_others_stay(base_fields: dic
             ]
         else:
             assert value == SlurmQueueConfig.model_fields[name].default
-    line = queue_origins(base, own) or ""
+    line = origins(base, own) or ""
     assert bool(line) == bool(own_fields)
     assert all(f"{name}=" in line for name in own_fields)
 
@@ -111,18 +111,18 @@ def test_a_launcher_of_another_kind_replaces_the_default_one() -> None:
 
     for own in (BashLauncher(num_cpus=2), Own(grace_period=3)):
         assert merge_launcher(RayLauncher(grace_period=5), own) is own
-        assert launcher_origins(RayLauncher(grace_period=5), own) is None
+        assert origins(RayLauncher(grace_period=5), own) is None
 
 
 def test_the_log_names_fields_and_their_origins() -> None:
-    assert queue_origins(QUEUE, SlurmQueueConfig(num_nodes=2)) == (
+    assert origins(QUEUE, SlurmQueueConfig(num_nodes=2)) == (
         "queue: num_nodes=2 from run(queue=…); "
         "partition='gpu', account='study', mem='2G', time_limit='05:00:00' from the resource"
     )
-    assert queue_origins(SlurmQueueConfig(mem="2G"), SlurmQueueConfig(mem_per_cpu="1G")) == (
+    assert origins(SlurmQueueConfig(mem="2G"), SlurmQueueConfig(mem_per_cpu="1G")) == (
         "queue: mem_per_cpu='1G' from run(queue=…); mem='2G' from the resource dropped, as run(queue=…) rules it out"
     )
-    assert launcher_origins(RayLauncher(dashboard=False), RayLauncher(num_cpus_per_node=4)) == (
+    assert origins(RayLauncher(dashboard=False), RayLauncher(num_cpus_per_node=4)) == (
         "launcher: num_cpus_per_node=4 from run(launcher=…); dashboard=False from default_launcher"
     )
 

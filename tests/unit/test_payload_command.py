@@ -8,8 +8,7 @@ import pytest
 from dagster_rayslurm import BashLauncher, Launcher, RayLauncher
 from dagster_rayslurm.backends.payload_files import pack
 from dagster_rayslurm.config import check_environment
-from dagster_rayslurm.payload_command import parse_payload, script_of
-from dagster_rayslurm.plan import Plan, make_plan
+from dagster_rayslurm.plan import Plan, make_plan, parse_payload, script_of
 
 
 def plan_of(payload: str | list[str], launcher: Launcher | None = None, **fields: object) -> Plan:

@@ -22,6 +22,7 @@ from dagster_rayslurm.follow import Cadence, Evidence, Follower, follow_all
 from dagster_rayslurm.follow.output import LinePrefixer
 from dagster_rayslurm.follow.pipes import RecordReader
 from dagster_rayslurm.outcome import SUCCESS, Judged, Verdict, judge
+from dagster_rayslurm.overrides import by_component, check_uses_pipes
 from dagster_rayslurm.plan import Plan, make_plan
 from dagster_rayslurm.runtime.node.allocation import from_environ, select_component
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, encode
@@ -47,7 +48,6 @@ from dagster_rayslurm.separate.backend import (
 from dagster_rayslurm.separate.outcome import components_metadata, failures_metadata, judge_components, merge_metadata
 from dagster_rayslurm.separate.reports import ReportMerger, merge, merge_checks
 from dagster_rayslurm.slurm.accounting import JobFacts
-from dagster_rayslurm.validation import by_component, check_uses_pipes
 
 # ---- Start barrier
 

@@ -16,7 +16,7 @@ from ...components import arrange, component_specs, merge_launchers, ray_across
 from ...config import SessionConfig, time_limit_seconds
 from ...environments import Environment, Interpreter, path_on_cluster
 from ...launchers import Launcher, RayLauncher
-from ...overrides import merge_queue, session_queue
+from ...overrides import check_session, merge_queue, session_queue
 from ...plan import Plan
 from ...runtime.node.network import control_ports
 from ...runtime.payload.environment import shared_variables
@@ -24,7 +24,6 @@ from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec
 from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource, split_signal
 from ...slurm.request import JobRequest, job_comment, job_name
 from ...slurm.script import render_script
-from ...validation import check_session
 from .matching import Requirements, misfit, required_head
 
 
