@@ -27,7 +27,6 @@ from ..runtime.payload.environment import shared_variables
 from ..runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME
 from ..runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
 from ..runtime.ray.node_table import nodes_expected
-from ..slurm.commands import slurm_commands
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request
 from ..slurm.script import render_script
@@ -92,13 +91,13 @@ class BatchBackend:
         needs = required_files(self.connection, str(self.layout.base), [packed], step.log)
         with self.cancel_on_error(request, step):
             job = self.submit_job(run_dir, files, request, step, needs)
-            running = BatchJob(job, slurm_commands(self.connection), f"{CLUSTER}{plan.payload.nonce}", step=step)
+            running = BatchJob(job, self.connection, f"{CLUSTER}{plan.payload.nonce}", step=step)
             register(running)
         return running
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         _, request, request_files = self._prepare(plan, run_dir, step)
-        commands = slurm_commands(self.connection)
+        commands = self.connection
 
         def job_of(_: object) -> str | None:
             rows = fetch_queue(commands).named(request.job_name)
@@ -154,7 +153,7 @@ class BatchBackend:
             raise
         except BaseException:
             with deferred_interrupts():
-                cancel_named(slurm_commands(self.connection), request.job_name, step.log)
+                cancel_named(self.connection, request.job_name, step.log)
             raise
 
     def submit_job(
@@ -169,7 +168,7 @@ class BatchBackend:
             StartError: Slurm refuses the job.
             OSError: the cluster cannot be reached.
         """
-        commands, place = slurm_commands(self.connection), self.connection.place
+        commands, place = self.connection, self.connection.place
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
         submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience, needs=needs)
         which = f"Slurm job {submitted.job_id} ({request.job_name})"
@@ -235,7 +234,7 @@ def sweep_in_background(connection: Connection, base: str, retention_days: float
 
     def work() -> None:
         with contextlib.suppress(OSError):  # A later sweep tries again.
-            sweep_remote(slurm_commands(connection), base, retention_days)
+            sweep_remote(connection, base, retention_days)
 
     threading.Thread(target=work, name="rayslurm-sweep", daemon=True).start()
 
@@ -256,7 +255,7 @@ def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
     nonce = cluster_nonce(cluster_id)
     if nonce is None:
         return False
-    commands = slurm_commands(connection_to(slurm.ssh))
+    commands = connection_to(slurm.ssh)
     own = [row for row in fetch_queue(commands).rows if is_job_of(row.name, nonce)]
     jobs = [row.job_id for row in own if row.is_leader and row.state not in TERMINAL]
     for job_id in jobs:

@@ -18,7 +18,7 @@ from ..follow import Evidence
 from ..plan import Plan
 from ..runtime.protocol.record import CANCEL, CONTEXT, EXIT, JOURNAL, PAYLOAD, RUNTIME, SECRETS, SESSION, STDIO
 from ..runtime.protocol.spec import RuntimeSpec, to_json
-from ..slurm.commands import CLEAN
+from ..slurm.commands import run_slurm
 from ..slurm.submit import JOB_ID
 from ..ssh.base import Connection
 
@@ -240,8 +240,6 @@ for name in $(list runs '[A-Za-z0-9_.-]+-[0-9a-f]{12}' -type d -mmin "+$age"); d
     recent "runs/$name" -maxdepth 1 -name '*.json*' || { remove "runs/$name" && echo "runs/$name"; }
 done
 in_queue() {
-    kept_variables=
-@CLEAN@
     squeue --me --all --noheader --states=all --format=%A
 }
 queue=
@@ -301,7 +299,7 @@ done
 for name in $(list queue 'claim-[0-9]+' -type d -cmin "+$leftover"); do rmdir -- "queue/$name"; done
 : >@SWEPT@
 """
-for _word, _text in (("@CLEAN@", CLEAN), ("@EXIT@", EXIT), ("@JOB_ID@", JOB_ID), ("@SESSION@", SESSION), ("@SWEPT@", _SWEPT)):
+for _word, _text in (("@EXIT@", EXIT), ("@JOB_ID@", JOB_ID), ("@SESSION@", SESSION), ("@SWEPT@", _SWEPT)):
     _SWEEP = _SWEEP.replace(_word, _text)
 
 
@@ -336,7 +334,7 @@ def sweep_remote(
         return []
     age, token = max(1, round(retention_days * _DAY)), secrets.token_hex(8)
     command = ["sh", "-c", _SWEEP, "sh", base, str(age), str(every_minutes), str(_DAY), token, str(_CLAIM)]
-    done = connection.run(command, timeout=timeout)
+    done = run_slurm(connection, command, timeout=timeout)
     if done.returncode:
         raise OSError(f"{connection.place}: {base} cannot be swept: {done.stderr.decode('utf-8', 'replace')[-500:].strip()}")
     return [os.fsdecode(line) for line in done.stdout.splitlines()]

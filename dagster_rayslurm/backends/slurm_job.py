@@ -15,7 +15,7 @@ from ..interrupts import deferred_interrupts
 from ..runtime.protocol.end import EndReason
 from ..runtime.protocol.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import JobFacts, failed_tasks, fetch_job_facts, node_number, relevant_lines
-from ..slurm.commands import without_option_variables
+from ..slurm.commands import run_slurm
 from ..slurm.refusals import (
     impossible,
     most_informative_row,
@@ -223,7 +223,7 @@ class SlurmJob:
 
     def _check_partition_sizes(self) -> None:
         """Compare the nodes that the job asks for with the sizes of its partitions."""
-        done = self._commands.run(without_option_variables(["sinfo", "--noheader", "--all", "--format=%R|%D"]), timeout=60)
+        done = run_slurm(self._commands, ["sinfo", "--noheader", "--all", "--format=%R|%D"], timeout=60)
         lines = [line.partition("|") for line in done.stdout.decode("utf-8", "replace").splitlines()]
         sizes = {name: parse_count(nodes.strip()) for name, _, nodes in lines}
         if self._components:
@@ -513,7 +513,7 @@ class BatchJob:
             write_cancel_request(self._commands, self._directory, now)
             return
         self._job.cancelled = True
-        done = self._commands.run(without_option_variables(["scancel", self._job.job_id]), timeout=60)
+        done = run_slurm(self._commands, ["scancel", self._job.job_id], timeout=60)
         # In 22.05 scancel exits with 0 even if it could not reach slurmctld; for a job that is over it prints nothing.
         errors = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "error:" in line]
         if done.returncode or errors:

@@ -22,7 +22,6 @@ from ..backends.sessions.local import LocalSession, end_directory
 from ..backends.sessions.local import list_sessions as list_local_sessions
 from ..errors import StartError
 from ..runtime.protocol.messages import Operation
-from ..slurm.commands import slurm_commands
 from ..slurm.refusals import most_informative_row
 from ..slurm.shared_queue import QueueRow, fetch_queue
 from ..ssh.base import Connection, expand_home, is_rooted
@@ -169,7 +168,7 @@ def _remote(prefix: str, remote_base: str) -> Iterable[Session]:
     generations = list_generations(connection, posixpath.normpath(expand_home(connection, remote_base)))
     if not generations:
         return []
-    snapshot = fetch_queue(slurm_commands(connection))
+    snapshot = fetch_queue(connection)
     jobs = [(each, job_of(each, snapshot)) for each in generations]
     return [_on_cluster(connection, each, job, snapshot.components(job.job_id) if job else ()) for each, job in jobs]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..errors import FailureKind, StartError
 from ..runtime.protocol.spec import RaySpec
 from ..runtime.ray.node_main import refuse_version
-from ..slurm.commands import slurm_commands
+from ..slurm.commands import run_slurm
 from ..ssh.base import Connection, expand_home
 from ..ssh.local import LocalConnection
 from . import ACTIVATE, PYTHONS, Environment, Interpreter, path_on_cluster
@@ -188,7 +188,7 @@ def _probe_environment(connection: Connection, path: str, is_python: bool, cache
     arguments = [prefix, python, cache_dir, key, secrets.token_hex(8), str(age), probe, ACTIVATE, *PYTHONS]
     try:
         # With the variables that jobs get: the PYTHONPATH of Dagster's own process must not count.
-        done = slurm_commands(connection).run(["sh", "-c", _CHECK, "sh", *arguments], timeout=_TIMEOUT)
+        done = run_slurm(connection, ["sh", "-c", _CHECK, "sh", *arguments], timeout=_TIMEOUT)
     except TimeoutError:
         raise _failed(f"{path}/activate.sh or its Python does not come to an end within {_TIMEOUT:g} s", connection) from None
     error = done.stderr.decode("utf-8", "replace")[-1000:].strip()

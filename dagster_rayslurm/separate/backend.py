@@ -39,7 +39,6 @@ from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT, RUNTIME, compone
 from ..runtime.protocol.rpc import derive_key
 from ..runtime.protocol.spec import BarrierSpec, ComponentSpec, RuntimeSpec, to_json
 from ..slurm.accounting import failed_tasks
-from ..slurm.commands import slurm_commands
 from ..slurm.request import JobRequest, job_comment, job_name
 from ..slurm.states import JobPhase
 from ..slurm.submit import JOB_SCRIPT
@@ -262,10 +261,10 @@ class SeparateBatchBackend:
             own = {**run_files(plan, context), RUNTIME: to_json(specs[component]).encode("utf-8"), CANCEL: b""}
             files.update({f"{COMPONENTS}/{component}/{name}": content for name, content in own.items()})
 
-        commands, shared = slurm_commands(connection), SharedJobState()
+        shared = SharedJobState()
         with self.batch.cancel_on_error(request, step):
             job = self.batch.submit_job(run_dir, files, request, step, needs)
-            running = {each: ComponentJob(job, commands, cluster_id, component_dir(run_dir, each), shared) for each in plans}
+            running = {each: ComponentJob(job, connection, cluster_id, component_dir(run_dir, each), shared) for each in plans}
             for each_running in running.values():
                 register(each_running)
         return running

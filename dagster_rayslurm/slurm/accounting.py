@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..errors import FailureKind
 from ..runtime.protocol.slurm_text import expand_nodelist, parse_duration
 from ..ssh.base import Connection
-from .commands import unanswered, without_option_variables
+from .commands import run_slurm, unanswered
 from .shared_queue import parse_count
 from .states import TERMINAL
 
@@ -195,9 +195,7 @@ def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
     # A job in a hidden partition shows with --all only.
     show = ["scontrol", "--all", "show", "job", str(job_id)]
     list_job = ["sacct", f"--jobs={job_id}", "--noheader", "--parsable2", "--duplicates", f"--format={_SACCT_FORMAT}"]
-    scontrol, sacct = (
-        connection.run(without_option_variables(["env", "LC_ALL=C", *command]), timeout=_TIMEOUT) for command in (show, list_job)
-    )
+    scontrol, sacct = (run_slurm(connection, ["env", "LC_ALL=C", *command], timeout=_TIMEOUT) for command in (show, list_job))
     controller = None if scontrol.returncode else parse_scontrol(scontrol.stdout.decode("utf-8", "replace"))
     accounting = None if sacct.returncode else parse_sacct(sacct.stdout.decode("utf-8", "replace"), job_id)
     facts = merge_facts(controller, accounting)

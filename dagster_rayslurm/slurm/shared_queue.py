@@ -23,51 +23,86 @@ from typing import Any
 
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
-from .commands import CLEAN, SlurmUnanswered, unanswered
+from .commands import SlurmUnanswered, run_slurm, unanswered
+
+SNAPSHOT = "snapshot.json"
+"""Name of the snapshot's file in the shared directory."""
 
 _VERSION = 1
 """Version of the file's format."""
+_MAX_BYTES = 64 * 1024 * 1024
+"""Size from which the snapshot's file is taken for damaged."""
+_BLOCK = 1024 * 1024
+"""Bytes of the snapshot's file that are read at a time."""
+_TIMEOUT = 120.0
+"""Seconds for one squeue; if slurmctld is down, squeue gives up earlier (MessageTimeout, 10 s, a few times)."""
+_BACK_OFF = 5.0
+"""Least pause between two queries, as a multiple of the time that slurmctld took to answer the last one."""
+_REREAD = 2.0
+"""Seconds between two reads of a snapshot that another process is renewing."""
+_JITTER = 0.1
+"""Largest delay, as a part of the interval, by which processes spread that find the same snapshot too old."""
+_KEEP_CLAIMS = 600.0
+"""Least seconds for which the mark of a claimed renewal is kept: it must outlive the caches of other hosts (NFS: a minute)."""
 
 _UNIT = "\x1f"
 # The name comes last, as it may contain any character. %A is the number of a component or array task itself, %i the label that
 # users know; %S of a pending job is when Slurm expects it to start.
-COLUMNS = "".join(_UNIT + column for column in ("%A", "%i", "%T", "%r", "%S", "%V", "%D", "%N", "%P", "%j"))
-"""The columns of `squeue --format`; a mark, which begins each row, stands before them."""
+_COLUMNS = "".join(_UNIT + column for column in ("%A", "%i", "%T", "%r", "%S", "%V", "%D", "%N", "%P", "%j"))
+
+# $1 is a random word that begins each row, as a job name may contain a newline. Without --all hidden partitions hide jobs.
+# --states=all also shows jobs that ended, for MinJobAge (300 s by default).
+_SQUEUE = """\
+export LC_ALL=C SLURM_TIME_FORMAT=%s
+squeue --me --all --noheader --states=all --format="$1$2"
+rc=$?; echo "$1 $(date +%s%3N)"; exit $rc
+"""
+
+# Before the claim: a host without squeue must not claim.
+_STAMP = 'now=$(date +%s%3N) && echo "$1 $now" && command -v squeue >/dev/null || exit 127\n'
+
+# A process claims the renewal of the snapshot by making a directory. $3 is the directory for claims, $4 the interval and $5 the
+# age at which claims are removed, in milliseconds. mkdir is atomic on NFS too, so there is one claim in each interval of the
+# cluster's clock, whatever clock the callers have. A directory in the claim is named by the time of the claim, so that claims in
+# successive intervals are not too close either.
+_CLAIM = """\
+umask 077 && mkdir -p -- "$3" && cd -- "$3" || exit
+claim="claim-$((now / $4 * $4))"
+for last in "claim-$((now / $4 * $4 - $4))"/[0-9]* "$claim"/[0-9]*; do
+    [ -d "$last" ] && [ $((now - ${last##*/})) -lt "$4" ] && echo "$1 taken ${last##*/}" && exit
+done
+mkdir "$claim" 2>/dev/null || { [ -d "$claim" ] && echo "$1 taken $now" || mkdir "$claim"; exit; }
+mkdir "$claim/$now"
+for old in claim-*; do [ "${old#claim-}" -lt $((now - $5)) ] && rmdir "$old"/* "$old"; done 2>/dev/null
+"""
 
 
 @dataclass(frozen=True)
 class QueueRow:
-    """A job, or one component of a heterogeneous job, in the queue.
-
-    Attributes:
-        job_id: the number of the job, or the own number of a component or array task.
-        label: the number that users know, such as "12+1" or "12_[1-5]".
-        state: Slurm's word, such as "PENDING".
-        reason: why it waits, or why it ended; "None" for none.
-        start: when it started, or is expected to, in seconds of the epoch; None if Slurm does not know.
-        submit: when it was submitted or requeued.
-        num_nodes: number of nodes that it has or requests.
-        nodes: its nodes in Slurm's short form; "" while it has none.
-        partition: one partition, or several separated by commas while it is pending.
-        name: the job name, with any characters.
-    """
+    """A job, or one component of a heterogeneous job, in the queue. Times are in seconds of the epoch."""
 
     job_id: int
+    """The number of the job, or the own number of a component or array task."""
     label: str
+    """The number that users know, such as "12+1" or "12_[1-5]"."""
     state: str
     reason: str
+    """Why it waits, or why it ended; "None" for none."""
     start: float | None
+    """When it started, or is expected to; None if Slurm does not know."""
     submit: float | None
+    """When it was submitted or requeued."""
     num_nodes: int
     nodes: str
+    """Its nodes in Slurm's short form; "" while it has none."""
     partition: str
+    """One partition, or several separated by commas while it is pending."""
     name: str
 
     @property
     def is_leader(self) -> bool:
         """Whether the id in this row stands for a whole job: a job without components, or the first component of one."""
-        component = self.label.partition("+")[2]
-        return not component or component == "0"
+        return self.label.partition("+")[2] in ("", "0")
 
     @property
     def leader_label(self) -> str:
@@ -77,12 +112,10 @@ class QueueRow:
 
 @dataclass(frozen=True)
 class QueueSnapshot:
-    """All jobs of the user in one answer of `squeue`.
+    """All jobs of the user in one answer of `squeue`, those that ended recently included.
 
-    Attributes:
-        began: when squeue was called, by the cluster's clock; jobs that were submitted later are not in the snapshot.
-        rows: the jobs, including those that ended recently.
-        took: seconds that squeue took.
+    `began` is when squeue was called, by the cluster's clock, and `took` for how many seconds it ran. Jobs that were submitted
+    after `began` may be missing.
     """
 
     began: float
@@ -115,7 +148,7 @@ class QueueSnapshot:
 
 
 def render_snapshot(snapshot: QueueSnapshot) -> bytes:
-    """A snapshot as a line of JSON."""
+    """A snapshot as a line of JSON, the content of the shared file."""
     rows = [dataclasses.astuple(row) for row in snapshot.rows]
     content = {"version": _VERSION, "began": snapshot.began, "took": snapshot.took, "rows": rows}
     return json.dumps(content, separators=(",", ":")).encode() + b"\n"
@@ -134,11 +167,7 @@ def parse_snapshot(data: bytes) -> QueueSnapshot | None:
 
 
 def parse_squeue(text: str, mark: str) -> tuple[QueueRow, ...]:
-    """The rows of `squeue --format` with `mark` and `COLUMNS`, under `SLURM_TIME_FORMAT=%s` and `LC_ALL=C`.
-
-    Raises:
-        ValueError: the text has other lines.
-    """
+    """The rows of `squeue --format` with `mark` before each; raises ValueError if the text has other lines."""
     before, *rows = ("\n" + text.removesuffix("\n")).split(f"\n{mark}{_UNIT}")
     if before.strip():
         raise ValueError(f"squeue printed {before.strip()[:200]!r} where jobs were expected")
@@ -146,22 +175,11 @@ def parse_squeue(text: str, mark: str) -> tuple[QueueRow, ...]:
 
 
 def _row(text: str) -> QueueRow:
-    fields = text.split(_UNIT, COLUMNS.count(_UNIT) - 1)
     try:
-        number, label, state, reason, start, submit, num_nodes, nodes, partition, name = fields
-        return QueueRow(
-            job_id=int(number),
-            label=label,
-            state=state,
-            reason=reason,
-            start=parse_time(start),
-            submit=parse_time(submit),
-            num_nodes=parse_count(num_nodes),
-            nodes=nodes,
-            partition=partition,
-            name=name,
-        )
-    except ValueError:
+        number, label, state, reason, start, submit, num_nodes, *rest = text.split(_UNIT, _COLUMNS.count(_UNIT) - 1)
+        times = parse_time(start), parse_time(submit)
+        return QueueRow(int(number), label, state, reason, *times, parse_count(num_nodes), *rest)
+    except (ValueError, TypeError):
         raise ValueError(f"squeue printed {text[:200]!r} where a job was expected") from None
 
 
@@ -176,103 +194,52 @@ def parse_count(text: str) -> int:
     return int(match[1]) * {"": 1, "K": 1024, "M": 1024 * 1024}[match[2]] if match else 0
 
 
-SNAPSHOT = "snapshot.json"
-"""Name of the snapshot's file in the shared directory."""
-
-_MAX_BYTES = 64 * 1024 * 1024
-"""Size from which the snapshot's file is taken for damaged."""
-_BLOCK = 1024 * 1024
-"""Bytes of the snapshot's file that are read at a time."""
-_TIMEOUT = 120.0
-"""Seconds for one squeue; if slurmctld is down, squeue gives up earlier (MessageTimeout, 10 s, a few times)."""
-_BACK_OFF = 5.0
-"""Least pause between two queries, as a multiple of the time that slurmctld took to answer the last one."""
-_REREAD = 2.0
-"""Seconds between two reads of a snapshot that another process is renewing."""
-_JITTER = 0.1
-"""Largest delay, as a part of the interval, by which processes spread that find the same snapshot too old."""
-_KEEP_CLAIMS = 600.0
-"""Least seconds for which the mark of a claimed renewal is kept: it must outlive the caches of other hosts (NFS: a minute)."""
-
-# $1 is a random word that begins each row, as a job name may contain a newline. Without --all hidden partitions hide jobs.
-# --states=all also shows jobs that ended, for MinJobAge (300 s by default).
-_SQUEUE = f"""\
-kept_variables=
-{CLEAN}
-export LC_ALL=C SLURM_TIME_FORMAT=%s
-squeue --me --all --noheader --states=all --format="$1$2"
-rc=$?; echo "$1 $(date +%s%3N)"; exit $rc
-"""
-
-# Before the claim: a host without squeue must not claim.
-_STAMP = 'now=$(date +%s%3N) && echo "$1 $now" && command -v squeue >/dev/null || exit 127\n'
-
-# A process claims the renewal of the snapshot by making a directory. $3 is the directory for claims, $4 the interval and $5 the
-# age at which claims are removed, in milliseconds. mkdir is atomic on NFS too, so there is one claim in each interval of the
-# cluster's clock, whatever clock the callers have. A directory in the claim is named by the time of the claim, so that claims in
-# successive intervals are not too close either.
-_CLAIM = """\
-umask 077 && mkdir -p -- "$3" && cd -- "$3" || exit
-claim="claim-$((now / $4 * $4))"
-for last in "claim-$((now / $4 * $4 - $4))"/[0-9]* "$claim"/[0-9]*; do
-    [ -d "$last" ] && [ $((now - ${last##*/})) -lt "$4" ] && echo "$1 taken ${last##*/}" && exit
-done
-mkdir "$claim" 2>/dev/null || { [ -d "$claim" ] && echo "$1 taken $now" || mkdir "$claim"; exit; }
-mkdir "$claim/$now"
-for old in claim-*; do [ "${old#claim-}" -lt $((now - $5)) ] && rmdir "$old"/* "$old"; done 2>/dev/null
-"""
-
-
+@dataclass
 class ClusterClock:
     """The clock of the edge node, computed from this machine's clock; times on the cluster are compared with this clock only.
 
-    Args:
-        connection: the edge node.
-        local: this machine's clock, in seconds; it may stand still while the machine sleeps.
+    `local` is this machine's clock, in seconds; it may stand still while the machine sleeps.
     """
 
-    def __init__(self, connection: Connection, local: Callable[[], float] = time.monotonic) -> None:
-        self._connection = connection
-        self.local = local
-        self._offset: float | None = None
+    connection: Connection
+    local: Callable[[], float] = time.monotonic
+    _offset: float | None = None
 
     def now(self) -> float:
-        """The time on the edge node, in seconds of the epoch; the edge node is asked for it at most once.
-
-        Raises:
-            OSError: the edge node cannot be asked.
-        """
+        """The time on the edge node, in seconds of the epoch; the edge node is asked for it at most once (OSError)."""
         if self._offset is None:
             sent = self.local()
-            done = self._connection.run(["date", "+%s.%N"], timeout=60)
+            done = self.connection.run(["date", "+%s.%N"], timeout=60)
             try:
                 stamp = float(done.stdout)
             except ValueError:
                 said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()[-500:]
-                raise OSError(f"{self._connection.place}: `date +%s.%N` does not say the time: {said}") from None
-            self.observe(stamp, sent, self.local())
-        assert self._offset is not None
+                raise OSError(f"{self.connection.place}: `date +%s.%N` does not say the time: {said}") from None
+            return self.local() + self.observe(stamp, sent, self.local())
         return self.local() + self._offset
 
-    def observe(self, stamp: float, asked: float, answered: float) -> None:
+    def observe(self, stamp: float, asked: float, answered: float) -> float:
         """Correct the clock by a time stamp from the edge node, asked for and answered at two `local()` times."""
         low, high = stamp - answered, stamp - asked
         before = (low + high) / 2 if self._offset is None else self._offset
         self._offset = min(max(before, low), high)
+        return self._offset
+
+
+def _in_background(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="rayslurm-queue", daemon=True).start()
 
 
 class SharedQueue:
     """Access to the one snapshot of the queue that all processes and hosts of a user share.
 
     Args:
-        connection: the edge node, or this machine if `squeue` is here.
         directory: the directory of the snapshot and the claims, on a file system that all edge nodes share.
         poll_interval: seconds for which a snapshot is good.
         start: runs a renewal of the snapshot, which takes time; by default in a background thread.
-        clock: the cluster's clock, which learns from every answer.
 
     Attributes:
-        clock: the cluster's clock.
+        clock: the cluster's clock, which learns from every answer.
         error: why the last query failed, in one sentence; None after one that succeeded.
     """
 
@@ -281,15 +248,13 @@ class SharedQueue:
         connection: Connection,
         directory: str,
         poll_interval: float,
-        start: Callable[[Callable[[], None]], None] | None = None,
+        start: Callable[[Callable[[], None]], None] = _in_background,
         clock: ClusterClock | None = None,
     ) -> None:
         self.clock = clock or ClusterClock(connection)
         self.error: str | None = None
-        self._connection = connection
-        self._directory = directory
-        self._poll_interval = poll_interval
-        self._start = start or _in_background
+        self._arguments = connection, directory, poll_interval
+        self._start = start
         self._lock = threading.Lock()
         self._busy = False
         self._snapshot: QueueSnapshot | None = None
@@ -298,12 +263,9 @@ class SharedQueue:
         self._spread = random.uniform(0, _JITTER)
 
     def latest(self, now: float) -> QueueSnapshot | None:
-        """The newest known snapshot, None before the first; does not wait for Slurm.
+        """The newest known snapshot, None before the first; does not wait for Slurm. `now` is the cluster's time.
 
         If the snapshot is too old, a renewal starts, and a later call returns the new snapshot.
-
-        Args:
-            now: the cluster's clock, such as `clock.now()`.
         """
         with self._lock:
             # A `now` before the last read means that a clock was corrected. A snapshot from the future is wrong.
@@ -320,59 +282,54 @@ class SharedQueue:
 
     def wait_for_latest(self, now: float) -> QueueSnapshot | None:
         """As `latest`, but if the newest snapshot is too old, waits for Slurm and returns the new one."""
-        return SharedQueue(self._connection, self._directory, self._poll_interval, lambda work: work(), self.clock).latest(now)
+        return SharedQueue(*self._arguments, lambda work: work(), self.clock).latest(now)
 
     def _interval(self) -> float:
-        took = self._snapshot.took if self._snapshot else 0.0
-        return max(self._poll_interval, _BACK_OFF * took)
+        return max(self._arguments[2], _BACK_OFF * (self._snapshot.took if self._snapshot else 0.0))
 
     def _age(self, now: float) -> float:
         return now - self._snapshot.began if self._snapshot else math.inf
 
     def _update(self, now: float) -> None:
+        """Read the shared snapshot; if that is too old and nobody else claims its renewal, query Slurm and write a new one."""
+        connection, directory, _ = self._arguments
+        path = os.path.join(directory, SNAPSHOT)
         try:
-            shared = self._read()
+            shared = _read(connection, path)
             # The file may hold an older snapshot: from a slow writer, or in another host's cache.
             if shared and (self._snapshot is None or shared.began > self._snapshot.began):
                 self._snapshot, self.error = shared, None
             interval = self._interval()
-            if abs(self._age(now)) >= interval * (1 + self._spread) and not now < self._claimed_until <= now + 2 * interval:
-                self._renew(now, interval)
+            if abs(self._age(now)) < interval * (1 + self._spread) or now < self._claimed_until <= now + 2 * interval:
+                return
+            self._claimed_until = now + interval  # If the query fails, any process may try again in the next interval.
+            keep = max(_KEEP_CLAIMS, 10 * interval)
+            words = (directory, str(round(1000 * interval)), str(round(1000 * keep)))
+            sent = self.clock.local()
+            began, answer = _run_squeue(connection, _STAMP + _CLAIM + _SQUEUE, *words)
+            self.clock.observe(began, sent, self.clock.local())
+            claimed = began if isinstance(answer, QueueSnapshot) else answer
+            self._claimed_until = claimed + interval * (1 + self._spread)
+            if not isinstance(answer, QueueSnapshot):
+                return
+            shared = _read(connection, path)
+            self._snapshot, self.error = answer, None
+            # Another process that claimed a later renewal may have written its snapshot earlier.
+            if shared is None or not 0 <= shared.began - began < interval:
+                connection.write(path, render_snapshot(answer))
         except OSError as error:
             self.error = str(error)
         finally:
             self._busy = False
 
-    def _read(self) -> QueueSnapshot | None:
-        path = os.path.join(self._directory, SNAPSHOT)
-        data = b""
-        while not data.endswith(b"\n") and (block := self._connection.read(path, len(data), _BLOCK)):
-            data += block
-            if len(data) > _MAX_BYTES:
-                return None
-        return parse_snapshot(data)
 
-    def _renew(self, now: float, interval: float) -> None:
-        """Query Slurm and write the snapshot, unless another process has claimed this renewal.
-
-        Raises:
-            OSError: Slurm did not answer, or cannot be asked.
-        """
-        self._claimed_until = now + interval  # If the query fails, any process may try again in the next interval.
-        keep = max(_KEEP_CLAIMS, 10 * interval)
-        words = (self._directory, str(round(1000 * interval)), str(round(1000 * keep)))
-        sent = self.clock.local()
-        began, answer = _run_squeue(self._connection, _STAMP + _CLAIM + _SQUEUE, *words)
-        self.clock.observe(began, sent, self.clock.local())
-        claimed = began if isinstance(answer, QueueSnapshot) else answer
-        self._claimed_until = claimed + interval * (1 + self._spread)
-        if not isinstance(answer, QueueSnapshot):
-            return
-        shared = self._read()
-        self._snapshot, self.error = answer, None
-        # Another process that claimed a later renewal may have written its snapshot earlier.
-        if shared is None or not 0 <= shared.began - began < interval:
-            self._connection.write(os.path.join(self._directory, SNAPSHOT), render_snapshot(answer))
+def _read(connection: Connection, path: str) -> QueueSnapshot | None:
+    data = b""
+    while not data.endswith(b"\n") and (block := connection.read(path, len(data), _BLOCK)):
+        data += block
+        if len(data) > _MAX_BYTES:
+            return None
+    return parse_snapshot(data)
 
 
 def fetch_queue(connection: Connection) -> QueueSnapshot:
@@ -388,58 +345,30 @@ def fetch_queue(connection: Connection) -> QueueSnapshot:
 
 
 def _run_squeue(connection: Connection, script: str, *words: str) -> tuple[float, QueueSnapshot | float]:
-    """Run a script with `squeue` on the cluster.
-
-    Returns:
-        The cluster's time before the query, and the queue, or the time at which another process claimed the query.
-
-    Raises:
-        OSError: there is no answer.
-    """
+    """The cluster's time before the query, and the queue, or the time at which another process claimed the query."""
     mark = secrets.token_hex(8)
-    done = connection.run(["sh", "-c", script, "sh", mark, COLUMNS, *words], timeout=_TIMEOUT)
+    done = run_slurm(connection, ["sh", "-c", script, "sh", mark, _COLUMNS, *words], timeout=_TIMEOUT)
     first, _, text = done.stdout.decode("utf-8", "replace").partition("\n")
     stamp = re.fullmatch(rf"{mark} ([0-9]+)", first)
-    if not stamp:
-        raise unanswered(connection.place, "squeue", done)
-    began = int(stamp[1]) / 1000
     taken = re.fullmatch(rf"{mark} taken ([0-9]+)\n", text)
-    if taken:
-        return began, int(taken[1]) / 1000
+    if stamp and taken:
+        return int(stamp[1]) / 1000, int(taken[1]) / 1000
     rows, _, ended = ("\n" + text).rpartition(f"\n{mark} ")
     # A squeue that fails may have printed half of the jobs.
-    if done.returncode or not ended.strip().isdigit():
+    if not stamp or done.returncode or not ended.strip().isdigit():
         raise unanswered(connection.place, "squeue", done)
+    began = int(stamp[1]) / 1000
     try:
         return began, QueueSnapshot(began, parse_squeue(rows, mark), int(ended) / 1000 - began)
     except ValueError as error:
         raise SlurmUnanswered(f"{connection.place}: {error}") from None
 
 
-def _in_background(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name="rayslurm-queue", daemon=True).start()
-
-
-_lock = threading.Lock()
-_queues: weakref.WeakValueDictionary[tuple[int, str, float], SharedQueue] = weakref.WeakValueDictionary()
+_queues: weakref.WeakValueDictionary[tuple[int, int, str, float], SharedQueue] = weakref.WeakValueDictionary()
 
 
 def shared_queue(connection: Connection, directory: str, poll_interval: float) -> SharedQueue:
     """Returns the `SharedQueue` for a connection, directory and interval, one per process; this sends no command yet."""
-    # A queue keeps its connection alive, so no other connection has the same id.
-    key = (0 if isinstance(connection, LocalConnection) else id(connection), directory, poll_interval)
-    with _lock:
-        queue = _queues.get(key)
-        if queue is None:
-            queue = _queues[key] = SharedQueue(connection, directory, poll_interval)
-        return queue
-
-
-def _reset_after_fork() -> None:
-    """Called in a forked child, which has no thread that could release the lock."""
-    global _lock
-    _lock = threading.Lock()
-    _queues.clear()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
+    # A queue keeps its connection alive, so no other connection has the same id. A forked child has no thread that renews.
+    key = (os.getpid(), 0 if isinstance(connection, LocalConnection) else id(connection), directory, poll_interval)
+    return _queues.get(key) or _queues.setdefault(key, SharedQueue(connection, directory, poll_interval))

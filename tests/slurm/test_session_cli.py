@@ -12,7 +12,6 @@ import pytest
 
 from dagster_rayslurm import ComputeResource, SessionConfig
 from dagster_rayslurm.backends.run_dir import sweep_remote
-from dagster_rayslurm.slurm.commands import slurm_commands
 
 from ..conftest import run_asset, small_ray, wait_until
 from .fixtures import Running, Site
@@ -125,7 +124,7 @@ def test_a_sweep_leaves_a_session_that_lives(
     """However old its files are, Slurm knows its job; once that is over all of it goes, and its runtime too."""
     compute = slurm_compute(mode="slurm-session", session=SessionConfig(idle_timeout=250))
     run_asset(compute, script("pass"), uses_pipes=False)
-    commands, aged = slurm_commands(site.connection), 'find "$1" -exec touch -d "20 days ago" {} +'
+    commands, aged = site.connection, 'find "$1" -exec touch -d "20 days ago" {} +'
     site.sh(aged, site.base)
     swept = sweep_remote(commands, site.base, 14, every_minutes=0)
     assert not [path for path in swept if path.startswith(("sessions", "runtime"))], swept

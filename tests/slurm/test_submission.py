@@ -12,7 +12,7 @@ import pytest
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.slurm import submit as submit_module
 from dagster_rayslurm.slurm.accounting import fetch_job_facts
-from dagster_rayslurm.slurm.commands import without_option_variables
+from dagster_rayslurm.slurm.commands import run_slurm
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.script import parse_exit, render_script
 from dagster_rayslurm.slurm.shared_queue import ClusterClock, fetch_queue
@@ -149,7 +149,7 @@ def test_a_job_is_found_and_cancelled_whatever_hides_it(sender: Sender, site: Si
     login = Login(site.connection, HIDING, sender.fake('"$real" "$@" >/dev/null'))
     sent = sender.submit(login)
     assert sender.jobs() == [sent.job_id] and len(sender.warnings) == 1
-    assert login.run(without_option_variables(["scancel", sent.job_id])).returncode == 0
+    assert run_slurm(login, ["scancel", sent.job_id]).returncode == 0
     assert wait_until(lambda: not sender.jobs(), 20)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.slurm.accounting import SACCT_FIELDS, JobFacts, fetch_job_facts, merge_facts, parse_sacct, parse_scontrol
-from dagster_rayslurm.slurm.commands import without_option_variables
+from dagster_rayslurm.slurm.commands import run_slurm
 from dagster_rayslurm.slurm.refusals import explain
 from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.script import parse_exit, render_script
@@ -77,7 +77,7 @@ def test_a_job_ends_as_on_a_real_cluster(
 @pytest.mark.parametrize("version", VERSIONS)
 def test_it_prints_the_fields_that_real_programs_print(version: str, fake_slurm: FakeSlurm) -> None:
     fake_slurm.job(7, state="PENDING", reason="BeginTime")
-    run = lambda *words: fake_slurm.connection.run(without_option_variables(words)).stdout.decode()  # noqa: E731
+    run = lambda *words: run_slurm(fake_slurm.connection, words).stdout.decode()  # noqa: E731
     shown = run("scontrol", "--all", "show", "job", "7")
     keys = lambda text: {word.partition("=")[0] for word in text.split() if "=" in word}  # noqa: E731
     assert keys(shown) <= keys(said(version, "pen", "scontrol")[1]) | keys(said(version, "ok", "scontrol")[1]) | {"AllocTRES"}

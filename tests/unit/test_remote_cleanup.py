@@ -68,13 +68,13 @@ class Changed(LocalConnection):
         """The command of a sweep."""
         told: list[list[str]] = []
         connection = LocalConnection()
-        connection.run = lambda command, **_: told.append(list(command)) or Completed(0, b"", b"")  # type: ignore
+        connection.run = lambda command, *_: told.append(list(command)) or Completed(0, b"", b"")  # type: ignore
         sweep_remote(connection, str(base), 14, every_minutes=every_minutes)
         return self._changed(told[0])
 
     def _changed(self, command: list[str]) -> list[str]:
-        assert self._old in command[2]
-        return [*command[:2], command[2].replace(self._old, self._new), *command[3:]]
+        assert any(self._old in word for word in command)
+        return [word.replace(self._old, self._new) for word in command]
 
 
 def sweep(base: Path, retention_days: float = 14, every_minutes: int = 0) -> list[str]:
@@ -287,7 +287,7 @@ def test_a_sweep_that_is_not_due_starts_no_command(base: Path, age: float, comma
     os.utime(base / ".swept", (time.time() - age,) * 2)
     ran: list[Any] = []
     connection = LocalConnection()
-    connection.run = lambda command, **_: ran.append(command) or Completed(0, b"", b"")  # type: ignore
+    connection.run = lambda command, *_: ran.append(command) or Completed(0, b"", b"")  # type: ignore
     assert sweep_remote(connection, str(base), 14) == [] and len(ran) == commands
 
 
@@ -323,7 +323,7 @@ def test_a_signal_loses_no_bundle_in_use(base: Path, make: Callable[..., Path], 
     """It comes between the two renames, to the shell and all that it has started."""
     path = make(f"bundles/{'a' * 32}", 99, "f")
     between = Changed('mv -T -- "$1/$2" "$1/$grave" ||', 'touch -c "$1/$2"; mv -T -- "$1/$2" "$1/$grave" && : >up && sleep 1 ||')
-    process = subprocess.Popen([shell, *between.command(base, 0)[1:]], start_new_session=True)
+    process = subprocess.Popen([shell if word == "sh" else word for word in between.command(base, 0)], start_new_session=True)
     try:
         assert wait_until((base / "up").exists, 10)
         os.killpg(process.pid, signum)

@@ -114,7 +114,7 @@ class Edge(LocalConnection):
     The fake Slurm has the machine's clock, so it cannot stand in for this one.
     """
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.base = base
         self.lost = False
         self.commands = 0
@@ -130,6 +130,7 @@ class Edge(LocalConnection):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("#!/bin/sh\n" + text.format(base))
             path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{base}/bin:/usr/bin:/bin")
         self.move(EPOCH)
 
     def move(self, now: float) -> None:
@@ -139,7 +140,7 @@ class Edge(LocalConnection):
         self.commands += 1
         if self.lost:
             raise ConnectionLost("the connection broke")
-        return super().run(["env", f"PATH={self.base}/bin:/usr/bin:/bin", *command], stdin, timeout)
+        return super().run(command, stdin, timeout)
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
         self.reads += 1
@@ -153,8 +154,8 @@ class Edge(LocalConnection):
 
 
 @pytest.fixture
-def edge(tmp_path: Path) -> Edge:
-    return Edge(tmp_path / "edge")
+def edge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Edge:
+    return Edge(tmp_path / "edge", monkeypatch)
 
 
 def at_once(work: Any) -> None:
@@ -384,7 +385,7 @@ def test_a_snapshot_of_the_future_does_not_stop_the_queue(edge: Edge) -> None:
 
 def test_latest_never_waits(edge: Edge) -> None:
     (edge.base / "bin" / "squeue").write_text("#!/bin/sh\nwhile ! [ -e " + str(edge.base / "go") + " ]; do sleep 0.05; done\n")
-    queue = queue_of(edge, start=None)
+    queue = SharedQueue(edge, str(edge.base / "queue"), INTERVAL)
     assert [queue.latest(EPOCH + step) for step in range(20)] == [None] * 20
     (edge.base / "go").touch()
     assert wait_until(lambda: queue.latest(EPOCH + 20), 30)
@@ -393,7 +394,7 @@ def test_latest_never_waits(edge: Edge) -> None:
 
 
 def test_threads_of_a_process_share_one_query(edge: Edge) -> None:
-    queue = queue_of(edge, start=None)
+    queue = SharedQueue(edge, str(edge.base / "queue"), INTERVAL)
     threads = [threading.Thread(target=lambda: [queue.latest(EPOCH) for _ in range(50)]) for _ in range(30)]
     for thread in threads:
         thread.start()

@@ -25,7 +25,6 @@ from ...plan import Plan
 from ...runtime.protocol.messages import Refusal
 from ...runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME, SECRETS, SESSION, Record
 from ...runtime.protocol.spec import to_json
-from ...slurm.commands import slurm_commands
 from ...slurm.config import SlurmResource
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
 from ...slurm.shared_queue import shared_queue
@@ -165,7 +164,7 @@ class _SessionStart:
         self._began = time.monotonic()
         self._backend, self._setup = backend, backend.setup
         self._connection = backend.connection
-        self._commands = slurm_commands(self._connection)
+        self._commands = self._connection
         self._queue = shared_queue(self._commands, str(backend.layout.queue), backend.setup.slurm.poll_interval)
         self._base = str(backend.layout.base)
         self._data_dir = data_dir_of(self._connection, backend.layout, plan)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...runtime.protocol.rpc import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NotConnected, call
-from ...slurm.commands import without_option_variables
+from ...slurm.commands import run_slurm
 from ...ssh.base import Connection, ConnectionLost
 
 __all__ = ["Announcement", "AnswerLost", "Unreachable", "parse_announcement", "send_request"]
@@ -171,7 +171,7 @@ def _send_by_srun(
         *program,
     ]
     try:
-        done = commands.run(without_option_variables(command), json.dumps(request).encode(), timeout=_SRUN_TIMEOUT)
+        done = run_slurm(commands, command, json.dumps(request).encode(), timeout=_SRUN_TIMEOUT)
     except (ConnectionLost, TimeoutError) as error:
         raise AnswerLost(f"{_name(announcement)} may have been asked by srun: {error}") from None
     lines = done.stdout.decode("utf-8", "replace").splitlines()

@@ -14,7 +14,6 @@ from enum import Enum
 from ...errors import FailureKind, StartError
 from ...runtime.protocol.messages import Operation
 from ...runtime.protocol.record import EXIT, SESSION
-from ...slurm.commands import slurm_commands
 from ...slurm.script import parse_exit
 from ...slurm.shared_queue import QueueRow, QueueSnapshot, fetch_queue
 from ...slurm.states import TERMINAL, WAITING
@@ -179,7 +178,7 @@ def ask_session(connection: Connection, generation: Generation, request: Mapping
         raise Unreachable(f"the session {generation.key} does not say where it is")
     command, directory = generation.ask_command, generation.directory
     carrier = "auto" if command else "direct"
-    return send_request(connection, slurm_commands(connection), generation.announcement, request, carrier, directory, command)
+    return send_request(connection, connection, generation.announcement, request, carrier, directory, command)
 
 
 def end_sessions(connection: Connection, base: str, key: str) -> bool:
@@ -199,7 +198,7 @@ def end_sessions(connection: Connection, base: str, key: str) -> bool:
 
 def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
     """End the given generations and wait until Slurm confirms their end; False if none was alive. Raises as `end_sessions`."""
-    commands = slurm_commands(connection)
+    commands = connection
     snapshot = fetch_queue(commands)
     ended = False
     for generation in generations:
