@@ -15,8 +15,8 @@ from ..errors import FailureKind, StartError
 from ..plan import Plan, relocate
 from ..slurm.submit import RequiredFiles
 from ..ssh.base import Connection, ConnectionFailed, Progress
-from ..upload import Bundle, bundle_directory, bundle_files, install
-from ..upload.deliver import place_of, runtime_place
+from ..upload.bundle import Bundle, bundle_directory, bundle_files
+from ..upload.deliver import install, place_of, runtime_place
 
 _PROGRESS_INTERVAL = 5.0
 """Seconds between two log lines about an upload."""

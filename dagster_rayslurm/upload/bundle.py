@@ -12,15 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO
 
-from .manifest import DEFAULT_LIMITS, Entry, EntryKind, Limits, Manifest
-from .tree import scan, scan_files
+from .tree import Entry, EntryKind, Manifest, scan, scan_files
 
 _FORMAT = b"rayslurm bundle 1\n"
 """First bytes of what is hashed for the name of a bundle; a change gives all bundles new names."""
 _BLOCK = 1024 * 1024
 """Bytes that are read from a file at once."""
-_NAME_LENGTH = 32
-"""Hex digits of a bundle's name."""
 _TAR_TYPES = {EntryKind.FILE: tarfile.REGTYPE, EntryKind.DIR: tarfile.DIRTYPE, EntryKind.LINK: tarfile.SYMTYPE}
 _SETTLED = 2_000_000_000
 """Nanoseconds after which a further change of a file certainly gets another mtime, even on a file system with a coarse clock."""
@@ -49,10 +46,7 @@ class Bundle:
         return self.manifest.size
 
     def name_of(self, path: str) -> str | None:
-        """The name in the bundle of a path on this machine.
-
-        Returns "" for the bundled directory itself, and None for a path that is not in the bundle.
-        """
+        """The name in the bundle of a path on this machine; "" for the bundled directory itself, None outside the bundle."""
         path = os.path.abspath(path)
         if self.manifest.root == os.path.realpath(path):
             return ""
@@ -95,17 +89,17 @@ def make_bundle(manifest: Manifest) -> Bundle:
         name, target = os.fsencode(entry.name), os.fsencode(entry.target)
         start = f"{entry.kind} {entry.executable:d} {digests.get(entry.name, '-')} {len(name)} {len(target)} "
         whole.update(start.encode() + name + target + b"\n")
-    return Bundle(whole.hexdigest()[:_NAME_LENGTH], manifest, digests)
+    return Bundle(whole.hexdigest()[:32], manifest, digests)
 
 
-def bundle_directory(directory: str, *, argument: str = "working_dir", limits: Limits = DEFAULT_LIMITS) -> Bundle:
-    """The bundle of the entries of a directory; for arguments and errors see `scan`."""
-    return make_bundle(scan(directory, argument=argument, limits=limits))
+def bundle_directory(directory: str) -> Bundle:
+    """The bundle of the entries of a directory; for errors see `scan`."""
+    return make_bundle(scan(directory))
 
 
-def bundle_files(files: Mapping[str, str], *, argument: str = "extra_files", limits: Limits = DEFAULT_LIMITS) -> Bundle:
+def bundle_files(files: Mapping[str, str], *, argument: str = "extra_files") -> Bundle:
     """The bundle of single files and directories; for arguments and errors see `scan_files`."""
-    return make_bundle(scan_files(files, argument=argument, limits=limits))
+    return make_bundle(scan_files(files, argument=argument))
 
 
 def _digest(argument: str, entry: Entry) -> str:
@@ -123,11 +117,7 @@ def _digest(argument: str, entry: Entry) -> str:
 
 
 def _content(argument: str, entry: Entry) -> Iterator[bytes]:
-    """The content of a file in blocks.
-
-    Raises:
-        ValueError: the file cannot be read, or its size changed since the scan.
-    """
+    """The content of a file in blocks; raises `ValueError` if it cannot be read, or its size changed since the scan."""
     try:
         with open(entry.source, "rb", buffering=0) as file:
             left = entry.size
@@ -147,7 +137,6 @@ def _content(argument: str, entry: Entry) -> Iterator[bytes]:
 
 
 def _changed(argument: str, entry: Entry) -> ValueError:
-    """The exception for a file that changed between the scan and the end of the upload."""
     return ValueError(
         f"{argument}: {entry.source} changed while it was being copied; try again, or leave it out if it keeps changing"
     )

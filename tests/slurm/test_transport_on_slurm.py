@@ -21,7 +21,9 @@ from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
 from dagster_rayslurm.ssh.base import Connection
 from dagster_rayslurm.ssh.pool import new_connection
-from dagster_rayslurm.upload import bundle_directory, bundle_files, deliver, install
+from dagster_rayslurm.upload import deliver
+from dagster_rayslurm.upload.bundle import bundle_directory, bundle_files
+from dagster_rayslurm.upload.deliver import install
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +185,7 @@ def test_two_machines_at_once(edge: Connection, base: str, source: Path, monkeyp
     (source / "big").write_bytes(os.urandom(6 * 2**20))
     made = bundle_directory(str(source))
     # Locks are this machine's: without them these are two machines.
-    monkeypatch.setattr("dagster_rayslurm.upload.deliver._one_at_a_time", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("dagster_rayslurm.upload.deliver._machine_lock", lambda _: contextlib.nullcontext())
     found: list[Any] = []
     pair = [Counting(edge), Counting(edge)]
     threads = [threading.Thread(target=lambda each=each: found.append(install(each, base, [made]))) for each in pair]

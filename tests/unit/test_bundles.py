@@ -23,19 +23,10 @@ from hypothesis import strategies as st
 from dagster_rayslurm import archive
 from dagster_rayslurm.ssh.base import ConnectionLost
 from dagster_rayslurm.ssh.local import LocalConnection
-from dagster_rayslurm.upload import (
-    Bundle,
-    Limits,
-    bundle,
-    bundle_directory,
-    bundle_files,
-    deliver,
-    install,
-    make_bundle,
-    scan,
-    scan_files,
-)
-from dagster_rayslurm.upload.manifest import largest
+from dagster_rayslurm.upload import bundle, deliver
+from dagster_rayslurm.upload.bundle import Bundle, bundle_directory, bundle_files, make_bundle
+from dagster_rayslurm.upload.deliver import install
+from dagster_rayslurm.upload.tree import Limits, scan, scan_files
 
 from ..conftest import small_disk
 
@@ -497,8 +488,8 @@ def test_too_large_a_bundle_is_refused(tree: Callable[..., Path]) -> None:
     with pytest.raises(ValueError) as caught:
         scan(str(source))
     assert str(caught.value) == (
-        f"working_dir: {source} would be 600 MiB, more than 500 MiB; the largest are data/deep/a.bin (600 MiB), "
-        "models/ (59 KiB), code.py (1 bytes); "
+        f"working_dir: {source} would be 600 MiB, more than 500 MiB; the largest are data/deep/ (600 MiB), "
+        "models/m1 (29 KiB), models/m2 (29 KiB), code.py (1 bytes), data/small (1 bytes); "
         f"list what payloads do not need in {source}/.rayignore, and keep data on the cluster, in the directory that payloads "
         "find in RAYSLURM_DATA_DIR"
     )
@@ -511,15 +502,6 @@ def test_too_many_entries_are_refused(tree: Callable[..., Path]) -> None:
     source = tree({f"runs/{number}": "" for number in range(40)} | {"a": ""})
     with pytest.raises(ValueError, match=r"would be more than 30 files and directories, most of them in runs/ \(\d+\)"):
         scan(str(source), limits=Limits(max_entries=30))
-
-
-@given(st.dictionaries(st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map("/".join), st.integers(0, 1000), max_size=12))
-def test_the_largest_are_disjoint_and_in_order(sizes: dict[str, int]) -> None:
-    found = largest(sizes)
-    assert [size for _, size in found] == sorted((size for _, size in found), reverse=True)
-    assert sum(size for _, size in found) <= sum(sizes.values())
-    stems = [name.rstrip("/") for name, _ in found]
-    assert not any(a != b and f"{b}/".startswith(f"{a}/") for a in stems for b in stems)
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "same size", "gone"])
@@ -689,7 +671,8 @@ def test_one_of_many_threads_sends_a_bundle(tree: Callable[..., Path], there: Pa
 
 INSTALL = """
 import sys
-from dagster_rayslurm.upload import bundle_directory, install
+from dagster_rayslurm.upload.bundle import bundle_directory
+from dagster_rayslurm.upload.deliver import install
 from dagster_rayslurm.ssh.local import LocalConnection
 sys.stdin.readline()
 install(LocalConnection(), sys.argv[2], [bundle_directory(sys.argv[1])])

@@ -18,7 +18,8 @@ from dagster_rayslurm.backends.run_dir import Layout, sweep_old, sweep_remote
 from dagster_rayslurm.plan import run_dir_name
 from dagster_rayslurm.ssh.base import Completed
 from dagster_rayslurm.ssh.local import LocalConnection
-from dagster_rayslurm.upload import bundle_files, install
+from dagster_rayslurm.upload.bundle import bundle_files
+from dagster_rayslurm.upload.deliver import install
 
 from ..conftest import wait_until
 
