@@ -226,31 +226,30 @@ def test_a_silent_client_is_closed_and_one_that_answers_stays(loop: Loop, monkey
 # ---- Too many strangers
 
 
-def test_strangers_are_few_at_once_and_keep_no_client_out(loop: Loop) -> None:
+def test_strangers_are_few_at_once_and_keep_no_client_out(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "_MAX_STRANGERS", 8)
     events, own = Events(), Events()
     server = RpcServer(loop, KEY, control_ports(None, 1), events)
-    crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
-    greeted = 0
+    crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(30)]
+    client = Channel(loop, socket.create_connection(("127.0.0.1", server.port)), KEY, Role.CLIENT, own)
     try:
-        client = Channel(loop, socket.create_connection(("127.0.0.1", server.port)), KEY, Role.CLIENT, own)
-        turn(loop, lambda: False, 0.3)
-        for stranger in crowd:
-            stranger.setblocking(False)
-        for stranger in crowd:
-            try:
-                greeted += b"challenge" in stranger.recv(4096)
-            except BlockingIOError:
-                continue  # It waits in the kernel's queue.
-        assert greeted == 64
-        assert turn(loop, lambda: own.names == ["authenticated"], 8)
-        assert crowd[0].recv(4096) == b""  # The oldest had to give way.
-        client.close()
+        assert turn(loop, lambda: own.names == ["authenticated"])
+        assert [ends(stranger) for stranger in crowd] == [True] * 23 + [False] * 7  # The oldest had to give way.
     finally:
-        for stranger in crowd:
-            stranger.close()
         server.close()
-        for channel in events.channels:
-            channel.close()
+        for each in [*crowd, client, *events.channels]:
+            each.close()
+
+
+def ends(sock: socket.socket) -> bool:
+    """Whether the other end has closed the connection, perhaps after its challenge."""
+    sock.setblocking(False)
+    try:
+        while sock.recv(4096):
+            continue
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 def test_without_file_descriptors_the_server_waits_instead_of_spinning() -> None:
@@ -260,7 +259,9 @@ def test_without_file_descriptors_the_server_waits_instead_of_spinning() -> None
         from dagster_rayslurm.runtime.protocol.rpc import Acceptor, listen
         loop, asked, accepted = Loop(), [], []
         sock = listen([0])
-        acceptor = Acceptor(loop, sock, accepted.append, lambda: asked.append(1) or 0.0)
+        acceptor = Acceptor(loop, sock, accepted.append)
+        forget = loop.forget
+        loop.forget = lambda fd: (asked.append(1), forget(fd))
         client = socket.create_connection(("127.0.0.1", sock.getsockname()[1]))
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), 4096))
         hogs = []
@@ -270,13 +271,13 @@ def test_without_file_descriptors_the_server_waits_instead_of_spinning() -> None
         except OSError:
             pass
         loop.resume(0.5)
-        print(len(asked), len(accepted))
+        print(0 < len(asked) < 5, len(accepted))
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
         loop.resume(1.0)
         print(len(accepted))
     """)
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30).stdout
-    assert said.split() == ["1", "0", "1"]
+    assert said.split() == ["True", "0", "1"]
 
 
 def test_the_runtime_may_open_many_files() -> None:

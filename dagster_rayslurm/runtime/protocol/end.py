@@ -7,38 +7,29 @@ from enum import Enum
 from typing import Optional
 
 
-class EndReason(str, Enum):
-    """Why a payload ended, as the `end` record says it; `outcome.verdict` maps each to a kind of failure."""
-
-    EXIT = "exit"
-    """The payload's process ended by itself; `End.exit_code` or `End.signal` says how."""
-    CANCEL = "cancel"
-    """Dagster or `cleanup_cluster` cancelled the payload."""
-    TERMINATED = "terminated"
-    """The runtime received a signal, for instance from Slurm."""
-    TIMEOUT = "timeout"
-    """The payload's or the allocation's time limit was reached."""
-    RETURNED = "returned"
-    """The session accepted the payload but never started it; another session may run it."""
-    ALLOCATION = "allocation"
-    """The allocation has fewer resources than were requested of Slurm."""
-    ENVIRONMENT = "environment"
-    """The payload's Python environment lacks Ray, or has another version of it."""
-    SPAWN = "spawn"
-    """The payload's command cannot be started."""
-    CLUSTER_START = "cluster-start"
-    """The Ray cluster did not start."""
-    CLUSTER_LOST = "cluster-lost"
-    """The Ray cluster was lost after it had started."""
-    RECORD = "record"
-    """The run directory cannot be written."""
-    OTHER_COMPONENT = "other-component"
-    """In the separate topology, another component failed."""
-    RUNTIME = "runtime"
-    """The runtime has a defect, or lost the other components of the separate topology."""
+class TextEnum(str, Enum):
+    """A choice that is text in JSON and in messages."""
 
     def __str__(self) -> str:
-        return self.value
+        return str(self.value)
+
+
+class EndReason(TextEnum):
+    """Why a payload ended, as the `end` record says it; `outcome.verdict` maps each to a kind of failure."""
+
+    EXIT = "exit"  # The payload's process ended by itself; `End.exit_code` or `End.signal` says how.
+    CANCEL = "cancel"  # Dagster or `cleanup_cluster` cancelled the payload.
+    TERMINATED = "terminated"  # The runtime received a signal, for instance from Slurm.
+    TIMEOUT = "timeout"  # The payload's or the allocation's time limit was reached.
+    RETURNED = "returned"  # The session accepted the payload but never started it; another session may run it.
+    ALLOCATION = "allocation"  # The allocation has fewer resources than were requested of Slurm.
+    ENVIRONMENT = "environment"  # The payload's Python environment lacks Ray, or has another version of it.
+    SPAWN = "spawn"  # The payload's command cannot be started.
+    CLUSTER_START = "cluster-start"  # The Ray cluster did not start.
+    CLUSTER_LOST = "cluster-lost"  # The Ray cluster was lost after it had started.
+    RECORD = "record"  # The run directory cannot be written.
+    OTHER_COMPONENT = "other-component"  # In the separate topology, another component failed.
+    RUNTIME = "runtime"  # The runtime has a defect, or lost the other components of the separate topology.
 
 
 @dataclass(frozen=True)
@@ -46,12 +37,9 @@ class End:
     """How a payload ended: the reason, an explanation for the Dagster log, and how its process ended."""
 
     reason: EndReason
-    message: Optional[str] = None
-    """Explanation for the Dagster log; None if the reason says it all."""
-    exit_code: Optional[int] = None
-    """Exit code of the payload's process; None if a signal or the runtime ended it."""
-    signal: Optional[int] = None
-    """The signal that ended the payload's process; None if there was none."""
+    message: Optional[str] = None  # None if the reason says it all.
+    exit_code: Optional[int] = None  # Of the payload's process; None if a signal or the runtime ended it.
+    signal: Optional[int] = None  # The signal that ended the payload's process.
 
 
 def defect(error: BaseException) -> End:
@@ -60,17 +48,12 @@ def defect(error: BaseException) -> End:
     return End(EndReason.RUNTIME, type(error).__name__ + (": " + text if text else ""))
 
 
+@dataclass
 class PayloadEnd:
-    """What is known so far about the end of one payload: its process may exit, the runtime may end it, or both.
+    """What is known so far about the end of one payload: its process may exit, the runtime may end it, or both."""
 
-    Attributes:
-        exit: how the payload's process ended; None as long as it runs.
-        forced: why the runtime ends the payload; None if the runtime does not.
-    """
-
-    def __init__(self) -> None:
-        self.exit: Optional[End] = None
-        self.forced: Optional[End] = None
+    exit: Optional[End] = None  # How the payload's process ended; None as long as it runs.
+    forced: Optional[End] = None  # Why the runtime ends the payload; None if the runtime does not.
 
     def force(self, end: End) -> None:
         """Set why the runtime ends the payload; only the first call counts."""
@@ -100,11 +83,7 @@ class PayloadEnd:
 
 
 class ClusterError(Exception):
-    """Raised when a Ray cluster did not start; also passed on when a cluster was lost.
-
-    Attributes:
-        reason: ENVIRONMENT, CLUSTER_START or CLUSTER_LOST.
-    """
+    """Raised when a Ray cluster did not start, and passed on when one was lost; `reason` tells which, or ENVIRONMENT."""
 
     def __init__(self, reason: EndReason, message: str) -> None:
         super().__init__(message)

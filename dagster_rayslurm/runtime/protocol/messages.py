@@ -1,111 +1,66 @@
-"""The kinds of messages between the head's runtime and the node agents of worker nodes.
-
-Requests to a running runtime and its answers; a request is a JSON object that names its operation in `op`.
-"""
+"""The messages between runtimes, and requests to a runtime with their answers: JSON objects whose kind is named here."""
 
 from __future__ import annotations
 
 import traceback
-from enum import Enum
 from typing import Any, Callable, Dict
 
-
-class NodeCommand(str, Enum):
-    """What the head commands a worker node to do: the `op` of a message from the head."""
-
-    START_RAY = "ray"
-    """Start Ray and join the Ray cluster. `attempt` is higher each time that the head had to start Ray again on another port."""
-    RAY_READY = "ready"
-    """Treat an end of Ray as a loss from now on: this node has joined the Ray cluster."""
-    END_RAY = "end-ray"
-    """End Ray on this node for one Ray cluster."""
-    MEASURE = "measure"
-    """Measure usage for a payload."""
-    REPORT = "report"
-    """Stop measuring for a payload, and send its usage."""
-    ENDING = "ending"
-    """Stay until STOP, even after a signal: the head was signalled too, and gives payloads their grace period."""
-    STOP = "stop"
-    """End the runtime of this node."""
-
-    def __str__(self) -> str:
-        return self.value
-
-
-class NodeEvent(str, Enum):
-    """What happened on a worker node: the `event` of a message from its node agent, or of one that the head makes itself."""
-
-    JOINED = "joined"
-    """The node connected for the first time. The head makes this event itself."""
-    LOST = "lost"
-    """The node's connection was lost. The head makes this event itself."""
-    RAY_FAILED = "failed"
-    """Ray did not start on the node, or ended unexpectedly."""
-    RAY_ENDED = "ended"
-    """The node has carried out END_RAY."""
-    USAGE = "usage"
-    """The answer to REPORT: the measured usage."""
-    MEMORY = "memory"
-    """The node's memory is nearly full, or a Ray worker was killed for it."""
-
-    def __str__(self) -> str:
-        return self.value
-
+from .end import TextEnum
 
 Answer = Dict[str, Any]
 """The answer to a request. If its `ok` is False, `error` says why, and `message` may explain it for the Dagster log."""
 
 
-class Operation(str, Enum):
-    """What a request is for."""
+class NodeCommand(TextEnum):
+    """What the head commands a worker node to do: the `op` of a message from the head."""
 
-    RUN = "run"
-    """Run the payload of a run directory."""
-    WITHDRAW = "withdraw"
-    """Do not run a payload, even if the request to run it arrives later than this one."""
-    CANCEL = "cancel"
-    """End a payload."""
-    DESCRIBE = "describe"
-    """Answer with the state of the runtime, and change nothing."""
-    STOP = "stop"
-    """End all payloads and the runtime."""
-    YIELD = "yield"
-    """End the runtime if it is idle, because another Slurm job waits for its nodes."""
-
-    def __str__(self) -> str:
-        return self.value
+    # Start Ray and join the Ray cluster. `attempt` is higher each time that the head had to start Ray again on another port.
+    START_RAY = "ray"
+    RAY_READY = "ready"  # Treat an end of Ray as a loss from now on: this node has joined the Ray cluster.
+    END_RAY = "end-ray"  # End Ray on this node for one Ray cluster.
+    MEASURE = "measure"  # Measure usage for a payload.
+    REPORT = "report"  # Stop measuring for a payload, and send its usage.
+    ENDING = "ending"  # Stay until STOP, even after a signal: the head was signalled too, and gives payloads their grace period.
+    STOP = "stop"  # End the runtime of this node.
 
 
-class Refusal(str, Enum):
+class NodeEvent(TextEnum):
+    """What happened on a worker node: the `event` of a message from its node agent, or of one that the head makes itself."""
+
+    JOINED = "joined"  # The node connected for the first time. The head makes this event itself.
+    LOST = "lost"  # The node's connection was lost. The head makes this event itself.
+    RAY_FAILED = "failed"  # Ray did not start on the node, or ended unexpectedly.
+    RAY_ENDED = "ended"  # The node has carried out END_RAY.
+    USAGE = "usage"  # The answer to REPORT: the measured usage.
+    MEMORY = "memory"  # The node's memory is nearly full, or a Ray worker was killed for it.
+
+
+class Operation(TextEnum):
+    """What a request to a running runtime is for: its `op`."""
+
+    RUN = "run"  # Run the payload of a run directory.
+    WITHDRAW = "withdraw"  # Do not run a payload, even if the request to run it arrives later than this one.
+    CANCEL = "cancel"  # End a payload.
+    DESCRIBE = "describe"  # Answer with the state of the runtime, and change nothing.
+    STOP = "stop"  # End all payloads and the runtime.
+    YIELD = "yield"  # End the runtime if it is idle, because another Slurm job waits for its nodes.
+
+
+class Refusal(TextEnum):
     """Why a request is refused: the `error` of an answer."""
 
-    DUPLICATE = "duplicate"
-    """This payload was accepted before."""
-    CLOSING = "closing"
-    """The runtime takes no more payloads."""
-    MISFIT = "misfit"
-    """The payload needs more resources than Slurm granted on the nodes."""
-    MISSING = "missing"
-    """Files that the payload needs are not on the cluster; `missing` lists them."""
-    MISSING_SECRETS = "missing-secrets"
-    """The file with the payload's secrets is missing."""
-    RECORD = "record"
-    """The run directory cannot be written."""
-    WITHDRAWN = "withdrawn"
-    """A request to withdraw this payload came before."""
-    REFUSED = "refused"
-    """The request or the payload is invalid, or the runtime failed to handle it."""
-    UNKNOWN = "unknown request"
-    """The runtime does not know the operation."""
-    BUSY = "busy"
-    """The session is not idle."""
-    KEPT = "kept"
-    """The session is configured not to yield."""
-    GONE = "gone"
-    """The runtime has ended; the client gives this answer itself."""
-
-    def __str__(self) -> str:
-        return self.value
+    DUPLICATE = "duplicate"  # This payload was accepted before.
+    CLOSING = "closing"  # The runtime takes no more payloads.
+    MISFIT = "misfit"  # The payload needs more resources than Slurm granted on the nodes.
+    MISSING = "missing"  # Files that the payload needs are not on the cluster; `missing` lists them.
+    MISSING_SECRETS = "missing-secrets"  # The file with the payload's secrets is missing.
+    RECORD = "record"  # The run directory cannot be written.
+    WITHDRAWN = "withdrawn"  # A request to withdraw this payload came before.
+    REFUSED = "refused"  # The request or the payload is invalid, or the runtime failed to handle it.
+    UNKNOWN = "unknown request"  # The runtime does not know the operation.
+    BUSY = "busy"  # The session is not idle.
+    KEPT = "kept"  # The session is configured not to yield.
+    GONE = "gone"  # The runtime has ended; the client gives this answer itself.
 
 
 def refuse(error: Refusal, message: object = None, **more: Any) -> Answer:

@@ -1,7 +1,6 @@
 """Authenticated TCP connections between runtimes, and from the Dagster host to a session: each line is a message in JSON.
 
-This module holds what all sides share, the handshake and the format of messages. `rpc_server` accepts connections, `rpc_client`
-keeps one connection and reconnects, and `rpc_call` makes one call without an event loop.
+`RpcServer` accepts connections, `RpcClient` keeps one and reconnects, and `call` makes one call without an event loop.
 
 The two ends authenticate each other before the first message:
 
@@ -10,29 +9,14 @@ The two ends authenticate each other before the first message:
 3. The server checks it and sends its own proof, with "server" and the challenges the other way round.
 4. From then on each line is one message, a JSON object.
 
-The key comes from the start record, which only the user of the job can read. The handshake keeps out everybody who can connect to
-the port, or listen on it, without knowing the key. A proof cannot be used for a second connection, because each connection has
-new challenges. Messages after the handshake are neither signed nor encrypted, and neither is Ray's own traffic on the same
-network: the runtime does not protect against attackers who can alter the traffic between nodes.
-
-The client's side of the connections between runtimes: connects with retries, answers pings, and reconnects after a loss.
-
-Nothing here blocks, except the lookup of a host name, which succeeds once.
-
-The server's side of the authenticated connections between runtimes.
-
-A connection whose handshake is not done is called a stranger here. The server keeps few strangers at a time, and none for long,
-so that they cannot keep clients out.
-
-Sends one request to a warm session and waits for the answer, without an event loop.
-
-The Dagster host uses `call` over a TCP connection. If it cannot connect to the node, it starts `main` there by `srun --overlap`.
+The key comes from the start record, which only the user of the job can read. A proof serves one connection, because each has new
+challenges. Messages after the handshake are neither signed nor encrypted, and neither is Ray's traffic on the same network: the
+runtime does not protect against attackers who can alter the traffic between nodes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import hmac
 import json
@@ -42,21 +26,23 @@ import socket
 import sys
 import time
 import traceback
-from enum import Enum
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from ..process.loop import Loop, Timer
+from .end import TextEnum
 from .record import SESSION
 
 Message = Dict[str, Any]
 """One message: the JSON object of a line."""
+Address = Tuple[str, int]
+"""Host and port."""
 
-MAX_LINE = 2**22
+_MAX_LINE = 2**22
 """Bytes that a message may have at most; usage samples and tails of logs are far shorter."""
 _MAX_HANDSHAKE = 4096
 """Bytes that a line may have at most until the other end has authenticated itself."""
-_HEX_CHALLENGE = re.compile("[0-9a-f]{32}")
-_HEX_PROOF = re.compile("[0-9a-f]{64}")
+_HEX = {"challenge": re.compile("[0-9a-f]{32}"), "proof": re.compile("[0-9a-f]{64}")}
 _SEND_TIMEOUT = 2.0
 """Seconds that sending may block before the connection counts as broken."""
 
@@ -65,64 +51,43 @@ HEARTBEAT_INTERVAL = 5.0
 HEARTBEAT_TIMEOUT = 30.0
 """Seconds of silence after which the other end of a connection counts as lost."""
 RECONNECT_GRACE = 10.0
-"""Seconds after the loss of a connection in which the two ends may connect again, before one gives up the other.
-
-Worker nodes and the head use it, and so do the components of the separate topology. Clients try to reconnect ten times a second.
-"""
+"""Seconds after the loss of a connection in which the two ends may connect again, before one gives up the other; clients try ten
+times a second."""
 
 
-class Role(str, Enum):
+class Role(TextEnum):
     """Which of the two ends of a connection a process has: the client connects, the server accepts."""
 
     CLIENT = "client"
     SERVER = "server"
 
-    def __str__(self) -> str:
-        return self.value
-
 
 def derive_key(key: str, purpose: str) -> str:
-    """Returns a key for one purpose, made from another key; both are hex."""
+    """A key for one purpose, made from another key; both are hex."""
     return hmac.new(bytes.fromhex(key), purpose.encode("utf-8"), hashlib.sha256).hexdigest()
 
 
-def encode_message(message: Message) -> bytes:
-    """The line for a message, with its newline."""
+def _encode(message: Message) -> bytes:
     return json.dumps(message).encode("utf-8") + b"\n"
 
 
-def decode_message(line: bytes) -> Message:
-    """The message in a line.
-
-    Raises:
-        ValueError: the line is not a JSON object.
-    """
-    try:
-        message = json.loads(line.decode("utf-8"))
-    except RecursionError:
-        raise ValueError("the message is nested too deeply") from None
+def _decode(line: bytes) -> Message:
+    """The message in a line; raises ValueError or RecursionError if the line is not a JSON object."""
+    message = json.loads(line.decode("utf-8"))
     if not isinstance(message, dict):
         raise ValueError("the message is not a JSON object")
     return message
 
 
-class LineBuffer:
-    """Splits the bytes that arrive on a connection into lines.
-
-    Attributes:
-        limit: bytes that may be buffered, and so the length of the longest line.
-    """
+class _LineBuffer:
+    """Splits the bytes that arrive on a connection into lines of at most `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._partial = b""
 
     def feed(self, data: bytes) -> List[bytes]:
-        """Take in received bytes, and return the lines that are complete now, without their newlines.
-
-        Raises:
-            ValueError: a line is longer than the limit.
-        """
+        """The lines that are complete with this data, without their newlines; raises ValueError if a line is too long."""
         if len(self._partial) + len(data) > self.limit:
             raise ValueError("the line is longer than %d bytes" % self.limit)
         *lines, self._partial = (self._partial + data).split(b"\n")
@@ -130,54 +95,36 @@ class LineBuffer:
 
 
 class Handshake:
-    """One end's part of the mutual authentication; it says which lines to send, and the caller sends them.
-
-    Attributes:
-        opening: the line to send first, with this end's challenge.
-        done: whether the other end has proved that it knows the key.
-    """
+    """One end's part of the mutual authentication: says which lines to send, beginning with `opening`, until it is `done`."""
 
     def __init__(self, key: str, role: Role) -> None:
         self._key = key
         self._role = role
-        self._peer = Role.SERVER if role == Role.CLIENT else Role.CLIENT
         self._challenge = os.urandom(16).hex()
-        self._peer_challenge: Optional[str] = None
-        self.opening = encode_message({"challenge": self._challenge})
+        self._peer_challenge = ""
+        self.opening = _encode({"challenge": self._challenge})
         self.done = False
 
     def receive(self, line: bytes) -> bytes:
-        """Take in a line from the other end, and return the line to answer with; b"" for no answer.
-
-        Raises:
-            ValueError: the other end does not know the key, or does not speak this protocol.
-        """
-        message = decode_message(line)
-        if self._peer_challenge is None:
-            self._peer_challenge = _hex_field(message, "challenge", _HEX_CHALLENGE)
+        """The line to answer with, or b""; raises ValueError if the other end does not know the key or this protocol."""
+        name = "proof" if self._peer_challenge else "challenge"
+        value = _decode(line).get(name)
+        if not isinstance(value, str) or _HEX[name].fullmatch(value) is None:
+            raise ValueError("it sent no %s" % name)
+        if name == "challenge":
+            self._peer_challenge = value
             return self._own_proof() if self._role == Role.CLIENT else b""
-        expected = _proof(self._key, self._peer, self._challenge, self._peer_challenge)
-        if not hmac.compare_digest(expected, _hex_field(message, "proof", _HEX_PROOF)):
+        peer = Role.SERVER if self._role == Role.CLIENT else Role.CLIENT
+        if not hmac.compare_digest(self._proof(peer, self._challenge, self._peer_challenge), value):
             raise ValueError("its proof is wrong")
         self.done = True
         return self._own_proof() if self._role == Role.SERVER else b""
 
     def _own_proof(self) -> bytes:
-        assert self._peer_challenge is not None
-        return encode_message({"proof": _proof(self._key, self._role, self._peer_challenge, self._challenge)})
+        return _encode({"proof": self._proof(self._role, self._peer_challenge, self._challenge)})
 
-
-def _proof(key: str, prover: Role, verifier_challenge: str, own_challenge: str) -> str:
-    """The proof that the prover knows the key; `own_challenge` is the prover's."""
-    return derive_key(key, "%s:%s:%s" % (prover, verifier_challenge, own_challenge))
-
-
-def _hex_field(message: Message, name: str, form: "re.Pattern[str]") -> str:
-    """The value of a message's field; raises ValueError if it does not have this form."""
-    value = message.get(name)
-    if not isinstance(value, str) or form.fullmatch(value) is None:
-        raise ValueError("it sent no %s" % name)
-    return value
+    def _proof(self, prover: Role, verifier_challenge: str, prover_challenge: str) -> str:
+        return derive_key(self._key, "%s:%s:%s" % (prover, verifier_challenge, prover_challenge))
 
 
 class ChannelListener:
@@ -196,46 +143,34 @@ class ChannelListener:
 class Channel:
     """One connection, as its server or its client holds it: authenticates the other end, then sends and receives messages.
 
-    Args:
-        loop: the event loop, which reads the socket.
-        sock: a connected socket; the channel owns it.
-        key: the shared secret, hex.
-        role: this end's role.
-        listener: its methods are called with what happens; may be replaced later.
-
-    Attributes:
-        last_received: the time on the loop's clock when data arrived last.
+    It owns the socket, which is connected or connecting. `timeout` is the time for connecting and the handshake, in seconds.
     """
 
-    def __init__(self, loop: Loop, sock: socket.socket, key: str, role: Role, listener: ChannelListener) -> None:
+    def __init__(
+        self, loop: Loop, sock: socket.socket, key: str, role: Role, listener: ChannelListener, timeout: float = 10.0
+    ) -> None:
         self.listener = listener
         self.last_received = loop.now()
         self._loop = loop
         self._socket: Optional[socket.socket] = sock
         self._handshake = Handshake(key, role)
-        self._lines = LineBuffer(_MAX_HANDSHAKE)
-        sock.settimeout(_SEND_TIMEOUT)  # Only sending can block: the loop reads only when there is data.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        loop.on_readable(sock.fileno(), self._read)
-        self._send_line(self._handshake.opening)
+        self._lines = _LineBuffer(_MAX_HANDSHAKE)
+        self._timer = loop.call_later(timeout, lambda: self.fail("timed out"))
+        loop.on_writable(sock.fileno(), self._connected)
 
     @property
     def is_authenticated(self) -> bool:
         return self._handshake.done
 
-    @property
-    def is_open(self) -> bool:
-        return self._socket is not None
-
     def send(self, **message: Any) -> None:
         """Send a message; the channel must be authenticated. If sending fails, the channel ends."""
         assert self.is_authenticated
-        self._send_line(encode_message(message))
+        self._send_line(_encode(message))
 
     def wait_closed(self, deadline: float) -> None:
-        """Block until the other end closes the connection, or until the deadline; then close this end.
+        """Block until the other end closes the connection, or until the deadline (`time.monotonic`); then close this end.
 
-        To be called at the end of a runtime, when its loop no longer runs. The deadline is a time of `time.monotonic`.
+        To be called at the end of a runtime, when its loop no longer runs.
         """
         with contextlib.suppress(OSError):  # The connection is broken, or the deadline has come: either way it is closed now.
             while self._socket is not None and time.monotonic() < deadline:
@@ -246,6 +181,7 @@ class Channel:
 
     def close(self) -> None:
         """Close the connection without telling the listener."""
+        self._timer.cancel()
         if self._socket is not None:
             self._loop.forget(self._socket.fileno())
             self._socket.close()
@@ -256,6 +192,17 @@ class Channel:
         if self._socket is not None:
             self.close()
             self.listener.closed(self, why)
+
+    def _connected(self) -> None:
+        assert self._socket is not None
+        error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            return self.fail(os.strerror(error))
+        self._loop.forget(self._socket.fileno())
+        self._loop.on_readable(self._socket.fileno(), self._read)
+        self._socket.settimeout(_SEND_TIMEOUT)  # Only sending can block: the loop reads only when there is data.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._send_line(self._handshake.opening)
 
     def _send_line(self, line: bytes) -> None:
         if self._socket is None:
@@ -279,19 +226,18 @@ class Channel:
                 self._handle_line(line)
                 if self._socket is None:
                     return
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self.fail("its connection ended: %s" % error)
 
     def _handle_line(self, line: bytes) -> None:
         if not self._handshake.done:
-            reply = self._handshake.receive(line)
-            if reply:
-                self._send_line(reply)
+            self._send_line(self._handshake.receive(line))
             if self._handshake.done:
-                self._lines.limit = MAX_LINE
+                self._timer.cancel()
+                self._lines.limit = _MAX_LINE
                 self.listener.authenticated(self)
             return
-        message = decode_message(line)
+        message = _decode(line)
         try:
             self.listener.received(self, message)
         except Exception:  # A handler error closes this connection only; other clients keep working.
@@ -299,17 +245,161 @@ class Channel:
             self.fail("its connection ended")
 
 
-Address = Tuple[str, int]
-"""Host and port."""
+_ACCEPT_PAUSE = 0.2
+"""Seconds until a server that could not accept a connection, perhaps for want of file descriptors, tries again."""
+_MAX_STRANGERS = 256
+"""Connections without a finished handshake that a server keeps; for a further one it closes the oldest. A handshake takes
+milliseconds, so that strangers cannot keep clients out."""
 
-_CLIENT_CONNECT_TIMEOUT = 1.0
-"""Seconds for connecting to one address."""
-_CLIENT_HANDSHAKE_TIMEOUT = 3.0
-"""Seconds for the handshake, after which the next address is tried: another service may listen on the port."""
+
+class RpcServerError(OSError):
+    """Raised when none of the ports is free to listen on."""
+
+
+def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
+    """A socket that listens on the first free port, to all hosts or only to this machine.
+
+    Raises:
+        RpcServerError: no port is free.
+    """
+    problem: Optional[OSError] = None
+    for port in ports:
+        try:
+            if loopback or not socket.has_dualstack_ipv6():
+                return socket.create_server(("127.0.0.1" if loopback else "", port), backlog=256)
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=256, dualstack_ipv6=True)
+        except OSError as error:
+            problem = error
+    raise RpcServerError("the head cannot listen on any of the ports %s: %s" % (", ".join(map(str, ports)), problem))
+
+
+@dataclass(eq=False)
+class Acceptor:
+    """Calls `on_connection` with each connection that comes in on a listening socket, which the acceptor owns."""
+
+    loop: Loop
+    sock: socket.socket
+    on_connection: Callable[[socket.socket], None]
+
+    def __post_init__(self) -> None:
+        self.sock.setblocking(False)
+        self._resume()
+
+    def close(self) -> None:
+        """Stop accepting connections, and close the listening socket."""
+        self.loop.forget(self.sock.fileno())
+        self.sock.close()
+
+    def _resume(self) -> None:
+        if self.sock.fileno() >= 0:  # The acceptor was closed otherwise.
+            self.loop.on_readable(self.sock.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self.sock.accept()
+        except OSError:
+            self.loop.forget(self.sock.fileno())  # It stays readable, so the loop would call again and again.
+            self.loop.call_later(_ACCEPT_PAUSE, self._resume)
+        else:
+            self.on_connection(connection)
+
+
+@dataclass(eq=False, repr=False)
+class RpcServer(ChannelListener):
+    """Listens for connections, authenticates the clients, and passes their messages to a listener.
+
+    With `heartbeat` it sends `{"op": "ping"}` to all clients, and closes connections that are silent for too long.
+    """
+
+    loop: Loop
+    key: str
+    ports: Sequence[int]
+    listener: ChannelListener
+    loopback: bool = False
+    heartbeat: bool = False
+
+    def __post_init__(self) -> None:
+        self._channels: Dict[Channel, None] = {}
+        sock = listen(self.ports, self.loopback)
+        self.port = int(sock.getsockname()[1])
+        self._acceptor = Acceptor(self.loop, sock, self._connected)
+        self._timer = self.loop.call_later(HEARTBEAT_INTERVAL, self._beat)
+
+    def stop_heartbeat(self) -> None:
+        """Send no more pings, and no longer close silent connections."""
+        self._timer.cancel()
+
+    def close(self) -> None:
+        """Accept no more connections, and close those without a finished handshake; the others stay open."""
+        self.stop_heartbeat()
+        for channel in self._strangers():
+            channel.close()
+        self._acceptor.close()
+
+    def authenticated(self, channel: Channel) -> None:
+        self.listener.authenticated(channel)
+
+    def received(self, channel: Channel, message: Message) -> None:
+        if message.get("event") != "pong":
+            self.listener.received(channel, message)
+
+    def closed(self, channel: Channel, why: str) -> None:
+        self._channels.pop(channel, None)
+        if channel.is_authenticated:
+            self.listener.closed(channel, why)
+
+    def _connected(self, sock: socket.socket) -> None:
+        for oldest in self._strangers()[: 1 - _MAX_STRANGERS]:
+            oldest.fail("too many connections")
+        self._channels[Channel(self.loop, sock, self.key, Role.SERVER, self)] = None
+
+    def _strangers(self) -> List[Channel]:
+        return [channel for channel in self._channels if not channel.is_authenticated]
+
+    def _beat(self) -> None:
+        """Close the connections that are silent for too long, and send a ping over the others."""
+        for channel in list(self._channels) if self.heartbeat else []:
+            if self.loop.now() - channel.last_received > HEARTBEAT_TIMEOUT:
+                channel.fail("it has been silent for %g s" % HEARTBEAT_TIMEOUT)
+            elif channel.is_authenticated:
+                channel.send(op="ping")
+        self._timer = self.loop.call_later(HEARTBEAT_INTERVAL, self._beat)
+
+
+class Peer:
+    """One client as the server sees it, over all its reconnections; `channel` is the newest connection, or None."""
+
+    def __init__(self) -> None:
+        self.channel: Optional[Channel] = None
+
+    @property
+    def here(self) -> bool:
+        """Whether the client is connected."""
+        return self.channel is not None
+
+    def attach(self, channel: Channel) -> None:
+        """Take a new connection of the client in place of the one before."""
+        if self.channel is not None:
+            self.channel.fail("replaced")  # The client reconnected before its loss was noticed here.
+        self.channel = channel
+
+    def detach(self, channel: Channel) -> bool:
+        """Drop a connection that has ended. Returns whether that leaves the client without a connection."""
+        newest = self.channel is channel
+        if newest:
+            self.channel = None
+        return newest
+
+    def send(self, **message: Any) -> None:
+        """Send a message to the client; without a connection the message is dropped."""
+        if self.channel is not None:
+            self.channel.send(**message)
+
+
+_CONNECT_TIMEOUT = 2.0
+"""Seconds for connecting to one address and the handshake with it: another service may listen there, or nothing answer."""
 _RETRY_PAUSE = 0.1
 """Seconds after a failure until the next address is tried."""
-_MAX_LOOKUP_PAUSE = 5.0
-"""Longest pause in seconds after a host name could not be resolved. The pause is ten times as long as the lookup blocked."""
 
 
 class ClientListener:
@@ -328,27 +418,26 @@ class ClientListener:
         """Called when an attempt to connect has failed; the client tries the next address by itself."""
 
 
+@dataclass(eq=False, repr=False)
 class RpcClient(ChannelListener):
-    """Keeps one connection to a server, which listens on one of several addresses.
+    """Keeps one connection to a server, which listens on one of several addresses, the likeliest first.
 
-    Args:
-        loop: the event loop.
-        key: the shared secret, hex.
-        addresses: where the server may listen, the likeliest first.
-        listener: its methods are called with what happens.
+    It connects with retries, answers pings, and reconnects after a loss. Nothing here blocks, except the lookup of a host name,
+    which succeeds once.
     """
 
-    def __init__(self, loop: Loop, key: str, addresses: Sequence[Address], listener: ClientListener) -> None:
-        self._loop = loop
-        self._key = key
-        self._addresses = list(addresses)
-        self._listener = listener
-        self._resolved: Dict[Address, List[Any]] = {}
+    loop: Loop
+    key: str
+    addresses: Sequence[Address]
+    listener: ClientListener
+
+    def __post_init__(self) -> None:
+        # Addresses, each with what `getaddrinfo` said of it; the next one to try first.
+        self._targets: List[Tuple[Address, Optional[Tuple[Any, ...]]]] = [(address, None) for address in self.addresses]
         self._channel: Optional[Channel] = None
-        self._connecting: Optional[socket.socket] = None
         self._retry: Optional[Timer] = None
         self._closed = False
-        self._last_received = loop.now()
+        self._last_received = self.loop.now()
 
     @property
     def is_connected(self) -> bool:
@@ -357,7 +446,7 @@ class RpcClient(ChannelListener):
     @property
     def silent_for(self) -> float:
         """Seconds since anything arrived from the server; before the first connection, since this client was made."""
-        return self._loop.now() - self._last_received
+        return self.loop.now() - self._last_received
 
     def send(self, **message: Any) -> None:
         """Send a message to the server; without a connection the message is dropped."""
@@ -367,18 +456,25 @@ class RpcClient(ChannelListener):
     def connect(self) -> None:
         """Try to connect to the address whose turn it is, unless the client is connected or closed."""
         self._retry = None
-        if self._closed or self._channel is not None or self._connecting is not None:
+        if self._closed or self._channel is not None:
             return
-        address = self._addresses.pop(0)
-        self._addresses.append(address)
-        began = self._loop.now()
+        (address, info), sock = self._targets.pop(0), None
         try:
-            if address not in self._resolved:
-                self._resolved[address] = socket.getaddrinfo(address[0], address[1], 0, socket.SOCK_STREAM)
+            if info is None:
+                info, *others = socket.getaddrinfo(address[0], address[1], 0, socket.SOCK_STREAM)
+                self._targets[:0] = [(address, other) for other in others]
+            sock = socket.socket(*info[:3])
+            sock.setblocking(False)
+            with contextlib.suppress(BlockingIOError):  # Connecting goes on.
+                sock.connect(info[4])
         except OSError as error:
-            took = self._loop.now() - began
-            return self._failed(address, str(error), max(_RETRY_PAUSE, min(_MAX_LOOKUP_PAUSE, 10 * took)))
-        self._try(address, self._resolved[address])
+            if sock is not None:
+                sock.close()
+            self.listener.unreachable(address, error.strerror or str(error))
+            self._retry_later()
+        else:
+            self._channel = Channel(self.loop, sock, self.key, Role.CLIENT, self, _CONNECT_TIMEOUT)
+        self._targets.append((address, info))
 
     def reconnect(self) -> None:
         """Drop the present connection, if there is one, and connect again."""
@@ -390,90 +486,32 @@ class RpcClient(ChannelListener):
         self._closed = True
         if self._retry is not None:
             self._retry.cancel()
-        self._stop_connecting()
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
     def authenticated(self, channel: Channel) -> None:  # noqa: ARG002
-        self._last_received = self._loop.now()
-        self._addresses.insert(0, self._addresses.pop())  # A later reconnect begins with this address.
-        self._listener.connected()
+        self._last_received = self.loop.now()
+        self._targets.insert(0, self._targets.pop())  # A later reconnect begins with this address.
+        self.listener.connected()
 
     def received(self, channel: Channel, message: Message) -> None:
-        self._last_received = self._loop.now()
+        self._last_received = self.loop.now()
         if message.get("op") == "ping":
             return channel.send(event="pong")
-        self._listener.received(message)
+        self.listener.received(message)
 
-    def closed(self, channel: Channel, why: str) -> None:  # noqa: ARG002
+    def closed(self, channel: Channel, why: str) -> None:
         self._channel = None
         if channel.is_authenticated:
-            self._listener.disconnected()
-        self._retry_after(_RETRY_PAUSE)
+            self.listener.disconnected()
+        else:
+            self.listener.unreachable(self._targets[-1][0], why)
+        self._retry_later()
 
-    def _try(self, address: Address, resolved: List[Any]) -> None:
-        """Connect to the first of an address's IP addresses; if that fails, to the next one."""
-        family, kind, protocol, _, sockaddr = resolved[0]
-
-        def failed(why: str) -> None:
-            if resolved[1:]:
-                return self._try(address, resolved[1:])
-            self._failed(address, why, _RETRY_PAUSE)
-
-        try:
-            sock = socket.socket(family, kind, protocol)
-        except OSError as error:
-            return failed(str(error))
-        sock.setblocking(False)
-        code = sock.connect_ex(sockaddr)
-        if code not in (0, errno.EINPROGRESS):
-            sock.close()
-            return failed(os.strerror(code))
-        self._connecting = sock
-
-        def finished() -> None:
-            if self._connecting is not sock:
-                return
-            timeout.cancel()
-            self._loop.forget(sock.fileno())
-            self._connecting = None
-            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code == 0:
-                return self._start_handshake(sock)
-            sock.close()
-            failed(os.strerror(code))
-
-        def timed_out() -> None:
-            if self._connecting is sock:
-                self._stop_connecting()
-                failed("timed out")
-
-        timeout = self._loop.call_later(_CLIENT_CONNECT_TIMEOUT, timed_out)
-        self._loop.on_writable(sock.fileno(), finished)
-
-    def _stop_connecting(self) -> None:
-        if self._connecting is not None:
-            self._loop.forget(self._connecting.fileno())
-            self._connecting.close()
-            self._connecting = None
-
-    def _failed(self, address: Address, why: str, pause: float) -> None:
-        self._listener.unreachable(address, why)
-        self._retry_after(pause)
-
-    def _retry_after(self, seconds: float) -> None:
+    def _retry_later(self) -> None:
         if not self._closed and self._retry is None:
-            self._retry = self._loop.call_later(seconds, self.connect)
-
-    def _start_handshake(self, sock: socket.socket) -> None:
-        self._channel = channel = Channel(self._loop, sock, self._key, Role.CLIENT, self)
-
-        def check() -> None:
-            if self._channel is channel and not channel.is_authenticated:
-                channel.fail("its handshake took too long")
-
-        self._loop.call_later(_CLIENT_HANDSHAKE_TIMEOUT, check)
+            self._retry = self.loop.call_later(_RETRY_PAUSE, self.connect)
 
 
 def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
@@ -481,240 +519,11 @@ def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
     return [(host, port) for port in ports for host in dict.fromkeys(hosts)]
 
 
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_OUT_OF_RESOURCES_PAUSE = 1.0
-"""Seconds after one of the errors `_OUT_OF_RESOURCES` until the server accepts connections again."""
-_HANDSHAKE_TIMEOUT = 10.0
-"""Seconds after which a stranger is closed."""
-_MAX_STRANGERS = 64
-"""Strangers that the server keeps at a time; more connections wait in the kernel's queue."""
-_MIN_HANDSHAKE_TIME = 1.0
-"""Seconds after which the oldest stranger is closed if there are `_MAX_STRANGERS`; a handshake takes milliseconds."""
-
-_ALL_ADDRESSES = ((socket.AF_INET6, "::"), (socket.AF_INET, ""))
-_LOOPBACK = ((socket.AF_INET, "127.0.0.1"),)
-
-
-class RpcServerError(OSError):
-    """Raised when none of the ports is free to listen on."""
-
-
-def listen(ports: List[int], loopback: bool = False) -> socket.socket:
-    """Returns a socket that listens on the first free port.
-
-    Args:
-        ports: the ports to try, in this order.
-        loopback: whether only this machine may connect; otherwise any host may.
-
-    Raises:
-        RpcServerError: no port is free.
-    """
-    problem = ""
-    for port in ports:
-        for family, address in _LOOPBACK if loopback else _ALL_ADDRESSES:
-            try:
-                listener = socket.socket(family, socket.SOCK_STREAM)
-            except OSError:
-                continue  # A host without IPv6.
-            try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-                listener.bind((address, port))
-                listener.listen(256)
-                listener.setblocking(False)
-                return listener
-            except OSError as error:
-                listener.close()
-                problem = str(error)
-    raise RpcServerError("the head cannot listen on any of the ports %s: %s" % (", ".join(map(str, ports)), problem))
-
-
-class Acceptor:
-    """Accepts the connections that come in on a listening socket, of this server or of another one.
-
-    Args:
-        loop: the event loop.
-        sock: the listening socket; the acceptor closes it.
-        on_connection: called with each new connection.
-        pause: called before each connection is accepted; returns the seconds to wait before it, 0 for none.
-    """
-
-    def __init__(
-        self,
-        loop: Loop,
-        sock: socket.socket,
-        on_connection: Callable[[socket.socket], None],
-        pause: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self._loop = loop
-        self._socket = sock
-        self._on_connection = on_connection
-        self._pause = pause
-        sock.setblocking(False)
-        loop.on_readable(sock.fileno(), self._accept)
-
-    def close(self) -> None:
-        """Stop accepting connections, and close the listening socket."""
-        self._loop.forget(self._socket.fileno())
-        self._socket.close()
-
-    def _accept(self) -> None:
-        seconds = self._pause()
-        if seconds > 0:
-            return self._stop_for(seconds)
-        try:
-            connection, _ = self._socket.accept()
-        except OSError as error:
-            if error.errno in _OUT_OF_RESOURCES:
-                self._stop_for(_OUT_OF_RESOURCES_PAUSE)
-            return  # For other errors: the client went away before its connection was accepted.
-        self._on_connection(connection)
-
-    def _stop_for(self, seconds: float) -> None:
-        """Stop watching the socket for a while: it stays readable, so the loop would call again and again."""
-        self._loop.forget(self._socket.fileno())
-
-        def resume() -> None:
-            if self._socket.fileno() >= 0:  # The acceptor was closed otherwise.
-                self._loop.on_readable(self._socket.fileno(), self._accept)
-
-        self._loop.call_later(seconds, resume)
-
-
-class RpcServer(ChannelListener):
-    """Listens for connections, authenticates the clients, and passes their messages to a listener.
-
-    Args:
-        loop: the event loop.
-        key: the shared secret, hex.
-        ports: the ports to try; the server listens on the first free one.
-        listener: its methods are called with what happens on authenticated connections.
-        loopback: whether only this machine may connect; otherwise any host may.
-        heartbeat: whether to send `{"op": "ping"}` to all clients, and to close connections that are silent for too long.
-
-    Attributes:
-        port: the port that the server listens on.
-    """
-
-    def __init__(
-        self,
-        loop: Loop,
-        key: str,
-        ports: List[int],
-        listener: ChannelListener,
-        loopback: bool = False,
-        heartbeat: bool = False,
-    ) -> None:
-        self._loop = loop
-        self._key = key
-        self._listener = listener
-        self._strangers: Dict[Channel, float] = {}
-        self._clients: Set[Channel] = set()
-        sock = listen(ports, loopback)
-        self.port = int(sock.getsockname()[1])
-        self._acceptor = Acceptor(loop, sock, self._connected, self._pause)
-        self._heartbeat: Optional[Timer] = loop.call_later(HEARTBEAT_INTERVAL, self._beat) if heartbeat else None
-
-    def stop_heartbeat(self) -> None:
-        """Send no more pings, and no longer close silent connections."""
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
-
-    def close(self) -> None:
-        """Accept no more connections, and close the strangers; authenticated connections stay open."""
-        self.stop_heartbeat()
-        for channel in self._strangers:
-            channel.close()
-        self._strangers.clear()
-        self._acceptor.close()
-
-    def authenticated(self, channel: Channel) -> None:
-        del self._strangers[channel]
-        self._clients.add(channel)
-        self._listener.authenticated(channel)
-
-    def received(self, channel: Channel, message: Dict[str, Any]) -> None:
-        if message.get("event") != "pong":
-            self._listener.received(channel, message)
-
-    def closed(self, channel: Channel, why: str) -> None:
-        self._strangers.pop(channel, None)
-        if channel in self._clients:
-            self._clients.remove(channel)
-            self._listener.closed(channel, why)
-
-    def _connected(self, sock: socket.socket) -> None:
-        channel = Channel(self._loop, sock, self._key, Role.SERVER, self)
-        self._strangers[channel] = self._loop.now()
-
-        def check() -> None:
-            if channel in self._strangers:
-                channel.fail("its handshake took too long")
-
-        self._loop.call_later(_HANDSHAKE_TIMEOUT, check)
-
-    def _pause(self) -> float:
-        """Seconds until there is room for another stranger; closes the oldest one if it had enough time for its handshake."""
-        if len(self._strangers) < _MAX_STRANGERS:
-            return 0.0
-        oldest, since = next(iter(self._strangers.items()))
-        left = since + _MIN_HANDSHAKE_TIME - self._loop.now()
-        if left <= 0:
-            oldest.fail("too many connections")
-        return left
-
-    def _beat(self) -> None:
-        """Close the connections that are silent for too long, and send a ping over the others."""
-        self._clients = {channel for channel in self._clients if channel.is_open}
-        for channel in list(self._clients):
-            if self._loop.now() - channel.last_received > HEARTBEAT_TIMEOUT:
-                channel.fail("it has been silent for %g s" % HEARTBEAT_TIMEOUT)
-            else:
-                channel.send(op="ping")
-        self._heartbeat = self._loop.call_later(HEARTBEAT_INTERVAL, self._beat)
-
-
-class Peer:
-    """One client as the server sees it, over all its reconnections; holds the newest connection.
-
-    Attributes:
-        channel: that connection; None while the client is not connected.
-    """
-
-    def __init__(self) -> None:
-        self.channel: Optional[Channel] = None
-
-    @property
-    def here(self) -> bool:
-        """Whether the client is connected."""
-        return self.channel is not None
-
-    def attach(self, channel: Channel) -> None:
-        """Take a new connection of the client in place of the one before."""
-        if self.channel is not None:
-            self.channel.close()  # The client reconnected before its loss was noticed here.
-        self.channel = channel
-
-    def detach(self, channel: Channel) -> bool:
-        """Drop a connection that has ended. Returns whether the client is not connected now, that is, has no newer connection."""
-        if self.channel is not channel:
-            return False
-        self.channel = None
-        return True
-
-    def send(self, **message: Any) -> None:
-        """Send a message to the client; without a connection the message is dropped."""
-        if self.channel is not None:
-            self.channel.send(**message)
-
-
 ANSWER = "rayslurm-answer "
 """The beginning of the output line of `main` that holds the answer: srun may print other lines."""
 SENT = "rayslurm-sent"
 """The line that `main` prints just before it sends the request: from then on the session may have received the request."""
-
-_CONNECT_TIMEOUT = 10.0
+_CALL_CONNECT_TIMEOUT = 10.0
 """Seconds for connecting, and again for the handshake."""
 ANSWER_TIMEOUT = 60.0
 """Seconds in which a session must answer a request; the session's file system may be slow."""
@@ -731,80 +540,57 @@ class AnswerLost(OSError):
 def call(
     sock: socket.socket,
     key: str,
-    request: Dict[str, Any],
-    handshake_timeout: float = _CONNECT_TIMEOUT,
+    request: Message,
+    handshake_timeout: float = _CALL_CONNECT_TIMEOUT,
     before_send: Callable[[], None] = lambda: None,
-) -> Dict[str, Any]:
-    """Send a request to a session and return its answer.
-
-    Args:
-        sock: a connection to the session; the caller closes it.
-        key: the session's key, hex.
-        request: the request, with its operation in `op`.
-        handshake_timeout: seconds for the mutual authentication.
-        before_send: called just before the request is sent.
+) -> Message:
+    """Send a request over a connection to a session and return its answer; `before_send` is called just before that.
 
     Raises:
         NotConnected: the other end does not prove that it knows the key, so the request was not sent.
         AnswerLost: the connection ended or timed out after the request was sent.
     """
-    handshake, lines = Handshake(key, Role.CLIENT), _Lines(sock, handshake_timeout)
+    buffer = _LineBuffer(_MAX_LINE)
+    lines: List[bytes] = []
+    deadline = time.monotonic() + handshake_timeout
+
+    def exchange(line: bytes) -> bytes:
+        """Send a line, and return the next line that arrives."""
+        sock.settimeout(max(0.01, deadline - time.monotonic()))
+        sock.sendall(line)
+        while not lines:
+            sock.settimeout(max(0.01, deadline - time.monotonic()))
+            data = sock.recv(65536)
+            if not data:
+                raise ConnectionError("the connection ended")
+            lines.extend(buffer.feed(data))
+        return lines.pop(0)
+
+    handshake = Handshake(key, Role.CLIENT)
     try:
-        lines.send(handshake.opening)
+        line = handshake.opening
         while not handshake.done:
-            lines.send(handshake.receive(lines.read()))
-    except (OSError, ValueError) as error:
+            line = handshake.receive(exchange(line))
+    except (OSError, ValueError, RecursionError) as error:
         raise NotConnected("no session answers there: %s" % error) from None
     before_send()
-    lines.set_timeout(ANSWER_TIMEOUT)
+    deadline = time.monotonic() + ANSWER_TIMEOUT
     try:
-        lines.send(encode_message(request))
-        return decode_message(lines.read())
-    except (OSError, ValueError) as error:
+        return _decode(exchange(_encode(request)))
+    except (OSError, ValueError, RecursionError) as error:
         raise AnswerLost("the session was asked, but its answer is lost: %s" % error) from None
 
 
-class _Lines:
-    """Sends and reads lines on a blocking socket until a deadline, after which `TimeoutError` is raised."""
-
-    def __init__(self, sock: socket.socket, timeout: float) -> None:
-        self._sock = sock
-        self._buffer = LineBuffer(MAX_LINE)
-        self._ready: List[bytes] = []
-        self.set_timeout(timeout)
-
-    def set_timeout(self, seconds: float) -> None:
-        """Set the deadline to some seconds from now."""
-        self._deadline = time.monotonic() + seconds
-
-    def send(self, line: bytes) -> None:
-        self._apply_timeout()
-        self._sock.sendall(line)
-
-    def read(self) -> bytes:
-        while not self._ready:
-            self._apply_timeout()
-            data = self._sock.recv(65536)
-            if not data:
-                raise ConnectionError("the connection ended")
-            self._ready += self._buffer.feed(data)
-        return self._ready.pop(0)
-
-    def _apply_timeout(self) -> None:
-        self._sock.settimeout(max(0.01, self._deadline - time.monotonic()))
-
-
 def main(session_dir: str) -> int:
-    """Send the request on standard input to the session whose head is this node, and print the answer.
+    """Send the request on standard input to the session whose head is this node, and print the answer; exit code 75 without one.
 
-    Returns:
-        The exit code: 0, or 75 if there is no answer.
+    The Dagster host starts this there by `srun --overlap` if it cannot connect to the node.
     """
     request = json.load(sys.stdin)
     try:
         with open(os.path.join(session_dir, SESSION), encoding="utf-8") as file:
             announcement = json.load(file)
-        with socket.create_connection(("localhost", int(announcement["port"])), _CONNECT_TIMEOUT) as sock:
+        with socket.create_connection(("localhost", int(announcement["port"])), _CALL_CONNECT_TIMEOUT) as sock:
             answer = call(sock, announcement["key"], request, before_send=lambda: print(SENT, flush=True))
     except (OSError, ValueError, KeyError, TypeError) as error:
         print("rayslurm: %s" % error, file=sys.stderr)
