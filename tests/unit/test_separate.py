@@ -27,16 +27,8 @@ from dagster_rayslurm.plan import Plan, make_plan
 from dagster_rayslurm.runtime.node.allocation import from_environ, select_component
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, encode
 from dagster_rayslurm.runtime.protocol.spec import RuntimeSpec, from_json, to_json
-from dagster_rayslurm.runtime.separate.barrier import (
-    Barrier,
-    ComponentAddress,
-    Ended,
-    Fail,
-    Finish,
-    Start,
-    decode_command,
-    encode_command,
-)
+from dagster_rayslurm.runtime.separate import barrier as barrier_module
+from dagster_rayslurm.runtime.separate.barrier import Barrier, ComponentAddress, Ended, Fail, Finish, Leaving, Ready, Start
 from dagster_rayslurm.separate.backend import (
     ComponentJob,
     SeparateLocalBackend,
@@ -52,79 +44,108 @@ from dagster_rayslurm.slurm.accounting import JobFacts
 # ---- Start barrier
 
 
-OK = Ended(None, 0, False)
+OK, LEAVING = Ended(None, 0, False), Leaving()
 
 
-def place(name: str) -> ComponentAddress:
-    return ComponentAddress(name, name, None, [name])
+def ready(name: str) -> Ready:
+    return Ready(ComponentAddress(name, name, None, [name]))
 
 
 def failed(why: str, exit_code: int) -> Ended:
     return Ended(why, exit_code, False)
 
 
+def barrier_of(names: str) -> Barrier:
+    """A barrier with 300 s of patience and 10 s of grace, whose guests are connected."""
+    made = Barrier(list(names), 300.0, 10.0, now=0.0)
+    for name in names[1:]:
+        made.connected(name)
+    return made
+
+
 def test_payloads_start_when_all_are_ready() -> None:
-    three = Barrier(["a", "b", "c"])
-    assert three.ready("b", place("2")) == three.ready("a", place("1")) == []
-    assert three.missing() == ["c"] and not three.started
-    (order,) = three.ready("c", place("3"))
-    assert isinstance(order, Start) and list(order.components) == ["a", "b", "c"] and order.components["b"] == place("2")
-    assert three.ready("c", place("3")) == []  # Sent again after a reconnection.
+    three = barrier_of("abc")
+    assert three.handle("b", ready("b"), 1.0) == three.handle("a", ready("a"), 1.0) == [] and not three.started
+    (order,) = three.handle("c", ready("c"), 1.0)
+    assert isinstance(order, Start) and list(order.components) == ["a", "b", "c"] and order.components["b"] == ready("b").place
+    assert three.handle("c", ready("c"), 1.0) == []  # Sent again after a reconnection.
 
 
 def test_only_the_first_failure_ends_the_others() -> None:
-    three = Barrier(["a", "b", "c"])
+    three = barrier_of("abc")
     for name in "abc":
-        three.ready(name, place(name))
-    assert three.ended("c", OK) == [] and not three.over
-    assert three.ended("b", failed("exit code 3", 3)) == [Fail("b", "exit code 3")]
-    assert three.ended("a", failed("component 'b': exit code 3", 1)) == [Finish(final=True)]
-    assert (three.failed, three.exit_code, three.over) == ("b", 3, True)
-    assert three.ended("a", OK) == []
+        three.handle(name, ready(name), 1.0)
+    assert three.handle("c", OK, 2.0) == []
+    assert three.handle("b", failed("exit code 3", 3), 3.0) == [Fail("b", "exit code 3")]
+    assert three.handle("a", failed("component 'b': exit code 3", 1), 4.0) == [Finish(final=True)]
+    assert (three.failed, three.exit_code) == ("b", 3)
+    assert three.handle("a", OK, 5.0) == []
+    assert not three.may_leave(5.0) and three.may_leave(14.0)
+    assert three.handle("b", LEAVING, 5.0) == three.handle("c", LEAVING, 5.0) == [] and three.may_leave(5.0)
 
 
 def test_a_failure_before_the_start_starts_no_payload() -> None:
-    two = Barrier(["a", "b"])
-    two.ready("a", place("a"))
-    assert two.ended("b", failed("no cluster", 0)) == [Fail("b", "no cluster")] and two.exit_code == 1
-    assert two.ready("b", place("b")) == [] and not two.started
+    two = barrier_of("ab")
+    two.handle("a", ready("a"), 1.0)
+    assert two.handle("b", failed("no cluster", 0), 1.0) == [Fail("b", "no cluster")] and two.exit_code == 1
+    assert two.handle("b", ready("b"), 1.0) == [] and not two.started
 
 
 def test_one_component_starts_and_ends_alone() -> None:
-    one = Barrier(["a"])
-    assert one.ready("a", place("a")) == [Start({"a": place("a")})]
-    assert one.ended("a", OK) == [Finish(final=True)] and one.exit_code == 0
+    one = barrier_of("a")
+    assert one.handle("a", ready("a"), 1.0) == [Start({"a": ready("a").place})]
+    assert one.handle("a", OK, 2.0) == [Finish(final=True)] and one.exit_code == 0 and one.may_leave(2.0)
 
 
 def test_a_timeout_names_the_missing_components() -> None:
-    three = Barrier(["a", "b", "c"])
-    three.ready("a", place("a"))
-    said = three.why_not_started(["a", "b"], 310)
+    three = Barrier(["a", "b", "c"], 310.0, 10.0, now=0.0)
+    three.handle("a", ready("a"), 1.0)
+    three.connected("b")
+    assert three.tick(309.0) == []
+    (order,) = three.tick(310.0)
+    said = order.why  # type: ignore[union-attr]
     assert "within 310 s" in said and "'b' (its cluster is not up)" in said and "'c' (no word from its runtime)" in said
+    assert three.handle("a", OK, 311.0) == [] and three.handle("b", OK, 311.0) == [Finish(final=False)]
 
 
-EVENTS = st.sampled_from(["ready", "ended", "failed", "lost", "give up", "connected", "interrupted"])
+def test_a_lost_guest_is_given_up_after_the_grace() -> None:
+    two = barrier_of("ab")
+    two.disconnected("b", "cut", 5.0)
+    two.connected("b")
+    two.disconnected("b", "cut", 9.0)
+    assert two.tick(18.0) == [] and two.tick(19.0) == [Fail("b", "its runtime is lost: cut")]
+    assert two.tick(40.0) == []
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), EVENTS), max_size=30))
-def test_orders_in_any_course_of_events(course: list[tuple[str, str]]) -> None:
+EVENTS = st.sampled_from(["ready", "ended", "failed", "lost", "disconnected", "connected", "interrupted", "leaving", "tick"])
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), EVENTS, st.sampled_from([0.0, 1.0, 40.0])), max_size=30))
+def test_orders_in_any_course_of_events(course: list[tuple[str, str, float]]) -> None:
     """At most one start, one failure and one finish; no start after a failure; a failure makes the exit code."""
-    barrier, orders = Barrier("abc"), list[Any]()
-    for component, event in course:
-        orders += {
-            "ready": lambda name: barrier.ready(name, place(name)),
-            "ended": lambda name: barrier.ended(name, OK),
-            "failed": lambda name: barrier.ended(name, failed("it failed", 3)),
-            "lost": lambda name: barrier.lost(name, "it is lost"),
-            "give up": barrier.give_up,
-            "connected": lambda name: barrier.connected(name) or [],
-            "interrupted": lambda name: barrier.interrupted(name, "signal", 143),
-        }[event](component)
+    barrier, orders, now = Barrier("abc", 300.0, 10.0, now=0.0), list[Any](), 0.0
+    said = {"ended": OK, "failed": failed("it failed", 3), "leaving": LEAVING}
+    for component, event, pause in course:
+        now += pause
+        guest = component if component != "a" or event in ("ready", "ended", "failed") else "b"
+        if event == "connected":
+            barrier.connected(guest)
+        elif event == "disconnected":
+            barrier.disconnected(guest, "cut", now)
+        elif event == "lost":
+            orders += barrier.lost(guest, "it is lost", now)
+        elif event == "interrupted":
+            orders += barrier.interrupted("signal", 143, now)
+        elif event == "tick":
+            orders += barrier.tick(now)
+        else:
+            orders += barrier.handle(guest, said.get(event) or ready(guest), now)
     kinds = [type(order) for order in orders]
     assert all(kinds.count(kind) <= 1 for kind in (Start, Fail, Finish))
     assert Start not in kinds or Fail not in kinds or kinds.index(Start) < kinds.index(Fail)
     assert (Fail in kinds) == (barrier.failed is not None) == (barrier.exit_code != 0)
-    assert [decode_command(json.loads(json.dumps(encode_command(order)))) for order in orders] == orders
+    assert Finish in kinds or not barrier.may_leave(now)
+    assert [barrier_module.decode(json.loads(json.dumps(barrier_module.encode(order)))) for order in orders] == orders
 
 
 # ---- Allocation of a component

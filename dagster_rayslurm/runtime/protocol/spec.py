@@ -161,6 +161,8 @@ class BarrierSpec:
     """Addresses at which the host may be reached, besides those that Slurm reports."""
     patience: float = 300.0
     """Seconds in which all components must be ready; otherwise the run fails."""
+    grace: float = 10.0
+    """Seconds after the loss of a connection in which a component may reconnect."""
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,18 @@
-"""Barrier of the separate topology: decides when the payloads of all components start and end. State and messages only, pure.
+"""Barrier of the separate topology: decides when the payloads of all components start and end. State and messages, pure.
 
-Each component of the heterogeneous job has its own runtime and payload. The payloads start together, and the first failure
-ends all of them. The runtime of the first component is the barrier's host. The runtimes of the other components are its guests.
-Guests send the host events (`Ready`, `Ended`, `Note`, `Leaving`). The host sends commands to all guests and follows them itself
-(`Start`, `Fail`, `Notify`, `Finish`).
+Each component of the heterogeneous job has a runtime and a payload of its own. The payloads start together, and the first
+failure ends all of them. A runtime stays until all payloads have ended, because payloads of other components may use its Ray
+cluster until then.
 
-A runtime stays until the host sends `Finish`, because payloads of other components may use its Ray cluster until then. The host's
-exit code is that of the first failure.
+The runtime of the first component is the barrier's host. It keeps the state, and its exit code is that of the first failure.
+The other runtimes are its guests: they send `Ready`, `Ended` and `Leaving`, and receive `Start`, `Fail` and `Finish`.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List, Optional, Sequence, Set, Type, Union
+from enum import Enum
+from typing import Any, Dict, List, Optional, Sequence, Union
 
 from ..protocol.rpc import Message
 from ..protocol.spec import SpecError, from_fields
@@ -34,226 +34,213 @@ class ComponentAddress:
 
 @dataclass(frozen=True)
 class Ready:
-    """A guest's event when its component's payload can start."""
+    """A component's payload can start."""
 
     place: ComponentAddress
-    """Where that component runs."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A guest's event when its component's payload has ended."""
+    """A component's payload has ended."""
 
     failure: Optional[str]
     """Why the payload failed; None for success."""
     exit_code: int
     terminated: bool
     """Whether the payload ended because its runtime received a signal; then Slurm may run the job again."""
-
-
-@dataclass(frozen=True)
-class Note:
-    """A guest's event with a message for the Dagster log, for instance that its Ray cluster is lost."""
-
-    what: str
-    """The message, without the name of the component."""
+    hurry: bool = False
+    """Whether not to wait for absent components: Slurm gives little time after a signal, or a component will never come."""
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """A guest's last event: its runtime ends, because the host sent `Finish` or because it received a signal."""
+    """A guest's runtime ends, because the host sent `Finish` or because it received a signal."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The host's command when all components are ready: start your payload."""
+    """All components are ready: start your payload."""
 
     components: Dict[str, ComponentAddress]
-    """The address of each component, by its name."""
 
 
 @dataclass(frozen=True)
 class Fail:
-    """The host's command when a component has failed: end your payload."""
+    """A component has failed: end your payload."""
 
     component: str
-    """The component that failed."""
     why: str
-    """Why it failed, for the Dagster log."""
-
-
-@dataclass(frozen=True)
-class Notify:
-    """The host's command to record a component's message for the Dagster log; that component itself ignores the command."""
-
-    component: str
-    """The component that the message is about."""
-    what: str
-    """The message, without the name of the component."""
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The host's command when the payloads of all components have ended or were given up: end your runtime."""
+    """The payloads of all components have ended, or were given up: end your runtime."""
 
     final: bool
     """Whether Slurm has no reason to run the job again, so that files for another attempt are no longer needed."""
 
 
-Event = Union[Ready, Ended, Note, Leaving]
-Command = Union[Start, Fail, Notify, Finish]
+Event = Union[Ready, Ended, Leaving]
+Command = Union[Start, Fail, Finish]
 
-# The keys are the names in messages. Both sides must agree on them.
-_EVENTS: Dict[str, Type[Event]] = {"ready": Ready, "ended": Ended, "told": Note, "leaving": Leaving}
-_COMMANDS: Dict[str, Type[Command]] = {"start": Start, "end": Fail, "told": Notify, "over": Finish}
+_TYPES: Dict[str, Any] = {cls.__name__: cls for cls in (Ready, Ended, Leaving, Start, Fail, Finish)}
 
 
-def encode_event(event: Event) -> Message:
-    """The RPC message in which a guest sends an event."""
-    return _encode("event", _EVENTS, event)
+def encode(value: Union[Event, Command]) -> Message:
+    """The RPC message for an event or a command."""
+    return {"op": type(value).__name__, **asdict(value)}
 
 
-def encode_command(command: Command) -> Message:
-    """The RPC message in which the host sends a command."""
-    return _encode("op", _COMMANDS, command)
-
-
-def decode_event(message: Message) -> Event:
-    """The event that a guest sent in an RPC message.
+def decode(message: Message) -> Any:
+    """The event or command in an RPC message.
 
     Raises:
-        SpecError: the message holds no known event.
+        SpecError: the message holds none.
     """
-    event: Event = _decode("event", _EVENTS, message)
-    return event
+    fields = dict(message)
+    name = fields.pop("op", None)
+    if not isinstance(name, str) or name not in _TYPES:
+        raise SpecError("the message %r is not known" % (name,))
+    return from_fields(_TYPES[name], fields, "the message %r" % name)
 
 
-def decode_command(message: Message) -> Command:
-    """The command that the host sent in an RPC message.
+class Link(Enum):
+    """The connection between the host and a component."""
 
-    Raises:
-        SpecError: the message holds no known command.
-    """
-    command: Command = _decode("op", _COMMANDS, message)
-    return command
-
-
-def _encode(key: str, types: Dict[str, Any], value: Any) -> Message:
-    name = next(name for name, cls in types.items() if cls is type(value))
-    return {key: name, **asdict(value)}
+    ABSENT = "never connected"
+    HERE = "connected"
+    LOST = "lost; may reconnect"
+    GONE = "left or given up: the host does not wait for the component, unless it connects again"
 
 
-def _decode(key: str, types: Dict[str, Any], message: Message) -> Any:
-    name = message.get(key)
-    if not isinstance(name, str) or name not in types:
-        raise SpecError("the %s %r is not known" % (key, name))
-    return from_fields(types[name], {k: value for k, value in message.items() if k != key}, "the %s %r" % (key, name))
+@dataclass
+class _Member:
+    link: Link = Link.ABSENT
+    lost_at: float = 0.0
+    why_lost: str = ""
+    address: Optional[ComponentAddress] = None
+    ended: bool = False
 
 
 class Barrier:
-    """The host's state of all components, which decides when their payloads start and when all runtimes end.
+    """The host's state of all components.
 
-    Methods take in what happened to a component, and return the commands that the host must send next.
+    Methods take in what happened to a component, and return the commands for all components that follow from it.
+
+    Args:
+        components: the names of the components, the host's first.
+        patience: seconds in which all components must be ready.
+        grace: seconds after the loss of a connection in which a guest may reconnect.
+        now: the time now; only differences between times count.
 
     Attributes:
         failed: the component that failed first; None if none has.
         exit_code: the job's exit code: that of the first failure, or 0.
-        started: whether the command to start the payloads was given.
+        started: whether the payloads were told to start.
     """
 
-    def __init__(self, components: Sequence[str]) -> None:
+    def __init__(self, components: Sequence[str], patience: float, grace: float, now: float) -> None:
         self.failed: Optional[str] = None
         self.exit_code = 0
         self.started = False
-        self._components = list(components)
-        self._addresses: Dict[str, ComponentAddress] = {}
-        self._ended: Set[str] = set()
-        self._given_up: Set[str] = set()
-        """Components that the host does not wait for, unless their runtimes connect again."""
+        self._members = {each: _Member() for each in components}
+        self._host = components[0]
+        self._members[self._host].link = Link.HERE
+        self._patience = patience
+        self._grace = grace
+        self._start_by = now + patience
+        self._failed_at = self._finished_at = float("inf")
         self._terminated = False
         """Whether a runtime received a signal, so that Slurm may run the job again."""
-        self._finished = False
-        """Whether the command to end all runtimes was given."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the payload of every component has ended, or the component was given up; then all runtimes may end."""
-        return len(self._ended | self._given_up) == len(self._components)
-
-    def missing(self) -> List[str]:
-        """The components whose payload cannot start yet."""
-        return [each for each in self._components if each not in self._addresses]
-
-    def has_ended(self, component: str) -> bool:
-        """Whether a component's payload has ended, or the component was given up: nobody waits for it."""
-        return component in self._ended | self._given_up
-
-    def ready(self, component: str, place: ComponentAddress) -> List[Command]:
-        """Called when a component's payload can start; returns the command to start once all components are ready."""
-        self._addresses[component] = place
-        if self.started or self.failed is not None or self.missing():
-            return []
-        self.started = True
-        return [Start({each: self._addresses[each] for each in self._components})]
 
     def connected(self, component: str) -> None:
-        """Called when a component's runtime has connected: the host waits for it, even if it was given up before."""
-        self._given_up.discard(component)
+        """A component's runtime has connected: the host waits for it, even if it was given up before."""
+        self._members[component].link = Link.HERE
 
-    def give_up(self, component: str) -> List[Command]:
-        """Stop waiting for a component whose runtime never connected."""
-        self._given_up.add(component)
-        return self._finish_if_over()
+    def disconnected(self, component: str, why: str, now: float) -> None:
+        """The connection to a component is lost: after a while, its runtime counts as lost."""
+        member = self._members[component]
+        if member.link == Link.HERE:
+            member.link, member.lost_at, member.why_lost = Link.LOST, now, why
 
-    def lost(self, component: str, why: str) -> List[Command]:
-        """Called when a component's runtime is lost: that is a failure, unless the component's payload had ended."""
-        self._given_up.add(component)
-        commands: List[Command] = []
-        if component not in self._ended:
-            commands = self._fail(component, why, 1)
-        elif not self.over:
-            commands = [Notify(component, why)]
-        return commands + self._finish_if_over()
+    def handle(self, component: str, event: Event, now: float) -> List[Command]:
+        """Take in an event of a component; an event that comes again has no effect."""
+        member = self._members[component]
+        if isinstance(event, Leaving):
+            member.link = Link.GONE
+        elif isinstance(event, Ready):
+            member.address = event.place
+            addresses = {name: each.address for name, each in self._members.items() if each.address is not None}
+            if not self.started and self.failed is None and len(addresses) == len(self._members):
+                self.started = True
+                return [Start(addresses)]
+        elif not member.ended:
+            member.ended = True
+            self._terminated = self._terminated or event.terminated
+            failure = self._fail(component, event.failure, event.exit_code or 1, now) if event.failure is not None else []
+            hurry = event.hurry and component == self._host
+            return failure + (self.give_up_absent(now) if hurry else self._finish_if_over(now))
+        return []
 
-    def interrupted(self, component: str, why: str, exit_code: int) -> List[Command]:
-        """Called when a component's runtime received a signal after its payload had ended; returns the commands that follow.
+    def lost(self, component: str, why: str, now: float) -> List[Command]:
+        """A component's runtime is lost: that is a failure, unless the component's payload had ended."""
+        member = self._members[component]
+        member.link = Link.GONE
+        failure = [] if member.ended else self._fail(component, why, 1, now)
+        return failure + self._finish_if_over(now)
 
-        The signal is a failure of the component if payloads of other components still run.
-        """
+    def interrupted(self, why: str, exit_code: int, now: float) -> List[Command]:
+        """The host received a signal after its payload had ended: a failure, if payloads of other components still run."""
         self._terminated = True
-        return [] if self.over else self._fail(component, why, exit_code)
+        return ([] if self._is_over() else self._fail(self._host, why, exit_code, now)) + self.give_up_absent(now)
 
-    def ended(self, component: str, event: Ended) -> List[Command]:
-        """Called when a component's payload has ended; a second call for the same component has no effect."""
-        if component in self._ended:
-            return []
-        self._ended.add(component)
-        self._terminated = self._terminated or event.terminated
-        commands = self._fail(component, event.failure, event.exit_code or 1) if event.failure is not None else []
-        return commands + self._finish_if_over()
+    def give_up_absent(self, now: float) -> List[Command]:
+        """Stop waiting for guests that never connected."""
+        for member in self._members.values():
+            if member.link == Link.ABSENT:
+                member.link = Link.GONE
+        return self._finish_if_over(now)
 
-    def why_not_started(self, connected: Sequence[str], timeout: float) -> str:
-        """Why the payloads were not started before the timeout: which components are missing, and their states.
+    def tick(self, now: float) -> List[Command]:
+        """To be called every now and then: give up components that have not come, or not come back, in time."""
+        commands: List[Command] = []
+        for name, member in self._members.items():
+            if member.link == Link.LOST and now >= member.lost_at + self._grace:
+                commands += self.lost(name, "its runtime is lost: " + member.why_lost, now)
+        late = not self.started and now >= self._start_by
+        if late:
+            commands += self._fail(self._host, self._why_not_started(), 1, now)
+        if late or now >= self._failed_at + 3 * self._grace:
+            commands += self.give_up_absent(now)
+        return commands
 
-        Args:
-            connected: components whose runtime has connected.
-            timeout: seconds that the components had to become ready.
-        """
+    def may_leave(self, now: float) -> bool:
+        """Whether the host may end: each guest that is connected, or may reconnect, has followed `Finish`."""
+        guests = (member.link for name, member in self._members.items() if name != self._host)
+        left = all(link in (Link.ABSENT, Link.GONE) for link in guests)
+        return now >= self._finished_at + (0.0 if left else self._grace)
+
+    def _why_not_started(self) -> str:
+        """Why the payloads were not started in time: which components are missing, and their states."""
         states = [
-            "%r (%s)" % (each, "its cluster is not up" if each in connected else "no word from its runtime")
-            for each in self.missing()
+            "%r (%s)" % (name, "no word from its runtime" if member.link == Link.ABSENT else "its cluster is not up")
+            for name, member in self._members.items()
+            if member.address is None
         ]
-        return "not all components were ready within %g s, missing: %s" % (timeout, ", ".join(states))
+        return "not all components were ready within %g s, missing: %s" % (self._patience, ", ".join(states))
 
-    def _fail(self, component: str, why: str, exit_code: int) -> List[Command]:
+    def _fail(self, component: str, why: str, exit_code: int, now: float) -> List[Command]:
         """The command to end all payloads for the first failure; no command for later failures."""
         if self.failed is not None:
             return []
-        self.failed, self.exit_code = component, exit_code
+        self.failed, self.exit_code, self._failed_at = component, exit_code, now
         return [Fail(component, why)]
 
-    def _finish_if_over(self) -> List[Command]:
-        if not self.over or self._finished:
+    def _is_over(self) -> bool:
+        return all(member.ended or member.link == Link.GONE for member in self._members.values())
+
+    def _finish_if_over(self, now: float) -> List[Command]:
+        if not self._is_over() or self._finished_at <= now:
             return []
-        self._finished = True
-        return [Finish(final=not self._terminated and not self._given_up)]
+        self._finished_at = now
+        return [Finish(final=not self._terminated and all(member.ended for member in self._members.values()))]

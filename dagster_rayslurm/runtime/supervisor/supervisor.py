@@ -80,9 +80,6 @@ class Hooks:
         """Called when the runtime received a signal while it had no payload."""
         loop.stop()
 
-    def cluster_lost(self, why: str) -> None:
-        """Called when the warm Ray cluster failed while the runtime had no payload; `why` is a sentence."""
-
 
 class Supervisor(RayListener):
     """Queues and runs payloads: all on one warm Ray cluster if the start record describes one, otherwise each on its own.
@@ -495,8 +492,6 @@ class Supervisor(RayListener):
                 payload.tail(name, text)
             if not self.queue.served:  # No payload can report it; the runs that started the session read this node's log.
                 print("rayslurm: the end of %s:\n%s" % (name, tail_lines(text)), file=sys.stderr)
-        if not self.payloads:
-            self.hooks.cluster_lost(str(error))
         queued = End(error.reason, "the payload never started: " + str(error)) if self.cluster.ready else None
         self.close(End(error.reason, str(error)), _LOST_GRACE, queued)
 
