@@ -1,10 +1,7 @@
 """The run record: files in the run directory by which the runtime tells Dagster what happens to a payload.
 
-Files. The head's runtime writes them, and Dagster's side reads them, usually over a network file system or SFTP:
-
-* `journal.jsonl`: start, phases, Pipes messages, usage samples and exactly one `end`.
-* `stdio.jsonl`: the payload's output as `{"s": "stdout" or "stderr", "t": time, "d": text}`, up to a size limit.
-* `status.json`: the current state, replaced atomically.
+The head's runtime writes them, and Dagster's side reads them, usually over a network file system or SFTP. docs/architecture.md
+lists the files and the types of records.
 
 Format of a line. A line is a JSON object whose last member is `"crc"`, the CRC-32 of all bytes of the line before `,"crc":"`, in
 8 hex digits. The text contains no newline and no NUL byte, because JSON escapes both. `encode` and `decode` are the whole format.
@@ -13,8 +10,8 @@ Writing. Only one process appends to a file (`Appender`). If a write fails halfw
 removes the torn line before it writes the next one. If a writer was killed halfway, the next writer first ends the torn line with
 a newline. The checksum of that line does not hold, so readers drop it. Appended lines reach other hosts when `sync` calls fsync.
 
-Reading. A reader's whole state is a byte offset (`LineReader.offset`). So there is one loop to follow a run, to resume after a
-lost connection, to reattach after a restart of Dagster, and to read a finished record. The offset only moves past complete lines.
+Reading. A reader's whole state is a byte offset (`LineReader.offset`), which only moves past complete lines. So there is one loop
+to follow a run, to resume after a lost connection, to reattach after a restart of Dagster, and to read a finished record.
 
 Holes. A network file system may show the new size of a file before its new pages: the reader then sees NUL bytes. The reader
 stops before them and reads there again later. NUL bytes that stay for a minute are damage; the reader skips them with their line.
@@ -36,28 +33,18 @@ from typing import Any, Dict, List, Optional, Tuple
 JOURNAL = "journal.jsonl"
 STDIO = "stdio.jsonl"
 STATUS = "status.json"
-RUNTIME_LOG = "runtime.log"
-"""Output of the runtime itself."""
-RUNTIME = "runtime.json"
-"""Start record of the runtime (`RuntimeSpec`)."""
-PAYLOAD = "payload.json"
-"""Start record of the payload (`PayloadSpec`)."""
-SECRETS = "secrets.json"
-"""Secret environment variables of the payload; the runtime deletes the file once it has read them."""
-CONTEXT = "pipes_context.json"
-"""The context of Dagster Pipes for the payload."""
-SESSION = "session.json"
-"""The announcement of a warm session: the port and the key by which to reach it."""
-CANCEL = "cancel.json"
-"""The request to cancel the payload; empty as long as there is none."""
-EXIT = "exit"
-"""The exit code of `srun`, written by the batch script."""
-COMPONENTS = "components"
-"""Directory with a run directory for each component of the separate topology."""
+RUNTIME_LOG = "runtime.log"  # Output of the runtime itself.
+RUNTIME = "runtime.json"  # Start record of the runtime (`RuntimeSpec`).
+PAYLOAD = "payload.json"  # Start record of the payload (`PayloadSpec`).
+SECRETS = "secrets.json"  # Secret environment variables of the payload; the runtime deletes the file once it has read them.
+CONTEXT = "pipes_context.json"  # The context of Dagster Pipes for the payload.
+SESSION = "session.json"  # The announcement of a warm session: the port and the key by which to reach it.
+CANCEL = "cancel.json"  # The request to cancel the payload; empty as long as there is none.
+EXIT = "exit"  # The exit code of `srun`, written by the batch script.
+COMPONENTS = "components"  # Directory with a run directory for each component of the separate topology.
 
 _CRC_KEY = b',"crc":"'
 _RESERVE_BYTES = 64 * 1024
-"""Bytes of disk space that are kept free for the `end`."""
 _MAX_HOLE_READS = 600
 """Reads that begin with the same NUL bytes, after which these count as damage; so many reads take a minute or more."""
 
@@ -86,9 +73,8 @@ def decode(line: bytes) -> Optional[Record]:
 class LineReader:
     """Turns the bytes of a growing file into records; the caller reads the file.
 
-    Attributes:
-        offset: position in the file after the last line that was returned or dropped; reading can resume from it.
-        damaged: number of complete lines that were dropped, because their checksum does not hold.
+    `offset` is the position after the last line that was returned or dropped, and `damaged` counts the complete lines that were
+    dropped, because their checksum does not hold.
     """
 
     def __init__(self, offset: int = 0) -> None:
@@ -106,68 +92,50 @@ class LineReader:
 
     def feed(self, data: bytes) -> List[Record]:
         """Take in `data`, read at `next_read`, and return the records of the lines that are complete now."""
-        data = self._before_hole(data)
-        if not data:
-            return []
+        hole = data.find(b"\0")
+        self._hole_reads = 0 if hole else self._hole_reads + 1
+        if hole >= 0 and self._hole_reads <= _MAX_HOLE_READS:
+            data = data[:hole]
         if b"\n" not in data:  # Chunks are joined once their line is complete, so that no chunk is copied for each later one.
-            self._partial.append(data)
+            self._partial += [data] if data else []
             self._partial_bytes += len(data)
             return []
-        in_pieces = self._partial_bytes > 0
         lines, rest = split_lines(b"".join([*self._partial, data]))
-        if in_pieces and self._reread_at != self.offset and decode(lines[0]) is None:
+        if self._partial_bytes and self._reread_at != self.offset and decode(lines[0]) is None:
             # The line's beginning may have been truncated since (full disk) or read from a stale page: read the line again.
             self._partial, self._partial_bytes, self._reread_at = [], 0, self.offset
             return []
-        self._partial, self._partial_bytes = ([rest] if rest else []), len(rest)
+        self._partial, self._partial_bytes = [rest], len(rest)
         self.offset += sum(map(len, lines)) + len(lines)
         records = [record for record in map(decode, lines) if record is not None]
         self.damaged += len(lines) - len(records)
         return records
 
-    def _before_hole(self, data: bytes) -> bytes:
-        """The data before the first NUL byte; all of the data if the NUL bytes have stayed for too long."""
-        hole = data.find(b"\0")
-        self._hole_reads = 0 if hole else self._hole_reads + 1
-        return data if hole < 0 or self._hole_reads > _MAX_HOLE_READS else data[:hole]
-
 
 class Appender:
-    """Appends lines to a file that no other process writes; after a failed write no torn line stays in the file.
-
-    Attributes:
-        path: the file.
-        size: its size in bytes, without torn lines.
-    """
+    """Appends lines to a file that no other process writes; after a failed write no torn line stays in the file."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self.size = os.fstat(self._fd).st_size
+        self.size = os.fstat(self._fd).st_size  # In bytes, without torn lines.
         self._dirty = False
         self._torn = False
         if self.size and os.pread(self._fd, 1, self.size - 1) != b"\n":
             self.append(b"\n")  # This ends the torn line of a killed writer.
 
     def append(self, data: bytes) -> None:
-        """Append lines that `encode` made: all of them, or none.
-
-        Raises:
-            OSError: the disk is full or the file system failed; the lines were not appended.
-        """
+        """Append lines that `encode` made: all of them or, if `OSError` is raised, none."""
         self._mend()
-        view, start = memoryview(data), self.size
+        view, self._torn = memoryview(data), True
         try:
             while view:
-                written = os.write(self._fd, view)
-                self.size += written
-                view = view[written:]
-            self._dirty = True
+                view = view[os.write(self._fd, view) :]
         except OSError:
-            self.size, self._torn = start, True
             with contextlib.suppress(OSError):  # The file system cannot even truncate now; the next append tries again.
                 self._mend()
             raise
+        self.size += len(data)
+        self._torn, self._dirty = False, True
 
     def _mend(self) -> None:
         """Truncate the torn line of a failed write."""
@@ -188,19 +156,9 @@ class Appender:
 class RunRecord:
     """Writes the run record of one payload, in the payload's run directory.
 
-    After Slurm has run the job again, it appends to the record that the earlier runtime began. Output of the payload that cannot
-    be recorded (size limit, full disk) is dropped and counted, with one remark in the recorded output. But a journal line that
-    cannot be recorded raises an exception, because a lost Pipes message is a lost result.
-
-    Args:
-        run_dir: the run directory; must exist.
-        max_stdio_bytes: size limit of `stdio.jsonl`.
-        attempt: how often Slurm has requeued the job; 0 in its first run.
-
-    Attributes:
-        run_dir: the run directory.
-        stdio_dropped: characters of output that were not recorded.
-        ended: whether the `end` is written, after which the record is closed.
+    After Slurm has run the job again (`attempt` > 0), it appends to the record that the earlier runtime began. Output of the
+    payload that cannot be recorded (size limit, full disk) is dropped and counted, with one remark in the recorded output. But a
+    journal line that cannot be recorded raises `OSError`, because a lost Pipes message is a lost result.
 
     Raises:
         FileExistsError: another runtime writes, or has written, this record.
@@ -209,14 +167,14 @@ class RunRecord:
 
     def __init__(self, run_dir: str, max_stdio_bytes: int, attempt: int = 0) -> None:
         self.run_dir = run_dir
+        self.ended = False  # Whether the `end` is written, after which the record is closed.
         self._max_stdio_bytes = max_stdio_bytes
         self._reserve = os.path.join(run_dir, "journal.reserve")
-        self.stdio_dropped = 0
-        self.ended = False
+        self._stdio_dropped = 0  # Characters of output that were not recorded.
+        self._end_appended = False
         journal = os.path.join(run_dir, JOURNAL)
         if attempt == 0 and os.path.exists(journal) and os.path.getsize(journal):
             raise FileExistsError(errno.EEXIST, "there is a record already", journal)
-        self._end_appended = False
         with contextlib.ExitStack() as undo:  # After an error nothing is left open, so the caller may try again.
             with open(self._reserve, "xb" if attempt == 0 else "wb") as file:
                 undo.callback(self._free)
@@ -228,43 +186,24 @@ class RunRecord:
             self._stdio = Appender(os.path.join(run_dir, STDIO))
             undo.pop_all()
 
-    @property
-    def stdio_bytes(self) -> int:
-        """Size of `stdio.jsonl` in bytes."""
-        return self._stdio.size
-
     def write(self, *records: Record) -> None:
-        """Append records to the journal.
-
-        Raises:
-            OSError: the records could not be written.
-        """
+        """Append records to the journal."""
         self._journal.append(b"".join(map(encode, records)))
 
     def output(self, stream: str, text: str, at: float) -> None:
-        """Append output of the payload, or count it as dropped.
-
-        Args:
-            stream: "stdout" or "stderr".
-            text: the output.
-            at: time of the output, in seconds since the epoch.
-        """
-        if self.stdio_dropped:
-            self.stdio_dropped += len(text)
-            return
-        line = encode({"s": stream, "t": round(at, 3), "d": text})
-        try:
-            if self._stdio.size + len(line) <= self._max_stdio_bytes:
-                return self._stdio.append(line)
-            why = "output limit of %d bytes reached" % self._max_stdio_bytes
-        except OSError as error:
-            why = os.strerror(error.errno or 0)
-        self.stdio_dropped += len(text)
-        marker = encode({"s": "stderr", "t": round(at, 3), "d": "\n[rayslurm] output not recorded from here: %s\n" % why})
-        try:
-            self._stdio.append(marker)
-        except OSError:
-            return  # The `end` carries the number of dropped characters anyway.
+        """Append output of the payload ("stdout" or "stderr") with its time since the epoch, or count it as dropped."""
+        if not self._stdio_dropped:
+            line = encode({"s": stream, "t": round(at, 3), "d": text})
+            try:
+                if self._stdio.size + len(line) <= self._max_stdio_bytes:
+                    return self._stdio.append(line)
+                why = "output limit of %d bytes reached" % self._max_stdio_bytes
+            except OSError as error:
+                why = os.strerror(error.errno or 0)
+            marker = {"s": "stderr", "t": round(at, 3), "d": "\n[rayslurm] output not recorded from here: %s\n" % why}
+            with contextlib.suppress(OSError):  # The `end` carries the number of dropped characters anyway.
+                self._stdio.append(encode(marker))
+        self._stdio_dropped += len(text)
 
     def sync(self) -> None:
         """Make the appended records and output visible to other hosts."""
@@ -274,8 +213,7 @@ class RunRecord:
     def end(self, record: Record) -> None:
         """Append the `end` of the payload and close the record; if the disk is full, the `end` takes the reserved space.
 
-        Raises:
-            OSError: the `end` could not be written; the record stays open, so the caller may try again.
+        After an `OSError` the record stays open, so the caller may try again.
         """
         if self.ended:
             return
@@ -283,8 +221,7 @@ class RunRecord:
         if not self._end_appended:
             with contextlib.suppress(OSError):  # The `end` matters more than the output.
                 self._stdio.sync()
-            full = dict(record, stdio_bytes=self.stdio_bytes, stdio_dropped=self.stdio_dropped)
-            self._journal.append(encode(full))
+            self.write(dict(record, stdio_bytes=self._stdio.size, stdio_dropped=self._stdio_dropped))
             self._end_appended = True
         self._journal.sync()
         self.ended = True
@@ -307,10 +244,7 @@ class RunRecord:
 
 
 def node_log(place: int) -> str:
-    """Name of the log file of one node, which takes the output of the node's runtime and of its Slurm task.
-
-    `place` is the node's number in the allocation.
-    """
+    """Name of the log of the node with this number: it takes the output of the node's runtime and of its Slurm task."""
     return "node-%d.log" % place
 
 
@@ -325,10 +259,7 @@ def run_of_component(directory: str) -> str:
 
 
 def temporary_name(path: str) -> str:
-    """A new path in the directory of `path`, which no other thread, process or host uses.
-
-    Its name is short even if that of `path` is long.
-    """
+    """A new path in the directory of `path`, which no other thread, process or host uses; the name is short."""
     return os.path.join(os.path.dirname(path), ".rs-%s.tmp" % os.urandom(8).hex())
 
 

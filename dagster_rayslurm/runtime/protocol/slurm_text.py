@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from typing import List, Optional
 
@@ -19,9 +20,7 @@ def expand_nodelist(text: str) -> List[str]:
 
     The result is that of `scontrol show hostnames` (Slurm 22.05 and 24.11): numbers have as many digits as the first number of
     their range, and the last bracket of a name varies fastest. "", `(null)`, `None assigned` and `None` stand for empty lists.
-
-    Raises:
-        ValueError: the text is not a node list.
+    Raises ValueError if the text is not a node list.
     """
     if text.strip() in ("", "(null)", "None assigned", "None"):
         return []
@@ -31,10 +30,7 @@ def expand_nodelist(text: str) -> List[str]:
         if any(bracket in literal for literal in pieces[::2] for bracket in "[]"):
             raise ValueError("%r is not a list of nodes: a bracket is left over in %r" % (text, word))
         choices = [_numbers(piece, text) if place % 2 else [piece] for place, piece in enumerate(pieces)]
-        count = 1
-        for choice in choices:
-            count *= len(choice)
-        if len(nodes) + count > MAX_NODES:
+        if len(nodes) + math.prod(map(len, choices)) > MAX_NODES:
             raise ValueError("%r is not a list of nodes: it names more than %d" % (text[:200], MAX_NODES))
         nodes += [name for name in map("".join, itertools.product(*choices)) if name]
     return nodes
@@ -46,7 +42,7 @@ def _numbers(inside: str, text: str) -> List[str]:
     for part in inside.split(","):
         match = _RANGE.fullmatch(part)
         low, high = (match.group(1), match.group(2) or match.group(1)) if match else ("1", "0")
-        if int(low) > int(high) or int(high) - int(low) >= MAX_NODES:
+        if not 0 <= int(high) - int(low) < MAX_NODES:
             raise ValueError("%r is not a list of nodes: [%s] is no range" % (text[:200], inside[:200]))
         numbers += ["%0*d" % (len(low), number) for number in range(int(low), int(high) + 1)]
     return numbers
@@ -56,10 +52,7 @@ _DURATION = re.compile(r"(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]+
 
 
 def parse_duration(text: str) -> Optional[float]:
-    """The seconds in a duration such as "[D-]HH:MM:SS" or "MM:SS.mmm" (squeue(1), sacct(1), Slurm 22.05).
-
-    None for other texts, such as "UNLIMITED".
-    """
+    """The seconds in a duration such as "[D-]HH:MM:SS" or "MM:SS.mmm" (squeue(1), sacct(1), Slurm 22.05); else None."""
     match = _DURATION.fullmatch(text)
     if match is None:
         return None

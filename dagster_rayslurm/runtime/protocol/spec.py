@@ -1,15 +1,12 @@
-"""Start records: the files by which Dagster's side tells a runtime what to do, as frozen dataclasses and their JSON. Pure.
+"""Start records: the files by which Dagster's side tells a runtime what to do, as frozen dataclasses and their JSON.
 
 `runtime.json` holds a `RuntimeSpec`, and `payload.json` a `PayloadSpec`. Parsing refuses unknown keys and values of another type.
-
-Reading the start records and the secrets that Dagster's side put into a run directory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import sys
 from dataclasses import dataclass, field, replace
@@ -39,10 +36,7 @@ name another Ray cluster."""
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Settings of Ray for the nodes of one component.
-
-    For CPUs, GPUs and memory, None means what Slurm granted on the node. The other fields are described in `RaySpec`.
-    """
+    """Settings of Ray for the nodes of one component; the fields mean what they mean in `RaySpec`."""
 
     component_id: str
     num_cpus: Optional[int] = None
@@ -61,9 +55,7 @@ class ComponentSpec:
     component_id: str
     num_nodes: int = 1
     asked_cpus: Optional[int] = None
-    """CPUs per node; None if no number was requested."""
     asked_gpus: Optional[int] = None
-    """GPUs per node; None if no number was requested."""
 
 
 @dataclass(frozen=True)
@@ -81,88 +73,57 @@ class RaySpec:
     dashboard: bool = True
     auth: str = "token"
     ray_version: Optional[str] = None
-    ray_args: List[str] = field(default_factory=list)
-    """Further arguments of `ray start`."""
+    ray_args: List[str] = field(default_factory=list)  # Further arguments of `ray start`.
     node_ip_address: Optional[str] = None
     network_interface: Optional[str] = None
-    port_range: Optional[str] = None
-    """Range "LOW-HIGH" for all ports of Ray; None for any ports."""
-    startup_timeout: float = 300.0
-    """Seconds in which the Ray cluster must be up."""
-    health_check: Optional[str] = None
-    """Command that must succeed on each node before Ray starts there; None for no check."""
-    max_workers: Optional[int] = None
-    """Number of worker nodes that join the head at most; None for all."""
-    min_nodes: Optional[int] = None
-    """Number of nodes that must have joined before the payload starts; None for all."""
+    port_range: Optional[str] = None  # "LOW-HIGH" for all ports of Ray; None for any ports.
+    startup_timeout: float = 300.0  # Seconds in which the Ray cluster must be up.
+    health_check: Optional[str] = None  # Command that must succeed on each node before Ray starts there.
+    max_workers: Optional[int] = None  # Number of worker nodes that join the head at most; None for all.
+    min_nodes: Optional[int] = None  # Number of nodes that must have joined before the payload starts; None for all.
     launch_style: str = "builtin"
-    memory_guard: bool = True
-    """Whether the runtime kills the largest Ray worker of a node whose memory is nearly full, before Slurm ends the job."""
-    components: List[NodeSpec] = field(default_factory=list)
-    """Settings for the nodes of each component, the head's component first; empty if all nodes are alike."""
-    simulate: bool = False
-    """Whether Ray counts the requested CPUs and GPUs even if the machine has fewer (local mode)."""
+    memory_guard: bool = True  # Whether the runtime kills the largest Ray worker of a node whose memory is nearly full.
+    components: List[NodeSpec] = field(default_factory=list)  # The head's component first; empty if all nodes are alike.
+    simulate: bool = False  # Whether Ray counts the requested CPUs and GPUs even if the machine has fewer (local mode).
 
 
 @dataclass(frozen=True)
 class PayloadSpec:
     """The start record of one payload: its command, environment, resources and limits."""
 
-    argv: List[str]
-    """The command and its arguments."""
-    nonce: str
-    """Random name that identifies this payload to the runtime and on its nodes."""
-    env: Dict[str, str] = field(default_factory=dict)
-    """Environment variables of the payload, without secret ones."""
-    working_dir: Optional[str] = None
-    """Directory whose entries appear in the payload's own working directory; None for an empty one."""
+    argv: List[str]  # The command and its arguments.
+    nonce: str  # Random name that identifies this payload to the runtime and on its nodes.
+    env: Dict[str, str] = field(default_factory=dict)  # Without secret variables.
+    working_dir: Optional[str] = None  # Its entries appear in the payload's own working directory.
+    # Directory that outlives the run, created if missing; the payload and its Ray workers find it in RAYSLURM_DATA_DIR.
     data_dir: Optional[str] = None
-    """Directory that outlives the run, created if missing; the payload and its Ray workers find it in RAYSLURM_DATA_DIR."""
-    extra_files: List[str] = field(default_factory=list)
-    """Files that also appear in the payload's own working directory."""
-    outputs: List[str] = field(default_factory=list)
-    """Shell patterns of the files in the working directory that Dagster fetches at the end."""
-    max_output_bytes: int = 100 * 2**20
-    """Sum of the sizes of those files at most."""
-    max_stdio_bytes: int = 2**30
-    """Bytes of output that the run record takes at most."""
-    grace_period: float = 10.0
-    """Seconds between SIGTERM and SIGKILL when the runtime ends the payload."""
+    extra_files: List[str] = field(default_factory=list)  # Files that also appear in the payload's own working directory.
+    outputs: List[str] = field(default_factory=list)  # Shell patterns of the files there that Dagster fetches at the end.
+    max_output_bytes: int = 100 * 2**20  # Sum of the sizes of those files at most.
+    max_stdio_bytes: int = 2**30  # Bytes of output that the run record takes at most.
+    grace_period: float = 10.0  # Seconds between SIGTERM and SIGKILL when the runtime ends the payload.
     uses_ray: bool = False
-    ray: Optional[RaySpec] = None
-    """The Ray cluster to start for this payload alone; None to use the Ray cluster of the runtime."""
-    preload: List[str] = field(default_factory=list)
-    """Modules that must be imported in the preload server, from which the payload is forked; empty for a fresh interpreter."""
+    ray: Optional[RaySpec] = None  # The Ray cluster to start for this payload alone; None for that of the runtime.
+    preload: List[str] = field(default_factory=list)  # Modules of the preload server from which the payload is forked.
+    # CPUs and GPUs that the payload reserves on each node; None for none, or for all if it has its own Ray cluster in a session.
     want_cpus: Optional[int] = None
-    """CPUs that the payload reserves on each node; None for none, or for all if it has its own Ray cluster in a session."""
     want_gpus: Optional[int] = None
-    """GPUs that the payload reserves on each node; None as for `want_cpus`."""
-    time_limit: Optional[float] = None
-    """Seconds that the payload may run; None for the time limit of the allocation."""
-    run_id: str = ""
-    """Id of the Dagster run; runs take turns in the queue of a session."""
-    step: str = ""
-    """Key of the Dagster step; a session estimates the duration of a payload by the last duration of its step."""
+    time_limit: Optional[float] = None  # Seconds that the payload may run; None for the time limit of the allocation.
+    run_id: str = ""  # Id of the Dagster run; runs take turns in the queue of a session.
+    step: str = ""  # Key of the Dagster step; a session estimates the duration of a payload by the last one of its step.
 
 
 @dataclass(frozen=True)
 class BarrierSpec:
     """How one component's runtime finds the barrier of the separate topology; the first component's runtime is the host."""
 
-    component_id: str
-    """This runtime's component."""
-    components: List[str]
-    """The names of all components, the host's first."""
-    key: str
-    """Secret that the runtimes of all components share, hex."""
-    ports: List[int]
-    """Ports to try; the host listens on the first free one."""
-    hosts: List[str] = field(default_factory=list)
-    """Addresses at which the host may be reached, besides those that Slurm reports."""
-    patience: float = 300.0
-    """Seconds in which all components must be ready; otherwise the run fails."""
-    grace: float = 10.0
-    """Seconds after the loss of a connection in which a component may reconnect."""
+    component_id: str  # This runtime's component.
+    components: List[str]  # The names of all components, the host's first.
+    key: str  # Secret that the runtimes of all components share, hex.
+    ports: List[int]  # Ports to try; the host listens on the first free one.
+    hosts: List[str] = field(default_factory=list)  # Addresses of the host, besides those that Slurm reports.
+    patience: float = 300.0  # Seconds in which all components must be ready; otherwise the run fails.
+    grace: float = 10.0  # Seconds after the loss of a connection in which a component may reconnect.
 
 
 @dataclass(frozen=True)
@@ -170,41 +131,26 @@ class RuntimeSpec:
     """The start record of one runtime: its Ray cluster, its nodes and its lifetime."""
 
     cluster_id: str
-    ray: Optional[RaySpec] = None
-    """The Ray cluster that all payloads of the runtime share; None if there is none."""
-    idle_timeout: Optional[float] = None
-    """Seconds without a payload after which a session ends; None for a runtime that runs one payload and ends."""
-    yield_when_idle: bool = False
-    """Whether an idle session ends when another Slurm job waits for its nodes and asks for them."""
+    ray: Optional[RaySpec] = None  # The Ray cluster that all payloads of the runtime share.
+    idle_timeout: Optional[float] = None  # Seconds without a payload after which a session ends; None: run one payload and end.
+    yield_when_idle: bool = False  # Whether an idle session ends when another Slurm job waits for its nodes and asks for them.
     max_concurrent_payloads: int = 1
-    control_key: Optional[str] = None
-    """Secret that the runtimes of an allocation share, hex; the Ray token is derived from it too."""
-    token_key: Optional[str] = None
-    """Secret from which the Ray token is derived instead of `control_key`, if several Ray clusters share the token, hex."""
-    control_ports: List[int] = field(default_factory=list)
-    """Ports to try; the head's RPC server listens on the first free one."""
+    control_key: Optional[str] = None  # Secret of the runtimes of an allocation, hex; the Ray token is derived from it too.
+    token_key: Optional[str] = None  # Secret for the Ray token instead, if several Ray clusters share the token, hex.
+    control_ports: List[int] = field(default_factory=list)  # Ports to try; the head's RPC server takes the first free one.
+    # CPUs and GPUs per node that were requested of Slurm; if a node has fewer, the payload fails.
     asked_cpus: Optional[int] = None
-    """CPUs per node that were requested of Slurm; if a node has fewer, the payload fails."""
     asked_gpus: Optional[int] = None
-    """GPUs per node that were requested of Slurm; if a node has fewer, the payload fails."""
-    requeue: bool = False
-    """Whether Slurm may run the job again; then the runtime keeps files that the next runtime needs."""
-    warn_before_limit: Optional[float] = None
-    """Seconds before the time limit at which the payload gets `warn_signal`; None for no warning."""
-    warn_signal: str = "TERM"
-    """Name of that signal, without "SIG"."""
+    requeue: bool = False  # Whether Slurm may run the job again; then the runtime keeps files that the next runtime needs.
+    warn_before_limit: Optional[float] = None  # Seconds before the time limit at which the payload gets `warn_signal`.
+    warn_signal: str = "TERM"  # Without "SIG".
+    # Variables for Ray's daemons, which all Ray workers inherit. If a Ray job set them, Ray would have to start new workers.
     worker_env: Dict[str, str] = field(default_factory=dict)
-    """Environment variables for Ray's daemons, from which all Ray workers inherit them.
-
-    If a Ray job set them instead, Ray would have to start new workers."""
+    # Modules that the preload server imports while the Ray cluster starts, for payloads with the same `preload`.
     preload: List[str] = field(default_factory=list)
-    """Modules that the preload server imports while the Ray cluster starts, for payloads with the same `preload`."""
-    drain_margin: float = 60.0
-    """Seconds before its time limit from which a session takes no payload of unknown duration."""
-    components: List[ComponentSpec] = field(default_factory=list)
-    """Components of the allocation, the head's first; empty if all nodes are alike."""
-    meeting: Optional[BarrierSpec] = None
-    """The barrier, in the separate topology; None otherwise."""
+    drain_margin: float = 60.0  # Seconds before its time limit from which a session takes no payload of unknown duration.
+    components: List[ComponentSpec] = field(default_factory=list)  # The head's first; empty if all nodes are alike.
+    meeting: Optional[BarrierSpec] = None  # The barrier of the separate topology.
     protocol: int = PROTOCOL_VERSION
 
 
@@ -227,9 +173,7 @@ def from_json(cls: Type[T], text: str) -> T:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SpecError("the start record is not JSON: %s" % error) from None
-    if not isinstance(data, dict):
-        raise SpecError("the start record is not a JSON object")
-    protocol = data.get("protocol", PROTOCOL_VERSION)
+    protocol = data.get("protocol", PROTOCOL_VERSION) if isinstance(data, dict) else PROTOCOL_VERSION
     if protocol != PROTOCOL_VERSION:
         raise SpecError("the start record speaks protocol version %s and this runtime version %s" % (protocol, PROTOCOL_VERSION))
     spec = from_fields(cls, data)
@@ -241,10 +185,8 @@ def from_json(cls: Type[T], text: str) -> T:
 def from_fields(cls: Type[T], data: Any, where: str = "the start record") -> T:
     """An instance of a dataclass from a JSON object, whose values must have the types of the fields.
 
-    `where` names the object in error messages.
-
     Raises:
-        SpecError: a key is unknown or missing, or a value has another type.
+        SpecError: a key is unknown or missing, or a value has another type; `where` names the object in the message.
     """
     if not isinstance(data, dict):
         raise SpecError("%s is not a JSON object" % where)
@@ -278,16 +220,11 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 def _is_scalar(kind: Any, value: Any) -> bool:
     """Whether a JSON value is a text, truth value or finite number of this type; an integer counts as a float."""
-    if kind is str:
-        return isinstance(value, str) and is_passable(value)
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int)
-    try:
-        return kind is float and isinstance(value, (int, float)) and math.isfinite(value)
-    except OverflowError:  # An int that no float holds.
-        return False
+    if kind is float and isinstance(value, (int, float)):
+        return abs(value) <= sys.float_info.max  # False for NaN too.
+    return kind in (str, int) and isinstance(value, kind) and (kind is int or is_passable(value))
 
 
 def is_passable(text: str) -> bool:
@@ -307,36 +244,32 @@ COMPONENT_AMOUNT = 1000.0
 
 
 def node_spec(ray: RaySpec, component_id: Optional[str]) -> RaySpec:
-    """The settings of a Ray cluster for one node: those of the node's component replace the common ones.
+    """The settings of a Ray cluster for one node: those of the node's component, if there is one, replace the common ones."""
+    for own in ray.components:
+        if own.component_id == component_id:
+            settings = {name: value for name, value in vars(own).items() if name != "component_id"}
+            settings["resources"] = {**own.resources, COMPONENT_RESOURCE + own.component_id: COMPONENT_AMOUNT}
+            settings["labels"] = {**own.labels, COMPONENT_LABEL: own.component_id}
+            return replace(ray, **settings)
+    return ray
 
-    Args:
-        ray: the settings of the Ray cluster.
-        component_id: the node's component; None in an allocation without components.
-    """
-    own = next((each for each in ray.components if each.component_id == component_id), None)
-    if own is None:
-        return ray
-    return replace(
-        ray,
-        num_cpus=own.num_cpus,
-        num_gpus=own.num_gpus,
-        object_store_memory=own.object_store_memory,
-        resources={**own.resources, COMPONENT_RESOURCE + own.component_id: COMPONENT_AMOUNT},
-        labels={**own.labels, COMPONENT_LABEL: own.component_id},
-        network_interface=own.network_interface,
-        health_check=own.health_check,
-    )
+
+def read_text(path: str) -> str:
+    """The content of a UTF-8 file."""
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def load_spec(directory: str) -> RuntimeSpec:
+    """The start record of the runtime in its run or session directory; without a valid one, the process exits with a message."""
+    try:
+        return from_json(RuntimeSpec, read_text(os.path.join(directory, RUNTIME)))
+    except (OSError, SpecError) as error:
+        sys.exit("rayslurm runtime: %s: %s" % (directory, error))
 
 
 def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
-    """Read the payload's secret environment variables, and delete their file.
-
-    Args:
-        run_dir: the run directory.
-        keep: whether to leave the file for another attempt, because Slurm may run the job again.
-
-    Returns:
-        The variables by name; none if there is no file.
+    """Read the payload's secret environment variables, and delete their file, unless it is to `keep` for another attempt.
 
     Raises:
         SpecError: the file is invalid, and is not deleted.
@@ -356,21 +289,3 @@ def take_secrets(run_dir: str, keep: bool) -> Dict[str, str]:
     if not keep:
         os.unlink(path)
     return secrets
-
-
-def read_text(path: str) -> str:
-    """The content of a UTF-8 file."""
-    with open(path, encoding="utf-8") as file:
-        return file.read()
-
-
-def load_spec(directory: str) -> RuntimeSpec:
-    """Read the start record of the runtime from its run directory or session directory.
-
-    Raises:
-        SystemExit: the record is missing or invalid; the message goes to the runtime's log.
-    """
-    try:
-        return from_json(RuntimeSpec, read_text(os.path.join(directory, RUNTIME)))
-    except (OSError, SpecError) as error:
-        sys.exit("rayslurm runtime: %s: %s" % (directory, error))
