@@ -7,7 +7,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=3 --tb=native
 export RAYSLURM_MODE ?= local
 export DAGSTER_HOME ?= $(CURDIR)/.dagster_home
 
-.PHONY: help install demo dev test test-stack test-all lint bench stack-up stack-down stack-logs clean
+.PHONY: help install demo dev test test-local test-stack test-all lint bench stack-up stack-down stack-logs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,7 +34,10 @@ lint: install  ## formatting, lint, types, direction of imports, and the runtime
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/vermin --quiet --no-tips --eval-annotations --target=3.8- --violations dagster_rayslurm/runtime
 
-test: install lint  ## lint, types, and the tests that need nothing but Python
+test: install  ## lint, types, and the tests that need nothing but Python
+	@$(MAKE) --no-print-directory --jobs=2 lint test-local
+
+test-local: install
 	@$(PYTEST) -m "not stack and not thorough"
 
 test-stack: stack-up  ## the core of the tests on the Slurm stack, which needs Docker

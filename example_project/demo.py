@@ -1,7 +1,11 @@
-"""`python -m example_project.demo`: materialize the whole study here, with progress, and show what came of it."""
+"""`python -m example_project.demo`: materialize the whole study here, with progress, and show what came of it.
+
+With names of assets, as in `python -m example_project.demo digits_raw digits_features`, it materializes only those.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
@@ -31,6 +35,7 @@ IDLE_TIMEOUT = 120
 
 CHECK = "digit_classifier_recall_of_every_digit"
 """The step of the check that runs a payload of its own."""
+PROTOTYPES = "digit_prototypes"
 
 
 @dataclass
@@ -143,8 +148,8 @@ def open_instance() -> Iterator[dg.DagsterInstance]:
         yield instance
 
 
-def run(progress: Progress, instance: dg.DagsterInstance) -> dg.ExecuteInProcessResult:
-    """Materialize everything, one partition of the prototypes after the other; the first failure ends it."""
+def run(progress: Progress, instance: dg.DagsterInstance, chosen: list[str]) -> dg.ExecuteInProcessResult:
+    """Materialize the chosen assets, one partition of the prototypes after the other; the first failure ends it."""
     compute = compute_from_env(SessionConfig(name="demo", idle_timeout=IDLE_TIMEOUT))
 
     def logger(_: dg.InitLoggerContext) -> logging.Logger:
@@ -163,14 +168,16 @@ def run(progress: Progress, instance: dg.DagsterInstance) -> dg.ExecuteInProcess
         loggers={"progress": dg.logger(logger)},
     )
     config: dict[str, Any] = {"loggers": {"progress": {}}}
+    study = [dg.AssetKey(name) for name in chosen if name != PROTOTYPES]
     try:
-        result = defs.resolve_job_def("demo").execute_in_process(config, instance, raise_on_error=False)
+        demo = defs.resolve_job_def("demo")
+        result = demo.execute_in_process(config, instance, raise_on_error=False, asset_selection=study)
         prototypes = defs.resolve_job_def("demo_prototypes")
-        for digit in DIGITS:
+        for digit in DIGITS if PROTOTYPES in chosen else ():
             if result.success:
                 result = prototypes.execute_in_process(config, instance, partition_key=digit, raise_on_error=False)
-        if result.success:
-            progress.rows["digit_prototypes"].says = f"{len(DIGITS)} partitions, one for each digit"
+        if result.success and PROTOTYPES in chosen:
+            progress.rows[PROTOTYPES].says = f"{len(DIGITS)} partitions, one for each digit"
         return result
     finally:
         for cluster_id in progress.clusters:
@@ -205,15 +212,21 @@ def main() -> int:
         The exit code: 0, 1 after a failure, 130 after Ctrl-C.
     """
     started = time.monotonic()
-    names = [asset.key.to_user_string() for asset in STUDY]
+    names = [*(asset.key.to_user_string() for asset in STUDY), PROTOTYPES]
+    parser = argparse.ArgumentParser(description="Materialize the example study.")
+    parser.add_argument("assets", nargs="*", help=f"those of {', '.join(names)}; all of them if none is named")
+    chosen = parser.parse_args().assets or names
+    if unknown := [name for name in chosen if name not in names]:
+        parser.error(f"there is no asset {unknown[0]}")
     with own_screen() as (console, log), open_instance() as instance:
-        progress = Progress(console, [*names, CHECK, "digit_prototypes"])
+        shown = {*chosen, *([CHECK] if "digit_classifier" in chosen else [])}
+        progress = Progress(console, [name for name in (*names[:-1], CHECK, PROTOTYPES) if name in shown])
         console.print("Materializing the example study; the first Ray step brings up a cluster that the others find warm.")
         # What payloads print belongs into the log, which is where the redirected descriptors lead.
         live = Live(progress, console=console, refresh_per_second=8, redirect_stdout=False, redirect_stderr=False)
         try:
             with live if console.is_terminal else contextlib.nullcontext():
-                result = run(progress, instance)
+                result = run(progress, instance, chosen)
             failures = [event.step_failure_data for event in result.all_events if event.is_step_failure]
             interrupted = any(failure.error_source == ErrorSource.INTERRUPT for failure in failures)
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):

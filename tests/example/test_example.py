@@ -19,21 +19,36 @@ PAYLOADS = sorted((ROOT / "example_project" / "payloads").glob("*.py"))
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.ray
-def test_the_demo_materializes_the_whole_study(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    env = {**os.environ, "DAGSTER_HOME": str(home), "RAYSLURM_BASE": str(tmp_path / "base"), "COLUMNS": "160"}
+def demo(tmp_path: Path, *assets: str) -> subprocess.CompletedProcess[str]:
+    """The demo in local mode, with its Dagster home and base directory below `tmp_path`; it succeeds and leaves no process."""
+    env = {**os.environ, "DAGSTER_HOME": str(tmp_path / "home"), "RAYSLURM_BASE": str(tmp_path / "base"), "COLUMNS": "160"}
     env.pop("RAYSLURM_MODE", None)
-    command = [sys.executable, "-m", "example_project.demo"]
+    command = [sys.executable, "-m", "example_project.demo", *assets]
     said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=390)
     assert said.returncode == 0, said.stdout + said.stderr
-    assert said.stderr == "" and "trial 16/16" in said.stdout and "accuracy_above_floor passed" in said.stdout
+    assert said.stderr == "" and "Done in" in said.stdout
+    assert not marked_processes(os.environ["PYTEST_OF_RAYSLURM"])  # Not even the warm cluster is left.
+    return said
+
+
+@pytest.mark.ray
+def test_the_demo_materializes_the_first_assets(tmp_path: Path) -> None:
+    """A plain step and a Ray step, whose warm cluster the demo ends."""
+    said = demo(tmp_path, "digits_raw", "digits_features")
+    assert "1797 images" in said.stdout and "71 features" in said.stdout and "digit_classifier" not in said.stdout
+
+
+@pytest.mark.ray
+@pytest.mark.core
+@pytest.mark.thorough
+def test_the_demo_materializes_the_whole_study(tmp_path: Path) -> None:
+    said = demo(tmp_path)
+    assert "trial 16/16" in said.stdout and "accuracy_above_floor passed" in said.stdout
     pictures = [Path(line) for line in said.stdout.splitlines() if line.endswith(".png")]
     assert {"confusion_matrix.png", "learning_curve.png", "prototype_7.png"} <= {path.name for path in pictures}
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 60_000 for path in pictures)
-    assert not marked_processes(os.environ["PYTEST_OF_RAYSLURM"])  # Not even the warm cluster is left.
 
-    with dg.DagsterInstance.from_config(str(home)) as instance:  # What `dagster dev` would show.
+    with dg.DagsterInstance.from_config(str(tmp_path / "home")) as instance:  # What `dagster dev` would show.
         assert {run.status for run in instance.get_runs()} == {dg.DagsterRunStatus.SUCCESS} and len(instance.get_runs()) == 11
         metadata = {}
         for name in ("digit_classifier", "digits_features", "digit_predictions", "digit_network", "report", "model_sweep"):
@@ -54,7 +69,7 @@ def test_the_demo_materializes_the_whole_study(tmp_path: Path) -> None:
         assert partitions == {str(digit) for digit in range(10)}
 
 
-@pytest.mark.parametrize("mode", ["slurm", "slurm-hetjob"])
+@pytest.mark.parametrize("mode", ["slurm", pytest.param("slurm-hetjob", marks=pytest.mark.thorough)])
 def test_the_demo_says_what_failed(mode: str, tmp_path: Path) -> None:
     """A host that is not there: one sentence, exit code 1."""
     env = {**os.environ, "DAGSTER_HOME": str(tmp_path), "RAYSLURM_BASE": str(tmp_path / "base"), "RAYSLURM_MODE": mode}

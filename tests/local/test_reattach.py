@@ -198,7 +198,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         process.wait()
 
 
-@pytest.mark.parametrize("later", ["the old one", "the retry"])
+@pytest.mark.parametrize("later", ["the old one", pytest.param("the retry", marks=pytest.mark.thorough)])
 def test_the_retry_has_the_result_if_either_attempt_sees_the_end_first(scene: Scene, later: str) -> None:
     old, new = scene.begin()
     first, last = (new, old) if later == "the old one" else (old, new)
