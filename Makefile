@@ -27,12 +27,13 @@ dev: install  ## open the example in `dagster dev`
 	@mkdir -p "$(DAGSTER_HOME)"
 	@$(BIN)/dagster dev -m example_project.definitions
 
-lint: install  ## formatting, lint, types, direction of imports, and the runtime's Python 3.8 floor
+lint: install  ## formatting, lint, types, direction of imports, and the oldest Python of the runtime (3.8) and of the edge node (3.6)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/vermin --quiet --no-tips --eval-annotations --target=3.8- --violations dagster_rayslurm/runtime
+	@$(BIN)/vermin --quiet --no-tips --target=3.6- --violations dagster_rayslurm/edge
 
 test: install  ## lint, types, and the tests that need nothing but Python
 	@$(MAKE) --no-print-directory --jobs=2 lint test-local

@@ -30,7 +30,7 @@ CORE = {
     "connections/test_bad_input.py": ("test_a_wrong_host", "test_a_wrong_key", "test_a_wrong_port", "test_a_wrong_user"),
     "connections/test_check.py": ("test_the_stack_is_found",),
     "connections/test_trouble.py": (
-        "test_a_lost_sftp_server_costs_no_login",
+        "test_a_lost_agent_costs_no_login",
         "test_a_restart_between_operations",
         "test_an_upload_resumes_after_a_restart",
         "test_max_sessions[paramiko-1]",

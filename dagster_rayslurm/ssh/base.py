@@ -5,18 +5,30 @@ This module imports no SSH client.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import random
 import re
+import shlex
 import time
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
+from ..edge import files, processes
+from ..edge.agent import PART
+
+T = TypeVar("T")
 Progress = Callable[[int, int], None]
 """Called during a file transfer with the number of bytes that have arrived and the total number of bytes."""
+Submit = Callable[..., Callable[[], Any]]
+"""Starts a function of `edge` with some arguments, and returns a function that waits for its result."""
 
+_WINDOW = 12
+"""Number of parts in flight during a transfer: 3 MiB, somewhat more than the window of an OpenSSH channel."""
 _VARIABLE = re.compile(r"(^|/)\$(\w+|\{\w+\})(/|$)")
 
 
@@ -27,7 +39,7 @@ class ConnectionFailed(ConnectionError):
         temporary: whether a later try with the same configuration may succeed.
     """
 
-    def __init__(self, sentence: str, temporary: bool) -> None:
+    def __init__(self, sentence: str, temporary: bool = True) -> None:
         super().__init__(sentence)
         self.temporary = temporary
 
@@ -35,22 +47,13 @@ class ConnectionFailed(ConnectionError):
 class ServerBusy(ConnectionFailed):
     """Raised when the SSH server refuses logins for now."""
 
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence, temporary=True)
-
 
 class ConnectionGone(ConnectionFailed):
     """Raised when the connection had ended before the operation started, so the server did not carry it out."""
 
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence, temporary=True)
-
 
 class ConnectionLost(ConnectionFailed):
     """Raised when the connection broke during an operation, so it is unknown whether the server carried it out."""
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence, temporary=True)
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,7 @@ class Completed:
 
 @dataclass(frozen=True)
 class Stat:
-    """Owner and modification time of a file.
-
-    Attributes:
-        owner: user id of the owner.
-        modified: time of the last change in whole seconds since the epoch, by the clock of the machine that holds the file.
-    """
+    """Owner (user id) of a file, and the time of its last change in whole seconds, by the clock of the machine that holds it."""
 
     owner: int
     modified: float
@@ -93,7 +91,7 @@ class Forward(Protocol):
     def __exit__(self, *exc_info: object) -> None: ...
 
 
-class Connection(Protocol):
+class Connection(ABC):
     """Access to the files and commands of one machine: this machine, or an edge node behind SSH.
 
     All paths are absolute. All methods may be called from several threads at once.
@@ -104,9 +102,47 @@ class Connection(Protocol):
     """
 
     @property
+    @abstractmethod
     def place(self) -> str:
         """Name of the machine in messages, such as "dev@edge:22"."""
-        ...
+
+    @abstractmethod
+    def attempt(self, doing: str, operation: Callable[[Submit], T], repeat: bool, deadline: float | None = None) -> T:
+        """The result of `operation`, which calls functions of `edge` on the machine.
+
+        Args:
+            doing: what the operation does, for error messages, such as "reading /a/b".
+            operation: is called again after a lost connection.
+            repeat: whether also if it may have been carried out.
+            deadline: value of `time.monotonic()` after which it is not called again, and no longer waited for.
+        """
+
+    @abstractmethod
+    def forward(self, host: str, port: int) -> Forward:
+        """Return a local port that is forwarded to `host:port`, an address that the machine behind the connection can reach."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Log out. The next use of the connection logs in again."""
+
+    def call(self, function: Callable[..., T], *args: Any, repeat: bool = False, timeout: float | None = None) -> T:
+        """The result of a function of a module of `edge`, called on the machine.
+
+        Arguments and results are bytes or JSON, or a tuple of them as the result.
+
+        Args:
+            function: the function.
+            args: its arguments.
+            repeat: whether the function may be called again if the connection was lost during the call.
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: the call took over `timeout` seconds; commands that it runs are killed.
+            ConnectionLost: the connection broke, and the function may have been called.
+            OSError: as the function raised it.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return self.attempt("", lambda submit: submit(function, *args)(), repeat, deadline)  # type: ignore[no-any-return]
 
     def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
         """Run a command, wait until it ends, and return its exit code and output. No shell interprets its words.
@@ -125,25 +161,47 @@ class Connection(Protocol):
             ConnectionLost: the connection broke, and the command may have run.
             ConnectionFailed: there is no connection, and the command did not run.
         """
-        ...
+        if not command or any("\0" in word for word in command):
+            raise ValueError("a command needs a word at least, and no NUL character")
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def operation(submit: Submit) -> Any:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            return submit(processes.run, list(command), stdin, remaining)()
+
+        try:
+            code, out, err = self.attempt("", operation, False, deadline)
+        except ConnectionFailed:
+            raise
+        except TimeoutError:
+            code = None
+        if code is None:
+            raise TimeoutError(f"{self.place}: {shlex.join(command)[:200]} took over {timeout:g} s and was ended")
+        return Completed(code, out, err)
 
     def home(self) -> str:
         """The home directory of the user who is logged in."""
-        ...
+        home = self._account[1]
+        if not home.startswith("/"):
+            raise OSError(f"{self.place}: the login has no HOME; the account needs a home directory")
+        return home
 
     def user_id(self) -> int:
         """The numeric id of the user who is logged in."""
-        ...
+        return self._account[0]
+
+    @property
+    def _account(self) -> tuple[int, str]:
+        return self.call(files.account, repeat=True)
 
     def stat(self, path: str) -> Stat | None:
         """Owner and modification time of a file or directory, or None if the path does not exist. Links are followed.
 
-        The connection runs no command for this.
-
         Raises:
             OSError: the attributes cannot be read.
         """
-        ...
+        found = self._on_file(f"looking at {path}", files.stat, path)
+        return Stat(*found) if found else None
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
         """At most `limit` bytes of a file from `offset` on; b"" at the end of the file, or if the file does not exist.
@@ -151,7 +209,7 @@ class Connection(Protocol):
         Raises:
             OSError: the file cannot be read.
         """
-        ...
+        return self._on_file(f"reading {path}", files.read, path, offset, limit)
 
     def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
         """Write a file: create it, or replace it atomically.
@@ -159,7 +217,7 @@ class Connection(Protocol):
         Raises:
             OSError: the file cannot be written.
         """
-        ...
+        self._on_file(f"writing {path}", files.write, path, data, mode)
 
     def make_dir(self, path: str) -> None:
         """Make a directory and its parents, with access for this user only. An existing directory is no error.
@@ -167,26 +225,10 @@ class Connection(Protocol):
         Raises:
             OSError: the directory cannot be made.
         """
-        ...
-
-    def upload(self, local_path: str, path: str, progress: Progress | None = None, mode: int = 0o600) -> None:
-        """Copy a file from this machine, and replace the target atomically once the copy is complete.
-
-        Raises:
-            OSError: the file cannot be read here or written there.
-        """
-        ...
-
-    def download(self, path: str, local_path: str, progress: Progress | None = None) -> None:
-        """Copy a file to this machine, and make the directories above it.
-
-        Raises:
-            OSError: the file cannot be read there or written here.
-        """
-        ...
+        self._on_file(f"making the directory {path}", files.make_dir, path)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file within its directory, atomically. The connection runs no command for this.
+        """Rename a file within its directory, atomically.
 
         The rename is repeated after a lost connection, so the file may have been renamed although `rename` raises.
 
@@ -194,6 +236,7 @@ class Connection(Protocol):
             FileNotFoundError: the file does not exist, perhaps because an earlier try has renamed it.
             OSError: the file cannot be renamed.
         """
+        self._on_file(f"renaming {old}", files.rename, old, new)
 
     def remove(self, path: str) -> None:
         """Remove a file, or a directory with everything in it. A missing path is no error.
@@ -201,15 +244,104 @@ class Connection(Protocol):
         Raises:
             OSError: the file, or a part of the directory, could not be removed.
         """
-        ...
+        self._on_file(f"removing {path}", files.remove, path)
 
-    def forward(self, host: str, port: int) -> Forward:
-        """Return a local port that is forwarded to `host:port`, an address that the machine behind the connection can reach."""
-        ...
+    def _on_file(self, doing: str, function: Callable[..., T], *args: Any) -> T:
+        return self.attempt(doing, lambda submit: submit(function, *args)(), True)  # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        """Log out. The next use of the connection logs in again."""
-        ...
+    def upload(self, local_path: str, path: str, progress: Progress | None = None, mode: int = 0o600) -> None:
+        """Copy a file from this machine, and replace the target atomically once the copy is complete.
+
+        After a lost connection the copy continues behind the bytes that have arrived.
+
+        Raises:
+            OSError: the file cannot be read here or written there.
+        """
+        temporary, done = files.temporary_name(path), 0
+
+        def put(submit: Submit) -> None:
+            nonlocal done
+            with open(local_path, "rb") as source:
+                size = os.fstat(source.fileno()).st_size
+                if size <= PART:
+                    submit(files.write, path, source.read(), mode)()
+                    return _report(progress, size, size)
+                fd, done = submit(files.open_write, temporary, done)()
+                source.seek(done)
+                waiting = deque[tuple[Callable[[], Any], int]]()
+                while True:
+                    if data := source.read(PART):
+                        waiting.append((submit(files.write_at, fd, source.tell() - len(data), data), len(data)))
+                    if waiting and (not data or len(waiting) >= _WINDOW):
+                        arrived, count = waiting.popleft()
+                        arrived()
+                        done += count
+                        _report(progress, done, max(size, done))
+                    if not waiting:
+                        break
+                submit(files.finish, fd, temporary, path, mode)()
+
+        doing = f"copying {local_path} to {path}"
+        try:
+            self.attempt(doing, put, True)
+        except ConnectionFailed:
+            raise
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.remove(temporary)
+            raise
+
+    def download(self, path: str, local_path: str, progress: Progress | None = None) -> None:
+        """Copy a file to this machine, and make the directories above it.
+
+        Raises:
+            OSError: the file cannot be read there or written here.
+        """
+        files.make_dir(os.path.dirname(local_path))
+        temporary = files.temporary_name(local_path)
+        version: list[int] = []
+
+        def get(submit: Submit) -> None:
+            nonlocal version
+            with open(temporary, "ab") as target:  # After a loss the download continues.
+                fd, found, data = submit(files.open_read, path, target.tell(), PART)()
+                if version and version != found:  # It was replaced meanwhile.
+                    target.truncate(0)
+                    version = []
+                    if fd >= 0:
+                        submit(files.close, fd)
+                    return get(submit)
+                version = found
+                size = version[0]
+                target.write(data)
+                _report(progress, target.tell(), max(size, target.tell()))
+                if fd < 0:
+                    return None
+                try:
+                    waiting = deque[Callable[[], Any]]()
+                    for offset in range(target.tell(), size, PART):
+                        waiting.append(submit(files.read_at, fd, offset, min(PART, size - offset)))
+                        while len(waiting) >= _WINDOW or (waiting and offset + PART >= size):
+                            data = waiting.popleft()()
+                            target.write(data)
+                            _report(progress, target.tell(), size)
+                            if len(data) < PART:  # The end, perhaps of a file that has become shorter.
+                                return None
+                finally:
+                    with contextlib.suppress(OSError):
+                        submit(files.close, fd)
+
+        try:
+            self.attempt(f"copying {path} to {local_path}", get, True)
+            os.replace(temporary, local_path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def _report(progress: Progress | None, done: int, size: int) -> None:
+    if progress and size:
+        progress(done, size)
 
 
 # -- paths as users write them -------------------------------------------------------------------------------------------

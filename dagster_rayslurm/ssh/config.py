@@ -64,6 +64,14 @@ def check_host_key(value: object) -> str:
     return " ".join(fields[:2])
 
 
+def check_python(value: object) -> str:
+    """Validate the name or path of a Python, which any login shell must read as one word. Returns it."""
+    text = check_text(value)
+    if not re.fullmatch(r"[\w~./+][\w~./+-]*", text, re.ASCII):
+        raise ValueError(f"{text!r} is not a name or path of Python; write one such as python3 or /opt/python/bin/python3")
+    return text
+
+
 class SSHConnectionResource(StrictResource):
     """An SSH server and how to log in: by key, agent, certificate or password, directly or through jump hosts."""
 
@@ -114,6 +122,10 @@ class SSHConnectionResource(StrictResource):
         default=15, description="Seconds between keepalive messages; 0 for none."
     )
 
+    python: Annotated[str, checked(check_python)] = Field(
+        default="python3", description="Python 3.6 or newer on the server: a name on the PATH of a login there, or a path."
+    )
+
     def hops(self) -> list[SSHConnectionResource]:
         """All servers to log in to, in order: the jump hosts first, the server of this resource last."""
         return [*(self.jump_host.hops() if self.jump_host else []), self]
@@ -123,8 +135,8 @@ class SSHConnectionResource(StrictResource):
         """An SSH connection that is configured by environment variables: its fields are `EnvVar` references.
 
         The variables are `<PREFIX>HOST`, `PORT`, `USER`, `KEY_PATH`, `KEY_PASSPHRASE`, `PASSWORD`, `CERTIFICATE_PATH`,
-        `HOST_KEY`, `HOST_KEY_CHECKING`, `KNOWN_HOSTS_FILE`, `CLIENT`, `CONNECT_TIMEOUT`, `KEEPALIVE`, and the same for one jump
-        host as `<PREFIX>JUMP_HOST`, `JUMP_PORT` and so on. `KEY` is another name of `KEY_PATH`. Other variables with the prefix
+        `HOST_KEY`, `HOST_KEY_CHECKING`, `KNOWN_HOSTS_FILE`, `CLIENT`, `CONNECT_TIMEOUT`, `KEEPALIVE`, `PYTHON`, and the same for one
+        jump host as `<PREFIX>JUMP_HOST`, `JUMP_PORT` and so on. `KEY` is another name of `KEY_PATH`. Other variables with the prefix
         are ignored with a warning. The last underscore of the prefix may be left out. A missing host raises at the first use of
         the resource, not at import.
 

@@ -6,6 +6,8 @@ Both SSH clients use these functions, so the same mistake gives the same message
 
 from __future__ import annotations
 
+import re
+
 from .base import ConnectionFailed, ConnectionGone, ConnectionLost, ServerBusy
 from .config import SSHConnectionResource
 
@@ -145,17 +147,19 @@ def no_shell(ssh: SSHConnectionResource, said: str) -> ConnectionFailed:
     return failed(
         ssh,
         f"the login shell ended before it ran anything{said and f' and said {said!r}'}; the account needs a shell that takes "
-        "`-c COMMAND` and start-up files that do not exit",
+        "`-c COMMAND` (neither a restricted shell nor a ForceCommand) and start-up files that do not exit",
     )
 
 
-def no_sftp(ssh: SSHConnectionResource, said: str) -> ConnectionFailed:
-    """The exception for a server whose SFTP subsystem does not work."""
-    return failed(
-        ssh,
-        f"the SFTP subsystem does not work{said and f' ({said})'}; sshd needs `Subsystem sftp`, and start-up files of the shell "
-        "must print nothing unless the shell is interactive",
-    )
+def not_started(ssh: SSHConnectionResource, code: int, said: str) -> ConnectionFailed:
+    """The exception for a login shell that ended with an exit code before the agent began, and said something."""
+    missing = code in (126, 127) or re.search(rf"{re.escape(ssh.python)}: .*(not found|No such file|Permission denied)", said)
+    return no_python(ssh, said.splitlines()[-1] if said else f"exit code {code}") if missing else no_shell(ssh, said)
+
+
+def no_python(ssh: SSHConnectionResource, said: str) -> ConnectionFailed:
+    """The exception for a missing or old Python."""
+    return failed(ssh, f"{ssh.python} does not run there ({said}); name a Python 3.6 or newer of the server as `python`")
 
 
 def no_client(ssh: SSHConnectionResource) -> ConnectionFailed:

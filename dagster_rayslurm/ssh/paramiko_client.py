@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
-import queue
 import socket
 import threading
 import time
@@ -18,8 +17,8 @@ from typing import Any
 import paramiko
 
 from . import errors
+from .agent_client import Refused
 from .base import ConnectionFailed
-from .channels import Refused, Transport
 from .config import SSHConnectionResource
 from .known_hosts import KnownKey, check_host_key, expected_keys
 from .login import agent_keys, check_files, key_path, load_key, login_slot
@@ -37,6 +36,8 @@ _OPEN_TIMEOUT = 60.0
 """Seconds for the server to open a channel."""
 _SETTLE = 0.3
 """Seconds that paramiko may take from the end of the channels to the end of the transport."""
+_WINDOW, _PACKET = 8 * 1024 * 1024, 64 * 1024
+"""Bytes that the server may send ahead on a channel, and in one message."""
 _BUFFER = 65536
 """Bytes to receive at once."""
 _ADMINISTRATIVELY_PROHIBITED, _CONNECT_FAILED = 1, 2  # RFC 4254, section 5.1
@@ -49,7 +50,7 @@ _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 """Names by which a server offers a host key, where they differ from the key's type in known_hosts."""
 
 
-def log_in(ssh: SSHConnectionResource) -> Transport:
+def log_in(ssh: SSHConnectionResource) -> ParamikoTransport:
     """Log in to a server through its jump hosts, and return the login. Each host has its own `connect_timeout`.
 
     Raises:
@@ -242,49 +243,24 @@ def _keys(ssh: SSHConnectionResource) -> Iterator[tuple[str, Any]]:
 # -- the authenticated transport -----------------------------------------------------------------------------------------
 
 
-class ParamikoProcess:
+class ParamikoStream:
     """A remote command, run on a channel of paramiko."""
 
     def __init__(self, transport: ParamikoTransport, channel: Any) -> None:
-        self._transport = transport
-        self._channel = channel
-        # A thread reads each stream, because the descriptor that a channel offers to poll() misses data when both streams get
-        # data at the same time (OrPipe in paramiko 5.1 sets and clears without a lock).
-        self._received: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
-        self._open_streams = 2
-        for number, receive in enumerate((channel.recv, channel.recv_stderr)):
-            threading.Thread(target=self._receive, args=(number, receive), daemon=True).start()
-
-    def _receive(self, number: int, receive: Callable[[int], bytes]) -> None:
-        data = b"-"
-        while data:
-            try:
-                data = receive(_BUFFER)
-            except (OSError, EOFError):
-                data = b""
-            self._received.put((number, data))
-
-    def write(self, data: bytes) -> None:
-        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
-            self._channel.sendall(data)
-
-    def read(self, timeout: float) -> tuple[bytes, bytes]:
-        if not self._open_streams:
-            raise EOFError
-        streams = [b"", b""]
-        with contextlib.suppress(queue.Empty):
-            number, streams[number] = self._received.get(timeout=max(0.0, timeout))
-            self._open_streams -= not streams[number]
-        return streams[0], streams[1]
-
-    def why(self, stdout: bytes, stderr: bytes) -> Exception:
-        if self._transport.settled_alive():
-            return errors.no_shell(self._transport.ssh, (stdout + stderr).decode("utf-8", "replace")[-300:].strip())
-        return errors.lost(self._transport.ssh)
+        self._transport, self._channel = transport, channel
+        self.recv: Callable[[int], bytes] = channel.recv
+        self.sendall: Callable[[bytes], None] = channel.sendall
 
     def close(self) -> None:
         with contextlib.suppress(OSError, EOFError):
             self._channel.close()
+
+    def failure(self, noise: str) -> ConnectionFailed:
+        ssh = self._transport.ssh
+        code = self._channel.recv_exit_status() if self._channel.exit_status_ready() else -1
+        if not self._transport.settled_alive():
+            return errors.gone(ssh)
+        return errors.not_started(ssh, code, noise)
 
 
 class ParamikoTransport:
@@ -316,11 +292,21 @@ class ParamikoTransport:
         self._transport.join(_SETTLE)
         return self.alive()
 
-    def subsystem(self, name: str) -> Any:
-        return self._start(lambda channel: channel.invoke_subsystem(name), errors.no_sftp)
-
-    def execute(self, command: str) -> ParamikoProcess:
-        return ParamikoProcess(self, self._start(lambda channel: channel.exec_command(command), errors.no_shell))
+    def start(self, command: str) -> Iterator[ParamikoStream]:
+        try:
+            channel = self._open("session")
+        except paramiko.ChannelException as error:
+            # OpenSSH 9.2 answers a session beyond MaxSessions with CONNECT_FAILED "open failed".
+            if error.code in (_ADMINISTRATIVELY_PROHIBITED, _CONNECT_FAILED):
+                raise Refused from None
+            raise errors.failed(self.ssh, f"the server opens no session ({error.text})", temporary=True) from None
+        try:
+            channel.set_combine_stderr(True)
+            channel.exec_command(command)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            channel.close()
+            raise errors.no_shell(self.ssh, str(error)) if self.alive() else errors.gone(self.ssh) from None
+        yield ParamikoStream(self, channel)
 
     def tunnel(self, host: str, port: int, client: socket.socket) -> None:
         try:
@@ -350,30 +336,11 @@ class ParamikoTransport:
         if self._jump is not None:
             self._jump.close()
 
-    def _start(self, start: Callable[[Any], None], failure: Callable[[SSHConnectionResource, str], ConnectionFailed]) -> Any:
-        """A new session channel on which `start` was called.
-
-        Args:
-            start: requests a command or subsystem on the channel.
-            failure: makes the exception to raise if the server refuses that request.
-        """
-        try:
-            channel = self._open("session")
-        except paramiko.ChannelException as error:
-            # OpenSSH 9.2 answers a session beyond MaxSessions with CONNECT_FAILED "open failed".
-            if error.code in (_ADMINISTRATIVELY_PROHIBITED, _CONNECT_FAILED):
-                raise Refused from None
-            raise errors.failed(self.ssh, f"the server opens no session ({error.text})", temporary=True) from None
-        try:
-            start(channel)
-        except (paramiko.SSHException, EOFError, OSError) as error:
-            channel.close()
-            raise failure(self.ssh, str(error)) if self.alive() else errors.gone(self.ssh) from None
-        return channel
-
     def _open(self, kind: str, target: Any = None, source: Any = None, timeout: float = _OPEN_TIMEOUT) -> Any:
         try:
-            return self._transport.open_channel(kind, target, source, timeout=timeout)
+            return self._transport.open_channel(
+                kind, target, source, window_size=_WINDOW, max_packet_size=_PACKET, timeout=timeout
+            )
         except paramiko.ChannelException:
             raise
         except (paramiko.SSHException, EOFError, OSError) as error:

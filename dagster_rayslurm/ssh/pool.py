@@ -39,9 +39,7 @@ def connect_early(ssh: SSHConnectionResource | None) -> None:
 
     def log_in() -> None:
         with contextlib.suppress(OSError, ValueError):
-            connection = connection_to(ssh)
-            connection.user_id()
-            connection.stat("/")  # Opens the session for files.
+            connection_to(ssh).user_id()
 
     threading.Thread(target=log_in, name="rayslurm-connect", daemon=True).start()
 
@@ -49,13 +47,10 @@ def connect_early(ssh: SSHConnectionResource | None) -> None:
 def new_connection(ssh: SSHConnectionResource) -> SSHConnection:
     """A new connection that is not shared with other callers. The caller closes it."""
     # Imported here, so that local runs save the third of a second that the import of paramiko takes.
+    from . import openssh, paramiko_client
     from .connection import SSHConnection
 
-    if ssh.client == "openssh":
-        from .openssh import log_in
-    else:
-        from .paramiko_client import log_in
-    return SSHConnection(ssh, log_in)
+    return SSHConnection(ssh, openssh.log_in if ssh.client == "openssh" else paramiko_client.log_in)
 
 
 def close_connections() -> None:

@@ -11,7 +11,6 @@ HostKey /etc/ssh/ssh_host_ed25519_key
 UsePAM yes
 PasswordAuthentication no
 KbdInteractiveAuthentication no
-Subsystem sftp /usr/lib/openssh/sftp-server
 LogLevel VERBOSE
 """
 
@@ -59,9 +58,9 @@ class Sshd:
             "awk '$2 ~ /^sshd/ {print $1}'); all=\"$all $new\"; done; kill -9 $all; rm -f " + f"{self._file}.pid"
         )
 
-    def end_sftp(self) -> None:
-        """Kill all SFTP servers of the container."""
-        self.shell("for p in $(ps -C sftp-server -o pid=); do kill -9 $p; done; true")
+    def end_agents(self) -> None:
+        """Kill all agents of the container."""
+        self.shell("for p in $(ps -eo pid=,args= | awk '/[z]lib.decompress/ {print $1}'); do kill -9 $p; done; true")
 
     def log(self) -> str:
         return str(self.shell(f"cat {self._file}.log"))

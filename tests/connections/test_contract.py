@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from dagster_rayslurm.ssh.base import Connection, Stat
 from dagster_rayslurm.ssh.connection import SSHConnection
 from dagster_rayslurm.ssh.local import LocalConnection
-from dagster_rayslurm.ssh.openssh import OpenSSHTransport
-from dagster_rayslurm.ssh.paramiko_client import ParamikoTransport
 
 from .fixtures import Place
 
@@ -210,22 +208,6 @@ def test_removing(place: Place) -> None:
     place.connection.remove(tree)
     place.connection.remove(tree)  # Not there any more, and no error.
     assert place.connection.run(["ls", "-A", place.dir]).stdout == b""
-
-
-@pytest.mark.parametrize("size", [3, 200])
-def test_a_small_directory_is_removed_without_a_command(place: Place, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    connection = place.connection
-    script = f'mkdir -p "$1/sub/b\xff" && cd "$1/sub" && for n in $(seq {size}); do : > "file $n"; done; ln -s .. link'
-    tree = os.path.join(place.dir, "tree")
-    assert connection.run(["sh", "-c", script, "sh", tree]).returncode == 0
-    commands = []
-    for transport in (ParamikoTransport, OpenSSHTransport):
-        count = lambda self, command, execute=transport.execute: commands.append(command) or execute(self, command)  # noqa: E731
-        monkeypatch.setattr(transport, "execute", count)
-    connection.remove(os.path.join(tree, "sub", "file 1"))
-    connection.remove(tree)
-    assert len(commands) == (1 if size > 100 and isinstance(connection, SSHConnection) else 0)
-    assert connection.run(["ls", "-A", place.dir]).stdout == b""
 
 
 def test_a_failed_removal_is_an_error(place: Place) -> None:

@@ -308,8 +308,18 @@ def test_login_shells_that_print(user: str, connect: Connect, sshd: Callable[...
 def test_login_shells_that_run_nothing(user: str, message: str, connect: Connect, server: Sshd, client: str) -> None:
     with pytest.raises(ConnectionFailed, match=f"login shell ended before it ran anything and said .*{message}"):
         connect(server, client, user=user).run(["true"])
-    with pytest.raises(ConnectionFailed, match=f"SFTP subsystem does not work.*{message}"):
-        connect(server, client, user=user).read("/etc/hostname", 0, 1)
+
+
+def test_a_server_without_the_configured_python(connect: Connect, sshd: Callable[..., Sshd], client: str) -> None:
+    server = sshd()
+    for user in ("dev", "cshell"):
+        with pytest.raises(
+            ConnectionFailed, match=r"python9 does not run there \(.*\); name a Python 3.6 or newer .* as `python`"
+        ):
+            connect(server, client, user=user, python="/opt/python9").run(["true"])
+    with pytest.raises(ConnectionFailed, match=r"neither a restricted shell nor a ForceCommand"):
+        connect(sshd("ForceCommand internal-sftp"), client, connect_timeout=3).run(["true"])
+    works(connect(server, client, python="/usr/bin/python3"))
 
 
 # -- a master that a person opened -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Connections without an SSH server: known hosts, framed commands, options of ssh, askpass, retries."""
+"""Connections without an SSH server: known hosts, options of ssh, askpass, retries."""
 
 import base64
 import hashlib
@@ -20,7 +20,6 @@ from pydantic import ValidationError
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.ssh.base import Backoff
-from dagster_rayslurm.ssh.framed_command import BYE, Frame, Output, frame
 from dagster_rayslurm.ssh.known_hosts import KnownKey, Trust, add_key, judge, known_keys
 from dagster_rayslurm.ssh.local import private_dir
 from dagster_rayslurm.ssh.login import SLOTS, login_slot
@@ -96,77 +95,6 @@ def test_threads_add_a_key_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(file.read_text().splitlines()) == [f"h{i} ssh-rsa K" for i in range(3)]
-
-
-# -- frames --------------------------------------------------------------------------------------------------------------
-
-SHELLS = [shell for shell in ("dash", "bash", "busybox", "zsh", "tcsh", "fish") if shutil.which(shell)]
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_a_framed_command_in_each_login_shell(shell: str) -> None:
-    framed = frame(["printf", "%s", "a'b\n!! $x"], b"")
-    words = [shell, "sh"] if shell == "busybox" else [shell]
-    done = subprocess.run([*words, "-c", framed.command], input=framed.stdin + BYE, capture_output=True, timeout=20)
-    assert completed(framed, done.stdout, done.stderr).stdout == b"a'b\n!! $x"
-
-
-def completed(framed: Frame, stdout: bytes, stderr: bytes) -> Any:
-    output = Output(framed)
-    assert output.feed(stdout, stderr), (stdout, stderr)
-    return output.completed()
-
-
-def run_frame(framed: Frame) -> Any:
-    done = subprocess.run(
-        ["sh", "-c", framed.command], input=framed.stdin + BYE, capture_output=True, timeout=20, start_new_session=True
-    )
-    return completed(framed, done.stdout, done.stderr)
-
-
-@given(
-    noise=st.binary(max_size=50), output=st.binary(max_size=50).filter(lambda data: b"\0" not in data), code=st.integers(0, 255)
-)
-def test_output_is_separated_from_that_of_start_up_files(noise: bytes, output: bytes, code: int) -> None:
-    framed = frame(["x"], b"")
-    out = noise + framed.begin + output + framed.end
-    err = noise + framed.begin + output + framed.end + b" %d." % code
-    in_pieces = Output(framed)
-    for index in range(len(err)):  # Byte by byte, however they are cut: complete at the very last one, and not before.
-        assert in_pieces.began is (len(err[:index]) >= len(noise + framed.begin))
-        assert in_pieces.feed(out[index : index + 1], err[index : index + 1]) is (index == len(err) - 1)
-    assert in_pieces.feed(b"late", b"noise of a child")
-    for parsed in (in_pieces.completed(), completed(framed, out, err + b"x")):
-        assert (parsed.stdout, parsed.stderr, parsed.returncode) == (output, output, code)
-
-
-def test_a_command_that_prints_its_own_marks() -> None:
-    framed = frame(["sh", "-c", "cat /proc/$PPID/cmdline | tail -c 10; printf 'end-0 0.'; exit 7"], b"")
-    assert run_frame(framed).returncode == 7
-
-
-def test_a_command_that_closes_its_input_runs_to_its_end() -> None:
-    framed = frame(["sh", "-c", "exec <&-; sleep 0.5; echo done"], b"x" * 200_000)
-    assert run_frame(framed).stdout == b"done\n"
-
-
-def test_the_end_of_the_lifeline_kills_the_session() -> None:
-    framed = frame(["sleep", "77"], b"")
-    began = time.monotonic()
-    process = subprocess.Popen(
-        ["sh", "-c", framed.command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    out, err = process.communicate(framed.stdin, timeout=20)
-    assert not Output(framed).feed(out, err) and time.monotonic() - began < 10
-
-
-def test_an_empty_command_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty command"):
-        frame([], b"")
 
 
 # -- ssh options ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,195 @@
+"""The agent: one process on the edge node that calls functions of this package for a client, many at a time.
+
+The client starts `command_line` by SSH. The process prints a hello line, which ends the output of the shell's start-up files, and
+then reads its program from standard input, so nothing is installed. Then messages go in both directions. When standard input
+ends, the agent kills the commands that it runs and exits, so nothing is left behind.
+
+A message is one or more frames: the lengths of header and body, a header in JSON, and a body of bytes. The client imports this
+module for the encoding.
+"""
+
+import importlib
+import json
+import os
+import signal
+import struct
+import sys
+import threading
+import zlib
+from importlib.machinery import ModuleSpec
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+    from typing import Any
+
+PACKAGE = "rayslurm_edge"
+"""Name of this package in the agent's process."""
+PART = 256 * 1024
+"""Most bytes of a frame's body, so that no large message holds up the others for long."""
+_LENGTHS = struct.Struct(">II")
+
+# The word is printed twice, so that a shell that echoes its commands does not print the hello.
+_BOOT = (
+    'import os,sys,zlib;os.write(1,("%%c%%s %%d.%%d%%c"%%(10,"%s"*2,sys.version_info[0],sys.version_info[1],10)).encode());'
+    'i=os.fdopen(os.dup(0),"rb");exec(zlib.decompress(i.read(int(i.read(8)))).decode())'
+)
+
+
+def command_line(python: str, word: str) -> str:
+    """The command for a login shell that starts the agent: it prints `word` twice and Python's version, and reads `program`.
+
+    It has no newline, exclamation mark, backslash or quote that sh, csh or fish would take for their own.
+    """
+    return f"exec {python} -I -S -X utf8 -c '{_BOOT % word}'"
+
+
+def program(directory: str) -> bytes:
+    """What the agent reads first: the text of this module and of the others in the same directory, compressed."""
+    texts = {}
+    for name in sorted(os.listdir(directory)):
+        if name.endswith(".py"):
+            with open(os.path.join(directory, name), encoding="utf-8") as file:
+                texts[name[:-3]] = file.read()
+    modules = {PACKAGE if name == "__init__" else PACKAGE + "." + name: text for name, text in texts.items() if name != "agent"}
+    packed = zlib.compress("{}\nserve({!r}, i)\n".format(texts["agent"], modules).encode())
+    return b"%08d" % len(packed) + packed
+
+
+# -- messages ------------------------------------------------------------------------------------------------------------
+
+
+def frames(header: "dict[str, Any]", values: "list[Any]") -> "Iterator[bytes]":
+    """The frames of a message with some values: each is bytes, or can be written as JSON."""
+    body = memoryview(b"".join(value for value in values if isinstance(value, bytes)))
+    while len(body) > PART:
+        yield _frame({"id": header["id"], "part": True}, body[:PART])
+        body = body[PART:]
+    header["values"] = [{"bytes": len(value)} if isinstance(value, bytes) else [value] for value in values]
+    yield _frame(header, body)
+
+
+def _frame(header: "dict[str, Any]", body: memoryview) -> bytes:
+    text = json.dumps(header).encode()
+    return b"".join((_LENGTHS.pack(len(text), len(body)), text, body))
+
+
+def messages(read: "Callable[[int], bytes]") -> "Iterator[tuple[dict[str, Any], list[Any]]]":
+    """The header and the values of each message, until `read` returns fewer bytes than asked for. No part of a message counts."""
+    parts = {}  # type: dict[int, bytearray]
+    while True:
+        lengths = read(_LENGTHS.size)
+        if len(lengths) < _LENGTHS.size:
+            return
+        size, body_size = _LENGTHS.unpack(lengths)
+        text, body = read(size), read(body_size)
+        if len(text) + len(body) < size + body_size:
+            return
+        header = json.loads(text.decode())
+        if "part" in header:
+            parts.setdefault(header["id"], bytearray()).extend(body)
+            continue
+        if header["id"] in parts:
+            body = bytes(parts.pop(header["id"]) + body)
+        values, start = [], 0
+        for value in header["values"]:
+            if isinstance(value, list):
+                values.append(value[0])
+            else:
+                values.append(body[start : start + value["bytes"]])
+                start += value["bytes"]
+        yield header, values
+
+
+class Sender:
+    """Sends messages of many threads over one stream. Threads take turns, frame by frame.
+
+    Args:
+        write: sends all of some bytes.
+        broken: is called when a frame could not be sent whole, so that nothing can follow it.
+    """
+
+    def __init__(self, write: "Callable[[bytes], object]", broken: "Callable[[], object]") -> None:
+        self._write, self._broken = write, broken
+        self._lock, self._next = threading.Lock(), threading.Lock()
+
+    def send(self, header: "dict[str, Any]", values: "list[Any]") -> None:
+        """Send a message; blocks while others are sent."""
+        for frame in frames(header, values):
+            with self._next:  # With one lock alone, a thread that sends many frames would keep the others out.
+                self._lock.acquire()
+            try:
+                self._write(frame)
+            except (OSError, EOFError):
+                return self._broken()  # type: ignore[return-value]
+            except BaseException:
+                self._broken()
+                raise
+            finally:
+                self._lock.release()
+
+
+# -- on the edge node ----------------------------------------------------------------------------------------------------
+
+
+class _Modules:
+    """Imports modules from their texts, each when it is needed."""
+
+    def __init__(self, texts: "dict[str, str]") -> None:
+        self._texts = texts
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":  # noqa: ARG002
+        return ModuleSpec(name, self, is_package=name == PACKAGE) if name in self._texts else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: object) -> None:  # noqa: ARG002
+        return None
+
+    def exec_module(self, module: "ModuleType") -> None:
+        exec(compile(self._texts[module.__name__], module.__name__, "exec"), module.__dict__)
+
+
+def serve(texts: "dict[str, str]", stdin: "Any") -> None:
+    """Answer requests until standard input ends. Called by the program that the client sends."""
+    sys.meta_path.insert(0, _Modules(texts))
+    with open("/proc/self/environ", "rb") as file:
+        if b"\0LC_CTYPE=" not in b"\0" + file.read():
+            os.environ.pop("LC_CTYPE", None)  # Python itself has set it (PEP 538), and commands must not see it.
+    output = os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda *_: sys.exit(1))
+    sender = Sender(lambda data: _write_all(output, data), lambda: None)
+    processes = importlib.import_module(PACKAGE + ".processes")
+    try:
+        for header, values in messages(stdin.read):
+            if "cancel" in header:
+                processes.end(str(header["id"]))
+            else:
+                threading.Thread(target=_answer, args=(sender, header, values), name=str(header["id"]), daemon=True).start()
+    finally:
+        os.dup2(nothing, output)  # The client learns that the agent ended, not how its commands then ended.
+        processes.end_all()
+        os._exit(0)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _answer(sender: Sender, header: "dict[str, Any]", values: "list[Any]") -> None:
+    reply = {"id": header["id"]}
+    try:
+        module, function = header["call"].split(".")
+        result = getattr(importlib.import_module(PACKAGE + "." + module), function)(*values)
+        reply["tuple"] = isinstance(result, tuple)
+        values = list(result) if isinstance(result, tuple) else [result]
+    except OSError as error:
+        reply["errno"], values = error.errno, [error.strerror or str(error), error.filename and os.fsdecode(error.filename)]
+    except BaseException as error:  # noqa: BLE001
+        reply["failure"], values = type(error).__name__, [str(error)]
+    sender.send(reply, values)

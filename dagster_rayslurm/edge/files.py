@@ -1,0 +1,135 @@
+"""Operations on files. Paths are absolute."""
+
+import errno
+import os
+import shutil
+
+
+def account() -> "tuple[int, str]":
+    """The numeric id and the home directory of the user."""
+    return os.geteuid(), os.path.expanduser("~")
+
+
+def stat(path: str) -> "list[int] | None":
+    """Owner and time of the last change of a file in seconds, or None if the path does not exist."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return [status.st_uid, int(status.st_mtime)]
+
+
+def read(path: str, offset: int, limit: int) -> bytes:
+    """At most `limit` bytes from `offset` on; b"" if the file does not exist."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return file.read(limit)
+    except FileNotFoundError:
+        return b""
+
+
+def write(path: str, data: bytes, mode: int) -> None:
+    """Create a file, or replace it atomically."""
+    temporary = temporary_name(path)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            write_at(fd, 0, data)
+        except BaseException:
+            os.close(fd)
+            raise
+        finish(fd, temporary, path, mode)
+    except BaseException:
+        remove(temporary)
+        raise
+
+
+def temporary_name(path: str) -> str:
+    """A new short name in the directory of `path`, which no other thread, process or host uses."""
+    return os.path.join(os.path.dirname(path), ".rs-" + os.urandom(8).hex() + ".tmp")
+
+
+def make_dir(path: str) -> None:
+    """Make a directory and its parents, for this user only. An existing directory is no error."""
+    if path and not os.path.isdir(path):
+        make_dir(os.path.dirname(path))  # os.makedirs applies its mode to the last directory only.
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            if not os.path.isdir(path):  # Another process may have made it.
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
+
+
+def rename(old: str, new: str) -> None:
+    """Rename a file, and replace one of the new name."""
+    os.rename(old, new)
+
+
+def remove(path: str) -> None:
+    """Remove a file, or a directory with everything in it. A missing path is no error."""
+    try:
+        if not os.path.isdir(path) or os.path.islink(path):
+            return os.unlink(path)
+        shutil.rmtree(path, ignore_errors=True)  # Another process may remove parts of it as well.
+        if os.path.lexists(path):
+            shutil.rmtree(path)  # Raises the reason.
+    except FileNotFoundError:
+        pass
+
+
+# -- transfers: the client keeps the descriptor ----------------------------------------------------------------------------
+
+
+def open_read(path: str, offset: int, limit: int) -> "tuple[int, list[int], bytes]":
+    """Open a file; returns its descriptor, its size, time and inode, and its bytes from `offset` on.
+
+    The descriptor is -1 if these are all bytes.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        data = os.pread(fd, limit, offset)
+    except BaseException:
+        os.close(fd)
+        raise
+    if offset + len(data) >= status.st_size:
+        os.close(fd)
+        fd = -1
+    return fd, [status.st_size, status.st_mtime_ns, status.st_ino], data
+
+
+def read_at(fd: int, offset: int, limit: int) -> bytes:
+    """Bytes of an open file."""
+    return os.pread(fd, limit, offset)
+
+
+def open_write(path: str, offset: int) -> "tuple[int, int]":
+    """Open a new file, or one that has `offset` bytes already; returns its descriptor and where to go on."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if os.fstat(fd).st_size < offset:  # The host name may lead to another edge node now.
+        offset = 0
+    return fd, offset
+
+
+def write_at(fd: int, offset: int, data: bytes) -> None:
+    """Write bytes into an open file."""
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def finish(fd: int, temporary: str, path: str, mode: int) -> None:
+    """Set the mode of an open file, write it to the disk, close it, and give it its name."""
+    try:
+        os.fchmod(fd, mode)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(temporary, path)
+
+
+def close(fd: int) -> None:
+    """Close an open file."""
+    os.close(fd)

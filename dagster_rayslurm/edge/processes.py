@@ -1,0 +1,134 @@
+"""Commands: run one, and kill it with its descendants."""
+
+import contextlib
+import errno
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_GRACE = 2.0
+"""Seconds from SIGTERM to SIGKILL."""
+_LONGEST_PAUSE = 0.1
+"""Most seconds until the end of a command is noticed whose background processes hold its output open."""
+_PIPE = 1024 * 1024
+"""Most bytes that a pipe holds (pipe(7))."""
+
+_running = {}  # type: dict[str, subprocess.Popen[bytes]]
+"""By name of the thread that waits for it."""
+
+
+def run(
+    command: "Sequence[str]",
+    stdin: bytes = b"",
+    timeout: "float | None" = None,
+    environ: "Mapping[str, str] | None" = None,
+) -> "tuple[int | None, bytes, bytes]":
+    """Run a command; returns its exit code, 128 + N after signal N, its output and its error output.
+
+    The code is 127 if the program does not exist, and None if the command took over `timeout` seconds and was killed. Background
+    processes that the command leaves behind are not waited for, and their output is dropped.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    words = [word.encode("utf-8", "surrogateescape") for word in command]
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(
+            words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, env=environ and dict(environ)
+        )
+    except OSError as error:
+        return 127 if error.errno == errno.ENOENT else 126, b"", words[0] + b": " + os.strerror(error.errno or 0).encode()
+    name = threading.current_thread().name
+    _running[name] = process
+    try:
+        out, err = _communicate(process, stdin, deadline)
+        timed_out = process.returncode is None
+    finally:
+        _running.pop(name, None)
+        if process.returncode is None:
+            _end(process)
+        for stream in (process.stdin, process.stdout, process.stderr):
+            stream.close()  # type: ignore[union-attr]
+    if timed_out:
+        return None, out, err
+    return 128 - process.returncode if process.returncode < 0 else process.returncode, out, err
+
+
+def _communicate(process: "subprocess.Popen[bytes]", stdin: bytes, deadline: "float | None") -> "tuple[bytes, bytes]":
+    """Send the input and collect the output, until the process has ended or the deadline is over."""
+    assert process.stdin and process.stdout and process.stderr
+    outputs = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    rest, pause = memoryview(stdin), 0.005
+    with selectors.DefaultSelector() as selector:
+        for stream in (process.stdin, process.stdout, process.stderr):
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, selectors.EVENT_WRITE if stream is process.stdin else selectors.EVENT_READ)
+        while deadline is None or time.monotonic() < deadline:
+            if not selector.get_map():
+                _wait(process, deadline)
+                break
+            ended = process.poll() is not None
+            wait = 0.0 if ended else pause if deadline is None else max(0.0, min(pause, deadline - time.monotonic()))
+            ready = selector.select(wait)
+            for key, _ in ready:
+                if key.fileobj is process.stdin:
+                    try:
+                        rest = rest[os.write(key.fd, rest[:65536]) :] if rest else rest
+                    except OSError:
+                        rest = rest[:0]
+                    if not rest:
+                        selector.unregister(process.stdin)
+                        process.stdin.close()
+                    continue
+                data = os.read(key.fd, _PIPE)
+                outputs[key.fd] += data
+                if not data:
+                    selector.unregister(key.fileobj)
+            if ended:
+                break
+            pause = 0.005 if ready else min(2 * pause, _LONGEST_PAUSE)
+    return tuple(map(bytes, outputs.values()))  # type: ignore[return-value]
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the processes of a command's Unix session. Those that have started a session of their own survive."""
+    _kill_session(process.pid, signal.SIGTERM)
+    _wait(process, time.monotonic() + _GRACE)
+    _kill_session(process.pid, signal.SIGKILL)
+    _wait(process, time.monotonic() + _GRACE)
+
+
+def _wait(process: "subprocess.Popen[bytes]", deadline: "float | None") -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(None if deadline is None else deadline - time.monotonic())
+
+
+def _kill_session(session: int, signum: int) -> None:
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.getsid(int(name)) == session:
+                os.kill(int(name), signum)
+        except OSError:
+            pass
+
+
+def end(name: str) -> None:
+    """Kill the command that a thread runs, if any, without waiting."""
+    process = _running.get(name)
+    if process is not None:
+        threading.Thread(target=_end, args=(process,), daemon=True).start()
+
+
+def end_all() -> None:
+    """Kill all running commands."""
+    threads = [threading.Thread(target=_end, args=(process,), daemon=True) for process in list(_running.values())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * _GRACE)

@@ -1,0 +1,284 @@
+"""The agent of the edge node over a pipe, without SSH, and the functions that it calls."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagster_rayslurm import SSHConnectionResource
+from dagster_rayslurm.edge import agent, files, processes
+from dagster_rayslurm.ssh.agent_client import AgentClient, agent_command
+from dagster_rayslurm.ssh.base import ConnectionFailed, ConnectionGone, ConnectionLost
+from dagster_rayslurm.ssh.connection import SSHConnection
+
+from ..conftest import marked_processes, wait_until
+
+SHELLS = [shell for shell in ("dash", "bash", "busybox", "zsh", "tcsh", "fish") if shutil.which(shell)]
+
+
+class Pipe:
+    """A command of this machine as the stream of an SSH client."""
+
+    def __init__(self, *command: str, **options: Any) -> None:
+        self._socket, other = socket.socketpair()
+        with other:
+            self.process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, start_new_session=True, **options)
+        self.sendall, self.recv = self._socket.sendall, self._socket.recv
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+
+    def failure(self, noise: str) -> Exception:
+        return ConnectionFailed(noise, temporary=False)
+
+
+class Transport:
+    """A login that starts each agent in a shell of this machine."""
+
+    def __init__(self, before: str = "", shell: str = "sh") -> None:
+        self.streams: list[Pipe] = []
+        self._before, self._shell = before, shell
+
+    def alive(self) -> bool:
+        return True
+
+    def start(self, command: str) -> Iterator[Pipe]:
+        words = (self._shell, "sh") if self._shell == "busybox" else (self._shell,)
+        self.streams.append(Pipe(*words, "-c", self._before + command))
+        yield self.streams[-1]
+
+    def close(self) -> None: ...
+
+
+SSH = SSHConnectionResource(host="edge", user="dev", connect_timeout=10, python=sys.executable)
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., tuple[SSHConnection, Transport]]]:
+    transports: list[Transport] = []
+
+    def make(*arguments: str, **fields: Any) -> tuple[SSHConnection, Transport]:
+        transports.append(Transport(*arguments))
+        return SSHConnection(SSH.model_copy(update=fields), lambda _: transports[-1]), transports[-1]  # type: ignore[arg-type, return-value]
+
+    yield make
+    for transport in transports:
+        for stream in transport.streams:
+            stream.close()
+            stream.process.wait(10)
+
+
+# -- the agent -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_login_shell_starts_the_agent(shell: str, connect: Any) -> None:
+    connection, _ = connect("", shell)
+    assert connection.run(["printf", "%s", "a'b\n!! $x"]).stdout == b"a'b\n!! $x"
+
+
+def test_output_of_start_up_files_is_skipped(connect: Any) -> None:
+    noise = "set -xv; head -c 300000 /dev/urandom; echo Welcome; echo maintenance >&2; "
+    connection, _ = connect(noise, "bash")
+    assert connection.run(["echo", "x"]).stdout == b"x\n"
+
+
+def test_a_shell_that_ends_at_once(connect: Any) -> None:
+    with pytest.raises(ConnectionFailed, match="has expired"):
+        connect("echo your account has expired; exit 3; ")[0].run(["true"])
+
+
+def test_an_old_python_is_named() -> None:
+    word = agent_command(SSH)[1].decode()
+    with pytest.raises(ConnectionFailed, match=r"python3 does not run there \(it is Python 2.7\)"):
+        AgentClient(SSH.model_copy(update={"python": "python3"}), Pipe("printf", f"{word}2.7\\n"), word.encode())
+
+
+def test_many_requests_at_once(connect: Any) -> None:
+    connection, transport = connect()
+    with ThreadPoolExecutor(40) as pool:
+        began = time.monotonic()
+        slow = pool.submit(connection.run, ["sleep", "1"])
+        outputs = list(pool.map(lambda index: connection.run(["echo", str(index)]).stdout, range(80)))
+        assert time.monotonic() - began < 30 and slow.result().returncode == 0
+    assert outputs == [b"%d\n" % index for index in range(80)]
+    assert len(transport.streams) == 1
+
+
+def test_a_small_read_does_not_wait_for_a_large_output(connect: Any, tmp_path: Path) -> None:
+    connection, _ = connect()
+    (tmp_path / "small").write_bytes(b"x")
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(connection.run, ["head", "-c", "100000000", "/dev/zero"])
+        reads = 0
+        while not large.done():
+            assert connection.read(str(tmp_path / "small"), 0, 1) == b"x"
+            reads += 1
+        assert len(large.result().stdout) == 100_000_000 and reads > 3
+
+
+def test_the_end_of_the_connection_kills_all_commands(connect: Any) -> None:
+    connection, transport = connect()
+    command = ["sh", "-c", "(trap '' TERM; sleep 77) & timeout 99 sleep 77 & sleep 77"]
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(connection.run, command) for _ in range(3)]
+        mark = os.environ["PYTEST_OF_RAYSLURM"]
+        assert wait_until(lambda: sum("sleep" in p.name() for p in marked_processes(mark)) == 9, 10)
+        transport.streams[0].close()
+        for each in running:
+            with pytest.raises(ConnectionLost):
+                each.result()
+    assert wait_until(lambda: not marked_processes(mark), 8)
+    assert transport.streams[0].process.wait(5) == 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_agent_with_its_commands(signum: signal.Signals, connect: Any) -> None:
+    connection, transport = connect()
+    assert connection.run(["true"]).returncode == 0
+    threading.Timer(0.3, transport.streams[0].process.send_signal, [signum]).start()
+    with pytest.raises(ConnectionLost):
+        connection.run(["sleep", "66"])
+    assert wait_until(lambda: not marked_processes(os.environ["PYTEST_OF_RAYSLURM"]), 8)
+
+
+def test_a_command_may_not_be_repeated_and_a_read_may(connect: Any, tmp_path: Path) -> None:
+    connection, transport = connect()
+    (tmp_path / "file").write_bytes(b"content")
+    with pytest.raises(ConnectionLost):
+        connection.run(["sh", "-c", f"echo x >> {tmp_path}/times; kill -9 $PPID"])
+    assert (tmp_path / "times").read_text() == "x\n"
+    transport.streams[-1].process.wait()
+    stopped = threading.Event()
+
+    def kill() -> None:
+        while not stopped.wait(0.2):
+            transport.streams[-1].process.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert all(connection.read(str(tmp_path / "file"), 0, 9) == b"content" for _ in range(300))
+    stopped.set()
+    killer.join()
+
+
+def test_an_agent_that_is_gone_raises_before_a_command(connect: Any) -> None:
+    stream = Pipe("sh", "-c", (command := agent_command(SSH))[0])
+    client = AgentClient(SSH, stream, command[1])
+    stream.close()
+    assert wait_until(lambda: client.lost, 5)
+    with pytest.raises(ConnectionGone):
+        client.submit(None, files.account)
+    stream.process.wait(10)
+
+
+def test_commands_see_the_environment_of_the_login_and_nothing_else(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LANG", "LC_ALL", "LC_CTYPE"):
+        monkeypatch.delenv(name, raising=False)
+    connection, _ = connect("export MINE='a\nb'; umask 027; ")
+    shown = connection.run(["sh", "-c", "umask; ls -l /proc/self/fd | grep -c 'pipe:'; env -0"]).stdout
+    umask, pipes, environ = shown.split(b"\n", 2)
+    names = {line.partition(b"=")[0] for line in environ.split(b"\0")}
+    assert umask == b"0027" and pipes == b"3" and b"MINE=a\nb\0" in environ
+    assert not {b"LC_CTYPE", b"PYTHONUTF8"} & names
+
+
+def test_errors_keep_their_number_and_name_the_place(connect: Any, tmp_path: Path) -> None:
+    connection, _ = connect()
+    with pytest.raises(FileNotFoundError, match=r"dev@edge:22: writing .*: No such file") as caught:
+        connection.write(str(tmp_path / "no" / "file"), b"")
+    assert caught.value.errno == 2
+    with pytest.raises(NotADirectoryError, match=r"dev@edge:22: .*/etc/passwd"):
+        connection.call(files.make_dir, "/etc/passwd/x")
+    with pytest.raises(RuntimeError, match="TypeError"):
+        connection.call(files.read, "/etc/passwd")
+
+
+def test_a_call_that_nobody_waits_for_any_more_is_ended(connect: Any) -> None:
+    connection, _ = connect()
+    connection.run(["true"])
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        connection.run(["sleep", "55"])
+    mark = os.environ["PYTEST_OF_RAYSLURM"]
+    assert wait_until(lambda: not any(p.name() == "sleep" for p in marked_processes(mark)), 5)
+    assert connection.run(["echo", "x"]).stdout == b"x\n"
+
+
+@given(values=st.lists(st.one_of(st.binary(max_size=2000), st.integers(), st.text(), st.none(), st.lists(st.text()))))
+def test_messages_come_out_as_they_went_in(values: list[Any]) -> None:
+    part, agent.PART = agent.PART, 100
+    try:
+        data = b"".join(agent.frames({"id": 7, "call": "x"}, values))
+    finally:
+        agent.PART = part
+    stream = [memoryview(data)]
+
+    def read(size: int) -> bytes:
+        got, stream[0] = bytes(stream[0][:size]), stream[0][size:]
+        return got
+
+    assert [(header["call"], found) for header, found in agent.messages(read)] == [("x", values)]
+    for cut in {1, len(data) // 2, len(data) - 1}:
+        stream[0] = memoryview(data)[:cut]
+        assert list(agent.messages(read)) == []
+
+
+# -- functions -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_kills_the_session_of_a_command() -> None:
+    began = time.monotonic()
+    code, out, _ = processes.run(["sh", "-c", "echo x; trap '' TERM; timeout 44 sleep 44 & sleep 44; sleep 44"], b"", 0.5)
+    assert (code, out) == (None, b"x\n") and 2 < time.monotonic() - began < 8
+    assert wait_until(lambda: not marked_processes(os.environ["PYTEST_OF_RAYSLURM"]), 3)
+
+
+def test_a_command_that_closes_its_streams_is_waited_for() -> None:
+    began = time.monotonic()
+    assert processes.run(["sh", "-c", "exec <&- >&- 2>&-; sleep 0.5; exit 4"], b"x" * 200_000) == (4, b"", b"")
+    assert time.monotonic() - began > 0.4
+
+
+def test_the_environment_of_a_command() -> None:
+    assert processes.run(["/usr/bin/env"], b"", None, {"A": "b"}) == (0, b"A=b\n", b"")
+
+
+def test_an_upload_goes_on_where_it_ended(tmp_path: Path) -> None:
+    path = str(tmp_path / "file")
+    fd, start = files.open_write(path, 0)
+    files.write_at(fd, 0, b"abc")
+    files.close(fd)
+    fd, start = files.open_write(path, 2)
+    assert start == 2
+    files.write_at(fd, 2, b"xyz")
+    files.finish(fd, path, path + "2", 0o640)
+    assert Path(path + "2").read_bytes() == b"abxyz" and os.stat(path + "2").st_mode & 0o777 == 0o640
+    fd, start = files.open_write(path, 2)  # It is gone: from the beginning.
+    files.close(fd)
+    assert start == 0
+
+
+def test_a_small_file_is_read_at_once_and_closed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abcdef")
+    before = len(os.listdir("/proc/self/fd"))
+    fd, (size, _, _), data = files.open_read(str(tmp_path / "file"), 2, 10)
+    assert (fd, size, data) == (-1, 6, b"cdef") and len(os.listdir("/proc/self/fd")) == before
+    fd, _, data = files.open_read(str(tmp_path / "file"), 0, 2)
+    assert data == b"ab" and files.read_at(fd, 2, 10) == b"cdef"
+    files.close(fd)
+    with pytest.raises(IsADirectoryError):
+        files.open_read(str(tmp_path), 0, 2)
+    assert len(os.listdir("/proc/self/fd")) == before
