@@ -17,6 +17,7 @@ import dagster as dg
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from .runtime.protocol.end import TextEnum
 from .runtime.protocol.spec import RAY_COORDINATES, is_passable
 from .unknown_names import explain, explain_class
 
@@ -38,7 +39,7 @@ _ENV_VARS = (dg.EnvVar, type(dg.EnvVar.int("HOME")))
 C = TypeVar("C", bound=dg.Config)
 
 
-class ExecutionMode(str, Enum):
+class ExecutionMode(TextEnum):
     """Where payloads run: on this machine, or in which form of Slurm job."""
 
     LOCAL = "local"
@@ -50,18 +51,12 @@ class ExecutionMode(str, Enum):
     SLURM_HETJOB = "slurm-hetjob"
     """One heterogeneous Slurm job."""
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Topology(str, Enum):
+class Topology(TextEnum):
     """Whether one Ray cluster and payload spans all components of an allocation, or each component has its own."""
 
     SPANNING = "spanning"
     SEPARATE = "separate"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 class StrictModel(BaseModel):

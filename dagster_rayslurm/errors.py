@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from pydantic import ValidationError
+
+from .runtime.protocol.end import TextEnum
 
 if TYPE_CHECKING:
     from .backends.base import RunningPayload
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _ESCAPE_CODES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
 
 
-class FailureKind(str, Enum):
+class FailureKind(TextEnum):
     """What failed in a run: the values of `RunFailure.kind`, in the order in which a run can meet them."""
 
     CONFIGURATION = "configuration"
@@ -33,9 +34,6 @@ class FailureKind(str, Enum):
     RUNTIME = "runtime"
     CANCELLED = "cancelled"
     SUPERSEDED = "superseded"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 RETRYABLE = frozenset(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from keyword import iskeyword
 from typing import Annotated, Any, Literal, Optional
@@ -14,13 +13,14 @@ from .runtime.node.network import parse_range
 from .runtime.node.resources import Footprint, Requirement, node_footprint
 from .runtime.protocol.spec import RaySpec
 
-_DASHBOARD = "--include-dashboard"
+_DASHBOARD = {"--include-dashboard=true": True, "--include-dashboard=false": False}
 
 _OWN_OPTIONS = {
     "--address": "the cluster is always a new one",
     "--block": "it is always on",
     "--dashboard-port": "use port_range",
     "--head": "the first node is the head",
+    "--include-dashboard": 'write "--include-dashboard=true" or "=false", or use dashboard',
     "--node-ip-address": "use head_node_address or network_interface",
     "--num-cpus": "use num_cpus_per_node",
     "--num-gpus": "use num_gpus_per_node",
@@ -106,23 +106,6 @@ def _check_ray_args(value: object) -> list[str]:
         if name in _OWN_OPTIONS:
             raise ValueError(f"{name} is set by the launcher itself; {_OWN_OPTIONS[name]}")
     return arguments
-
-
-def _without_dashboard(arguments: Sequence[Any]) -> tuple[list[Any], bool | None]:
-    """The arguments of `ray start` without --include-dashboard, and the value of that option; None if it is absent."""
-    rest: list[Any] = []
-    found: bool | None = None
-    words = iter(arguments)
-    for word in words:
-        name, equals, value = word.partition("=") if isinstance(word, str) and not is_env_var(word) else (word, "", "")
-        if name != _DASHBOARD:
-            rest.append(word)
-            continue
-        value = value if equals else next(words, "")
-        if str(value).lower() not in ("true", "false"):
-            raise ValueError(f'ray_args: {_DASHBOARD} is {value!r}; write "{_DASHBOARD}=true" or "=false", or use dashboard')
-        found = str(value).lower() == "true"
-    return rest, found
 
 
 def _check_labels(value: object) -> object:
@@ -226,18 +209,16 @@ class RayLauncher(Launcher):
     @classmethod
     def _read_dashboard_from_ray_args(cls, values: Any) -> Any:
         """The fields, with `--include-dashboard` of `ray_args` as the field `dashboard`."""
-        arguments = values.get("ray_args") if isinstance(values, dict) else None
+        arguments = values.get("ray_args") if isinstance(values, dict) else ()
         if not isinstance(arguments, (list, tuple)):
             return values
-        rest, dashboard = _without_dashboard(arguments)
-        if dashboard is None:
-            return values
-        if values.get("dashboard", dashboard) != dashboard:
-            raise ValueError(
-                f"ray_args: {_DASHBOARD}={str(dashboard).lower()} contradicts dashboard={values['dashboard']}; remove one of them"
-            )
-        others = {name: value for name, value in values.items() if name != "ray_args"}
-        return {**others, **({"ray_args": rest} if rest else {}), "dashboard": dashboard}
+        for argument in arguments:
+            if isinstance(argument, str) and argument in _DASHBOARD:
+                if values.get("dashboard", _DASHBOARD[argument]) != _DASHBOARD[argument]:
+                    raise ValueError(f"ray_args: {argument} contradicts dashboard={values['dashboard']}; remove one of them")
+                rest = [each for each in arguments if each != argument]
+                return {**values, "ray_args": rest, "dashboard": _DASHBOARD[argument]}
+        return values
 
     def ray_spec(self) -> RaySpec:
         store = self.object_store_memory_gb

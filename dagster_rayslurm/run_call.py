@@ -154,9 +154,7 @@ class Call:
         self.merged = merge_launcher(resource.default_launcher, self.launcher)
         chosen = tuple(resource.components if self.components is None else self.components)
         self._check(chosen)
-        problems = list(_missing_requirements(resource, self.merged))
-        if problems:
-            raise ValueError("; ".join(problems))
+        _check_environment_and_ray(resource, self.merged)
         separate = resource.topology == Topology.SEPARATE
         self.parts = arrange(chosen) if separate else spanning_components(self.merged, chosen)
 
@@ -214,16 +212,13 @@ def _resolved_components(components: object) -> tuple[HetComponent, ...]:
     return tuple(resolve_variables(each, f"components[{index}]") for index, each in enumerate(components))
 
 
-def _missing_requirements(resource: ComputeResource, launcher: Launcher) -> Iterator[str]:
-    """Yields one sentence for each reason in the environment or the Ray version why no run can succeed."""
+def _check_environment_and_ray(resource: ComputeResource, launcher: Launcher) -> None:
+    """Raise `ValueError` if no run can succeed in the environment, or with the version of Ray."""
     if resource.slurm is not None and resource.mode != ExecutionMode.LOCAL:
-        try:
-            path_on_cluster(_environment(resource), resource.slurm.ssh is not None)
-        except ValueError as error:
-            yield str(error)
+        path_on_cluster(_environment(resource), resource.slurm.ssh is not None)
     ray = launcher if isinstance(launcher, RayLauncher) else None
     if ray is not None and ray.auth == "token" and ray.ray_version and lacks_tokens(ray.ray_version):
-        yield (
+        raise ValueError(
             f"launcher: Ray {ray.ray_version} has no token authentication, which came with Ray 2.52; set "
             'auth="disabled" if others may run code as you, or another ray_version'
         )

@@ -1,6 +1,6 @@
 """The `rayslurm` command: shows run directories and sessions, ends sessions, and checks the edge node, without Dagster.
 
-It starts no payloads. Begin with `main` in this module; `check` and `session` are subcommands.
+It starts no payloads. Begin with `main` in this module; `session` has the subcommands for sessions.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import click
 from .. import __version__
 from ..backends.run_dir import Layout
 from ..runtime.protocol.record import JOURNAL, STATUS, STDIO, LineReader, Record
-from .check import check
-from .common import print_table
+from ..ssh.base import Connection
+from ..ssh.pool import connection_to
+from .common import edge_node, one_sentence_errors, prefix_option, print_table
 from .session import session
-
-_CHUNK = 1024 * 1024
-"""Bytes that are read from a record at once."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -40,7 +38,6 @@ def main(context: click.Context, base: str) -> None:
     context.obj = Layout(Path(base).expanduser())
 
 
-main.add_command(check)
 main.add_command(session)
 
 
@@ -55,11 +52,12 @@ def runs(layout: Layout, as_json: bool) -> None:
             click.echo(json.dumps(row))
         return
 
-    def since(row: dict[str, Any]) -> str:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["at"])) if row["at"] else ""
-
-    cells = ([row["run"], row["state"], since(row), row["says"]] for row in rows)
+    cells = ([row["run"], row["state"], _when(row["at"]), row["says"]] for row in rows)
     print_table(cells, "run", "state", "since", "says")
+
+
+def _when(at: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else ""
 
 
 @main.command()
@@ -104,7 +102,7 @@ def _records(path: Path) -> Iterator[Record]:
     reader = LineReader()
     try:
         with path.open("rb") as file:
-            while data := file.read(_CHUNK):
+            while data := file.read(2**20):
                 yield from reader.feed(data)
     except OSError as error:
         raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
@@ -122,3 +120,35 @@ def _summary(run_dir: Path) -> dict[str, Any]:
         "at": status.get("at"),
         "says": status.get("message", ""),
     }
+
+
+@main.command()
+@prefix_option
+def check(prefix: str) -> None:
+    """Log in to the edge node that the environment names, and ask for its Slurm."""
+    with one_sentence_errors():
+        ssh = edge_node(prefix)
+        connection = connection_to(ssh)
+        seconds = _seconds(connection)
+        click.echo(f"{connection.place}: logged in with {ssh.client} in {seconds:.2f} s")
+        click.echo(f"a command takes {1000 * _seconds(connection):.0f} ms")
+        click.echo(f"home directory: {connection.home()}")
+        click.echo(f"Slurm: {_run(connection, 'sinfo', '--version')}")
+        click.echo(f"partitions: {', '.join(_run(connection, 'sinfo', '--noheader', '--format=%P (%D nodes)').splitlines())}")
+
+
+def _seconds(connection: Connection) -> float:
+    """The seconds that a trivial command takes on the edge node; for the first command, with the login."""
+    started = time.perf_counter()
+    connection.run(["true"])
+    return time.perf_counter() - started
+
+
+def _run(connection: Connection, *command: str) -> str:
+    """The output of a command on the edge node; raises `OSError` if it does not exist there, or fails."""
+    done = connection.run(command, timeout=60)
+    if done.returncode == 127:
+        raise OSError(f"{command[0]} is not on the PATH that a non-interactive login has on {connection.place}; add it there")
+    if done.returncode:
+        raise OSError(f"{' '.join(command)} failed on {connection.place}: {done.stderr.decode('utf-8', 'replace').strip()}")
+    return done.stdout.decode("utf-8", "replace").strip()

@@ -18,11 +18,7 @@ prefix_option = click.option(
 
 
 def edge_node(prefix: str) -> SSHConnectionResource:
-    """The SSH login to the edge node, from the environment variables that begin with a prefix.
-
-    Raises:
-        ValueError: a variable is missing, or its value is invalid.
-    """
+    """The login to the edge node, from the environment variables that begin with a prefix; raises `ValueError` as they do."""
     return resolve_variables(SSHConnectionResource.from_env(prefix), "SSHConnectionResource")
 
 

@@ -32,40 +32,37 @@ _THREADS = 8
 """Maximum number of sessions that are asked for their description at the same time."""
 _OVER = (SessionState.ENDED, SessionState.DEAD)
 """States of sessions that have ended; `list` shows them only with `--all`."""
+_DESCRIBED = ("running", "waiting", "served", "idle", "time_left")
+"""What only the session itself knows."""
 _COLUMNS = ("session", "state", "job", "node", "run", "wait", "served", "idle", "left")
 
 
 @dataclass(frozen=True)
 class Session:
-    """A session of this machine or of the Slurm cluster, with the functions that describe and end it.
-
-    Attributes:
-        row: the values that `list` prints, by column or JSON key.
-        describe: asks the session for its description; raises `OSError` or `StartError`.
-        end: ends the session and waits until it has ended; returns False if the session had ended before.
-    """
+    """A session of this machine or of the Slurm cluster, with the functions that describe and end it."""
 
     row: dict[str, Any]
+    """The values that `list` prints, by column or JSON key."""
     describe: Callable[[], Mapping[str, Any]]
+    """Asks the session for its description; raises `OSError` or `StartError`."""
     end: Callable[[], bool]
+    """Ends the session and waits until it has ended; returns False if the session had ended before."""
 
     def described(self) -> Session:
         """The session with a row that its own description completes; unchanged if it cannot describe itself yet or any more."""
         if self.row["state"] not in (SessionState.UP, SessionState.DRAINING):
             return self
+        own: dict[str, Any] = {"state": SessionState.ENDED}
         try:
             answer = self.describe()
         except (OSError, StartError) as error:
-            return self._with(state=SessionState.SILENT, reason=str(error))
-        if not answer.get("ok"):
-            return self._with(state=SessionState.ENDED)
-        ready = SessionState.READY if answer.get("ready") else SessionState.STARTING
-        state = SessionState.DRAINING if answer.get("draining") else ready
-        own = {name: answer.get(name) for name in ("running", "waiting", "served", "idle", "time_left")}
-        return self._with(**own, state=state, reason=answer.get("draining"))
-
-    def _with(self, **columns: Any) -> Session:
-        return replace(self, row={**self.row, **columns})
+            own = {"state": SessionState.SILENT, "reason": str(error)}
+        else:
+            if answer.get("ok"):
+                ready = SessionState.READY if answer.get("ready") else SessionState.STARTING
+                own = {name: answer.get(name) for name in _DESCRIBED}
+                own |= {"state": SessionState.DRAINING if answer.get("draining") else ready, "reason": answer.get("draining")}
+        return replace(self, row={**self.row, **own})
 
 
 @click.group()
@@ -136,12 +133,7 @@ def stop(source: tuple[Layout, str, str], ident: str, as_json: bool) -> None:
 
 
 def _sessions(layout: Layout, prefix: str, remote_base: str) -> list[Session]:
-    """The sessions of this machine, and of the Slurm cluster if environment variables name its edge node.
-
-    Raises:
-        ValueError: the environment variables of the edge node are invalid.
-        OSError: the edge node or its Slurm does not answer.
-    """
+    """The sessions of this machine, and of the Slurm cluster if environment variables name its edge node."""
     found = [_local(each) for each in list_local_sessions(layout)]
     if f"{prefix.rstrip('_')}_HOST" in os.environ:
         found += _remote(prefix, remote_base)
@@ -176,7 +168,6 @@ def _remote(prefix: str, remote_base: str) -> Iterable[Session]:
 def _on_cluster(
     connection: Connection, generation: Generation, job: QueueRow | None, components: tuple[QueueRow, ...]
 ) -> Session:
-    """One session of the Slurm cluster; `generation` is its allocation, `job` the row of that allocation in the queue."""
     announced = generation.announcement
     state = state_of(generation, job)
     cluster_id = announced.cluster_id if announced else None
@@ -199,27 +190,21 @@ def _on_cluster(
 def _pending_reason(telling: QueueRow | None, job: QueueRow, components: tuple[str, ...]) -> str:
     """Why a session's job waits in the queue, with the component that is the reason if known, and the expected start."""
     row = telling or job
-    number = row.label.partition("+")[2]
-    known = telling is not None and number.isdigit() and int(number) < len(components)
-    component = f" (component {components[int(number)]})" if known else ""
+    number = row.label.partition("+")[2] if telling is not None else ""
+    component = f" (component {components[int(number)]})" if number.isdigit() and int(number) < len(components) else ""
     start = time.strftime(", expected by %H:%M UTC", time.gmtime(row.start)) if row.start else ""
     return f"{row.reason}{component}{start}"
 
 
 def _row(place: str, key: str, path: Any, number: int, state: SessionState, cluster_id: str | None, node: str) -> dict[str, Any]:
     """A row for `list`, with None for all values that only the session itself or the queue knows."""
-    named = {"key": key, "generation": number, "cluster_id": cluster_id, "job_id": None, "partition": None, "components": []}
-    named |= {"state": state, "reason": None, "node": node or None}
-    described = dict.fromkeys(("running", "waiting", "served", "idle", "time_left"))
-    return {**named, **described, "place": place, "directory": str(path)}
+    row = {"key": key, "generation": number, "cluster_id": cluster_id, "job_id": None, "partition": None, "components": []}
+    row |= {"state": state, "reason": None, "node": node or None, **dict.fromkeys(_DESCRIBED)}
+    return {**row, "place": place, "directory": str(path)}
 
 
 def _find(ident: str, found: list[Session], alive: bool = False) -> Session:
-    """The session that `ident` names, by cluster id, job id, or how its name begins.
-
-    A session may have several generations (one allocation each); the newest is returned. None or several such sessions are an
-    error of the command.
-    """
+    """The session that `ident` names, by cluster id, job id, or how its name begins; of its generations the newest."""
     over = [each for each in found if each.row["state"] in _OVER]
     for candidates in ([each for each in found if each not in over], [] if alive else over):
         exact = [each for each in candidates if ident in (each.row["cluster_id"], each.row["job_id"], each.row["key"])]

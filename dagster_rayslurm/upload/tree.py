@@ -13,9 +13,10 @@ import stat
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from pathspec import GitIgnoreSpec
+
+from ..runtime.protocol.end import TextEnum
 
 IGNORE_FILES = (".gitignore", ".rayignore")
 """Files with patterns in the syntax of gitignore(5). Ray 2.60 reads both, in every directory of the tree."""
@@ -39,15 +40,12 @@ _UNSUPPORTED = {
 }
 
 
-class EntryKind(str, Enum):
+class EntryKind(TextEnum):
     """The type of an entry in a bundle."""
 
     FILE = "file"
     DIR = "dir"
     LINK = "link"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

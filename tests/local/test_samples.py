@@ -112,7 +112,7 @@ def check_training(compute: ComputeResource, asset: Any) -> str:
 
 
 def test_the_resource_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no environment, and its version of Ray has no tokens: one sentence names both."""
+    """It has no environment, and its version of Ray has no tokens."""
     monkeypatch.setenv("SLURM_EDGE_NODE_HOST", "edge")
     write_entrypoint(tmp_path, monkeypatch)
     with pytest.raises((RunFailure, ValueError)) as refused:
