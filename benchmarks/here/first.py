@@ -20,7 +20,7 @@ from dagster_rayslurm.runtime.node import network, resources
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.scratch import Scratch
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, LineReader
-from dagster_rayslurm.runtime.ray.start_arguments import start_arguments
+from dagster_rayslurm.runtime.ray.ray_node import start_arguments
 
 from ..figures import Figure, Options, Sample
 from ..steps import PAYLOADS, alternate, base_dir, below, in_step, instance, settle

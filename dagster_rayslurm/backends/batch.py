@@ -26,7 +26,7 @@ from ..runtime.node.network import control_ports
 from ..runtime.payload.environment import shared_variables
 from ..runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME
 from ..runtime.protocol.spec import RaySpec, RuntimeSpec, to_json
-from ..runtime.ray.node_table import nodes_expected
+from ..runtime.ray.membership import nodes_expected
 from ..slurm.config import SlurmQueueConfig, SlurmResource, split_signal
 from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_request
 from ..slurm.script import render_script

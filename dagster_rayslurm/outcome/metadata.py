@@ -10,7 +10,7 @@ import dagster as dg
 from ..errors import without_colours
 from ..follow import Evidence
 from ..runtime.protocol.record import Record
-from ..runtime.ray.node_table import title
+from ..runtime.ray.membership import title
 from ..slurm.accounting import JobFacts
 from .chart import MIB
 from .usage import Metadata, NodeUsage, granted_memory, usage_metadata, usage_of

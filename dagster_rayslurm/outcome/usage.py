@@ -7,7 +7,7 @@ from typing import Any
 
 import dagster as dg
 
-from ..runtime.ray.node_table import title
+from ..runtime.ray.membership import title
 from .chart import MIB, usage_chart
 
 Metadata = dict[str, Any]

@@ -28,7 +28,7 @@ from dagster_rayslurm import (
 )
 from dagster_rayslurm.execution.cleanup import fetch_outputs
 from dagster_rayslurm.runtime.protocol.record import encode
-from dagster_rayslurm.runtime.ray.start_arguments import start_arguments
+from dagster_rayslurm.runtime.ray.ray_node import start_arguments
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import pipes_script, run_asset

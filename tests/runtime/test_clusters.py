@@ -88,7 +88,7 @@ SESSION = """
 import dataclasses
 from dagster_rayslurm.runtime.node import allocation
 from dagster_rayslurm.runtime.protocol import spec as intake
-from dagster_rayslurm.runtime.node import worker_node
+from dagster_rayslurm.runtime.node import worker_nodes
 machine.detect = lambda *_, **__: machine.NodeResources("here", 4, 0, 2**33, None)
 spec = intake.load_spec(base)
 runner = supervisor.Supervisor(loop, spec, scratch.Scratch(), allocation.from_environ(os.environ), base)
@@ -187,9 +187,8 @@ def test_a_session_goes_on_when_a_fresh_cluster_loses_a_node(runtime: Runtime) -
     said = runtime.run("""
         class Cluster(supervisor.RayCluster):
             def start(self):
-                self._listener.on_node_lost("n2")
-                self.ready = True
-                self._listener.on_ready()
+                self.listener.on_node_lost("n2")
+                self.listener.on_ready()
         supervisor.RayCluster = Cluster
         session()
         submit("one")
@@ -199,7 +198,7 @@ def test_a_session_goes_on_when_a_fresh_cluster_loses_a_node(runtime: Runtime) -
 
 
 def test_cluster_directories_are_removed_once_the_processes_are_gone(tmp_path: Path) -> None:
-    from dagster_rayslurm.runtime.ray import cluster_dir
+    from dagster_rayslurm.runtime.ray import ray_node
 
     due: list[tuple[float, Any]] = []
 
@@ -209,12 +208,12 @@ def test_cluster_directories_are_removed_once_the_processes_are_gone(tmp_path: P
 
     private = scratch.Scratch()
     try:
-        place = cluster_dir.ClusterDirs(private).take()
+        place = ray_node.ClusterDirs(private).take()
         os.mkdir(place.ray_temp_dir)
         remove = place.remove
         left = ["a process that still writes"]
         place.remove = lambda: left.pop() if left else remove()  # type: ignore[assignment, func-returns-value]
-        cluster_dir.clean_up_cluster(Timers(), place, "nobody")  # type: ignore[arg-type]
+        ray_node.clean_up_cluster(Timers(), place, "nobody")  # type: ignore[arg-type]
         due.pop()[1]()
         assert os.path.exists(place.path) and due[0][0] == 0.5
         due.pop()[1]()
@@ -231,7 +230,7 @@ def test_a_lost_node_drains_a_session_without_a_cluster(nodes: Any) -> None:
     said = pair.run(
         SESSION
         + f"""
-worker_node.RECONNECT_GRACE = 1.0
+worker_nodes.RECONNECT_GRACE = 1.0
 submit("one")
 def look():
     if not all(m.here for m in runner.workers.members.values()):

@@ -30,9 +30,8 @@ from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.process.scratch import Scratch
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, STDIO, LineReader
 from dagster_rayslurm.runtime.protocol.spec import ComponentSpec, NodeSpec, PayloadSpec, RaySpec, RuntimeSpec, node_spec, to_json
-from dagster_rayslurm.runtime.ray import node_table
-from dagster_rayslurm.runtime.ray.start import RayListener, RayStart
-from dagster_rayslurm.runtime.ray.start_arguments import start_arguments, symmetric_arguments
+from dagster_rayslurm.runtime.ray import membership
+from dagster_rayslurm.runtime.ray.ray_node import RayNode, start_arguments, symmetric_arguments
 from dagster_rayslurm.runtime.supervisor.queue import Claim, capacities_of, claims_of, misfit, room_for
 
 from ..conftest import wait_until
@@ -163,7 +162,7 @@ def test_payloads_of_a_session_are_held_against_the_nodes_that_they_run_on() -> 
     assert capacities_of([NodeResources("n", 4, 1, 1, None), NodeResources("m", 2, 2, 1, None)]) == {None: Claim(2, 1)}
 
 
-def table(*rows: tuple[str, str, bool, bool, float]) -> node_table.Nodes:
+def table(*rows: tuple[str, str, bool, bool, float]) -> membership.Nodes:
     return {
         str(index): {"hostname": host, "component": component, "head": head, "alive": alive, "resources": {"CPU": cpus}}
         for index, (host, component, head, alive, cpus) in enumerate(rows)
@@ -172,15 +171,15 @@ def table(*rows: tuple[str, str, bool, bool, float]) -> node_table.Nodes:
 
 def test_nodes_of_two_components_on_one_host_are_two() -> None:
     before = table(("h", "gpu", False, True, 2), ("h", "cpu", True, True, 1), ("i", "gpu", False, True, 2))
-    assert node_table.present(before) == {("h", "cpu"), ("h", "gpu"), ("i", "gpu")}
-    assert node_table.in_words(before, ["cpu", "gpu"]) == "3 nodes, the head is h (cpu: 1 node, CPU 1; gpu: 2 nodes, CPU 4)"
-    assert [node["component"] for node in node_table.in_order(before, ["cpu", "gpu"])] == ["cpu", "gpu", "gpu"]
+    assert membership.present(before) == {("h", "cpu"), ("h", "gpu"), ("i", "gpu")}
+    assert membership.in_words(before, RAY) == "3 nodes, the head is h (cpu: 1 node, CPU 1; gpu: 2 nodes, CPU 4)"
+    assert [node["component"] for node in membership.in_order(before, RAY)] == ["cpu", "gpu", "gpu"]
     after = {**before, "0": {**before["0"], "alive": False}}
-    assert [node_table.title(node) for node in node_table.lost(before, after)] == ["h (component gpu)"]
-    assert node_table.lost(after, after) == [] and len(node_table.lost(before, {})) == 3
+    assert [membership.title(node) for node in membership.lost(before, after)] == ["h (component gpu)"]
+    assert membership.lost(after, after) == [] and len(membership.lost(before, {})) == 3
     # A user's own label of that name is none of this cluster's.
-    assert node_table.present(node_table.within(RaySpec(), before)) == {("h", None), ("i", None)}
-    assert node_table.in_words(node_table.within(RaySpec(), before), []) == "3 nodes, the head is h (CPU 5)"
+    assert membership.present(membership.within(RaySpec(), before)) == {("h", None), ("i", None)}
+    assert membership.in_words(membership.within(RaySpec(), before), RaySpec()) == "3 nodes, the head is h (CPU 5)"
 
 
 def placeholders(*names: str) -> dict[str, str | None]:
@@ -286,15 +285,13 @@ def test_a_health_check_sees_what_ray_sees(monkeypatch: pytest.MonkeyPatch) -> N
     loop, private = Loop(), Scratch()
     failed: list[str] = []
 
-    class Listener(RayListener):
-        def on_failed(self, error: Exception) -> None:
-            failed.append(str(error))
-            loop.stop()
+    def on_event(event: dict[str, Any]) -> None:
+        failed.append(str(event["error"]))
+        loop.stop()
 
     spec = RaySpec(health_check='echo "sees $CUDA_VISIBLE_DEVICES ${HIP_VISIBLE_DEVICES-nothing}"; exit 3')
     environ = {"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": None}
-    ray = RayStart(loop, RuntimeSpec("c", spec), spec, "", G1, private, 1, Listener(), environ)
-    ray.start(None, "127.0.0.1:1")
+    RayNode(loop, RuntimeSpec("c", spec), spec, "", G1, private, 1, on_event, environ).start("127.0.0.1:1")
     loop.call_later(20, loop.stop)
     loop.run()
     signal.set_wakeup_fd(-1)
@@ -477,13 +474,13 @@ def test_a_component_that_grants_less_is_named(job: Job) -> None:
 
 HURRIED = """
 import sys
-from dagster_rayslurm.runtime.nodes import head as team
+from dagster_rayslurm.runtime.node.worker_nodes import WorkerNodes
 from dagster_rayslurm.runtime.nodes import worker
-worker._HEAD_SIGNAL_TIMEOUT, introduced = 0.5, team.ConnectedWorkers._introduce
+worker._HEAD_SIGNAL_TIMEOUT, introduced = 0.5, WorkerNodes._introduce
 def noted(*args):
     introduced(*args)
     open(sys.argv[1] + "/joined", "w").close()
-team.ConnectedWorkers._introduce = noted
+WorkerNodes._introduce = noted
 from dagster_rayslurm.runtime.__main__ import main
 sys.exit(main(["node", sys.argv[1]]))
 """

@@ -2,58 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from dagster_rayslurm.runtime.node.resources import NodeResources
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
-from dagster_rayslurm.runtime.ray.cluster import HeadNode, RayCluster
-from dagster_rayslurm.runtime.ray.leak_check import LeakCheck, leaks_of, left_when_idle, living
-from dagster_rayslurm.runtime.ray.start import RayListener
+from dagster_rayslurm.runtime.ray.cluster import HeadNode, RayCluster, RayListener
+from dagster_rayslurm.runtime.ray.leak_check import LeakCheck, left_when_idle
 
-ACTOR = {"job": "01", "name": "model", "namespace": "mine", "class": "Model"}
-GROUP = {"job": "02", "name": "", "namespace": "", "id": "ab12"}
+ACTOR = {"kind": "actor", "id": "a1", "job": "01", "name": "model", "namespace": "mine", "class": "Model", "since": 0.0}
+GROUP = {"kind": "group", "id": "ab12", "job": "02", "title": "ab12", "since": 0.0}
 
 
-def tables(**fields: Any) -> dict[str, Any]:
-    found = {"jobs": {"01": "n1", "02": "n2"}, "actors": [], "groups": [], "submitted": [], "available": {}, "total": {}}
-    return {**found, **fields}
+def tables(*living: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"jobs": {"01": "n1", "02": "n2"}, "living": living, "available": {}, "total": {}, **fields}
 
 
 def idle(tables: dict[str, Any]) -> list[str]:
     return [leak.message for leak in left_when_idle(tables)]
-
-
-def test_a_leak_belongs_to_the_payload_whose_job_made_it() -> None:
-    left = tables(actors=[ACTOR], groups=[GROUP])
-    assert leaks_of(left, "n1", 0.0) == [
-        "detached actor 'model' (Model, namespace 'mine') is still alive; end it with "
-        "ray.kill(ray.get_actor('model', namespace='mine')) before the payload ends"
-    ]
-    [group] = leaks_of(left, "n2", 0.0)
-    assert group.startswith("placement group ab12 still") and "ray.util.remove_placement_group(group)" in group
-    assert leaks_of(left, "n3", 0.0) == [] and len(living(left)) == 2
-
-
-def test_a_submitted_job_is_told_by_the_payloads_that_may_have_submitted_it() -> None:
-    left = tables(submitted=[{"id": "raysubmit_1", "since": 100.0}])
-    [job] = leaks_of(left, "n1", 99.0)
-    assert "raysubmit_1" in job and "`ray job stop raysubmit_1`" in job
-    assert leaks_of(left, "n1", 101.0) == []
-    assert idle(left) == [job]  # It works although no payload runs, whether Ray counts any resources for it or not.
-
-
-def test_resources_that_are_not_free() -> None:
-    total = {"CPU": 8.0, "GPU": 2.0, "disk": 1.0, "memory": 5.0, "object_store_memory": 5.0, "node:10.0.0.1": 1.0}
-    available = {"CPU": 8.0 - 1e-5, "GPU": 1.0, "memory": 1.0, "object_store_memory": 1.0, "node:10.0.0.1": 0.9}
-    found = idle(tables(total=total, available=available, actors=[ACTOR]))
-    assert found[:2] == [
-        "GPU: 1 of 2 are not free although no payload runs",
-        "disk: 1 of 1 are not free although no payload runs",
-    ]
-    assert "'model'" in found[2] and len(found) == 3
-    # An actor without resources disturbs nobody.
-    assert idle(tables(total=total, available=total, actors=[ACTOR])) == []
 
 
 class Clock:
@@ -77,17 +44,59 @@ class Clock:
         done(self.tables)
 
 
+def left_by(clock: Clock, nonce: str) -> list[str]:
+    """What a payload that starts now leaves in the tables, as it is told at its end."""
+    told: list[str] = []
+    LeakCheck(clock, lambda: clock).at_end(nonce)(told.extend)  # type: ignore[arg-type, return-value]
+    return told
+
+
+def test_a_leak_belongs_to_the_payload_whose_job_made_it() -> None:
+    clock = Clock()
+    clock.tables = tables(ACTOR, GROUP)
+    assert left_by(clock, "n1") == [
+        "detached actor 'model' (Model, namespace 'mine') is still alive; end it with "
+        "ray.kill(ray.get_actor('model', namespace='mine')) before the payload ends"
+    ]
+    [group] = left_by(clock, "n2")
+    assert group.startswith("placement group ab12 still") and "ray.util.remove_placement_group(group)" in group
+    assert left_by(clock, "n3") == []
+
+
+def test_a_submitted_job_is_told_by_the_payloads_that_may_have_submitted_it() -> None:
+    clock = Clock()
+    clock.tables = tables({"kind": "job", "id": "raysubmit_1", "job": "", "since": time.time() + 10})
+    [job] = left_by(clock, "n1")
+    assert "raysubmit_1" in job and "`ray job stop raysubmit_1`" in job
+    assert idle(clock.tables) == [job]  # It works although no payload runs, whether Ray counts any resources for it or not.
+    clock.tables["living"][0]["since"] -= 60
+    assert left_by(clock, "n1") == []
+
+
+def test_resources_that_are_not_free() -> None:
+    total = {"CPU": 8.0, "GPU": 2.0, "disk": 1.0, "memory": 5.0, "object_store_memory": 5.0, "node:10.0.0.1": 1.0}
+    available = {"CPU": 8.0 - 1e-5, "GPU": 1.0, "memory": 1.0, "object_store_memory": 1.0, "node:10.0.0.1": 0.9}
+    found = idle(tables(ACTOR, total=total, available=available))
+    assert found[:2] == [
+        "GPU: 1 of 2 are not free although no payload runs",
+        "disk: 1 of 1 are not free although no payload runs",
+    ]
+    assert "'model'" in found[2] and len(found) == 3
+    # An actor without resources disturbs nobody.
+    assert idle(tables(ACTOR, total=total, available=total)) == []
+
+
 def test_an_answer_that_comes_too_late_is_ignored() -> None:
     clock = Clock()
     answers: list[Any] = []
     head = HeadNode(NodeResources("n1", 1, 0, 2**30, None))
     cluster = RayCluster(clock, RuntimeSpec("c", RaySpec()), head, None, RayListener())  # type: ignore[arg-type]
-    cluster._ray = type("Ray", (), {"query_tables": lambda *_: True})()
+    cluster._ray = type("Ray", (), {"request": lambda *_, **__: True})()
     for _ in range(2):
         cluster.query_tables(0.3, answers.append)
-    cluster.on_report({"event": "audit", "id": 2, "tables": tables()})
+    cluster.on_event({"event": "tables", "id": 2, "tables": tables()})
     clock.timers[0][1]()
-    cluster.on_report({"event": "audit", "id": 1, "tables": tables()})
+    cluster.on_event({"event": "tables", "id": 1, "tables": tables()})
     clock.timers[1][1]()
     assert answers == [tables(), None] and clock.timers[0][0] == 0.3
     cluster._ray = None
@@ -98,13 +107,13 @@ def test_an_answer_that_comes_too_late_is_ignored() -> None:
 def test_a_session_forgets_leaks_that_a_later_payload_has_removed() -> None:
     clock = Clock()
     check = LeakCheck(clock, lambda: clock)  # type: ignore[arg-type, return-value]
-    clock.tables = tables(total={"CPU": 4.0}, available={"CPU": 2.0}, actors=[ACTOR], groups=[GROUP])
+    clock.tables = tables(ACTOR, GROUP, total={"CPU": 4.0}, available={"CPU": 2.0})
     check.check_when_idle(lambda: True)
     clock.timers.pop()[1]()
     assert len(check.found) == 3 and check.found[0] == "CPU: 2 of 4 are not free although no payload runs"
     ended: list[list[str]] = []
-    other = {**ACTOR, "name": "other"}  # A running payload's.
-    clock.tables = tables(total={"CPU": 4.0}, available={"CPU": 1.0}, actors=[other], groups=[GROUP])
+    other = {**ACTOR, "id": "a2", "name": "other"}  # A running payload's.
+    clock.tables = tables(other, GROUP, total={"CPU": 4.0}, available={"CPU": 1.0})
     check.at_end("n3")(ended.append)
     assert [message.split()[0] for message in check.found] == ["CPU:", "placement"]
     clock.tables = tables(total={"CPU": 4.0}, available={"CPU": 4.0})

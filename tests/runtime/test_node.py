@@ -20,7 +20,7 @@ from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.protocol.end import ClusterError
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
 from dagster_rayslurm.runtime.ray.node_main import lacks_tokens, refuse_version
-from dagster_rayslurm.runtime.ray.start_arguments import start_arguments
+from dagster_rayslurm.runtime.ray.ray_node import start_arguments
 
 HERE = resources.NodeResources("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_limit=None)
 

@@ -10,7 +10,7 @@ import pytest
 
 from dagster_rayslurm.runtime.node.resources import NodeResources
 from dagster_rayslurm.runtime.payload import own_ray
-from dagster_rayslurm.runtime.ray.start_arguments import granted_defaults
+from dagster_rayslurm.runtime.ray.ray_node import granted_defaults
 
 from .test_supervisor import Runtime
 

@@ -29,7 +29,7 @@ from dagster_rayslurm.runtime.payload.process import PayloadProcess
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.processes import Process
 from dagster_rayslurm.runtime.protocol import spec
-from dagster_rayslurm.runtime.ray.start import last_error_line
+from dagster_rayslurm.runtime.ray.ray_node import last_error_line
 
 from ..conftest import wait_until
 

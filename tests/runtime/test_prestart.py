@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource, SessionConfig
-from dagster_rayslurm.runtime.ray import internals, prestart
+from dagster_rayslurm.runtime.node.ray_jobs import started_ahead
+from dagster_rayslurm.runtime.ray import internals, node_main
 
 from ..conftest import pipes_script, run_asset, small_ray, wait_until
 
@@ -41,15 +42,15 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_worker_is_idle_until_its_log_names_a_job(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
-    assert prestart.idle_workers(str(tmp_path / "none")) == set()
+    assert started_ahead(str(tmp_path / "none")) == (0, set())
     log = tmp_path / f"worker-ab12-ffffffff-{worker.pid}.out"
     log.touch()
     # The test itself is none of Ray's, one had a job from the start, and of one there is only the log.
     for other in (f"ffffffff-{os.getpid()}", f"01000000-{worker.pid}", "ffffffff-999999999"):
         (tmp_path / f"worker-ab12-{other}.out").touch()
-    assert prestart.idle_workers(str(tmp_path)) == {worker.pid}
+    assert started_ahead(str(tmp_path)).idle == {worker.pid}
     log.write_text(":job_id:01000000\n:task_name:f\n")
-    assert prestart.idle_workers(str(tmp_path)) == set()
+    assert started_ahead(str(tmp_path)).idle == set()
 
 
 class Raylet:
@@ -69,14 +70,14 @@ class Raylet:
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Raylet, int]]:
     """Serves questions with a raylet of the test's own; that, and where to ask."""
     monkeypatch.delenv(internals.PRESTART_AT_FIRST_DRIVER, raising=False)
-    monkeypatch.setattr(prestart, "_START_TIMEOUT", 0.3)
+    monkeypatch.setattr(node_main, "_START_TIMEOUT", 0.3)
 
     def serve(cpus: int, heeds: bool = True, connect: Any = lambda _: None) -> tuple[Raylet, int]:
         raylet = Raylet(tmp_path, heeds)
         monkeypatch.setattr(internals, "connect_raylet", connect)
         monkeypatch.setattr(internals, "start_workers", raylet.take)
         reader, writer = os.pipe()
-        prestart.serve(reader, "none:1", str(tmp_path), cpus)
+        node_main.serve(reader, "none:1", str(tmp_path), cpus, print)
         return raylet, writer
 
     return serve
@@ -97,7 +98,7 @@ def test_only_missing_workers_are_started(served: Any, tmp_path: Path, worker: s
 def test_on_a_large_node_few_workers_are_idle_and_ray_starts_its_own_as_well(served: Any) -> None:
     raylet, writer = served(64)
     os.write(writer, b"\n")
-    assert wait_until(lambda: raylet.asked == [prestart.MOST], 5)
+    assert wait_until(lambda: raylet.asked == [node_main.MOST_IDLE_WORKERS], 5)
     os.close(writer)
     assert internals.PRESTART_AT_FIRST_DRIVER not in os.environ
 
@@ -150,7 +151,7 @@ def test_the_first_task_finds_an_idle_worker(base: Path, scratch_base: Path, scr
 
     def waiting() -> set[int]:
         """The waiting workers, once they are two."""
-        found = [prestart.idle_workers(str(logs)) for logs in scratch_base.glob("**/session_latest/logs")]
+        found = [started_ahead(str(logs)).idle for logs in scratch_base.glob("**/session_latest/logs")]
         return found[0] if found and len(found[0]) == 2 else set()
 
     run_asset(compute, script("pass\n", "idle.py"))  # It waits for the cluster, and uses none of its workers.

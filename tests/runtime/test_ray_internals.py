@@ -19,8 +19,7 @@ import pytest
 
 from dagster_rayslurm.runtime.protocol.spec import JOB_MARK
 from dagster_rayslurm.runtime.ray import internals
-from dagster_rayslurm.runtime.ray.node_main import refuse_dashboard
-from dagster_rayslurm.runtime.ray.unschedulable import unschedulable
+from dagster_rayslurm.runtime.ray.node_main import refuse_dashboard, unschedulable
 
 from ..conftest import wait_until
 
@@ -185,7 +184,7 @@ def test_pending_demand(gcs: str) -> None:
     assert wait_until(disk, 30)
     demand = internals.pending_demand(client, nodes)
     assert [node.resources["CPU"] for node in demand.nodes] == [1.0]
-    [said] = unschedulable(*demand)
+    [said] = unschedulable(demand)
     assert "disk 2" in said and demand.nodes[0].name in said
 
 
@@ -194,9 +193,9 @@ def test_living_things(gcs: str) -> None:
     tables = internals.living_things(internals.connect_state(gcs))
     [(job, nonce)] = tables["jobs"].items()
     assert nonce == "nonce" and tables["total"]["CPU"] == 1.0 and tables["available"]["CPU"] == 0.5
-    assert tables["actors"] == [{"job": job, "name": "model", "namespace": "mine", "class": "Model"}]
-    [group] = tables["groups"]
-    assert (group["job"], group["name"], group["namespace"]) == (job, "shelf", "mine") and tables["submitted"] == []
+    actor, group = tables["living"]
+    assert [actor[name] for name in ("kind", "job", "name", "namespace", "class")] == ["actor", job, "model", "mine", "Model"]
+    assert (group["kind"], group["job"], group["title"]) == ("group", job, "'shelf' (namespace 'mine')")
 
 
 @pytest.mark.ray

@@ -115,7 +115,7 @@ def test_heterogeneous_jobs_without_a_time_limit(tmp_path: Path, answer: str, ag
 
 OTHERS = """
 from dagster_rayslurm.runtime.protocol.spec import RaySpec
-from dagster_rayslurm.runtime.node.worker_node import WorkerNode
+from dagster_rayslurm.runtime.node.worker_nodes import WorkerNode
 class WorkerNodes:
     pids = []
     members = {place: WorkerNode(place, "n%d" % place) for place in (1, 2)}

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from dagster_rayslurm.runtime.ray.unschedulable import Group, Node, Request, unschedulable
+from dagster_rayslurm.runtime.ray.internals import Demand, DemandNode, Group, Request
+from dagster_rayslurm.runtime.ray.node_main import unschedulable
 
 from .test_supervisor import Runtime
 
 NODES = [
-    Node("c1", {"CPU": 2.0, "memory": 4.0 * 2**30, "node:10.0.0.1": 1.0}, {"region": "north"}),
-    Node("c2", {"CPU": 4.0, "memory": 2.0 * 2**30, "disk": 1.0}, {}),
+    DemandNode("c1", {"CPU": 2.0, "memory": 4.0 * 2**30, "node:10.0.0.1": 1.0}, {"region": "north"}),
+    DemandNode("c2", {"CPU": 4.0, "memory": 2.0 * 2**30, "disk": 1.0}, {}),
 ]
 
 
@@ -29,7 +30,7 @@ NODES = [
     ],
 )
 def test_demand_that_a_node_can_hold_is_not_reported(request_: Request) -> None:
-    assert unschedulable([request_], [], NODES) == []
+    assert unschedulable(Demand([request_], [], NODES)) == []
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_demand_that_a_node_can_hold_is_not_reported(request_: Request) -> None:
     ],
 )
 def test_demand_that_no_node_can_hold_is_reported(request_: Request, words: str) -> None:
-    [said] = unschedulable([request_, request_], [], NODES)
+    [said] = unschedulable(Demand([request_, request_], [], NODES))
     assert words in said and "waits forever" in said
 
 
@@ -60,7 +61,7 @@ def test_demand_that_no_node_can_hold_is_reported(request_: Request, words: str)
     ],
 )
 def test_placement_groups(strategy: str, cpus: list[int], possible: bool) -> None:
-    said = unschedulable([], [Group(strategy, [Request({"CPU": float(each)}) for each in cpus])], NODES)
+    said = unschedulable(Demand([], [Group(strategy, [Request({"CPU": float(each)}) for each in cpus])], NODES))
     assert not said if possible else (strategy in said[0] and "cannot hold" in said[0])
 
 

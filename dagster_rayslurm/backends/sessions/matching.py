@@ -16,7 +16,7 @@ from ...config import time_limit_seconds
 from ...launchers import Launcher, RayLauncher
 from ...runtime.node.resources import Footprint
 from ...runtime.protocol.spec import NodeSpec, RaySpec, SpecError, from_json
-from ...runtime.ray.node_table import nodes_expected
+from ...runtime.ray.membership import nodes_expected
 from ...slurm.config import HetComponent, SlurmQueueConfig
 from ...slurm.request import SBATCH_FIELDS, JobRequest, gibibytes_for_ray, granted_gpus, make_request
 

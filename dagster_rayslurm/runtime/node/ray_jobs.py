@@ -1,6 +1,6 @@
-"""Tells which processes of a shared Ray cluster belong to which payload, from the names of Ray's log files (Ray 2.60).
+"""What the names of Ray's log files tell: which processes of a Ray cluster belong to which payload, and which workers are idle.
 
-In Ray, every driver is a job of its own, and every worker belongs to one job from its first task to its end. The log file of
+In Ray 2.60, every driver is a job of its own, and every worker belongs to one job from its first task to its end. The log file of
 a driver or a worker has the job id and the process id in its name. Ray also starts workers ahead, without a job; such a worker
 writes the job id into its log once it gets a job.
 """
@@ -11,14 +11,35 @@ import os
 import re
 from typing import Callable, Collection, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set
 
-from ..process.processes import Process, descendants
+from ..process.processes import Process, command_line, descendants
 
 _DRIVER_LOG = re.compile(r"python-core-driver-([0-9a-f]{8})f+_([0-9]+)\.log")
 _WORKER_LOG = re.compile(r"worker-[0-9a-f]+-([0-9a-f]{8})-([0-9]+)\.out")
 _NO_JOB = "ffffffff"
 """The job id in the log name of a worker that was started ahead of its job."""
 _JOB_LINE = re.compile(rb":job_id:([0-9a-f]{8})")
-"""The first line of the log of a worker that was started ahead of its job."""
+"""The first line of the log of a worker that was started ahead of its job, once it has one."""
+
+
+def logs_of(ray_temp_dir: str) -> str:
+    """The directory in which Ray writes its logs."""
+    return os.path.join(ray_temp_dir, "session_latest", "logs")
+
+
+class StartedAhead(NamedTuple):
+    """The workers of this node that Ray started without a job."""
+
+    ever: int
+    """How many there were, ended ones included."""
+    idle: Set[int]
+    """Process ids of those that still wait for a job."""
+
+
+def started_ahead(log_dir: str) -> StartedAhead:
+    """The workers that Ray started ahead of their jobs. Every worker of Ray changes its command line to say that it is one."""
+    names = {name: int(match.group(2)) for name, match in _worker_logs(log_dir).items() if match.group(1) == _NO_JOB}
+    idle = {pid for name, pid in names.items() if command_line(pid).startswith(b"ray::") and not _logged_job(log_dir, name)}
+    return StartedAhead(len(names), idle)
 
 
 class Attribution(NamedTuple):
@@ -35,9 +56,7 @@ class Attribution(NamedTuple):
 class RayJobs:
     """Finds the processes of one payload among those of a shared Ray cluster on this node.
 
-    Args:
-        log_dir: the directory of Ray's log files.
-        ray_pid: returns the id of the process below which all of Ray's processes run; None while Ray does not run.
+    `ray_pid` returns the id of the process below which all of Ray's processes run; None while Ray does not run.
     """
 
     def __init__(self, log_dir: str, ray_pid: Callable[[], Optional[int]]) -> None:
@@ -47,13 +66,9 @@ class RayJobs:
         self._ray_pid = ray_pid
 
     def attribute(self, candidates: Iterable[Process], table: Mapping[int, Process]) -> Attribution:
-        """Sort processes into the payload's own, those of no payload and those of other payloads.
+        """Sort processes that are not known to belong to other payloads; `table` has all processes of this machine by id.
 
         The Ray job of a new driver among the processes is added to `job_ids`.
-
-        Args:
-            candidates: the processes to sort: all that are not known to belong to other payloads.
-            table: all processes of this machine by id.
         """
         root = self._ray_pid()
         ray = set() if root is None else {root, *(process.pid for process in descendants(root, dict(table)))}
@@ -71,36 +86,41 @@ class RayJobs:
         return result
 
     def _jobs_of_workers(self, outside: Collection[int], ray: Collection[int]) -> Dict[int, str]:
-        """The job ids of Ray's workers by process id; also adds the jobs of new drivers to `job_ids`.
-
-        Args:
-            outside: process ids of the payload, among them its drivers.
-            ray: process ids of Ray, among them its workers.
-        """
-        try:
-            names = os.listdir(self._log_dir)
-        except OSError:
-            return {}  # Ray has not made the directory yet.
-        workers: Dict[int, str] = {}
-        for name in names:
-            driver, worker = _DRIVER_LOG.fullmatch(name), _WORKER_LOG.fullmatch(name)
+        """The job ids of Ray's workers by process id; adds the jobs of new drivers, which are `outside` Ray, to `job_ids`."""
+        for name in _names(self._log_dir):
+            driver = _DRIVER_LOG.fullmatch(name)
             if driver is not None and int(driver.group(2)) in outside:
                 self.job_ids.add(driver.group(1))
-            elif worker is not None and int(worker.group(2)) in ray:
-                job = worker.group(1) if worker.group(1) != _NO_JOB else self._logged_job(name)
-                pid = int(worker.group(2))
+        workers: Dict[int, str] = {}
+        for name, match in _worker_logs(self._log_dir).items():
+            pid = int(match.group(2))
+            if pid in ray:
+                job = match.group(1) if match.group(1) != _NO_JOB else _logged_job(self._log_dir, name)
                 if job is not None:
                     workers[pid] = max(job, workers.get(pid, job), key=_age)  # The system may reuse a process id.
         return workers
 
-    def _logged_job(self, name: str) -> Optional[str]:
-        """The job id that a worker has written into its log file; None if the worker still waits for a job."""
-        try:
-            with open(os.path.join(self._log_dir, name), "rb") as file:
-                match = _JOB_LINE.match(file.read(32))
-        except OSError:
-            return None
-        return match.group(1).decode() if match is not None else None
+
+def _names(log_dir: str) -> List[str]:
+    try:
+        return os.listdir(log_dir)
+    except OSError:
+        return []  # Ray has not made the directory yet.
+
+
+def _worker_logs(log_dir: str) -> "Dict[str, re.Match[str]]":
+    matches = {name: _WORKER_LOG.fullmatch(name) for name in _names(log_dir)}
+    return {name: match for name, match in matches.items() if match is not None}
+
+
+def _logged_job(log_dir: str, name: str) -> Optional[str]:
+    """The job id that a worker has written into its log file; None if the worker still waits for a job."""
+    try:
+        with open(os.path.join(log_dir, name), "rb") as file:
+            match = _JOB_LINE.match(file.read(32))
+    except OSError:
+        return None
+    return match.group(1).decode() if match is not None else None
 
 
 def _age(job: str) -> int:

@@ -1,6 +1,6 @@
 """Simulated nodes for local mode: each component of a heterogeneous job gets a Ray node of its own on this machine.
 
-The head's runtime runs them all, and commands them like worker nodes: `SimulatedNodes` stands in for `ConnectedWorkers`.
+The head's runtime runs their agents itself, and commands them like worker nodes.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from ..node.resources import GPU_VARIABLES, NodeResources, gpu_environment, missing_gpus, visible_gpus
-from ..node.worker_node import WorkerNode
+from ..node.worker_nodes import WorkerNode, WorkerNodes
 from ..process.loop import Loop
 from ..process.scratch import Scratch
-from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.rpc import Message
 from ..protocol.spec import ComponentSpec, NodeSpec, RuntimeSpec
-from ..ray.cluster_dir import ClusterDirs
-from .node_agent import AgentOwner, NodeAgent
+from ..ray.ray_node import ClusterDirs
+from .agent import NodeAgent
 
 ADDRESS = "127.0.0.1"
 """The address of all simulated nodes."""
@@ -116,7 +115,7 @@ class Simulation(NamedTuple):
 
     spec: RuntimeSpec
     shares: List[Share]
-    workers: Optional[SimulatedNodes]
+    workers: Optional[WorkerNodes]
 
     def remarks(self, uses_ray: bool) -> List[str]:
         """Sentences for the Dagster log about what is simulated; for a payload without Ray, only in the first component."""
@@ -131,15 +130,7 @@ class Simulation(NamedTuple):
 def simulate(
     loop: Loop, spec: RuntimeSpec, here: NodeResources, private: Scratch, on_event: Callable[[WorkerNode, Message], None]
 ) -> Simulation:
-    """Make the simulated nodes of a runtime in local mode; no process starts yet.
-
-    Args:
-        loop: the event loop.
-        spec: the runtime's start record.
-        here: the resources of this machine.
-        private: scratch directory of the runtime.
-        on_event: called with a simulated node and its event.
-    """
+    """Make the simulated nodes of a runtime in local mode; no process starts yet."""
     visible = visible_gpus(os.environ, here.num_gpus)
     if not spec.components:
         return Simulation(spec, [single_node_share(spec, here, visible)], None)
@@ -147,103 +138,36 @@ def simulate(
     # The shares replace what was requested of Slurm, and the nodes need a shared secret.
     components = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
     spec = replace(spec, components=components, control_key=os.urandom(32).hex())
-    return Simulation(spec, shares, SimulatedNodes(loop, spec, shares, ClusterDirs(private), on_event))
+    nodes, dirs = WorkerNodes(loop, {}, on_event), ClusterDirs(private)
+    for node_id, share in enumerate(shares[1:], 1):
+        nodes.members[node_id] = SimulatedNode(nodes, spec, node_id, share, dirs)
+    return Simulation(spec, shares, nodes)
 
 
-class SimulatedNode(WorkerNode, AgentOwner):
-    """The simulated node of one component other than the head's: a worker node to the head, and the owner of its node agent."""
+class SimulatedNode(WorkerNode):
+    """The simulated node of one component other than the head's: a worker node whose agent runs in the head's runtime."""
 
-    def __init__(self, nodes: SimulatedNodes, node_id: int, share: Share, cluster_dirs: ClusterDirs) -> None:
-        super().__init__(node_id, share.machine.hostname, share.machine.component)
-        self.machine = share.machine.facts()
-        self._nodes = nodes
-        self._log_name = share.machine.name
-        self._cluster_dirs = cluster_dirs
+    def __init__(self, nodes: WorkerNodes, spec: RuntimeSpec, node_id: int, share: Share, dirs: ClusterDirs) -> None:
+        machine = share.machine
+        super().__init__(node_id, machine.hostname, machine.component)
+        self.machine = machine.facts()
+
+        def send(**event: Any) -> None:
+            # Not at once: the agent sends this from within a call of the head.
+            nodes.loop.call_later(0.0, lambda: nodes.handle(self, event))
+
+        def log(text: str) -> None:
+            print("rayslurm on %s: %s" % (machine.name, text), file=sys.stderr, flush=True)
+
+        self._agent = NodeAgent(nodes.loop, spec, machine, send, log, lambda _: dirs.take(), share.environ, simulated=True)
 
     @property
     def here(self) -> bool:
-        """Whether the node is connected: always, because it is part of this runtime."""
         return True
-
-    def scratch_for(self, cluster_key: str) -> Scratch:  # noqa: ARG002
-        return self._cluster_dirs.take()
-
-    def send(self, **message: Any) -> None:
-        self._nodes.handle_event(self, message)
-
-    def log(self, text: str) -> None:
-        sys.stderr.write("rayslurm on %s: %s\n" % (self._log_name, text))
-        sys.stderr.flush()
-
-
-class SimulatedNodes:
-    """All simulated nodes besides the head; implements `WorkerNodes`.
-
-    Args:
-        loop: the event loop.
-        spec: the runtime's start record.
-        shares: the shares of all components, the head's first.
-        cluster_dirs: makes the scratch directories for the nodes' Ray.
-        on_event: called with a simulated node and its event.
-    """
-
-    def __init__(
-        self,
-        loop: Loop,
-        spec: RuntimeSpec,
-        shares: Sequence[Share],
-        cluster_dirs: ClusterDirs,
-        on_event: Callable[[WorkerNode, Message], None],
-    ) -> None:
-        self._loop = loop
-        self._on_event = on_event
-        self._usage: Dict[str, Dict[str, Dict[str, Any]]] = {}
-        self.members: Dict[int, WorkerNode] = {}
-        self._agents: Dict[int, NodeAgent] = {}
-        for node_id, share in enumerate(shares):
-            if node_id:
-                self.members[node_id] = node = SimulatedNode(self, node_id, share, cluster_dirs)
-                self._agents[node_id] = NodeAgent(loop, spec, share.machine, node, share.environ, simulated=True)
 
     @property
     def pids(self) -> List[int]:
-        """Process ids of Ray's root processes on all simulated nodes."""
-        return [pid for agent in self._agents.values() for pid in agent.pids]
+        return self._agent.pids
 
-    def send_command(self, places: Iterable[int], **command: Any) -> None:
-        for place in places:
-            self._agents[place].handle(command)
-
-    def facts(self) -> List[Dict[str, Any]]:
-        """The resources of each simulated node."""
-        return [node.facts() for node in self.members.values()]
-
-    def log_tail(self, member: WorkerNode) -> str:  # noqa: ARG002
-        """Always "": simulated nodes have no log of their own, but write to the runtime's."""
-        return ""
-
-    def measure(self, nonce: str, jobs: Optional[List[str]]) -> None:
-        self._usage[nonce] = {}
-        self.send_command(self.members, op=NodeCommand.MEASURE, id=nonce, jobs=jobs)
-
-    def collect(self, nonce: str, done: Callable[[Dict[str, Dict[str, Any]]], None]) -> None:
-        self.send_command(self.members, op=NodeCommand.REPORT, id=nonce)
-        usage = self._usage.pop(nonce)
-        self._loop.call_later(0.0, lambda: done(usage))
-
-    def dismiss(self) -> None:
-        """End Ray on all simulated nodes."""
-        for agent in self._agents.values():
-            agent.end()
-
-    def wait_gone(self, patience: float) -> None:
-        """Return at once: the processes of the simulated nodes are below this runtime, which has ended them."""
-
-    def handle_event(self, node: WorkerNode, event: Message) -> None:
-        """Called with each event that a simulated node's agent sends to the head."""
-        if event["event"] == NodeEvent.USAGE:
-            if event["usage"] is not None and event["id"] in self._usage:
-                self._usage[event["id"]][node.title] = event["usage"]
-        elif event["event"] == NodeEvent.RAY_FAILED:
-            # Not at once: the agent sends this from within a call of the head.
-            self._loop.call_later(0.0, lambda: self._on_event(node, event))
+    def send(self, **message: Any) -> None:
+        self._agent.handle(message)

@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from dataclasses import replace
-from typing import Any, Callable
+from dataclasses import dataclass, replace
+from typing import Callable
 
 from ..node import resources
 from ..node.allocation import Allocation
 from ..node.memory import MemoryWatch
-from ..node.resources import may_need_gpus
 from ..process import processes
 from ..process.loop import Loop
 from ..process.scratch import Scratch
 from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Address, ClientListener, Message, RpcClient, all_addresses
 from ..protocol.spec import RuntimeSpec
-from ..ray.cluster_dir import ClusterDirs
-from .node_agent import AgentOwner, NodeAgent
+from ..ray.ray_node import ClusterDirs
+from .agent import NodeAgent
 
 _HEAD_SIGNAL_TIMEOUT = 20.0
 """Seconds after a signal in which the head must say that it ends as well. After 30 s Slurm sends SIGKILL (KillWait)."""
@@ -27,87 +26,80 @@ _FIRST_CONNECT_TIMEOUT = 600.0
 """Seconds until a head that was never reached counts as lost; usually the head itself ends the Slurm step long before."""
 
 
-class Worker(ClientListener, AgentOwner):
+@dataclass(eq=False)
+class Worker(ClientListener):
     """The runtime of one worker node: passes the head's commands to the node agent, and the agent's events to the head.
 
-    Args:
-        loop: the event loop.
-        spec: the start record, the same as the head's.
-        allocation: the Slurm allocation, with the place of this node in it.
-        private: scratch directory of this runtime.
-        on_connected: called each time that this node has connected to the head's runtime.
-
     Attributes:
+        on_connected: called each time that this node has connected to the head's runtime.
         exit_code: the exit code for this node's Slurm task; any but 0 ends the Slurm step on all nodes.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        spec: RuntimeSpec,
-        allocation: Allocation,
-        private: Scratch,
-        on_connected: Callable[[], None] = lambda: None,
-    ) -> None:
+    loop: Loop
+    spec: RuntimeSpec
+    allocation: Allocation
+    scratch: Scratch
+    on_connected: Callable[[], None] = lambda: None
+    exit_code: int = 0
+
+    def __post_init__(self) -> None:
+        spec, allocation = self.spec, self.allocation
         assert spec.control_key is not None
-        self.exit_code = 0
-        self._loop = loop
-        self._spec = spec
-        self._node_id = allocation.node_id
-        self._scratch = private
-        self._on_connected = on_connected
-        detected = resources.detect(with_gpus=may_need_gpus(spec))
+        detected = resources.detect(with_gpus=resources.may_need_gpus(spec))
         self._machine = replace(detected, component=allocation.component_of(allocation.node_id))
-        self._cluster_dirs = ClusterDirs(private)
-        self._agent = NodeAgent(loop, spec, self._machine, self)
-        MemoryWatch(loop, self._machine.name, lambda: self._agent.guarded, lambda: [], self._report_memory)
-        self._parent = os.getppid()
-        self._was_signalled = False
-        self._head_is_ending = False
-        self._was_connected = False
-        self._logged_problem = ""
-        ray = spec.ray
-        override = [ray.node_ip_address] if ray is not None and ray.node_ip_address else []
+        dirs = ClusterDirs(self.scratch)
+        override = [spec.ray.node_ip_address] if spec.ray is not None and spec.ray.node_ip_address else []
         addresses = all_addresses([*allocation.head_addresses, *override], spec.control_ports)
+        self._head = RpcClient(self.loop, spec.control_key, addresses, self)
+        self._agent = NodeAgent(
+            self.loop, spec, self._machine, self._head.send, self.log, lambda key: dirs.take() if key else self.scratch
+        )
+        MemoryWatch(self.loop, self._machine.name, lambda: self._agent.guarded, lambda: [], self._report_memory)
+        self._parent = os.getppid()
+        self._was_signalled = self._head_is_ending = self._was_connected = False
         self._likeliest_address = addresses[0]
-        self._head = RpcClient(loop, spec.control_key, addresses, self)
+        self._logged_problem = ""
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.on_signal(signum, self._signalled)
+            self.loop.on_signal(signum, self._signalled)
 
     def run(self) -> None:
         """Run until the head sends STOP, the head is lost, or a signal ends this node; then clean up."""
         try:
             self._head.connect()
             self._check_head()
-            self._loop.run()
+            self.loop.run()
         finally:
             self._agent.end()
-            processes.kill_descendants(os.getpid(), collect=self._loop.reap)
-            self._scratch.remove()
+            processes.kill_descendants(os.getpid(), collect=self.loop.reap)
+            self.scratch.remove()
 
     def connected(self) -> None:
         self._was_connected = True
-        self.send(node_id=self._node_id, machine=self._machine.facts())
-        self._on_connected()
+        self._head.send(node_id=self.allocation.node_id, machine=self._machine.facts())
+        self.on_connected()
 
     def received(self, message: Message) -> None:
         op = message.get("op")
         if op == NodeCommand.ENDING:
             self._head_is_ending = True
         elif op == NodeCommand.STOP:
-            self._loop.stop()
+            self.loop.stop()
         else:
             self._agent.handle(message)
 
     def disconnected(self) -> None:
         if self._was_signalled:
-            self._loop.stop()  # Slurm ends the step, and the head ended first.
+            self.loop.stop()  # Slurm ends the step, and the head ended first.
 
     def unreachable(self, address: Address, why: str) -> None:
         problem = "%s:%d: %s" % (address[0], address[1], why)
         if problem != self._logged_problem and address == self._likeliest_address:
             self.log("the head's runtime cannot be reached at " + problem)
             self._logged_problem = problem
+
+    def log(self, text: str) -> None:
+        sys.stderr.write("rayslurm on %s: %s\n" % (self._machine.name, text))
+        sys.stderr.flush()
 
     def _signalled(self, signum: int) -> None:
         """Called when this runtime receives a signal: ends it, unless the head is connected and so decides when to end.
@@ -118,39 +110,28 @@ class Worker(ClientListener, AgentOwner):
         self._was_signalled = True
         # If the keeper, this runtime's parent, is gone, nothing cleans up after SIGKILL: end while there is time.
         if not self._head.is_connected or os.getppid() != self._parent:
-            self._loop.stop()
-        elif len(self._spec.components) > 1:
-            self._loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
+            self.loop.stop()
+        elif len(self.spec.components) > 1:
+            self.loop.call_later(_HEAD_SIGNAL_TIMEOUT, self._leave_component)
 
     def _leave_component(self) -> None:
         """End this runtime after a signal that the head did not get: Slurm ends only this node's component.
 
         If the head was signalled as well, it has sent ENDING, and nothing happens.
         """
-        if self._head_is_ending:
-            return
-        self.log("its component is being ended, and the head's goes on; ending")
-        self.exit_code = 128 + signal.SIGTERM
-        self._loop.stop()
+        if not self._head_is_ending:
+            self.log("its component is being ended, and the head's goes on; ending")
+            self.exit_code = 128 + signal.SIGTERM
+            self.loop.stop()
 
     def _check_head(self) -> None:
         """End this runtime if the head has been silent for too long; else check again later."""
         silent = self._head.silent_for
         if silent > (HEARTBEAT_TIMEOUT if self._was_connected else _FIRST_CONNECT_TIMEOUT):
             self.log("the head's runtime has been out of reach for %d s; ending" % silent)
-            return self._loop.stop()
-        self._loop.call_later(HEARTBEAT_INTERVAL, self._check_head)
+            return self.loop.stop()
+        self.loop.call_later(HEARTBEAT_INTERVAL, self._check_head)
 
     def _report_memory(self, message: str, killed: bool) -> None:
         self.log(message)
-        self.send(event=NodeEvent.MEMORY, message=message, killed=killed)
-
-    def scratch_for(self, cluster_key: str) -> Scratch:
-        return self._cluster_dirs.take() if cluster_key else self._scratch
-
-    def send(self, **message: Any) -> None:
-        self._head.send(**message)
-
-    def log(self, text: str) -> None:
-        sys.stderr.write("rayslurm on %s: %s\n" % (self._machine.name, text))
-        sys.stderr.flush()
+        self._head.send(event=NodeEvent.MEMORY, message=message, killed=killed)

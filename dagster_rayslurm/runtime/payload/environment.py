@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
 
 from ..node.usage import GpuMonitor
-from ..node.worker_node import WorkerNodes
+from ..node.worker_nodes import WorkerNodes
 from ..protocol.record import CONTEXT
 from ..protocol.spec import JOB_MARK, RAY_COORDINATES, PayloadSpec
 

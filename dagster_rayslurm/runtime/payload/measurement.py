@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, Dict, Optional, Set
 
-from ..node.ray_jobs import RayJobs
+from ..node.ray_jobs import RayJobs, logs_of
 from ..node.usage import UsageSampler, merge_usage
 from ..process.loop import Loop
 from ..protocol.record import Record
-from ..ray.prestart import logs_of
 from .environment import LaunchContext
 
 _TIME_GROWTH, _MEMORY_GROWTH = 1.1, 1.05

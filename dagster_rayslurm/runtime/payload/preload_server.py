@@ -20,7 +20,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tupl
 from ..process import processes
 from ..process.loop import ExitCallback, Loop
 from ..protocol.spec import PayloadSpec, RaySpec
-from ..ray.start_arguments import ray_environment
+from ..ray.ray_node import ray_environment
 from .environment import Environment, payload_environment
 from .preload_child import PADDING, RUN_DIR_PADDING, RUN_DIR_VARIABLE
 

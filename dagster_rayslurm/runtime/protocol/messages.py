@@ -27,8 +27,9 @@ class NodeCommand(TextEnum):
 class NodeEvent(TextEnum):
     """What happened on a worker node: the `event` of a message from its node agent, or of one that the head makes itself."""
 
-    JOINED = "joined"  # The node connected for the first time. The head makes this event itself.
+    JOINED = "joined"  # The node connected, for the first time or again. The head makes this event itself.
     LOST = "lost"  # The node's connection was lost. The head makes this event itself.
+    GONE = "gone"  # The node has not reconnected in time after a loss. The head makes this event itself.
     RAY_FAILED = "failed"  # Ray did not start on the node, or ended unexpectedly.
     RAY_ENDED = "ended"  # The node has carried out END_RAY.
     USAGE = "usage"  # The answer to REPORT: the measured usage.

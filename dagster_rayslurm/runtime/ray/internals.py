@@ -7,7 +7,7 @@ installed Ray, so that test fails when a release of Ray moves something.
 Each function imports the modules of Ray when it is called, because the runtime itself never imports Ray. Two other modules
 depend on Ray's internals, because they run in a payload's process, which cannot import the runtime:
 `payload/preload_child.py` (modules that Ray imports lazily) and `payload/preload_run.py` (the exit of a driver). Formats
-that are only read stay with their readers: names of worker logs (`prestart`, `node/usage.py`) and the raylet's command line
+that are only read stay with their readers: names of worker logs (`node/ray_jobs.py`) and the raylet's command line
 (`payload/own_ray.py`).
 """
 
@@ -20,11 +20,47 @@ import os
 import re
 import time
 from types import SimpleNamespace
-from typing import Any, Dict, Iterable, List, Mapping, Optional
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
 from ..protocol.spec import COMPONENT_LABEL, JOB_MARK
-from .node_table import Nodes
-from .unschedulable import Demand, Group, Node, Request
+from .membership import Nodes
+
+LabelRule = Tuple[str, bool, Tuple[str, ...]]
+"""A condition on one label of a node: the key, whether the label must (True) or must not have one of the values, the values."""
+
+
+class Request(NamedTuple):
+    """What one task, one actor, or one bundle of a placement group needs on one node.
+
+    `labels` has alternative lists of rules; a node must meet all rules of one list. It is empty if labels do not matter.
+    """
+
+    resources: Dict[str, float]
+    labels: Tuple[Tuple[LabelRule, ...], ...] = ()
+
+
+class Group(NamedTuple):
+    """A placement group that Ray has not placed yet."""
+
+    strategy: str
+    bundles: List[Request]
+
+
+class DemandNode(NamedTuple):
+    """A living node of the Ray cluster: its host name, total resources and labels."""
+
+    name: str
+    resources: Dict[str, float]
+    labels: Dict[str, str]
+
+
+class Demand(NamedTuple):
+    """What waits for resources in a Ray cluster, and the nodes of the cluster."""
+
+    requests: List[Request]
+    groups: List[Group]
+    nodes: List[DemandNode]
+
 
 RAYLET_ENVIRON = {
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
@@ -211,7 +247,10 @@ def pending_demand(client: Any, nodes: Mapping[str, Any]) -> Demand:
     return Demand(
         [request(each.request) for each in state.pending_resource_requests],
         groups,
-        [Node(nodes.get(name, {}).get("hostname", name), dict(each.total_resources), dict(each.labels)) for name, each in living],
+        [
+            DemandNode(nodes.get(name, {}).get("hostname", name), dict(each.total_resources), dict(each.labels))
+            for name, each in living
+        ],
     )
 
 
@@ -231,9 +270,7 @@ def living_things(accessor: Any) -> Dict[str, Any]:
 
     Returns:
         jobs: nonce of the payload by Ray's job id.
-        actors: detached actors.
-        groups: placement groups that outlive their job.
-        submitted: running jobs of `ray job submit`.
+        living: detached actors, placement groups that outlive their job, and running jobs of `ray job submit`.
         available: free amounts by name of resource.
         total: all amounts by name of resource.
     """
@@ -242,37 +279,31 @@ def living_things(accessor: Any) -> Dict[str, Any]:
     skip = {"skip_submission_job_info_field": True, "skip_is_running_tasks_field": True}
     jobs = map(messages.JobTableData.FromString, accessor.get_job_table(**skip))
     # The GCS remembers up to 100000 dead actors, which take seconds to read.
-    living = [row for state in _LIVING_ACTORS for row in accessor.get_actor_table(None, state)]
-    detached = [actor for actor in map(messages.ActorTableData.FromString, living) if actor.is_detached]
-    groups = map(messages.PlacementGroupTableData.FromString, accessor.get_placement_group_table())
-    owners = {actor.actor_id for actor in detached}
+    rows = [row for state in _LIVING_ACTORS for row in accessor.get_actor_table(None, state)]
+    actors = [actor for actor in map(messages.ActorTableData.FromString, rows) if actor.is_detached]
+    owners = {actor.actor_id for actor in actors}
+    living = [_living_actor(actor) for actor in actors if not _is_shared(actor)]
+    for group in map(messages.PlacementGroupTableData.FromString, accessor.get_placement_group_table()):
+        # Other placement groups end with the job or the actor that made them.
+        if group.state != _GROUP_REMOVED and (group.is_detached or group.creator_actor_id in owners):
+            group_id = group.placement_group_id.hex()
+            title = "%r (namespace %r)" % (group.name, group.ray_namespace) if group.name else group_id
+            living.append({"kind": "group", "id": group_id, "title": title, "job": group.creator_job_id.hex(), "since": 0.0})
     available = map(messages.AvailableResources.FromString, accessor.get_all_available_resources())
     total = map(messages.TotalResources.FromString, accessor.get_all_total_resources())
     return {
         "jobs": {job.job_id.hex(): job.config.metadata[JOB_MARK] for job in jobs if JOB_MARK in job.config.metadata},
-        "actors": [
-            {"job": actor.job_id.hex(), "name": actor.name, "namespace": actor.ray_namespace, "class": actor.class_name}
-            for actor in detached
-            if not actor.name.startswith(_SUBMITTED) and not _is_shared(actor)
-        ],
-        "submitted": [  # An actor that is still being created has no start time.
-            {"id": actor.name[len(_SUBMITTED) :], "since": actor.start_time / 1000 or time.time()}
-            for actor in detached
-            if actor.name.startswith(_SUBMITTED)
-        ],
-        "groups": [  # Other placement groups end with the job or the actor that made them.
-            {
-                "job": group.creator_job_id.hex(),
-                "name": group.name,
-                "namespace": group.ray_namespace,
-                "id": group.placement_group_id.hex(),
-            }
-            for group in groups
-            if group.state != _GROUP_REMOVED and (group.is_detached or group.creator_actor_id in owners)
-        ],
+        "living": living,
         "available": _sum(row.resources_available for row in available),
         "total": _sum(row.resources_total for row in total),
     }
+
+
+def _living_actor(actor: Any) -> Dict[str, Any]:
+    if actor.name.startswith(_SUBMITTED):  # An actor that is still being created has no start time.
+        return {"kind": "job", "id": actor.name[len(_SUBMITTED) :], "job": "", "since": actor.start_time / 1000 or time.time()}
+    names = {"name": actor.name, "namespace": actor.ray_namespace, "class": actor.class_name}
+    return {"kind": "actor", "id": actor.actor_id.hex(), "job": actor.job_id.hex(), "since": 0.0, **names}
 
 
 def _is_shared(actor: Any) -> bool:

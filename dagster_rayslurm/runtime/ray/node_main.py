@@ -1,8 +1,8 @@
 """The program that runs `ray start --block` (or `ray symmetric-run`) on one node and reports its state to the runtime.
 
-`ray start` runs in this very process, and on the head a thread beside it polls Ray's control service (GCS) for nodes. So Ray
-is imported only once, on a worker node while the head starts. And the Ray cluster counts as up as soon as the GCS reports its
-nodes, seconds before `ray start` itself has finished.
+`ray start` runs in this very process, and on the head threads beside it poll Ray's control service (GCS) and serve the runtime's
+requests. So Ray is imported only once, on a worker node while the head starts. And the Ray cluster counts as up as soon as the
+GCS reports its nodes, seconds before `ray start` itself has finished.
 """
 
 from __future__ import annotations
@@ -15,29 +15,35 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set
 
-from . import internals, leak_check, prestart, unschedulable
-from .node_table import Nodes
-from .reports import Report
+from ..node.ray_jobs import started_ahead
+from . import internals
+from .internals import Demand, DemandNode, Group, LabelRule, Request
+from .membership import Nodes, Report
 
 TOKEN_SINCE = (2, 52)
 """First Ray version (major, minor) with token authentication."""
+MOST_IDLE_WORKERS = 4
+"""Most workers that are kept idle for the next payload; each takes some 60 MB of memory."""
 
 _FAST, _SLOW = 0.02, 1.0
 """Seconds between two polls of the node table: `_FAST` until the Ray cluster is complete, `_SLOW` from then on."""
 _DEMAND_INTERVAL = 7.0
 """Seconds between two polls of what waits for resources; one poll takes a millisecond or two."""
+_START_TIMEOUT, _POLL = 60.0, 0.1
+"""Seconds in which a new idle worker must have begun to write its log, and between two looks for that."""
 _TEMP_DIR = "--temp-dir="
+_MOST_NAMES = 4
+"""Most nodes, or bundles of a placement group, that one message names."""
 
 
 def main(argv: List[str]) -> int:
     """Run Ray on this node until it ends, and return the exit code. The only argument is a JSON object.
 
     Keys:
-        report_fd: descriptor to which reports are written as JSON lines; see `reports`.
-        audit_fd: descriptor from which queries of the leak check come; null on a worker node.
-        prestart: arguments of `prestart.serve`; null if no idle workers are wanted.
+        report_fd: descriptor to which reports are written as JSON lines; see `Report`.
+        request_fd: descriptor from which requests come; see `serve`.
         gcs: "HOST:PORT" of the head.
         head: whether this node is the head.
         expected: number of nodes of the complete Ray cluster.
@@ -45,6 +51,8 @@ def main(argv: List[str]) -> int:
         token: whether token authentication is on.
         command: the words of the command line after `ray`.
         entrypoint: file that appears when `ray symmetric-run` has its cluster up (see `hold`); null for `ray start`.
+        idle_workers: number of CPUs for which workers are kept idle; 0 for none.
+        logs: the directory in which Ray writes its logs.
     """
     order = json.loads(argv[0])
     report = _Reporter(order["report_fd"])
@@ -64,11 +72,8 @@ def main(argv: List[str]) -> int:
         report(event=Report.ENVIRONMENT, message=refusal)
         return 1
     report(event=Report.VERSION, ray_version=ray.__version__)
-    if order["audit_fd"] is not None:
-        leak_check.serve(order["audit_fd"], order["gcs"], report)
-    if order["prestart"] is not None:
-        prestart.serve(gcs=order["gcs"], **order["prestart"])
     if order["head"]:
+        serve(order["request_fd"], order["gcs"], order["logs"], order["idle_workers"], report)
         threading.Thread(target=_watch, args=(order, report), daemon=True).start()
         if command[0] == "start":
             internals.move_dashboard_files(_temp_dir(command))
@@ -91,14 +96,11 @@ def hold(path: str) -> int:
         signal.pause()
 
 
-def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[str]:
-    """Why the version `found` of Ray cannot be used, as a sentence; None if it can.
+# ---- Whether the installed Ray can be used
 
-    Args:
-        found: the version in this Python environment.
-        wanted: the required version; None for any.
-        token: whether token authentication is on.
-    """
+
+def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[str]:
+    """Why the version `found` of Ray cannot be used, as a sentence; None if it can. `wanted` is None if any version will do."""
     if wanted and found != wanted:
         return "Ray %s is installed for %s, and ray_version asks for %s" % (found, sys.executable, wanted)
     if token and lacks_tokens(found):
@@ -111,21 +113,20 @@ def refuse_version(found: str, wanted: Optional[str], token: bool) -> Optional[s
 
 def refuse_dashboard(command: List[str]) -> Optional[str]:
     """Why Ray's dashboard cannot run, as a sentence; None if it can, or if `command` does not ask for the dashboard."""
-    if "--include-dashboard=true" not in command:
-        return None
-    problem = internals.dashboard_problem()
+    problem = internals.dashboard_problem() if "--include-dashboard=true" in command else None
     if problem is None:
         return None
-    return "Ray has no dashboard for %s (%s): install ray[default] there, or set RayLauncher(dashboard=False)" % (
-        sys.executable,
-        problem,
-    )
+    advice = "Ray has no dashboard for %s (%s): install ray[default] there, or set RayLauncher(dashboard=False)"
+    return advice % (sys.executable, problem)
 
 
 def lacks_tokens(version: str) -> bool:
     """Whether a version of Ray, such as "2.60.0rc1", is too old for token authentication; False if it cannot be parsed."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and (int(found.group(1)), int(found.group(2))) < TOKEN_SINCE
+
+
+# ---- Requests of the runtime
 
 
 class _Reporter:
@@ -139,6 +140,62 @@ class _Reporter:
     def __call__(self, **event: Any) -> None:
         with self._lock:
             self._file.write(json.dumps(event) + "\n")
+
+
+def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
+    """Start threads that serve the requests from `fd`, which are JSON lines with one of these keys.
+
+    tables: report Ray's tables for the leak check, or the error; the value is the id of the query.
+    prestart: bring the number of idle Ray workers up to one for each of `cpus`, at most `MOST_IDLE_WORKERS`, for the first tasks
+        of the next payload. Without Ray's RPC for that, or without `grpcio`, nothing happens.
+    """
+    os.set_inheritable(fd, False)
+    wanted = threading.Event()
+    if cpus > 0 and internals.can_start_workers():
+        if cpus <= MOST_IDLE_WORKERS:
+            # An idle worker waits for each CPU already, so Ray need not start more for each driver. On a larger node it should.
+            os.environ.setdefault(internals.PRESTART_AT_FIRST_DRIVER, "0")
+        number = min(cpus, MOST_IDLE_WORKERS)
+        threading.Thread(target=_keep_idle_workers, args=(wanted, gcs, logs, number), daemon=True).start()
+
+    def answer() -> None:
+        accessor: Any = None
+        with os.fdopen(fd, encoding="utf-8") as requests:
+            for request in map(json.loads, requests):
+                if "tables" not in request:
+                    wanted.set()
+                    continue
+                try:
+                    accessor = internals.connect_state(gcs) if accessor is None else accessor
+                    report(event=Report.TABLES, id=request["tables"], tables=internals.living_things(accessor))
+                except Exception as error:  # Ray's errors have no common public base class, and their modules change.
+                    accessor = None
+                    message = "%s: %s" % (type(error).__name__, error)
+                    report(event=Report.TABLES, id=request["tables"], tables=None, message=message)
+
+    threading.Thread(target=answer, daemon=True).start()
+
+
+def _keep_idle_workers(wanted: threading.Event, gcs: str, logs: str, number: int) -> None:
+    """Whenever workers are wanted, start those that are missing."""
+    raylet: Any = None
+    try:
+        while wanted.wait():
+            wanted.clear()
+            ever, idle = started_ahead(logs)
+            if len(idle) < number:
+                raylet = internals.connect_raylet(gcs) if raylet is None else raylet
+                internals.start_workers(raylet, number - len(idle))
+                until = time.monotonic() + _START_TIMEOUT
+                while started_ahead(logs).ever < ever + number - len(idle):
+                    if time.monotonic() > until:
+                        return  # New workers have no logs to count them by, so each further request would start too many.
+                    time.sleep(_POLL)
+    except Exception as error:  # Ray's errors have no common public base class, and their modules change.
+        print("rayslurm: no workers are kept ready: %s: %s" % (type(error).__name__, error), file=sys.stderr)
+
+
+# ---- The GCS
 
 
 def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
@@ -166,35 +223,6 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
             time.sleep(_SLOW if complete and not entrypoint else _FAST)
     except BaseException as error:
         report(event=Report.WATCH_FAILED, message="%s: %s" % (type(error).__name__, error))
-
-
-class _DemandReporter:
-    """Reports requests for resources that no node can ever grant; each request once, until it is gone."""
-
-    def __init__(self, client: Any, report: _Reporter) -> None:
-        self._client = client
-        self._report = report
-        self._next = 0.0
-        self._before: List[str] = []
-        self._reported: List[str] = []
-
-    def poll(self, nodes: Nodes) -> None:
-        """If some seconds have passed since the last poll, ask the GCS which requests wait, and report what can never be granted.
-
-        A request is reported only when two polls in a row find it, because a node that has just joined may grant it.
-        """
-        if time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + _DEMAND_INTERVAL
-        try:
-            found = unschedulable.unschedulable(*internals.pending_demand(self._client, nodes))
-        except Exception:  # Ray's errors have no common public base class. The next poll may succeed.
-            return
-        lasting, self._before = [each for each in found if each in self._before], found
-        for sentence in lasting:
-            if sentence not in self._reported:
-                self._report(event=Report.UNSCHEDULABLE, message=sentence)
-        self._reported = lasting
 
 
 def _wait_for_head(gcs: str, command: List[str]) -> None:
@@ -227,10 +255,8 @@ def _refuses(gcs: str) -> bool:
     """Whether the GCS at "HOST:PORT" refuses connections, so that it must have ended; False if it is only slow."""
     try:
         _connect(gcs, 2.0)
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 
@@ -246,3 +272,96 @@ def _nodes(client: Any) -> Optional[Nodes]:
     except Exception as error:  # Ray's RPC errors have no common public base class.
         print("rayslurm: the GCS does not answer: %s" % error, file=sys.stderr)
         return None
+
+
+# ---- Tasks, actors and placement groups that no node can ever hold; Ray lets them wait without a message
+
+
+class _DemandReporter:
+    """Reports requests for resources that no node can ever grant; each request once, until it is gone."""
+
+    def __init__(self, client: Any, report: _Reporter) -> None:
+        self._client = client
+        self._report = report
+        self._next = 0.0
+        self._before: List[str] = []
+        self._reported: List[str] = []
+
+    def poll(self, nodes: Nodes) -> None:
+        """If some seconds have passed since the last poll, ask the GCS which requests wait, and report what can never be granted.
+
+        A request is reported only when two polls in a row find it, because a node that has just joined may grant it.
+        """
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _DEMAND_INTERVAL
+        try:
+            found = unschedulable(internals.pending_demand(self._client, nodes))
+        except Exception:  # Ray's errors have no common public base class. The next poll may succeed.
+            return
+        lasting, self._before = [each for each in found if each in self._before], found
+        for sentence in lasting:
+            if sentence not in self._reported:
+                self._report(event=Report.UNSCHEDULABLE, message=sentence)
+        self._reported = lasting
+
+
+def unschedulable(demand: Demand) -> List[str]:
+    """Sentences about the requests and placement groups that the nodes could not hold even if nothing else ran. Pure."""
+    requests, groups, nodes = demand
+    found = []
+    for request in requests:
+        # A task inside a placement group waits until the group is placed.
+        if not any("_group_" in name for name in request.resources) and not any(_fits(request, node) for node in nodes):
+            found.append("a task or actor asks for %s, and no node has that" % _words(request))
+    for group in groups:
+        if not _group_fits(group, nodes):
+            bundles = ", ".join("{%s}" % _words(bundle) for bundle in group.bundles[:_MOST_NAMES])
+            more = ", …" if len(group.bundles) > _MOST_NAMES else ""
+            told = (group.strategy, len(group.bundles), bundles, more)
+            found.append("a placement group (%s) asks for %d bundles, %s%s, and the nodes cannot hold them" % told)
+    asked = {name for request in [*requests, *(each for group in groups for each in group.bundles)] for name in request.resources}
+    there = "; ".join(_has(node, asked) for node in nodes[:_MOST_NAMES]) + ("; …" if len(nodes) > _MOST_NAMES else "")
+    end = " (%s). It waits forever unless the launcher and the queue ask for nodes that have it" % there
+    return sorted({sentence + end for sentence in found})
+
+
+def _fits(request: Request, node: DemandNode) -> bool:
+    def matches(rule: LabelRule) -> bool:
+        key, wanted, values = rule
+        return (node.labels.get(key) in values) is wanted
+
+    if any(node.resources.get(name, 0.0) < amount for name, amount in request.resources.items()):
+        return False
+    return not request.labels or any(all(map(matches, rules)) for rules in request.labels)
+
+
+def _group_fits(group: Group, nodes: Sequence[DemandNode]) -> bool:
+    """Whether the nodes could hold a placement group if nothing else ran; an approximation, which is never False by mistake."""
+    if not all(any(_fits(bundle, node) for node in nodes) for bundle in group.bundles):
+        return False
+    total: Dict[str, float] = {}
+    for bundle in group.bundles:
+        for name, amount in bundle.resources.items():
+            total[name] = total.get(name, 0.0) + amount
+    if group.strategy == "STRICT_PACK":
+        return any(_fits(Request(total), node) for node in nodes)
+    if group.strategy == "STRICT_SPREAD" and len(group.bundles) > len(nodes):
+        return False
+    return all(sum(node.resources.get(name, 0.0) for node in nodes) >= amount for name, amount in total.items())
+
+
+def _words(request: Request) -> str:
+    words = [_amount(name, amount) for name, amount in sorted(request.resources.items())]
+    for key, wanted, values in request.labels[0] if request.labels else ():
+        words.append("label %s %s %s" % (key, "=" if wanted else "!=", " or ".join(values)))
+    return ", ".join(words)
+
+
+def _has(node: DemandNode, asked: Set[str]) -> str:
+    names = ["CPU", "GPU", *sorted(asked - {"CPU", "GPU"})]
+    return "%s has %s" % (node.name, ", ".join(_amount(name, node.resources.get(name, 0.0)) for name in names))
+
+
+def _amount(name: str, amount: float) -> str:
+    return "%s %.1f GiB" % (name, amount / 2**30) if name.endswith("memory") else "%s %g" % (name, amount)

@@ -21,9 +21,8 @@ from ..node.allocation import Allocation, head_address
 from ..node.memory import MemoryWatch
 from ..node.resources import NodeResources, count_cpus, footprint_error, may_need_gpus, named, runtime_footprint
 from ..node.usage import GpuMonitor
-from ..node.worker_node import WorkerNode, WorkerNodes
+from ..node.worker_nodes import WorkerNode, WorkerNodes
 from ..nodes import simulated
-from ..nodes.head import ConnectedWorkers
 from ..payload.environment import LaunchContext
 from ..payload.own_ray import OwnRayWatch
 from ..payload.payload import Payload
@@ -37,13 +36,11 @@ from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.record import PAYLOAD, RunRecord, node_log, tail_lines
 from ..protocol.rpc import Message
 from ..protocol.spec import PROTOCOL_VERSION, PayloadSpec, RaySpec, RuntimeSpec, SpecError, from_json, read_text, take_secrets
-from ..ray.cluster import UNSCHEDULABLE, HeadNode, RayCluster
-from ..ray.cluster_dir import ClusterDirs, clean_up_cluster
+from ..ray.cluster import UNSCHEDULABLE, HeadNode, RayCluster, RayListener
 from ..ray.internals import installed_version
 from ..ray.leak_check import LeakCheck
-from ..ray.node_table import nodes_expected
-from ..ray.start import RayListener
-from ..ray.start_arguments import granted_defaults
+from ..ray.membership import nodes_expected
+from ..ray.ray_node import ClusterDirs, clean_up_cluster, granted_defaults
 from .queue import Closing, Misfit, Next, Queue, capacities_of, misfit
 
 _LOST_GRACE = 1.0
@@ -155,13 +152,15 @@ class Supervisor(RayListener):
         if allocation is not None:
             MemoryWatch(loop, self.machine.name, self.guarded_pids, self._driver_pids, self._report_memory)
 
-    def _connect_workers(self, spec: RuntimeSpec, allocation: Allocation, log_dir: str) -> ConnectedWorkers:
+    def _connect_workers(self, spec: RuntimeSpec, allocation: Allocation, log_dir: str) -> WorkerNodes:
         def log_path(place: int) -> str:
             return os.path.join(log_dir, node_log(allocation.first + place))
 
-        key, ports, nodes = spec.control_key, spec.control_ports, allocation.nodes
-        assert key is not None
-        return ConnectedWorkers(self.loop, key, ports, nodes, log_path, self._handle_message, allocation.component_of)
+        assert spec.control_key is not None
+        nodes = [WorkerNode(place, name, allocation.component_of(place)) for place, name in enumerate(allocation.nodes)]
+        workers = WorkerNodes(self.loop, {node.node_id: node for node in nodes[1:]}, self._handle_message, log_path)
+        workers.listen(spec.control_key, spec.control_ports)
+        return workers
 
     @property
     def payloads(self) -> List[Payload]:
@@ -501,8 +500,8 @@ class Supervisor(RayListener):
             cluster.handle(member, message)
         if message.get("event") == NodeEvent.MEMORY:
             self._report_memory(str(message["message"]), bool(message["killed"]))
-        elif message.get("event") == NodeEvent.LOST:
-            member.await_back(self.loop, lambda: self.on_node_lost(member.title))
+        elif message.get("event") == NodeEvent.GONE:
+            self.on_node_lost(member.title)
 
     def _report_memory(self, message: str, killed: bool) -> None:
         """Report to running payloads that a node is nearly out of memory, and count the Ray workers killed while each ran."""

@@ -1,0 +1,264 @@
+"""The worker nodes of an allocation as the head's runtime sees them: it sends them commands and receives their events."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set
+
+from ..process.loop import Loop
+from ..protocol.messages import NodeCommand, NodeEvent
+from ..protocol.record import tail_file
+from ..protocol.rpc import RECONNECT_GRACE, Channel, ChannelListener, Message, Peer, RpcServer
+from ..protocol.spec import SpecError, from_fields
+from .resources import NodeResources, named
+
+_STOP_TIMEOUT = 2.0
+"""Seconds that the head's runtime waits at its end for the nodes to disconnect; a node cleans up within milliseconds."""
+_USAGE_TIMEOUT = 0.25
+"""Seconds that the end of a payload waits for the usage of the worker nodes."""
+_UNDOES = {NodeCommand.REPORT: NodeCommand.MEASURE, NodeCommand.END_RAY: NodeCommand.START_RAY}
+"""Each command that ends something, with the command that began it."""
+
+UsageByHost = Dict[str, Dict[str, Any]]
+"""The measured usage of each node, by hostname."""
+
+
+class Identity(NamedTuple):
+    """The pair that identifies a node in Ray's node table; `component` is None if the allocation has no components."""
+
+    hostname: str
+    component: Optional[str]
+
+
+class WorkerNode(Peer):
+    """What the head knows about one worker node, and the connection to it.
+
+    Attributes:
+        node_id: the node's place in the allocation, which counts from 0, the head.
+        machine: the resources that the node reports when it joins (`NodeResources.facts`); empty before.
+        commands: commands to send again when the node reconnects, by subject.
+        losses: how often the connection was lost.
+        gone: whether the node has not reconnected in time after a loss.
+    """
+
+    def __init__(self, node_id: int, name: str, component: Optional[str] = None) -> None:
+        super().__init__()
+        self.node_id = node_id
+        self.name = name
+        self.component = component
+        self.machine: Dict[str, Any] = {}
+        self.commands: Dict[str, Message] = {}
+        self.losses = 0
+        self.gone = False
+
+    @property
+    def pids(self) -> List[int]:
+        """Process ids of the node's Ray on this machine; empty unless the node is simulated here."""
+        return []
+
+    @property
+    def joined(self) -> bool:
+        """Whether the node has ever connected to the head, even if the connection is lost by now."""
+        return bool(self.machine)
+
+    @property
+    def title(self) -> str:
+        """The node's name for messages, with its component if it has one."""
+        return named(self.name, self.component)
+
+    @property
+    def identity(self) -> Identity:
+        """The identity in Ray's node table: Slurm's name of a node may differ from the hostname, which Ray uses."""
+        return Identity(str(self.machine.get("hostname") or self.name), self.component)
+
+    def facts(self) -> Dict[str, Any]:
+        """The node's name, its resources as far as they are known, and whether it is connected, as a dictionary for JSON."""
+        cpus, gpus = self.machine.get("num_cpus"), self.machine.get("num_gpus")
+        return {"name": self.name, "cpus": cpus, "gpus": gpus, "here": self.here, "component": self.component}
+
+
+class _Collection(NamedTuple):
+    """The usage of one payload, until all expected nodes have answered or the time for it is over."""
+
+    expected: Set[int]
+    usage: UsageByHost
+    done: Callable[[UsageByHost], None]
+
+
+@dataclass(eq=False)
+class WorkerNodes(ChannelListener):
+    """All worker nodes of an allocation: sends them commands, and passes their events to `on_event`.
+
+    A node that reconnects gets all commands again that still hold; its agent ignores those that it has carried out.
+    `log_path` returns the path of a node's own log on the shared file system, given its place.
+    """
+
+    loop: Loop
+    members: Dict[int, WorkerNode]
+    on_event: Callable[[WorkerNode, Message], None]
+    log_path: Callable[[int], str] = lambda _: ""
+
+    def __post_init__(self) -> None:
+        self._node_of_channel: Dict[Channel, WorkerNode] = {}
+        self._collections: Dict[str, _Collection] = {}
+        self._stopped = False
+        self._server: Optional[RpcServer] = None
+
+    @property
+    def pids(self) -> List[int]:
+        """Process ids of the nodes' Ray on this machine, if they are simulated."""
+        return [pid for node in self.members.values() for pid in node.pids]
+
+    def listen(self, key: str, ports: List[int]) -> None:
+        """Let the nodes connect to the first free one of these ports; `key` is the secret that they share, hex."""
+        self._server = RpcServer(self.loop, key, ports, self, heartbeat=True)
+
+    def send_command(self, places: Iterable[int], **command: Any) -> None:
+        """Send a command to the nodes at these places; a node that is not connected gets it when it connects.
+
+        A command replaces an earlier command on the same subject, that is, the same task for the same Ray cluster or payload. A
+        command that ends something is kept until the node has confirmed it.
+        """
+        op = NodeCommand(command["op"])
+        name = command.get("cluster") or command.get("id") or ""
+        for place in places:
+            node = self.members[place]
+            if op == NodeCommand.END_RAY:
+                node.commands.pop(_subject(NodeCommand.RAY_READY, name), None)
+            if op in _UNDOES and not node.joined:
+                node.commands.pop(_subject(op, name), None)  # The node never got the command that began it.
+                continue
+            node.commands[_subject(op, name)] = command
+            node.send(**command)
+
+    def facts(self) -> List[Dict[str, Any]]:
+        """For each worker node, its resources as far as they are known, and whether it is connected."""
+        return [node.facts() for node in self.members.values()]
+
+    def log_tail(self, place: int) -> str:
+        """The last lines of a node's own log."""
+        return tail_file(self.log_path(place), lines=15)
+
+    def measure(self, nonce: str, jobs: Optional[List[str]]) -> None:
+        """Measure usage on all worker nodes for one payload.
+
+        `jobs` are the ids of the payload's known Ray jobs, if payloads share the Ray cluster; None for a Ray cluster of its own.
+        """
+        self.send_command(self.members, op=NodeCommand.MEASURE, id=nonce, jobs=jobs)
+
+    def collect(self, nonce: str, done: Callable[[UsageByHost], None]) -> None:
+        """Stop measuring for a payload, and call `done` with the usage of those nodes that answer in time."""
+        expected = {node.node_id for node in self.members.values() if node.here}
+        self._collections[nonce] = _Collection(expected, {}, done)
+        self.send_command(self.members, op=NodeCommand.REPORT, id=nonce)
+        self.loop.call_later(_USAGE_TIMEOUT if expected else 0.0, lambda: self._finish(nonce))
+
+    def dismiss(self) -> None:
+        """Tell all worker nodes to end their runtimes; nodes that have not connected yet are told when they connect."""
+        self._stopped = True
+        for node in self.members.values():
+            node.send(op=NodeCommand.STOP)
+        if self._server is not None:
+            self._server.stop_heartbeat()
+
+    def wait_gone(self, patience: float) -> None:
+        """Wait until the worker nodes have cleaned up, because the end of this runtime may end theirs before they have.
+
+        Nodes that never connected are waited for `patience` seconds: only this runtime can tell them to end.
+        """
+        if patience > 0 and not self._all_joined:
+            self.loop.resume(patience)
+        if self._server is not None:
+            self._server.close()
+        deadline = self.loop.now() + _STOP_TIMEOUT
+        for node in self.members.values():
+            if node.channel is not None:
+                node.channel.wait_closed(deadline)
+
+    def received(self, channel: Channel, message: Message) -> None:
+        """Called with each message of a connection; the first one says which node it is."""
+        node = self._node_of_channel.get(channel)
+        if node is None:
+            self._introduce(channel, message)
+        else:
+            self.handle(node, message)
+
+    def handle(self, node: WorkerNode, message: Message) -> None:
+        """Called with each event of a node's agent."""
+        event = message.get("event")
+        if event == NodeEvent.USAGE:
+            self._add_usage(node, message["id"], message["usage"])
+        elif event == NodeEvent.RAY_ENDED:
+            node.commands.pop(_subject(NodeCommand.END_RAY, message["cluster"]), None)
+        else:
+            self.on_event(node, message)
+
+    def closed(self, channel: Channel, why: str) -> None:
+        """Called when a connection has ended: reports the loss, and once more if the node does not reconnect in time."""
+        node = self._node_of_channel.pop(channel, None)
+        if node is None or not node.detach(channel):
+            return
+        node.losses += 1
+        losses = node.losses
+
+        def check() -> None:
+            if not node.here and node.losses == losses:
+                node.gone = True
+                self.on_event(node, {"event": NodeEvent.GONE})
+
+        self.loop.call_later(RECONNECT_GRACE, check)
+        self.on_event(node, {"event": NodeEvent.LOST, "message": why})
+
+    @property
+    def _all_joined(self) -> bool:
+        return all(node.joined for node in self.members.values())
+
+    def _introduce(self, channel: Channel, message: Message) -> None:
+        """Take a new connection as that of the node that its first message names, and send the node its commands."""
+        place, resources = message.get("node_id"), message.get("machine")
+        node = self.members.get(place) if isinstance(place, int) else None
+        try:
+            from_fields(NodeResources, resources, "what a node tells of itself")
+        except SpecError as error:
+            print("rayslurm: %s" % error, file=sys.stderr)
+            node = None
+        if node is None or resources is None:
+            return channel.close()
+        if node.channel is not None:
+            del self._node_of_channel[node.channel]
+        node.attach(channel)
+        node.machine, node.gone = resources, False
+        self._node_of_channel[channel] = node
+        if self._stopped:
+            channel.send(op=NodeCommand.STOP)
+            return self.loop.stop() if self._all_joined else None
+        for command in node.commands.values():
+            channel.send(**command)
+        self.on_event(node, {"event": NodeEvent.JOINED})
+
+    def _add_usage(self, node: WorkerNode, nonce: str, usage: Optional[Dict[str, Any]]) -> None:
+        node.commands.pop(_subject(NodeCommand.REPORT, nonce), None)
+        collection = self._collections.get(nonce)
+        if collection is None or node.node_id not in collection.expected:
+            return
+        collection.expected.remove(node.node_id)
+        if usage is not None:
+            # In a test cluster, or a simulated one, several nodes may run on one machine and so have the same hostname.
+            hostname = node.identity.hostname
+            taken = hostname in collection.usage or hostname == socket.gethostname()
+            other_name = node.name if node.component is None else named(*node.identity)
+            collection.usage[other_name if taken else hostname] = usage
+        if not collection.expected:
+            self._finish(nonce)
+
+    def _finish(self, nonce: str) -> None:
+        collection = self._collections.pop(nonce, None)
+        if collection is not None:
+            collection.done(collection.usage)
+
+
+def _subject(op: NodeCommand, name: str) -> str:
+    """What a command is about; a command that ends something has the same subject as the command that began it."""
+    return "%s %s" % (_UNDOES.get(op, op), name)

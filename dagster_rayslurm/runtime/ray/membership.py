@@ -1,0 +1,310 @@
+"""Which nodes make up a Ray cluster, and whether enough of them are there: a state machine, and functions on Ray's node table.
+
+Nothing here has side effects. A node is identified by host name and component: two components of an allocation may have a node
+each on one host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple, Union
+
+from ..node.resources import named
+from ..node.worker_nodes import Identity
+from ..protocol.end import ClusterError, EndReason
+from ..protocol.messages import NodeCommand, NodeEvent
+from ..protocol.spec import RaySpec
+
+Event = Dict[str, Any]
+"""A report of Ray on the head (`Report`) or an event of the worker node `node` (`NodeEvent`); `event` is its kind."""
+Node = Dict[str, Any]
+"""One row of Ray's node table; see `internals.node_table`."""
+Nodes = Dict[str, Node]
+"""Ray's node table: its rows by Ray's id of the node."""
+
+
+class Report(str, Enum):
+    """What happens to Ray on one node. The program `node_main` sends some of these, and `RayNode` makes the others."""
+
+    ENVIRONMENT = "environment"
+    """The Ray of this Python environment cannot be used; `message` says why."""
+    VERSION = "version"
+    """Ray was imported; its version is `ray_version`."""
+    NODES = "nodes"
+    """Ray's node table has changed; `nodes` is the new one."""
+    ENTRYPOINT = "entrypoint"
+    """`ray symmetric-run` has started its command, so the Ray cluster is up."""
+    UNSCHEDULABLE = "unschedulable"
+    """A task, actor or placement group waits for resources that no node can ever grant; `message` names it."""
+    GCS_LOST = "gcs-lost"
+    """Ray's control service (GCS) has ended."""
+    WATCH_FAILED = "watch-failed"
+    """The GCS cannot be asked for its nodes; `message` says why."""
+    TABLES = "tables"
+    """The answer to the query `id` of the leak check: `tables`, or None after an error."""
+    STARTING = "starting"
+    """Ray starts; the head's address is `gcs`, which changes if a port was taken and Ray starts again."""
+    RETRY = "retry"
+    """Ray starts again; `message` says why."""
+    FAILED = "ray-failed"
+    """Ray did not start, or was lost; `error` is a `ClusterError`."""
+    DEADLINE = "deadline"
+    """The time in which the cluster must be ready is over."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Say(NamedTuple):
+    """Write a line to the Dagster log."""
+
+    phase: str
+    message: str
+
+
+class Send(NamedTuple):
+    """Send a command to worker nodes."""
+
+    op: NodeCommand
+    to: List[int]
+
+
+class NodeLost(NamedTuple):
+    """The complete cluster has lost a worker node."""
+
+    title: str
+
+
+class Ready(NamedTuple):
+    """Enough nodes have joined; `head` is the head's row of the node table."""
+
+    head: Node
+
+
+Action = Union[Say, Send, NodeLost, Ready, ClusterError]
+"""What follows from an event; a `ClusterError` means that the cluster has failed and must end."""
+
+
+class Member(NamedTuple):
+    """One worker node of the complete cluster, joined or not."""
+
+    title: str
+    identity: Optional[Identity] = None
+    """How Ray's node table names it; None until the node has connected to the head's runtime."""
+    here: bool = False
+    """Whether it is connected to the head's runtime."""
+    given_up: bool = False
+    """Whether the cluster no longer waits for it, or has lost it; its log may tell why."""
+    counted: bool = False
+    """Whether the node was told that it has joined, so that an end of its Ray is a loss from then on."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The state of a Ray cluster's membership; `step` is its transition."""
+
+    spec: RaySpec
+    head: str
+    """Name of the head node in messages."""
+    members: Mapping[int, Member] = field(default_factory=dict)
+    nodes: Nodes = field(default_factory=dict)
+    attempt: int = 0
+    """Number of the latest start of Ray on the head; 0 before the first."""
+    entrypoint: bool = False
+    """Whether `ray symmetric-run` has started its command."""
+    ready: bool = False
+    failed: bool = False
+
+    @property
+    def expected(self) -> int:
+        """Number of nodes of the complete cluster, the head included."""
+        return 1 + len(self.members)
+
+    @property
+    def needed(self) -> int:
+        """Least number of nodes with which the cluster starts, the head included."""
+        return self.expected if self.spec.min_nodes is None else min(self.spec.min_nodes, self.expected)
+
+    def step(self, event: Event) -> Tuple[Membership, List[Action]]:
+        """The state after an event, and what follows from the event; nothing does once the cluster has failed."""
+        handler = _HANDLERS.get(event["event"])
+        unknown = "node" in event and event["node"] not in self.members
+        return (self, []) if self.failed or handler is None or unknown else handler(self, event)
+
+    def _fail(self, why: str, reason: EndReason = EndReason.CLUSTER_START) -> Tuple[Membership, List[Action]]:
+        return replace(self, failed=True), [ClusterError(reason, why)]
+
+    def _with(self, node_id: int, **changes: Any) -> Membership:
+        return replace(self, members={**self.members, node_id: self.members[node_id]._replace(**changes)})
+
+    def _started(self, _: Event) -> Tuple[Membership, List[Action]]:
+        return replace(self, attempt=self.attempt + 1), [Send(NodeCommand.START_RAY, list(self.members))]
+
+    def _joined(self, event: Event) -> Tuple[Membership, List[Action]]:
+        after = self._with(event["node"], identity=event["identity"], here=event["here"])
+        if not event["problem"]:
+            return after, []
+        return after._give_up(event["node"], ClusterError(EndReason.CLUSTER_START, event["problem"]))
+
+    def _ray_failed(self, event: Event) -> Tuple[Membership, List[Action]]:
+        if event["attempt"] != self.attempt:
+            return self, []
+        return self._give_up(event["node"], ClusterError(EndReason(event["reason"]), event["message"]))
+
+    def _lost(self, event: Event) -> Tuple[Membership, List[Action]]:
+        lost = Say("node-lost", "node %s is lost: %s") if self.ready else Say("cluster-start", "node %s is out of reach: %s")
+        message = lost.message % (self.members[event["node"]].title, event["message"])
+        return self._with(event["node"], here=False), [lost._replace(message=message)]
+
+    def _gone(self, event: Event) -> Tuple[Membership, List[Action]]:
+        if self.ready:
+            return self, []  # The node table tells.
+        why = "node %s was lost while the cluster started" % self.members[event["node"]].title
+        return self._give_up(event["node"], ClusterError(EndReason.CLUSTER_START, why))
+
+    def _give_up(self, node_id: int, error: ClusterError) -> Tuple[Membership, List[Action]]:
+        """Go on without a worker node; fail if too few are left to start the cluster. A node may repeat its failure."""
+        member = self.members[node_id]
+        if member.given_up:
+            return self, []
+        after = self._with(node_id, given_up=True)
+        if self.ready:
+            return after, [NodeLost(member.title), Say("node-lost", "node %s: %s" % (member.title, error))]
+        if self.expected - sum(each.given_up for each in after.members.values()) < self.needed:
+            return replace(after, failed=True), [error]
+        return after, [Say("cluster-start", "the cluster starts without node %s: %s" % (member.title, error))]
+
+    def _table(self, event: Event) -> Tuple[Membership, List[Action]]:
+        nodes = within(self.spec, event["nodes"])
+        after, actions = replace(self, nodes=nodes), []  # type: Membership, List[Action]
+        if self.ready:
+            gone = lost(self.nodes, nodes)
+            if any(node["head"] for node in gone):
+                return after._fail("the GCS reports the head node as dead", EndReason.CLUSTER_LOST)
+            for name in map(title, gone):
+                actions += [Say("node-lost", "Ray on node %s is dead, the others go on" % name), NodeLost(name)]
+            after, counted = after._count()
+            return after, actions + counted
+        joined = len(alive(nodes))
+        if self.members and joined != len(alive(self.nodes)):
+            actions.append(Say("cluster-start", "%d/%d nodes joined" % (joined, self.expected)))
+        after, more = after._ready_if_complete()
+        return after, actions + more
+
+    def _at_entrypoint(self, _: Event) -> Tuple[Membership, List[Action]]:
+        return replace(self, entrypoint=True)._ready_if_complete()
+
+    def _ready_if_complete(self) -> Tuple[Membership, List[Action]]:
+        living = alive(self.nodes)
+        head = next((node for node in living if node["head"]), None)
+        waits = self.spec.launch_style == "symmetric-run" and not self.entrypoint
+        if self.ready or head is None or len(living) < self.needed or waits:
+            return self, []
+        after, actions = replace(self, ready=True)._count()
+        return after, [*actions, Ready(head)]
+
+    def _count(self) -> Tuple[Membership, List[Action]]:
+        """Tell each worker node in the node table, only once, that an end of its Ray is a loss from now on."""
+        here = present(self.nodes)
+        new = [place for place, member in self.members.items() if not member.counted and member.identity in here]
+        members = {**self.members, **{place: self.members[place]._replace(counted=True) for place in new}}
+        return replace(self, members=members), [Send(NodeCommand.RAY_READY, new)] if new else []
+
+    def _gcs_lost(self, _: Event) -> Tuple[Membership, List[Action]]:
+        return self._fail("the GCS on node %s is gone" % self.head, EndReason.CLUSTER_LOST) if self.ready else (self, [])
+
+    def _head_failed(self, event: Event) -> Tuple[Membership, List[Action]]:
+        return replace(self, failed=True), [event["error"]]
+
+    def _timed_out(self, _: Event) -> Tuple[Membership, List[Action]]:
+        limit = "within startup_timeout=%g s" % self.spec.startup_timeout
+        living = alive(self.nodes)
+        if self.ready:
+            return self, []
+        if not self.attempt:
+            return self._fail("the health check did not end on node %s %s" % (self.head, limit))
+        if not living:
+            return self._fail("Ray was not up on node %s %s" % (self.head, limit))
+        if len(living) >= self.needed:
+            return self._fail("`ray symmetric-run` did not start its command " + limit)
+        here = present(self.nodes)
+        missing = {place: member for place, member in self.members.items() if member.identity not in here}
+        unheard = [member.title for member in missing.values() if not member.here]
+        names = ", ".join(member.title for member in missing.values())
+        why = "%d of %d nodes joined, missing: %s" % (len(living), self.expected, names)
+        if unheard:
+            why += " (no word from the runtime on %s)" % ", ".join(unheard)
+        given_up = {place: member._replace(given_up=True) for place, member in missing.items()}
+        return replace(self, members={**self.members, **given_up})._fail("%s %s" % (why, limit))
+
+
+_HANDLERS: Dict[str, Callable[[Membership, Event], Tuple[Membership, List[Action]]]] = {
+    NodeEvent.JOINED: Membership._joined,
+    NodeEvent.RAY_FAILED: Membership._ray_failed,
+    NodeEvent.LOST: Membership._lost,
+    NodeEvent.GONE: Membership._gone,
+    Report.STARTING: Membership._started,
+    Report.NODES: Membership._table,
+    Report.ENTRYPOINT: Membership._at_entrypoint,
+    Report.GCS_LOST: Membership._gcs_lost,
+    Report.FAILED: Membership._head_failed,
+    Report.DEADLINE: Membership._timed_out,
+}
+
+
+def nodes_expected(spec: RaySpec, available: int) -> int:
+    """Number of nodes of a complete Ray cluster in an allocation of `available` nodes."""
+    return available if spec.max_workers is None else min(available, 1 + spec.max_workers)
+
+
+def title(node: Node) -> str:
+    """The name of a node in messages: its host name, and its component if it has one."""
+    return named(str(node.get("hostname")), node.get("component"))
+
+
+def within(spec: RaySpec, nodes: Nodes) -> Nodes:
+    """The table, without components if the start record has none; a component label of Ray is then one that the user set."""
+    return nodes if spec.components else {node_id: {**node, "component": None} for node_id, node in nodes.items()}
+
+
+def alive(nodes: Nodes) -> List[Node]:
+    """The nodes that Ray reports as alive."""
+    return [node for node in nodes.values() if node["alive"]]
+
+
+def present(nodes: Nodes) -> Set[Optional[Identity]]:
+    """The identities of the living nodes."""
+    return {Identity(node["hostname"], node.get("component")) for node in alive(nodes)}
+
+
+def lost(before: Nodes, after: Nodes) -> List[Node]:
+    """The nodes that are alive in the table `before`, and dead or missing in the table `after`."""
+    gone = [node_id for node_id, node in before.items() if node["alive"] and not after.get(node_id, {}).get("alive")]
+    return [after.get(node_id, before[node_id]) for node_id in gone]
+
+
+def in_order(nodes: Nodes, spec: RaySpec) -> List[Node]:
+    """All nodes, sorted: the head first, then by component in the order of the start record, then by host name."""
+    places: Dict[Any, int] = {component.component_id: place for place, component in enumerate(spec.components)}
+    return sorted(
+        nodes.values(), key=lambda node: (not node["head"], places.get(node.get("component"), len(places)), node["hostname"])
+    )
+
+
+def in_words(nodes: Nodes, spec: RaySpec) -> str:
+    """The number of living nodes and their CPUs and GPUs, for the Dagster log: in all, or by component if there are several."""
+    here = alive(nodes)
+    head = next(node["hostname"] for node in here if node["head"])
+    where = head if len(here) == 1 else "%d nodes, the head is %s" % (len(here), head)
+    names = [component.component_id for component in spec.components]
+    parts = [(name, [node for node in here if node.get("component") == name]) for name in names]
+    if len(parts) < 2:
+        return "%s (%s)" % (where, _totals(here))
+    words = ["%s: %d node%s, %s" % (name, len(own), "" if len(own) == 1 else "s", _totals(own)) for name, own in parts]
+    return "%s (%s)" % (where, "; ".join(words))
+
+
+def _totals(nodes: Iterable[Node]) -> str:
+    total = {name: sum(node["resources"].get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+    return ", ".join("%s %g" % (name, amount) for name, amount in total.items() if amount) or "no CPU"

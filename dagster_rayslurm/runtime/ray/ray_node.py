@@ -1,0 +1,497 @@
+"""Ray on one node, as head or worker: its directories, arguments and environment, and the process that runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import string
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set
+
+from ..node.network import Ports, choose_ports, interface_address, join_host_port, node_address
+from ..node.ray_jobs import logs_of
+from ..node.resources import NodeResources, usable_memory
+from ..process import processes
+from ..process.loop import Loop
+from ..process.scratch import Scratch
+from ..protocol.end import ClusterError, EndReason
+from ..protocol.record import split_lines, tail_file
+from ..protocol.rpc import derive_key
+from ..protocol.spec import RAY_COORDINATES, RaySpec, RuntimeSpec, node_spec
+from .internals import PRESTART_AT_FIRST_DRIVER, RAYLET_ENVIRON
+from .membership import Event, Report
+
+_ATTEMPTS = 3
+"""Most attempts to start Ray on this node; another attempt follows only a taken port or slow agents of Ray."""
+_CLASH = re.compile(r"address already in use|port \d+ is already|already occupied|Failed to bind", re.IGNORECASE)
+"""What Ray's logs contain when a port was taken."""
+_SLOW_AGENT = re.compile(r"Timed out waiting for file \S*_port_")
+"""What the raylet logs when it ends because its agents were not up within 15 s; Ray 2.60 has no setting for that limit."""
+_KEEPS_WORKERS_READY = "ray"
+"""Name of a module: a runtime that preloads it for payloads also keeps idle Ray workers ready."""
+_LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard.log", "ray_process_exit.log")
+"""Ray's logs that may tell why Ray failed on a node."""
+_SHIM = """#!/bin/sh
+# `ray stop` would end every Ray of this user on this node, also other clusters; this one ends with its runtime.
+[ "$1" = stop ] && exit 0
+exec %s -m ray.scripts.scripts "$@"
+"""
+"""The `ray` program that `ray symmetric-run` finds in its PATH; %s is the Python to use."""
+_STORE_SHARE = 0.3
+"""Fraction of a node's memory that Ray's object store gets if the user sets no size; the same as Ray's own default."""
+_SMALLEST_STORE = 75 * 2**20
+"""Bytes; Ray 2.60 refuses to start with a smaller object store."""
+_MARK = "RAYSLURM_CLUSTER"
+"""Variable by which processes of a payload's own cluster are found even if they left the process tree below `ray start`."""
+_DIR_NAMES = [name for name in string.digits + string.ascii_lowercase if name != "r"]
+"""Names of clusters' directories: one character, because the path of a Unix socket must be short. "r" is the warm one's."""
+_DYING, _LONGEST_PAUSE = 0.5, 60.0
+"""First and longest pause in seconds between two attempts to remove a cluster's directories; each doubles the last."""
+
+
+# ---- Arguments and environment of `ray start` and `ray symmetric-run` (Ray 2.60), without side effects
+
+
+def start_arguments(
+    spec: RaySpec, machine: NodeResources, chosen: Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
+) -> List[str]:
+    """The arguments of `ray start` on this node, whose address is `address`; `gcs` is the head to join, None on the head."""
+    arguments = ["--block", *(_dashboard(spec, "--head") if gcs is None else ["--address=" + gcs])]
+    if address:
+        arguments.append("--node-ip-address=" + address)
+    return arguments + _node_arguments(spec, machine, chosen, temp_dir)
+
+
+def symmetric_arguments(
+    spec: RaySpec,
+    machine: NodeResources,
+    chosen: Ports,
+    temp_dir: str,
+    gcs: str,
+    head: bool,
+    nodes: int,
+    entrypoint: List[str],
+) -> List[str]:
+    """The arguments of `ray symmetric-run` on this node; it runs `entrypoint` on the head once `nodes` nodes have joined."""
+    own = [option for option in _node_arguments(spec, machine, chosen, temp_dir) if not option.startswith("--port=")]
+    return ["--address=" + gcs, "--min-nodes=%d" % nodes, *(_dashboard(spec) if head else []), *own, "--", *entrypoint]
+
+
+def _dashboard(spec: RaySpec, *before: str) -> List[str]:
+    return [*before, "--include-dashboard=%s" % ("true" if spec.dashboard else "false")]
+
+
+def _scheduled_cpus(spec: RaySpec, machine: NodeResources) -> int:
+    return machine.num_cpus if spec.num_cpus is None else spec.num_cpus
+
+
+def _node_arguments(spec: RaySpec, machine: NodeResources, chosen: Ports, temp_dir: str) -> List[str]:
+    arguments = ["--disable-usage-stats", "--temp-dir=" + temp_dir, *chosen.options]
+    arguments.append("--num-cpus=%d" % _scheduled_cpus(spec, machine))
+    arguments.append("--num-gpus=%d" % (machine.num_gpus if spec.num_gpus is None else spec.num_gpus))
+    store = spec.object_store_memory
+    if machine.memory_limit is not None:
+        # Ray 2.60 reads the limits of the machine and the root cgroup, not those of the job.
+        usable = usable_memory(machine)
+        store = int(usable * _STORE_SHARE) if store is None else store
+        arguments.append("--memory=%d" % max(usable - store, 2**20))
+    if store is not None:
+        arguments.append("--object-store-memory=%d" % store)
+    if spec.resources:
+        arguments.append("--resources=" + json.dumps(spec.resources))
+    if spec.labels:
+        arguments.append("--labels=" + ",".join("%s=%s" % item for item in sorted(spec.labels.items())))
+    return arguments + spec.ray_args
+
+
+def granted_defaults(machine: NodeResources) -> Dict[str, str]:
+    """Environment variables that limit a Ray which the payload itself starts to the CPUs and memory granted on this node.
+
+    They set defaults only; a `ray.init` that connects to an existing cluster ignores them. Ray has no variable for the
+    default number of CPUs (`RAY_OVERRIDE_RESOURCES` would also override an explicit `num_cpus`). But Ray counts CPUs as
+    Python does, and Python 3.13 has a variable for that.
+    """
+    env = {"PYTHON_CPU_COUNT": str(machine.num_cpus)}
+    if machine.memory_limit is not None:
+        usable = usable_memory(machine)
+        store = max(int(usable * _STORE_SHARE), _SMALLEST_STORE)
+        env["RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"] = str(store)
+        env["RAY_OVERRIDE_RESOURCES"] = json.dumps({"memory": max(usable - store, 2**20)})
+    return env
+
+
+def ray_environment(spec: RaySpec, token_path: str) -> Dict[str, str]:
+    """Environment variables for all processes of one Ray cluster, drivers included: its token, and no usage statistics."""
+    auth = (
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token_path} if spec.auth == "token" else {"RAY_AUTH_MODE": "disabled"}
+    )
+    return {"RAY_USAGE_STATS_ENABLED": "0", **auth}
+
+
+def _token(runtime: RuntimeSpec, key: str) -> str:
+    """The token with which Ray's processes of one cluster authenticate each other; all nodes derive it from their secret."""
+    secret = runtime.token_key or runtime.control_key
+    if secret is None:
+        return os.urandom(32).hex()
+    return derive_key(secret, "ray-token:" + key if key else "ray-token")
+
+
+# ---- Directories
+
+
+class ClusterDir(Scratch):
+    """The directories of one Ray cluster inside a scratch directory; `name` is one character."""
+
+    def __init__(self, parent: Scratch, name: str) -> None:
+        self.path = parent.join("cluster-" + name)
+        self._ray_temp_dir = parent.join(name)
+        os.mkdir(self.path, 0o700)
+
+    @property
+    def ray_temp_dir(self) -> str:
+        return self._ray_temp_dir
+
+    def remove(self) -> None:
+        shutil.rmtree(self._ray_temp_dir, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class ClusterDirs:
+    """Makes the directories of Ray clusters. It reuses a name as late as possible, because removal takes time."""
+
+    def __init__(self, parent: Scratch) -> None:
+        self._parent = parent
+        self._names = itertools.cycle(_DIR_NAMES)
+
+    def take(self) -> ClusterDir:
+        """Make the directories of a new Ray cluster; OSError if all names are in use, or the directory cannot be made."""
+        for name in itertools.islice(self._names, len(_DIR_NAMES)):
+            if not os.path.lexists(self._parent.join("cluster-" + name)) and not os.path.lexists(self._parent.join(name)):
+                return ClusterDir(self._parent, name)
+        raise OSError("%d clusters are in %s already" % (len(_DIR_NAMES), self._parent.path))
+
+
+def clean_up_cluster(loop: Loop, place: Scratch, key: str) -> None:
+    """Remove what a payload's own Ray cluster leaves on this node: its directories, and processes outside the process tree.
+
+    Dying processes may write to the directories again, so the removal is repeated until nothing is left.
+    """
+
+    def clear(pause: float) -> None:
+        processes.kill_all(processes.with_environment("%s=%s" % (_MARK, key)))
+        place.remove()
+        if os.path.lexists(place.path) or os.path.lexists(place.ray_temp_dir):
+            loop.call_later(pause, lambda: clear(min(2 * pause, _LONGEST_PAUSE)))
+
+    loop.call_later(_DYING, lambda: clear(_DYING))
+
+
+# ---- The process
+
+
+@dataclass(eq=False)
+class RayNode:
+    """Starts Ray on this node, as head or worker, watches it and ends it; tries again with other ports if a port was taken.
+
+    Attributes:
+        cluster: describes the Ray cluster.
+        key: names the cluster among those on the same nodes: "" for the warm one, the payload's nonce for a payload's own.
+        nodes: number of nodes of the complete cluster.
+        on_event: gets the reports of Ray's process and of this object; see `Report`.
+        environ: environment variables for Ray's daemons on this node; the value None removes a variable.
+        ready: whether the cluster uses this node; from then on an end of Ray here is a loss, not a failed start.
+        pid: id of the process of which all of Ray's processes on this node are descendants; None while there is none.
+    """
+
+    loop: Loop
+    runtime: RuntimeSpec
+    cluster: RaySpec
+    key: str
+    machine: NodeResources
+    scratch: Scratch
+    nodes: int
+    on_event: Callable[[Event], None]
+    environ: Mapping[str, Optional[str]] = field(default_factory=dict)
+    ready: bool = False
+    pid: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        self.ports: Optional[Ports] = None
+        self.spec = node_spec(self.cluster, self.machine.component)
+        self._prestarts = _KEEPS_WORKERS_READY in self.runtime.preload and not self.key
+        self._log = self.scratch.join("ray-start.log")
+        self._gcs: Optional[str] = None
+        self._address: Optional[str] = None
+        self._requests: Optional[int] = None
+        """Pipe for requests to Ray's process."""
+        self._reports: Optional[int] = None
+        self._partial = b""
+        self._daemons: Set[int] = set()
+        """Ids of Ray's daemons that are children of this runtime, which `ray symmetric-run` causes; else empty."""
+        self._problem: Optional[ClusterError] = None
+        self._attempt = 0
+        self._over = False
+        with open(self.token_path, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(_token(self.runtime, self.key))
+
+    @property
+    def token_path(self) -> str:
+        return self.scratch.join("ray.token")
+
+    def start(self, gcs: Optional[str] = None, address: Optional[str] = None) -> None:
+        """Run the health check, if there is one, and start Ray on this node.
+
+        Args:
+            gcs: "HOST:PORT" of the head to join; None on the head.
+            address: the address of the head, if it is known.
+        """
+        try:
+            if gcs is not None:
+                address = node_address(self.spec, gcs)
+            elif self.spec.node_ip_address:
+                address = self.spec.node_ip_address
+            elif self.spec.network_interface:
+                address = interface_address(self.spec.network_interface)
+        except ClusterError as error:
+            return self._fail(error)
+        self._gcs, self._address = gcs, address
+        if self.spec.health_check:
+            self._check_health(self.spec.health_check)
+        else:
+            self._start_ray()
+
+    def request(self, **request: Any) -> bool:
+        """Send a request to Ray's process, see `node_main.serve`; returns whether there is a process that can get it."""
+        if self._requests is None:
+            return False
+        try:
+            os.write(self._requests, json.dumps(request).encode("utf-8") + b"\n")
+        except OSError:
+            return False  # The process has ended, or the pipe is full because it has not read for a while.
+        return True
+
+    def end(self) -> None:
+        """End every process of Ray on this node at once; there are no more events."""
+        self._over = True
+        self._kill()
+        self._close_requests()
+        self._release_ports()
+
+    def log_tails(self) -> Dict[str, str]:
+        """The last lines of the logs that may tell why Ray failed on this node, by name of log."""
+        logs = logs_of(self.scratch.ray_temp_dir)
+        paths = {"ray start": self._log, **{name: os.path.join(logs, name) for name in _LOGS}}
+        tails = {name: tail_file(path, lines=15) for name, path in paths.items()}
+        return {name: text for name, text in tails.items() if text.strip()}
+
+    def _check_health(self, command: str) -> None:
+        log = self.scratch.join("health-check.log")
+
+        def done(code: int, _: Any) -> None:
+            self.pid = None
+            if self._over:
+                return
+            if code == 0:
+                return self._start_ray()
+            said = tail_file(log, lines=5).strip() or "it printed nothing"
+            self._fail_start("the health check failed with exit code %d on node %s: %s" % (code, self.machine.name, said))
+
+        self._spawn(["/bin/sh", "-c", command], done, log, self._daemon_environ(os.environ))
+
+    def _start_ray(self) -> None:
+        try:
+            self._run_ray()
+        except OSError as error:  # No ports are free, or a file or process cannot be made.
+            self._fail_start("node %s: Ray cannot be started: %s" % (self.machine.name, error))
+
+    def _run_ray(self) -> None:
+        self._attempt += 1
+        self._release_ports()
+        head, temp_dir = self._gcs is None, self.scratch.ray_temp_dir
+        self.ports = choose_ports(self.spec.port_range, head=head)
+        shutil.rmtree(temp_dir, ignore_errors=True)
+        os.mkdir(temp_dir, 0o700)
+        gcs = self._gcs or join_host_port(self._address or "127.0.0.1", self.ports.gcs)
+        if head:
+            self.on_event({"event": Report.STARTING, "gcs": gcs})
+        entrypoint, command = (
+            None,
+            ["start", *start_arguments(self.spec, self.machine, self.ports, temp_dir, self._address, self._gcs)],
+        )
+        env = {name: value for name, value in os.environ.items() if name not in RAY_COORDINATES}
+        if self.spec.launch_style == "symmetric-run":
+            entrypoint = self.scratch.join("entrypoint")
+            hold = [sys.executable, sys.argv[0], "hold", entrypoint]
+            own = symmetric_arguments(self.spec, self.machine, self.ports, temp_dir, gcs, head, self.nodes, hold)
+            command = ["symmetric-run", *own]
+            env["PATH"] = os.pathsep.join([self._write_shim(), env.get("PATH", os.defpath)])
+            env["RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"] = str(int(self.spec.startup_timeout))
+        cpus, existing = _scheduled_cpus(self.spec, self.machine), os.cpu_count() or 1
+        env = self._daemon_environ({**RAYLET_ENVIRON, **env})
+        if cpus > existing:
+            env.setdefault(PRESTART_AT_FIRST_DRIVER, "0")  # More CPUs are simulated than exist; not each needs a worker.
+        env.update(self.ports.environ)
+        env.update(ray_environment(self.spec, self.token_path))
+        if entrypoint:
+            env["RAY_ADDRESS"] = gcs  # Otherwise the `ray.init` in `ray symmetric-run` finds other clusters.
+            env["TMPDIR"] = temp_dir  # Otherwise Ray's dashboard leaves files; see `internals.move_dashboard_files`.
+        order = {
+            "gcs": gcs,
+            "head": head,
+            "expected": self.nodes,
+            "ray_version": self.spec.ray_version,
+            "token": self.spec.auth == "token",
+            "command": command,
+            "entrypoint": entrypoint,
+            "idle_workers": min(cpus, existing) if head and self._prestarts else 0,
+            "logs": logs_of(temp_dir),
+        }
+        self._close_requests()
+        self._reports, reports = os.pipe()
+        requests, self._requests = os.pipe()
+        os.set_blocking(self._reports, False)
+        os.set_blocking(self._requests, False)
+        self._partial = b""
+        self.loop.on_readable(self._reports, self._read_reports)
+        order.update(report_fd=reports, request_fd=requests)
+        try:
+            program = [sys.executable, sys.argv[0], "ray-node", json.dumps(order)]
+            self._spawn(program, self._exited, self._log, env, cwd=self.scratch.path, pass_fds=[reports, requests])
+        finally:
+            os.close(reports)
+            os.close(requests)
+
+    def _spawn(self, argv: List[str], on_exit: Callable[[int, Any], None], log: str, env: Dict[str, str], **options: Any) -> None:
+        with open(log, "ab") as output:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            self.pid = self.loop.spawn(argv, on_exit, env=env, preexec_fn=processes.die_with_parent(), **streams, **options)
+
+    def _daemon_environ(self, environ: Mapping[str, str]) -> Dict[str, str]:
+        """`environ` with the variables for Ray's daemons on this node, which its workers inherit."""
+        mark = {_MARK: self.key} if self.key else {}
+        wanted = {**environ, **self.runtime.worker_env, **mark, **self.environ}
+        return {name: value for name, value in wanted.items() if value is not None}
+
+    def _write_shim(self) -> str:
+        """Write the `ray` program that `ray symmetric-run` calls. Returns its directory, which must be the first in PATH."""
+        directory = self.scratch.join("bin")
+        os.makedirs(directory, exist_ok=True)
+        path = os.path.join(directory, "ray")
+        with open(path, "w") as file:
+            file.write(_SHIM % shlex.quote(sys.executable))
+        os.chmod(path, 0o700)
+        return directory
+
+    def _close_requests(self) -> None:
+        if self._requests is not None:
+            os.close(self._requests)
+            self._requests = None
+
+    def _release_ports(self) -> None:
+        if self.ports is not None and self.ports.lock is not None:
+            os.close(self.ports.lock)
+            self.ports = replace(self.ports, lock=None)
+
+    def _read_reports(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # No more reports have arrived.
+            while self._reports is not None:
+                data = os.read(self._reports, 65536)
+                if not data:
+                    self.loop.forget(self._reports)
+                    os.close(self._reports)
+                    self._reports = None
+                lines, self._partial = split_lines(self._partial + data)
+                for line in lines:
+                    self._handle(json.loads(line.decode("utf-8")))
+
+    def _handle(self, event: Event) -> None:
+        kind = event["event"]
+        if kind == Report.ENVIRONMENT:
+            self._problem = ClusterError(EndReason.ENVIRONMENT, "node %s: %s" % (self.machine.name, event["message"]))
+        elif kind == Report.WATCH_FAILED:
+            self._problem = ClusterError(EndReason.CLUSTER_START, "the GCS cannot be asked for its nodes: " + event["message"])
+            self._kill()
+        elif not self._over:
+            if kind == Report.ENTRYPOINT:
+                self._adopt_daemons()
+            self.on_event(event)
+
+    def _adopt_daemons(self) -> None:
+        """Record Ray's daemons as children of this runtime, so that they are not ended as strays.
+
+        `ray symmetric-run` leaves them without a parent, so they become children of this process.
+        """
+        mark, own = "TMPDIR=" + self.scratch.ray_temp_dir, os.getpid()
+        for process in processes.table().values():
+            if process.parent == own and process.pid != self.pid and processes.has_environment(process.pid, mark):
+                self._daemons.add(process.pid)
+                self.loop.adopt(process.pid, functools.partial(self._daemon_ended, process.pid))
+
+    def _daemon_ended(self, pid: int, *_: Any) -> None:
+        self._daemons.discard(pid)
+
+    def _exited(self, code: int, _: Any) -> None:
+        self.pid = None
+        self._close_requests()
+        self._read_reports()  # The last reports may say why.
+        if self._over:
+            return
+        how = "signal %d" % -code if code < 0 else "exit code %d" % code
+        node = self.machine.name
+        if self.ready:
+            return self._fail(ClusterError(EndReason.CLUSTER_LOST, "Ray on node %s ended with %s" % (node, how)))
+        if self._problem is not None:
+            return self._fail(self._problem)
+        clash = any(_CLASH.search(text) for text in self.log_tails().values())
+        raylet = os.path.join(logs_of(self.scratch.ray_temp_dir), "raylet.err")
+        slow = _SLOW_AGENT.search(tail_file(raylet, lines=200)) is not None
+        # Slow agents come first, because Ray's logs may mention ports in that case as well.
+        why = "Ray's agents were not up within its own limit of 15 s" if slow else "a port was taken meanwhile"
+        if self._attempt < _ATTEMPTS and (clash or slow):  # A second start is faster, because files are in the cache.
+            self.on_event({"event": Report.RETRY, "message": "%s; trying Ray on node %s again" % (why, node)})
+            return self._start_ray()
+        if slow:
+            why += " on node %s, %d times: it is overloaded, or the file system of its environment is slow"
+            return self._fail_start(why % (node, self._attempt))
+        what = "`ray symmetric-run`" if self.spec.launch_style == "symmetric-run" else "`ray start`"
+        said = last_error_line(tail_file(self._log))
+        self._fail_start("%s on node %s ended with %s before Ray was up%s" % (what, node, how, said and ": " + said))
+
+    def _fail_start(self, why: str) -> None:
+        self._fail(ClusterError(EndReason.CLUSTER_START, why))
+
+    def _fail(self, error: ClusterError) -> None:
+        if not self._over:
+            self._over = True
+            self._kill()
+            self.on_event({"event": Report.FAILED, "error": error})
+
+    def _kill(self) -> None:
+        """Send SIGKILL to `ray start` and all its descendants; its process group alone would not contain Ray's daemons."""
+        roots = [*self._daemons, *([] if self.pid is None else [self.pid])]
+        below = [process.pid for root in roots for process in processes.descendants(root)]
+        if self.pid is not None:
+            processes.signal_group(self.pid, signal.SIGKILL)
+        processes.kill_all([*below, *self._daemons])
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\t[A-Z]+ \S+ -- ")
+"""Time, level and source at the start of a line that Ray logs."""
+_NO_ERROR = re.compile(r"\b(DEBUG|INFO)\b|`\{\}`")
+"""Matches log lines that report no error, and lines in which `ray start` prints a placeholder without its value."""
+
+
+def last_error_line(log: str) -> str:
+    """The last line in the log of `ray start` that may say why Ray ended, without time and colours; "" if there is none."""
+    lines = [line for line in map(str.strip, _COLOURS.sub("", log).splitlines()) if line and not _NO_ERROR.search(line)]
+    return _LOG_PREFIX.sub("", lines[-1])[:500] if lines else ""
