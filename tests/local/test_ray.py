@@ -159,13 +159,9 @@ def test_ray_that_is_not_up_by_the_deadline(ray_compute: ComputeResource) -> Non
     assert failure.kind == "cluster-start" and "within startup_timeout=1 s" in (failure.description or "")
 
 
-@pytest.mark.parametrize("for_good", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 def test_agents_that_are_slower_than_ray_allows(
-    for_good: bool,
-    ray_compute: ComputeResource,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    ray_compute: ComputeResource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a file system that reads Ray's files for the first time: a raylet gives its agents 15 s."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -175,21 +171,17 @@ def test_agents_that_are_slower_than_ray_allows(
                 try:
                     os.mkdir({str(tmp_path / "slow")!r})
                 except FileExistsError:
-                    slow = {for_good}
+                    pass
                 else:
-                    slow = True
-                time.sleep(40 if slow else 0)
+                    time.sleep(40)
         """)
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with dg.instance_for_test(temp_dir=str(tmp_path)) as instance:
         ran = run_asset(ray_compute, "python -V", uses_pipes=False, instance=instance)
         messages = [entry.user_message for entry in instance.all_logs(ran.result.run_id)]
-    again = sum("were not up within its own limit of 15 s; trying Ray on node" in message for message in messages)
-    if for_good:
-        assert ran.failure.kind == "cluster-start" and "3 times: it is overloaded" in (ran.failure.description or "")
     # On a busy machine they may be slow by themselves, too.
-    assert bool(ran.failures) == for_good and 1 <= again <= 2
+    assert not ran.failures and 1 <= sum("or Ray's agents were slow; trying Ray on node" in message for message in messages) <= 2
 
 
 def test_ray_that_refuses_its_arguments(ray_compute: ComputeResource) -> None:

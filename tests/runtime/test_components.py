@@ -121,7 +121,7 @@ def test_each_node_is_told_what_its_component_is() -> None:
         started = start_arguments(own, machine, chosen, "/tmp/r", "10.0.0.2", "10.0.0.1:4567")
         assert expected <= set(started), spec
         # `ray symmetric-run` is called on each node, and starts its Ray with what stands there.
-        symmetric = symmetric_arguments(own, machine, chosen, "/tmp/r", "10.0.0.1:4567", False, 2, ["hold", "x"])
+        symmetric = symmetric_arguments(started, "10.0.0.1:4567", 2, ["hold", "x"])
         assert expected <= set(symmetric[: symmetric.index("--")]) and "--min-nodes=2" in symmetric
     assert node_spec(RAY, "disk") is RAY and node_spec(RaySpec(), None) == RaySpec()
 

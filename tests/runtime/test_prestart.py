@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,76 +66,73 @@ class Raylet:
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Raylet, int]]:
-    """Serves questions with a raylet of the test's own; that, and where to ask."""
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Raylet, Callable[[], int]]]]:
+    """Serves requests with a raylet of the test's own; that, and a function that requests idle workers."""
     monkeypatch.delenv(internals.PRESTART_AT_FIRST_DRIVER, raising=False)
     monkeypatch.setattr(node_main, "_START_TIMEOUT", 0.3)
+    pipes: list[int] = []
 
-    def serve(cpus: int, heeds: bool = True, connect: Any = lambda _: None) -> tuple[Raylet, int]:
+    def serve(cpus: int, heeds: bool = True, connect: Any = lambda _: None) -> tuple[Raylet, Callable[[], int]]:
         raylet = Raylet(tmp_path, heeds)
         monkeypatch.setattr(internals, "connect_raylet", connect)
         monkeypatch.setattr(internals, "start_workers", raylet.take)
         reader, writer = os.pipe()
+        pipes.append(writer)
         node_main.serve(reader, "none:1", str(tmp_path), cpus, print)
-        return raylet, writer
+        return raylet, lambda: os.write(writer, b'{"prestart": true}\n')
 
-    return serve
+    yield serve
+    for writer in pipes:
+        os.close(writer)
 
 
 def test_only_missing_workers_are_started(served: Any, tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
-    raylet, writer = served(3)
+    raylet, request = served(3)
     (tmp_path / f"worker-ab12-ffffffff-{worker.pid}.out").touch()
-    os.write(writer, b"\n")
+    request()
     assert wait_until(lambda: raylet.asked == [2], 5)
     time.sleep(0.2)
-    os.write(writer, b"\n\n")
+    request()
     assert wait_until(lambda: len(raylet.asked) > 1, 5) and raylet.asked == [2, 2]
-    os.close(writer)
     assert os.environ.pop(internals.PRESTART_AT_FIRST_DRIVER) == "0"
 
 
 def test_on_a_large_node_few_workers_are_idle_and_ray_starts_its_own_as_well(served: Any) -> None:
-    raylet, writer = served(64)
-    os.write(writer, b"\n")
+    raylet, request = served(64)
+    request()
     assert wait_until(lambda: raylet.asked == [node_main.MOST_IDLE_WORKERS], 5)
-    os.close(writer)
     assert internals.PRESTART_AT_FIRST_DRIVER not in os.environ
 
 
-def gone(writer: int) -> bool:
-    """Whether nobody reads there any more."""
-    try:
-        os.write(writer, b"\n")
-    except BrokenPipeError:
-        return True
-    return False
-
-
 def test_no_more_workers_are_started_if_they_cannot_be_counted(served: Any) -> None:
-    raylet, writer = served(2, heeds=False)
-    assert wait_until(lambda: gone(writer), 5) and raylet.asked == [2]
-    os.close(writer)
+    raylet, request = served(2, heeds=False)
+    request()
+    assert wait_until(lambda: raylet.asked == [2], 5)
+    time.sleep(0.6)
+    request()
+    time.sleep(0.2)
+    assert raylet.asked == [2]
 
 
 def test_an_error_of_ray_only_disables_idle_workers(served: Any, capfd: pytest.CaptureFixture[str]) -> None:
     def connect(_: str) -> None:
         raise RuntimeError("no such node")
 
-    raylet, writer = served(2, connect=connect)
-    assert wait_until(lambda: gone(writer), 5) and raylet.asked == []
-    assert "no workers are kept ready: RuntimeError: no such node" in capfd.readouterr().err
-    os.close(writer)
+    raylet, request = served(2, connect=connect)
+    request()
+    said: list[str] = []
+    assert wait_until(lambda: said.append(capfd.readouterr().err) or "RuntimeError: no such node" in "".join(said), 5)
+    assert raylet.asked == []
 
 
 @pytest.mark.parametrize(("cpus", "has_grpc"), [(0, True), (2, False)])
 def test_without_cpus_or_grpc_nothing_is_done(served: Any, monkeypatch: pytest.MonkeyPatch, cpus: int, has_grpc: bool) -> None:
     if not has_grpc:
         monkeypatch.setitem(sys.modules, "grpc", None)
-    threads = threading.active_count()
-    _, writer = served(cpus)
-    assert gone(writer) and threading.active_count() <= threads
-    assert internals.PRESTART_AT_FIRST_DRIVER not in os.environ
-    os.close(writer)
+    raylet, request = served(cpus)
+    request()
+    time.sleep(0.2)
+    assert raylet.asked == [] and internals.PRESTART_AT_FIRST_DRIVER not in os.environ
 
 
 @pytest.mark.ray

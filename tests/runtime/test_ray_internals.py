@@ -176,13 +176,12 @@ def test_the_head_is_published_through_the_gcs(gcs: str) -> None:
 @pytest.mark.ray
 def test_pending_demand(gcs: str) -> None:
     client = internals.connect_gcs(gcs)
-    nodes = internals.node_table(client)
 
     def disk() -> bool:
-        return any(request.resources.get("disk") == 2.0 for request in internals.pending_demand(client, nodes).requests)
+        return any(request.resources.get("disk") == 2.0 for request in internals.pending_demand(client).requests)
 
     assert wait_until(disk, 30)
-    demand = internals.pending_demand(client, nodes)
+    demand = internals.pending_demand(client)
     assert [node.resources["CPU"] for node in demand.nodes] == [1.0]
     [said] = unschedulable(demand)
     assert "disk 2" in said and demand.nodes[0].name in said

@@ -113,7 +113,9 @@ def test_what_a_worker_is_started_with() -> None:
     words = start_arguments(RaySpec(labels={"a": "b"}), node, choose_ports(head=False), "/tmp/r", "10.0.0.2", "10.0.0.1:4567")
     assert {"--address=10.0.0.1:4567", "--node-ip-address=10.0.0.2", "--num-cpus=4", "--labels=a=b", "--block"} <= set(words)
     assert not [word for word in words if word.startswith(("--head", "--port=", "--include-dashboard", "--dashboard-port="))]
-    words = symmetric_arguments(RaySpec(), node, choose_ports(), "/tmp/r", "10.0.0.1:4567", True, 2, ["hold", "x"])
+    words = symmetric_arguments(
+        start_arguments(RaySpec(), node, choose_ports(), "/tmp/r", "10.0.0.1"), "10.0.0.1:4567", 2, ["hold", "x"]
+    )
     assert words[:2] == ["--address=10.0.0.1:4567", "--min-nodes=2"] and words[-3:] == ["--", "hold", "x"]
     assert not [word for word in words if word.startswith(("--head", "--port=", "--block", "--node-ip-address"))]
     assert join_host_port("fe80::1", 80) == "[fe80::1]:80" and join_host_port("n1", 80) == "n1:80"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, Mapping, Optional
 
 from ..node.network import join_host_port
 from ..node.resources import NodeResources, footprint_error, from_facts, node_footprint, runtime_footprint
@@ -14,21 +14,8 @@ from ..process.scratch import Scratch
 from ..protocol.end import ClusterError, EndReason
 from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.spec import RaySpec, RuntimeSpec, node_spec
-from .membership import (
-    Action,
-    Event,
-    Member,
-    Membership,
-    Node,
-    NodeLost,
-    Ready,
-    Report,
-    Say,
-    Send,
-    in_order,
-    in_words,
-    nodes_expected,
-)
+from . import membership
+from .membership import Event, Member, Membership, Report
 from .ray_node import RayNode, ray_environment
 
 UNSCHEDULABLE = "unschedulable"
@@ -93,9 +80,10 @@ class RayCluster:
         self.spec = spec
         self.ray_version: Optional[str] = None
         self.address: Optional[str] = None
-        workers = [] if self.head.workers is None else list(self.head.workers.members.values())
-        members = {worker.node_id: Member(worker.title) for worker in workers[: nodes_expected(spec, 1 + len(workers)) - 1]}
-        self.membership = Membership(spec, self.head.machine.name, members)
+        self._workers = self.head.workers or WorkerNodes(self.loop, {}, lambda *_: None)
+        titles = [(place, node.title) for place, node in self._workers.members.items()]
+        members = dict(titles[: membership.nodes_expected(spec, 1 + len(titles)) - 1])
+        self.state = Membership(spec, self.head.machine.name, {place: Member(title) for place, title in members.items()})
         self._started = self.loop.now()
         self._bring_up: Optional[float] = None
         self._dashboard_url: Optional[str] = None
@@ -110,7 +98,7 @@ class RayCluster:
     @property
     def ready(self) -> bool:
         """Whether enough nodes have joined."""
-        return self.membership.ready
+        return self.state.ready
 
     @property
     def environment(self) -> Dict[str, str]:
@@ -136,7 +124,7 @@ class RayCluster:
             "ray_address": self.address,
             "dashboard_url": self._dashboard_url,
             "bring_up": self._bring_up,
-            "nodes": in_order(self.membership.nodes, self.spec),
+            "nodes": membership.in_order(self.state.nodes, self.spec),
         }
 
     def query_tables(self, timeout: float, done: Callable[[Optional[Tables]], None]) -> None:
@@ -158,7 +146,7 @@ class RayCluster:
         if problem:
             return self.on_event({"event": Report.FAILED, "error": ClusterError(EndReason.CLUSTER_START, problem)})
         self._deadline = self.loop.call_later(self.spec.startup_timeout, lambda: self.on_event({"event": Report.DEADLINE}))
-        nodes, environ = self.membership.expected, self.head.environ
+        nodes, environ = self.state.expected, self.head.environ
         self._ray = RayNode(
             self.loop, self.runtime, self.spec, self.key, self.head.machine, self.scratch, nodes, self.on_event, environ
         )
@@ -166,13 +154,13 @@ class RayCluster:
 
     def stop(self) -> None:
         """End every process of the cluster at once, on worker nodes as soon as the command reaches them."""
-        if self.key and self.membership.attempt:
-            self._send(NodeCommand.END_RAY, list(self.membership.members), cluster=self.key)
+        if self.key and self.state.attempt:
+            self._workers.send_command(self.state.members, op=NodeCommand.END_RAY, cluster=self.key)
         self.end()
 
     def end(self) -> None:
         """End every process of the cluster on this node at once; the listener gets no more events."""
-        self.membership = replace(self.membership, failed=True)
+        self.state = replace(self.state, failed=True)
         if self._deadline is not None:
             self._deadline.cancel()
         if self._ray is not None:
@@ -181,8 +169,8 @@ class RayCluster:
     def log_tails(self) -> Dict[str, str]:
         """The last lines of the logs that may tell why the cluster failed, by title, from this node and from worker nodes."""
         own = self._ray.log_tails() if self._ray is not None else {}
-        given_up = [(place, member.title) for place, member in self.membership.members.items() if member.given_up]
-        logs = {"runtime on %s" % title: self.head.workers.log_tail(place) for place, title in given_up if self.head.workers}
+        given_up = [(place, member.title) for place, member in self.state.members.items() if member.given_up]
+        logs = {"runtime on %s" % title: self._workers.log_tail(place) for place, title in given_up}
         return {**own, **self._tails, **{name: text for name, text in logs.items() if text.strip()}}
 
     def handle(self, member: WorkerNode, message: Event) -> None:
@@ -209,29 +197,25 @@ class RayCluster:
             self.listener.on_phase("cluster-start", event["message"])
         elif kind == Report.STARTING:
             self._gcs = event["gcs"]
-        self.membership, actions = self.membership.step(event)
+        self.state, actions = self.state.step(event)
         for action in actions:
             self._do(action)
 
-    def _do(self, action: Action) -> None:
-        if isinstance(action, Say):
+    def _do(self, action: membership.Action) -> None:
+        if isinstance(action, membership.Say):
             self.listener.on_phase(*action)
-        elif isinstance(action, Send):
+        elif isinstance(action, membership.Send):
             own: Dict[str, Any] = {}
             if action.op == NodeCommand.START_RAY:
-                own = {"gcs": self._gcs, "nodes": self.membership.expected, "ray": asdict(self.spec) if self.key else None}
-            self._send(action.op, action.to, cluster=self.key, attempt=self.membership.attempt, **own)
-        elif isinstance(action, NodeLost):
+                own = {"gcs": self._gcs, "nodes": self.state.expected, "ray": asdict(self.spec) if self.key else None}
+            self._workers.send_command(action.to, op=action.op, cluster=self.key, attempt=self.state.attempt, **own)
+        elif isinstance(action, membership.NodeLost):
             self.listener.on_node_lost(action.title)
-        elif isinstance(action, Ready):
+        elif isinstance(action, membership.Ready):
             self._be_ready(action.head)
         else:
             self.end()
             self.listener.on_failed(action)
-
-    def _send(self, op: NodeCommand, to: List[int], **command: Any) -> None:
-        if self.head.workers is not None:
-            self.head.workers.send_command(to, op=op, **command)
 
     def _answer(self, query: int, tables: Optional[Tables]) -> None:
         done = self._queries.pop(query, None)
@@ -245,16 +229,16 @@ class RayCluster:
 
     def _check_present(self) -> None:
         """Handle the nodes that had connected, or were lost, before this cluster began to start."""
-        for worker in [] if self.head.workers is None else self.head.workers.members.values():
+        for worker in self._workers.members.values():
             if worker.joined:
                 self.handle(worker, {"event": NodeEvent.JOINED})
             if worker.gone:
                 self.handle(worker, {"event": NodeEvent.GONE})
 
-    def _be_ready(self, head: Node) -> None:
+    def _be_ready(self, head: membership.Node) -> None:
         assert self._ray is not None and self._ray.ports is not None
         self.address = join_host_port(head["address"], self._ray.ports.gcs)
-        up = "Ray %s is up on %s" % (self.ray_version, in_words(self.membership.nodes, self.spec))
+        up = "Ray %s is up on %s" % (self.ray_version, membership.in_words(self.state.nodes, self.spec))
         if self.spec.dashboard:
             self._dashboard_url = "http://127.0.0.1:%d" % self._ray.ports.dashboard
             up += ", dashboard: %s on %s" % (self._dashboard_url, head["hostname"])

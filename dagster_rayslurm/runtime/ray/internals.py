@@ -221,12 +221,9 @@ def assume_head(head: SimpleNamespace) -> None:
     setattr(_module("ray._private.node"), _HEAD_INFO, lambda *_, **__: [head])
 
 
-def pending_demand(client: Any, nodes: Mapping[str, Any]) -> Demand:
-    """The requests for resources that Ray has not granted yet, and the living nodes; from Ray's interface for autoscalers.
-
-    Args:
-        nodes: the node table, for the nodes' host names.
-    """
+def pending_demand(client: Any) -> Demand:
+    """The requests for resources that Ray has not granted yet, and the living nodes; from Ray's interface for autoscalers."""
+    nodes = node_table(client)
     messages = _module("ray.core.generated.autoscaler_pb2")
     reply = messages.GetClusterResourceStateReply.FromString(client.get_cluster_resource_state(timeout_s=2))
     state = reply.cluster_resource_state

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from dataclasses import dataclass, field
-from typing import Callable, List, NamedTuple, Optional, Tuple
+from typing import Callable, List, NamedTuple, Optional
 
-from ..process.loop import Loop, Timer
+from ..process.loop import Loop
 from .cluster import RayCluster, Tables
 
-_TIMEOUT, _IDLE_TIMEOUT = 0.3, 5.0
-"""Seconds that the end of a payload, and the check of the idle cluster, wait for the tables, which take some milliseconds."""
-_IDLE = 10.0
-"""Seconds from the last payload's end to the check of the idle cluster; Ray frees some resources late."""
+_TIMEOUT, _IDLE = 0.3, 10.0
+"""Seconds that a payload's end waits for the tables, and from the last end to the check; Ray frees some resources late."""
+_BYTES = ("memory", "object_store_memory")
+"""Resources that are not counted, because idle workers and cached objects use them until others need them."""
 _HINTS = {
     "actor": "detached actor %(name)r (%(class)s, namespace %(namespace)r) is still alive; end it with "
     "ray.kill(ray.get_actor(%(name)r, namespace=%(namespace)r)) before the payload ends",
@@ -26,7 +26,7 @@ _HINTS = {
 class Leak(NamedTuple):
     """One thing that is left: its key in later tables, a sentence, the nonce of its payload if Ray tells, when a job began."""
 
-    key: Tuple[str, str]
+    key: str
     message: str
     nonce: str = ""
     since: float = 0.0
@@ -34,58 +34,54 @@ class Leak(NamedTuple):
 
 def living(tables: Tables) -> List[Leak]:
     """Everything in the tables that is alive and does not end with the Ray job that made it; without side effects."""
-    left = [(each, tables["jobs"].get(each["job"], "")) for each in tables["living"]]
-    return [Leak((each["kind"], each["id"]), _HINTS[each["kind"]] % each, nonce, each["since"]) for each, nonce in left]
+    nonces, rows = tables["jobs"], tables["living"]
+    return [Leak(row["id"], _HINTS[row["kind"]] % row, nonces.get(row["job"], ""), row["since"]) for row in rows]
 
 
 def left_when_idle(tables: Tables) -> List[Leak]:
     """What is still at work when no payload runs: submitted jobs, and used resources with everything that may hold them."""
     taken = []
-    for name, total in sorted(tables["total"].items()):  # Idle workers and cached objects use memory until others need it.
+    for name, total in sorted(tables["total"].items()):
         used = total - tables["available"].get(name, 0.0)
-        if used > 1e-3 and not name.endswith("memory") and not name.startswith("node:") and "_group_" not in name:
-            taken.append(Leak(("resource", name), "%s: %g of %g are not free although no payload runs" % (name, used, total)))
+        if used > 1e-3 and name not in _BYTES and not name.startswith("node:") and "_group_" not in name:
+            taken.append(Leak(name, "%s: %g of %g are not free although no payload runs" % (name, used, total)))
     return taken + [leak for leak in living(tables) if taken or leak.since]
 
 
-@dataclass(eq=False)
 class LeakCheck:
-    """Finds what payloads leave in the warm Ray cluster, which `cluster` returns; `found` is what was left when it was idle."""
+    """Finds what payloads leave in the warm Ray cluster, which `cluster` returns."""
 
-    loop: Loop
-    cluster: Callable[[], Optional[RayCluster]]
-    left: List[Leak] = field(default_factory=list)
-    timer: Optional[Timer] = None
+    def __init__(self, loop: Loop, cluster: Callable[[], Optional[RayCluster]]) -> None:
+        self._loop, self._cluster, self._timer = loop, cluster, loop.call_later(0.0, lambda: None)
+        self._left: List[Leak] = []
 
     @property
     def found(self) -> List[str]:
-        return [leak.message for leak in self.left]
+        """Sentences about what the last check of the idle cluster found and that has not ended since."""
+        return [leak.message for leak in self._left]
 
     def at_end(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
         """Returns a function to call at the end of the payload that starts now; it passes the payload's leaks to a callback."""
-        began, cluster = time.time(), self.cluster()
+        began, cluster = time.time(), self._cluster()
         assert cluster is not None
 
-        def answered(tables: Optional[Tables], done: Callable[[List[str]], None]) -> None:
-            still = set() if tables is None else {leak.key for leak in left_when_idle(tables)}
-            self.left = self.left if tables is None else [leak for leak in self.left if leak.key in still]
-            left = [] if tables is None else [leak for leak in living(tables) if leak.nonce == nonce or leak.since >= began]
-            done([leak.message for leak in left])
+        def find(done: Callable[[List[str]], None], tables: Optional[Tables]) -> None:
+            if tables is not None:
+                still = {leak.key for leak in left_when_idle(tables)}
+                self._left = [leak for leak in self._left if leak.key in still]
+            left = [] if tables is None else living(tables)
+            done([leak.message for leak in left if leak.nonce == nonce or leak.since >= began])
 
-        return lambda done: cluster.query_tables(_TIMEOUT, lambda tables: answered(tables, done))
+        return lambda done: cluster.query_tables(_TIMEOUT, functools.partial(find, done))
 
     def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
         """Check the whole cluster in some seconds, unless a payload runs by then."""
-        cluster = self.cluster()
-        if self.timer is not None:
-            self.timer.cancel()
 
-        def answered(tables: Optional[Tables]) -> None:
+        def check(tables: Optional[Tables]) -> None:
             if tables is not None and is_idle():
-                self.left = left_when_idle(tables)
+                self._left = left_when_idle(tables)
 
-        def check() -> None:
-            if cluster is not None and is_idle():
-                cluster.query_tables(_IDLE_TIMEOUT, answered)
-
-        self.timer = self.loop.call_later(_IDLE, check)
+        self._timer.cancel()
+        cluster = self._cluster()
+        if cluster is not None:
+            self._timer = self._loop.call_later(_IDLE, lambda: cluster.query_tables(5.0, check) if is_idle() else None)

@@ -7,6 +7,7 @@ GCS reports its nodes, seconds before `ray start` itself has finished.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -206,7 +207,7 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
         client = internals.connect_gcs(gcs)
         internals.publish_head(client, _temp_dir(command), "--include-dashboard=false" not in command)
         known: Optional[Nodes] = None
-        demand = _DemandReporter(client, report)
+        threading.Thread(target=_report_demand, args=(gcs, report), daemon=True).start()
         while True:
             nodes = _nodes(client)
             if nodes is not None and nodes != known:
@@ -218,7 +219,6 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
             if entrypoint and os.path.exists(entrypoint):
                 report(event=Report.ENTRYPOINT)
                 entrypoint = None
-            demand.poll(known or {})
             complete = known is not None and sum(node["alive"] for node in known.values()) >= expected
             time.sleep(_SLOW if complete and not entrypoint else _FAST)
     except BaseException as error:
@@ -277,33 +277,19 @@ def _nodes(client: Any) -> Optional[Nodes]:
 # ---- Tasks, actors and placement groups that no node can ever hold; Ray lets them wait without a message
 
 
-class _DemandReporter:
-    """Reports requests for resources that no node can ever grant; each request once, until it is gone."""
+def _report_demand(gcs: str, report: _Reporter) -> None:
+    """Every few seconds, report the requests that can never be granted; each once, until it is gone.
 
-    def __init__(self, client: Any, report: _Reporter) -> None:
-        self._client = client
-        self._report = report
-        self._next = 0.0
-        self._before: List[str] = []
-        self._reported: List[str] = []
-
-    def poll(self, nodes: Nodes) -> None:
-        """If some seconds have passed since the last poll, ask the GCS which requests wait, and report what can never be granted.
-
-        A request is reported only when two polls in a row find it, because a node that has just joined may grant it.
-        """
-        if time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + _DEMAND_INTERVAL
-        try:
-            found = unschedulable(internals.pending_demand(self._client, nodes))
-        except Exception:  # Ray's errors have no common public base class. The next poll may succeed.
-            return
-        lasting, self._before = [each for each in found if each in self._before], found
-        for sentence in lasting:
-            if sentence not in self._reported:
-                self._report(event=Report.UNSCHEDULABLE, message=sentence)
-        self._reported = lasting
+    Two polls in a row must find a request, because a node that has just joined may grant it.
+    """
+    client, before, reported = internals.connect_gcs(gcs), set(), set()  # type: Any, Set[str], Set[str]
+    while True:
+        time.sleep(_DEMAND_INTERVAL)
+        with contextlib.suppress(Exception):  # Ray's errors have no common public base class. The next poll may succeed.
+            found = set(unschedulable(internals.pending_demand(client)))
+            for sentence in sorted(found & before - reported):
+                report(event=Report.UNSCHEDULABLE, message=sentence)
+            before, reported = found, found & before
 
 
 def unschedulable(demand: Demand) -> List[str]:
@@ -364,4 +350,4 @@ def _has(node: DemandNode, asked: Set[str]) -> str:
 
 
 def _amount(name: str, amount: float) -> str:
-    return "%s %.1f GiB" % (name, amount / 2**30) if name.endswith("memory") else "%s %g" % (name, amount)
+    return "%s %.1f GiB" % (name, amount / 2**30) if name in ("memory", "object_store_memory") else "%s %g" % (name, amount)

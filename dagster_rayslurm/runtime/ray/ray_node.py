@@ -31,11 +31,10 @@ from .internals import PRESTART_AT_FIRST_DRIVER, RAYLET_ENVIRON
 from .membership import Event, Report
 
 _ATTEMPTS = 3
-"""Most attempts to start Ray on this node; another attempt follows only a taken port or slow agents of Ray."""
-_CLASH = re.compile(r"address already in use|port \d+ is already|already occupied|Failed to bind", re.IGNORECASE)
-"""What Ray's logs contain when a port was taken."""
-_SLOW_AGENT = re.compile(r"Timed out waiting for file \S*_port_")
-"""What the raylet logs when it ends because its agents were not up within 15 s; Ray 2.60 has no setting for that limit."""
+"""Most attempts to start Ray on this node."""
+_CLASH = r"address already in use|port \d+ is already|already occupied|Failed to bind"
+_TEMPORARY = re.compile(_CLASH + r"|Timed out waiting for file \S*_port_", re.IGNORECASE)
+"""What Ray's logs contain when another attempt may succeed: a port was taken, or Ray's agents were not up in its own 15 s."""
 _KEEPS_WORKERS_READY = "ray"
 """Name of a module: a runtime that preloads it for payloads also keeps idle Ray workers ready."""
 _LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard.log", "ray_process_exit.log")
@@ -65,37 +64,11 @@ def start_arguments(
     spec: RaySpec, machine: NodeResources, chosen: Ports, temp_dir: str, address: Optional[str], gcs: Optional[str] = None
 ) -> List[str]:
     """The arguments of `ray start` on this node, whose address is `address`; `gcs` is the head to join, None on the head."""
-    arguments = ["--block", *(_dashboard(spec, "--head") if gcs is None else ["--address=" + gcs])]
+    head = ["--head", "--include-dashboard=%s" % ("true" if spec.dashboard else "false")]
+    arguments = ["--block", *(head if gcs is None else ["--address=" + gcs])]
     if address:
         arguments.append("--node-ip-address=" + address)
-    return arguments + _node_arguments(spec, machine, chosen, temp_dir)
-
-
-def symmetric_arguments(
-    spec: RaySpec,
-    machine: NodeResources,
-    chosen: Ports,
-    temp_dir: str,
-    gcs: str,
-    head: bool,
-    nodes: int,
-    entrypoint: List[str],
-) -> List[str]:
-    """The arguments of `ray symmetric-run` on this node; it runs `entrypoint` on the head once `nodes` nodes have joined."""
-    own = [option for option in _node_arguments(spec, machine, chosen, temp_dir) if not option.startswith("--port=")]
-    return ["--address=" + gcs, "--min-nodes=%d" % nodes, *(_dashboard(spec) if head else []), *own, "--", *entrypoint]
-
-
-def _dashboard(spec: RaySpec, *before: str) -> List[str]:
-    return [*before, "--include-dashboard=%s" % ("true" if spec.dashboard else "false")]
-
-
-def _scheduled_cpus(spec: RaySpec, machine: NodeResources) -> int:
-    return machine.num_cpus if spec.num_cpus is None else spec.num_cpus
-
-
-def _node_arguments(spec: RaySpec, machine: NodeResources, chosen: Ports, temp_dir: str) -> List[str]:
-    arguments = ["--disable-usage-stats", "--temp-dir=" + temp_dir, *chosen.options]
+    arguments += ["--disable-usage-stats", "--temp-dir=" + temp_dir, *chosen.options]
     arguments.append("--num-cpus=%d" % _scheduled_cpus(spec, machine))
     arguments.append("--num-gpus=%d" % (machine.num_gpus if spec.num_gpus is None else spec.num_gpus))
     store = spec.object_store_memory
@@ -111,6 +84,20 @@ def _node_arguments(spec: RaySpec, machine: NodeResources, chosen: Ports, temp_d
     if spec.labels:
         arguments.append("--labels=" + ",".join("%s=%s" % item for item in sorted(spec.labels.items())))
     return arguments + spec.ray_args
+
+
+def symmetric_arguments(start: List[str], gcs: str, nodes: int, entrypoint: List[str]) -> List[str]:
+    """The arguments of `ray symmetric-run` on a node with these arguments of `ray start`.
+
+    On the head of "HOST:PORT" `gcs` it runs `entrypoint` once `nodes` nodes have joined.
+    """
+    unknown = ("--block", "--head", "--address=", "--node-ip-address=", "--port=")
+    own = [option for option in start if not option.startswith(unknown)]
+    return ["--address=" + gcs, "--min-nodes=%d" % nodes, *own, "--", *entrypoint]
+
+
+def _scheduled_cpus(spec: RaySpec, machine: NodeResources) -> int:
+    return machine.num_cpus if spec.num_cpus is None else spec.num_cpus
 
 
 def granted_defaults(machine: NodeResources) -> Dict[str, str]:
@@ -237,7 +224,6 @@ class RayNode:
         self._partial = b""
         self._daemons: Set[int] = set()
         """Ids of Ray's daemons that are children of this runtime, which `ray symmetric-run` causes; else empty."""
-        self._problem: Optional[ClusterError] = None
         self._attempt = 0
         self._over = False
         with open(self.token_path, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
@@ -262,7 +248,7 @@ class RayNode:
             elif self.spec.network_interface:
                 address = interface_address(self.spec.network_interface)
         except ClusterError as error:
-            return self._fail(error)
+            return self._fail(str(error))
         self._gcs, self._address = gcs, address
         if self.spec.health_check:
             self._check_health(self.spec.health_check)
@@ -288,10 +274,13 @@ class RayNode:
 
     def log_tails(self) -> Dict[str, str]:
         """The last lines of the logs that may tell why Ray failed on this node, by name of log."""
-        logs = logs_of(self.scratch.ray_temp_dir)
-        paths = {"ray start": self._log, **{name: os.path.join(logs, name) for name in _LOGS}}
-        tails = {name: tail_file(path, lines=15) for name, path in paths.items()}
+        tails = {name: tail_file(path, lines=15) for name, path in self._log_paths.items()}
         return {name: text for name, text in tails.items() if text.strip()}
+
+    @property
+    def _log_paths(self) -> Dict[str, str]:
+        logs = logs_of(self.scratch.ray_temp_dir)
+        return {"ray start": self._log, **{name: os.path.join(logs, name) for name in _LOGS}}
 
     def _check_health(self, command: str) -> None:
         log = self.scratch.join("health-check.log")
@@ -303,7 +292,7 @@ class RayNode:
             if code == 0:
                 return self._start_ray()
             said = tail_file(log, lines=5).strip() or "it printed nothing"
-            self._fail_start("the health check failed with exit code %d on node %s: %s" % (code, self.machine.name, said))
+            self._fail("the health check failed with exit code %d on node %s: %s" % (code, self.machine.name, said))
 
         self._spawn(["/bin/sh", "-c", command], done, log, self._daemon_environ(os.environ))
 
@@ -311,7 +300,7 @@ class RayNode:
         try:
             self._run_ray()
         except OSError as error:  # No ports are free, or a file or process cannot be made.
-            self._fail_start("node %s: Ray cannot be started: %s" % (self.machine.name, error))
+            self._fail("node %s: Ray cannot be started: %s" % (self.machine.name, error))
 
     def _run_ray(self) -> None:
         self._attempt += 1
@@ -323,16 +312,13 @@ class RayNode:
         gcs = self._gcs or join_host_port(self._address or "127.0.0.1", self.ports.gcs)
         if head:
             self.on_event({"event": Report.STARTING, "gcs": gcs})
-        entrypoint, command = (
-            None,
-            ["start", *start_arguments(self.spec, self.machine, self.ports, temp_dir, self._address, self._gcs)],
-        )
+        own = start_arguments(self.spec, self.machine, self.ports, temp_dir, self._address, self._gcs)
+        entrypoint, command = None, ["start", *own]
         env = {name: value for name, value in os.environ.items() if name not in RAY_COORDINATES}
         if self.spec.launch_style == "symmetric-run":
             entrypoint = self.scratch.join("entrypoint")
             hold = [sys.executable, sys.argv[0], "hold", entrypoint]
-            own = symmetric_arguments(self.spec, self.machine, self.ports, temp_dir, gcs, head, self.nodes, hold)
-            command = ["symmetric-run", *own]
+            command = ["symmetric-run", *symmetric_arguments(own, gcs, self.nodes, hold)]
             env["PATH"] = os.pathsep.join([self._write_shim(), env.get("PATH", os.defpath)])
             env["RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"] = str(int(self.spec.startup_timeout))
         cpus, existing = _scheduled_cpus(self.spec, self.machine), os.cpu_count() or 1
@@ -416,10 +402,9 @@ class RayNode:
     def _handle(self, event: Event) -> None:
         kind = event["event"]
         if kind == Report.ENVIRONMENT:
-            self._problem = ClusterError(EndReason.ENVIRONMENT, "node %s: %s" % (self.machine.name, event["message"]))
+            self._fail("node %s: %s" % (self.machine.name, event["message"]), EndReason.ENVIRONMENT)
         elif kind == Report.WATCH_FAILED:
-            self._problem = ClusterError(EndReason.CLUSTER_START, "the GCS cannot be asked for its nodes: " + event["message"])
-            self._kill()
+            self._fail("the GCS cannot be asked for its nodes: " + event["message"])
         elif not self._over:
             if kind == Report.ENTRYPOINT:
                 self._adopt_daemons()
@@ -448,32 +433,22 @@ class RayNode:
         how = "signal %d" % -code if code < 0 else "exit code %d" % code
         node = self.machine.name
         if self.ready:
-            return self._fail(ClusterError(EndReason.CLUSTER_LOST, "Ray on node %s ended with %s" % (node, how)))
-        if self._problem is not None:
-            return self._fail(self._problem)
-        clash = any(_CLASH.search(text) for text in self.log_tails().values())
-        raylet = os.path.join(logs_of(self.scratch.ray_temp_dir), "raylet.err")
-        slow = _SLOW_AGENT.search(tail_file(raylet, lines=200)) is not None
-        # Slow agents come first, because Ray's logs may mention ports in that case as well.
-        why = "Ray's agents were not up within its own limit of 15 s" if slow else "a port was taken meanwhile"
-        if self._attempt < _ATTEMPTS and (clash or slow):  # A second start is faster, because files are in the cache.
-            self.on_event({"event": Report.RETRY, "message": "%s; trying Ray on node %s again" % (why, node)})
+            return self._fail("Ray on node %s ended with %s" % (node, how))
+        temporary = any(_TEMPORARY.search(tail_file(path, lines=200)) for path in self._log_paths.values())
+        if self._attempt < _ATTEMPTS and temporary:
+            why = "a port was taken, or Ray's agents were slow; trying Ray on node %s again" % node
+            self.on_event({"event": Report.RETRY, "message": why})
             return self._start_ray()
-        if slow:
-            why += " on node %s, %d times: it is overloaded, or the file system of its environment is slow"
-            return self._fail_start(why % (node, self._attempt))
         what = "`ray symmetric-run`" if self.spec.launch_style == "symmetric-run" else "`ray start`"
         said = last_error_line(tail_file(self._log))
-        self._fail_start("%s on node %s ended with %s before Ray was up%s" % (what, node, how, said and ": " + said))
+        self._fail("%s on node %s ended with %s before Ray was up%s" % (what, node, how, said and ": " + said))
 
-    def _fail_start(self, why: str) -> None:
-        self._fail(ClusterError(EndReason.CLUSTER_START, why))
-
-    def _fail(self, error: ClusterError) -> None:
+    def _fail(self, why: str, reason: Optional[EndReason] = None) -> None:
         if not self._over:
             self._over = True
             self._kill()
-            self.on_event({"event": Report.FAILED, "error": error})
+            reason = reason or (EndReason.CLUSTER_LOST if self.ready else EndReason.CLUSTER_START)
+            self.on_event({"event": Report.FAILED, "error": ClusterError(reason, why)})
 
     def _kill(self) -> None:
         """Send SIGKILL to `ray start` and all its descendants; its process group alone would not contain Ray's daemons."""
