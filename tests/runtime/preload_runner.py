@@ -48,7 +48,7 @@ class Command:
             self.begun(loop, pool, pipes, pid)
 
         if order["modules"]:
-            pool.fork(order["modules"], argv, self.ended, secrets=secrets, streams=streams, done=begin, **options)
+            pool.fork(order["modules"], argv, self.ended, begin, secrets=secrets, streams=streams, **options)
         else:
             begin(None)
 

@@ -123,10 +123,10 @@ def command(pid):
 def count():
     return sum("ray-node" in command(p.pid) for p in processes.descendants({pair.worker.pid}))
 def go(looks=20):
-    if looks and (count() or processes.descendants(os.getpid()) or len(os.listdir(runner._scratch.path)) > 1):
+    if looks and (count() or processes.descendants(os.getpid()) or len(os.listdir(runner.scratch.path)) > 1):
         return loop.call_later(0.5, lambda: go(looks - 1))
     said["after"] = count()
-    said["scratch"] = [name for name in os.listdir(runner._scratch.path)]
+    said["scratch"] = [name for name in os.listdir(runner.scratch.path)]
     said["here"] = len([p for p in processes.descendants(os.getpid())])
     said["orders"] = [list(m.commands) for m in runner.workers.members.values()]
     said["draining"] = runner.closing

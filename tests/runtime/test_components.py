@@ -543,7 +543,7 @@ def test_clusters_of_payloads_own_have_the_components_too(tmp_path: Path) -> Non
         [submit(name) for name in ("one", "two", "three", "four", "five")]
         def go():
             said["here"] = len(processes.descendants(os.getpid()))
-            said["left"] = os.listdir(runner._scratch.path)
+            said["left"] = os.listdir(runner.scratch.path)
             said["draining"] = runner.closing
             loop.stop()
         when_done(lambda: loop.call_later(2.0, go))

@@ -24,8 +24,8 @@ from dagster_rayslurm.archive import build_runtime, install_runtime, runtime_nam
 from dagster_rayslurm.runtime.node import usage
 from dagster_rayslurm.runtime.node.ray_jobs import Attribution
 from dagster_rayslurm.runtime.payload import environment
-from dagster_rayslurm.runtime.payload.outputs import OutputSearch
-from dagster_rayslurm.runtime.payload.process import PayloadProcess
+from dagster_rayslurm.runtime.payload.payload import Awaited, PayloadProcess
+from dagster_rayslurm.runtime.payload.record import OutputSearch
 from dagster_rayslurm.runtime.process import processes
 from dagster_rayslurm.runtime.process.processes import Process
 from dagster_rayslurm.runtime.protocol import spec
@@ -324,22 +324,13 @@ def test_environment_of_a_process_is_matched_exactly() -> None:
 
 @given(st.binary(max_size=400), st.lists(st.integers(1, 7), max_size=60))
 def test_bytes_of_any_kind_cut_anywhere_decode_alike(data: bytes, cuts: list[int]) -> None:
-    class Listener:
-        text, streams_ended = "", 0
-
-        def safely(self, call: Callable[[], None]) -> None:
-            call()
-
-        def process_output(self, stream: str, text: str) -> None:
-            self.text += text
-
-        def process_stream_ended(self) -> None:
-            self.streams_ended += 1
-
     calls: list[Callable[[], None]] = []
-    loop = SimpleNamespace(on_readable=lambda fd, call: calls.append(call), forget=lambda fd: None)
-    listener: Any = Listener()
-    process = PayloadProcess(loop, "", listener)  # type: ignore[arg-type]
+    texts: list[str] = []
+    received: list[Awaited] = []
+    loop: Any = SimpleNamespace(on_readable=lambda fd, call: calls.append(call), forget=lambda fd: None)
+    record = SimpleNamespace(output=lambda _, text: texts.append(text))
+    payload: Any = SimpleNamespace(safely=lambda call: call(), record=record, received=received.append)
+    process = PayloadProcess(loop, payload)
     reader, writer = os.pipe()
     process.read_stream("stdout", reader)
     rest = data
@@ -350,8 +341,8 @@ def test_bytes_of_any_kind_cut_anywhere_decode_alike(data: bytes, cuts: list[int
         rest = rest[size:]
     os.close(writer)
     calls[0]()
-    assert listener.text == data.decode("utf-8", "replace")
-    assert listener.streams_ended == 1 and not process.streams_open
+    assert "".join(texts) == data.decode("utf-8", "replace")
+    assert received == [Awaited.OUTPUT] and not process.streams_open
 
 
 def test_a_signal_just_after_the_runtimes_end_is_no_error() -> None:

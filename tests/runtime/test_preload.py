@@ -19,10 +19,10 @@ from dagster_rayslurm.runtime.payload.preload_child import (
     Threads,
     changed_file,
     fork_problem,
+    printed_since,
     process_threads,
     shadowed_module,
 )
-from dagster_rayslurm.runtime.payload.preload_run import printed_since
 from dagster_rayslurm.runtime.payload.preload_server import (
     affects_imports,
     command_problem,
@@ -364,15 +364,6 @@ def test_what_cannot_be_forked_from_says_why(write: Write, tmp_path: Path, modul
     for result in told["results"]:
         assert re.fullmatch(why, result["why"]), result["why"]
         assert (result["out"], result["code"]) == ("ran\n", 0)
-
-
-def test_a_preload_process_that_never_serves_is_given_up(write: Write, tmp_path: Path) -> None:
-    write("dies.py", "import os\nos._exit(3)")
-    script = tmp_path / "a.py"
-    script.write_text("")
-    env = {"PYTHONPATH": str(tmp_path / "payloads")}
-    told = run(tmp_path / "r", [{"argv": ["python", str(script)]}] * 5, ["dies"], env=env)
-    assert told["results"][-1]["why"] == "the process that imports dies ended 3 times"
 
 
 def test_a_changed_module_is_imported_anew(write: Write, tmp_path: Path) -> None:

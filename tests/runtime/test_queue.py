@@ -164,6 +164,19 @@ def test_payloads_ahead_count_with_what_is_known_of_them() -> None:
     assert [payload.spec.nonce for payload, _ in queue.late(50.0)] == ["b0", "c0"]
 
 
+def test_the_longest_whole_run_of_a_step_is_its_expected_duration() -> None:
+    """The time of a payload that was cut off says nothing about the next one, and a short queue is no long wait."""
+    queue = Queue(1, margin=60.0)
+    for came, took, whole in ((0.0, 90.0, True), (100.0, 80.0, True), (200.0, 900.0, False)):
+        payload = item("a", step="s")
+        queue, _ = queue.added(payload, False, came).start_next(NODE, may_start, came)
+        queue = queue.removed(payload, whole, came + took)
+    assert queue.durations == {"s": 90.0} and queue.present == []
+    for number in range(12):
+        queue = queue.added(item("b", number, step=f"new{number}"), False, 0.0)
+    assert queue.refusal(item("c", step="other").spec, 61.0, 0.0) is None
+
+
 SESSION = Queue(idle_timeout=60.0, in_allocation=True, idle_since=0.0)
 SERVED = replace(SESSION, served=1)
 

@@ -130,7 +130,7 @@ runner.workers = WorkerNodes()
 """
 
 
-@pytest.mark.parametrize("where", ["process_exited", "_conclude", "process_output", "process_started", ""])
+@pytest.mark.parametrize("where", ["process_exited", "_finish", "process_started", ""])
 def test_a_defect_ends_the_measurement_on_other_nodes(tmp_path: Path, where: str) -> None:
     program = OTHERS + (
         f"""
@@ -233,7 +233,7 @@ runner.run()
     assert not (tmp_path / "journal.reserve").exists()
 
 
-@pytest.mark.parametrize("where", ["start", "process_started", "process_output", "process_exited", "_conclude"])
+@pytest.mark.parametrize("where", ["start", "process_started", "_copy_messages", "process_exited", "_finish"])
 def test_a_defect_in_handling_one_payload_ends_only_that_payload(tmp_path: Path, where: str) -> None:
     program = f"""
         import os, shutil
@@ -251,7 +251,7 @@ def test_a_defect_in_handling_one_payload_ends_only_that_payload(tmp_path: Path,
         runner.submit(other)
         runner.submit(run_dir)
         def left():
-            print("left:", [name for name in os.listdir(runner._scratch.path) if "messages" in name], file=sys.stderr)
+            print("left:", [name for name in os.listdir(runner.scratch.path) if "messages" in name], file=sys.stderr)
             loop.stop()
         runner.hooks.finished = lambda _: left()
         runner.run()
@@ -265,9 +265,9 @@ def test_a_defect_in_handling_one_payload_ends_only_that_payload(tmp_path: Path,
 def test_endless_messages_do_not_delay_the_time_limit(tmp_path: Path) -> None:
     """A payload that writes messages faster than they are copied still has its time limit."""
     program = """
-        from dagster_rayslurm.runtime.payload.record import MessageFile
-        copy = MessageFile.copy
-        MessageFile.copy = lambda self, keep: copy(self, keep) or True
+        from dagster_rayslurm.runtime.payload.record import PayloadRecord
+        copy = PayloadRecord.copy_messages
+        PayloadRecord.copy_messages = lambda self: copy(self) or True
         payload = runner.submit(run_dir)
         loop.call_later(0.5, lambda: payload.end_early(End("timeout", "enough"), 0))
         runner.run()
@@ -329,13 +329,13 @@ def test_a_process_left_by_nvidia_smi_does_not_delay_the_end(tmp_path: Path) -> 
 def test_a_defect_in_one_end_does_not_prevent_other_ends(tmp_path: Path) -> None:
     program = """
         import os, shutil
-        from dagster_rayslurm.runtime.payload.payload import Payload
-        abandon, other = Payload.abandon, run_dir + "/other"
+        from dagster_rayslurm.runtime.payload.record import PayloadRecord
+        write, other = PayloadRecord.end, run_dir + "/other"
         def broken(self, end):
-            if self.run_dir == run_dir:
+            if self.files.run_dir == run_dir:
                 raise KeyError("broken")
-            abandon(self, end)
-        Payload.abandon = broken
+            write(self, end)
+        PayloadRecord.end = broken
         os.mkdir(other)
         text = open(run_dir + "/payload.json").read().replace('"n"', '"m"')
         open(other + "/payload.json", "w").write(text)
@@ -348,5 +348,4 @@ def test_a_defect_in_one_end_does_not_prevent_other_ends(tmp_path: Path) -> None
     """
     records, _ = supervised(tmp_path, program, ["sleep", "20"])
     other = LineReader().feed((tmp_path / "other" / JOURNAL).read_bytes())[-1]
-    assert (records[-1]["type"], records[-1]["message"]) == ("end", "KeyError: 'broken'")
-    assert (other["type"], other["message"]) == ("end", "RuntimeError: no such thing")
+    assert records[-1]["type"] == "tail" and (other["type"], other["message"]) == ("end", "RuntimeError: no such thing")

@@ -151,13 +151,6 @@ def test_a_misfit_and_a_closing_runtime_say_why_and_leave_no_record(runtime: Run
     assert not (runtime.path / "a" / JOURNAL).exists() and not (runtime.path / "c" / JOURNAL).exists()
 
 
-def test_a_drained_runtime_runs_its_queue(runtime: Runtime) -> None:
-    for name in "abc":
-        runtime.add(name, NAP % 0.2)
-    runtime.run("session(); [submit(name) for name in 'abc']; runner.drain('enough')")
-    assert [runtime.end(name)["exit_code"] for name in "abc"] == [0, 0, 0]
-
-
 def test_a_cancel_affects_only_its_payload(runtime: Runtime) -> None:
     runtime.add("a", NAP % 60)
     runtime.add("b", NAP % 1.5)
@@ -200,51 +193,6 @@ def test_a_payload_that_cannot_end_in_time_is_refused(runtime: Runtime) -> None:
     assert re.fullmatch(words, said["behind"])
     assert "after" not in said and said["closing"] is None and said["left"] == 100.0  # Others may take less time.
     assert [runtime.end(name)["exit_code"] for name in ("first", "fits", "after")] == [0, 0, 0]
-
-
-def test_a_queue_of_short_payloads_does_not_count_as_long(runtime: Runtime) -> None:
-    """Payloads of unknown or short duration do not count with the margin each."""
-    names = [f"{number}" for number in range(12)]
-    for name in names:
-        runtime.add(name, NAP % 0.1, step="short" if int(name) % 2 else name)
-    said = runtime.run(f"""
-        session(drain_margin=60.0)
-        runner.time_left = lambda: 100.0
-        for name in {names}:
-            submit(name)
-        when_done(end)
-    """)
-    assert said == {} and all(runtime.end(name)["exit_code"] == 0 for name in names)
-
-
-def test_a_cut_off_payload_does_not_count_for_the_duration_of_its_step(runtime: Runtime) -> None:
-    runtime.add("timeout", NAP % 60, step="a", time_limit=0.8)
-    runtime.add("cancelled", NAP % 60, step="b")
-    runtime.add("killed", "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)", step="c")
-    runtime.add("failed", "import sys, time; time.sleep(0.3); sys.exit(1)", step="d")
-    said = runtime.run("""
-        session(max_concurrent_payloads=4)
-        payloads = [submit(name) for name in ("timeout", "cancelled", "killed", "failed")]
-        loop.call_later(0.5, lambda: payloads[1].end_early(End("cancel", "not wanted")))
-        when_done(lambda: (said.update(runner.queue.durations), end()))
-    """)
-    assert list(said) == ["d"] and 0.3 <= said["d"] < 10
-
-
-def test_the_longest_run_of_a_step_is_its_expected_duration(runtime: Runtime) -> None:
-    runtime.add("a", NAP % 1.2, step="slow")
-    runtime.add("b", "pass", step="slow")
-    said = runtime.run("""
-        session(drain_margin=0.5)
-        runner.time_left = lambda: 1.0
-        submit("a")
-        def go():
-            said["durations"] = runner.queue.durations
-            submit("b")
-            end()
-        when_done(go)
-    """)
-    assert 1.2 <= said["durations"]["slow"] < 10 and "may take" in said["b"]
 
 
 def test_a_waiting_payload_without_enough_time_is_returned(runtime: Runtime) -> None:
@@ -358,15 +306,15 @@ def test_orphans_are_ended_once_nothing_runs(runtime: Runtime, tmp_path: Path) -
 
 LARGE = "open('large.bin', 'wb').write(bytes(5 * 2**20)); open('small.txt', 'w').write('x')"
 SLOW_SEARCH = """
-from dagster_rayslurm.runtime.payload import outputs
-run = outputs.OutputSearch.run
+from dagster_rayslurm.runtime.payload import record
+run = record.OutputSearch.run
 def slowly(search):
     until = loop.now() + %g
     while loop.now() < until:
         time.sleep(0.02)
         yield
     yield from run(search)
-outputs.OutputSearch.run = slowly
+record.OutputSearch.run = slowly
 ticks = []
 def tick():
     ticks.append(loop.now())
@@ -412,27 +360,6 @@ cancel()
     assert [end["outputs_left_out"] for end in ends] == [
         [f"all of them: {why} while they were searched for"] for why in ("not wanted", "too late", "a defect")
     ]
-
-
-def test_a_second_cancel_never_lengthens_the_grace_period(runtime: Runtime) -> None:
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); time.sleep(60)"
-    for name in "ab":
-        runtime.add(name, stubborn, run_id=name)
-    runtime.run("""
-        session(max_concurrent_payloads=2)
-        one, two = submit("a"), submit("b")
-        def again(payload, after, grace):
-            loop.call_later(after, lambda: payload.end_early(End("cancel", "not wanted"), grace))
-        for delay, grace in ((0.8, 2.0), (2.0, 4.0), (2.7, 4.0)):
-            again(one, delay, grace)
-        again(two, 0.8, 30.0), again(two, 1.0, 0.5)
-        when_done(end)
-    """)
-    for name in "ab":
-        end = runtime.end(name)
-        assert end["reason"] == "cancel" and end["ended_at"] - end["started_at"] < 5
-        text = (runtime.path / name / "stdio.jsonl").read_text()
-        assert text.count("asked") == 1
 
 
 def test_usage_without_ray_counts_no_cluster(runtime: Runtime) -> None:

@@ -15,42 +15,28 @@ from ..node.worker_nodes import WorkerNodes
 from ..protocol.record import CONTEXT
 from ..protocol.spec import JOB_MARK, RAY_COORDINATES, PayloadSpec
 
+# Prefixes of the environment variables that a payload must not inherit from its runtime.
 _SCRUBBED = ("DAGSTER_PIPES_", "RAYSLURM_")
-"""Prefixes of the environment variables that a payload must not inherit from its runtime."""
 
+# The environment variable from which `ray.init` takes the configuration of a driver's Ray job.
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""The environment variable from which `ray.init` takes the configuration of a driver's Ray job."""
 
-Environment = Dict[str, str]
-"""Environment variables of a process, by name."""
+Environment = Dict[str, str]  # Environment variables of a process, by name.
 
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """What the runtime provides for one payload: its Ray cluster, and what measures its usage.
+    """What the runtime provides for one payload: its Ray cluster, if it has one, and what measures its usage."""
 
-    Attributes:
-        messages_path: file for the payload's Pipes messages.
-        gpus: tells how busy the GPUs of this node are.
-        ray_env: environment variables by which the payload reaches its Ray cluster.
-        worker_env: environment variables that the workers of the Ray cluster have anyway.
-        ray_temp_dir: Ray's temporary directory; None if the payload has no Ray cluster.
-        shared_ray_pid: returns the id of the process below which a Ray cluster that payloads share runs; None if the cluster
-            is the payload's own.
-        workers: the worker nodes of the allocation, which measure usage as well.
-        foreign_pids: returns the process ids that, with all processes below them, belong to other payloads.
-        leak_check: starts a check for actors and other things that the payload leaves in its Ray cluster, and calls back
-            with a description of each; None if the Ray cluster ends with the payload.
-    """
-
-    messages_path: str
+    messages_path: str  # File for the payload's Pipes messages.
     gpus: GpuMonitor
-    ray_env: Environment = field(default_factory=dict)
-    worker_env: Mapping[str, str] = field(default_factory=dict)
+    foreign_pids: Callable[[], Iterable[int]]  # Ids of processes that, with all below them, belong to other payloads.
+    ray_env: Environment = field(default_factory=dict)  # Variables by which the payload reaches its Ray cluster.
+    worker_env: Mapping[str, str] = field(default_factory=dict)  # Variables that the cluster's workers have anyway.
     ray_temp_dir: Optional[str] = None
-    shared_ray_pid: Optional[Callable[[], Optional[int]]] = None
-    workers: Optional[WorkerNodes] = None
-    foreign_pids: Callable[[], Iterable[int]] = tuple
+    shared_ray_pid: Optional[Callable[[], Optional[int]]] = None  # Id of the process above a Ray cluster that payloads share.
+    workers: Optional[WorkerNodes] = None  # The worker nodes of the Ray cluster, which measure usage as well.
+    # Looks for what the payload leaves in a shared Ray cluster, and calls back with a sentence about each thing.
     leak_check: Optional[Callable[[Callable[[List[str]], None]], None]] = None
 
 
@@ -75,13 +61,7 @@ def payload_environment(
 ) -> Environment:
     """The environment of a payload: inherited variables, those for Ray and Dagster Pipes, and the variables of its configuration.
 
-    Args:
-        spec: the payload.
-        inherited: variables to start from.
-        python: the environment's Python, whose directory comes first in PATH.
-        messages_path: file for Pipes messages.
-        ray_env: variables by which the payload reaches its Ray cluster.
-        worker_env: variables that the workers of the Ray cluster have anyway.
+    The directory of `python`, the environment's Python, comes first in PATH. For the others see `LaunchContext`.
     """
     env = {name: value for name, value in inherited.items() if not name.startswith(_SCRUBBED) and name not in RAY_COORDINATES}
     env["PATH"] = os.pathsep.join([os.path.dirname(python), env.get("PATH", os.defpath)])
@@ -105,11 +85,8 @@ def job_config(nonce: str, env: Mapping[str, str]) -> str:
     """The configuration of a payload's Ray job, as JSON for the variable `JOB_CONFIG`.
 
     Ray's workers inherit the environment of the raylet that starts them, not of the driver. The job's `runtime_env` changes
-    their environment, but then Ray starts new workers for the job. Without it, idle ones do in half the time (Ray 2.60).
-
-    Args:
-        nonce: the random id of the payload, by which its Ray jobs are found.
-        env: variables of the payload that the workers of the Ray cluster lack.
+    their environment, but then Ray starts new workers for the job. Without it, idle ones do in half the time (Ray 2.60). So `env`
+    should have only the variables that the workers lack. By `nonce`, the payload's random id, its Ray jobs are found.
     """
     job: Dict[str, Any] = {"metadata": {JOB_MARK: nonce}}
     if env:

@@ -1,126 +1,188 @@
-"""The life of one payload, from its place in the queue to its `end` record."""
+"""The life of one payload, from its place in the queue to its `end` record.
+
+`Life` decides what happens next, without side effects. `Payload` and its `PayloadProcess` perform the effects.
+"""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
-from typing import Any, Callable, Dict, List, Optional, Set
+from typing import Any, Callable, Dict, FrozenSet, List, Optional, Set, Tuple
 
 from ..process import processes
 from ..process.loop import Loop, Timers
-from ..protocol.end import End, EndReason, PayloadEnd, defect
+from ..protocol.end import End, EndReason, defect
 from ..protocol.record import RunRecord, tail_lines
 from ..protocol.spec import PayloadSpec
 from .environment import Environment, LaunchContext, lay_out_work_dir, payload_environment
 from .measurement import UsageMeasurement
-from .outputs import OutputSearch
-from .preload_server import PreloadServer
-from .process import PayloadProcess, spawn_error
-from .record import MessageFile, PayloadRecord
+from .preload_server import ForkRequest, ForkResult, PreloadServer
+from .record import OutputSearch, PayloadRecord
 
-_MESSAGE_POLL = 0.1
-"""Seconds between two looks for new Pipes messages of the payload."""
+_MESSAGE_POLL = 0.1  # Seconds between two looks for new Pipes messages of the payload.
+# Seconds for which messages are copied, or outputs searched for, at a stretch: other payloads must not wait longer.
 _TURN = 0.1
-"""Seconds for which messages are copied, or outputs searched for, at a stretch: other payloads must not wait longer."""
-_SYNC_INTERVAL = 0.2
-"""Seconds between two syncs of the run record, which make new lines visible to other hosts."""
+_SYNC_INTERVAL = 0.2  # Seconds between two syncs of the run record, which make new lines visible to other hosts.
+# Seconds for which the `end` waits, after the process has ended, for other processes to close its output pipes.
 _LAST_OUTPUT_TIMEOUT = 5.0
-"""Seconds for which the `end` waits, after the process has ended, for other processes to close its output pipes."""
+# Seconds for which the `end` of a failed payload waits for a signal to the runtime. Slurm signals all processes of a job, so
+# the signal that ended the payload may be about to reach the runtime as well.
 _SIGNAL_MARGIN = 0.25
-"""Seconds for which the `end` of a failed payload waits for a signal to the runtime. Slurm signals all processes of a job, so
-the signal that ended the payload may be about to reach the runtime as well."""
+_CHUNK = 256 * 1024  # Most bytes of output that are read at a time.
 
 
-class _State(IntEnum):
-    """The states of a payload's life, in order; a payload never returns to an earlier state."""
+class Phase(IntEnum):
+    """The phases of a payload's life, in order; a payload never returns to an earlier phase."""
 
     QUEUED = 0
-    """The payload waits in the queue."""
-    STARTING = 1
-    """The process is being started, or requested from a preload process."""
+    STARTING = 1  # The process is being started, or requested from a preload process.
     RUNNING = 2
-    """The process runs."""
-    EXITED = 3
-    """The process has ended; its last output and figures are awaited."""
-    FINISHING = 4
-    """The last messages are copied and the outputs searched for."""
-    ENDED = 5
-    """The `end` record is written, or writing it failed and is retried."""
+    EXITED = 3  # The process has ended; its last output and figures are awaited.
+    FINISHING = 4  # The last messages are copied.
+    SEARCHING = 5  # The outputs are searched for.
+    ENDED = 6  # The `end` record is written, or writing it failed and is retried.
 
 
-class _Awaited(Enum):
-    """What the `end` record waits for after the payload's process has ended, besides the rest of its output."""
+class Awaited(Enum):
+    """What the `end` record waits for after the payload's process has ended."""
 
+    OUTPUT = "the rest of the output"
     USAGE = "usage of the other nodes"
     LEAKS = "leak check"
     SIGNAL = "signal to the runtime"
 
 
+class Do(Enum):
+    """What is to be done when a payload's life goes on."""
+
+    TERMINATE = "send SIGTERM to the process"
+    KILL = "send SIGKILL at `kill_at`"
+    FINISH = "copy the last messages and search for outputs"
+    CONCLUDE = "write the `end` record without outputs"
+
+
+@dataclass(frozen=True)
+class Life:
+    """The state of a payload's life; its events return the next state and what is to be done. Pure."""
+
+    phase: Phase = Phase.QUEUED
+    exit: Optional[End] = None  # How the payload's process ended; None as long as it runs.
+    forced: Optional[End] = None  # Why the runtime ends the payload; None if the runtime does not.
+    # When SIGKILL is due, in seconds of the loop's clock; None unless the payload is being ended.
+    kill_at: Optional[float] = None
+    awaited: FrozenSet[Awaited] = frozenset()
+
+    @property
+    def result(self) -> Optional[End]:
+        """How the payload ended: the runtime's reason if it has one, else how the process ended; None while neither is known."""
+        return self.forced or self.exit
+
+    @property
+    def ran_to_exit(self) -> bool:
+        """Whether the payload's process exited by itself, so that its duration tells how long the step takes."""
+        return self.forced is None and self.exit is not None and self.exit.signal is None
+
+    @property
+    def terminated(self) -> bool:
+        """Whether the payload ended because its runtime received a signal; then Slurm may run the job again."""
+        return self.forced is not None and self.forced.reason == EndReason.TERMINATED
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that a shell would report for the process; 1 if the runtime ended the payload."""
+        if self.forced is not None or self.exit is None:
+            return 1
+        return 128 + self.exit.signal if self.exit.signal is not None else int(self.exit.exit_code or 0)
+
+    def end_early(self, end: End, grace: float, now: float) -> Tuple[Life, List[Do]]:
+        """The payload is to end before it ends by itself; see `Payload.end_early`."""
+        unrecorded, forced = end.reason == EndReason.RECORD, replace(self, forced=self.forced or end)
+        if self.phase == Phase.SEARCHING:  # Only the `end` remains to be recorded, so a failed write changes nothing.
+            return (self, []) if unrecorded else (forced, [Do.CONCLUDE])
+        if self.phase == Phase.ENDED or (self.exit is not None and Awaited.SIGNAL not in self.awaited and not unrecorded):
+            return self, []
+        if self.phase != Phase.RUNNING:
+            return forced._finish_if_complete()
+        kill_at = now + grace
+        if self.kill_at is not None and self.kill_at <= kill_at:
+            return forced, []
+        return replace(forced, kill_at=kill_at), [Do.TERMINATE] * (grace > 0 and self.kill_at is None) + [Do.KILL]
+
+    def exited(self, end: End, awaited: FrozenSet[Awaited]) -> Tuple[Life, List[Do]]:
+        """The process has ended; the `end` record waits for what is `awaited`, and after a failure for a signal."""
+        if self.forced is None and end.exit_code != 0:
+            awaited |= {Awaited.SIGNAL}
+        return replace(self, phase=max(self.phase, Phase.EXITED), exit=end, awaited=awaited)._finish_if_complete()
+
+    def received(self, awaited: Awaited) -> Tuple[Life, List[Do]]:
+        """Something has come that the `end` record may wait for, or the time for it is over."""
+        life = replace(self, awaited=self.awaited - {awaited})
+        return life._finish_if_complete() if self.phase == Phase.EXITED else (life, [])
+
+    def _finish_if_complete(self) -> Tuple[Life, List[Do]]:
+        # Once the runtime has a reason of its own, a signal to the runtime makes no difference.
+        waits = self.awaited - {Awaited.SIGNAL} if self.forced is not None else self.awaited
+        if self.phase < Phase.RUNNING or (self.phase == Phase.EXITED and not waits):
+            return replace(self, phase=Phase.FINISHING), [Do.FINISH]
+        return self, []
+
+
+@dataclass(eq=False)
 class Payload:
     """Runs one payload and writes its run record.
 
-    Args:
-        run_dir: the run directory, with the Pipes context in it.
-        secret_env: environment variables that only the payload's own process gets; they are in no record.
-        record: the files of the run record.
-        environ: environment variables that the payload inherits.
+    The payload inherits the environment variables `environ`. Only its own process gets `secret_env`; they are in no record. The
+    preload server, if there is one, forks the process of a payload with modules to preload.
     """
 
-    def __init__(
-        self, loop: Loop, run_dir: str, spec: PayloadSpec, secret_env: Environment, record: RunRecord, environ: Environment
-    ) -> None:
-        self.loop = loop
-        self.run_dir = run_dir
-        self.spec = spec
-        self.context: Dict[str, Any] = {}
-        """Facts about the Ray cluster and the nodes; the `end` record repeats them, so that metadata needs no other record."""
-        self.place: Optional[int] = None
-        """Place in the queue that the Dagster log shows; None before the first report."""
-        self.companions: Set[str] = set()
-        """Nonces (random ids) of other payloads that ran at the same time."""
-        self.preload_server: Optional[PreloadServer] = None
-        """Forks the payload's process if it has modules to preload; None for a fresh interpreter in any case."""
-        self.component_env: Environment = {}
-        """Environment variables about the other components; empty unless the topology is separate."""
-        self.on_ended: List[Callable[[], None]] = []
-        """Callbacks for after the `end` record; the event loop calls them, never a method of this payload."""
-        self.ending = PayloadEnd()
-        """How the payload ends, as far as that is known."""
-        self.record = PayloadRecord(loop, record, spec.nonce, self._record_failed)
-        self._environ = environ
-        self._secret_env = secret_env
-        self._work_dir = os.path.join(run_dir, "work")
-        self._state = _State.QUEUED
-        self._process = PayloadProcess(loop, run_dir, self)
-        self._timers = Timers(loop, self.safely)
-        self._early_signals: List[int] = []
-        """Signals that came before the process had started; the process gets them when it starts."""
-        self._started_at: Optional[float] = None
-        self._ended_at = 0.0
-        self._argv = list(spec.argv)
-        self._leak_check: Optional[Callable[[Callable[[List[str]], None]], None]] = None
-        self._messages: Optional[MessageFile] = None
-        self._measurement: Optional[UsageMeasurement] = None
-        self._kill_at: Optional[float] = None
-        """When SIGKILL is due, in seconds of the loop's clock; None unless the payload is being ended."""
-        self._awaited: Set[_Awaited] = set()
-        self._outputs: Optional[OutputSearch] = None
+    loop: Loop
+    run_dir: str
+    spec: PayloadSpec
+    secret_env: Environment
+    files: RunRecord
+    environ: Environment
+    preload_server: Optional[PreloadServer] = None
+    ending: Life = field(default_factory=Life)
+    # Facts about the Ray cluster and the nodes; the `end` record repeats them, so that metadata needs no other record.
+    context: Dict[str, Any] = field(default_factory=dict)
+    place: Optional[int] = None  # Place in the queue that the Dagster log shows; None before the first report.
+    # Nonces (random ids) of other payloads that ran at the same time.
+    companions: Set[str] = field(default_factory=set)
+    # Environment variables about the other components; empty unless the topology is separate.
+    component_env: Environment = field(default_factory=dict)
+    # Callbacks for after the `end` record; the event loop calls them, never a method of this payload.
+    on_ended: List[Callable[[], None]] = field(default_factory=list)
 
-    @property
-    def facts(self) -> Dict[str, Any]:
-        """Run directory, Dagster run and step, for clients of a session."""
-        return {"run_dir": self.run_dir, "run_id": self.spec.run_id, "step": self.spec.step}
+    def __post_init__(self) -> None:
+        # If the run record cannot be written, the payload must end, because its results would be lost.
+        def unrecorded(why: str) -> None:
+            self.end_early(End(EndReason.RECORD, why))
+
+        self.record = PayloadRecord(self.loop, self.files, self.spec.nonce, unrecorded)
+        self._work_dir = os.path.join(self.run_dir, "work")
+        self._process = PayloadProcess(self.loop, self)
+        self._timers = Timers(self.loop, self.safely)
+        # Signals that came before the process had started; the process gets them when it starts.
+        self._early_signals: List[int] = []
+        self._started_at: Optional[float] = None
+        self._ended_at: Optional[float] = None
+        self._leak_check: Optional[Callable[[Callable[[List[str]], None]], None]] = None
+        self._measurement: Optional[UsageMeasurement] = None
+        self._outputs = OutputSearch(self._work_dir, self.spec.outputs, self.spec.max_output_bytes)
 
     @property
     def ended(self) -> bool:
         """Whether the payload is over: its `end` record is written, or writing it failed and is retried."""
-        return self._state == _State.ENDED
+        return self.ending.phase == Phase.ENDED
 
     @property
     def pid(self) -> Optional[int]:
@@ -131,8 +193,11 @@ class Payload:
         """Make a call on behalf of this payload; an exception in the call ends this payload and nothing else."""
         try:
             call()
-        except Exception as error:
-            self._fail(error)
+        except Exception as error:  # A defect of the runtime.
+            traceback.print_exc()
+            with contextlib.suppress(Exception):  # The defect may be in the code that writes the record.
+                self.tail("runtime traceback", tail_lines(traceback.format_exc()))
+            self.abandon(defect(error))
 
     def phase(self, name: str, message: str) -> None:
         """Show in the Dagster log what happens now; does nothing after the payload has ended."""
@@ -142,81 +207,33 @@ class Payload:
     def tail(self, name: str, text: str) -> None:
         """Record the last lines of a log that explains a failure; does nothing after the payload has ended."""
         if not self.ended:
-            self.record.tail(name, text)
+            self.record.keep({"type": "tail", "name": name, "text": text})
 
-    # ---- Start
+    # ---- What others ask of the payload
 
     def start(self, launch: LaunchContext) -> None:
         """Start the payload's process; if it cannot be started, the payload ends with an error message."""
-        self._state = _State.STARTING
+        self.ending = replace(self.ending, phase=Phase.STARTING)
         self._started_at = time.time()
         self._leak_check = launch.leak_check
         try:
-            self._messages = MessageFile(launch.messages_path)
+            self.record.open_messages(launch.messages_path)
             lay_out_work_dir(self._work_dir, self.spec)
         except OSError as error:
-            return self._finish(End(EndReason.RECORD, "the run cannot be laid out: %s" % error))
-        if self._argv[0] in ("python", "python3"):
-            self._argv[0] = sys.executable  # The environment's Python started this runtime.
+            return self.end_early(End(EndReason.RECORD, "the run cannot be laid out: %s" % error))
         env = payload_environment(
-            self.spec, self._environ, sys.executable, self.run_dir, launch.messages_path, launch.ray_env, launch.worker_env
+            self.spec, self.environ, sys.executable, self.run_dir, launch.messages_path, launch.ray_env, launch.worker_env
         )
         self._measurement = UsageMeasurement(self.loop, self.spec.nonce, launch, self.record.note)
-        env.update(self.component_env)
-        self._process.start(self.spec, self._argv, self._work_dir, env, self._secret_env, self.preload_server)
-
-    def process_started(self, error: Optional[Exception]) -> None:
-        """Called when the process has started, or when it cannot be started because of `error`."""
-        if error is not None:
-            why = spawn_error(error, self._argv[0], self._work_dir)
-            return self._finish(End(EndReason.SPAWN, "the command %r cannot be started: %s" % (self._argv[0], why)))
-        self._state = _State.RUNNING
-        self.record.payload_pid = self._process.pid
-        self.record.note({"type": "context", "context": self.context})
-        self.record.phase("running", "payload started (pid %s)" % self._process.pid)
-        if self._process.not_forked_because is not None:
-            self.record.phase("running", "a fresh interpreter, because %s" % self._process.not_forked_because)
-        for signum in self._early_signals:
-            name = processes.signal_name(signum)
-            self.record.phase("running", "the payload gets %s now, which was due before it started" % name)
-            self.signal(signum)
-        if self.spec.time_limit is not None:
-            late = End(EndReason.TIMEOUT, "the payload took longer than its time limit of %g s" % self.spec.time_limit)
-            self._timers.due("limit", self.spec.time_limit, lambda: self.end_early(late))
-        self._timers.due("messages", _MESSAGE_POLL, self._copy_messages)
-        self._timers.due("sync", _SYNC_INTERVAL, self._sync)
-
-    # ---- While the process runs
-
-    def process_output(self, stream: str, text: str) -> None:
-        """Called with new output of the process; `stream` is "stdout" or "stderr"."""
-        self.record.output(stream, text)
-
-    def _copy_messages(self) -> None:
-        assert self._messages is not None
-        until, more = self.loop.now() + _TURN, True
-        while more and self._state < _State.FINISHING and self.loop.now() < until:
-            more = self._messages.copy(self.record.keep)
-        if self._state < _State.FINISHING:
-            self._timers.due("messages", 0.0 if more else _MESSAGE_POLL, self._copy_messages)
-
-    def _sync(self) -> None:
-        self.record.sync()
-        if self._state < _State.FINISHING:
-            self._timers.due("sync", _SYNC_INTERVAL, self._sync)
+        self._process.start({**env, **self.component_env}, self._work_dir)
 
     def signal(self, signum: int) -> bool:
-        """Send a signal to the payload's process group; a signal that comes before the process has started is sent at its start.
-
-        Returns:
-            Whether the process has started, so that the signal need not wait.
-        """
+        """Send a signal to the payload's process group, at once or at its start; returns whether the process has started."""
         if self._process.pid is None:
             self._early_signals.append(signum)
-            return False
-        if self.ending.exit is None:
+        elif self.ending.exit is None:
             self._process.signal(signum)
-        return True
+        return self._process.pid is not None
 
     def end_early(self, end: End, grace: Optional[float] = None) -> None:
         """End a payload before it ends by itself, for instance at its time limit: SIGTERM, and SIGKILL after the grace period.
@@ -224,169 +241,138 @@ class Payload:
         The reason of the first call is recorded. A second call can shorten the grace period, never lengthen it. A payload
         whose process has ended by itself keeps that end, with two exceptions: for `_SIGNAL_MARGIN` after a failure, and while
         its outputs are searched for, the given reason is recorded; the search stops.
-
-        Args:
-            end: the reason.
-            grace: seconds between SIGTERM and SIGKILL; None for those of the configuration.
         """
-        unrecorded = end.reason == EndReason.RECORD
-        if self._outputs is not None:
-            if not unrecorded:  # Otherwise the search goes on: only the `end` remains to be recorded.
-                self._give_up_outputs(end)
-            return
-        if self.ended or (self.ending.exit is not None and _Awaited.SIGNAL not in self._awaited and not unrecorded):
-            return
-        self.ending.force(end)
-        if self._process.pid is None:
-            return self._finish(self.ending.forced or end)
-        if self.ending.exit is not None:
-            return self._finish_if_complete()
-        grace = self.spec.grace_period if grace is None else grace
-        if grace > 0 and self._kill_at is None:
-            self._process.signal(signal.SIGTERM)
-        kill_at = self.loop.now() + grace
-        if self._kill_at is None or kill_at < self._kill_at:
-            self._kill_at = kill_at
-            self._timers.due("kill", grace, self._process.kill)
+        self._go_on(self.ending.end_early(end, self.spec.grace_period if grace is None else grace, self.loop.now()))
 
     def abandon(self, end: End) -> None:
-        """Write the `end` record at once; the process may still run, and the caller must end it."""
-        if not self.ended:
-            self._finish(end)
-            self._give_up_outputs(end)
+        """Kill the process and write the `end` record at once, because of a defect in the runtime."""
+        if self.ended:
+            return
+        self.ending = replace(self.ending, forced=self.ending.forced or end, phase=max(self.ending.phase, Phase.FINISHING))
+        process = self._process
+        releases = [process.cancel_start, process.kill_leftovers, self.record.close_messages, self._cancel_measurement]
+        for release in [process.kill, *releases] if self.pid is not None else releases:
+            with contextlib.suppress(Exception):  # The defect may be there.
+                release()
+        self._conclude()
 
-    def _record_failed(self, why: str) -> None:
-        """Called when the run record cannot be written: ends the payload, because its results would be lost."""
-        self.end_early(End(EndReason.RECORD, why))
+    # ---- What the process does
 
-    # ---- After the process has ended
+    def process_started(self, error: Optional[str], not_forked_because: Optional[str]) -> None:
+        """Called when the process has started, or when it cannot be started because of `error`."""
+        if error is not None:
+            return self.end_early(End(EndReason.SPAWN, error))
+        self.ending = replace(self.ending, phase=Phase.RUNNING)
+        self.record.payload_pid = self._process.pid
+        self.record.note({"type": "context", "context": self.context})
+        self.record.phase("running", "payload started (pid %s)" % self._process.pid)
+        if not_forked_because is not None:
+            self.record.phase("running", "a fresh interpreter, because %s" % not_forked_because)
+        for signum in self._early_signals:
+            early = "the payload gets %s now, which was due before it started" % processes.signal_name(signum)
+            self.record.phase("running", early)
+            self.signal(signum)
+        if self.spec.time_limit is not None:
+            late = End(EndReason.TIMEOUT, "the payload took longer than its time limit of %g s" % self.spec.time_limit)
+            self._timers.due("limit", self.spec.time_limit, lambda: self.end_early(late))
+        self._timers.due("messages", _MESSAGE_POLL, self._copy_messages)
+        self._timers.due("sync", _SYNC_INTERVAL, self._sync)
 
     def process_exited(self, code: int, rusage: Any) -> None:
-        """Called when the process has ended with an exit code, or with the negative number of a signal.
-
-        The `end` record waits for the rest of the output and for everything in `_awaited`.
-        """
+        """Called when the process has ended with an exit code, or with the negative number of a signal."""
         assert self._process.pid is not None and self._measurement is not None
-        self._state = max(self._state, _State.EXITED)
-        self.ending.exit = End(EndReason.EXIT, exit_code=code) if code >= 0 else End(EndReason.EXIT, signal=-code)
-        hostname = str(self.context.get("hostname"))
-        if self._measurement.finish(self._process.pid, rusage, hostname, functools.partial(self.safely, self._usage_complete)):
-            self._awaited.add(_Awaited.USAGE)
+        end = End(EndReason.EXIT, exit_code=code) if code >= 0 else End(EndReason.EXIT, signal=-code)
+        self.ending = replace(self.ending, exit=end)  # From here on, another process may get its id.
+        awaited = {Awaited.OUTPUT} if self._process.streams_open else set()
+        usage_complete = functools.partial(self.received, Awaited.USAGE)
+        if self._measurement.finish(self._process.pid, rusage, str(self.context.get("hostname")), usage_complete):
+            awaited.add(Awaited.USAGE)
         if self._leak_check is not None:
-            self._awaited.add(_Awaited.LEAKS)
-            self._leak_check(lambda leaks: self.safely(lambda: self._leaks_found(leaks)))
+            awaited.add(Awaited.LEAKS)
         self._process.kill()
         self._process.kill_leftovers()
-        if code != 0 and self.ending.forced is None:
-            self._awaited.add(_Awaited.SIGNAL)
-            self._timers.due("signal", _SIGNAL_MARGIN, lambda: self._received(_Awaited.SIGNAL))
-        self._timers.due("drain", _LAST_OUTPUT_TIMEOUT, self._stop_draining)
-        self._finish_if_complete()
+        self._timers.due("output", _LAST_OUTPUT_TIMEOUT, self._process.close_streams)
+        self._timers.due("signal", _SIGNAL_MARGIN, functools.partial(self.received, Awaited.SIGNAL))
+        self._go_on(self.ending.exited(end, frozenset(awaited)))
+        if self._leak_check is not None:
+            self._leak_check(self._leaks_found)
 
-    def process_stream_ended(self) -> None:
-        """Called when an output stream of the process has ended."""
-        self._finish_if_complete()
-
-    def _stop_draining(self) -> None:
-        """Called after `_LAST_OUTPUT_TIMEOUT`: gives up the rest of the output, because some process still holds a pipe open."""
-        self._process.close_streams()
-        self._finish_if_complete()
-
-    def _usage_complete(self) -> None:
-        self._received(_Awaited.USAGE)
+    def received(self, awaited: Awaited) -> None:
+        """Called when something has come that the `end` record may wait for."""
+        self.safely(lambda: self._go_on(self.ending.received(awaited)))
 
     def _leaks_found(self, leaks: List[str]) -> None:
         if leaks and not self.ended:
             self.context["leaks"] = leaks
-        self._received(_Awaited.LEAKS)
+        self.received(Awaited.LEAKS)
 
-    def _received(self, awaited: _Awaited) -> None:
-        """Called when something that the `end` record waits for has come."""
-        self._awaited.discard(awaited)
-        self._finish_if_complete()
+    def _copy_messages(self) -> None:
+        until, more = self.loop.now() + _TURN, True
+        while more and self.ending.phase < Phase.FINISHING and self.loop.now() < until:
+            more = self.record.copy_messages()
+        if self.ending.phase < Phase.FINISHING:
+            self._timers.due("messages", 0.0 if more else _MESSAGE_POLL, self._copy_messages)
 
-    def _finish_if_complete(self) -> None:
-        """Finish the payload if its process has ended and the `end` record has nothing left to wait for."""
-        if self.ending.exit is None or self._process.streams_open:
-            return
-        # Once the runtime has a reason of its own, a signal to the runtime makes no difference.
-        if not self._awaited or (self.ending.forced is not None and self._awaited == {_Awaited.SIGNAL}):
-            self._finish(self.ending.forced or self.ending.exit)
+    def _sync(self) -> None:
+        self._timers.due("sync", _SYNC_INTERVAL, self._sync)
+        self.record.sync()
 
     # ---- The end
 
-    def _finish(self, end: End) -> None:
+    def _go_on(self, step: Tuple[Life, List[Do]]) -> None:
+        self.ending, orders = step
+        for order in orders:
+            if order == Do.TERMINATE:
+                self._process.signal(signal.SIGTERM)
+            elif order == Do.KILL:
+                assert self.ending.kill_at is not None
+                self._timers.due("kill", self.ending.kill_at - self.loop.now(), self._process.kill)
+            elif order == Do.FINISH:
+                self._finish()
+            else:
+                self._conclude()
+
+    def _finish(self) -> None:
         """Copy the last messages, search for outputs, and write the `end` record."""
-        if self._state >= _State.FINISHING:
-            return
-        self._state = _State.FINISHING
-        if self._process.pid is None:
-            self._process.cancel_start()
-            if self._measurement is not None:
-                self._measurement.cancel()
-        if self._messages is not None:
-            self._messages.copy_rest(self.record.keep)
-            self._messages.remove()
-            end = self.ending.forced or end  # Copying the last messages may have failed.
         self._timers.cancel_all()
         self._ended_at = time.time()
-        if self._started_at is None or not self.spec.outputs:
-            return self._conclude(end)
-        self._outputs = OutputSearch(self._work_dir, self.spec.outputs, self.spec.max_output_bytes)
-        search = self._outputs.run()
+        if self._process.pid is None:
+            self._process.cancel_start()
+            self._cancel_measurement()
+        self.record.copy_last_messages()
+        self.ending = replace(self.ending, phase=Phase.SEARCHING)
+        search = self._outputs.run() if self._started_at is not None else iter(())
 
         def advance() -> None:
             until = self.loop.now() + _TURN
             for _ in search:
                 if self.loop.now() > until:
                     return self._timers.due("outputs", 0.0, advance)
-            self._conclude(end)
+            self._write_end()
 
         advance()
 
-    def _give_up_outputs(self, end: End) -> None:
-        """Stop the search for outputs and write the `end` record without outputs."""
-        if self._outputs is not None and not self.ended:
-            self.ending.force(end)  # Without its outputs, the payload must not count as a success.
-            self._outputs.files = []
-            self._outputs.left_out = ["all of them: %s while they were searched for" % (end.message or end.reason)]
-            self._conclude(end)
+    def _conclude(self) -> None:
+        """Write the `end` record at once; if the outputs are being searched for, without them."""
+        forced = self.ending.forced
+        if self.ending.phase == Phase.SEARCHING and forced is not None:
+            why = "all of them: %s while they were searched for" % (forced.message or forced.reason)
+            self._outputs.files, self._outputs.left_out = [], [why]
+        self._write_end()
 
-    def _fail(self, error: Exception) -> None:
-        """End this payload because of an exception that nothing handles, which is a defect of the runtime."""
-        traceback.print_exc()
-        if self.ended:
-            return
-        with contextlib.suppress(Exception):  # The defect may be in the code that writes the record.
-            self.tail("runtime traceback", tail_lines(traceback.format_exc()))
-        with contextlib.suppress(Exception):
-            if self._measurement is not None:
-                self._measurement.cancel()
-        with contextlib.suppress(Exception):
-            if self._messages is not None:
-                self._messages.remove()
-        self._state = _State.FINISHING
-        self._process.cancel_start()
-        self._process.close_streams()
-        if self.pid is not None:
-            self._process.kill()
-        self._process.kill_leftovers()
-        self.ending.forced = end = defect(error)
-        self._timers.cancel_all()
-        self._ended_at, self._outputs = time.time(), None
-        self._write_end(end)
+    def _cancel_measurement(self) -> None:
+        if self._measurement is not None:
+            self._measurement.cancel()
 
-    def _conclude(self, end: End) -> None:
-        """Write the `end` record, with the runtime's reason instead of `end` if there is one."""
-        self._timers.cancel_all()
-        self._write_end(self.ending.forced or end)
-
-    def _write_end(self, end: End) -> None:
+    def _write_end(self) -> None:
         """Write the payload's only `end` record; afterwards nothing is written to the run directory."""
-        process = self.ending.exit or end
+        self._timers.cancel_all()
+        end, process = self.ending.result, self.ending.exit or End(EndReason.EXIT)
+        assert end is not None
         usage = self._measurement.current() if self._measurement is not None else {}
         if usage and self.ending.exit is not None:
             usage = {**usage, "shared": len(self.companions)}
+        self.ending = replace(self.ending, phase=Phase.ENDED)
         self.record.end(
             {
                 "type": "end",
@@ -396,14 +382,127 @@ class Payload:
                 "exit_code": process.exit_code,
                 "signal": process.signal,
                 "started_at": self._started_at,
-                "ended_at": self._ended_at,
-                "pipes_messages": self._messages.count if self._messages else 0,
+                "ended_at": self._ended_at or time.time(),
+                "pipes_messages": self.record.messages,
                 "usage": usage,
-                "outputs": self._outputs.files if self._outputs is not None else [],
-                "outputs_left_out": self._outputs.left_out if self._outputs is not None else [],
+                "outputs": self._outputs.files,
+                "outputs_left_out": self._outputs.left_out,
                 "context": self.context,
             }
         )
-        self._state = _State.ENDED
         for call in self.on_ended:
             self.loop.call_later(0.0, call)
+
+
+@dataclass(eq=False)
+class PayloadProcess:
+    """Starts one payload's process, passes on its output, and kills it with all processes that it has started."""
+
+    loop: Loop
+    payload: Payload
+    pid: Optional[int] = None  # Id of the process and of its process group; None before the process has started.
+
+    def __post_init__(self) -> None:
+        self._fork: Optional[ForkRequest] = None
+        # File descriptors of all ends of the output pipes; empty once the process has started.
+        self._pipes: List[int] = []
+        # Name and decoder of each open output pipe, by file descriptor.
+        self._streams: Dict[int, Tuple[str, codecs.IncrementalDecoder]] = {}
+
+    @property
+    def streams_open(self) -> bool:
+        """Whether there may be more output to read."""
+        return bool(self._streams)
+
+    def start(self, env: Environment, work_dir: str) -> None:
+        """Start the process, or request a fork of a preload process if the payload has modules to preload."""
+        payload, spec = self.payload, self.payload.spec
+        argv = list(spec.argv)
+        if argv[0] in ("python", "python3"):
+            argv[0] = sys.executable  # The environment's Python started this runtime.
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        self._pipes = [out, err, out_end, err_end]
+        options: Dict[str, Any] = {"cwd": work_dir, "env": {**env, **payload.secret_env}}
+
+        def exited(code: int, rusage: Any) -> None:
+            payload.safely(lambda: payload.process_exited(code, rusage))
+
+        def begin(result: Optional[ForkResult]) -> None:
+            self._fork, self._pipes, error = None, [], None
+            if isinstance(result, int):
+                self.pid = result
+            else:
+                options.update(stdin=subprocess.DEVNULL, stdout=out_end, stderr=err_end)
+                try:
+                    self.pid = self.loop.spawn(argv, exited, preexec_fn=processes.die_with_parent(), **options)
+                except Exception as failure:
+                    why = _spawn_error(failure, argv[0], work_dir)
+                    error = "the command %r cannot be started: %s" % (argv[0], why)
+            os.close(out_end)
+            os.close(err_end)
+            self.read_stream("stdout", out)
+            self.read_stream("stderr", err)
+            payload.safely(lambda: payload.process_started(error, result if isinstance(result, str) else None))
+
+        if payload.preload_server is None or not spec.preload:
+            return begin(None)
+        self._fork = payload.preload_server.fork(
+            spec.preload, argv, exited, begin, streams=(out_end, err_end), secrets=payload.secret_env, **options
+        )
+
+    def cancel_start(self) -> None:
+        """Cancel a start that is still under way, such as a requested fork; afterwards no process starts."""
+        if self._fork is not None:
+            self._fork.cancel()
+        for fd in self._pipes:
+            os.close(fd)
+        self._fork, self._pipes = None, []
+        self.close_streams()
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the process group; does nothing before the process has started."""
+        if self.pid is not None:
+            processes.signal_group(self.pid, signum)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process group."""
+        self.signal(signal.SIGKILL)
+
+    def kill_leftovers(self) -> None:
+        """Send SIGKILL to all processes of this run, which are found by the run directory in their environment."""
+        processes.kill_all(processes.with_environment("RAYSLURM_RUN_DIR=" + self.payload.run_dir))
+
+    def read_stream(self, name: str, fd: int) -> None:
+        """Pass on the text of an output pipe until the pipe ends. Bytes that are not UTF-8 become U+FFFD."""
+        self._streams[fd] = (name, codecs.getincrementaldecoder("utf-8")("replace"))
+        self.loop.on_readable(fd, lambda: self.payload.safely(lambda: self._read(fd)))
+
+    def close_streams(self) -> None:
+        """Close the output pipes without reading the rest; some other process may hold them open."""
+        for fd in list(self._streams):
+            self._close_stream(fd)
+
+    def _close_stream(self, fd: int) -> None:
+        self.loop.forget(fd)
+        os.close(fd)
+        del self._streams[fd]
+        if not self._streams:
+            self.payload.received(Awaited.OUTPUT)
+
+    def _read(self, fd: int) -> None:
+        data = os.read(fd, _CHUNK)
+        name, decoder = self._streams[fd]
+        text = decoder.decode(data, final=not data)
+        if text:
+            self.payload.record.output(name, text)
+        if not data:
+            self._close_stream(fd)
+
+
+def _spawn_error(error: Exception, command: str, work_dir: str) -> str:
+    why = str(error.strerror if isinstance(error, OSError) else error)
+    if not isinstance(error, FileNotFoundError):
+        return why
+    if os.path.exists(os.path.join(work_dir, command)):
+        return why + "; the file is there, but not the interpreter that its first line names"
+    return why + '; the PATH there has no such program, and no shell reads the command: for that use ["bash", "-c", "…"]'

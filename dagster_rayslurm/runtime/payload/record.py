@@ -1,130 +1,119 @@
-"""Writes the run record of one payload: phases, output, Pipes messages and the `end`."""
+"""What a payload leaves: its run record with the Pipes messages, and the output files that Dagster fetches."""
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
+import stat
 import sys
 import time
-from typing import Any, Callable, Dict, Optional
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Sequence, Union
 
 from ..process.loop import Loop
 from ..protocol.record import STATUS, Record, RunRecord, split_lines, write_atomically
 
-_CHUNK = 256 * 1024
-"""Most bytes of messages that are read at a time."""
-_RETRY = 1.0
-"""Seconds between two tries to write the `end`."""
+_CHUNK = 256 * 1024  # Most bytes of messages that are read at a time.
+_RETRY = 1.0  # Seconds between two tries to write the `end`.
+# Most sentences in `left_out`; the `end` record must fit into a fixed amount of reserved disk space.
+_MAX_SENTENCES = 50
 
 
-class MessageFile:
-    """The file to which `dagster_pipes` in the payload appends messages, whose complete lines are copied into the journal."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._file = open(path, "xb+", buffering=0)
-        self._partial = b""
-        self.count = 0
-        """Number of messages copied so far."""
-
-    def remove(self) -> None:
-        """Delete the file; a warm session, which runs on after the payload, would otherwise collect such files."""
-        self._file.close()
-        os.unlink(self._path)
-
-    def copy(self, keep: Callable[..., None]) -> bool:
-        """Copy the next chunk of messages with `keep`, which writes records.
-
-        Returns:
-            Whether there was anything to read.
-        """
-        data = self._file.read(_CHUNK)
-        if not data:
-            return False
-        lines, self._partial = split_lines(self._partial + data)
-        now = time.time()
-        records = [{"type": "pipes", "at": now, "line": line.decode("utf-8", "replace")} for line in lines if line]
-        self.count += len(records)
-        if records:
-            keep(*records)
-        return True
-
-    def copy_rest(self, keep: Callable[..., None]) -> None:
-        """Copy the rest of the messages that are in the file now; those that leftover processes write later do not count."""
-        end = os.fstat(self._file.fileno()).st_size
-        while self._file.tell() < end and self.copy(keep):
-            continue
-
-
+@dataclass(eq=False)
 class PayloadRecord:
-    """Writes the run record of a payload.
+    """Writes the run record of a payload; calls `failed` with the reason if a write fails.
 
-    Calls `failed` with the reason if a write fails; the payload must then end, because its results would be lost.
+    It also copies the complete lines of the file to which `dagster_pipes` in the payload appends messages.
     """
 
-    def __init__(self, loop: Loop, files: RunRecord, nonce: str, failed: Callable[[str], None]) -> None:
-        self.payload_pid: Optional[int] = None
-        self._loop = loop
-        self._files = files
-        self._nonce = nonce
-        self._failed = failed
-        self._unwritten_end: Optional[Record] = None
+    loop: Loop
+    files: RunRecord
+    nonce: str
+    failed: Callable[[str], None]
+    payload_pid: Optional[int] = None
+    messages: int = 0  # Number of Pipes messages copied so far.
+    _messages: Optional[BinaryIO] = None
+    _partial: bytes = b""
+    _unwritten_end: Optional[Record] = None
 
     @property
     def ended(self) -> bool:
         """Whether the `end` record is written."""
-        return self._files.ended
+        return self.files.ended
 
     def keep(self, *records: Record) -> None:
         """Write records that must not be lost into the journal."""
-        self._guarded(lambda: self._files.write(*records))
+        self._guarded(lambda: self.files.write(*records))
 
     def note(self, record: Record) -> None:
         """Write a record that may get lost, such as a usage sample, into the journal; errors are ignored."""
         with contextlib.suppress(OSError):
-            self._files.write(record)
+            self.files.write(record)
 
-    def phase(self, name: str, message: str, **detail: Any) -> None:
+    def phase(self, name: str, message: str) -> None:
         """Write what happens now, such as "running", into the journal and the status file."""
         at = time.time()
-        self.keep({"type": "phase", "phase": name, "message": message, "at": at, **detail})
+        self.keep({"type": "phase", "phase": name, "message": message, "at": at})
         self.sync()
         self._guarded(lambda: self._write_status(name, message, at))
 
-    def tail(self, name: str, text: str) -> None:
-        """Write the last lines of a log that explains a failure."""
-        self.keep({"type": "tail", "name": name, "text": text})
-
     def output(self, stream: str, text: str) -> None:
         """Write a piece of the payload's output; `stream` is "stdout" or "stderr"."""
-        self._files.output(stream, text, time.time())
+        self.files.output(stream, text, time.time())
 
     def sync(self) -> None:
         """Make everything written so far visible to other hosts."""
-        self._guarded(self._files.sync)
+        self._guarded(self.files.sync)
 
     def keep_fresh(self) -> None:
         """Update the modification time of the run directory, so that cleanup does not take it for an old one and delete it."""
-        self._guarded(lambda: os.utime(self._files.run_dir))
+        self._guarded(lambda: os.utime(self.files.run_dir))
+
+    def open_messages(self, path: str) -> None:
+        """Make the file for Pipes messages."""
+        self._messages = open(path, "xb+", buffering=0)
+
+    def copy_messages(self) -> bool:
+        """Copy the next chunk of messages into the journal. Returns whether there was anything to read."""
+        data = self._messages.read(_CHUNK) if self._messages is not None else b""
+        lines, self._partial = split_lines(self._partial + data)
+        now = time.time()
+        records = [{"type": "pipes", "at": now, "line": line.decode("utf-8", "replace")} for line in lines if line]
+        self.messages += len(records)
+        if records:
+            self.keep(*records)
+        return bool(data)
+
+    def copy_last_messages(self) -> None:
+        """Copy the messages that are in the file now; those that leftover processes write later do not count."""
+        if self._messages is not None:
+            end = os.fstat(self._messages.fileno()).st_size
+            while self._messages.tell() < end and self.copy_messages():
+                continue
+        self.close_messages()
+
+    def close_messages(self) -> None:
+        """Delete the file; a warm session, which runs on after the payload, would otherwise collect such files."""
+        if self._messages is not None:
+            self._messages.close()
+            os.unlink(self._messages.name)
+            self._messages = None
 
     def end(self, end: Record) -> None:
         """Write the `end` record, and retry every second until that succeeds."""
         self._unwritten_end = end
         if not self.write_end():
-            print("rayslurm: %s: the end of the run cannot be recorded yet" % self._files.run_dir, file=sys.stderr)
-            self._loop.call_later(_RETRY, self._retry_end)
+            print("rayslurm: %s: the end of the run cannot be recorded yet" % self.files.run_dir, file=sys.stderr)
+            self.loop.call_later(_RETRY, self._retry_end)
 
     def _retry_end(self) -> None:
         if not self.write_end():
-            self._loop.call_later(_RETRY, self._retry_end)
+            self.loop.call_later(_RETRY, self._retry_end)
 
     def write_end(self) -> bool:
-        """Write the `end` record if it is due and not written yet.
-
-        Returns:
-            Whether no `end` remains to be written.
-        """
+        """Write the `end` record if it is due and not written yet. Returns whether no `end` remains to be written."""
         end = self._unwritten_end
         if end is None:
             return True
@@ -134,7 +123,7 @@ class PayloadRecord:
         except OSError:
             end["status_stale"] = True  # The disk is full: the journal has space reserved for the `end`, the status has not.
         try:
-            self._files.end(end)
+            self.files.end(end)
         except OSError:
             return False
         self._unwritten_end = None
@@ -142,12 +131,74 @@ class PayloadRecord:
 
     def _write_status(self, state: str, message: str, at: float) -> None:
         status: Dict[str, Any] = {"state": state, "message": message, "at": at}
-        status.update(nonce=self._nonce, runtime_pid=os.getpid(), payload_pid=self.payload_pid)
-        write_atomically(os.path.join(self._files.run_dir, STATUS), json.dumps(status).encode("utf-8"))
+        status.update(nonce=self.nonce, runtime_pid=os.getpid(), payload_pid=self.payload_pid)
+        write_atomically(os.path.join(self.files.run_dir, STATUS), json.dumps(status).encode("utf-8"))
 
     def _guarded(self, write: Callable[[], None]) -> None:
-        """Write, and report an `OSError` to `failed`."""
         try:
             write()
         except OSError as error:
-            self._failed("%s cannot be written: %s" % (self._files.run_dir, error.strerror))
+            self.failed("%s cannot be written: %s" % (self.files.run_dir, error.strerror))
+
+
+@dataclass(eq=False)
+class OutputSearch:
+    """Finds the regular files in a payload's working directory that match patterns, smallest first, up to a limit in bytes.
+
+    Patterns are those of `glob.glob`; `**` crosses directories. Links to inputs are not outputs, and neither are files outside
+    the working directory.
+    """
+
+    work_dir: str
+    patterns: Sequence[str]
+    max_bytes: int
+    # Name and size in bytes of each file for Dagster to fetch.
+    files: List[Dict[str, Union[str, int]]] = field(default_factory=list)
+    # One sentence for each pattern without a match and for each file beyond the limit.
+    left_out: List[str] = field(default_factory=list)
+
+    def run(self) -> Iterator[None]:
+        """Fill `files` and `left_out`; yields between files and directories, so that the caller can pause."""
+        sizes: Dict[str, int] = {}
+        real_work_dir = os.path.realpath(self.work_dir)
+        for pattern in self.patterns:
+            matched = False
+            for path in _expand(self.work_dir, pattern.split("/")):
+                yield
+                with contextlib.suppress(OSError):  # The file was removed meanwhile.
+                    status = os.stat(path)
+                    name = os.path.relpath(path, self.work_dir)
+                    own = os.path.realpath(path) == os.path.join(real_work_dir, name)
+                    if own and stat.S_ISREG(status.st_mode):
+                        sizes[name] = status.st_size
+                        matched = True
+            if not matched:
+                self.left_out.append("no file that the payload made matches %r" % pattern)
+        total = 0
+        for name, size in sorted(sizes.items(), key=lambda item: (item[1], item[0])):
+            if total + size > self.max_bytes:
+                sentence = "%s (%d bytes) exceeds what is left of the limit of %d bytes" % (name, size, self.max_bytes)
+                self.left_out.append(sentence)
+            else:
+                total += size
+                self.files.append({"name": name, "size": size})
+        more = len(self.left_out) - _MAX_SENTENCES
+        if more > 0:
+            self.left_out[_MAX_SENTENCES:] = ["and %d more" % more]
+
+
+def _expand(directory: str, parts: Sequence[str]) -> Iterator[str]:
+    """Paths below a directory that match the parts of a pattern, and every directory that a `**` walks through.
+
+    `glob.iglob` would walk a whole tree before its first match, which may take minutes on a network file system.
+    """
+    if "**" not in parts:
+        yield from glob.iglob(os.path.join(glob.escape(directory), *parts))
+        return
+    position = list(parts).index("**")
+    starts = _expand(directory, parts[:position]) if position else [directory]
+    for start in starts:
+        for path, names, _ in os.walk(start):  # `os.walk` follows no links, and what links lead to is no output.
+            names[:] = [name for name in names if not name.startswith(".")]
+            yield path
+            yield from _expand(path, parts[position + 1 :] or ["*"])

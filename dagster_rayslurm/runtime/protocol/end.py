@@ -48,40 +48,6 @@ def defect(error: BaseException) -> End:
     return End(EndReason.RUNTIME, type(error).__name__ + (": " + text if text else ""))
 
 
-@dataclass
-class PayloadEnd:
-    """What is known so far about the end of one payload: its process may exit, the runtime may end it, or both."""
-
-    exit: Optional[End] = None  # How the payload's process ended; None as long as it runs.
-    forced: Optional[End] = None  # Why the runtime ends the payload; None if the runtime does not.
-
-    def force(self, end: End) -> None:
-        """Set why the runtime ends the payload; only the first call counts."""
-        self.forced = self.forced or end
-
-    @property
-    def result(self) -> Optional[End]:
-        """How the payload ended: the runtime's reason if it has one, else how the process ended; None while neither is known."""
-        return self.forced or self.exit
-
-    @property
-    def ran_to_exit(self) -> bool:
-        """Whether the payload's process exited by itself, so that its duration tells how long the step takes."""
-        return self.forced is None and self.exit is not None and self.exit.signal is None
-
-    @property
-    def terminated(self) -> bool:
-        """Whether the payload ended because its runtime received a signal; then Slurm may run the job again."""
-        return self.forced is not None and self.forced.reason == EndReason.TERMINATED
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code that a shell would report for the process; 1 if the runtime ended the payload."""
-        if self.forced is not None or self.exit is None:
-            return 1
-        return 128 + self.exit.signal if self.exit.signal is not None else int(self.exit.exit_code or 0)
-
-
 class ClusterError(Exception):
     """Raised when a Ray cluster did not start, and passed on when one was lost; `reason` tells which, or ENVIRONMENT."""
 

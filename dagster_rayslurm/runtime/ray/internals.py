@@ -6,9 +6,9 @@ installed Ray, so that test fails when a release of Ray moves something.
 
 Each function imports the modules of Ray when it is called, because the runtime itself never imports Ray. Two other modules
 depend on Ray's internals, because they run in a payload's process, which cannot import the runtime:
-`payload/preload_child.py` (modules that Ray imports lazily) and `payload/preload_run.py` (the exit of a driver). Formats
+`payload/preload_child.py` (modules that Ray imports lazily, the exit of a driver). Formats
 that are only read stay with their readers: names of worker logs (`node/ray_jobs.py`) and the raylet's command line
-(`payload/own_ray.py`).
+(`payload/measurement.py`).
 """
 
 from __future__ import annotations

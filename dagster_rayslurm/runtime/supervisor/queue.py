@@ -15,14 +15,14 @@ from ..payload.payload import Payload
 from ..protocol.end import End, EndReason
 from ..protocol.spec import PayloadSpec, SpecError, node_spec
 
+# Seconds that a closing session stays reachable after its last payload, so that late clients learn why it closes.
 _CLOSING_TIME = 0.5
-"""Seconds that a closing session stays reachable after its last payload, so that late clients learn why it closes."""
+# Seconds that a session that served no payload stays reachable, so that the runs that started it learn why it failed.
 _FAILURE_TIME = 5.0
-"""Seconds that a session that served no payload stays reachable, so that the runs that started it learn why it failed."""
+# Seconds without a payload before a session may end for another job's sake; the next step of a run may take some to come.
 _MIN_IDLE = 5.0
-"""Seconds without a payload before a session may end for another job's sake; the next step of a run may take some to come."""
+# Reasons for which a session may end without having served a payload, and yet has not failed.
 _REGULAR = (EndReason.CANCEL, EndReason.TERMINATED, EndReason.TIMEOUT)
-"""Reasons for which a session may end without having served a payload, and yet has not failed."""
 
 
 class Closing(Exception):
@@ -43,8 +43,8 @@ class Claim(NamedTuple):
     gpus: int = 0
 
 
+# CPUs and GPUs per node, by component of the Slurm allocation; the only key is None if the allocation has no components.
 Claims = Mapping[Optional[str], Claim]
-"""CPUs and GPUs per node, by component of the Slurm allocation; the only key is None if the allocation has no components."""
 
 
 def capacities_of(machines: Iterable[NodeResources]) -> Claims:
@@ -103,10 +103,8 @@ class Entry(NamedTuple):
     """A waiting or running payload. The queue reads nothing of it but its specification."""
 
     payload: Payload
-    fresh: bool
-    """Whether it gets a Ray cluster of its own."""
-    since: float
-    """Clock time at which it was added, or started."""
+    fresh: bool  # Whether it gets a Ray cluster of its own.
+    since: float  # Clock time at which it was added, or started.
 
     @property
     def spec(self) -> PayloadSpec:
@@ -125,31 +123,23 @@ class Next(Enum):
 class Queue:
     """The waiting and running payloads of a runtime, and whether it takes more. With an `idle_timeout` it is a session."""
 
-    limit: int = 1
-    """Most payloads that run at once on a node."""
+    limit: int = 1  # Most payloads that run at once on a node.
+    # Seconds that the allocation must have left, at least, to start a payload without a time limit.
     margin: float = 0.0
-    """Seconds that the allocation must have left, at least, to start a payload without a time limit."""
     idle_timeout: Optional[float] = None
-    in_allocation: bool = False
-    """Whether the runs that started a session may wait to learn why it failed."""
+    in_allocation: bool = False  # Whether the runs that started a session may wait to learn why it failed.
     idle_since: float = 0.0
-    arrived: Tuple[Entry, ...] = ()
-    """The waiting payloads in the order in which they came."""
-    turns: Tuple[str, ...] = ()
-    """The Dagster runs of the waiting payloads; the first has its turn."""
+    arrived: Tuple[Entry, ...] = ()  # The waiting payloads in the order in which they came.
+    turns: Tuple[str, ...] = ()  # The Dagster runs of the waiting payloads; the first has its turn.
     running: Tuple[Entry, ...] = ()
+    # Seconds that the longest run of each step took, by name of step.
     durations: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that the longest run of each step took, by name of step."""
-    served: int = 0
-    """Number of payloads added so far."""
+    served: int = 0  # Number of payloads added so far.
     any_started: bool = False
-    ending: Optional[str] = None
-    """Why the payloads are being ended; None while they are not."""
+    ending: Optional[str] = None  # Why the payloads are being ended; None while they are not.
     ending_since: float = 0.0
-    draining: Optional[str] = None
-    """Why no more payloads are taken while the present ones go on."""
-    failed: Optional[str] = None
-    """Why a session failed before it served a payload."""
+    draining: Optional[str] = None  # Why no more payloads are taken while the present ones go on.
+    failed: Optional[str] = None  # Why a session failed before it served a payload.
 
     @property
     def closing(self) -> Optional[str]:

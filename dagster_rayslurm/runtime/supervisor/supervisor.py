@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, List, Optional
 
 from ..node import resources
@@ -24,7 +24,7 @@ from ..node.usage import GpuMonitor
 from ..node.worker_nodes import WorkerNode, WorkerNodes
 from ..nodes import simulated
 from ..payload.environment import LaunchContext
-from ..payload.own_ray import OwnRayWatch
+from ..payload.measurement import watch_own_ray
 from ..payload.payload import Payload
 from ..payload.preload_server import PreloadServer
 from ..process import processes
@@ -43,23 +43,21 @@ from ..ray.membership import nodes_expected
 from ..ray.ray_node import ClusterDirs, clean_up_cluster, granted_defaults
 from .queue import Closing, Misfit, Next, Queue, capacities_of, misfit
 
+# Seconds between SIGTERM and SIGKILL for a payload whose Ray cluster was lost; `ray.init` may hang for 40 s (Ray 2.60).
 _LOST_GRACE = 1.0
-"""Seconds between SIGTERM and SIGKILL for a payload whose Ray cluster was lost; `ray.init` may hang for 40 s (Ray 2.60)."""
+# Seconds within which a second signal counts as the same one: Slurm also signals the keeper process, which passes it on.
 _SAME_SIGNAL = 1.0
-"""Seconds within which a second signal counts as the same one: Slurm also signals the keeper process, which passes it on."""
+# Seconds between two updates of the run directories' times; directories that are days old are removed.
 _REFRESH_INTERVAL = 600.0
-"""Seconds between two updates of the run directories' times; directories that are days old are removed."""
+# Seconds at this runtime's end for which it tries again to write `end` records that could not be written before.
 _END_TIMEOUT = 5.0
-"""Seconds at this runtime's end for which it tries again to write `end` records that could not be written before."""
+# Seconds at this runtime's end for which it waits for worker nodes that have not connected yet, because only it can stop them.
+# After a signal it does not wait, because Slurm sends the signal to those nodes as well.
 _LATE_NODES = 15.0
-"""Seconds at this runtime's end for which it waits for worker nodes that have not connected yet, because only it can stop them.
-
-After a signal it does not wait, because Slurm sends the signal to those nodes as well.
-"""
+# Seconds between two checks whether the allocation has enough time left for the waiting payloads.
 _LATE_INTERVAL = 5.0
-"""Seconds between two checks whether the allocation has enough time left for the waiting payloads."""
+# Most nodes that one message in the Dagster log names.
 _MOST_NAMES = 8
-"""Most nodes that one message in the Dagster log names."""
 
 
 class Hooks:
@@ -78,89 +76,71 @@ class Hooks:
         loop.stop()
 
 
+@dataclass(eq=False)
 class Supervisor(RayListener):
     """Queues and runs payloads: all on one warm Ray cluster if the start record describes one, otherwise each on its own.
 
-    Args:
-        loop: the event loop.
-        spec: the start record.
-        private: scratch directory of this runtime.
-        allocation: the Slurm step whose first node this is; None outside Slurm.
-        log_dir: directory in which the nodes of the allocation write their logs.
-        here: the resources of this node; None to detect them.
+    `scratch` is the private directory of this runtime. `allocation` is the Slurm step whose first node this is, `log_dir` the
+    directory in which its nodes write their logs. `here` are the resources of this node, if they need not be detected.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        spec: RuntimeSpec,
-        private: Scratch,
-        allocation: Optional[Allocation] = None,
-        log_dir: str = "",
-        here: Optional[NodeResources] = None,
-    ) -> None:
-        self.loop = loop
-        self.machine = resources.detect(with_gpus=may_need_gpus(spec)) if here is None else here
-        """The resources of this node."""
-        self.allocation = allocation
-        self.workers: Optional[WorkerNodes] = None
-        """The other nodes; None if there are none."""
+    loop: Loop
+    spec: RuntimeSpec
+    scratch: Scratch
+    allocation: Optional[Allocation] = None
+    log_dir: str = ""
+    here: Optional[NodeResources] = None
+    hooks: Hooks = field(default_factory=Hooks)
+    exit_code: int = 0  # That of the last payload; this process exits with it, so that Slurm's accounting shows it.
+    cluster: Optional[RayCluster] = None  # The one that is kept warm for all payloads.
+    time_left: Callable[[], Optional[float]] = lambda: None  # Seconds until the allocation's time limit, if it is known.
+
+    def __post_init__(self) -> None:
+        loop, spec, allocation = self.loop, self.spec, self.allocation
+        # The resources of this node.
+        self.machine = resources.detect(with_gpus=may_need_gpus(spec)) if self.here is None else self.here
+        self.workers = WorkerNodes(loop, {}, self._handle_message, self._log_path)  # The other nodes.
         self._simulation: Optional[simulated.Simulation] = None
         if allocation is not None:
             self.machine = replace(self.machine, component=allocation.component_of(0))
-            if len(allocation.nodes) > 1:
-                self.workers = self._connect_workers(spec, allocation, log_dir)
-            head = HeadNode(self.machine, self.workers, head_address(allocation))
+            for place, name in list(enumerate(allocation.nodes))[1:]:
+                self.workers.members[place] = WorkerNode(place, name, allocation.component_of(place))
+            if self.workers.members:
+                assert spec.control_key is not None
+                self.workers.listen(spec.control_key, spec.control_ports)
+            self._head = HeadNode(self.machine, self.workers, head_address(allocation))
         elif spec.components or (spec.ray is not None and spec.ray.simulate):
-            self._simulation = simulation = simulated.simulate(loop, spec, self.machine, private, self._handle_message)
-            spec, self.workers, self.machine = simulation.spec, simulation.workers, simulation.shares[0].machine
+            self._simulation = simulation = simulated.simulate(loop, spec, self.machine, self.scratch, self._handle_message)
+            self.spec = spec = simulation.spec
+            self.workers, self.machine = simulation.workers or self.workers, simulation.shares[0].machine
             address = simulated.ADDRESS if spec.components else None
-            head = HeadNode(self.machine, self.workers, address, simulation.shares[0].environ)
+            self._head = HeadNode(self.machine, self.workers, address, simulation.shares[0].environ)
         else:
-            head = HeadNode(self.machine)
-        self.spec = spec
-        self.exit_code = 0
-        """The exit code of the last payload that ended; this process exits with it, so that Slurm's accounting shows it."""
-        self.hooks = Hooks()
-        self.time_left: Callable[[], Optional[float]] = lambda: None
-        """Returns the seconds until the allocation's time limit; None if there is no limit, or it is not known."""
-        self.is_session = spec.idle_timeout is not None
-        self.queue = Queue(
-            spec.max_concurrent_payloads, spec.drain_margin, spec.idle_timeout, allocation is not None, idle_since=loop.now()
-        )
-        self.cluster: Optional[RayCluster] = None
-        """The Ray cluster that is kept warm for all payloads; None if there is none."""
-        self._head = head
-        self._scratch = private
-        self._cluster_dirs = ClusterDirs(private)
-        self._fresh: Dict[str, RayCluster] = {}
-        """The payloads' own Ray clusters, by the payload's nonce."""
-        self._unwritten: List[Payload] = []
-        """Payloads that have ended, but whose `end` record could not be written yet."""
+            self._head = HeadNode(self.machine)
+        limit, margin, timeout = spec.max_concurrent_payloads, spec.drain_margin, spec.idle_timeout
+        self.is_session = timeout is not None
+        self.queue = Queue(limit, margin, timeout, allocation is not None, idle_since=loop.now())
+        self._cluster_dirs = ClusterDirs(self.scratch)
+        self._fresh: Dict[str, RayCluster] = {}  # The payloads' own Ray clusters, by the payload's nonce.
+        self._unwritten: List[Payload] = []  # Payloads that have ended, but whose `end` record could not be written yet.
         self._signalled = False
         self._timers = Timers(loop)
         self._gpus = GpuMonitor(loop)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.on_signal(signum, self._interrupted)
         loop.call_later(_REFRESH_INTERVAL, self._refresh)
-        self._preload_server = PreloadServer(loop, private.join("preload")) if self.is_session else None
+        self._preload_server = PreloadServer(loop, self.scratch.join("preload"))
         self._ray_version = installed_version() if self.is_session else None
         self._leaks = LeakCheck(loop, lambda: self.cluster)
         self._strays = StrayProcesses(loop)
         if spec.ray is not None:
-            self.cluster = RayCluster(loop, spec, head, private, self)
+            self.cluster = RayCluster(loop, spec, self._head, self.scratch, self)
         if allocation is not None:
             MemoryWatch(loop, self.machine.name, self.guarded_pids, self._driver_pids, self._report_memory)
 
-    def _connect_workers(self, spec: RuntimeSpec, allocation: Allocation, log_dir: str) -> WorkerNodes:
-        def log_path(place: int) -> str:
-            return os.path.join(log_dir, node_log(allocation.first + place))
-
-        assert spec.control_key is not None
-        nodes = [WorkerNode(place, name, allocation.component_of(place)) for place, name in enumerate(allocation.nodes)]
-        workers = WorkerNodes(self.loop, {node.node_id: node for node in nodes[1:]}, self._handle_message, log_path)
-        workers.listen(spec.control_key, spec.control_ports)
-        return workers
+    def _log_path(self, place: int) -> str:
+        assert self.allocation is not None
+        return os.path.join(self.log_dir, node_log(self.allocation.first + place))
 
     @property
     def payloads(self) -> List[Payload]:
@@ -175,7 +155,7 @@ class Supervisor(RayListener):
     @property
     def machines(self) -> List[NodeResources]:
         """The resources of each node that has connected so far, the head first."""
-        members = self.workers.members.values() if self.workers is not None else []
+        members = self.workers.members.values()
         return [self.machine, *(resources.from_facts(member.machine) for member in members if member.joined)]
 
     @property
@@ -193,7 +173,7 @@ class Supervisor(RayListener):
         try:
             if self.cluster is not None:
                 self.cluster.start()
-            if self._preload_server is not None:
+            if self.is_session:
                 ray_env = self.cluster.environment if self.cluster is not None else None
                 self._preload_server.preload(self.spec.preload, ray_env, self._payload_environ(dict(os.environ)))
             if self.cluster is None:
@@ -208,24 +188,18 @@ class Supervisor(RayListener):
         finally:
             for cluster in self._clusters:
                 cluster.end()
-            if self._preload_server is not None:
-                self._preload_server.close()
-            if self.workers is not None:
-                self.workers.dismiss()
+            self._preload_server.close()
+            self.workers.dismiss()
             processes.kill_descendants(os.getpid(), collect=self.loop.reap)
             self._write_ends()
-            self._scratch.remove()
-            if self.workers is not None:
-                self.workers.wait_gone(0.0 if self._signalled else _LATE_NODES)
+            self.scratch.remove()
+            self.workers.wait_gone(0.0 if self._signalled else _LATE_NODES)
 
     def close(self, end: End, grace: Optional[float] = None, queued: Optional[End] = None) -> None:
         """Take no more payloads, end the present ones and then the runtime.
 
-        Args:
-            end: how running payloads end.
-            grace: seconds between SIGTERM and SIGKILL; None for each payload's own grace period.
-            queued: how waiting payloads end; None for the same as running ones, except that the time limit gives waiting
-                payloads back to their clients.
+        There are `grace` seconds between SIGTERM and SIGKILL, by default each payload's own grace period. Waiting payloads end as
+        `queued` says, by default like running ones; but the time limit gives them back to their clients.
         """
         self.queue = self.queue.ended_by(end, self.loop.now())
         if end.reason == EndReason.TIMEOUT and queued is None:
@@ -281,14 +255,14 @@ class Supervisor(RayListener):
         for payload in self.payloads:
             with contextlib.suppress(Exception):  # The record may be what is broken.
                 payload.tail("runtime traceback", said)
-            payload.safely(functools.partial(payload.abandon, end))  # Another defect here must not stop the loop.
+            with contextlib.suppress(Exception):
+                payload.abandon(end)
 
     def _interrupted(self, signum: int) -> None:
         self._signalled = True
         again = self.queue.ending is not None and self.loop.now() - self.queue.ending_since > _SAME_SIGNAL
-        if self.workers is not None:
-            # Worker nodes that got the same signal must stay until the payloads have ended.
-            self.workers.send_command(self.workers.members, op=NodeCommand.ENDING)
+        # Worker nodes that got the same signal must stay until the payloads have ended.
+        self.workers.send_command(self.workers.members, op=NodeCommand.ENDING)
         why = "the runtime received %s" % signal.Signals(signum).name
         self.close(End(EndReason.TERMINATED, why), grace=0 if again else None)
         if not self.payloads:
@@ -305,9 +279,7 @@ class Supervisor(RayListener):
     def submit(self, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
         """Queue the payload of a run directory, and start it if it can start now.
 
-        Args:
-            run_dir: the run directory.
-            environ: the environment on which the payload's environment is based; None for the runtime's own.
+        The payload's environment is based on `environ`, or on the runtime's own.
 
         Raises:
             Closing: this runtime takes no more payloads, or has too little time left for this one.
@@ -315,7 +287,8 @@ class Supervisor(RayListener):
             SpecError: the payload's specification in the run directory is not valid.
             OSError: the run directory cannot be read or written.
         """
-        if self.closing is None and self._ray_has_changed():
+        version = self._ray_version
+        if self.closing is None and version is not None and (installed_version() or version) != version:
             self.drain("the environment's Ray has changed")
         if self.closing is not None:
             raise Closing(self.closing)
@@ -333,8 +306,8 @@ class Supervisor(RayListener):
         except BaseException:
             record.withdraw()
             raise
-        payload = Payload(self.loop, run_dir, spec, secrets, record, self._payload_environ(environ or dict(os.environ)))
-        payload.preload_server = self._preload_server
+        environ, preload_server = self._payload_environ(environ or dict(os.environ)), self._preload_server
+        payload = Payload(self.loop, run_dir, spec, secrets, record, environ, preload_server if self.is_session else None)
         payload.on_ended.append(lambda: self._ended(payload))
         self.queue = self.queue.added(payload, self._is_fresh(spec), self.loop.now())
         self._timers.cancel("idle")
@@ -349,7 +322,7 @@ class Supervisor(RayListener):
                 "hostname": self.machine.hostname,
                 "pid": os.getpid(),
                 "python": sys.version.split()[0],
-                "allocation": self._allocation_facts(),
+                "allocation": self.allocation.facts() if self.allocation is not None else None,
             }
         )
         if self._waits(spec):
@@ -393,13 +366,7 @@ class Supervisor(RayListener):
         return self.cluster is not None and spec.uses_ray and not self.cluster.ready
 
     def _may_start(self, payload: Payload) -> bool:
-        """Whether a payload could start if it had room: its Ray cluster is up, and the hooks permit the start."""
         return not self._waits(payload.spec) and self.hooks.may_start(payload)
-
-    def _ray_has_changed(self) -> bool:
-        """Whether another version of Ray was installed in this Python's environment since this session started."""
-        version = installed_version() if self._ray_version is not None else None
-        return version is not None and version != self._ray_version
 
     def _begin(self, payload: Payload) -> None:
         """Start a payload whose turn it is, as soon as its Ray cluster is up."""
@@ -425,9 +392,9 @@ class Supervisor(RayListener):
             if other is not payload and other.pid is not None:
                 other.companions.add(payload.spec.nonce)
                 payload.companions.add(other.spec.nonce)
-        OwnRayWatch(self.loop, payload, self.machine)
-        messages = self._scratch.join("messages-%s.jsonl" % payload.spec.nonce)
-        launch = LaunchContext(messages, self._gpus, foreign_pids=lambda: self._foreign_pids(payload))
+        watch_own_ray(self.loop, payload, self.machine)
+        messages = self.scratch.join("messages-%s.jsonl" % payload.spec.nonce)
+        launch = LaunchContext(messages, self._gpus, lambda: self._foreign_pids(payload))
         if cluster is not None:
             is_warm = cluster is self.cluster
             launch = replace(
@@ -436,7 +403,7 @@ class Supervisor(RayListener):
                 worker_env=self.spec.worker_env,
                 ray_temp_dir=cluster.ray_temp_dir,
                 shared_ray_pid=(lambda: cluster.pid) if is_warm and self.is_session else None,
-                workers=self.workers,
+                workers=self.workers if self.workers.members else None,
                 leak_check=self._leaks.at_end(payload.spec.nonce) if is_warm else None,
             )
         payload.start(launch)
@@ -504,7 +471,7 @@ class Supervisor(RayListener):
             self.on_node_lost(member.title)
 
     def _report_memory(self, message: str, killed: bool) -> None:
-        """Report to running payloads that a node is nearly out of memory, and count the Ray workers killed while each ran."""
+        """Tell running payloads that a node is nearly out of memory, and count the Ray workers killed while each ran."""
         for payload in self._running:
             payload.phase("memory", message)
             if killed:
@@ -514,13 +481,19 @@ class Supervisor(RayListener):
 
     def describe(self) -> Dict[str, Any]:
         """The state of the runtime, its payloads and its Ray cluster, as JSON for clients and the command line."""
-        now, queue = self.loop.now(), self.queue
+        now, queue, here = self.loop.now(), self.queue, self.machine
+        own = {"name": self._name, "cpus": here.num_cpus, "gpus": here.num_gpus, "here": True, "component": here.component}
         cluster = self.cluster.facts() if self.cluster is not None else {}
         idle = queue.idle_for(now)
-        present = self.payloads
-        payloads = [(each.payload, "waiting", each.since) for each in queue.waiting]
-        payloads += [(each.payload, "running", each.since) for each in queue.running]
-        payloads += [(each, "ended", now) for each in self._unwritten if not each.record.ended and each not in present]
+        unwritten = [each for each in self._unwritten if not each.record.ended and each not in self.payloads]
+
+        def facts(payload: Payload, state: str, since: float) -> Dict[str, Any]:
+            own = {"run_dir": payload.run_dir, "run_id": payload.spec.run_id, "step": payload.spec.step}
+            return {**own, "state": state, "age": round(now - since, 1)}
+
+        payloads = [facts(each.payload, "waiting", each.since) for each in queue.waiting]
+        payloads += [facts(each.payload, "running", each.since) for each in queue.running]
+        payloads += [facts(each, "ended", now) for each in unwritten]
         return {
             "cluster_id": self.spec.cluster_id,
             "protocol": PROTOCOL_VERSION,
@@ -530,10 +503,10 @@ class Supervisor(RayListener):
             "draining": self.closing,
             "running": len(queue.running),
             "waiting": len(queue.arrived),
-            "payloads": [{**each.facts, "state": state, "age": round(now - since, 1)} for each, state, since in payloads],
+            "payloads": payloads,
             "served": queue.served,
             "idle": None if idle is None else round(idle, 1),
-            "nodes": self._node_facts(),
+            "nodes": [own, *(member.facts() for member in self.workers.members.values())],
             "ray_version": cluster.get("ray_version"),
             "address": cluster.get("ray_address"),
             "dashboard_url": cluster.get("dashboard_url"),
@@ -541,14 +514,8 @@ class Supervisor(RayListener):
             "time_left": self.time_left(),
         }
 
-    def _node_facts(self) -> List[Dict[str, Any]]:
-        """Name, component, CPUs and GPUs of each node, this one first."""
-        here = self.machine
-        own = {"name": self._name, "cpus": here.num_cpus, "gpus": here.num_gpus, "here": True, "component": here.component}
-        return [own, *(self.workers.facts() if self.workers is not None else [])]
-
     def _context(self, payload: Payload, cluster: Optional[RayCluster]) -> Dict[str, Any]:
-        """The facts for the `end` record about where a payload ran: node, Python, allocation and Ray cluster."""
+        """The facts for the `end` record about where a payload ran."""
         context: Dict[str, Any] = {
             "hostname": self.machine.hostname,
             "num_cpus": self.machine.num_cpus,
@@ -556,19 +523,15 @@ class Supervisor(RayListener):
             "python_version": sys.version.split()[0],
             "warm": self.queue.served > 1 and not self._is_fresh(payload.spec),
         }
-        allocation = self._allocation_facts()
-        if allocation is None:
+        if self.allocation is None:
             context["machine_cpus"] = count_cpus(os.environ)  # `num_cpus` may be simulated, and differ from this number.
         else:
-            context["allocation"] = allocation
+            context["allocation"] = self.allocation.facts()
             only_here = cluster is None and self.is_session  # A job without a session belongs wholly to its payload.
             context["granted"] = [machine.facts() for machine in ([self.machine] if only_here else self.machines)]
         if cluster is not None:
             context.update(cluster.facts(), kept_warm=self.is_session and cluster is self.cluster)
         return context
-
-    def _allocation_facts(self) -> Optional[Dict[str, Any]]:
-        return self.allocation.facts() if self.allocation is not None else None
 
     def _payload_environ(self, environ: Dict[str, str]) -> Dict[str, str]:
         """`environ` with variables that limit the payload to the resources granted on this node."""
@@ -582,8 +545,7 @@ class Supervisor(RayListener):
 
     def _in_words(self, ray: Optional[RaySpec]) -> str:
         """The names of a Ray cluster's nodes for the Dagster log; of all nodes if `ray` is None."""
-        others = self.workers.members.values() if self.workers is not None else []
-        names = [named(self._name, self.machine.component), *(member.title for member in others)]
+        names = [named(self._name, self.machine.component), *(member.title for member in self.workers.members.values())]
         if ray is not None:
             names = names[: nodes_expected(ray, len(names))]
         if len(names) == 1:
@@ -604,8 +566,7 @@ class Supervisor(RayListener):
         own = self._fresh.get(payload.spec.nonce) or (self.cluster if payload.spec.uses_ray else None)
         clusters = [cluster.pid for cluster in self._clusters if cluster is not own and cluster.pid is not None]
         drivers = [other.pid for other in self._running if other is not payload and other.pid is not None]
-        preloading = self._preload_server.pids() if self._preload_server is not None else []
-        return drivers + preloading + clusters + [pid for pid in (self.workers.pids if self.workers is not None else []) if pid]
+        return [*drivers, *self._preload_server.pids(), *clusters, *self.workers.pids]
 
 
 class _FreshListener(RayListener):

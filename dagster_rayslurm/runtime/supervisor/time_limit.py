@@ -18,16 +18,13 @@ from ..protocol.end import End, EndReason
 from ..protocol.slurm_text import parse_duration
 from .supervisor import Supervisor
 
+# Seconds before a planned call at which squeue is asked, because an administrator may have moved the limit.
 _AHEAD = 10.0
-"""Seconds before a planned call at which squeue is asked, because an administrator may have moved the limit."""
-_TIMEOUT = 5.0
-"""Seconds in which squeue must answer."""
-_UNKNOWN = 30.0
-"""Seconds until squeue is asked again about a limit that is not known yet."""
-_UNLIMITED = 600.0
-"""Seconds until squeue is asked again about a job that has no limit; it may get one."""
+_TIMEOUT = 5.0  # Seconds in which squeue must answer.
+_UNKNOWN = 30.0  # Seconds until squeue is asked again about a limit that is not known yet.
+_UNLIMITED = 600.0  # Seconds until squeue is asked again about a job that has no limit; it may get one.
+# Seconds before the time limit at which a session ends its payloads, so that it can still write their `end` records.
 _LAST_CALL = 20.0
-"""Seconds before the time limit at which a session ends its payloads, so that it can still write their `end` records."""
 
 
 def parse_time_left(text: str) -> Optional[float]:
@@ -54,10 +51,9 @@ class TimeLimit:
 
     loop: Loop
     job_id: str
+    # Called once with the seconds left, as soon as the limit is known.
     known: Callable[[float], None] = lambda _: None
-    """Called once with the seconds left, as soon as the limit is known."""
-    unknown: Callable[[str], None] = lambda _: None
-    """Called with the reason if squeue cannot be run."""
+    unknown: Callable[[str], None] = lambda _: None  # Called with the reason if squeue cannot be run.
     _end: Optional[float] = None
 
     def left(self) -> Optional[float]:
