@@ -125,7 +125,7 @@ class WorkerNodes:
         loop.call_later(0, lambda: done({}))
     def send_command(self, *_, **__): pass
     def dismiss(self): pass
-    def wait_gone(self): pass
+    def wait_gone(self, _): pass
 runner.workers = WorkerNodes()
 """
 

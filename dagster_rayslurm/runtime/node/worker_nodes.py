@@ -133,10 +133,6 @@ class WorkerNodes(ChannelListener):
             node.commands[_subject(op, name)] = command
             node.send(**command)
 
-    def facts(self) -> List[Dict[str, Any]]:
-        """For each worker node, its resources as far as they are known, and whether it is connected."""
-        return [node.facts() for node in self.members.values()]
-
     def log_tail(self, place: int) -> str:
         """The last lines of a node's own log."""
         return tail_file(self.log_path(place), lines=15)
