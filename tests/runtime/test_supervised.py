@@ -193,12 +193,12 @@ def test_a_defect_of_the_runtime_ends_in_one_line_with_its_traceback_beside_it(t
 
 UNWRITABLE = """
 from dagster_rayslurm.runtime.protocol import record
-append, away = record.Appender.append, [False]
-def stale(self, data):
-    if away[0] and self.path.endswith("journal.jsonl"):
+write, away = record.RunRecord.write, [False]
+def stale(self, *records):
+    if away[0]:
         raise OSError(116, "Stale file handle")
-    append(self, data)
-record.Appender.append = stale
+    write(self, *records)
+record.RunRecord.write = stale
 def leave():
     away[0] = True
 def come_back():
