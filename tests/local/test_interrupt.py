@@ -131,7 +131,7 @@ def running(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
 
-@pytest.mark.parametrize("executor", ["in_process_executor", "multiprocess_executor"])
+@pytest.mark.parametrize("executor", [pytest.param("in_process_executor", marks=pytest.mark.thorough), "multiprocess_executor"])
 def test_ctrl_c_ends_the_payload_politely(executor: str, dagster: Dagster) -> None:
     process, keyboard = dagster.type_command(dagster.write(POLITE, executor=executor))
     pid = dagster.up()

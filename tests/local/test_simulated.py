@@ -45,6 +45,7 @@ def test_ray_counts_cpus_and_gpus_that_are_not_there(base: Path, script: Any, ca
 
 
 @pytest.mark.ray
+@pytest.mark.thorough
 def test_a_payload_that_is_too_large_for_the_warm_cluster_gets_a_simulated_one(base: Path, script: Any) -> None:
     """The warm cluster has what the machine has, and goes on beside it."""
     warm = ComputeResource(local_base=str(base), default_launcher=small_ray(), enable_cluster_reuse=True)

@@ -418,7 +418,7 @@ def test_a_node_that_connects_after_the_end_is_stopped(job: Job) -> None:
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("port_range", [None, "23000-23399"])
+@pytest.mark.parametrize("port_range", [pytest.param(None, marks=pytest.mark.thorough), "23000-23399"])
 def test_one_cluster_across_two_components_of_one_host(job: Job, port_range: str | None) -> None:
     job.start(replace(RAY, port_range=port_range))
     end = job.end()

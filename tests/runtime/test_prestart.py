@@ -154,7 +154,7 @@ def test_the_first_task_finds_an_idle_worker(base: Path, scratch_base: Path, scr
     ready = wait_until(waiting, 60)
     assert ready, "nobody waits when the cluster is ready"
     payload = script(DRIVER)
-    for _ in range(3):
+    for _ in range(2):
         ran = run_asset(compute, payload)
         assert ran.metadata["worker"] in ready and "leaks" not in ran.metadata
         again = wait_until(waiting, 60)
