@@ -1,13 +1,13 @@
-"""The facts that Slurm keeps of one job, read from `scontrol show job` and `sacct` (tried on Slurm 22.05 and 24.11).
+"""What Slurm knows of one job, and how that explains a run's end (tried on Slurm 22.05 and 24.11).
 
 scontrol knows a job until MinJobAge after its end (300 s by default) and needs no accounting. sacct knows the job for good,
-with its steps and their memory.
+with the memory of its steps. The job's log says which tasks failed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,11 +27,13 @@ _ACCOUNTING_DISABLED = b"accounting storage is disabled"
 _SACCT_FORMAT = "JobID,State,ExitCode,Reason,ElapsedRaw,TimelimitRaw,NNodes,NodeList,ReqMem,MaxRSS"
 SACCT_FIELDS = tuple(_SACCT_FORMAT.split(","))
 """The columns of `sacct --format`. No column has a text that a user chooses, so "|" separates them safely."""
+_JOB_ID = re.compile(r"(?P<number>[0-9]+)(?:\+(?P<component>[0-9]+))?(?:\.(?P<step>.+))?")
+"""The column JobID of sacct, such as "12", "12+1" or "12.batch"."""
+_TEXTS_OF_USERS = re.compile(r"(?s) JobName=.*?\n(?=   (?:UserId|HetJobIdSet)=)|\n   Command=.*")
+"""The parts of scontrol's output whose text users choose: job name, command, comment."""
 
 _OUT_OF_MEMORY_SIGNAL = 125
 """The signal of a job in the state OUT_OF_MEMORY (SIG_OOM in slurm.h)."""
-_KILLED = 9
-"""The number of SIGKILL."""
 _STATE_OF_REASON = {
     "DeadLine": "DEADLINE",
     "NodeDown": "NODE_FAIL",
@@ -41,79 +43,71 @@ _STATE_OF_REASON = {
     "TimeLimit": "TIMEOUT",
 }
 """The final state that each reason of slurmctld stands for (job_reason_string in slurm_protocol_defs.c)."""
-_FINAL_STATES = "COMPLETED FAILED UNKNOWN CANCELLED DEADLINE TIMEOUT OUT_OF_MEMORY PREEMPTED BOOT_FAIL NODE_FAIL"
-_BY_SEVERITY = _FINAL_STATES.split()
-"""Final states of components, the state that explains least of a heterogeneous job's end first.
+_BY_SEVERITY = (
+    *("COMPLETED", "FAILED", "UNKNOWN", "CANCELLED", "DEADLINE", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"),
+    "NODE_FAIL",
+)
+"""Final states of components, the state that explains least of a heterogeneous job's end first; UNKNOWN is not final."""
+_REASONS_FOR_WAITING = ("BeginTime", "JobHeldAdmin", "JobHeldUser", "Licenses", "Priority", "Reservation", "Resources")
+"""Pending reasons that Slurm still shows for a cancelled job; they do not explain the cancellation."""
+_LOST_NODES = {
+    "BOOT_FAIL": "its nodes did not boot",
+    "NODE_FAIL": "one of its nodes failed",
+    "PREEMPTED": "another job took its place",
+    "REVOKED": "another cluster took it over",
+}
+"""How a job lost its nodes, by its state."""
 
-UNKNOWN stands for a state that is not final yet."""
-_JOB_ID = re.compile(r"(?P<number>[0-9]+)(?:\+(?P<component>[0-9]+))?(?:\.(?P<step>.+))?")
-"""The column JobID of sacct, such as "12", "12+1" or "12.batch"."""
 _MEMORY_KILL = re.compile(r"exceeded memory limit|oom[-_]kill event|Out Of Memory", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class StepFacts:
-    """What accounting says of one step of a job; the batch script and each `srun` are steps.
-
-    Attributes:
-        name: "batch", "extern" or a number, after the first component with the component, such as "+1.0".
-        state: Slurm's word; steps have states of their own.
-        cancelled_by: id of the user who cancelled the step; 0 also stands for Slurm itself.
-        exit_code: as `JobFacts.exit_code`.
-        signal: the signal that ended the step; None for none.
-        max_rss: largest memory of one task, in bytes; None if it was not sampled.
-    """
-
-    name: str
-    state: str
-    cancelled_by: int | None = None
-    exit_code: int | None = None
-    signal: int | None = None
-    max_rss: int | None = None
+_NOT_STARTED = re.compile(
+    r"^(?:slurmstepd\S*: error: execve\(\)|rayslurm: line \d+(?:: exec)?|rayslurm: \d+: exec): (/.*?)(?:: cannot execute)?"
+    r": (No such file .*|not found|Permission denied|Exec format error)$",
+    re.MULTILINE,
+)
+"""Messages of slurmstepd, bash and dash if the environment's Python cannot be started."""
+_STEP = re.compile(r"StepId=([0-9]+)")
+_NOISE = re.compile(
+    r"srun: (cluster configuration lacks support for cpu binding|launch/slurm: |Job step aborted|forcing job termination"
+    r"|got SIGCONT|Terminating |Force Terminated |error: Timed out waiting for job step to complete)"
+    # If Slurm itself cancelled the job, the line goes on with the cause, such as "DUE TO TIME LIMIT".
+    r"|slurmstepd[^:]*: error: \*\*\* (STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ \*\*\*"
+)
+"""Lines of a log in which Slurm comments on its own actions."""
+_TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.*\S)")
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What Slurm knows of a job. Durations are in seconds, sizes in bytes.
-
-    Attributes:
-        job_id: the job's number; for a heterogeneous job, the number of the first component.
-        state: Slurm's word, such as "TIMEOUT", without the "by 1001" of sacct.
-        cancelled_by: id of the user who cancelled the job; only accounting knows.
-        canceller: id and name of the user who cancelled the job or a component; None if not known.
-        reason: such as "TimeLimit"; "" for none.
-        exit_code: the batch script's. sacct alone shows an exit code above 128 less 128.
-        signal: the signal that ended the job; None for none.
-        elapsed: how long the job ran.
-        time_limit: None if there is none.
-        nodes: names of the nodes of all components.
-        num_nodes: number of nodes that the job had or requested.
-        memory: memory that was granted on all nodes.
-        restarts: number of requeues.
-        max_rss: largest memory of one task; None if it was not sampled.
-        steps: steps since the last requeue; empty without accounting.
-        components: the components of a heterogeneous job, in order; empty for any other job. State, reason, exit code and signal
-            of the job are those of its `decisive_component`.
-        component_id: the user's name for this component; Slurm has no names for components.
-    """
+    """What Slurm knows of a job, or of one component. Durations are in seconds, sizes in bytes; None is not known."""
 
     job_id: int
+    """The number of a heterogeneous job is that of its first component."""
     state: str
+    """Slurm's word, such as "TIMEOUT", without the "by 1001" of sacct."""
     cancelled_by: int | None = None
-    canceller: tuple[int, str] | None = None
+    """Id of the user who cancelled the job; only accounting knows. 0 also stands for Slurm itself."""
+    canceller: str | None = None
+    """Name of the user with that id."""
     reason: str = ""
     exit_code: int | None = None
+    """The batch script's. sacct alone shows an exit code above 128 less 128."""
     signal: int | None = None
     elapsed: float | None = None
     time_limit: float | None = None
     nodes: tuple[str, ...] = ()
     num_nodes: int = 0
+    """Number of nodes that the job had or requested."""
     memory: int | None = None
+    """Memory that was granted on all nodes."""
     restarts: int = 0
     max_rss: int | None = None
-    steps: tuple[StepFacts, ...] = ()
+    """Largest memory of one task."""
+    step_out_of_memory: bool = False
+    """Whether Slurm ended a step for its memory."""
     components: tuple[JobFacts, ...] = ()
+    """Of a heterogeneous job, in order; state, reason, exit code and signal of the job are those of `decisive_component`."""
     component_id: str | None = None
+    """The user's name for this component; Slurm has no names for components."""
 
     @property
     def decisive_component(self) -> int:
@@ -123,20 +117,17 @@ class JobFacts:
         """
         return max(range(len(self.components)), key=lambda index: self.components[index]._severity, default=0)
 
+    @property
+    def _severity(self) -> int:
+        final = self.final_state if self.final_state in _BY_SEVERITY else "UNKNOWN"
+        return len(_BY_SEVERITY) if self.out_of_memory else _BY_SEVERITY.index(final or "UNKNOWN")
+
     def with_component_ids(self, component_ids: Sequence[str | None]) -> JobFacts:
         """The same job with the user's names for its components; unchanged if there are more or fewer names than components."""
         if len(self.components) != len(component_ids):
             return self
         pairs = zip(self.components, component_ids, strict=True)
         return replace(self, components=tuple(replace(each, component_id=name) for each, name in pairs))
-
-    @property
-    def _severity(self) -> int:
-        """How much the end of this component explains: its place in `_BY_SEVERITY`, the highest for a kill over memory."""
-        if self.out_of_memory:
-            return len(_BY_SEVERITY)
-        final = self.final_state
-        return _BY_SEVERITY.index(final if final in _BY_SEVERITY else "UNKNOWN")
 
     @property
     def final_state(self) -> str | None:
@@ -150,10 +141,7 @@ class JobFacts:
 
     @property
     def is_final(self) -> bool:
-        """Whether the final state of every component is known.
-
-        The component that ends last may explain why the others ended.
-        """
+        """Whether the final state of every component is known; the last one may explain why the others ended."""
         return all(each.final_state is not None for each in self.components or (self,))
 
     @property
@@ -164,29 +152,14 @@ class JobFacts:
         """
         if self.components:
             return any(each.out_of_memory for each in self.components)
-        states = (self.state, *(step.state for step in self.steps))
-        if any(state.startswith("OUT_OF_ME") for state in states) or self.reason == "OutOfMemory":
-            return True
-        return self.signal == _OUT_OF_MEMORY_SIGNAL or any(map(self._killed_over_limit, self.steps))
-
-    def _killed_over_limit(self, step: StepFacts) -> bool:
-        """Whether slurmd killed a step, as root, for memory above its limit (JobAcctGatherParams=OverMemoryKill).
-
-        An administrator's `scancel` of a step looks the same except for the memory.
-        """
-        by_slurm = step.cancelled_by == 0 and step.signal == _KILLED
-        return by_slurm and (step.max_rss or 0) >= (self.memory or 0) / max(1, self.num_nodes) > 0
+        said = self.state.startswith("OUT_OF_ME") or self.reason == "OutOfMemory"
+        return said or self.signal == _OUT_OF_MEMORY_SIGNAL or self.step_out_of_memory
 
 
 def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
-    """Ask slurmctld, and accounting if there is any, for what they know of a job.
+    """Ask slurmctld, and accounting if there is any, what they know of a job; None if Slurm does not know the job.
 
-    Args:
-        connection: the edge node.
-        job_id: the job; for a heterogeneous job, its first component.
-
-    Returns:
-        The facts; None if Slurm does not know the job. Without accounting Slurm forgets a job MinJobAge after its end.
+    Without accounting Slurm forgets a job MinJobAge after its end.
 
     Raises:
         SlurmUnanswered: neither knows the job, and one of them did not answer.
@@ -199,91 +172,45 @@ def fetch_job_facts(connection: Connection, job_id: int) -> JobFacts | None:
     controller = None if scontrol.returncode else parse_scontrol(scontrol.stdout.decode("utf-8", "replace"))
     accounting = None if sacct.returncode else parse_sacct(sacct.stdout.decode("utf-8", "replace"), job_id)
     facts = merge_facts(controller, accounting)
-    if facts is not None:
-        return _with_canceller(connection, facts)
-    if scontrol.returncode and _UNKNOWN_JOB not in scontrol.stderr:
+    if facts is not None and facts.cancelled_by is not None:
+        user = connection.run(["id", "-nu", str(facts.cancelled_by)], timeout=_TIMEOUT)
+        name = user.stdout.decode("utf-8", "replace").strip() if user.returncode == 0 else ""
+        return replace(facts, canceller=name or None)
+    if facts is None and scontrol.returncode and _UNKNOWN_JOB not in scontrol.stderr:
         raise unanswered(connection.place, "scontrol", scontrol)
     # Without accounting, sacct may not be installed.
-    if sacct.returncode not in (0, 127) and _ACCOUNTING_DISABLED not in sacct.stderr:
+    if facts is None and sacct.returncode not in (0, 127) and _ACCOUNTING_DISABLED not in sacct.stderr:
         raise unanswered(connection.place, "sacct", sacct)
-    return None
-
-
-def _with_canceller(connection: Connection, facts: JobFacts) -> JobFacts:
-    """The facts with the name of the user who cancelled the job: Slurm tells the id, the edge node knows the name."""
-    users = [each.cancelled_by for each in (facts, *facts.components) if each.cancelled_by is not None]
-    if not users:
-        return facts
-    done = connection.run(["id", "-nu", str(users[0])], timeout=_TIMEOUT)
-    name = done.stdout.decode("utf-8", "replace").strip()
-    return replace(facts, canceller=(users[0], name)) if done.returncode == 0 and name else facts
-
-
-def memory_kill(output: str) -> str | None:
-    """The line of a job's output in which slurmstepd reports a kill for memory; None if there is none."""
-    lines = (line.strip() for line in output.splitlines())
-    return next((line for line in lines if "slurmstepd" in line and _MEMORY_KILL.search(line)), None)
+    return facts
 
 
 def parse_scontrol(text: str) -> JobFacts | None:
     """The facts of the job in the output of `scontrol show job ID` (without `--oneliner`); None if it shows no job."""
-    blocks = [_scontrol_fields(block) for block in re.split(r"(?m)^(?=JobId=)", text) if block.startswith("JobId=")]
-    components = [_from_scontrol(fields) for fields in blocks if "JobState" in fields]
+    components = []
+    for block in re.split(r"(?m)^(?=JobId=)", text):
+        shown = dict(re.findall(r"(?:^|\s)([^\s=]+)=(\S*)", _TEXTS_OF_USERS.sub("\n", block)))
+        if not block.startswith("JobId=") or "JobState" not in shown:
+            continue
+        state, _ = state_word(shown["JobState"])
+        # The granted amount of each resource is in `TRES` until Slurm 23.02, in `AllocTRES` since.
+        granted = re.search(r"(?:^|,)mem=([^,]*)", shown.get("AllocTRES") or shown.get("TRES") or "")
+        facts = JobFacts(
+            job_id=int(shown["JobId"]),
+            state=state,
+            reason=_reason(shown.get("Reason", "")),
+            elapsed=parse_duration(shown.get("RunTime", "")),
+            time_limit=parse_duration(shown.get("TimeLimit", "")),
+            nodes=_nodes(shown.get("NodeList", "")),
+            num_nodes=parse_count(shown.get("NumNodes", "")),
+            memory=parse_size(granted[1]) if granted else None,
+            restarts=parse_count(shown.get("Restarts", "")),
+        )
+        components.append(_with_exit(facts, shown.get("ExitCode", "")))
     return _combined(components) if components else None
 
 
-def _from_scontrol(fields: Mapping[str, str]) -> JobFacts:
-    """The facts of a job without components, or of one component, from the fields of scontrol."""
-    state, _ = state_word(fields["JobState"])
-    exit_code, signal = _exit(state, fields.get("ExitCode", ""))
-    return JobFacts(
-        job_id=int(fields["JobId"]),
-        state=state,
-        reason=_reason(fields.get("Reason", "")),
-        exit_code=exit_code,
-        signal=signal,
-        elapsed=parse_duration(fields.get("RunTime", "")),
-        time_limit=parse_duration(fields.get("TimeLimit", "")),
-        nodes=tuple(_nodes(fields.get("NodeList", ""))),
-        num_nodes=parse_count(fields.get("NumNodes", "")),
-        memory=parse_size(_tres(fields).get("mem", "")),
-        restarts=parse_count(fields.get("Restarts", "")),
-    )
-
-
-def _scontrol_fields(block: str) -> dict[str, str]:
-    """The fields of one component, without those whose text users choose (job name, command, comment)."""
-    fields: dict[str, str] = {}
-    in_name = False
-    for line in block.splitlines():
-        if line.startswith("   Command="):
-            break
-        in_name = in_name and not line.startswith(("   UserId=", "   HetJobIdSet="))
-        for word in () if in_name else line.split():
-            key, _, value = word.partition("=")
-            if key == "JobName":
-                in_name = True
-                break
-            fields[key] = value
-    return fields
-
-
-def _tres(fields: Mapping[str, str]) -> dict[str, str]:
-    """The granted amount of each resource, by name: in `TRES` until Slurm 23.02, in `AllocTRES` since."""
-    granted = fields.get("AllocTRES") or fields.get("TRES") or ""
-    return dict(each.split("=", 1) for each in granted.split(",") if "=" in each)
-
-
 def parse_sacct(text: str, job_id: int) -> JobFacts | None:
-    """The facts of a job in the output of sacct, as the job ran after its last requeue.
-
-    Args:
-        text: output of `sacct --duplicates --noheader --parsable2 --format=` with `SACCT_FIELDS`.
-        job_id: the job; the first component of a heterogeneous job.
-
-    Returns:
-        None if sacct does not know the job.
-    """
+    """The facts of a job after its last requeue, from `sacct --duplicates` with `SACCT_FIELDS`; None for an unknown job."""
     attempts: dict[int, list[list[dict[str, str]]]] = {}
     for line in text.splitlines():
         fields = dict(zip(SACCT_FIELDS, line.split("|"), strict=False))
@@ -291,8 +218,7 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
         if len(fields) < len(SACCT_FIELDS) or not match or int(match["number"]) != job_id:
             continue
         of_component = attempts.setdefault(int(match["component"] or 0), [])
-        fields["step"] = match["step"] or ""
-        if not fields["step"]:
+        if not match["step"]:
             of_component.append([fields])  # A requeued job has a row for each attempt.
         elif of_component:
             of_component[-1].append(fields)
@@ -302,38 +228,42 @@ def parse_sacct(text: str, job_id: int) -> JobFacts | None:
 
 
 def _from_sacct(job_id: int, component: int, attempts: list[list[dict[str, str]]]) -> JobFacts:
-    """The facts of a job without components, or of one component, from its rows in sacct, grouped by requeue.
-
-    The ids of components are consecutive.
-    """
-    job, *rows = attempts[-1]
-    steps = tuple(_step(component, row) for row in rows)
+    """The facts of a job, or of one component, from its rows in sacct, grouped by requeue; ids of components are consecutive."""
+    job, *steps = attempts[-1]
     state, cancelled_by = state_word(job["State"])
-    exit_code, signal = _exit(state, job["ExitCode"])
-    return JobFacts(
+    memory, num_nodes = parse_size(job["ReqMem"]), parse_count(job["NNodes"])
+    facts = JobFacts(
         job_id=job_id + component,
         state=state,
         cancelled_by=cancelled_by,
         reason=_reason(job["Reason"]),
-        exit_code=exit_code,
-        signal=signal,
         elapsed=float(parse_count(job["ElapsedRaw"])),
         time_limit=60.0 * parse_count(job["TimelimitRaw"]) or None,
-        nodes=tuple(_nodes(job["NodeList"])),
-        num_nodes=parse_count(job["NNodes"]),
-        memory=parse_size(job["ReqMem"]),
+        nodes=_nodes(job["NodeList"]),
+        num_nodes=num_nodes,
+        memory=memory,
         restarts=len(attempts) - 1,
-        max_rss=max((step.max_rss for step in steps if step.max_rss is not None), default=None),
-        steps=steps,
+        max_rss=max((size for size in (parse_size(row["MaxRSS"]) for row in steps) if size is not None), default=None),
+        step_out_of_memory=any(_is_out_of_memory(row, (memory or 0) / max(1, num_nodes)) for row in steps),
     )
+    return _with_exit(facts, job["ExitCode"])
+
+
+def _is_out_of_memory(step: Mapping[str, str], limit: float) -> bool:
+    """Whether a cgroup or slurmd ended a step for its memory (slurmd: as root, JobAcctGatherParams=OverMemoryKill).
+
+    An administrator's `scancel` of a step looks the same except for the memory.
+    """
+    state, cancelled_by = state_word(step["State"])
+    killed = cancelled_by == 0 and step["ExitCode"].endswith(":9")
+    return state.startswith("OUT_OF_ME") or (killed and (parse_size(step["MaxRSS"]) or 0) >= limit > 0)
 
 
 def _combined(components: Sequence[JobFacts]) -> JobFacts:
     """The whole job from its components: the sums of their amounts, and the state of the decisive component."""
-    first = components[0]
     if len(components) == 1:
-        return first
-    job = replace(first, components=tuple(components))
+        return components[0]
+    job = replace(components[0], components=tuple(components))
     decisive = components[job.decisive_component]
     return replace(
         job,
@@ -344,23 +274,13 @@ def _combined(components: Sequence[JobFacts]) -> JobFacts:
         signal=decisive.signal,
         nodes=tuple(node for each in components for node in each.nodes),
         num_nodes=sum(each.num_nodes for each in components),
-        memory=_sum(each.memory for each in components),
+        memory=sum(each.memory or 0 for each in components) or None,
         max_rss=max((each.max_rss for each in components if each.max_rss is not None), default=None),
-        steps=tuple(step for each in components for step in each.steps),
     )
 
 
-def _step(component: int, row: Mapping[str, str]) -> StepFacts:
-    name = f"+{component}.{row['step']}" if component else row["step"]
-    state, cancelled_by = state_word(row["State"])
-    return StepFacts(name, state, cancelled_by, *_exit(state, row["ExitCode"]), parse_size(row["MaxRSS"]))
-
-
 def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> JobFacts | None:
-    """The controller's facts, completed by what only accounting knows; None if neither knows the job.
-
-    Of a job that is COMPLETING, accounting may know what the controller says only after the epilog.
-    """
+    """The controller's facts, completed by what only accounting knows; None if neither knows the job."""
     if controller is None or accounting is None:
         return controller or accounting
     if controller.components and len(controller.components) == len(accounting.components):
@@ -370,22 +290,21 @@ def merge_facts(controller: JobFacts | None, accounting: JobFacts | None) -> Job
 
 
 def _merged(controller: JobFacts, accounting: JobFacts) -> JobFacts:
-    """As `merge_facts`, for a job without components, or for one component."""
-    same = accounting.restarts == controller.restarts
-    ended = same and controller.state == "COMPLETING" and accounting.state in TERMINAL
-    return replace(
+    if accounting.restarts != controller.restarts:
+        return replace(controller, cancelled_by=accounting.cancelled_by, max_rss=accounting.max_rss)
+    merged = replace(
         controller,
-        state=accounting.state if ended else controller.state,
-        reason=controller.reason or accounting.reason if ended else controller.reason,
         # Of a job that is COMPLETING slurmctld names only the nodes that are not cleaned up yet, and so no lost node.
-        nodes=accounting.nodes if same and len(accounting.nodes) > len(controller.nodes) else controller.nodes,
-        # If a node failed, accounting has no exit code, and the controller a wrong one.
-        exit_code=None if ended and accounting.exit_code is None else controller.exit_code,
-        signal=None if ended and accounting.exit_code is None else controller.signal,
+        nodes=max(controller.nodes, accounting.nodes, key=len),
         cancelled_by=accounting.cancelled_by,
         max_rss=accounting.max_rss,
-        steps=accounting.steps if same else (),
+        step_out_of_memory=accounting.step_out_of_memory,
     )
+    if controller.state != "COMPLETING" or accounting.state not in TERMINAL:
+        return merged
+    merged = replace(merged, state=accounting.state, reason=controller.reason or accounting.reason)
+    # If a node failed, accounting has no exit code, and the controller a wrong one.
+    return merged if accounting.exit_code is not None else replace(merged, exit_code=None, signal=None)
 
 
 def state_word(text: str) -> tuple[str, int | None]:
@@ -400,36 +319,24 @@ def parse_size(text: str) -> int | None:
     return int(float(match[1]) * 1024 ** " KMGTPE".index(match[2] or " ")) if match else None
 
 
-def _exit(state: str, text: str) -> tuple[int | None, int | None]:
-    """The exit code and the signal in Slurm's "3:0"; None for both if a node failed, as Slurm then shows wrong numbers."""
-    match = None if state == "NODE_FAIL" else re.fullmatch(r"([0-9]+):([0-9]+)", text)
-    return (int(match[1]), int(match[2]) or None) if match else (None, None)
+def _with_exit(facts: JobFacts, text: str) -> JobFacts:
+    """With exit code and signal from Slurm's "3:0"; without them if a node failed, as Slurm then shows wrong numbers."""
+    match = None if facts.state == "NODE_FAIL" else re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    return replace(facts, exit_code=int(match[1]), signal=int(match[2]) or None) if match else facts
 
 
 def _reason(text: str) -> str:
     return "" if text in ("None", "(null)") else text
 
 
-def _nodes(text: str) -> list[str]:
+def _nodes(text: str) -> tuple[str, ...]:
     try:
-        return expand_nodelist(text)
+        return tuple(expand_nodelist(text))
     except ValueError:
-        return [text]
+        return (text,)
 
 
-def _sum(amounts: Iterable[int | None]) -> int | None:
-    known = [amount for amount in amounts if amount is not None]
-    return sum(known) if known else None
-
-
-_NOISE = re.compile(
-    r"srun: (cluster configuration lacks support for cpu binding|launch/slurm: |Job step aborted|forcing job termination"
-    r"|got SIGCONT|Terminating |Force Terminated |error: Timed out waiting for job step to complete)"
-    # If Slurm itself cancelled the job, the line goes on with the cause, such as "DUE TO TIME LIMIT".
-    r"|slurmstepd[^:]*: error: \*\*\* (STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ \*\*\*"
-)
-"""Lines in which Slurm comments on its own actions."""
-_TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (?P<how>.*\S)")
+# ---- The log of a job, with lines of srun and slurmstepd
 
 
 class FailedTask(NamedTuple):
@@ -453,46 +360,34 @@ def failed_tasks(log: str) -> list[FailedTask]:
     return [task for match in map(_TASKS.fullmatch, map(str.strip, log.splitlines())) if match for task in _tasks(match)]
 
 
-def node_number(node: str, task: int, nodes: Sequence[str] | None) -> int | None:
-    """The number of the node on which a task failed, for the name of the node's log; None if it is not known.
-
-    Args:
-        node: the name of the node.
-        task: the number of the task; srun counts from 0 in each component.
-        nodes: all nodes of a heterogeneous job by number, empty if they are not known; None for a job without components.
-    """
-    if nodes is None:
-        return task
-    return nodes.index(node) if node in nodes else None
-
-
 def _tasks(match: re.Match[str]) -> list[FailedTask]:
     try:
         nodes = expand_nodelist(match["nodes"])
         numbers = [int(each[1:]) for each in expand_nodelist(f"t[{match['tasks']}]")]
     except ValueError:
         return []
-    if len(nodes) != len(numbers):  # Several tasks on one node, which jobs of this package never have: which node is not known.
+    if len(nodes) != len(numbers):  # Several tasks on one node, which jobs of this package never have.
         nodes = [match["nodes"]] * len(numbers)
     return [FailedTask(node, number, match["how"]) for node, number in zip(nodes, numbers, strict=True)]
 
 
-_REASONS_FOR_WAITING = ("BeginTime", "JobHeldAdmin", "JobHeldUser", "Licenses", "Priority", "Reservation", "Resources")
-"""Pending reasons that Slurm still shows for a cancelled job; they do not explain the cancellation."""
-_LOST_NODES = {
-    "BOOT_FAIL": "its nodes did not boot",
-    "NODE_FAIL": "one of its nodes failed",
-    "PREEMPTED": "another job took its place",
-    "REVOKED": "another cluster took it over",
-}
-"""How a job lost its nodes, by its state."""
-_NOT_STARTED = re.compile(
-    r"^(?:slurmstepd\S*: error: execve\(\)|rayslurm: line \d+(?:: exec)?|rayslurm: \d+: exec): (/.*?)(?:: cannot execute)?"
-    r": (No such file .*|not found|Permission denied|Exec format error)$",
-    re.MULTILINE,
-)
-"""Messages of slurmstepd (Slurm 22.05 and 24.11), bash and dash if the environment's Python cannot be started."""
-_STEP = re.compile(r"StepId=([0-9]+)")
+def node_number(node: str, task: int, nodes: Sequence[str] | None) -> int | None:
+    """The number of the node on which a task failed, for the name of the node's log; None if it is not known.
+
+    `nodes` are all nodes of a heterogeneous job, where srun counts tasks from 0 in each component; None for any other job.
+    """
+    if nodes is None:
+        return task
+    return nodes.index(node) if node in nodes else None
+
+
+def memory_kill(output: str) -> str | None:
+    """The line of a job's output in which slurmstepd reports a kill for memory; None if there is none."""
+    lines = (line.strip() for line in output.splitlines())
+    return next((line for line in lines if "slurmstepd" in line and _MEMORY_KILL.search(line)), None)
+
+
+# ---- The verdict
 
 
 class JobVerdict(NamedTuple):
@@ -504,12 +399,11 @@ class JobVerdict(NamedTuple):
 
 
 def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> JobVerdict | None:
-    """The failure of a run as Slurm explains it; None if Slurm explains nothing.
+    """The failure of a run as Slurm explains it; None if Slurm explains nothing. Pure.
 
     This is for a run whose own record has no end, or says that a signal from outside ended the run.
 
     Args:
-        job: the job in Slurm.
         log: the output of the batch script, slurmstepd and the runtime.
         terminated: whether the record says that a signal from outside ended the runtime.
         silent: whether nothing was written into the run directory.
@@ -518,7 +412,7 @@ def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> 
     part = _explaining_part(job, killed)
     which = f"Slurm job {job.job_id}"
     if part is not job:
-        which = f"component {part.component_id!r} of {which}" if part.component_id else f"component {part.job_id} of {which}"
+        which = f"component {repr(part.component_id) if part.component_id else part.job_id} of {which}"
     on_nodes = f"{which} on {', '.join(part.nodes[:8])}" if part.nodes else which
     reason = f" ({job.reason})" if job.reason else ""
     state = job.final_state
@@ -534,12 +428,13 @@ def explain_job_end(job: JobFacts, log: str, terminated: bool, silent: bool) -> 
         ran = f" after {_duration(job.elapsed)}" if job.elapsed else ""
         sentence = f"{state}: {which} was ended at its {what}{limit}{ran}; raise SlurmQueueConfig.time_limit"
         return JobVerdict(FailureKind.ALLOCATION, sentence, False)
-    if state in _LOST_NODES or job.state == "REVOKED":
-        lost = state or job.state
+    if (lost := state or job.state) in _LOST_NODES:
         return JobVerdict(FailureKind.ALLOCATION, f"{lost}: {on_nodes} is lost, {_LOST_NODES[lost]}{reason}", True)
     if state == "CANCELLED":
+        user = f"user {job.canceller} (id {job.cancelled_by})" if job.canceller else f"user id {job.cancelled_by}"
+        by = "" if job.cancelled_by is None else f" by {user}"
         why = "" if job.reason in _REASONS_FOR_WAITING else reason
-        return JobVerdict(FailureKind.CANCELLED, f"{which} was cancelled{_by(job)}{why}")
+        return JobVerdict(FailureKind.CANCELLED, f"{which} was cancelled{by}{why}")
     if terminated and state is None:
         code = f", exit code {job.exit_code}" if job.exit_code else ""
         ends = f"{on_nodes} is {job.state}{reason}{code}; `sacct -j {job.job_id}` may tell more by now"
@@ -572,14 +467,6 @@ def _explaining_part(job: JobFacts, killed: str | None) -> JobFacts:
         return next((each for each in job.components if each.job_id == int(step[1])), job)
     ends = {(each.final_state, each.out_of_memory) for each in job.components}
     return job if len(ends) == 1 else job.components[job.decisive_component]
-
-
-def _by(job: JobFacts) -> str:
-    if job.cancelled_by is None:
-        return ""
-    if job.canceller is not None and job.canceller[0] == job.cancelled_by:
-        return f" by user {job.canceller[1]} (id {job.cancelled_by})"
-    return f" by user id {job.cancelled_by}"
 
 
 def _mebibytes(amount: float) -> str:

@@ -152,7 +152,7 @@ def test_a_job_from_the_queue_to_its_end(stack: Any, edge: Connection, directory
     follow(edge, directory, job, lambda view: view.phase == JobPhase.RUNNING)
     ended = follow(edge, directory, job, over)
     assert (ended.phase, ended.state, ended.reason) == (JobPhase.ENDED, "FAILED", "NonZeroExitCode")
-    facts = facts_of(edge, job, lambda facts: bool(facts.steps) == stack.accounting)
+    facts = facts_of(edge, job, lambda facts: facts.is_final)
     assert (facts.state, facts.exit_code) == ("FAILED", 3) and facts.nodes in (("c1",), ("c2",))
 
 

@@ -68,7 +68,7 @@ def test_a_job_ends_as_on_a_real_cluster(
         fate(fake_slurm, job_id)
     facts, real = facts_once(fake_slurm, job_id), recorded(version, name)
     assert (facts.state, facts.final_state, facts.reason) == (real.state, real.final_state, real.reason)
-    assert {step.name for step in facts.steps} == {step.name for step in real.steps} and facts.nodes == ("c1",)
+    assert facts.nodes == ("c1",)
     if fate is None:
         assert (facts.exit_code, facts.signal) == (real.exit_code, real.signal)
         assert parse_exit((tmp_path / "run" / "exit").read_bytes(), job_id) == facts.exit_code

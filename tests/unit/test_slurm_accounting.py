@@ -12,7 +12,6 @@ from dagster_rayslurm.runtime.protocol.slurm_text import expand_nodelist
 from dagster_rayslurm.slurm.accounting import (
     SACCT_FIELDS,
     JobFacts,
-    StepFacts,
     fetch_job_facts,
     memory_kill,
     merge_facts,
@@ -58,16 +57,11 @@ class TestRecorded:
         assert (facts.state, facts.reason, facts.exit_code, facts.signal) == ("COMPLETED", "", 0, None)
         assert (facts.nodes, facts.num_nodes, facts.memory) == (("c1", "c2"), 2, 2048 * MIB)
         assert (facts.elapsed, facts.time_limit, facts.restarts) == (0, 300, 0)
-        assert [(step.name, step.state, step.exit_code) for step in facts.steps] == [
-            ("batch", "COMPLETED", 0),
-            ("0", "COMPLETED", 0),
-        ]
         assert facts.max_rss is None and facts.cancelled_by is None and not facts.out_of_memory
 
     def test_exit_code(self, version: str) -> None:
         facts = both(version, "bad")
         assert (facts.state, facts.reason, facts.exit_code) == ("FAILED", "NonZeroExitCode", 3), "a comment is no state"
-        assert facts.steps[-1] == StepFacts("0", "FAILED", exit_code=3)
 
     def test_signal(self, version: str) -> None:
         facts = both(version, "sig")
@@ -77,7 +71,6 @@ class TestRecorded:
     def test_cancelled(self, version: str) -> None:
         facts = both(version, "can")
         assert (facts.state, facts.cancelled_by, facts.signal) == ("CANCELLED", 1001, 15)
-        assert {step.signal for step in facts.steps} == {15}
         assert facts.max_rss and facts.max_rss > MIB and not facts.out_of_memory
 
     def test_cancelled_while_pending(self, version: str) -> None:
@@ -94,13 +87,13 @@ class TestRecorded:
     def test_memory_limit_enforced_by_slurmd(self, version: str, name: str, state: str, code: int) -> None:
         facts = both(version, name)
         assert (facts.state, facts.exit_code) == (state, code)
-        assert facts.steps[-1].cancelled_by == 0 and facts.steps[-1].signal == 9
         assert facts.max_rss and facts.memory and facts.max_rss > facts.memory == 100 * MIB
         assert facts.out_of_memory
         assert not controller(version, name).out_of_memory, "without accounting nothing shows it"
         # An administrator who kills a step leaves the same words, but no memory above the limit.
-        small = dataclasses.replace(facts, steps=(*facts.steps[:-1], dataclasses.replace(facts.steps[-1], max_rss=MIB)))
-        assert not small.out_of_memory
+        number, text = said(version, name, "sacct")
+        small = parse_sacct(re.sub(r"\|[0-9.]+[KM]$", "|1M", text, flags=re.MULTILINE), number)
+        assert small is not None and small.max_rss == MIB and not small.out_of_memory
 
     def test_pending(self, version: str) -> None:
         facts = both(version, "pen")
@@ -111,20 +104,12 @@ class TestRecorded:
         facts = both(version, "run")
         assert (facts.state, facts.reason, facts.nodes) == ("RUNNING", "", ("c2",))
         assert facts.time_limit == 300
-        assert [step.state for step in facts.steps] == ["RUNNING"]
 
     def test_a_requeued_job_is_its_last_attempt(self, version: str) -> None:
         running = both(version, "req")
         assert (running.state, running.restarts) == ("RUNNING", 1)
-        assert [step.state for step in running.steps] == ["RUNNING"]
         ended = accounting(version, "req2")
         assert (ended.state, ended.exit_code, ended.restarts, ended.elapsed) == ("FAILED", 1, 1, 30)
-        assert [step.name for step in ended.steps] == ["batch", "0"]
-
-    def test_steps_of_an_earlier_attempt_are_not_those_of_this_one(self, version: str) -> None:
-        again = dataclasses.replace(controller(version, "req"), restarts=2)
-        facts = merge_facts(again, accounting(version, "req"))
-        assert facts is not None and facts.steps == ()
 
     @pytest.mark.parametrize("name", ["tim", "can", "bad", "oom", "ok"])
     def test_a_long_epilog_hides_nothing_that_accounting_knows(self, version: str, name: str) -> None:
@@ -141,13 +126,12 @@ class TestRecorded:
         # What accounting knows of the attempt before is not what becomes of this one.
         again = dataclasses.replace(shown, restarts=1)
         assert merge_facts(again, accounting(version, name)) == dataclasses.replace(
-            ended, state="COMPLETING", restarts=1, steps=()
+            ended, state="COMPLETING", restarts=1, step_out_of_memory=False
         )
 
     def test_heterogeneous_job(self, version: str) -> None:
         facts = both(version, "het")
         assert (facts.state, facts.exit_code, facts.nodes, facts.num_nodes) == ("FAILED", 4, ("c1", "c2"), 2)
-        assert [step.name for step in facts.steps] == ["batch", "0", "+1.0"]
         assert accounting(version, "het").nodes == facts.nodes and facts.memory == accounting(version, "het").memory == 2048 * MIB
 
     def test_a_component_that_is_cancelled_explains_the_others(self, version: str) -> None:
@@ -208,7 +192,8 @@ def test_out_of_memory_where_cgroups_tell() -> None:
     assert facts is not None and facts.out_of_memory and facts.signal == 125
     assert JobFacts(7, "FAILED", reason="OutOfMemory").out_of_memory
     assert JobFacts(7, "FAILED", exit_code=0, signal=125).out_of_memory
-    assert JobFacts(7, "COMPLETED", steps=(StepFacts("0", "OUT_OF_ME"),)).out_of_memory
+    of_step = parse_sacct("\n".join([lines[0].replace("OUT_OF_MEMORY|0:125", "COMPLETED|0:0"), lines[1]]), 7)
+    assert of_step is not None and of_step.state == "COMPLETED" and of_step.out_of_memory
     assert not JobFacts(7, "FAILED", exit_code=137).out_of_memory
 
 
@@ -297,7 +282,7 @@ def test_who_cancelled_a_job_is_known_by_name() -> None:
     slurm = Slurm(answer("can", "scontrol"), answer("can", "sacct"))
     slurm.user = Completed(0, b"dev\n", b"")
     facts = fetch_job_facts(slurm, 43)
-    assert facts is not None and facts.canceller == (1001, "dev") and slurm.commands[2] == ["id", "-nu", "1001"]
+    assert facts is not None and facts.canceller == "dev" and slurm.commands[2] == ["id", "-nu", "1001"]
 
 
 def test_a_job_unknown_to_slurm_is_none_and_no_error() -> None:

@@ -8,7 +8,7 @@ import pytest
 from dagster_rayslurm.errors import FailureKind
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.outcome import judge, needs_job_facts
-from dagster_rayslurm.slurm.accounting import JobFacts, StepFacts
+from dagster_rayslurm.slurm.accounting import JobFacts
 
 END: dict[str, Any] = {"type": "end", "reason": "exit", "exit_code": 0, "signal": None, "message": None}
 TERMINATED = {**END, "reason": "terminated", "exit_code": None, "message": "the runtime received SIGTERM"}
@@ -30,7 +30,7 @@ def job(state: str, **fields: Any) -> JobFacts:
         (job("PREEMPTED"), "", "allocation", True, ["PREEMPTED", "another job"]),
         (job("CANCELLED", cancelled_by=1001), "", "cancelled", None, ["cancelled by user id 1001"]),
         (
-            job("CANCELLED", cancelled_by=1001, canceller=(1001, "dev"), reason="DependencyNeverSatisfied"),
+            job("CANCELLED", cancelled_by=1001, canceller="dev", reason="DependencyNeverSatisfied"),
             "",
             "cancelled",
             None,
@@ -38,7 +38,7 @@ def job(state: str, **fields: Any) -> JobFacts:
         ),
         (job("OUT_OF_MEMORY", memory=2 * 2**30), "", "allocation", False, ["OUT_OF_MEMORY", "1024 MiB on each node"]),
         (job("FAILED", signal=125), "", "allocation", False, ["OUT_OF_MEMORY"]),
-        (job("FAILED", steps=(StepFacts("0", "OUT_OF_MEMORY"),)), "", "allocation", False, ["OUT_OF_MEMORY"]),
+        (job("FAILED", step_out_of_memory=True), "", "allocation", False, ["OUT_OF_MEMORY"]),
         (job("FAILED"), OOM_LINE, "allocation", False, ["OUT_OF_MEMORY", "oom_kill event"]),
         (job("COMPLETING", reason="TimeLimit", time_limit=60), "", "allocation", False, ["TIMEOUT", "00:01:00", "time_limit"]),
         (job("COMPLETING", reason="NodeDown"), "", "allocation", True, ["NODE_FAIL", "n1, n2"]),
