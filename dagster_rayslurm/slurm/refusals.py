@@ -1,4 +1,4 @@
-"""What a failure message says when Slurm refuses a job, can never start it, or does not answer. Pure.
+"""What is said when Slurm refuses a job, lets it wait, or can never start it. Pure.
 
 A request that cannot be granted is refused by sbatch or stays pending for ever, depending on the version and on
 `EnforcePartLimits` (slurm.conf(5)); tried on 22.05 and 24.11:
@@ -48,45 +48,28 @@ _ASSOCIATIONS = "`sacctmgr show associations user=$USER format=account,partition
 _TIMES = '`sinfo -o "%P %l"` shows how long each partition allows'
 _RESERVATIONS = "`scontrol show reservation` lists them and who may use them"
 _LIMITS = "`sacctmgr show qos` and `sacctmgr show associations user=$USER` show the limits"
+_PARTITION = "`scontrol show partition` shows what it allows"
 
 _ADVICE = (
-    (r"No partition specified", "the cluster has no default partition; {partition}"),
-    (r"not available \(inactive or drain\)", "the partition takes no jobs now; {partition}, or try again later"),
-    (r"group not permitted to use this partition", "you may not use this partition; {partition}"),
-    (r"invalid partition", "{partition}"),
-    (
-        r"Access/permission denied",
-        "you may not use SlurmQueueConfig.partition as asked; it may demand a reservation, or jobs from other hosts",
-    ),
+    (r"partition specified|\(inactive or drain\)|not permitted to use this partition|Access/permission denied", "{partition}"),
     (r"reservation", f"check SlurmQueueConfig.reservation; {_RESERVATIONS}"),
     (r"Invalid account", f"SlurmQueueConfig.account must be one that you may charge in this partition; {_ASSOCIATIONS}"),
     (r"Invalid qos", f"SlurmQueueConfig.qos must be one that your account and the partition allow; {_ASSOCIATIONS}"),
     (r"Invalid feature", f"SlurmQueueConfig.constraint names features that no node has; {_NODES}"),
     (
-        r"invalid number of nodes",
-        "SlurmQueueConfig.num_nodes is less than SlurmQueueConfig.nodelist demands; raise the one or shorten the other",
-    ),
-    (
         r"Invalid node (name|list)|Requested nodes not in this partition",
         f"SlurmQueueConfig.nodelist and exclude must name nodes of the partition; {_NODES}",
     ),
-    (r"Node count specification", "SlurmQueueConfig.num_nodes is not what the partition allows; `sinfo -s` shows its nodes"),
     (
-        r"mutually exclusive",
-        "use one of SlurmQueueConfig.mem, mem_per_cpu and what SlurmQueueConfig.extra_sbatch says of memory",
+        r"number of nodes|Node count specification",
+        "SlurmQueueConfig.num_nodes is not what nodelist and the partition allow; `sinfo -s` shows its nodes",
     ),
-    (
-        r"CPU count|More processors requested",
-        "lower SlurmQueueConfig.cpus_per_node, or the CPUs that the launcher wants where the queue does not say; " + _NODES,
-    ),
+    (r"CPU count|More processors", f"lower SlurmQueueConfig.cpus_per_node, or the CPUs that the launcher wants; {_NODES}"),
     (
         r"Memory (specification|required)",
         f"lower SlurmQueueConfig.mem or mem_per_cpu to what a node of the partition has; {_NODES}",
     ),
-    (
-        r"Requested time limit is invalid|Invalid --time specification",
-        f"SlurmQueueConfig.time_limit is not what the partition allows; {_TIMES}",
-    ),
+    (r"time limit is invalid|--time spec", f"SlurmQueueConfig.time_limit is not what the partition allows; {_TIMES}"),
     (
         r"generic resource|Trackable RESource|--gpus-per-node",
         f"check SlurmQueueConfig.gpus_per_node and gpu_type, and GPUs in extra_sbatch; {_NODES}",
@@ -97,9 +80,7 @@ _ADVICE = (
         f"and exclude ask for together, or it has fewer than num_nodes of them; {_NODES}",
     ),
     (r"violates accounting/QOS policy", f"ask for less, or set SlurmQueueConfig.qos or account to others; {_LIMITS}"),
-    (r"Invalid license", "check --licenses in SlurmQueueConfig.extra_sbatch; `scontrol show licenses` lists them"),
-    (r"Invalid wckey", "check --wckey in SlurmQueueConfig.extra_sbatch"),
-    (r"dependency", "check --dependency in SlurmQueueConfig.extra_sbatch"),
+    (r"license|wckey|dependency|mutually exclusive|unrecognized option", "check SlurmQueueConfig.extra_sbatch"),
 )
 """Advice for each error of sbatch, by a pattern of the error; the first match counts."""
 
@@ -112,37 +93,27 @@ _QUANTITIES = {
     "WallDuration": ("time", "time_limit"),
 }
 """By the word in Slurm's reason: what a limit counts, and the fields of `SlurmQueueConfig` that ask for it."""
-_OTHER_QUANTITY = ("what it counts", "num_nodes, its fields for each node, or extra_sbatch")
-# Pending reasons, and errors of sbatch, that name a limit on single jobs.
-_ABOVE_MAXIMUM = re.compile(r"(QOS|Assoc)Max([A-Za-z]+?)(Minutes)?Per(?:Job|Node)(?:Limit)?")
-_BELOW_MINIMUM = re.compile(r"QOSMin([A-Za-z]+?)(?:NotSatisfied)?")
+_LIMIT = re.compile(r"(QOS|Assoc)(?:Max([A-Za-z]+?)(?:Minutes)?Per(?:Job|Node)(?:Limit)?|Min([A-Za-z]+?)(?:NotSatisfied)?)")
+"""Pending reasons, and errors of sbatch, that name a limit on single jobs."""
 
 _NEVER = (
     (r"PartitionTimeLimit", f"SlurmQueueConfig.time_limit is longer than the partition allows; {_TIMES}"),
     (
         r"PartitionConfig",
-        "the partition allows nobody such a request; check SlurmQueueConfig.time_limit, cpus_per_node and num_nodes, which may "
-        "be more than it has in all, and whether it takes your account; `scontrol show partition` tells",
+        f"SlurmQueueConfig.time_limit, cpus_per_node, num_nodes or account is not what the partition takes; {_PARTITION}",
     ),
-    (
-        r"MaxMemPerLimit",
-        "SlurmQueueConfig.mem or mem_per_cpu is more than the partition allows; MaxMemPerNode and MaxMemPerCPU in "
-        "`scontrol show partition` show how much that is",
-    ),
+    (r"MaxMemPerLimit", f"SlurmQueueConfig.mem or mem_per_cpu is more than the partition allows; {_PARTITION}"),
     (
         r"BadConstraints",
-        "Slurm has given up, as no nodes fit what SlurmQueueConfig.constraint, nodelist, exclude and the sizes ask for "
-        f"together; {_NODES}",
-    ),
-    (r"InvalidAccount", f"SlurmQueueConfig.account is not one that you may charge; {_ASSOCIATIONS}"),
-    (r"InvalidQOS", f"SlurmQueueConfig.qos is not one that you may use; {_ASSOCIATIONS}"),
-    (
-        r"AccountNotAllowed|Job's account not permitted.*",
-        f"the partition does not take this account; choose another SlurmQueueConfig.account or partition; {_ASSOCIATIONS}",
+        f"no nodes fit what SlurmQueueConfig.constraint, nodelist, exclude and the sizes ask for together; {_NODES}",
     ),
     (
-        r"QOSNotAllowed|Job's QOS not permitted.*",
-        f"the partition does not take this QOS; choose another SlurmQueueConfig.qos or partition; {_ASSOCIATIONS}",
+        r"InvalidAccount|AccountNotAllowed|Job's account not permitted.*",
+        f"the partition does not take this SlurmQueueConfig.account; choose another one, or another partition; {_ASSOCIATIONS}",
+    ),
+    (
+        r"InvalidQOS|QOSNotAllowed|Job's QOS not permitted.*",
+        f"the partition does not take this SlurmQueueConfig.qos; choose another one, or another partition; {_ASSOCIATIONS}",
     ),
     (r"uid \d+ not in group permitted.*", "you may not use this partition; choose another SlurmQueueConfig.partition"),
     (r"Reservation(Deleted|Invalid)", f"the reservation in SlurmQueueConfig.reservation is gone; {_RESERVATIONS}"),
@@ -150,18 +121,40 @@ _NEVER = (
 )
 """Sentences for pending reasons that stay true while the request and the limits stay as they are, by a pattern of the reason."""
 
+_UNINFORMATIVE = ("", "None", "Priority", "Resources")
+"""Reasons that say only that the job waits for its turn."""
+_AWAITED = ("BeginTime", "Dependency", "Licenses", "Priority", "Reservation", "Resources")
+"""Beginnings of reasons that name what a job waits for; other reasons name what is wrong with it."""
+_TODAY = 18 * 3600.0
+"""Seconds up to which an expected start is shown as a time of day, without the date."""
+
 
 def explain(stderr: str, partitions: Sequence[str] = ()) -> str:
-    """The sentence that says why sbatch failed, and what to do.
-
-    Args:
-        stderr: the output of sbatch.
-        partitions: the partitions of the cluster, as `sinfo -h -o %P` or `%R` prints them; none if they are not known.
-    """
-    words = _essence(stderr)
+    """The sentence that says why sbatch failed, and what to do; `partitions` of the cluster as `sinfo -h -o %P` or `%R` lists."""
+    lines = [line for line in stderr.splitlines() if line.strip() and not _NOISE.match(line)]
+    # Lines that do not begin with "sbatch: " may come from the start-up files of a login shell.
+    errors = [_PREFIX.sub("", line) for line in lines if line.startswith("sbatch: ")] or lines[-3:]
+    text = "; ".join(dict.fromkeys(_CONTROL.sub(" ", line).strip() for line in errors))
+    words = text if len(text) <= _MAX_WORDS else "…" + text[-_MAX_WORDS:]
     if is_temporary(stderr):
         return f"Slurm takes no job now ({words}): the request may be all right; try again later"
-    return f"Slurm refused the job ({words}): {_advice(stderr, partitions)}"
+    return f"Slurm refused the job ({words}): {_advice(stderr, errors, partitions)}"
+
+
+def _advice(stderr: str, errors: Sequence[str], partitions: Sequence[str]) -> str:
+    if limit := next(filter(None, map(_over_limit, errors)), None):
+        return limit
+    for pattern, advice in _ADVICE:
+        if re.search(pattern, stderr, re.IGNORECASE):
+            names = ", ".join(name.rstrip("*") for name in partitions)
+            choose = f"set SlurmQueueConfig.partition to {'one of ' + names if names else 'one that `sinfo -s` lists'}"
+            return advice.replace("{partition}", choose)
+    option = _OPTION.search(stderr)
+    if option and option[1] in FIELD_OF_OPTION:
+        return f"check SlurmQueueConfig.{FIELD_OF_OPTION[option[1]]}, which stands for --{option[1]}"
+    if option:
+        return "check SlurmQueueConfig.extra_sbatch; `sbatch --help` lists the options of this version"
+    return "check SlurmQueueConfig against what your site demands of jobs"
 
 
 def is_temporary(stderr: str) -> bool:
@@ -176,12 +169,8 @@ def impossible(reason: str, partition: str | None = None) -> str | None:
     """Why a pending job can never start as requested; None if it may start.
 
     Time, other jobs, returning nodes or an administrator may let it start. `PartitionNodeLimit` may pass, as it also stands
-    for nodes that are down.
-
-    Args:
-        reason: the pending reason of `squeue -o %r`, or of `scontrol show job` with its underscores.
-        partition: the partition of the job. If it names several, separated by commas, the reason is that of the partition
-            that Slurm tried last, and the job may start in another one.
+    for nodes that are down. The reason is that of squeue, or of scontrol with its underscores. If `partition` names several,
+    separated by commas, the reason is that of the last one tried, and the job may start in another one.
     """
     if partition is not None and "," in partition:
         return None
@@ -194,46 +183,16 @@ def impossible(reason: str, partition: str | None = None) -> str | None:
 
 def _over_limit(reason: str) -> str | None:
     """The sentence for a reason that names a limit on single jobs; None for any other reason."""
-    above, below = _ABOVE_MAXIMUM.fullmatch(reason), _BELOW_MINIMUM.fullmatch(reason)
-    if above:
-        owner = "QOS" if above[1] == "QOS" else "account"
-        what, fields = _QUANTITIES.get(above[2], _OTHER_QUANTITY)
-        if above[3]:
-            what, fields = f"{what} times minutes", f"{fields}, or time_limit"
-        return (
-            f"the job asks for more {what} than its {owner} allows a job; lower SlurmQueueConfig.{fields}; {_LIMITS} ({reason})"
-        )
-    if below:
-        what, fields = _QUANTITIES.get(below[1], _OTHER_QUANTITY)
-        return f"the job asks for less {what} than its QOS demands; raise SlurmQueueConfig.{fields}; {_LIMITS} ({reason})"
-    return None
-
-
-def _essence(stderr: str) -> str:
-    """The errors of sbatch in one line."""
-    lines = [line for line in stderr.splitlines() if line.strip() and not _NOISE.match(line)]
-    # Lines that do not begin with "sbatch: " may come from the start-up files of a login shell.
-    errors = [_PREFIX.sub("", line) for line in lines if line.startswith("sbatch: ")] or lines[-3:]
-    text = "; ".join(dict.fromkeys(_CONTROL.sub(" ", line).strip() for line in errors))
-    return text if len(text) <= _MAX_WORDS else "…" + text[-_MAX_WORDS:]
-
-
-def _advice(stderr: str, partitions: Sequence[str]) -> str:
-    for line in stderr.splitlines():
-        limit = _over_limit(_PREFIX.sub("", line).strip())
-        if limit:
-            return limit
-    for pattern, advice in _ADVICE:
-        if re.search(pattern, stderr, re.IGNORECASE):
-            names = ", ".join(name.rstrip("*") for name in partitions)
-            choose = f"set SlurmQueueConfig.partition to {'one of ' + names if names else 'one that `sinfo -s` lists'}"
-            return advice.replace("{partition}", choose)
-    option = _OPTION.search(stderr)
-    if option and option[1] in FIELD_OF_OPTION:
-        return f"check SlurmQueueConfig.{FIELD_OF_OPTION[option[1]]}, which stands for --{option[1]}"
-    if option or "unrecognized option" in stderr:
-        return "check SlurmQueueConfig.extra_sbatch; `sbatch --help` lists the options of this version"
-    return "check SlurmQueueConfig against what your site demands of jobs"
+    reason = reason.strip()
+    limit = _LIMIT.fullmatch(reason)
+    if not limit:
+        return None
+    owner = "QOS" if limit[1] == "QOS" else "account"
+    what, fields = _QUANTITIES.get(limit[2] or limit[3], ("of something", "num_nodes, its fields for each node, or extra_sbatch"))
+    if limit[3]:
+        return f"the job asks for less {what} than its {owner} demands; raise SlurmQueueConfig.{fields}; {_LIMITS} ({reason})"
+    fields += ", or time_limit" if "Minutes" in reason else ""
+    return f"the job asks for more {what} than its {owner} allows a job; lower SlurmQueueConfig.{fields}; {_LIMITS} ({reason})"
 
 
 def with_requested_values(sentence: str, request: JobRequest) -> str:
@@ -254,19 +213,12 @@ def _values(sentence: str, request: JobRequest) -> str:
     return ", ".join(shown)
 
 
-_UNINFORMATIVE = ("", "None", "Priority", "Resources")
-"""Reasons that say only that the job waits for its turn."""
-_TODAY = 18 * 3600.0
-"""Seconds up to which an expected start is shown as a time of day, without the date."""
-_AWAITED = ("BeginTime", "Dependency", "Licenses", "Priority", "Reservation", "Resources")
-"""Beginnings of reasons that name what a job waits for; other reasons name what is wrong with it."""
+# ---- Jobs that wait. Slurm 22.05 and 24.11 show the first component of a heterogeneous job as waiting for resources even if
+# another one can never start, and never place two components of a job on the same node.
 
 
 def component_request(row: QueueRow, request: JobRequest) -> JobRequest:
-    """The request for the component that a row of the queue shows.
-
-    For an unknown component it is a request with the label and the partition of the row.
-    """
+    """The request for the component in a row of the queue; for an unknown one, with the row's label and partition."""
     number = row.label.partition("+")[2]
     if number.isdigit() and int(number) < len(request.components) > 1:
         return request.components[int(number)].without_further_components
@@ -288,31 +240,20 @@ def most_informative_row(rows: Sequence[QueueRow]) -> QueueRow | None:
 
 
 def pending_reason(reason: str, rows: Sequence[QueueRow], request: JobRequest) -> str:
-    """Slurm's reason why a job waits, with the name of the component that waits longest; "" if it is not known.
-
-    Args:
-        reason: the reason of the job, which is that of its first component.
-        rows: the components; empty for a job without components.
-        request: the request for the job.
-    """
+    """Slurm's reason why a job waits; with components in the queue, that of the one that waits longest, with its name."""
     row = most_informative_row(rows)
     return reason if row is None else f"{row.reason or row.state} (component {component_request(row, request).component_id})"
 
 
 def waiting_text(reason: str, start: float | None, now: float) -> str:
-    """What a waiting job waits for, and until when, in words; "" if Slurm says neither.
-
-    Args:
-        reason: Slurm's word for why it waits; "" for none.
-        start: when Slurm expects it to start, in seconds of the epoch. Jobs before it may end ahead of their time limits.
-        now: the time, in seconds of the epoch.
-    """
+    """What a waiting job waits for, and when Slurm expects its start, in words; "" if Slurm says neither."""
     if not reason and not start:
         return ""
     waiting = f"waiting for {reason}" if reason.startswith(_AWAITED) else f"waiting: {reason}" if reason else "waiting"
     if not start:
         return waiting
     day = "%H:%M UTC" if start - now < _TODAY else "%Y-%m-%d %H:%M UTC"
+    # Jobs before it may end ahead of their time limits.
     return f"{waiting}; Slurm expects a start at {time.strftime(day, time.gmtime(start))} at the latest"
 
 
@@ -327,14 +268,9 @@ def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
 
 
 def too_many_nodes(row: QueueRow, request: JobRequest, sizes: Mapping[str, int]) -> str | None:
-    """Why a job without components can never start, if it requests more nodes than its partition has; else None.
+    """Why a job can never start, if it requests more nodes than its partition has by `sizes`; else None.
 
     Slurm's reason is `PartitionNodeLimit`, which also stands for nodes that are down and may come back.
-
-    Args:
-        row: the job in the queue.
-        request: the request for the job.
-        sizes: number of nodes of each partition.
     """
     nodes = sizes.get(row.partition, request.num_nodes)
     if request.num_nodes <= nodes:
@@ -344,20 +280,11 @@ def too_many_nodes(row: QueueRow, request: JobRequest, sizes: Mapping[str, int])
 
 
 def partition_too_small(rows: Sequence[QueueRow], request: JobRequest, sizes: Mapping[str, int]) -> str | None:
-    """A warning if components together request more nodes of a partition than it has; else None.
-
-    Slurm takes such a job and never starts it.
-
-    Args:
-        rows: the components in the queue.
-        request: the request for the job.
-        sizes: number of nodes of each partition.
-    """
+    """A warning if components together request more nodes of a partition than it has, so that they never start; else None."""
     for partition in dict.fromkeys(row.partition for row in rows):
-        parts = [component_request(row, request) for row in rows if row.partition == partition]
         nodes = sum(row.num_nodes for row in rows if row.partition == partition)
         if nodes > sizes.get(partition, nodes):
-            names = " and ".join(repr(part.component_id) for part in parts)
+            names = " and ".join(repr(component_request(row, request).component_id) for row in rows if row.partition == partition)
             return (
                 f"components {names} ask for {nodes} nodes of partition {partition} in all, and it has {sizes[partition]}: Slurm "
                 "gives each component nodes of its own, so this job does not start unless nodes are added; ask for fewer"
