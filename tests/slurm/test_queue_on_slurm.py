@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.runtime.protocol.slurm_text import expand_nodelist
+from dagster_rayslurm.slurm import states
 from dagster_rayslurm.slurm.accounting import JobFacts, fetch_job_facts, memory_kill
 from dagster_rayslurm.slurm.shared_queue import SharedQueue, fetch_queue
-from dagster_rayslurm.slurm.states import Exited, JobPhase, JobStatus, JobWatch, Started, Timers, seen
+from dagster_rayslurm.slurm.states import Exited, JobPhase, JobStatus, JobWatch, Started, seen
 from dagster_rayslurm.ssh.base import Completed, Connection
 from dagster_rayslurm.ssh.pool import new_connection
 
@@ -199,15 +200,15 @@ def test_a_memory_limit_that_slurmd_enforces(stack: Any, edge: Connection, direc
     assert line is not None and "exceeded memory limit" in line
 
 
-def test_a_job_that_is_gone_is_lost_and_one_that_nobody_can_ask_for_is_not(edge: Connection, directory: str) -> None:
+def test_a_job_that_is_gone_is_lost_and_one_that_nobody_can_ask_for_is_not(
+    edge: Connection, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = Submission(99_999_999, 0)
     healthy = SharedQueue(edge, f"{directory}/healthy", 1)
     edge.write(f"{directory}/slurm.conf", b"ThisIsNoOption=1\n")
     down = SharedQueue(Through(edge, f"SLURM_CONF={directory}/slurm.conf"), f"{directory}/down", 1)
-    watches = {
-        healthy: JobWatch(gone.submitted, timers=Timers(absence=4)),
-        down: JobWatch(gone.submitted, timers=Timers(absence=4)),
-    }
+    monkeypatch.setattr(states, "ABSENCE", 4.0)
+    watches = {queue: JobWatch(gone.submitted) for queue in (healthy, down)}
 
     def lost() -> bool:
         for queue in watches:

@@ -23,7 +23,6 @@ from dagster_rayslurm.slurm.states import (
     Observation,
     Seen,
     Started,
-    Timers,
     seen,
 )
 
@@ -48,9 +47,9 @@ def absent(at: float) -> Seen:
     return Seen(SUBMITTED + at, None)
 
 
-def watched(submission: JobWatch, observations: Iterable[Observation], timers: Timers | None = None) -> JobStatus:
+def watched(submission: JobWatch, observations: Iterable[Observation]) -> JobStatus:
     """What a job is after observations, in the order in which they are given."""
-    watch = replace(submission, timers=timers or Timers())
+    watch = submission
     for observation in observations:
         watch = watch.after(observation)
     return watch.view
@@ -102,10 +101,6 @@ def test_a_job_is_lost_after_an_absence() -> None:
     assert view(present(1, "RUNNING"), absent(10), absent(40), absent(70)) == JobStatus(JobPhase.LOST, "RUNNING")
     assert view(absent(10), absent(310), requeue=True).phase == JobPhase.LOST
     assert not view(absent(10), absent(309), requeue=True).over
-    long, often = Timers(absence=5), Timers(absence=5, snapshots=3)
-    assert watched(ONCE, [absent(1), absent(6)], long).phase == JobPhase.LOST
-    assert not watched(ONCE, [absent(1), absent(6)], often).over
-    assert watched(ONCE, [absent(1), absent(6), absent(7)], often).phase == JobPhase.LOST
 
 
 def test_one_snapshot_without_the_job_does_not_lose_it() -> None:
