@@ -110,15 +110,7 @@ class BatchBackend:
         return job_id is not None
 
     def _prepare(self, plan: Plan, run_dir: str, step: Step) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
-        """Deliver a plan's files to the cluster, and make the request for its job.
-
-        Returns:
-            The delivered files, the request to Slurm, and those files of the run directory that state the request.
-
-        Raises:
-            StartError: the plan cannot run on this cluster.
-            OSError: the cluster cannot be reached.
-        """
+        """Deliver a plan's files to the cluster; returns them, the request to Slurm, and the files that state the request."""
         base = str(self.layout.base)
         packed = pack(plan, base, data_dir_of(self.connection, self.layout, plan))
         packed.warn(step.log)
@@ -143,10 +135,7 @@ class BatchBackend:
 
     @contextlib.contextmanager
     def cancel_on_error(self, request: JobRequest, step: Step) -> Iterator[None]:
-        """Cancel the job by its name on an error or interrupt inside, unless Slurm refused the job.
-
-        Slurm may have accepted the job although the answer did not arrive.
-        """
+        """Cancel the job by its name on an error or interrupt inside: Slurm may have accepted it though no answer arrived."""
         try:
             yield
         except SubmissionRefused:
@@ -159,23 +148,13 @@ class BatchBackend:
     def submit_job(
         self, run_dir: str, files: Mapping[str, bytes], request: JobRequest, step: Step, needs: RequiredFiles
     ) -> SlurmJob:
-        """Submit a job, unless the run directory names one already; call it within `cancel_on_error`.
-
-        Args:
-            needs: files that must be on the cluster before the job starts.
-
-        Raises:
-            StartError: Slurm refuses the job.
-            OSError: the cluster cannot be reached.
-        """
+        """Submit a job, unless the run directory names one already; call it within `cancel_on_error`."""
         commands, place = self.connection, self.connection.place
         queue = shared_queue(commands, str(self.layout.queue), self.slurm.poll_interval)
         submitted = submit(commands, run_dir, files, request, queue.clock, step.log.warning, patience=self.patience, needs=needs)
         which = f"Slurm job {submitted.job_id} ({request.job_name})"
-        if step.reattached:
-            step.log.info(f"[rayslurm] going on with {which} on {place}")
-        else:
-            step.log.info(f"[rayslurm] submitted {which} to {request.partitions_text} on {place}")
+        done = f"going on with {which}" if step.reattached else f"submitted {which} to {request.partitions_text}"
+        step.log.info(f"[rayslurm] {done} on {place}")
         return SlurmJob(
             commands=commands,
             queue=queue,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import FailureKind, RunFailure
@@ -17,14 +18,11 @@ from ..runtime.protocol.record import EXIT, node_log, tail_lines
 from ..slurm.accounting import JobFacts, failed_tasks, fetch_job_facts, node_number, relevant_lines
 from ..slurm.commands import run_slurm
 from ..slurm.refusals import (
-    impossible,
     most_informative_row,
     never_starts,
     partition_too_small,
     pending_reason,
-    too_many_nodes,
     waiting_text,
-    with_requested_values,
 )
 from ..slurm.request import JobRequest
 from ..slurm.script import LOG, parse_exit
@@ -62,67 +60,56 @@ _MOST_LOGS = 3
 """Most failed nodes whose logs become evidence."""
 
 
+_END_TIMEOUT = 5.0
+"""Seconds in which a job may end by itself after its runtime wrote the `end` record; then it is cancelled."""
+_SRUN_MAY_HANG = (EndReason.CLUSTER_LOST, EndReason.CLUSTER_START, EndReason.TERMINATED)
+"""Reasons of an `end` record after which `srun` may wait for ever: `srun` does not notice the end of tasks on a node that
+was reset, or whose slurmstepd was killed (22.05)."""
+_TOUCH_INTERVAL = 3600.0
+"""Seconds between two touches of a waiting job's run directory, which keep the directory from being swept."""
+_NO_STEP = Step("", "", None, None)
+"""Stands for a step without ownership, whose payload this process may always end."""
+
+
+@dataclass(eq=False, kw_only=True)
 class SlurmJob:
-    """One Slurm job, from its submission until Slurm confirms its end.
+    """One Slurm job, from its submission until Slurm confirms its end."""
 
-    Args:
-        commands: runs Slurm's programs, and reaches the job's files.
-        queue: the snapshot of Slurm's queue, which processes with the same base directory share.
-        request: the request that was submitted.
-        submitted: the id and the submission time of the job.
-        directory: the directory to which the job's script and runtimes write the exit code and logs.
-        queue_timeout: seconds after which a job that still waits in the queue fails; None waits for ever.
-        over_ssh: whether the Slurm cluster is reached over SSH.
-        log: the step's Dagster log.
-        make_way: called again and again while the job waits; None leaves sessions alone.
-        waiting_since: start of the queue timeout, by the cluster's clock; None for the time of submission.
+    commands: Connection
+    """The edge node, which runs Slurm's programs and reaches the job's files."""
+    queue: SharedQueue
+    request: JobRequest
+    submitted: SubmittedJob
+    directory: str
+    """The directory to which the job's script and runtimes write the exit code and logs."""
+    queue_timeout: float | None
+    """Seconds after which a job that still waits in the queue fails; None waits for ever."""
+    over_ssh: bool
+    log: Any
+    """The step's Dagster log."""
+    make_way: MakeWay | None = None
+    """Ends idle sessions whose nodes the waiting job could use; None leaves sessions alone."""
+    waiting_since: float | None = None
+    """Start of the queue timeout, by the cluster's clock; None for the time of submission."""
+    cancelled: bool = False
+    """Whether Slurm was asked to cancel the job."""
+    _snapshot: QueueSnapshot | None = None
+    _queried_at: float = 0.0
+    _exit_read_at: float = field(default_factory=time.monotonic)
+    _ended_at: float | None = None
+    _cancel_confirmed: bool = False
+    _last_reason: str = ""
+    _last_error: str | None = None
+    _sizes_checked: bool = False
+    _too_large: str | None = None
+    """Why the job can never start, if it asks for more nodes than its partition has; else None."""
 
-    Attributes:
-        cancelled: whether Slurm was asked to cancel the job.
-    """
-
-    def __init__(
-        self,
-        *,
-        commands: Connection,
-        queue: SharedQueue,
-        request: JobRequest,
-        submitted: SubmittedJob,
-        directory: str,
-        queue_timeout: float | None,
-        over_ssh: bool,
-        log: Any,
-        make_way: MakeWay | None = None,
-        waiting_since: float | None = None,
-    ) -> None:
-        self.job_id = submitted.job_id
-        self.number = int(submitted.job_id)
-        self.directory = directory
-        self.log = log
-        self.cancelled = False
-        self.submitted_at = submitted.at
-        """When the job was submitted, by the cluster's clock, in seconds of the epoch."""
-        self.requeue = request.requeue
-        self._commands = commands
-        self._queue = queue
-        self._request = request
-        self._queue_timeout = queue_timeout
-        self._over_ssh = over_ssh
-        self._waiting_since = submitted.at if waiting_since is None else waiting_since
-        self._make_way = make_way
-        self._watch = JobWatch(submitted.at, request.requeue)
-        self._snapshot: QueueSnapshot | None = None
-        self._components: tuple[QueueRow, ...] = ()
-        """Rows of a heterogeneous job; none for any other job."""
-        self._queried_at = 0.0
-        self._exit_read_at = time.monotonic()
-        self._ended_at: float | None = None
-        self._cancel_confirmed = False
-        self._last_reason = ""
-        self._last_error: str | None = None
-        self._sizes_checked = False
-        self._too_large: str | None = None
-        """Why the job can never start, if it asks for more nodes than its partition has; else None."""
+    def __post_init__(self) -> None:
+        self.job_id = self.submitted.job_id
+        self.number = int(self.job_id)
+        self.requeue = self.request.requeue
+        self.submitted_at = self.submitted.at
+        self._watch = JobWatch(self.submitted_at, self.requeue)
 
     @property
     def status(self) -> JobStatus:
@@ -132,24 +119,18 @@ class SlurmJob:
     @property
     def place(self) -> str:
         """The host of the job's files; "" for this machine."""
-        return self._commands.place if self._over_ssh else ""
+        return self.commands.place if self.over_ssh else ""
 
     def now(self) -> float:
-        """The time by the cluster's clock, in seconds of the epoch.
-
-        Raises:
-            OSError: the cluster cannot be asked.
-        """
-        return self._queue.clock.now()
+        """The time by the cluster's clock, in seconds of the epoch; raises OSError if the cluster cannot be asked."""
+        return self.queue.clock.now()
 
     # ---- State
 
     def observe(self, started_at: float | None = None, ask: bool = True) -> bool:
-        """Update the status from the queue and the exit code; returns False, and logs why, if neither can be read.
+        """Update the status from the queue, if `ask`, and the exit code; returns False, and logs why, if they cannot be read.
 
-        Args:
-            started_at: when the job's record began; None if it has not begun.
-            ask: whether to ask for the queue; else only the exit code is read.
+        `started_at` is when the job's record began; None if it has not begun.
         """
         try:
             if started_at is not None and started_at != self._watch.started_at:
@@ -168,26 +149,33 @@ class SlurmJob:
         if not self.cancelled:
             now = self.now()
             if not 0 <= now - self.submitted_at < _FIRST_QUERY:
-                snapshot = self._queue.latest(now)
+                snapshot = self.queue.latest(now)
         elif time.monotonic() - self._queried_at >= ASK_INTERVAL:
             self._queried_at = time.monotonic()
-            snapshot = fetch_queue(self._commands)  # A user waits for the end of the job, which justifies a query of our own.
+            snapshot = fetch_queue(self.commands)  # A user waits for the end of the job, which justifies a query of our own.
         if snapshot is not None:
             self._add_snapshot(snapshot)
-        if self._queue.error:
-            self._warn(self._queue.error)
+        if self.queue.error:
+            self._warn(self.queue.error)
 
     def _add_snapshot(self, snapshot: QueueSnapshot) -> None:
         self._watch = self._watch.after(seen(snapshot, self.number))
         self._snapshot = snapshot
-        rows = snapshot.components(self.number)
-        self._components = rows if len(rows) > 1 else ()
+
+    @property
+    def _rows(self) -> tuple[QueueRow, ...]:
+        """The job in the queue, or its components; empty if it is not there."""
+        return self._snapshot.components(self.number) if self._snapshot is not None else ()
+
+    @property
+    def _pending_reason(self) -> str:
+        return pending_reason(self.status.reason, self._rows, self.request)
 
     def _observe_exit(self) -> None:
         """Update the status from the file with the batch script's exit code, at most once a second."""
         if time.monotonic() - self._exit_read_at >= _EXIT_INTERVAL:
             self._exit_read_at = time.monotonic()
-            code = parse_exit(self._commands.read(os.path.join(self.directory, EXIT), 0, _LOG_BYTES), self.number)
+            code = parse_exit(self.commands.read(os.path.join(self.directory, EXIT), 0, _LOG_BYTES), self.number)
             if code is not None:
                 self._watch = self._watch.after(Exited(self.now(), code))
 
@@ -202,81 +190,59 @@ class SlurmJob:
     def report_waiting(self) -> None:
         """Log why the job waits whenever the reason changes, and end idle sessions whose nodes the job could use.
 
-        Raises:
-            OSError: Slurm cannot be asked.
+        Raises OSError if Slurm cannot be asked.
         """
         status = self.status
         if status.phase != JobPhase.PENDING:
             return
-        row = most_informative_row(self._components)
+        row = most_informative_row(self._rows)
         start = status.expected_start if row is None else row.start
-        text = waiting_text(pending_reason(status.reason, self._components, self._request), start, self.now())
+        text = waiting_text(self._pending_reason, start, self.now())
         if text and text != self._last_reason:
             self._last_reason = text
             self.log.info(f"[rayslurm] Slurm job {self.job_id} is {text}")
-        if self._make_way is not None and self._snapshot is not None:
+        if self.make_way is not None and self._snapshot is not None:
             with contextlib.suppress(OSError):  # A session that cannot be reached is asked again later.
-                self._make_way(self._snapshot, self._snapshot.components(self.number))
-        if not self._sizes_checked and (self._components or status.reason == "PartitionNodeLimit"):
+                self.make_way(self._snapshot, self._rows)
+        if not self._sizes_checked and (len(self._rows) > 1 or status.reason == "PartitionNodeLimit"):
             self._sizes_checked = True
             self._check_partition_sizes()
 
     def _check_partition_sizes(self) -> None:
         """Compare the nodes that the job asks for with the sizes of its partitions."""
-        done = run_slurm(self._commands, ["sinfo", "--noheader", "--all", "--format=%R|%D"], timeout=60)
+        done = run_slurm(self.commands, ["sinfo", "--noheader", "--all", "--format=%R|%D"], timeout=60)
         lines = [line.partition("|") for line in done.stdout.decode("utf-8", "replace").splitlines()]
-        sizes = {name: parse_count(nodes.strip()) for name, _, nodes in lines}
-        if self._components:
-            problem = partition_too_small(self._components, self._request, sizes)
-            if problem:
-                self.log.warning(f"[rayslurm] {problem}")
-        elif self._snapshot is not None:
-            for row in self._snapshot.components(self.number):
-                self._too_large = too_many_nodes(row, self._request, sizes)
+        problem = partition_too_small(self._rows, self.request, {name: parse_count(nodes.strip()) for name, _, nodes in lines})
+        if len(self._rows) == 1:
+            self._too_large = problem
+        elif problem:
+            self.log.warning(f"[rayslurm] {problem}")
 
     def check_waiting(self) -> None:
         """Raise RunFailure if the job can never start, or has waited for longer than its queue timeout.
 
-        Raises:
-            RunFailure: the job can never start, or waited for too long.
-            OSError: Slurm cannot be asked.
+        Raises OSError if Slurm cannot be asked.
         """
-        status, now = self.status, self.now()
-        reason = self._never_starts() if status.phase == JobPhase.PENDING else None
-        if reason:
+        phase, waiting_since = self.status.phase, self.submitted_at if self.waiting_since is None else self.waiting_since
+        reason = self._too_large or never_starts(self._rows, self.request)
+        if reason and phase == JobPhase.PENDING:
             sentence = f"Slurm job {self.job_id} can never start: {reason}"
             raise RunFailure(FailureKind.SUBMISSION, sentence, self.metadata(Evidence()))
-        if self._queue_timeout is None or now - self._waiting_since <= self._queue_timeout or status.phase == JobPhase.RUNNING:
+        if self.queue_timeout is None or self.now() - waiting_since <= self.queue_timeout or phase == JobPhase.RUNNING:
             return
         # The shared snapshot is some seconds old; a job that has just started must not time out.
-        self._add_snapshot(fetch_queue(self._commands))
-        status = self.status
-        if status.phase == JobPhase.PENDING:
-            raise RunFailure(
-                FailureKind.ALLOCATION,
-                f"Slurm job {self.job_id} was still waiting after queue_timeout={self._queue_timeout:g} s: "
-                + (pending_reason(status.reason, self._components, self._request) or "no reason is known"),
-                self.metadata(Evidence()),
-                retry=False,
-            )
-
-    def _never_starts(self) -> str | None:
-        """Returns why the job can never start; None if it may start, as far as is known."""
-        if self._components:
-            return never_starts(self._components, self._request)
-        if self._too_large:
-            return self._too_large
-        reason = impossible(self.status.reason, self._request.partition)
-        return with_requested_values(reason, self._request) if reason else None
+        self._add_snapshot(fetch_queue(self.commands))
+        if self.status.phase == JobPhase.PENDING:
+            sentence = f"Slurm job {self.job_id} was still waiting after queue_timeout={self.queue_timeout:g} s: "
+            sentence += self._pending_reason or "no reason is known"
+            raise RunFailure(FailureKind.ALLOCATION, sentence, self.metadata(Evidence()), retry=False)
 
     # ---- End
 
     def end_description(self, started: bool, recorded: bool = True) -> str | None:
         """Returns how the job ended, in words; None while it lives, and while files that it wrote may still become visible.
 
-        Args:
-            started: whether the beginning of the job's record was read.
-            recorded: whether the job has a record that somebody follows.
+        `started` and `recorded` are those of `settling_time`.
         """
         status = self.status
         if not status.over:
@@ -285,7 +251,8 @@ class SlurmJob:
             self._ended_at = time.monotonic()
         waited = time.monotonic() - self._ended_at
         if waited < settling_time(status, started, recorded and not self.cancelled):
-            may_lack_record = not (started or succeeded(status) or waited < _UNSEEN_TIMEOUT)
+            succeeded = status.state == "COMPLETED" if status.exit_code is None else status.exit_code == 0
+            may_lack_record = not (started or succeeded or waited < _UNSEEN_TIMEOUT)
             if not (may_lack_record and self._log_explains_end()):
                 return None
         if status.exit_code is not None and status.state not in TERMINAL:
@@ -300,20 +267,16 @@ class SlurmJob:
         return not all(map(failed_tasks, lines))
 
     def explain(self, evidence: Evidence, timeout: float = STATE_TIMEOUT) -> None:
-        """Add Slurm's accounting and the ends of logs to the evidence.
-
-        Args:
-            timeout: seconds to wait until Slurm's accounting has the final state of the job.
-        """
+        """Add the ends of logs, and Slurm's accounting, which may take `timeout` seconds to be final, to the evidence."""
         facts = self._fetch_facts(timeout)
-        evidence.job = facts and facts.with_component_ids([part.component_id for part in self._request.components])
+        evidence.job = facts and facts.with_component_ids([part.component_id for part in self.request.components])
         script_log = self._log_tail(LOG)
         evidence.runtime_log = "\n".join(text for text in (script_log, self._log_tail(node_log(0))) if text.strip())
         # After the first failure srun ends the other tasks with a signal.
         failed = [each for each in failed_tasks(script_log) if not each[2].startswith(_SIGNALLED)]
         nodes = facts.nodes if facts is not None and facts.components else ()
         for node, task, how in failed[:_MOST_LOGS]:
-            number = node_number(node, task, nodes if self._request.further_components else None)
+            number = node_number(node, task, nodes if self.request.further_components else None)
             tail = "" if number is None else self._log_tail(node_log(number))
             if number and tail.strip():
                 evidence.tails[f"runtime on {node}"] = tail
@@ -324,7 +287,7 @@ class SlurmJob:
     def _log_tail(self, name: str) -> str:
         """Returns the end of a log in the job's directory; "" if the log cannot be read."""
         try:
-            done = self._commands.run(["tail", "-c", str(_LOG_BYTES), "--", os.path.join(self.directory, name)], timeout=60)
+            done = self.commands.run(["tail", "-c", str(_LOG_BYTES), "--", os.path.join(self.directory, name)], timeout=60)
         except OSError:
             return ""
         return tail_lines(done.stdout.decode("utf-8", "replace"))
@@ -335,7 +298,7 @@ class SlurmJob:
         facts, pause = None, 0.5
         while True:
             with contextlib.suppress(OSError):  # Without an answer the record alone decides the verdict.
-                facts = fetch_job_facts(self._commands, self.number) or facts
+                facts = fetch_job_facts(self.commands, self.number) or facts
             if (facts is not None and facts.is_final) or time.monotonic() > deadline:
                 return facts
             time.sleep(pause)
@@ -343,10 +306,10 @@ class SlurmJob:
 
     def metadata(self, evidence: Evidence) -> dict[str, Any]:
         """Returns what Dagster shows of the job with a result or failure: id, name, partition, account and nodes."""
-        metadata: dict[str, Any] = {"Slurm job ID": self.job_id, "Slurm job name": self._request.job_name}
+        metadata: dict[str, Any] = {"Slurm job ID": self.job_id, "Slurm job name": self.request.job_name}
         allocation = ((evidence.end_or_partial or {}).get("context") or {}).get("allocation") or {}
         used = [each["partition"] for each in allocation.get("components") or [allocation] if each.get("partition")]
-        partitions = used or [part.partition for part in self._request.components if part.partition]
+        partitions = used or [part.partition for part in self.request.components if part.partition]
         if partitions:
             metadata["Slurm partition"] = ", ".join(dict.fromkeys(partitions))
         if allocation.get("account"):
@@ -358,56 +321,34 @@ class SlurmJob:
     def cancel_until_gone(self, grace_period: float = 0.0) -> None:
         """Repeat `scancel` until Slurm confirms the end of the job, and log the outcome; a second call does nothing.
 
-        Args:
-            grace_period: seconds in which the job may end by itself before the first `scancel`.
+        The job may end by itself for `grace_period` seconds before the first `scancel`.
         """
         if self._cancel_confirmed:
             return
         self._cancel_confirmed = True
         with deferred_interrupts():
-            gone = wait_until_gone(self._commands, self.number, grace_period)
+            gone = wait_until_gone(self.commands, self.number, grace_period)
         if gone and self.cancelled:
             self.log.info(f"[rayslurm] Slurm job {self.job_id} is cancelled")
         if not gone:
             self.log.error(
                 f"[rayslurm] Slurm job {self.job_id} may still be there: it was cancelled, and Slurm has not confirmed its end; "
-                f"run `scancel {self.job_id}` on {self._commands.place}"
+                f"run `scancel {self.job_id}` on {self.commands.place}"
             )
 
 
 def settling_time(status: JobStatus, started: bool, recorded: bool) -> float:
-    """Returns for how many seconds after a job's end its files may still become visible. Pure.
+    """For how many seconds after a job's end its files may still become visible. Pure.
 
-    Args:
-        started: whether the beginning of the job's record was read.
-        recorded: whether the job has a record that somebody follows.
+    `started`: the beginning of the job's record was read. `recorded`: the job has a record that somebody follows.
     """
-    if _exited(status) and (started or recorded):
+    if status.exit_code is None:
+        exited = status.state in _EXITED
+    else:
+        exited = status.exit_code < _SIGNAL_EXIT and (status.state not in TERMINAL or status.state in _EXITED)
+    if exited and (started or recorded):  # The runtime ended by itself, so its record must have an `end`.
         return VISIBILITY_TIMEOUT
     return _SETTLING_TIME if started or status.exit_code is not None else 0.0
-
-
-def succeeded(status: JobStatus) -> bool:
-    """Whether the payload succeeded according to Slurm, so that its record must have an `end`. Pure."""
-    return status.state == "COMPLETED" if status.exit_code is None else status.exit_code == 0
-
-
-def _exited(status: JobStatus) -> bool:
-    """Whether the runtime ended by itself according to Slurm, so that its record must have an `end`."""
-    if status.exit_code is None:
-        return status.state in _EXITED
-    return status.exit_code < _SIGNAL_EXIT and (status.state not in TERMINAL or status.state in _EXITED)
-
-
-_END_TIMEOUT = 5.0
-"""Seconds in which a job may end by itself after its runtime wrote the `end` record; then it is cancelled."""
-_SRUN_MAY_HANG = (EndReason.CLUSTER_LOST, EndReason.CLUSTER_START, EndReason.TERMINATED)
-"""Reasons of an `end` record after which `srun` may wait for ever: `srun` does not notice the end of tasks on a node that
-was reset, or whose slurmstepd was killed (22.05)."""
-_TOUCH_INTERVAL = 3600.0
-"""Seconds between two touches of a waiting job's run directory, which keep the directory from being swept."""
-_NO_STEP = Step("", "", None, None)
-"""Stands for a step without ownership, whose payload this process may always end."""
 
 
 class BatchJob:
@@ -428,8 +369,6 @@ class BatchJob:
         self._step = step
         self._started = False
         """Whether the runtime has begun its record, and Slurm has not requeued the job since."""
-        self._start_seen: tuple[float, float] | None = None
-        """When the record began, by its node's clock, and when this process first read that, by the cluster's clock."""
         self._touched_at = time.monotonic()
         self._runtime_cancels = False
         """Whether the runtime, not Slurm, was asked to end the payload."""
@@ -457,9 +396,9 @@ class BatchJob:
         if not observed:
             return None
         with contextlib.suppress(OSError):
-            if started_at is not None and (self._start_seen is None or self._start_seen[0] != started_at):
-                self._start_seen = started_at, job.now()
-            self._touch_run_dir()
+            if not self._started and time.monotonic() - self._touched_at >= _TOUCH_INTERVAL:
+                self._touched_at = time.monotonic()
+                self._commands.run(["touch", "--", job.directory])
             if not self._started and not job.status.over and not job.cancelled:
                 job.report_waiting()
                 job.check_waiting()
@@ -480,9 +419,7 @@ class BatchJob:
     def metadata(self, evidence: Evidence) -> Mapping[str, Any]:
         metadata = self._job.metadata(evidence)
         if evidence.started_at is not None and not self._step.reattached:
-            # The node's clock may be ahead of the cluster's clock, but the start was certainly before the read.
-            started_at = min(evidence.started_at, self._start_seen[1] if self._start_seen else self._job.now())
-            metadata["Queue wait (s)"] = round(max(0.0, started_at - self._job.submitted_at), 2)
+            metadata["Queue wait (s)"] = round(max(0.0, evidence.started_at - self._job.submitted_at), 2)
         return metadata
 
     def release(self, evidence: Evidence) -> None:
@@ -500,11 +437,7 @@ class BatchJob:
             self._job.cancel_until_gone(_END_TIMEOUT)
 
     def _send_cancel(self, now: bool) -> None:
-        """Ask the runtime to end the payload; if the runtime has not started, ask Slurm to cancel the job.
-
-        Raises:
-            OSError: the request cannot be delivered.
-        """
+        """Ask the runtime to end the payload; if the runtime has not started, ask Slurm to cancel the job."""
         if not self._step.may_end():
             return
         if self._started:
@@ -520,11 +453,5 @@ class BatchJob:
             raise OSError(f"{self._commands.place}: {'; '.join(errors[-2:]) or f'exit code {done.returncode}'}")
 
     def _started_at(self, evidence: Evidence) -> float | None:
-        """Returns when the job's record began, by the node's clock; None if it has not begun."""
+        """When the job's record began, by the node's clock; None if it has not begun."""
         return evidence.started_at
-
-    def _touch_run_dir(self) -> None:
-        """Keep the run directory of a waiting job from being swept as unused."""
-        if not self._started and time.monotonic() - self._touched_at >= _TOUCH_INTERVAL:
-            self._touched_at = time.monotonic()
-            self._commands.run(["touch", "--", self._job.directory])

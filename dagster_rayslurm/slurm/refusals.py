@@ -258,35 +258,32 @@ def waiting_text(reason: str, start: float | None, now: float) -> str:
 
 
 def never_starts(rows: Sequence[QueueRow], request: JobRequest) -> str | None:
-    """Why one of the components, and so the job, can never start; None if all may start."""
+    """Why the job, or one of its components, can never start; None if all may start."""
     for row in rows:
         part = component_request(row, request)
         reason = impossible(row.reason, part.partition)
         if reason:
-            return f"component {part.component_id!r}: {with_requested_values(reason, part)}"
+            sentence = with_requested_values(reason, part)
+            return sentence if part is request else f"component {part.component_id!r}: {sentence}"
     return None
 
 
-def too_many_nodes(row: QueueRow, request: JobRequest, sizes: Mapping[str, int]) -> str | None:
-    """Why a job can never start, if it requests more nodes than its partition has by `sizes`; else None.
-
-    Slurm's reason is `PartitionNodeLimit`, which also stands for nodes that are down and may come back.
-    """
-    nodes = sizes.get(row.partition, request.num_nodes)
-    if request.num_nodes <= nodes:
-        return None
-    advice = "lower SlurmQueueConfig.num_nodes, or choose another partition"
-    return with_requested_values(f"partition {row.partition} has {nodes} nodes; {advice} ({row.reason})", request)
-
-
 def partition_too_small(rows: Sequence[QueueRow], request: JobRequest, sizes: Mapping[str, int]) -> str | None:
-    """A warning if components together request more nodes of a partition than it has, so that they never start; else None."""
+    """Why a job does not start, if it requests more nodes of a partition than that has by `sizes`; else None.
+
+    Slurm's reason for a job without components is `PartitionNodeLimit`, which also stands for nodes that are down.
+    """
     for partition in dict.fromkeys(row.partition for row in rows):
-        nodes = sum(row.num_nodes for row in rows if row.partition == partition)
-        if nodes > sizes.get(partition, nodes):
-            names = " and ".join(repr(component_request(row, request).component_id) for row in rows if row.partition == partition)
+        here = [row for row in rows if row.partition == partition]
+        nodes = sum(row.num_nodes for row in here)
+        size = sizes.get(partition, nodes)
+        if nodes > size and component_request(here[0], request) is request:
+            advice = "lower SlurmQueueConfig.num_nodes, or choose another partition"
+            return with_requested_values(f"partition {partition} has {size} nodes; {advice} ({here[0].reason})", request)
+        if nodes > size:
+            names = " and ".join(repr(component_request(row, request).component_id) for row in here)
             return (
-                f"components {names} ask for {nodes} nodes of partition {partition} in all, and it has {sizes[partition]}: Slurm "
-                "gives each component nodes of its own, so this job does not start unless nodes are added; ask for fewer"
+                f"components {names} ask for {nodes} nodes of partition {partition} in all, and it has {size}: Slurm gives each "
+                "component nodes of its own, so this job does not start unless nodes are added; ask for fewer"
             )
     return None

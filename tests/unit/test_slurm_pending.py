@@ -10,7 +10,6 @@ from dagster_rayslurm.slurm.refusals import (
     never_starts,
     partition_too_small,
     pending_reason,
-    too_many_nodes,
     waiting_text,
     with_requested_values,
 )
@@ -150,6 +149,6 @@ def test_what_a_job_waits_for_in_words(reason: str, start: float | None, text: s
 def test_a_job_with_more_nodes_than_its_partition_has_can_never_start() -> None:
     """Slurm says `PartitionNodeLimit` of it, as it does of nodes that are down."""
     large, waits = JobRequest("job", "", num_nodes=5), row(0, "PartitionNodeLimit", label="7", num_nodes=5)
-    said = too_many_nodes(waits, large, {"compute": 2, "gpu": 9})
+    said = partition_too_small([waits], large, {"compute": 2, "gpu": 9})
     assert said is not None and "partition compute has 2 nodes" in said and said.endswith("num_nodes=5)"), said
-    assert too_many_nodes(waits, large, {"compute": 5}) is None and too_many_nodes(waits, large, {}) is None
+    assert [partition_too_small([waits], large, sizes) for sizes in ({"compute": 5}, {})] == [None, None]
