@@ -14,12 +14,13 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from ..runtime.protocol.end import EndReason
 from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, LineReader, Record
 from ..slurm.submit import JOB_SCRIPT
-from ..ssh.base import Completed, Connection, ConnectionLost
+from ..ssh.base import Connection
 
 FIRST_OWNER = "owner.first"
 """Name of the owner file (the file that names the owner) of the attempt that started the payload."""
@@ -29,32 +30,23 @@ _PREFIX = "owner."
 _JUDGED = ".judged"
 """Suffix of the owner file once the owner has begun to end or to judge the payload."""
 
-_LIST = 'LC_ALL=C ls -a -- "$1"'
-"""Shell command that lists the run directory, in English because `_GONE` is."""
-_GONE = b"No such file or directory"
-"""What `ls` prints if the run directory does not exist."""
 _TRIES = 3
-"""Tries to list the directory over a failing connection, and to rename an owner file while other attempts rename it, too."""
+"""Tries to rename an owner file while other attempts rename it, too."""
 
 
+@dataclass(eq=False)
 class Ownership:
-    """One attempt's ownership of a payload: take the payload over, and confirm that no later attempt has taken it over.
+    """One attempt's ownership of a payload: take the payload over, and confirm that no later attempt has taken it over."""
 
-    Args:
-        name: the owner file of this attempt: `FIRST_OWNER`, or `owner_file(...)` for a later attempt.
-        successor: finds the Dagster run that took the payload over, in Dagster's event log; returns None if there is none.
-
-    Attributes:
-        new_owner: the attempt that has taken the payload over, in words; None if no such attempt is known.
-    """
-
-    def __init__(self, connection: Connection, run_dir: str, name: str, successor: Callable[[], str | None]) -> None:
-        self.new_owner: str | None = None
-        self._connection = connection
-        self._run_dir = run_dir
-        self._name = name
-        self._successor = successor
-        self._confirmed = False
+    connection: Connection
+    run_dir: str
+    name: str
+    """The owner file of this attempt: `FIRST_OWNER`, or `owner_file(...)` for a later attempt."""
+    successor: Callable[[], str | None]
+    """Finds the Dagster run that took the payload over, in Dagster's event log; returns None if there is none."""
+    new_owner: str | None = None
+    """The attempt that has taken the payload over, in words; None if no such attempt is known."""
+    _confirmed: bool = False
 
     def take_over(self) -> bool:
         """Try to become the owner; returns False if the present owner has begun to end or to judge the payload.
@@ -64,19 +56,14 @@ class Ownership:
         """
         for _ in range(_TRIES):
             owners = self._owners()
-            if owners is None:
-                return False  # The owner has removed the run directory.
-            if self._name in owners:
-                return True
-            if any(owner.endswith(_JUDGED) for owner in owners):
-                return False
-            if not owners:  # Version 0.1.0 wrote no owner file.
-                self._connection.write(os.path.join(self._run_dir, self._name), b"")
+            if not owners or any(owner.endswith(_JUDGED) for owner in owners):
+                return False  # Without owner files, the owner has removed the run directory.
+            if self.name in owners:
                 return True
             with suppress(FileNotFoundError):  # Another attempt was faster, or an answer was lost.
-                self._rename(owners[0], self._name)
+                self._rename(owners[0], self.name)
                 return True
-        raise OSError(f"{self._run_dir}: others take the payload over at the same time")
+        raise OSError(f"{self.run_dir}: others take the payload over at the same time")
 
     def confirm(self, remove: bool = False) -> bool:
         """Whether this attempt is still the owner; if so, no later attempt can take the payload over from now on.
@@ -88,14 +75,14 @@ class Ownership:
             OSError: the owner cannot be determined.
         """
         if self.new_owner is None and not self._confirmed:
-            judged = self._name + _JUDGED
+            judged = self.name + _JUDGED
             try:
-                self._rename(self._name, judged)
+                self._rename(self.name, judged)
             except FileNotFoundError:
                 self.new_owner = self._find_new_owner(judged)
             self._confirmed = self.new_owner is None
         if remove and self._confirmed:
-            self._connection.remove(self._run_dir)
+            self.connection.remove(self.run_dir)
         return self._confirmed
 
     def confirm_or_assume(self) -> bool:
@@ -110,40 +97,27 @@ class Ownership:
         owners = self._owners() or []
         if judged in owners:
             return None  # An earlier rename worked, and its answer was lost.
-        others = [name for name in owners if name != self._name]
+        others = [name for name in owners if name != self.name]
         if others:
             return owner_in_words(others[0])
         # Without an owner file, a later attempt or a person has removed the directory. The listing of a network file
         # system may be stale, and still show this attempt's own file.
-        successor = self._successor()
+        successor = self.successor()
         if successor is not None:
             return f"run {successor}"
         return "another attempt" if owners else None
 
     def _rename(self, old: str, new: str) -> None:
-        self._connection.rename(os.path.join(self._run_dir, old), os.path.join(self._run_dir, new))
+        self.connection.rename(os.path.join(self.run_dir, old), os.path.join(self.run_dir, new))
 
     def _owners(self) -> list[str] | None:
-        """Returns the names of the owner files, at most two during a rename; None if the run directory does not exist.
-
-        Raises:
-            OSError: the directory cannot be listed.
-        """
-        listed = self._list()
-        if listed.returncode and _GONE in listed.stderr:
-            return None
+        """The names of the owner files, at most two during a rename; None if the run directory does not exist."""
+        listed = self.connection.run(["ls", "-a", "--", self.run_dir], timeout=60)
         if listed.returncode:
+            if self.connection.stat(self.run_dir) is None:
+                return None
             raise OSError(listed.stderr.decode("utf-8", "replace").strip() or f"exit code {listed.returncode}")
         return [name for name in listed.stdout.decode("utf-8", "replace").splitlines() if name.startswith(_PREFIX)]
-
-    def _list(self) -> Completed:
-        for left in reversed(range(_TRIES)):
-            try:
-                return self._connection.run(["sh", "-c", _LIST, "sh", self._run_dir], timeout=60)
-            except ConnectionLost:
-                if not left:
-                    raise
-        raise AssertionError("unreachable")
 
 
 def owner_file(run_id: str) -> str:

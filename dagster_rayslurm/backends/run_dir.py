@@ -29,39 +29,29 @@ BOOKMARK = ".followed"
 """Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster."""
 
 
+class _Below:
+    """A directory below the base directory of a `Layout`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layout: Layout, owner: object) -> Path:
+        return layout.base / self._name
+
+
 @dataclass(frozen=True)
 class Layout:
     """Names of the directories below the base directory, the same on this machine and on a cluster."""
 
     base: Path
 
-    @property
-    def runs(self) -> Path:
-        return self.base / "runs"
-
-    @property
-    def sessions(self) -> Path:
-        return self.base / "sessions"
-
-    @property
-    def runtimes(self) -> Path:
-        return self.base / "runtime"
-
-    @property
-    def outputs(self) -> Path:
-        return self.base / "outputs"
-
-    @property
-    def data(self) -> Path:
-        return self.base / "data"
-
-    @property
-    def queue(self) -> Path:
-        return self.base / "queue"
-
-    @property
-    def environments(self) -> Path:
-        return self.base / "environments"
+    runs = _Below("runs")
+    sessions = _Below("sessions")
+    runtimes = _Below("runtime")
+    outputs = _Below("outputs")
+    data = _Below("data")
+    queue = _Below("queue")
+    environments = _Below("environments")
 
 
 def run_files(plan: Plan, context: PipesContextData) -> dict[str, bytes]:
@@ -147,27 +137,21 @@ def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> Non
     connection.write(cancel_path(run_dir), cancel_request_json(now).encode())
 
 
+@dataclass
 class CancelRequest:
-    """The cancel request for one payload: made by `send`, and repeated by `resend` until it is delivered.
+    """The cancel request for one payload: made by `send`, and repeated by `resend` until it is delivered."""
 
-    Args:
-        deliver: called with `now` to deliver the request; raises OSError on failure.
-
-    Attributes:
-        now: whether the request leaves the payload no grace period; None before `send`.
-        delivered: whether the request has arrived, so that it need not be repeated.
-        error: why the last delivery failed; None if it worked.
-        sent_at: time of the last try to deliver the request, by this machine's monotonic clock.
-    """
-
-    def __init__(self, deliver: Callable[[bool], Any], log: Any) -> None:
-        self.now: bool | None = None
-        self.delivered = False
-        self.error: OSError | None = None
-        self.sent_at = 0.0
-        self._deliver = deliver
-        self._log = log
-        self._warned = False
+    deliver: Callable[[bool], Any]
+    """Called with `now` to deliver the request; raises OSError on failure."""
+    log: Any
+    now: bool | None = None
+    """Whether the request leaves the payload no grace period; None before `send`."""
+    delivered: bool = False
+    error: OSError | None = None
+    """Why the last delivery failed; None if it worked."""
+    sent_at: float = 0.0
+    """Time of the last try to deliver the request, by this machine's monotonic clock."""
+    _warned: bool = False
 
     def send(self, now: bool) -> None:
         """Send a request, unless an equal one was sent; a request without a grace period replaces one with a grace period."""
@@ -188,13 +172,13 @@ class CancelRequest:
 
     def _try(self, now: bool) -> None:
         try:
-            self._deliver(now)
+            self.deliver(now)
             self.delivered, self.error = True, None
         except OSError as error:
             self.error = error
             if not self._warned:
                 self._warned = True
-                self._log.warning(f"[rayslurm] the payload cannot be told to end, which is tried again: {error}")
+                self.log.warning(f"[rayslurm] the payload cannot be told to end, which is tried again: {error}")
         self.sent_at = time.monotonic()
 
 

@@ -92,7 +92,7 @@ class Job:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.log = str(directory), Log()
-        self._cancel_confirmed, self._commands = False, LocalConnection()
+        self._cancel_confirmed, self.commands = False, LocalConnection()
 
     def observe(self, *_: Any) -> bool:
         return True
@@ -129,7 +129,7 @@ def test_slurm_cancels_a_waiting_job_and_the_runtime_a_running_payload(tmp_path:
     clock = [1000.0]
     monkeypatch.setattr(run_dir, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
-    def run(command: list[str], **_: Any) -> Completed:
+    def run(command: list[str], *_: Any) -> Completed:
         asked.append(" ".join(command[-2:]))
         return Completed(0, b"", b"scancel: error: Unable to contact slurm controller\n")
 
