@@ -22,21 +22,17 @@ R = TypeVar("R", covariant=True)
 
 @dataclass(frozen=True)
 class Step:
-    """The Dagster step that runs a payload: one attempt at it, and this attempt's ownership of the payload.
-
-    Attributes:
-        partition_key: None for a step without partition.
-        log: the step's Dagster log.
-        reattached: whether an earlier attempt at the step started the payload, and this attempt continues it.
-        owner: says whether this attempt still owns the payload; None for a payload that no later attempt can take over.
-    """
+    """The Dagster step that runs a payload: one attempt at it, and this attempt's ownership of the payload."""
 
     run_id: str
     step_key: str
     partition_key: str | None
     log: Any
+    """The step's Dagster log."""
     reattached: bool = False
+    """Whether an earlier attempt at the step started the payload, and this attempt continues it."""
     owner: Ownership | None = None
+    """Says whether this attempt still owns the payload; None for a payload that no later attempt can take over."""
 
     @property
     def new_owner(self) -> str | None:
@@ -57,34 +53,30 @@ class Step:
 
 
 class RunningPayload(Protocol):
-    """A payload whose runtime was started, or waits in Slurm's queue.
-
-    Attributes:
-        cluster_id: name of the Ray cluster.
-        job_id: Slurm's job id; None without Slurm.
-        waiting: whether the runtime still waits in Slurm's queue.
-        place: the host of the run directory; "" for this machine.
-        requeue: whether Slurm may requeue the job, and so run the payload again.
-    """
+    """A payload whose runtime was started, or waits in Slurm's queue."""
 
     cluster_id: str
+    """Name of the Ray cluster."""
     job_id: str | None
+    """Slurm's job id; None without Slurm."""
 
     @property
-    def waiting(self) -> bool: ...
+    def waiting(self) -> bool:
+        """Whether the runtime still waits in Slurm's queue."""
+        ...
 
     @property
-    def place(self) -> str: ...
+    def place(self) -> str:
+        """The host of the run directory; "" for this machine."""
+        ...
 
     @property
-    def requeue(self) -> bool: ...
+    def requeue(self) -> bool:
+        """Whether Slurm may requeue the job, and so run the payload again."""
+        ...
 
     def poll(self, evidence: Evidence) -> str | None:
-        """Returns how the runtime ended, in words; None while the runtime lives.
-
-        Raises:
-            RunFailure: the runtime can never start, or waited for too long.
-        """
+        """How the runtime ended, in words; None while it lives. RunFailure: it can never start, or waited for too long."""
         ...
 
     def cancel(self, now: bool = False) -> None:
@@ -118,39 +110,29 @@ RunningPayloads = Mapping[str, RunningPayload]
 
 
 class Backend(Protocol[P, R]):
-    """Starts the runtime for a payload, or the runtimes for the payloads of all components at once.
-
-    `P` is `Plan` or `Plans`; `R` is `RunningPayload` or `RunningPayloads`.
-
-    Attributes:
-        connection: reaches the files on the machine or cluster where runtimes run.
-        layout: the directories on that machine or cluster; the first access may ask the cluster.
-        cadence: how often records are read.
-    """
+    """Starts the runtime for a payload, or the runtimes for the payloads of all components at once."""
 
     @property
-    def connection(self) -> Connection: ...
+    def connection(self) -> Connection:
+        """Reaches the files on the machine or cluster where runtimes run."""
+        ...
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:
+        """The directories on that machine or cluster; the first access may ask the cluster."""
+        ...
 
     @property
-    def cadence(self) -> Cadence: ...
+    def cadence(self) -> Cadence:
+        """How often records are read."""
+        ...
 
     def check(self, plan: P, /) -> None:
-        """Refuse a plan that this backend cannot run, before anything starts.
-
-        Raises:
-            ValueError: the plan cannot run; names the field, and the component if there are several.
-        """
+        """Refuse a plan that this backend cannot run, by a ValueError that names the field, before anything starts."""
         ...
 
     def start(self, plan: P, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> R:
-        """Write the run directory and start the runtime, or the runtimes of all components.
-
-        Args:
-            run_dir: the run directory; new unless the step reattached.
-            register: called with each running payload at once, so that an interrupt cannot lose it.
+        """Write the run directory, which is new unless the step reattached, and start the runtimes.
 
         Raises:
             StartError: no runtime can be started.
@@ -172,10 +154,5 @@ class CanReattach(Protocol):
     """A backend whose payloads outlive the Dagster process, so that a later attempt can take them over."""
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
-        """Whether the payload of a run directory runs this plan and has not failed, so that `start` can continue it.
-
-        Raises:
-            StartError: no runtime can be started.
-            OSError: the payload's state cannot be determined.
-        """
+        """Whether the payload of a run directory runs this plan and has not failed, so that `start` can continue it."""
         ...

@@ -159,9 +159,6 @@ def reattachable_job(
         request: the files of the run directory as they would be written now.
         job_of: finds the id of the payload's job from the record's `start`, or from None; returns None if the job is gone.
         log: the step's Dagster log, for a warning if the job runs for another request.
-
-    Raises:
-        OSError: the files cannot be read.
     """
     if connection.stat(os.path.join(run_dir, JOURNAL)) is None:
         return None

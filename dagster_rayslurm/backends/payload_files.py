@@ -24,17 +24,13 @@ _PROGRESS_INTERVAL = 5.0
 
 @dataclass(frozen=True)
 class PayloadFiles:
-    """The files that a plan's payload needs on the cluster, in bundles.
-
-    Attributes:
-        plan: the plan with the files' paths on the cluster.
-        bundles: the bundles to deliver: "working_dir", "extra_files" and "script".
-        missing_modules: modules beside the script that the script imports, and that are not sent.
-    """
+    """The files that a plan's payload needs on the cluster, in bundles "working_dir", "extra_files" and "script"."""
 
     plan: Plan
+    """The plan with the files' paths on the cluster."""
     bundles: Mapping[str, Bundle]
     missing_modules: tuple[str, ...] = ()
+    """Modules beside the script that the script imports, and that are not sent."""
 
     def places(self, base: str) -> list[str]:
         """Returns the paths of the bundles on the cluster, below the base directory."""
@@ -50,13 +46,9 @@ class PayloadFiles:
 
 
 def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
-    """Bundle the files of a plan on this machine; `deliver` sends them.
+    """Bundle the files of a plan on this machine for the absolute base directory on the cluster; `deliver` sends them.
 
-    Args:
-        base: the base directory on the cluster, absolute.
-
-    Raises:
-        StartError: a file cannot be used, or cannot be read.
+    Raises StartError if a file cannot be used or read.
     """
     payload = plan.payload
     bundles: dict[str, Bundle] = {}
@@ -75,13 +67,9 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
     except OSError as error:
         raise StartError(FailureKind.CONFIGURATION, f"a file of the payload cannot be read on this machine: {error}") from None
     places = {what: place_of(base, bundle) for what, bundle in bundles.items()}
-    script = None
-    if plan.script:
-        script = (
-            os.path.join(places["working_dir"], inside)
-            if inside
-            else os.path.join(places["script"], os.path.basename(plan.script))
-        )
+    script = os.path.join(places["working_dir"], inside) if inside else None
+    if plan.script and not inside:
+        script = os.path.join(places["script"], os.path.basename(plan.script))
     extra_files = [os.path.join(places["extra_files"], os.path.basename(path)) for path in payload.extra_files]
     return PayloadFiles(relocate(plan, script, places.get("working_dir"), extra_files, data_dir), bundles, tuple(missing))
 
@@ -105,9 +93,7 @@ def modules_beside(script: str) -> list[str]:
 def deliver(connection: Connection, base: str, files: PayloadFiles, log: Any, recheck: bool = False) -> str:
     """Send the files of a plan and the runtime to the cluster if they are missing; returns the runtime's path on the cluster.
 
-    Args:
-        base: the base directory on the cluster, absolute.
-        recheck: whether to look again even for files that this process has already seen on the cluster.
+    With `recheck` it looks again even for files that this process has already seen on the cluster.
 
     Raises:
         StartError: a file changed after it was bundled.

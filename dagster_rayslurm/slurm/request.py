@@ -226,17 +226,10 @@ class JobRequest:
 
 
 def make_request(queue: SlurmQueueConfig, footprint: Footprint, *, job_name: str, comment: str) -> JobRequest:
-    """The request for a job on the nodes that a queue configuration describes.
+    """The request for a job on the nodes that a queue configuration describes, every `EnvVar` resolved.
 
-    Args:
-        queue: the allocation, every `EnvVar` resolved.
-        footprint: what the launcher wants on each node; used where the queue says nothing.
-        job_name: name of the job.
-        comment: comment of the job.
-
-    Raises:
-        ValueError: the queue contradicts itself, sets a reserved option, or grants less than the launcher wants; the
-            sentence names the fields.
+    Where the queue says nothing, it is the footprint that the launcher wants on each node. Raises a ValueError that names the
+    fields if the queue contradicts itself, sets a reserved option, or grants less than the launcher wants.
     """
     check_queue(queue)
     cpus = _amount(queue.cpus_per_node, "cpus_per_node", "CPUs", footprint)
@@ -288,11 +281,7 @@ def _amount(granted: int | None, field: str, unit: str, footprint: Footprint) ->
 
 
 def check_queue(queue: SlurmQueueConfig) -> None:
-    """Refuse a queue that contradicts itself or sets a reserved option.
-
-    Raises:
-        ValueError: naming the fields.
-    """
+    """Refuse a queue that contradicts itself or sets a reserved option, by a ValueError that names the fields."""
     if queue.mem is not None and queue.mem_per_cpu is not None:
         raise ValueError(
             f"SlurmQueueConfig.mem={queue.mem!r} and mem_per_cpu={queue.mem_per_cpu!r} exclude each other; set one of them"

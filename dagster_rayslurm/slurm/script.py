@@ -43,13 +43,10 @@ exit "$code"
 
 
 def sbatch_quote(text: str) -> str:
-    """Quote a value for an #SBATCH line.
+    """Quote a value for an #SBATCH line; raises ValueError if it has a control character, as a newline would end the line.
 
     sbatch takes a backslash as an escape everywhere, also within single quotes, and a `#` outside quotes as the beginning of
     a comment.
-
-    Raises:
-        ValueError: the text contains a control character; a newline would end the line.
     """
     if _PLAIN.fullmatch(check_text(text)):
         return text
@@ -71,14 +68,8 @@ def render_script(request: JobRequest, command: Sequence[str], run_dir: str, sit
     to `slurm.log` there, and the output of each node's runtime to `node-<number>.log`. A requeued job runs the script again
     and appends to the same files.
 
-    Args:
-        request: the options of the job.
-        command: the runtime, started once on each node.
-        run_dir: absolute path of the run directory, on a file system that the nodes share.
-        site: environment variables that every job gets.
-
-    Raises:
-        ValueError: a value contains a control character, or a variable cannot be set.
+    `command` is the runtime, started once on each node, and `site` are environment variables. Raises ValueError if a value
+    contains a control character, or a variable cannot be set.
     """
     job_options = {
         "job-name": request.job_name,
@@ -103,15 +94,9 @@ def render_script(request: JobRequest, command: Sequence[str], run_dir: str, sit
 
 
 def parse_exit(data: bytes, job_id: int) -> int | None:
-    """The exit code of srun since the last requeue of a job, from the file `exit` that the batch script writes.
+    """The exit code of srun since the last requeue of a job, from the file `exit` that the batch script writes, or None.
 
-    Args:
-        data: the file, with a line of job id, restart count and exit code for each time the script ran. Another job may have
-            left lines too, if a submission was repeated because its answer was lost.
-        job_id: the job.
-
-    Returns:
-        None if the job has no complete line yet.
+    Another job may have left lines too, if a submission was repeated because its answer was lost.
     """
     lines = map(_EXIT.fullmatch, data.split(b"\n")[:-1])
     ends = [(int(line[2]), int(line[3])) for line in lines if line and int(line[1]) == job_id]
