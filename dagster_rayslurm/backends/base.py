@@ -27,10 +27,8 @@ class Step:
     run_id: str
     step_key: str
     partition_key: str | None
-    log: Any
-    """The step's Dagster log."""
-    reattached: bool = False
-    """Whether an earlier attempt at the step started the payload, and this attempt continues it."""
+    log: Any  # The step's Dagster log.
+    reattached: bool = False  # Whether an earlier attempt at the step started the payload, and this attempt continues it.
     owner: Ownership | None = None
     """Says whether this attempt still owns the payload; None for a payload that no later attempt can take over."""
 
@@ -55,10 +53,8 @@ class Step:
 class RunningPayload(Protocol):
     """A payload whose runtime was started, or waits in Slurm's queue."""
 
-    cluster_id: str
-    """Name of the Ray cluster."""
-    job_id: str | None
-    """Slurm's job id; None without Slurm."""
+    cluster_id: str  # Name of the Ray cluster.
+    job_id: str | None  # Slurm's job id; None without Slurm.
 
     @property
     def waiting(self) -> bool:

@@ -25,13 +25,10 @@ from ..ssh.base import Connection
 FIRST_OWNER = "owner.first"
 """Name of the owner file (the file that names the owner) of the attempt that started the payload."""
 
-_PREFIX = "owner."
-"""Beginning of the name of each owner file."""
-_JUDGED = ".judged"
-"""Suffix of the owner file once the owner has begun to end or to judge the payload."""
+_PREFIX = "owner."  # Beginning of the name of each owner file.
+_JUDGED = ".judged"  # Suffix of the owner file once the owner has begun to end or to judge the payload.
 
-_TRIES = 3
-"""Tries to rename an owner file while other attempts rename it, too."""
+_TRIES = 3  # Tries to rename an owner file while other attempts rename it, too.
 
 
 @dataclass(eq=False)
@@ -40,12 +37,10 @@ class Ownership:
 
     connection: Connection
     run_dir: str
-    name: str
-    """The owner file of this attempt: `FIRST_OWNER`, or `owner_file(...)` for a later attempt."""
+    name: str  # The owner file of this attempt: `FIRST_OWNER`, or `owner_file(...)` for a later attempt.
     successor: Callable[[], str | None]
     """Finds the Dagster run that took the payload over, in Dagster's event log; returns None if there is none."""
-    new_owner: str | None = None
-    """The attempt that has taken the payload over, in words; None if no such attempt is known."""
+    new_owner: str | None = None  # The attempt that has taken the payload over, in words; None if no such attempt is known.
     _confirmed: bool = False
 
     def take_over(self) -> bool:
@@ -135,8 +130,7 @@ def owner_in_words(name: str) -> str:
 REQUIREMENTS_FILE = "wish.json"
 """File in the run directory of a session's payload: what the payload required before the session adapted it."""
 
-_MOST_BYTES = 4 * 1024 * 1024
-"""Bytes of one read of a file in the run directory."""
+_MOST_BYTES = 4 * 1024 * 1024  # Bytes of one read of a file in the run directory.
 _CALLER_LINES = (b"# rayslurm: ", b"#SBATCH --comment=")
 """Beginnings of lines of a job script that name the Dagster run, and so differ between attempts."""
 _RANDOM: dict[str, Any] = {"control_key": None, "control_ports": []}

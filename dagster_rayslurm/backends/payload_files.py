@@ -18,19 +18,16 @@ from ..ssh.base import Connection, ConnectionFailed, Progress
 from ..upload.bundle import Bundle, bundle_directory, bundle_files
 from ..upload.deliver import install, place_of, runtime_place
 
-_PROGRESS_INTERVAL = 5.0
-"""Seconds between two log lines about an upload."""
+_PROGRESS_INTERVAL = 5.0  # Seconds between two log lines about an upload.
 
 
 @dataclass(frozen=True)
 class PayloadFiles:
     """The files that a plan's payload needs on the cluster, in bundles "working_dir", "extra_files" and "script"."""
 
-    plan: Plan
-    """The plan with the files' paths on the cluster."""
+    plan: Plan  # The plan with the files' paths on the cluster.
     bundles: Mapping[str, Bundle]
-    missing_modules: tuple[str, ...] = ()
-    """Modules beside the script that the script imports, and that are not sent."""
+    missing_modules: tuple[str, ...] = ()  # Modules beside the script that the script imports, and that are not sent.
 
     def places(self, base: str) -> list[str]:
         """Returns the paths of the bundles on the cluster, below the base directory."""

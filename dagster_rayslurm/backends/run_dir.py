@@ -114,8 +114,7 @@ def _is_numbered(directory: Path) -> bool:
     return any(path.name.isdecimal() for path in directory.glob("*"))
 
 
-_INTERVAL = 1.0
-"""Seconds between two attempts to deliver a request."""
+_INTERVAL = 1.0  # Seconds between two attempts to deliver a request.
 
 
 def cancel_path(run_dir: str) -> str:
@@ -141,16 +140,12 @@ def write_cancel_request(connection: Connection, run_dir: str, now: bool) -> Non
 class CancelRequest:
     """The cancel request for one payload: made by `send`, and repeated by `resend` until it is delivered."""
 
-    deliver: Callable[[bool], Any]
-    """Called with `now` to deliver the request; raises OSError on failure."""
+    deliver: Callable[[bool], Any]  # Called with `now` to deliver the request; raises OSError on failure.
     log: Any
-    now: bool | None = None
-    """Whether the request leaves the payload no grace period; None before `send`."""
+    now: bool | None = None  # Whether the request leaves the payload no grace period; None before `send`.
     delivered: bool = False
-    error: OSError | None = None
-    """Why the last delivery failed; None if it worked."""
-    sent_at: float = 0.0
-    """Time of the last try to deliver the request, by this machine's monotonic clock."""
+    error: OSError | None = None  # Why the last delivery failed; None if it worked.
+    sent_at: float = 0.0  # Time of the last try to deliver the request, by this machine's monotonic clock.
     _warned: bool = False
 
     def send(self, now: bool) -> None:
@@ -182,10 +177,8 @@ class CancelRequest:
         self.sent_at = time.monotonic()
 
 
-_SWEPT = ".swept"
-"""File in the base directory that each sweep touches, so that its age tells when the last sweep was."""
-_DAY = 1440
-"""Minutes of a day; a file or directory with a temporary name that is older was left by a killed process."""
+_SWEPT = ".swept"  # File in the base directory that each sweep touches, so that its age tells when the last sweep was.
+_DAY = 1440  # Minutes of a day; a file or directory with a temporary name that is older was left by a killed process.
 _CLAIM = 15
 """Minutes after which a lock directory `.sweeping` was left by a killed process, so that another process may sweep."""
 

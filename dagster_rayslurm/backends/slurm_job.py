@@ -38,26 +38,20 @@ MakeWay = Callable[[QueueSnapshot, Sequence[QueueRow]], None]
 
 _FIRST_QUERY = 2.0
 """Seconds after submission until Slurm says why a job waits; an earlier query would only delay the next query."""
-_EXIT_INTERVAL = 1.0
-"""Seconds between two reads of the exit code that the batch script leaves."""
+_EXIT_INTERVAL = 1.0  # Seconds between two reads of the exit code that the batch script leaves.
 _SETTLING_TIME = 3.0
 """Seconds for which an ended job's files are still read, because they may become visible later than the job's state."""
 _UNSEEN_TIMEOUT = 15.0
 """Seconds like `_SETTLING_TIME`, for a failed job without a visible record whose log says why its runtime did not start."""
-_SIGNAL_EXIT = 128
-"""Exit codes from here on mean that a signal ended the runtime."""
-_EXITED = frozenset({"COMPLETED", "FAILED"})
-"""Slurm's states of a job whose batch script ended by itself."""
+_SIGNAL_EXIT = 128  # Exit codes from here on mean that a signal ended the runtime.
+_EXITED = frozenset({"COMPLETED", "FAILED"})  # Slurm's states of a job whose batch script ended by itself.
 _SCRIPT_NOT_RUN = ("JobLaunchFailure", "RaisedSignal")
 """Beginnings of Slurm's reason for a failed job whose script did not exit, for instance because its directory was missing."""
 STATE_TIMEOUT = 15.0
 """Seconds to wait until Slurm's accounting has the final state of a job that has ended."""
-_LOG_BYTES = 65536
-"""Bytes of the end of a log file that are read."""
-_SIGNALLED = ("Terminated", "Killed")
-"""Beginnings of srun's words for a task that a signal ended."""
-_MOST_LOGS = 3
-"""Most failed nodes whose logs become evidence."""
+_LOG_BYTES = 65536  # Bytes of the end of a log file that are read.
+_SIGNALLED = ("Terminated", "Killed")  # Beginnings of srun's words for a task that a signal ended.
+_MOST_LOGS = 3  # Most failed nodes whose logs become evidence.
 
 
 _END_TIMEOUT = 5.0
@@ -67,32 +61,25 @@ _SRUN_MAY_HANG = (EndReason.CLUSTER_LOST, EndReason.CLUSTER_START, EndReason.TER
 was reset, or whose slurmstepd was killed (22.05)."""
 _TOUCH_INTERVAL = 3600.0
 """Seconds between two touches of a waiting job's run directory, which keep the directory from being swept."""
-_NO_STEP = Step("", "", None, None)
-"""Stands for a step without ownership, whose payload this process may always end."""
+_NO_STEP = Step("", "", None, None)  # Stands for a step without ownership, whose payload this process may always end.
 
 
 @dataclass(eq=False, kw_only=True)
 class SlurmJob:
     """One Slurm job, from its submission until Slurm confirms its end."""
 
-    commands: Connection
-    """The edge node, which runs Slurm's programs and reaches the job's files."""
+    commands: Connection  # The edge node, which runs Slurm's programs and reaches the job's files.
     queue: SharedQueue
     request: JobRequest
     submitted: SubmittedJob
-    directory: str
-    """The directory to which the job's script and runtimes write the exit code and logs."""
-    queue_timeout: float | None
-    """Seconds after which a job that still waits in the queue fails; None waits for ever."""
+    directory: str  # The directory to which the job's script and runtimes write the exit code and logs.
+    queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
     over_ssh: bool
-    log: Any
-    """The step's Dagster log."""
-    make_way: MakeWay | None = None
-    """Ends idle sessions whose nodes the waiting job could use; None leaves sessions alone."""
+    log: Any  # The step's Dagster log.
+    make_way: MakeWay | None = None  # Ends idle sessions whose nodes the waiting job could use; None leaves sessions alone.
     waiting_since: float | None = None
     """Start of the queue timeout, by the cluster's clock; None for the time of submission."""
-    cancelled: bool = False
-    """Whether Slurm was asked to cancel the job."""
+    cancelled: bool = False  # Whether Slurm was asked to cancel the job.
     _snapshot: QueueSnapshot | None = None
     _queried_at: float = 0.0
     _exit_read_at: float = field(default_factory=time.monotonic)

@@ -18,8 +18,7 @@ from .commands import run_slurm, unanswered
 from .shared_queue import parse_count
 from .states import TERMINAL
 
-_TIMEOUT = 120.0
-"""Seconds for one call of scontrol, sacct or id."""
+_TIMEOUT = 120.0  # Seconds for one call of scontrol, sacct or id.
 # Messages of scontrol and of sacct (Slurm 22.05 and 24.11).
 _UNKNOWN_JOB = b"Invalid job id specified"
 _ACCOUNTING_DISABLED = b"accounting storage is disabled"
@@ -32,8 +31,7 @@ _JOB_ID = re.compile(r"(?P<number>[0-9]+)(?:\+(?P<component>[0-9]+))?(?:\.(?P<st
 _TEXTS_OF_USERS = re.compile(r"(?s) JobName=.*?\n(?=   (?:UserId|HetJobIdSet)=)|\n   Command=.*")
 """The parts of scontrol's output whose text users choose: job name, command, comment."""
 
-_OUT_OF_MEMORY_SIGNAL = 125
-"""The signal of a job in the state OUT_OF_MEMORY (SIG_OOM in slurm.h)."""
+_OUT_OF_MEMORY_SIGNAL = 125  # The signal of a job in the state OUT_OF_MEMORY (SIG_OOM in slurm.h).
 _STATE_OF_REASON = {
     "DeadLine": "DEADLINE",
     "NodeDown": "NODE_FAIL",
@@ -80,34 +78,25 @@ _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[0-9,-]+): (
 class JobFacts:
     """What Slurm knows of a job, or of one component. Durations are in seconds, sizes in bytes; None is not known."""
 
-    job_id: int
-    """The number of a heterogeneous job is that of its first component."""
-    state: str
-    """Slurm's word, such as "TIMEOUT", without the "by 1001" of sacct."""
+    job_id: int  # The number of a heterogeneous job is that of its first component.
+    state: str  # Slurm's word, such as "TIMEOUT", without the "by 1001" of sacct.
     cancelled_by: int | None = None
     """Id of the user who cancelled the job; only accounting knows. 0 also stands for Slurm itself."""
-    canceller: str | None = None
-    """Name of the user with that id."""
+    canceller: str | None = None  # Name of the user with that id.
     reason: str = ""
-    exit_code: int | None = None
-    """The batch script's. sacct alone shows an exit code above 128 less 128."""
+    exit_code: int | None = None  # The batch script's. sacct alone shows an exit code above 128 less 128.
     signal: int | None = None
     elapsed: float | None = None
     time_limit: float | None = None
     nodes: tuple[str, ...] = ()
-    num_nodes: int = 0
-    """Number of nodes that the job had or requested."""
-    memory: int | None = None
-    """Memory that was granted on all nodes."""
+    num_nodes: int = 0  # Number of nodes that the job had or requested.
+    memory: int | None = None  # Memory that was granted on all nodes.
     restarts: int = 0
-    max_rss: int | None = None
-    """Largest memory of one task."""
-    step_out_of_memory: bool = False
-    """Whether Slurm ended a step for its memory."""
+    max_rss: int | None = None  # Largest memory of one task.
+    step_out_of_memory: bool = False  # Whether Slurm ended a step for its memory.
     components: tuple[JobFacts, ...] = ()
     """Of a heterogeneous job, in order; state, reason, exit code and signal of the job are those of `decisive_component`."""
-    component_id: str | None = None
-    """The user's name for this component; Slurm has no names for components."""
+    component_id: str | None = None  # The user's name for this component; Slurm has no names for components.
 
     @property
     def decisive_component(self) -> int:

@@ -47,8 +47,7 @@ A csh accepts no command as a login shell, but reads its start-up file for any c
 _KEPT = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ", "SLURM_CONF", "LD_LIBRARY_PATH", "MODULEPATH")
 _KEPT_PREFIXES = ("LC_", "MODULES", "LMOD_")
 
-_LOGIN_TIMEOUT = 60.0
-"""Seconds for the start-up files of a login shell."""
+_LOGIN_TIMEOUT = 60.0  # Seconds for the start-up files of a login shell.
 
 _found: weakref.WeakKeyDictionary[Connection, str] = weakref.WeakKeyDictionary()
 """The directory of sbatch on the PATH of a login shell, by connection; "" if the search was in vain."""

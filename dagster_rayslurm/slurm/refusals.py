@@ -31,8 +31,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 _PREFIX = re.compile(r"^sbatch: (error: |fatal: )?(Batch job submission failed: )?")
 _NOISE = re.compile(r"^(sbatch: (warning:|Slurm .*retrying|error: get_addr_info: )|Try \"sbatch --help)", re.IGNORECASE)
 _OPTION = re.compile(r"(?:option '--|for --|Invalid --)([a-z][a-z-]*)")
-_MAX_WORDS = 400
-"""Most characters of sbatch's own errors that a sentence quotes."""
+_MAX_WORDS = 400  # Most characters of sbatch's own errors that a sentence quotes.
 
 _TEMPORARY = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|Communication (connection|shutdown) failure"
@@ -121,12 +120,10 @@ _NEVER = (
 )
 """Sentences for pending reasons that stay true while the request and the limits stay as they are, by a pattern of the reason."""
 
-_UNINFORMATIVE = ("", "None", "Priority", "Resources")
-"""Reasons that say only that the job waits for its turn."""
+_UNINFORMATIVE = ("", "None", "Priority", "Resources")  # Reasons that say only that the job waits for its turn.
 _AWAITED = ("BeginTime", "Dependency", "Licenses", "Priority", "Reservation", "Resources")
 """Beginnings of reasons that name what a job waits for; other reasons name what is wrong with it."""
-_TODAY = 18 * 3600.0
-"""Seconds up to which an expected start is shown as a time of day, without the date."""
+_TODAY = 18 * 3600.0  # Seconds up to which an expected start is shown as a time of day, without the date.
 
 
 def explain(stderr: str, partitions: Sequence[str] = ()) -> str:

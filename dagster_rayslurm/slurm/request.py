@@ -16,46 +16,29 @@ from .config import SlurmQueueConfig, split_signal
 _GPUS = re.compile(r"--(gpus(-per-(socket|task))?=|(gres|tres-per-task)=(.*[,/])?gpu([:=,]|$))")
 
 
-class Inheritance(str, Enum):
+class Inheritance(Enum):
     """What a component of a heterogeneous job gets if it leaves out a field that an earlier component sets."""
 
-    NONE = "none"
-    """Nothing: sbatch forgets the option."""
-    INHERITED = "inherited"
-    """The value of the earlier component, and no option resets it: each component must set the field."""
-    RESETTABLE = "resettable"
-    """The value of the earlier component, unless the option is given with an empty value."""
-    WHOLE_JOB = "whole-job"
-    """The same value: the components begin and end together."""
-
-    def __str__(self) -> str:
-        return self.value
+    NONE = "none"  # Nothing: sbatch forgets the option.
+    INHERITED = "inherited"  # The value of the earlier component, and no option resets it: each component must set the field.
+    RESETTABLE = "resettable"  # The value of the earlier component, unless the option is given with an empty value.
+    WHOLE_JOB = "whole-job"  # The same value: the components begin and end together.
 
 
 @dataclass(frozen=True)
 class SbatchField:
-    """How one field of `SlurmQueueConfig` reaches sbatch, and how its values are compared.
-
-    Attributes:
-        name: the field.
-        granted: called with the value that a payload wants, the value that a session was granted, and all fields of the
-            session's queue; says whether the session satisfies the payload. None if the field says nothing about a session.
-        option: the long option in the job script, without "--"; None if the script has none.
-        negation: the option for False.
-        aliases: further options that mean the same.
-        inheritance: what later components of a heterogeneous job get if they leave the field out.
-        meaning: turns a value into what it means; two values that mean the same give equal results.
-        login_variable: whether the user's own variable `SBATCH_<OPTION>` counts if the field is left out.
-    """
+    """How one field of `SlurmQueueConfig` reaches sbatch, and how its values are compared."""
 
     name: str
+    # Called with the value that a payload wants, the value that a session was granted, and all fields of the session's queue;
+    # says whether the session satisfies the payload. None if the field says nothing about a session.
     granted: Callable[[Any, Any, Mapping[str, Any]], bool] | None
-    option: str | None = None
-    negation: str | None = None
-    aliases: tuple[str, ...] = ()
+    option: str | None = None  # The long option in the job script, without "--"; None if the script has none.
+    negation: str | None = None  # The option for False.
+    aliases: tuple[str, ...] = ()  # Further options that mean the same.
     inheritance: Inheritance = Inheritance.NONE
-    meaning: Callable[[Any], Any] = lambda value: value
-    login_variable: bool = False
+    meaning: Callable[[Any], Any] = lambda value: value  # Two values that mean the same give equal results.
+    login_variable: bool = False  # Whether the user's own variable `SBATCH_<OPTION>` counts if the field is left out.
 
 
 def requests_gpus(option: str) -> bool:
@@ -161,10 +144,8 @@ _INVISIBLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LONG_OPTION = re.compile(r"--([A-Za-z][A-Za-z0-9-]*)(=.*)?")
 
 _NAME_PREFIX = "rayslurm-"
-_MAX_STEP = 40
-"""Most characters of the step's key in a job name."""
-_MAX_COMMENT = 500
-"""Most bytes of a job's comment; slurmctld refuses strings of more than 1024 (tried on 22.05 and 24.11)."""
+_MAX_STEP = 40  # Most characters of the step's key in a job name.
+_MAX_COMMENT = 500  # Most bytes of a job's comment; slurmctld refuses strings of more than 1024 (tried on 22.05 and 24.11).
 
 
 @dataclass(frozen=True)

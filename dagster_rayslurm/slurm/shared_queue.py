@@ -28,20 +28,13 @@ from .commands import SlurmUnanswered, run_slurm, unanswered
 SNAPSHOT = "snapshot.json"
 """Name of the snapshot's file in the shared directory."""
 
-_VERSION = 1
-"""Version of the file's format."""
-_MAX_BYTES = 64 * 1024 * 1024
-"""Size from which the snapshot's file is taken for damaged."""
-_BLOCK = 1024 * 1024
-"""Bytes of the snapshot's file that are read at a time."""
+_VERSION = 1  # Version of the file's format.
+_MAX_BYTES = 64 * 1024 * 1024  # Most bytes of the snapshot's file that are read; a larger one is taken for damaged.
 _TIMEOUT = 120.0
 """Seconds for one squeue; if slurmctld is down, squeue gives up earlier (MessageTimeout, 10 s, a few times)."""
-_BACK_OFF = 5.0
-"""Least pause between two queries, as a multiple of the time that slurmctld took to answer the last one."""
-_REREAD = 2.0
-"""Seconds between two reads of a snapshot that another process is renewing."""
-_JITTER = 0.1
-"""Largest delay, as a part of the interval, by which processes spread that find the same snapshot too old."""
+_BACK_OFF = 5.0  # Least pause between two queries, as a multiple of the time that slurmctld took to answer the last one.
+_REREAD = 2.0  # Seconds between two reads of a snapshot that another process is renewing.
+_JITTER = 0.1  # Largest delay, as a part of the interval, by which processes spread that find the same snapshot too old.
 _KEEP_CLAIMS = 600.0
 """Least seconds for which the mark of a claimed renewal is kept: it must outlive the caches of other hosts (NFS: a minute)."""
 
@@ -81,22 +74,15 @@ for old in claim-*; do [ "${old#claim-}" -lt $((now - $5)) ] && rmdir "$old"/* "
 class QueueRow:
     """A job, or one component of a heterogeneous job, in the queue. Times are in seconds of the epoch."""
 
-    job_id: int
-    """The number of the job, or the own number of a component or array task."""
-    label: str
-    """The number that users know, such as "12+1" or "12_[1-5]"."""
+    job_id: int  # The number of the job, or the own number of a component or array task.
+    label: str  # The number that users know, such as "12+1" or "12_[1-5]".
     state: str
-    reason: str
-    """Why it waits, or why it ended; "None" for none."""
-    start: float | None
-    """When it started, or is expected to; None if Slurm does not know."""
-    submit: float | None
-    """When it was submitted or requeued."""
+    reason: str  # Why it waits, or why it ended; "None" for none.
+    start: float | None  # When it started, or is expected to; None if Slurm does not know.
+    submit: float | None  # When it was submitted or requeued.
     num_nodes: int
-    nodes: str
-    """Its nodes in Slurm's short form; "" while it has none."""
-    partition: str
-    """One partition, or several separated by commas while it is pending."""
+    nodes: str  # Its nodes in Slurm's short form; "" while it has none.
+    partition: str  # One partition, or several separated by commas while it is pending.
     name: str
 
     @property
@@ -295,7 +281,7 @@ class SharedQueue:
         connection, directory, _ = self._arguments
         path = os.path.join(directory, SNAPSHOT)
         try:
-            shared = _read(connection, path)
+            shared = parse_snapshot(connection.read(path, 0, _MAX_BYTES))
             # The file may hold an older snapshot: from a slow writer, or in another host's cache.
             if shared and (self._snapshot is None or shared.began > self._snapshot.began):
                 self._snapshot, self.error = shared, None
@@ -312,7 +298,7 @@ class SharedQueue:
             self._claimed_until = claimed + interval * (1 + self._spread)
             if not isinstance(answer, QueueSnapshot):
                 return
-            shared = _read(connection, path)
+            shared = parse_snapshot(connection.read(path, 0, _MAX_BYTES))
             self._snapshot, self.error = answer, None
             # Another process that claimed a later renewal may have written its snapshot earlier.
             if shared is None or not 0 <= shared.began - began < interval:
@@ -321,15 +307,6 @@ class SharedQueue:
             self.error = str(error)
         finally:
             self._busy = False
-
-
-def _read(connection: Connection, path: str) -> QueueSnapshot | None:
-    data = b""
-    while not data.endswith(b"\n") and (block := connection.read(path, len(data), _BLOCK)):
-        data += block
-        if len(data) > _MAX_BYTES:
-            return None
-    return parse_snapshot(data)
 
 
 def fetch_queue(connection: Connection) -> QueueSnapshot:

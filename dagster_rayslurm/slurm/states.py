@@ -35,10 +35,8 @@ class JobPhase(str, Enum):
     UNKNOWN = "unknown"
     PENDING = "pending"
     RUNNING = "running"
-    ENDED = "ended"
-    """Slurm or the batch script reported the end."""
-    LOST = "lost"
-    """The job left the queue without a report of its end."""
+    ENDED = "ended"  # Slurm or the batch script reported the end.
+    LOST = "lost"  # The job left the queue without a report of its end.
 
     def __str__(self) -> str:
         return self.value
@@ -84,14 +82,11 @@ class JobStatus:
     """The state of a job in Slurm, as far as is known."""
 
     phase: JobPhase
-    state: str = ""
-    """Slurm's last word for it; "" if there is none."""
-    reason: str = ""
-    """Why it waits or ended, in Slurm's word; "" for none."""
+    state: str = ""  # Slurm's last word for it; "" if there is none.
+    reason: str = ""  # Why it waits or ended, in Slurm's word; "" for none.
     expected_start: float | None = None
     """When Slurm expects a pending job to start, in seconds of the epoch; None if it does not say."""
-    exit_code: int | None = None
-    """The batch script's; None if it is not known."""
+    exit_code: int | None = None  # The batch script's; None if it is not known.
 
     @property
     def over(self) -> bool:
@@ -103,13 +98,10 @@ class JobStatus:
 class JobWatch:
     """What all observations of a job so far add up to: `after` adds one, and `view` says what they mean."""
 
-    submitted: float
-    """When sbatch returned, by the cluster's clock, in seconds of the epoch."""
-    requeue: bool = False
-    """Whether Slurm may requeue the job."""
+    submitted: float  # When sbatch returned, by the cluster's clock, in seconds of the epoch.
+    requeue: bool = False  # Whether Slurm may requeue the job.
     final: JobStatus | None = None
-    newest: float = -math.inf
-    """When the newest snapshot began."""
+    newest: float = -math.inf  # When the newest snapshot began.
     reported: JobStatus = JobStatus(JobPhase.UNKNOWN)
     """What Slurm said last of the job, in the snapshot that began at `reported_at`."""
     reported_at: float = -math.inf
