@@ -22,6 +22,7 @@ from dagster_rayslurm.upload.bundle import bundle_files
 from dagster_rayslurm.upload.deliver import install
 
 from ..conftest import wait_until
+from ..fake_slurm import FakeSlurm
 
 DAY = 86400.0
 RUN = "0123abcd-my_step-0123456789ab"
@@ -157,18 +158,12 @@ KEY = "my.session-0123456789ab"
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a `squeue` on the PATH that runs a line of shell, and remembers that it was asked."""
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+def slurm(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """A fake Slurm with two jobs, and a variable of the login that would hide them."""
+    fake_slurm.job(11)
+    fake_slurm.job(13)
     monkeypatch.setenv("SQUEUE_STATES", "FAILED")
-
-    def write(line: str) -> None:
-        (programs / "squeue").write_text(f'#!/bin/sh\n[ -z "$SQUEUE_STATES" ] || exit 3\n{line}\n')
-        (programs / "squeue").chmod(0o755)
-
-    return write
+    return fake_slurm
 
 
 def generation(make: Callable[..., Path], number: int, age: float, *, key: str = KEY, **content: str) -> Path:
@@ -181,9 +176,9 @@ def generation(make: Callable[..., Path], number: int, age: float, *, key: str =
     return path
 
 
-def test_ended_sessions_are_removed(base: Path, make: Callable[..., Path], slurm: Callable[[str], None]) -> None:
+@pytest.mark.usefixtures("slurm")
+def test_ended_sessions_are_removed(base: Path, make: Callable[..., Path]) -> None:
     """The number of the newest stays known as long as anybody looks for it."""
-    slurm("echo 11; echo 13")
     for number in (1, 2, 3, 10):
         generation(make, number, 20, job_id=f"{number}\n", exit=f"{number} 0 0\n")
     (base / "sessions" / KEY).touch()
@@ -194,8 +189,8 @@ def test_ended_sessions_are_removed(base: Path, make: Callable[..., Path], slurm
     assert sweep(base) == [f"sessions/{KEY}"] and os.listdir(base / "sessions") == []
 
 
-def test_live_sessions_stay(base: Path, make: Callable[..., Path], slurm: Callable[[str], None]) -> None:
-    slurm("echo 11; echo 13")
+@pytest.mark.usefixtures("slurm")
+def test_live_sessions_stay(base: Path, make: Callable[..., Path]) -> None:
     generation(make, 1, 99, job_id="11\n", exit="")
     generation(make, 2, 99, exit="", **{"session.json": '{"closing": null, "job_id": "13", "key": "00"}'})
     generation(make, 3, 99, job_id="12\n", exit="")
@@ -205,12 +200,11 @@ def test_live_sessions_stay(base: Path, make: Callable[..., Path], slurm: Callab
     assert sorted(os.listdir(base / "sessions" / KEY)) == ["1", "2", "4", "5"]
 
 
-def test_a_session_stays_if_slurm_does_not_answer(base: Path, make: Any, slurm: Callable[[str], None]) -> None:
+def test_a_session_stays_if_slurm_does_not_answer(base: Path, make: Any, slurm: FakeSlurm) -> None:
     for number in (1, 2):
         generation(make, number, 99, job_id=f"{number}\n", exit="")
-    slurm("echo slurmctld is away >&2; exit 1")
+    slurm.fault("squeue", "slurmctld is away")
     assert sweep(base) == []
-    slurm("exit 0")
     assert sweep(base) == [f"sessions/{KEY}"]
 
 
@@ -236,15 +230,14 @@ def test_a_session_name_used_during_the_sweep_keeps_its_numbers(base: Path, make
     assert sorted(os.listdir(base / "sessions" / KEY)) == ["1", "2"]
 
 
-def test_bundles_named_by_a_session_stay(base: Path, make: Any, slurm: Callable[[str], None]) -> None:
-    slurm("echo 11")
+def test_bundles_named_by_a_session_stay(base: Path, make: Any, slurm: FakeSlurm) -> None:
     names = [f"runtime/runtime-{digit * 16}-0.pyz" for digit in "01"] + [f"bundles/{digit * 32}" for digit in "ab"]
     for name in names:
         make(name, 99, is_file=name.startswith("runtime"))
     script = {"job.sh": f"srun python -I '{base}/{names[0]}' session .", "runtime.json": f'{{"x": "{base}/{names[2]}"}}'}
     generation(make, 1, 99, job_id="11\n", exit="", **script)
     assert sweep(base) == sorted([names[1], names[3]])
-    slurm("true")
+    slurm.forget(11)
     assert sweep(base) == sorted([f"sessions/{KEY}", names[0], names[2]])
 
 
