@@ -49,21 +49,15 @@ CLUSTER = "slurm-"
 
 @dataclass(frozen=True)
 class BatchBackend:
-    """Runs each payload in a Slurm job of its own.
-
-    Args:
-        queue_timeout: seconds after which a job that still waits in the queue fails; None waits for ever.
-        patience: seconds for which Slurm may be unreachable while it is unknown whether Slurm accepted the job.
-        components: the components of a heterogeneous job, in order, each with its own queue; empty for any other job.
-        make_way: makes the function that ends idle sessions for a waiting job, from connection, base directory and log.
-    """
+    """Runs each payload in a Slurm job of its own."""
 
     slurm: SlurmResource
     queue: SlurmQueueConfig
     environment: Environment
-    queue_timeout: float | None
-    patience: float
-    components: tuple[Component, ...] = ()
+    queue_timeout: float | None  # Seconds after which a job that still waits in the queue fails; None waits for ever.
+    patience: float  # Seconds for which Slurm may be unreachable while it is unknown whether Slurm accepted the job.
+    components: tuple[Component, ...] = ()  # Of a heterogeneous job, in order, each with its own queue.
+    # Makes the function that ends idle sessions for a waiting job, from connection, base directory and log.
     make_way: Callable[[Connection, str, Any], MakeWay] | None = None
     cadence: Cadence = _CADENCE
 
@@ -97,16 +91,15 @@ class BatchBackend:
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         _, request, request_files = self._prepare(plan, run_dir, step)
-        commands = self.connection
 
         def job_of(_: object) -> str | None:
-            rows = fetch_queue(commands).named(request.job_name)
+            rows = fetch_queue(self.connection).named(request.job_name)
             return next((str(row.job_id) for row in rows if row.is_leader and row.state not in TERMINAL), None)
 
         job_id = reattachable_job(self.connection, run_dir, plan.payload.nonce, request_files, job_of, step.log)
         if job_id is not None:
             # An attempt that was killed may not have written the id, without which `submit` would submit again.
-            commands.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
+            self.connection.write(os.path.join(run_dir, JOB_ID), job_id.encode() + b"\n")
         return job_id is not None
 
     def _prepare(self, plan: Plan, run_dir: str, step: Step) -> tuple[PayloadFiles, JobRequest, dict[str, bytes]]:
@@ -225,12 +218,7 @@ def cluster_nonce(cluster_id: str) -> str | None:
 
 
 def cancel_cluster(slurm: SlurmResource, cluster_id: str) -> bool:
-    """Cancel the Slurm job of a Ray cluster; returns whether there was such a job.
-
-    Raises:
-        StartError: Slurm does not confirm the end of the job.
-        OSError: Slurm cannot be asked.
-    """
+    """Cancel the Slurm job of a Ray cluster; returns whether there was one. StartError: Slurm does not confirm its end."""
     nonce = cluster_nonce(cluster_id)
     if nonce is None:
         return False

@@ -115,10 +115,7 @@ class SlurmJob:
     # ---- State
 
     def observe(self, started_at: float | None = None, ask: bool = True) -> bool:
-        """Update the status from the queue, if `ask`, and the exit code; returns False, and logs why, if they cannot be read.
-
-        `started_at` is when the job's record began; None if it has not begun.
-        """
+        """Update the status from the queue, if `ask`, and the exit code; returns False, and logs why, if they cannot be read."""
         try:
             if started_at is not None and started_at != self._watch.started_at:
                 self._watch = self._watch.after(Started(started_at))
