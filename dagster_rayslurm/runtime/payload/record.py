@@ -98,30 +98,28 @@ class PayloadRecord:
         """Delete the file; a warm session, which runs on after the payload, would otherwise collect such files."""
         if self._messages is not None:
             self._messages.close()
-            os.unlink(self._messages.name)
+            with contextlib.suppress(OSError):
+                os.unlink(self._messages.name)
             self._messages = None
 
     def end(self, end: Record) -> None:
         """Write the `end` record, and retry every second until that succeeds."""
         self._unwritten_end = end
-        if not self.write_end():
+        self._try_to_end()
+        if self._unwritten_end is not None:
             print("rayslurm: %s: the end of the run cannot be recorded yet" % self.files.run_dir, file=sys.stderr)
-            self.loop.call_later(_RETRY, self._retry_end)
 
-    def _retry_end(self) -> None:
+    def _try_to_end(self) -> None:
         if not self.write_end():
-            self.loop.call_later(_RETRY, self._retry_end)
+            self.loop.call_later(_RETRY, self._try_to_end)
 
     def write_end(self) -> bool:
         """Write the `end` record if it is due and not written yet. Returns whether no `end` remains to be written."""
         end = self._unwritten_end
         if end is None:
             return True
-        try:
+        with contextlib.suppress(OSError):  # On a full disk the journal has space reserved for the `end`, the status has not.
             self._write_status("ended", end["reason"], end["ended_at"])
-            end.pop("status_stale", None)
-        except OSError:
-            end["status_stale"] = True  # The disk is full: the journal has space reserved for the `end`, the status has not.
         try:
             self.files.end(end)
         except OSError:
