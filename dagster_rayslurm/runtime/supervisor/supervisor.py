@@ -565,7 +565,7 @@ class Supervisor(RayListener):
         """Process ids on this node that, with all their descendants, do not belong to this payload."""
         own = self._fresh.get(payload.spec.nonce) or (self.cluster if payload.spec.uses_ray else None)
         clusters = [cluster.pid for cluster in self._clusters if cluster is not own and cluster.pid is not None]
-        drivers = [other.pid for other in self._running if other is not payload and other.pid is not None]
+        drivers = [pid for pid in self._driver_pids() if pid != payload.pid]
         return [*drivers, *self._preload_server.pids(), *clusters, *self.workers.pids]
 
 
