@@ -108,8 +108,8 @@ def watch_own_ray(loop: Loop, payload: Payload, node: NodeResources) -> None:
     """Check, while a payload runs, whether it has started Ray itself; writes at most one warning to the Dagster log."""
 
     def check(pause: float) -> None:
-        if payload.pid is None:
-            return  # The payload has ended.
+        if payload.ended or payload.ending.exit is not None:
+            return
         with contextlib.suppress(OSError):  # Out of file descriptors, perhaps; the next check may succeed.
             for command in _raylet_commands(payload.run_dir, pause / 2):
                 message = own_ray_warning(raylet_resources(command), node, payload.spec.uses_ray)
