@@ -43,7 +43,6 @@ from .plan import Plan, make_plan
 from .runtime.protocol.spec import ComponentSpec, RaySpec
 from .runtime.ray.node_main import lacks_tokens
 from .separate.backend import SeparateBatchBackend, SeparateLocalBackend
-from .separate.execute import execute_separate
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 
 if TYPE_CHECKING:
@@ -83,8 +82,7 @@ def run(resource: ComputeResource, context: Context, extras: PipesExtras | None,
     op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
     for line in filter(None, (origins(resource.default_launcher, call.launcher), _queue_origins(call))):
         op_context.log.info(f"[rayslurm] {line}")
-    function: Callable[..., CompletedRun] = execute_separate if isinstance(plan, dict) else execute
-    return function(op_context, plan, backend, settings, extras)
+    return execute(op_context, plan, backend, settings, extras)
 
 
 def example(resource: ComputeResource, **arguments: Any) -> str:

@@ -4,7 +4,6 @@ The steps are the same for every mode; how a mode starts a runtime is in `backen
 """
 
 from .cleanup import RunSettings
-from .follow_run import FollowedPayload, follow_until_end
 from .run import execute, start_errors
 
-__all__ = ["FollowedPayload", "RunSettings", "execute", "follow_until_end", "start_errors"]
+__all__ = ["RunSettings", "execute", "start_errors"]

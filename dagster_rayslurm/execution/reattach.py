@@ -48,8 +48,6 @@ _IS_RETRY = ("dagster/is_resume_retry", "dagster/is_asset_resume_retry")
 """Tags of a Dagster run that retries another run from failure."""
 _PAGE = 1000
 """Most entries of the event log, or runs, in one query."""
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
-"""File of Linux with an id that is new after each boot."""
 _BOOKMARK_BYTES = 1024
 """Bytes of a bookmark's file, always the same, so that each write replaces the whole text before."""
 
@@ -81,27 +79,20 @@ class Launch:
     state: ReattachState = field(default_factory=ReattachState)
 
 
-def new_launch(context: dg.OpExecutionContext, plan: Plan) -> Launch:
-    """Returns a launch in a new run directory, for a payload that no later attempt can continue."""
-    step_key = context.get_step_execution_context().step.key
-    partition_key = context.partition_key if context.has_partition_key else None
-    step = Step(context.run.run_id, step_key, partition_key, context.log)
-    return Launch(step, plan, run_dir_name(context.run.run_id, step_key, plan.payload.nonce))
-
-
-def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend[Plan, Any], home: Layout) -> Launch:
+def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend[Any, Any], home: Layout) -> Launch:
     """Take over the payload of an earlier attempt if it was the same request; else prepare a new launch.
 
     Raises:
         StartError: the plan cannot run.
         OSError: the cluster cannot be asked.
     """
-    launch = new_launch(context, plan)
+    step_key = context.get_step_execution_context().step.key
+    step = Step(context.run.run_id, step_key, context.partition_key if context.has_partition_key else None, context.log)
+    name = run_dir_name(step.run_id, step_key, plan.payload.nonce)
     if not isinstance(backend, CanReattach):
-        return launch
-    history = AttemptHistory(context, launch.step.step_key)
+        return Launch(step, plan, name)
+    history = AttemptHistory(context, step_key)
     connection, runs = backend.connection, backend.layout.runs
-    step, name = launch.step, launch.name
     owner = Ownership(connection, str(runs / name), FIRST_OWNER, history.successor)
     earlier = history.earlier_run_dir()
     if earlier is not None:
@@ -114,19 +105,13 @@ def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend
     if step.reattached:
         offset = bookmark.read() if history.output_is_local else 0
         state = replace(state, offset=offset, logged=history.logged_since(name))
+        shown = f"at byte {offset} of its output; at most the last batch is repeated"
         context.log.warning(
             "[rayslurm] an attempt before left its payload behind, and nobody heard how it ended: going on with "
-            f"{name}, {_continuation(offset)}"
+            f"{name}, {shown if offset else 'whose output is repeated from its beginning'}"
         )
     history.note(name)
     return Launch(replace(step, owner=owner), plan, name, bookmark, state)
-
-
-def _continuation(offset: int) -> str:
-    """Returns a clause for the Dagster log that says from which offset the output is shown."""
-    if not offset:
-        return "whose output is repeated from its beginning"
-    return f"at byte {offset} of its output; at most the last batch is repeated"
 
 
 class AttemptHistory:
@@ -143,8 +128,8 @@ class AttemptHistory:
 
     def earlier_run_dir(self) -> str | None:
         """Returns the name of the run directory of the attempt before; None for the first attempt."""
-        context, run = self._context, self._context.run
-        first = not context.retry_number and not _is_retry(run)
+        context = self._context
+        first = not context.retry_number and not _is_retry(context.run)
         # A new worker that continues a run has the same run id; Dagster starts such workers only if it monitors runs.
         if reattach is None or (first and not context.instance.run_monitoring_enabled):
             return None
@@ -173,15 +158,10 @@ class AttemptHistory:
     def logged_since(self, name: str) -> Iterator[tuple[int, str]]:
         """Yields level and text of the step's log lines since the run directory `name` was noted, oldest first."""
         begun = False
-        for run in self._lineage():
-            for entry in _entries(self._context.instance, run.run_id):
-                if entry.step_key != self._step_key:
-                    continue
-                if not entry.is_dagster_event:
-                    if begun:
-                        yield int(entry.level), entry.user_message
-                elif name in entry.message:
-                    begun = True
+        for entry in self._entries():
+            if entry.step_key == self._step_key and begun and not entry.is_dagster_event:
+                yield int(entry.level), entry.user_message
+            begun = begun or (entry.step_key == self._step_key and entry.is_dagster_event and name in entry.message)
 
     @property
     def output_is_local(self) -> bool:
@@ -192,15 +172,19 @@ class AttemptHistory:
         manager = self._context.instance.compute_log_manager
         return LocalComputeLogManager is not None and isinstance(manager, LocalComputeLogManager)
 
-    def _lineage(self) -> list[dg.DagsterRun]:
-        """Returns this run and the runs that it retries, the oldest first."""
+    def _entries(self) -> Iterator[dg.EventLogEntry]:
+        """Yields the event log of this run and the runs that it retries, oldest first; reads a page only when it is needed."""
+        instance = self._context.instance
         runs = [self._context.run]
-        while _is_retry(runs[0]) and runs[0].parent_run_id:
-            parent = self._context.instance.get_run_by_id(runs[0].parent_run_id)
-            if parent is None:
-                break
+        while _is_retry(runs[0]) and runs[0].parent_run_id and (parent := instance.get_run_by_id(runs[0].parent_run_id)):
             runs.insert(0, parent)
-        return runs
+        for run in runs:
+            cursor, more = None, True
+            while more:
+                page = instance.get_records_for_run(run.run_id, cursor, limit=_PAGE)
+                cursor, more = page.cursor, page.has_more
+                for record in page.records:
+                    yield record.event_log_entry
 
 
 def _is_retry(run: dg.DagsterRun) -> bool:
@@ -208,64 +192,37 @@ def _is_retry(run: dg.DagsterRun) -> bool:
     return any(run.tags.get(tag) == "true" for tag in _IS_RETRY)
 
 
-def _entries(instance: dg.DagsterInstance, run_id: str) -> Iterator[dg.EventLogEntry]:
-    """Yields the entries of a run's event log, oldest first; reads each page only when it is needed."""
-    cursor, more = None, True
-    while more:
-        page = instance.get_records_for_run(run_id, cursor, limit=_PAGE)
-        cursor, more = page.cursor, page.has_more
-        for record in page.records:
-            yield record.event_log_entry
-
-
+@dataclass
 class Bookmark:
     """A file that notes how much of a payload's output was shown. Errors of the file are ignored: output is shown again."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._machine = _machine()
-        self._fd: int | None = None
-        self._failed = False
+    path: Path
+    fd: int | None = None
 
     def read(self) -> int:
-        """Returns the offset that was noted last; 0 without a file, or if another machine or an earlier boot wrote the file."""
+        """Returns the offset that was noted last; 0 without a file, or if another machine wrote the file."""
         try:
-            noted = json.loads(self._path.read_bytes()[:_BOOKMARK_BYTES])
-            return int(noted["offset"]) if noted["where"] == self._machine else 0
+            noted = json.loads(self.path.read_bytes()[:_BOOKMARK_BYTES])
+            return int(noted["offset"]) if noted["where"] == socket.gethostname() else 0
         except (OSError, ValueError, TypeError, KeyError):
             return 0
 
     def note(self, offset: int) -> None:
         """Note that all output before an offset was shown."""
-        try:
-            if self._fd is None and not self._failed:
-                self._fd = self._open()
-            if self._fd is not None:
-                # Always as many bytes: a write covers all of the one before.
-                os.pwrite(self._fd, json.dumps({"where": self._machine, "offset": offset}).encode().ljust(_BOOKMARK_BYTES), 0)
-        except OSError:
-            self._failed = True
+        with contextlib.suppress(OSError):
+            if self.fd is None:
+                LocalConnection().make_dir(str(self.path.parent))
+                self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            os.pwrite(self.fd, json.dumps({"where": socket.gethostname(), "offset": offset}).encode().ljust(_BOOKMARK_BYTES), 0)
 
     def close(self) -> None:
-        """Close the file, which stays; later calls of `note` do nothing."""
-        if self._fd is not None:
-            os.close(self._fd)
-        self._fd, self._failed = None, True
+        """Close the file, which stays."""
+        if self.fd is not None:
+            os.close(self.fd)
+        self.fd = None
 
     def remove(self) -> None:
         """Close and remove the file, once no later attempt needs the offset."""
         self.close()
         with contextlib.suppress(OSError):
-            self._path.unlink()
-
-    def _open(self) -> int:
-        LocalConnection().make_dir(str(self._path.parent))
-        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def _machine() -> list[str]:
-    """Returns hostname and boot id of this machine. After a crash, the bookmark may be there while shown output is lost."""
-    boot_id = ""
-    with contextlib.suppress(OSError):  # Only Linux has a boot id.
-        boot_id = Path(_BOOT_ID).read_text().strip()
-    return [socket.gethostname(), boot_id]
+            self.path.unlink()

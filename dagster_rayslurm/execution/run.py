@@ -1,207 +1,79 @@
-"""Run one plan to its verdict; and the parts of this that the separate topology (one payload per component) uses, too."""
+"""Run payloads to their verdict: one, or in the separate topology one for each component, which start and end together."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import dagster as dg
-from dagster_pipes import PipesExtras
 
 from ..backends.base import Backend, Register, RunningPayload
 from ..errors import CompletedRun, FailureKind, RunFailure, StartError
-from ..follow import Evidence, Follower
-from ..follow.pipes import RecordContextInjector, RecordReader, pipes_session
-from ..outcome import Judged, Verdict, judge, needs_job_facts
-from ..outcome.hints import with_hint
-from ..outcome.metadata import failure_metadata
-from ..outcome.usage import Metadata
+from ..follow import Evidence, Follower, follow_all
+from ..follow.forward import RecordPipes
+from ..interrupts import deferred_interrupts, delayed_interrupts
+from ..outcome import Judged, Verdict, judge, needs_job_facts, with_hint
+from ..outcome.metadata import Metadata, failure_metadata, run_metadata
 from ..plan import Plan
 from ..runtime.protocol.record import SECRETS, component_dir
+from ..separate.together import ReportMerger, failures_metadata, judge_components, metadata_of_all
+from ..slurm.accounting import relevant_lines
 from ..ssh.base import ConnectionFailed
 from .cleanup import RunSettings, discard, fetch_outputs, missing_output_warnings, sweep
-from .follow_run import FollowedPayload, follow_until_end
 from .reattach import Launch, reattach_or_new
 
 Component = str | None
 """The name of a component; None if the run has a single payload."""
 
+_CANCEL_MARGIN = 15.0
+"""Seconds beyond the grace period for which a cancelled payload's record is still read."""
 
-class PayloadRun:
-    """One run from its start to its verdict, with a single payload or with a payload for each component.
+
+def execute(
+    context: dg.OpExecutionContext, plan: Any, backend: Backend[Any, Any], settings: RunSettings, extras: Any
+) -> CompletedRun:
+    """Run a plan, or the plans of all components at once, to the end; returns what the user's asset gets of the run.
 
     Args:
-        plans: the plans by component, in the order of the components in the job.
+        plan: a `Plan`, or plans by component, in the order of the components in the job.
+        extras: the Pipes extras, the same for each payload.
 
-    Attributes:
-        payloads: the running payloads; empty until all of them have started.
+    Raises:
+        RunFailure: a payload did not succeed.
     """
-
-    def __init__(
-        self,
-        context: dg.OpExecutionContext,
-        backend: Backend[Any, Any],
-        settings: RunSettings,
-        launch: Launch,
-        plans: Mapping[Any, Plan],
-    ) -> None:
-        self.run_dir = str(backend.layout.runs / launch.name)
-        self.payloads: list[FollowedPayload] = []
-        self._context, self._backend, self._settings, self._launch, self._plans = context, backend, settings, launch, plans
-        self._step = launch.step
-        self._outputs = settings.home.outputs / launch.name
-        self._outputs_left = False
-        """Whether some output files could not be copied, and are only in the run directory."""
-
-    def follow(self, start: Callable[[Register], Mapping[Any, RunningPayload]], handler_of: Callable[[Any], Any]) -> None:
-        """Start the payloads, follow them to their ends, and release them whatever happens.
-
-        Args:
-            start: starts the payloads, registers each as soon as it runs, and returns all by component.
-            handler_of: returns the handler for Pipes messages of a component.
-
-        Raises:
-            RunFailure: the payloads cannot be started, or a later attempt has taken the payload over.
-        """
-        registered: list[RunningPayload] = []
-        bookmark = self._launch.bookmark
-        try:
-            with start_errors():
-                running = start(registered.append)
-            self.payloads = [self._followed(each, running[each], handler_of(each)) for each in self._plans]
-            follow_until_end(self.payloads, self._context, self._settings, lambda: self._step.new_owner is not None)
-        except BaseException as error:
-            self._raise_if_superseded(error)
-            if self.payloads and bookmark is not None:
-                bookmark.remove()
-            may_run_on = self._step.reattached and not self.payloads
-            if not may_run_on and not self._settings.keeps_run_dir(failed=True):
-                discard(self._backend.connection, self.run_dir)
-            raise
-        finally:
-            if bookmark is not None:
-                bookmark.close()
-            self._release(registered)
-
-    def judge(self) -> dict[Any, Judged]:
-        """Fetch the output files of each payload; returns verdicts and evidence by component."""
-        return {each.component: Judged(self._judge(each), each.evidence) for each in self.payloads}
-
-    def clean_up(self, verdict: Verdict) -> str | None:
-        """Remove the run directory unless the settings keep it; returns its path, with the host, if it stays.
-
-        Raises:
-            RunFailure: a later attempt has taken the payload over, and the verdict of that attempt counts.
-        """
-        remove = not self._outputs_left and not self._settings.keeps_run_dir(verdict.kind is not None)
-        # Over a lost connection the payload may go on, and a retry may take it over.
-        connection_lost = any(each.evidence.connection_lost for each in self.payloads)
-        if self._step.owner is None:
-            if remove:
-                discard(self._backend.connection, self.run_dir)
-        elif not connection_lost:
-            with suppress(OSError):
-                self._step.owner.confirm(remove=remove)
-        if self._step.new_owner is not None:
-            raise _superseded(self._step.new_owner)
-        if self._launch.bookmark is not None and (remove or not connection_lost):
-            self._launch.bookmark.remove()
-        if remove:
-            return None
-        place = self.payloads[0].running.place
-        return f"{place}:{self.run_dir}" if place else self.run_dir
-
-    def completed(self, session: Any, metadata: Metadata) -> CompletedRun:
-        """Returns what the user's asset gets of a run that succeeded."""
-        outputs = sorted(path for path in self._outputs.rglob("*") if path.is_file())
-        return CompletedRun(session, metadata, self.payloads[0].running, outputs)
-
-    def _followed(self, component: Component, running: RunningPayload, handler: Any) -> FollowedPayload:
-        plan, run_dir = self._plans[component], self._dir_of(component)
-        follower = Follower(
-            self._backend.connection,
-            run_dir,
-            plan.payload.nonce,
-            handler,
-            self._context.log,
-            self._backend.cadence,
-            self._settings.connection_loss_timeout,
-            running.requeue,
-            component,
-            self._launch.state,
+    plans: Mapping[Any, Plan] = plan if isinstance(plan, Mapping) else {None: plan}
+    with start_errors():
+        sweep(backend, settings)
+        launch = reattach_or_new(context, next(iter(plans.values())), backend, settings.home)
+    if None in plans:
+        plan, plans = launch.plan, {None: launch.plan}
+    writers = sum(each.uses_pipes for each in plans.values())
+    pipes = RecordPipes(context, max(1, writers))
+    run = PayloadRun(context, backend, settings, launch, plans)
+    with pipes.session(extras, writers > 0) as session:
+        # A throwaway handler checks each result of a component, so that Dagster does not get the result yet.
+        merger = ReportMerger(pipes.handler, plans, lambda each: dg.PipesMessageHandler(context, pipes).handle_message(each))
+        run.follow(
+            lambda register: backend.start(plan, run.run_dir, pipes.pipes_context, launch.step, register),
+            lambda component: pipes.handler if component is None else merger.of(component),
         )
-        return FollowedPayload(plan, run_dir, running, follower, component)
-
-    def _dir_of(self, component: Component) -> str:
-        return self.run_dir if component is None else component_dir(self.run_dir, component)
-
-    def _raise_if_superseded(self, error: BaseException) -> None:
-        """Raise if a later attempt has taken the payload over: an interrupt as it is, else the failure that names the attempt."""
-        if self._step.new_owner is None:
-            return
-        failure = _superseded(self._step.new_owner)
-        if not isinstance(error, Exception):
-            self._context.log.warning(f"[rayslurm] {failure.description}")
-            raise error
-        raise failure from None
-
-    def _release(self, registered: Sequence[RunningPayload]) -> None:
-        """Remove files with secrets that no runtime has read, and release all registered payloads."""
-        try:
-            for component, plan in self._plans.items():
-                if plan.secret_env and self._step.new_owner is None:
-                    # The runtime removes secrets when it starts; a runtime that never started leaves them.
-                    discard(self._backend.connection, os.path.join(self._dir_of(component), SECRETS))
-        finally:
-            release_all(registered, {each.running: each.evidence for each in self.payloads})
-
-    def _judge(self, payload: FollowedPayload) -> Verdict:
-        """Fetch a payload's output files and return its verdict: a payload whose outputs are lost has not succeeded."""
-        evidence = payload.evidence
-        if needs_job_facts(evidence) and not evidence.connection_lost:
-            payload.running.explain(evidence)
-        verdict = judge(evidence, payload.plan.uses_pipes, self._settings.require_messages)
-        verdict = with_hint(verdict, payload.plan, evidence)
-        outputs = self._outputs if payload.component is None else self._outputs / payload.component
-        problem = self._fetch_outputs(payload, outputs, succeeded=verdict.kind is None)
-        if problem is None:
-            return verdict
-        self._outputs_left = True
-        return Verdict(FailureKind.RECORD, f"the payload succeeded, but {problem}") if verdict.kind is None else verdict
-
-    def _fetch_outputs(self, payload: FollowedPayload, outputs: Path, succeeded: bool) -> str | None:
-        """Fetch output files and warn of missing ones; returns why some are only in the run directory, or None."""
-        end = payload.evidence.end or {"outputs": []}
-        problem = None
-        try:
-            fetch_outputs(end, self._backend.connection, payload.run_dir, outputs, self._settings.connection_loss_timeout)
-        except OSError as error:
-            problem = f"its outputs cannot be brought back: {error}"
-        for warning in missing_output_warnings(end, succeeded):
-            self._context.log.warning(f"[rayslurm] {payload.label}{warning}")
-        if problem is None and end["outputs_failed"]:
-            sentence = f"an output could not be copied to {outputs}"
-            problem = f"{sentence}, and stays in the run directory: {end['outputs_failed'][0]}"
-        return problem
-
-
-def _superseded(successor: str) -> RunFailure:
-    """Returns the failure of an attempt whose payload a later attempt has taken over."""
-    return RunFailure(
-        FailureKind.SUPERSEDED,
-        f"{successor} has gone on with this payload, because this attempt was taken for dead: its result counts, and this "
-        "attempt has neither ended nor judged the payload",
-    )
-
-
-def release_all(running: Sequence[RunningPayload], evidence: Mapping[RunningPayload, Evidence]) -> None:
-    """Release all payloads, even if the release of one raises."""
-    with ExitStack() as stack:
-        for each in reversed(running):
-            stack.callback(each.release, evidence.get(each) or Evidence())
+        for component, error in merger.hand_over():
+            run.payloads[component].follower.messages.refuse(error, run.payloads[component].evidence)
+        judged = {component: run.judge(each) for component, each in run.payloads.items()}
+        verdict = judge_components(judged)
+        own = {component: each.metadata(settings.mode) for component, each in run.payloads.items()}
+        metadata = metadata_of_all(own, judged, settings.mode, run.first.running.job_id)
+        kept = run.clean_up(verdict)
+        if verdict.kind is not None:
+            metadata = {**failures_metadata(judged, kept), **metadata}
+            raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry)
+    outputs = sorted(path for path in run.outputs.rglob("*") if path.is_file())
+    return CompletedRun(session, metadata, run.first.running, outputs)
 
 
 @contextmanager
@@ -217,33 +89,268 @@ def start_errors() -> Iterator[None]:
         raise RunFailure(FailureKind.RECORD, f"the run cannot be started: {error}") from error
 
 
-def execute(
-    context: dg.OpExecutionContext,
-    plan: Plan,
-    backend: Backend[Plan, RunningPayload],
-    settings: RunSettings,
-    extras: PipesExtras | None,
-) -> CompletedRun:
-    """Run a plan and wait for its end; returns what the user's asset gets of the run.
+@dataclass
+class FollowedPayload:
+    """One running payload with the follower of its record; `start_by` is when its runtime must have started."""
 
-    Raises:
-        RunFailure: the run did not succeed.
+    component: Component
+    plan: Plan
+    run_dir: str
+    running: RunningPayload
+    follower: Follower
+    start_by: float
+
+    @property
+    def evidence(self) -> Evidence:
+        """What the follower knows of the payload so far."""
+        return self.follower.evidence
+
+    @property
+    def label(self) -> str:
+        """The beginning of each line about the payload in the Dagster log; "" for the only payload of a run."""
+        return "" if self.component is None else f"component {self.component!r}: "
+
+    def metadata(self, mode: str) -> Metadata:
+        """Returns the Dagster metadata of the payload, for a result and a failure alike."""
+        # Names of jobs come before measured values.
+        figures = run_metadata(self.evidence.end_or_partial, mode, self.running.cluster_id)
+        return {**self.running.metadata(self.evidence), **figures}
+
+
+@dataclass
+class PayloadRun:
+    """One run from its start to its verdict.
+
+    Attributes:
+        plans: the plans by component, in the order of the components in the job.
+        payloads: the payloads that have started, by component.
+        outputs_left: whether some output files could not be copied, and are only in the run directory.
     """
-    with start_errors():
-        sweep(backend, settings)
-        launch = reattach_or_new(context, plan, backend, settings.home)
-        run = PayloadRun(context, backend, settings, launch, {None: launch.plan})
-    reader, injector = RecordReader(), RecordContextInjector(context)
 
-    def start(register: Register) -> dict[Component, RunningPayload]:
-        return {None: backend.start(launch.plan, run.run_dir, injector.pipes_context, launch.step, register)}
+    context: dg.OpExecutionContext
+    backend: Backend[Any, Any]
+    settings: RunSettings
+    launch: Launch
+    plans: Mapping[Any, Plan]
+    payloads: dict[Component, FollowedPayload] = field(default_factory=dict)
+    outputs_left: bool = False
 
-    with pipes_session(context, injector, reader, extras, plan.uses_pipes) as session:
-        run.follow(start, lambda _: reader.handler)
-        judged = run.judge()[None]
-        verdict, metadata = judged.verdict, run.payloads[0].metadata(settings.mode)
-        kept = run.clean_up(verdict)
-        if verdict.kind is not None:
-            metadata = {**failure_metadata(judged.evidence, kept), **metadata}
-            raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry)
-    return run.completed(session, metadata)
+    def __post_init__(self) -> None:
+        self.run_dir = str(self.backend.layout.runs / self.launch.name)
+        self.outputs = self.settings.home.outputs / self.launch.name
+        self._step = self.launch.step
+
+    @property
+    def first(self) -> FollowedPayload:
+        """The payload that started first."""
+        return next(iter(self.payloads.values()))
+
+    def follow(self, start: Callable[[Register], object], handler_of: Callable[[Any], Any]) -> None:
+        """Start the payloads, follow them to their ends, and release them whatever happens.
+
+        Args:
+            start: starts the payloads, in the order of the plans, and registers each as soon as it runs.
+            handler_of: returns the handler for Pipes messages of a component.
+
+        Raises:
+            RunFailure: the payloads cannot be started, or a later attempt has taken the payload over.
+        """
+
+        def register(running: RunningPayload) -> None:
+            component = list(self.plans)[len(self.payloads)]
+            with delayed_interrupts():
+                self.payloads[component] = self._followed(component, running, handler_of(component))
+
+        try:
+            try:
+                with start_errors():
+                    start(register)
+                follow_all([(each.follower, partial(self._poll, each)) for each in self.payloads.values()])
+            except RunFailure:
+                with deferred_interrupts():
+                    for each in self.payloads.values():
+                        each.running.kill()
+                        each.follower.flush_output()
+                raise
+            except BaseException as error:
+                with deferred_interrupts() as interrupted_again:
+                    self._end_interrupted(error, interrupted_again)
+                raise
+        except BaseException as error:
+            self._raise_if_superseded(error)
+            if self.payloads and self.launch.bookmark is not None:
+                self.launch.bookmark.remove()
+            may_run_on = self._step.reattached and not self.payloads
+            if not may_run_on and not self.settings.keeps_run_dir(failed=True):
+                discard(self.backend.connection, self.run_dir)
+            raise
+        finally:
+            self._release()
+
+    def judge(self, payload: FollowedPayload) -> Judged:
+        """Fetch a payload's output files, and judge it: a payload whose outputs are lost has not succeeded."""
+        evidence = payload.evidence
+        if needs_job_facts(evidence) and not evidence.connection_lost:
+            payload.running.explain(evidence)
+        verdict = judge(evidence, payload.plan.uses_pipes, self.settings.require_messages)
+        verdict = with_hint(verdict, payload.plan, evidence)
+        problem = self._fetch_outputs(payload, succeeded=verdict.kind is None)
+        if problem is not None:
+            self.outputs_left = True
+            if verdict.kind is None:
+                verdict = Verdict(FailureKind.RECORD, f"the payload succeeded, but {problem}")
+        return Judged(verdict, evidence)
+
+    def clean_up(self, verdict: Verdict) -> str | None:
+        """Remove the run directory unless the settings keep it; returns its path, with the host, if it stays.
+
+        Raises:
+            RunFailure: a later attempt has taken the payload over, and the verdict of that attempt counts.
+        """
+        remove = not self.outputs_left and not self.settings.keeps_run_dir(verdict.kind is not None)
+        # Over a lost connection the payload may go on, and a retry may take it over.
+        connection_lost = any(each.evidence.connection_lost for each in self.payloads.values())
+        if self._step.owner is None:
+            if remove:
+                discard(self.backend.connection, self.run_dir)
+        elif not connection_lost:
+            with suppress(OSError):
+                self._step.owner.confirm(remove=remove)
+        if self._step.new_owner is not None:
+            raise _superseded(self._step.new_owner)
+        if self.launch.bookmark is not None and (remove or not connection_lost):
+            self.launch.bookmark.remove()
+        if remove:
+            return None
+        place = self.first.running.place
+        return f"{place}:{self.run_dir}" if place else self.run_dir
+
+    def _followed(self, component: Component, running: RunningPayload, handler: Any) -> FollowedPayload:
+        settings, plan, run_dir = self.settings, self.plans[component], self._dir_of(component)
+        follower = Follower(
+            self.backend.connection,
+            run_dir,
+            plan.payload.nonce,
+            handler,
+            self.context.log,
+            self.backend.cadence,
+            settings.connection_loss_timeout,
+            running.requeue,
+            component,
+            self.launch.state,
+        )
+        start_by = time.monotonic() + settings.runtime_start_timeout
+        return FollowedPayload(component, plan, run_dir, running, follower, start_by)
+
+    def _dir_of(self, component: Component) -> str:
+        return self.run_dir if component is None else component_dir(self.run_dir, component)
+
+    def _poll(self, payload: FollowedPayload, evidence: Evidence) -> str | None:
+        """Returns how the runtime ended, in words; raises `RunFailure` if it does not start in time, or can never start."""
+        limit = self.settings.runtime_start_timeout
+        # The timeout does not run while the job waits in the queue, or while the record cannot be read.
+        if payload.running.waiting or not payload.follower.reachable:
+            payload.start_by = time.monotonic() + limit
+        if not evidence.started and time.monotonic() > payload.start_by:
+            payload.running.explain(evidence)
+            log = f": {lines[-1]}" if (lines := relevant_lines(evidence.runtime_log)) else ""
+            sentence = f"{payload.label}the runtime did not start within runtime_start_timeout={limit:g} s{log}"
+            metadata = {**failure_metadata(evidence, None), **payload.running.metadata(evidence)}
+            raise RunFailure(FailureKind.RUNTIME, sentence, metadata)
+        return payload.running.poll(evidence)
+
+    def _end_interrupted(self, interrupt: BaseException, interrupted_again: Callable[[], bool]) -> None:
+        """Cancel payloads and follow them to their ends; a second interrupt cancels them without a grace period."""
+        payloads, log = list(self.payloads.values()), self.context.log
+        for each in payloads:
+            each.evidence.interrupted = True
+        if isinstance(interrupt, (KeyboardInterrupt, dg.DagsterExecutionInterruptedError)) and _has_terminal():
+            _mark_canceling(self.context)
+        if not payloads:
+            return
+        log.warning(f"[rayslurm] ending the payload{'s' * (len(payloads) > 1)}: {type(interrupt).__name__}")
+        for each in payloads:
+            each.running.cancel()
+        if self._step.new_owner is not None:
+            raise interrupt
+
+        def poll(running: RunningPayload, evidence: Evidence) -> str | None:
+            if interrupted_again():
+                running.cancel(now=True)
+            exited = running.poll(evidence)
+            if self._step.new_owner is not None:
+                raise interrupt
+            return exited
+
+        grace_period = max(each.plan.payload.grace_period for each in payloads)
+        followed = [(each.follower, partial(poll, each.running)) for each in payloads]
+        follow_all(followed, time.monotonic() + grace_period + _CANCEL_MARGIN)
+        for each in payloads:
+            if each.evidence.end is None:
+                each.running.kill()
+            verdict = judge(each.evidence, each.plan.uses_pipes, self.settings.require_messages)
+            log.info(f"[rayslurm] {each.label}{verdict.sentence}")
+
+    def _raise_if_superseded(self, error: BaseException) -> None:
+        """Raise if a later attempt has taken the payload over: an interrupt as it is, else the failure that names the attempt."""
+        if self._step.new_owner is None:
+            return
+        failure = _superseded(self._step.new_owner)
+        if not isinstance(error, Exception):
+            self.context.log.warning(f"[rayslurm] {failure.description}")
+            raise error
+        raise failure from None
+
+    def _release(self) -> None:
+        """Release all payloads, even if one release raises; remove files with secrets that no runtime has read."""
+        with ExitStack() as stack:
+            for each in self.payloads.values():
+                stack.callback(each.running.release, each.evidence)
+            for component, plan in self.plans.items():
+                if plan.secret_env and self._step.new_owner is None:
+                    # The runtime removes secrets when it starts; a runtime that never started leaves them.
+                    discard(self.backend.connection, os.path.join(self._dir_of(component), SECRETS))
+
+    def _fetch_outputs(self, payload: FollowedPayload, succeeded: bool) -> str | None:
+        """Fetch output files and warn of missing ones; returns why some are only in the run directory, or None."""
+        end = payload.evidence.end or {"outputs": []}
+        outputs = self.outputs / (payload.component or "")
+        problem = None
+        try:
+            fetch_outputs(end, self.backend.connection, payload.run_dir, outputs, self.settings.connection_loss_timeout)
+        except OSError as error:
+            problem = f"its outputs cannot be brought back: {error}"
+        for warning in missing_output_warnings(end, succeeded):
+            self.context.log.warning(f"[rayslurm] {payload.label}{warning}")
+        if problem is None and end["outputs_failed"]:
+            sentence = f"an output could not be copied to {outputs}"
+            problem = f"{sentence}, and stays in the run directory: {end['outputs_failed'][0]}"
+        return problem
+
+
+def _superseded(successor: str) -> RunFailure:
+    """Returns the failure of an attempt whose payload a later attempt has taken over."""
+    return RunFailure(
+        FailureKind.SUPERSEDED,
+        f"{successor} has gone on with this payload, because this attempt was taken for dead: its result counts, and this "
+        "attempt has neither ended nor judged the payload",
+    )
+
+
+def _has_terminal() -> bool:
+    """Whether this process has a terminal, so that a person may have pressed Ctrl-C; a service has none."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY))
+        return True
+    except OSError:
+        return False
+
+
+def _mark_canceling(context: dg.OpExecutionContext) -> None:
+    """Make Dagster show a run that Ctrl-C interrupts as canceled, as after its terminate button.
+
+    Dagster 1.13 would show the run as failed. A run that Dagster will resume is left alone.
+    """
+    run = context.instance.get_run_by_id(context.run.run_id)
+    if run is not None and run.status == dg.DagsterRunStatus.STARTED and not context.instance.run_will_resume(run.run_id):
+        context.instance.report_run_canceling(run)

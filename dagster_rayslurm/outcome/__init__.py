@@ -1,8 +1,8 @@
 """Turns the evidence about a run into a verdict (success, or a kind of failure with a sentence) and into Dagster metadata.
 
-Pure functions: reading the evidence is up to `follow`. Begin with `verdict`.
+Reading the evidence is up to `follow`. Begin with `verdict`.
 """
 
-from .verdict import SUCCESS, Judged, Verdict, exit_in_words, judge, judge_job, needs_job_facts, signal_name
+from .verdict import SUCCESS, Judged, Verdict, exit_in_words, judge, judge_job, needs_job_facts, signal_name, with_hint
 
-__all__ = ["SUCCESS", "Judged", "Verdict", "exit_in_words", "judge", "judge_job", "needs_job_facts", "signal_name"]
+__all__ = ["SUCCESS", "Judged", "Verdict", "exit_in_words", "judge", "judge_job", "needs_job_facts", "signal_name", "with_hint"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import dagster as dg
@@ -12,8 +12,14 @@ from ..follow import Evidence
 from ..runtime.protocol.record import Record
 from ..runtime.ray.membership import title
 from ..slurm.accounting import JobFacts
-from .chart import MIB
-from .usage import Metadata, NodeUsage, granted_memory, usage_metadata, usage_of
+from .chart import MIB, usage_chart
+
+Metadata = dict[str, Any]
+"""Dagster metadata: values by the key that Dagster shows."""
+Node = Mapping[str, Any]
+"""What the record says of one node: names and resources."""
+NodeUsage = Mapping[str, Mapping[str, Any]]
+"""The usage of each node, by the title of the node: its hostname, with the component if components share the host."""
 
 _IN_PLACE = 990
 """Most characters of a text that Dagster shows in place; the run directory has the whole text."""
@@ -44,7 +50,7 @@ def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:
     components = _components_table(context, node_usage)
     if components is not None:
         metadata["Components"] = components
-    metadata.update(usage_metadata(usage, context))
+    metadata.update(_usage_metadata(usage, context))
     if context.get("workers_killed"):
         metadata["Ray workers killed for memory"] = context["workers_killed"]
     if end.get("stdio_dropped"):
@@ -79,44 +85,102 @@ def failure_metadata(evidence: Evidence, run_dir: str | None) -> Metadata:
     return metadata
 
 
+def _usage_metadata(usage: Mapping[str, Any], context: Mapping[str, Any]) -> Metadata:
+    """Returns the metadata of a run's usage; empty if nothing was measured."""
+    if not usage:
+        return {}
+    elapsed, cpus = usage["elapsed"], cpus_of(context)
+    granted: Sequence[Node] = context.get("granted") or []
+    node_usage: NodeUsage = usage.get("nodes") or {}
+    largest = max(granted, key=lambda node: float(_usage_of(node_usage, node).get("peak_memory", 0)), default=None)
+    memory = granted_memory(largest) if largest is not None else 0.0
+    metadata: Metadata = {}
+
+    def add(key: str, value: float | None, digits: int, unit: float = 1) -> None:
+        if value is not None:
+            metadata[key] = round(value / unit, digits)
+
+    add("Elapsed (s)", elapsed, 2)
+    add("CPU time (s)", usage["cpu_seconds"], 2)
+    add("Peak memory (MiB)", usage["peak_memory"], 1, MIB)
+    add("Shared CPU time (s)", usage.get("shared_cpu_seconds"), 2)
+    add("Shared memory (MiB)", usage.get("shared_peak_memory"), 1, MIB)
+    if elapsed > 0 and cpus > 0:
+        add("CPU efficiency (%)", 100 * usage["cpu_seconds"] / (elapsed * cpus), 1)
+    if largest is not None:
+        metadata.update(_granted_metadata(usage, context, largest))
+    add("GPU utilization mean (%)", usage["gpu_utilization_mean"], 1)
+    add("GPU utilization max (%)", usage["gpu_utilization_max"], 1)
+    add("GPU memory max (MiB)", usage["gpu_memory_max"], 1, MIB)
+    add("Object store spilled (MiB)", usage["spilled_bytes"] or None, 1, MIB)
+    if len(usage["points"]) >= 2:
+        metadata["Usage"] = dg.MetadataValue.md(usage_chart(usage, cpus, memory))
+    return metadata
+
+
+def _granted_metadata(usage: Mapping[str, Any], context: Mapping[str, Any], largest: Node) -> Metadata:
+    """Returns metadata that compares granted with used resources, and the hours for which the run held them."""
+    granted: Sequence[Node] = context["granted"]
+    peak, memory, several = usage["peak_memory"], granted_memory(largest), len(granted) > 1
+    cpus, gpus = sum(node["num_cpus"] for node in granted), sum(node["num_gpus"] for node in granted)
+    hours = (usage["elapsed"] + (0.0 if context.get("warm") else context.get("bring_up") or 0.0)) / 3600
+    busy = usage["cpu_seconds"] / usage["elapsed"] if usage["elapsed"] > 0 else 0.0
+    text = f"granted {_count(cpus, 'CPU')}, {memory / MIB:.0f} MiB"
+    text += f" on {title(dict(largest))}" if several else ""
+    text += f", {_count(gpus, 'GPU')}" if gpus else ""
+    metadata: Metadata = {
+        "Memory efficiency (%)": round(100 * peak / memory, 1),
+        "Granted and used": f"{text}; used {busy:.1f} CPUs, {peak / MIB:.0f} MiB",
+        "Node hours": round(hours * len(granted), 3),
+        "CPU hours": round(hours * cpus, 3),
+    }
+    if gpus:
+        metadata["GPU hours"] = round(hours * gpus, 3)
+    if several and not usage.get("nodes"):
+        metadata["Usage measured on"] = f"{context['hostname']} alone, as the others were not asked in time"
+    return metadata
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def cpus_of(context: Mapping[str, Any]) -> float:
+    """Returns how many CPUs a run has on all nodes: those that Slurm granted, else those of Ray, at most the machine's."""
+    if context.get("granted"):
+        return float(sum(node["num_cpus"] for node in context["granted"]))
+    nodes = context.get("nodes") or []
+    counted = sum(node["resources"].get("CPU", 0.0) for node in nodes) or float(context.get("num_cpus") or 0)
+    return min(counted, context.get("machine_cpus") or counted)
+
+
+def granted_memory(node: Node) -> float:
+    """Returns the bytes of memory granted on a node: Slurm's limit, else all memory of the node."""
+    return float(node["memory_limit"] or node["memory"])
+
+
+def _usage_of(usage: NodeUsage, node: Node) -> Mapping[str, Any]:
+    return usage.get(title(dict(node))) or usage.get(node["hostname"]) or {}
+
+
 def _nodes_table(context: Mapping[str, Any], usage: NodeUsage) -> dg.TableMetadataValue:
     """Returns a table of the nodes of a Ray cluster, with the usage of each node if usage was measured by node."""
     nodes: list[Mapping[str, Any]] = context["nodes"]
     in_components = any(node.get("component") for node in nodes)
-    records = [
-        dg.TableRecord(
-            {
-                "node": node["hostname"],
-                "address": node["address"],
-                "head": bool(node["head"]),
-                **({"component": str(node.get("component") or "")} if in_components else {}),
-                "CPUs": float(node["resources"].get("CPU", 0.0)),
-                "GPUs": float(node["resources"].get("GPU", 0.0)),
-                "memory (GiB)": round(_memory(context, node) / 2**30, 1),
-                "object store (GiB)": round(node["resources"].get("object_store_memory", 0.0) / 2**30, 2),
-                **_used(usage, [node]),
-            }
-        )
+    return _table(
+        {
+            "node": node["hostname"],
+            "address": node["address"],
+            "head": bool(node["head"]),
+            **({"component": str(node.get("component") or "")} if in_components else {}),
+            "CPUs": float(node["resources"].get("CPU", 0.0)),
+            "GPUs": float(node["resources"].get("GPU", 0.0)),
+            "memory (GiB)": round(_memory(context, node) / 2**30, 1),
+            "object store (GiB)": round(node["resources"].get("object_store_memory", 0.0) / 2**30, 2),
+            **_used(usage, [node]),
+        }
         for node in nodes
-    ]
-    return dg.MetadataValue.table(records)
-
-
-def _used(usage: NodeUsage, nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns two columns of a table: the CPU time of some nodes together, and the highest peak memory among these nodes."""
-    if not usage:
-        return {}
-    found = [usage_of(usage, node) for node in nodes]
-    return {
-        "CPU time (s)": round(sum(each.get("cpu_seconds", 0.0) for each in found), 2),
-        "peak memory (MiB)": round(max((each.get("peak_memory", 0) for each in found), default=0) / MIB, 1),
-    }
-
-
-def _memory(context: Mapping[str, Any], node: Mapping[str, Any]) -> float:
-    """Returns the bytes of memory that Slurm granted on a node; without Slurm, the bytes that Ray schedules."""
-    granted = {title(each): each for each in context.get("granted") or []}.get(title(dict(node)))
-    return granted_memory(granted) if granted is not None else node["resources"].get("memory", 0.0)
+    )
 
 
 def _components_table(context: Mapping[str, Any], usage: NodeUsage) -> dg.TableMetadataValue | None:
@@ -125,7 +189,7 @@ def _components_table(context: Mapping[str, Any], usage: NodeUsage) -> dg.TableM
     granted = (context.get("allocation") or {}).get("components") or []
     by_name = {each["component"]: each for each in granted}
     names = list(by_name) or list(dict.fromkeys(node["component"] for node in nodes if node.get("component")))
-    records = []
+    rows = []
     for name in names:
         own = [node for node in nodes if node.get("component") == name]
         slurm = by_name.get(name)
@@ -138,25 +202,43 @@ def _components_table(context: Mapping[str, Any], usage: NodeUsage) -> dg.TableM
             memory = sum(_memory(context, node) for node in own)
             row |= {"CPUs": total["CPU"], "GPUs": total["GPU"], "memory (GiB)": round(memory / 2**30, 1)}
             row |= _used(usage, own)
-        records.append(dg.TableRecord(row))
-    return dg.MetadataValue.table(records) if records else None
+        rows.append(row)
+    return _table(rows) if rows else None
 
 
 def _states_table(job: JobFacts) -> dg.TableMetadataValue:
     """Returns a table of the components of a heterogeneous job, with Slurm's state and reason of each."""
-    records = [
-        dg.TableRecord(
-            {
-                "component": each.component_id or "",
-                "Slurm job ID": f"{job.job_id}+{number}",
-                "state": each.final_state or each.state,
-                "reason": each.reason,
-                "nodes": ", ".join(each.nodes),
-            }
-        )
+    return _table(
+        {
+            "component": each.component_id or "",
+            "Slurm job ID": f"{job.job_id}+{number}",
+            "state": each.final_state or each.state,
+            "reason": each.reason,
+            "nodes": ", ".join(each.nodes),
+        }
         for number, each in enumerate(job.components)
-    ]
-    return dg.MetadataValue.table(records)
+    )
+
+
+def _table(rows: Iterable[dict[str, Any]]) -> dg.TableMetadataValue:
+    return dg.MetadataValue.table([dg.TableRecord(row) for row in rows])
+
+
+def _used(usage: NodeUsage, nodes: Sequence[Node]) -> dict[str, float]:
+    """Returns two columns of a table: the CPU time of some nodes together, and the highest peak memory among these nodes."""
+    if not usage:
+        return {}
+    found = [_usage_of(usage, node) for node in nodes]
+    return {
+        "CPU time (s)": round(sum(each.get("cpu_seconds", 0.0) for each in found), 2),
+        "peak memory (MiB)": round(max((each.get("peak_memory", 0) for each in found), default=0) / MIB, 1),
+    }
+
+
+def _memory(context: Mapping[str, Any], node: Node) -> float:
+    """Returns the bytes of memory that Slurm granted on a node; without Slurm, the bytes that Ray schedules."""
+    granted = {title(each): each for each in context.get("granted") or []}.get(title(dict(node)))
+    return granted_memory(granted) if granted is not None else node["resources"].get("memory", 0.0)
 
 
 def _in_place(text: str) -> dg.TextMetadataValue:

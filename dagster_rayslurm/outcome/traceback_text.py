@@ -7,7 +7,7 @@ nested tasks follow each other, the innermost last.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,31 +35,30 @@ _LONGEST = 400
 
 @dataclass
 class Raised:
-    """One exception, as read from the text of a traceback.
-
-    Attributes:
-        link: how the exception before led to this exception: "cause", "context", or "" if it did not.
-        harmless: whether the process survived the exception.
-        task: the Ray task that raised the exception; "" for the payload's own process.
-        address: the IP address of the task's node.
-        frames: path, line and function of each frame, the innermost frame last.
-        text: the exception's name and the first line of its message.
-        more: the number of lines of the message after the first line.
-    """
+    """One exception, as read from the text of a traceback."""
 
     link: str = ""
+    """How the exception before led to this exception: "cause", "context", or "" if it did not."""
     harmless: bool = False
+    """Whether the process survived the exception."""
     task: str = ""
+    """The Ray task that raised the exception; "" for the payload's own process."""
     address: str = ""
+    """The IP address of the task's node."""
     frames: list[tuple[str, int, str]] = field(default_factory=list)
+    """Path, line and function of each frame, the innermost frame last."""
     text: str = ""
+    """The exception's name and the first line of its message."""
     more: int = 0
+    """The number of lines of the message after the first line."""
 
     def in_words(self, nodes: Mapping[str, str]) -> str:
         """Returns the exception with its file, line, function and node; `nodes` has hostnames by IP address."""
         where = []
         if self.frames:
-            path, line, function = self._own_frame()
+            # The innermost frame of the user's code, recognised by its path; else the innermost frame.
+            own = [[frame for frame in self.frames if not foreign.search(frame[0])] for foreign in (_LIBRARY, _PLUMBING)]
+            path, line, function = (own[0] or own[1] or self.frames)[-1]
             where.append(f"{path.rpartition('/')[2]}:{line}")
             if function not in ("", "<module>"):
                 where.append(f"in {function}")
@@ -69,14 +68,6 @@ class Raised:
             where.append(f"on {nodes.get(self.address, self.address)}")
         text = shortened(self.text)
         return f"{text} ({', '.join(where)})" if where else text
-
-    def _own_frame(self) -> tuple[str, int, str]:
-        """Returns the innermost frame of the user's code, recognised by its path; else the innermost frame."""
-        for foreign in (_LIBRARY, _PLUMBING):
-            own = [frame for frame in self.frames if not foreign.search(frame[0])]
-            if own:
-                return own[-1]
-        return self.frames[-1]
 
 
 def shortened(text: str) -> str:
@@ -104,13 +95,12 @@ def traceback_of(exception: Mapping[str, Any]) -> str:
 
 def read_traceback(text: str) -> list[Raised]:
     """Returns the exceptions of all tracebacks in a text, in order, except those that the process survived."""
-    return [each for each in _read(text) if each.text and not each.harmless]
-
-
-def _read(text: str) -> list[Raised]:
     found: list[Raised] = []
     link, harmless = "", False
-    for line in _lines(text):
+    for line in without_colours(text).splitlines():
+        if not line.strip() or _RAY_LOG.match(line):
+            continue
+        line = line.removeprefix("  | ").rstrip()
         current = found[-1] if found else None
         is_open = current is not None and not current.text
         task, frame = _TASK.search(line), _FRAME.fullmatch(line)
@@ -131,13 +121,7 @@ def _read(text: str) -> list[Raised]:
             current.frames.append((frame["path"], int(frame["line"]), frame["function"] or ""))
         elif current is not None:
             _take_text(current, line)
-    return found
-
-
-def _lines(text: str) -> Iterator[str]:
-    for line in without_colours(text).splitlines():
-        if line.strip() and not _RAY_LOG.match(line):
-            yield line.removeprefix("  | ").rstrip()  # Python's prefix of the lines of an exception group.
+    return [each for each in found if each.text and not each.harmless]
 
 
 def _take_text(current: Raised, line: str) -> None:

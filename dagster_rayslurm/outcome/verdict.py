@@ -1,18 +1,23 @@
-"""The verdict on a payload from its evidence: success, or a kind of failure with a sentence for the user. Pure."""
+"""The verdict on a payload from its evidence: success, or a kind of failure with a sentence for the user.
+
+Pure, except that hints look for files beside the script.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import FailureKind, without_colours
 from ..follow import Evidence
+from ..plan import Plan
 from ..runtime.process import processes
 from ..runtime.protocol.end import EndReason
-from ..runtime.protocol.record import Record
 from ..slurm.accounting import explain_job_end, relevant_lines
 from .traceback_text import exception_in_words, read_traceback, shortened, traceback_of
 
@@ -35,12 +40,14 @@ _ENDS: dict[str, tuple[FailureKind, str]] = {
 _RETRY: dict[str, bool] = {EndReason.RETURNED: True, EndReason.TIMEOUT: False}
 """Whether another attempt may succeed, for those reasons whose answer differs from the default of their kind of failure."""
 
+_SIGNAL_HINTS = {
+    signal.SIGKILL: "; the kernel does that when memory runs out (see `dmesg`), else somebody ended it",
+    signal.SIGSEGV: "; a native library crashed",
+}
 _NO_DETAIL = "<no detail available>"
 """Python's text for an exception that it cannot print, such as a SyntaxError raised through Ray."""
-
 _NEAR = 20
 """Lines of standard error within which the cause of the end is looked for: more lines after a traceback make it too old."""
-
 _ROUTINE = re.compile(r"\b(DEBUG|INFO)\b|^\((autoscaler|raylet|[^()]*pid=\d)")
 """Lines of output that do not explain an end: routine log lines, and lines that Ray prints for other processes."""
 
@@ -79,98 +86,35 @@ def needs_job_facts(evidence: Evidence) -> bool:
         # Slurm may have ended the nodes of one component, which the node with the head of the Ray cluster cannot see.
         allocation = (end.get("context") or {}).get("allocation") or {}
         return len(allocation.get("components") or ()) > 1
-    return end["reason"] == EndReason.TERMINATED or (end["reason"] == EndReason.EXIT and _killed(end))
-
-
-def _killed(end: Record) -> bool:
-    """Whether SIGKILL, which enforces memory limits, ended the payload or the command of a payload that is a shell."""
-    return bool(end["signal"] == signal.SIGKILL or end["exit_code"] == 128 + signal.SIGKILL)
+    # SIGKILL, which enforces memory limits, may have ended the payload, or the command of a payload that is a shell.
+    killed = end["reason"] == EndReason.EXIT and (end["signal"] == signal.SIGKILL or end["exit_code"] == 128 + signal.SIGKILL)
+    return bool(killed or end["reason"] == EndReason.TERMINATED)
 
 
 def judge(evidence: Evidence, uses_pipes: bool, require_messages: bool) -> Verdict:
     """Returns the verdict on a payload from its evidence: success, or the kind of failure and a sentence.
 
+    Success needs an `end` with exit code 0, Pipes closed without an exception, and no message that Dagster refused.
+
     Args:
         uses_pipes: whether the payload is declared to open Dagster Pipes.
         require_messages: whether a payload that never opened or closed Pipes has failed.
-
-    Returns:
-        Success only if the `end` has exit code 0, Pipes was closed without an exception, and Dagster accepted every message.
     """
     end = evidence.end
-    by_slurm = judge_job(evidence) if needs_job_facts(evidence) else None
-    if by_slurm is not None:
+    if needs_job_facts(evidence) and (by_slurm := judge_job(evidence)) is not None:
         return by_slurm
     if end is None:
         return _without_end(evidence)
-    reason = end["reason"]
-    if reason != EndReason.EXIT:
-        return _for_reason(reason, end.get("message"))
+    if end["reason"] != EndReason.EXIT:
+        return _for_reason(end["reason"], end.get("message"))
     if end["signal"] is not None:
-        return Verdict(FailureKind.PAYLOAD, f"the payload was killed by {signal_name(end['signal'])}{_hint(end['signal'])}")
+        name, hint = signal_name(end["signal"]), _SIGNAL_HINTS.get(end["signal"], "")
+        return Verdict(FailureKind.PAYLOAD, f"the payload was killed by {name}{hint}")
     if evidence.exception is not None:
         return Verdict(FailureKind.PAYLOAD, f"the payload raised {_exception(evidence.exception, evidence)}")
     if end["exit_code"] != 0:
         return Verdict(FailureKind.PAYLOAD, _exit_sentence(end["exit_code"], evidence))
     return _judge_messages(evidence, uses_pipes and require_messages)
-
-
-def _exception(exception: Mapping[str, Any], evidence: Evidence) -> str:
-    """Returns the exception that the payload reported through Pipes, in one line."""
-    found = read_traceback(traceback_of(exception))
-    if not found or _NO_DETAIL in found[-1].text:
-        found = read_traceback(evidence.last_errors()) or found
-    if not found:
-        return without_colours(_first_line(exception.get("message"))) or str(exception.get("name"))
-    return exception_in_words(found, _nodes(evidence))
-
-
-def _exit_sentence(code: int, evidence: Evidence) -> str:
-    """Returns a sentence about the exit code, with the exception or the last line of standard error."""
-    found = read_traceback(evidence.last_errors())
-    raised = exception_in_words(found, _nodes(evidence)) if found else ""
-    if raised and code == 1 and not found[-1].more:
-        return f"the payload raised {raised}"
-    sentence = f"the payload ended with exit code {code}"
-    if code > 128:
-        sentence += f"; a shell reports {signal_name(code - 128)} of its command that way"
-    if raised and found[-1].more < _NEAR:
-        return f"{sentence}, after {raised}"
-    return f"{sentence}; its standard error ends with: {last}" if (last := _last_words(evidence.last_errors())) else sentence
-
-
-def _last_words(text: str) -> str:
-    """Returns the last line of output that may explain the end; "" if there is none."""
-    lines = [line.rpartition("\r")[2].strip() for line in without_colours(text).rstrip().split("\n")]
-    relevant = [line for line in lines[-_NEAR:] if line and not _ROUTINE.search(line)]
-    return shortened(relevant[-1]) if relevant else ""
-
-
-def _nodes(evidence: Evidence) -> dict[str, str]:
-    """Returns the hostnames of the nodes by IP address."""
-    nodes = ((evidence.end or {}).get("context") or {}).get("nodes") or []
-    return {node["address"]: node["hostname"] for node in nodes}
-
-
-def _judge_messages(evidence: Evidence, required: bool) -> Verdict:
-    """Returns the verdict on a payload with exit code 0, from its Pipes messages and the damage to its record."""
-    if evidence.message_error:
-        return Verdict(FailureKind.PIPES, f"the payload succeeded, but Dagster refused a Pipes message: {evidence.message_error}")
-    if evidence.damaged_lines:
-        return Verdict(FailureKind.RECORD, f"{evidence.damaged_lines} lines of the record are damaged, so results may be missing")
-    if required and not evidence.opened:
-        return Verdict(
-            FailureKind.PIPES,
-            "the payload ended with exit code 0 but never opened Dagster Pipes: call dagster_pipes.open_dagster_pipes() "
-            "in it, or run it with uses_pipes=False",
-        )
-    if required and evidence.closed < evidence.opened:
-        return Verdict(
-            FailureKind.PIPES,
-            "the payload ended with exit code 0 without closing Dagster Pipes, so its last results may be missing: use "
-            "`with open_dagster_pipes() as pipes:`, and do not leave by os._exit()",
-        )
-    return SUCCESS
 
 
 def judge_job(evidence: Evidence) -> Verdict | None:
@@ -217,6 +161,61 @@ def _for_reason(reason: str, message: str | None) -> Verdict:
     return Verdict(kind, f"{sentence}: {message}" if message else sentence, _RETRY.get(reason))
 
 
+def _judge_messages(evidence: Evidence, required: bool) -> Verdict:
+    """Returns the verdict on a payload with exit code 0, from its Pipes messages and the damage to its record."""
+    if evidence.message_error:
+        return Verdict(FailureKind.PIPES, f"the payload succeeded, but Dagster refused a Pipes message: {evidence.message_error}")
+    if evidence.damaged_lines:
+        return Verdict(FailureKind.RECORD, f"{evidence.damaged_lines} lines of the record are damaged, so results may be missing")
+    if required and not evidence.opened:
+        return Verdict(
+            FailureKind.PIPES,
+            "the payload ended with exit code 0 but never opened Dagster Pipes: call dagster_pipes.open_dagster_pipes() "
+            "in it, or run it with uses_pipes=False",
+        )
+    if required and evidence.closed < evidence.opened:
+        return Verdict(
+            FailureKind.PIPES,
+            "the payload ended with exit code 0 without closing Dagster Pipes, so its last results may be missing: use "
+            "`with open_dagster_pipes() as pipes:`, and do not leave by os._exit()",
+        )
+    return SUCCESS
+
+
+def _exception(exception: Mapping[str, Any], evidence: Evidence) -> str:
+    """Returns the exception that the payload reported through Pipes, in one line."""
+    found = read_traceback(traceback_of(exception))
+    if not found or _NO_DETAIL in found[-1].text:
+        found = read_traceback(evidence.last_errors()) or found
+    if not found:
+        first_line = next(iter(str(exception.get("message") or "").strip().splitlines()), "")
+        return without_colours(first_line) or str(exception.get("name"))
+    return exception_in_words(found, _nodes(evidence))
+
+
+def _exit_sentence(code: int, evidence: Evidence) -> str:
+    """Returns a sentence about the exit code, with the exception or the last line of standard error that may explain it."""
+    errors = evidence.last_errors()
+    found = read_traceback(errors)
+    raised = exception_in_words(found, _nodes(evidence)) if found else ""
+    if raised and code == 1 and not found[-1].more:
+        return f"the payload raised {raised}"
+    sentence = f"the payload ended with exit code {code}"
+    if code > 128:
+        sentence += f"; a shell reports {signal_name(code - 128)} of its command that way"
+    if raised and found[-1].more < _NEAR:
+        return f"{sentence}, after {raised}"
+    lines = [line.rpartition("\r")[2].strip() for line in without_colours(errors).rstrip().split("\n")[-_NEAR:]]
+    relevant = [line for line in lines if line and not _ROUTINE.search(line)]
+    return f"{sentence}; its standard error ends with: {shortened(relevant[-1])}" if relevant else sentence
+
+
+def _nodes(evidence: Evidence) -> dict[str, str]:
+    """Returns the hostnames of the nodes by IP address."""
+    nodes = ((evidence.end or {}).get("context") or {}).get("nodes") or []
+    return {node["address"]: node["hostname"] for node in nodes}
+
+
 def exit_in_words(code: int) -> str:
     """Returns an exit code in words; a negative code (from `subprocess`) or 128 + n (from a shell) means a signal."""
     if code < 0 or code > 128:
@@ -230,14 +229,61 @@ def signal_name(number: int) -> str:
     return f"signal {number} ({name})" if name.startswith("SIG") else name
 
 
-def _hint(number: int) -> str:
-    """Returns a clause about the usual cause of a signal; "" if none is known."""
-    if number == signal.SIGKILL:
-        return "; the kernel does that when memory runs out (see `dmesg`), else somebody ended it"
-    if number == signal.SIGSEGV:
-        return "; a native library crashed"
-    return ""
+def with_hint(verdict: Verdict, plan: Plan, evidence: Evidence) -> Verdict:
+    """Returns the verdict; a hint is added to its sentence if the sentence shows a common exception of payloads."""
+    context: Mapping[str, Any] = (evidence.end or {}).get("context") or {}
+    for pattern, hint in _HINTS.items() if verdict.kind == FailureKind.PAYLOAD else ():
+        if match := re.search(pattern, verdict.sentence):
+            text = hint if isinstance(hint, str) else hint(match, plan, context)
+            return replace(verdict, sentence=f"{verdict.sentence}; {text}") if text else verdict
+    return verdict
 
 
-def _first_line(text: object) -> str:
-    return next(iter(str(text or "").strip().splitlines()), "")
+def _missing_module(match: re.Match[str], plan: Plan, context: Mapping[str, Any]) -> str:
+    name = match[1].partition(".")[0]
+    if _is_beside(plan, f"{name}.py") or _is_beside(plan, name):
+        return _not_sent(plan, name, "name that directory in the launcher's working_dir")
+    environment = context.get("python") or "the payload's Python"
+    return f"install it in the environment of {environment}, or name the directory that has it in the launcher's working_dir"
+
+
+def _missing_file(match: re.Match[str], plan: Plan, _: Mapping[str, Any]) -> str:
+    if os.path.isabs(match[1]) or not ("." in match[1] or "/" in match[1]):  # A name without dot and slash may be a program.
+        return ""
+    what_to_do = "name it in extra_files=, or its directory in the launcher's working_dir"
+    if _is_beside(plan, match[1]):
+        return _not_sent(plan, match[1], what_to_do)
+    return f"a payload has a working directory of its own: {what_to_do}"
+
+
+def _old_python(_: re.Match[str], __: Plan, context: Mapping[str, Any]) -> str:
+    def major_minor(version: str) -> list[int]:
+        return [int(number) for number in version.split(".")[:2]]
+
+    theirs, ours = str(context.get("python_version") or ""), sys.version.split()[0]
+    if not theirs or major_minor(theirs) >= major_minor(ours):
+        return ""
+    return f"the payload's Python is {theirs}, that of Dagster {ours}: write for the older one, or choose another environment"
+
+
+def _is_beside(plan: Plan, name: str) -> bool:
+    return plan.script is not None and os.path.exists(os.path.join(os.path.dirname(plan.script), name))
+
+
+def _not_sent(plan: Plan, name: str, what_to_do: str) -> str:
+    return f"{name} is beside {os.path.basename(plan.script or '')} here, but only the script itself is sent: {what_to_do}"
+
+
+_HINTS: Mapping[str, str | Callable[[re.Match[str], Plan, Mapping[str, Any]], str]] = {
+    r"No module named '?([\w.]+)": _missing_module,
+    r"FileNotFoundError: .*No such file or directory: '([^']+)'": _missing_file,
+    r"SyntaxError: |TypeError: (unsupported operand type\(s\) for \||'(type|ABCMeta)' object is not subscriptable)": _old_python,
+    r"Object of type ((u?int|float|complex)\d+|bool_?|ndarray|Tensor) is not JSON": (
+        "convert it with .item() or float(), an array with .tolist()"
+    ),
+    r"When connecting to an existing cluster, num_cpus and num_gpus": (
+        "the cluster runs already: call ray.init() without them, and set num_cpus_per_node and num_gpus_per_node of RayLauncher"
+    ),
+    r"report_asset_check`? without passing an asset key": "pass asset_key=",
+}
+"""Hints by the pattern that they need in the verdict's sentence: a text, or a function that returns one, "" for no hint."""

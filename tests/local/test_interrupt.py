@@ -170,9 +170,7 @@ def test_a_second_ctrl_c_waits_no_longer(dagster: Dagster) -> None:
 def test_a_runtime_that_is_stopped_is_killed_in_the_end(dagster: Dagster) -> None:
     """SIGSTOP: it cannot end its payload, so its keeper does."""
     definitions = dagster.write(POLITE, launcher="BashLauncher(grace_period=0)")
-    definitions.write_text(
-        "import dagster_rayslurm.execution.follow_run as e\ne._CANCEL_MARGIN = 1.0\n" + definitions.read_text()
-    )
+    definitions.write_text("import dagster_rayslurm.execution.run as e\ne._CANCEL_MARGIN = 1.0\n" + definitions.read_text())
     process = dagster.execute(definitions)
     pid = dagster.up()
     runtime = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

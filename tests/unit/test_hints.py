@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from dagster_rayslurm.follow import Evidence
-from dagster_rayslurm.outcome import Verdict
-from dagster_rayslurm.outcome.hints import with_hint
+from dagster_rayslurm.outcome import Verdict, with_hint
 from dagster_rayslurm.plan import Plan
 from dagster_rayslurm.runtime.protocol.spec import PayloadSpec
 

@@ -11,8 +11,6 @@ import pytest
 
 from dagster_rayslurm.backends.run_dir import Layout, sweep_old
 from dagster_rayslurm.execution.cleanup import fetch_outputs
-from dagster_rayslurm.execution.run import release_all
-from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.ssh.local import LocalConnection
 
 
@@ -60,25 +58,6 @@ def test_a_sweep_skips_unreadable_entries(tmp_path: Path) -> None:
         os.utime(layout.runs / name, (at, at))
     (layout.runs / "loop").symlink_to("loop")  # It cannot be looked at, as what belongs to another user may not be.
     assert sorted(path.name for path in sweep_old(layout, 1)) == ["a", "old.followed", "z"]
-
-
-class Attempt:
-    def __init__(self, released: list[Any], fails: bool) -> None:
-        self.released, self.fails = released, fails
-
-    def release(self, evidence: Evidence) -> None:
-        self.released.append((self, evidence))
-        if self.fails:
-            raise KeyboardInterrupt
-
-
-def test_all_payloads_are_released_if_one_release_is_interrupted() -> None:
-    released: list[Any] = []
-    held = [Attempt(released, fails) for fails in (False, True, False)]
-    own = Evidence(interrupted=True)
-    with pytest.raises(KeyboardInterrupt):
-        release_all(held, {held[2]: own})  # type: ignore[arg-type, list-item, dict-item]
-    assert [attempt for attempt, _ in released] == held and released[2][1] is own
 
 
 def test_an_incomplete_removal_raises(tmp_path: Path) -> None:

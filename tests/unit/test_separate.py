@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -13,14 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SlurmQueueConfig
+from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.components import Component, arrange, component_specs, request_for
 from dagster_rayslurm.environments import Interpreter
 from dagster_rayslurm.errors import RETRYABLE, RunFailure
-from dagster_rayslurm.execution import FollowedPayload, RunSettings, follow_until_end
+from dagster_rayslurm.execution import RunSettings
+from dagster_rayslurm.execution.reattach import Launch
+from dagster_rayslurm.execution.run import PayloadRun
 from dagster_rayslurm.follow import Cadence, Evidence, Follower, follow_all
-from dagster_rayslurm.follow.output import LinePrefixer
-from dagster_rayslurm.follow.pipes import RecordReader
+from dagster_rayslurm.follow.forward import OutputWriter, RecordPipes
 from dagster_rayslurm.outcome import SUCCESS, Judged, Verdict, judge
 from dagster_rayslurm.overrides import by_component, check_uses_pipes
 from dagster_rayslurm.plan import Plan, make_plan
@@ -37,8 +42,15 @@ from dagster_rayslurm.separate.backend import (
     job_specs,
     local_specs,
 )
-from dagster_rayslurm.separate.outcome import components_metadata, failures_metadata, judge_components, merge_metadata
-from dagster_rayslurm.separate.reports import ReportMerger, merge, merge_checks
+from dagster_rayslurm.separate.together import (
+    ReportMerger,
+    failures_metadata,
+    judge_components,
+    merge,
+    merge_checks,
+    merge_metadata,
+    metadata_of_all,
+)
 from dagster_rayslurm.slurm.accounting import JobFacts
 
 # ---- Start barrier
@@ -269,70 +281,102 @@ def test_local_mode_refuses_components_that_no_job_can_have(tmp_path: Path, queu
 # ---- Output
 
 
+def written(*chunks: tuple[str, str]) -> dict[str, str]:
+    """What pieces of output look like with a prefix, by stream."""
+    streams = {"stdout": io.StringIO(), "stderr": io.StringIO()}
+    with contextlib.redirect_stdout(streams["stdout"]), contextlib.redirect_stderr(streams["stderr"]):
+        writer = OutputWriter("> ", warn=pytest.fail)
+        for stream, text in chunks:
+            writer.write(stream, text)
+        writer.finish()
+    return {name: stream.getvalue() for name, stream in streams.items()}
+
+
 @given(st.lists(st.text(alphabet="ab \r\n", max_size=12), max_size=12))
 def test_prefixed_output_consists_of_whole_lines(chunks: list[str]) -> None:
-    shown = LinePrefixer("> ")
-    text = "".join(shown.add("stdout", chunk) for chunk in chunks) + "".join(rest for _, rest in shown.flush())
-    written = "".join(chunks)
-    assert text.replace("> ", "").rstrip() == written.rstrip()
+    text = written(*(("stdout", chunk) for chunk in chunks))["stdout"]
+    assert text.replace("> ", "").rstrip() == "".join(chunks).rstrip()
     assert all(line.startswith("> ") for line in text.splitlines())
     assert not text or text[-1] in "\r\n"
 
 
 def test_streams_stay_apart_and_progress_bars_are_shown() -> None:
-    shown = LinePrefixer("[gpu] ")
-    assert shown.add("stdout", "be") == "" and shown.add("stderr", "x\n") == "[gpu] x\n"
-    assert shown.add("stdout", "gin\nnext") == "[gpu] begin\n"
-    assert shown.add("stderr", "10%\r20%\r") == "[gpu] 10%\r"
-    assert shown.add("stderr", "\n") == "[gpu] 20%\r\n"
-    assert list(shown.flush()) == [("stdout", "[gpu] next\n")] and list(shown.flush()) == []
-    assert len(shown.add("stdout", "y" * 100_000)) > 100_000
+    shown = written(("stdout", "be"), ("stderr", "x\n"), ("stdout", "gin\nnext"), ("stderr", "10%\r20%\r"), ("stderr", "\n"))
+    assert shown == {"stdout": "> begin\n> next\n", "stderr": "> x\n> 10%\r> 20%\r\n"}
+    assert written(("stdout", "y" * 100_000), ("stdout", "z"))["stdout"].count("\n") == 2
 
 
-class Stuck:
-    """An attempt of which nothing is known but that it cannot start."""
+class Started:
+    """A running payload of which nothing is known but how its polls end."""
 
     requeue, waiting, job_id, place, cluster_id = False, False, "7", "", "c"
 
-    def __init__(self, never: bool = False) -> None:
-        self.never = never
-        self.killed = False
+    def __init__(self, poll: Any = None, release: BaseException | None = None) -> None:
+        self.calls: list[str] = []
+        self._poll, self._release = poll, release
 
     def poll(self, evidence: Evidence) -> str | None:
-        if self.never:
-            raise RunFailure("submission", "Slurm job 7 can never start")
-        return None
+        if isinstance(self._poll, BaseException):
+            raise self._poll
+        return "it is gone" if "cancel" in self.calls else None
 
     def kill(self) -> None:
-        self.killed = True
+        self.calls.append("kill")
 
-    def metadata(self, evidence: Evidence) -> dict[str, Any]:
-        return {}
+    def cancel(self, now: bool = False) -> None:
+        self.calls.append("cancel")
+
+    def release(self, evidence: Evidence) -> None:
+        self.calls.append("release")
+        if self._release is not None:
+            raise self._release
+
+
+class Files:
+    """The records of two components, the first of which has said something."""
+
+    def read(self, path: str, offset: int, limit: int) -> bytes:
+        mine = "/a/" in path and path.endswith(STDIO)
+        return encode({"s": "stdout", "d": "one\nunfinished"})[offset : offset + limit] if mine else b""
+
+    def remove(self, path: str) -> None: ...
+
+
+def run_of(tmp_path: Path) -> PayloadRun:
+    """A run of components a and b, neither of which has started."""
+    components = parts(a=BashLauncher(grace_period=0), b=BashLauncher(grace_period=0))
+    backend: Any = SimpleNamespace(layout=Layout(tmp_path), connection=Files(), cadence=Cadence(busy=0.0, idle=0.0, waiting=0.0))
+    settings = RunSettings("local", True, "none", 1, 60, 60, Layout(tmp_path))
+    plans = plans_of(components)
+    log = logging.getLogger("test")
+    launch = Launch(Step("r", "s", None, log), plans["a"], "name")
+    return PayloadRun(SimpleNamespace(log=log), backend, settings, launch, plans)  # type: ignore[arg-type]
 
 
 def test_the_last_line_is_shown_if_another_component_never_starts(tmp_path: Path, capsys: Any) -> None:
-    class Files:
-        def read(self, path: str, offset: int, limit: int) -> bytes:
-            mine = path.startswith("/a/") and path.endswith(STDIO)
-            return encode({"s": "stdout", "d": "one\nunfinished"})[offset : offset + limit] if mine else b""
-
-    components = parts(a=BashLauncher(), b=BashLauncher())
-    plans, fast = plans_of(components), Cadence(busy=0.0, idle=0.0, waiting=0.0)
-    followed = [
-        FollowedPayload(
-            plans[name],
-            f"/{name}",
-            Stuck(never=name == "b"),  # type: ignore[arg-type]
-            Follower(Files(), f"/{name}", "n", None, logging.getLogger("test"), fast, component=name),
-            name,
-        )
-        for name in plans
-    ]
-    settings = RunSettings("local", True, "none", 1, 60, 60, Layout(tmp_path))
+    run = run_of(tmp_path)
+    started = [Started(), Started(RunFailure("submission", "Slurm job 7 can never start"))]
     with pytest.raises(RunFailure, match="can never start"):
-        follow_until_end(followed, None, settings)  # type: ignore[arg-type]
+        run.follow(lambda register: list(map(register, started)), lambda _: None)  # type: ignore[arg-type]
     assert capsys.readouterr().out == "[a] one\n[a] unfinished\n"
-    assert all(each.running.killed for each in followed)  # type: ignore[attr-defined]
+    assert [each.calls for each in started] == [["kill", "release"]] * 2
+
+
+def test_an_interrupt_before_the_first_poll_cancels_what_has_started(tmp_path: Path) -> None:
+    """All are released, even if the release of one is interrupted."""
+    run, one = run_of(tmp_path), Started(release=KeyboardInterrupt())
+
+    def start(register: Any) -> None:
+        register(one)
+        raise SystemExit
+
+    with pytest.raises(KeyboardInterrupt):
+        run.follow(start, lambda _: None)
+    assert one.calls == ["cancel", "kill", "release"] and run.first.evidence.interrupted
+    both = [Started(KeyboardInterrupt(), release=KeyboardInterrupt()), Started()]
+    with pytest.raises(KeyboardInterrupt):
+        run_of(tmp_path).follow(lambda register: list(map(register, both)), lambda _: None)  # type: ignore[arg-type]
+    assert [each.calls[-1] for each in both] == ["release"] * 2 and both[1].calls[0] == "cancel"
 
 
 # ---- Several records at once
@@ -478,7 +522,7 @@ def sent(value: Any) -> dict[str, Any]:
 
 def dagsters(message: Any) -> None:
     """Dagster's own handler, which takes one message."""
-    dg.PipesMessageHandler(None, RecordReader()).handle_message(message)  # type: ignore[arg-type]
+    dg.PipesMessageHandler(None, RecordPipes(None)).handle_message(message)  # type: ignore[arg-type]
 
 
 def collected(said: dict[str, list[dict[str, Any]]]) -> ReportMerger:
@@ -659,7 +703,7 @@ def test_components_share_logs_of_the_job_but_not_of_their_records() -> None:
 @pytest.mark.parametrize(("names", "ids"), [("a", ["7"]), ("ab", ["7+0", "7+1"])])
 def test_job_ids_are_as_slurm_shows_them(names: str, ids: list[str]) -> None:
     both = {name: Judged(SUCCESS, Evidence()) for name in names}
-    found = components_metadata({name: {} for name in names}, both, "slurm-hetjob", "7")
+    found = metadata_of_all({name: {} for name in names}, both, "slurm-hetjob", "7")
     assert [record.data["Slurm job ID"] for record in found["Components"].records] == ids
 
 

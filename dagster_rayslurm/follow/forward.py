@@ -1,0 +1,220 @@
+"""What Dagster gets of a payload: Pipes session and messages, lines of its log, and output.
+
+The runtime, not Dagster, tells the payload where Pipes context and messages are, so no class here passes it parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import dagster as dg
+from dagster_pipes import PipesContextData, PipesExtras, PipesParams
+
+from ..errors import without_colours
+from .evidence import Evidence
+
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)")
+"""A line with its end; a progress bar ends each of its states with a carriage return."""
+_LONGEST = 65536
+"""Characters after which a line without an end is shown in pieces."""
+
+
+class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):
+    """Dagster's side of one run's Pipes session; it reads nothing itself, as followers do that.
+
+    Attributes:
+        pipes_context: what backends write into the run directory; set within the session.
+        handler: Dagster's message handler, which gets the payload's messages; set within the session.
+    """
+
+    pipes_context: PipesContextData
+    handler: Any
+
+    def __init__(self, context: dg.OpExecutionContext, writers: int = 1) -> None:
+        self._context = context
+        self._writers = writers
+
+    @contextlib.contextmanager
+    def inject_context(self, context_data: PipesContextData) -> Iterator[PipesParams]:
+        self.pipes_context = _with_partition_range(context_data, self._context)
+        yield {}
+
+    @contextlib.contextmanager
+    def read_messages(self, handler: Any) -> Iterator[PipesParams]:
+        self.handler = handler
+        yield {}
+
+    @property
+    def expected_writer_count(self) -> int:
+        return self._writers  # Dagster's own property is marked as a preview and warns at each run.
+
+    def no_messages_debug_text(self) -> str:
+        return ""
+
+    @contextlib.contextmanager
+    def session(self, extras: PipesExtras | None, uses_pipes: bool) -> Iterator[dg.PipesSession]:
+        """Open the session, without Dagster's warning of missing messages if no payload uses Pipes or the run fails."""
+        quiet = not uses_pipes
+
+        def keep(record: logging.LogRecord) -> bool:
+            return not (quiet and record.getMessage().startswith("[pipes] did not receive"))
+
+        self._context.log.addFilter(keep)
+        try:
+            with dg.open_pipes_session(self._context, self, self, extras) as session:
+                quiet = True  # Unless the run succeeds: a failure says more than the warning.
+                yield session
+                quiet = not uses_pipes
+        finally:
+            self._context.log.removeFilter(keep)
+
+
+def _with_partition_range(data: PipesContextData, context: dg.OpExecutionContext) -> PipesContextData:
+    """Returns the Pipes context, with partition range and time window if the run is over several partitions.
+
+    Dagster 1.13 fills these two only for a single partition, though `PipesContext` has properties for both.
+    """
+    if data["partition_key_range"] is not None or not context.has_partition_key_range:
+        return data
+    keys = context.partition_key_range
+    data = {**data, "partition_key_range": {"start": keys.start, "end": keys.end}}
+    if context.has_assets_def and isinstance(context.assets_def.partitions_def, dg.TimeWindowPartitionsDefinition):
+        window = context.partition_time_window
+        data = {**data, "partition_time_window": {"start": window.start.isoformat(), "end": window.end.isoformat()}}
+    return data
+
+
+@dataclass
+class MessageForwarder:
+    """Forwards the messages of one payload to Dagster, each message once, and logs lines about the payload.
+
+    Attributes:
+        hold_results: whether results wait for `forward_held`, because Slurm may requeue the job.
+        logged: level and text of the lines that an earlier Dagster process logged for this payload, oldest first. Each
+            new line is searched behind the line found before. The first line that is not found ends the search; this
+            line and all later lines are logged.
+    """
+
+    handler: Any
+    logger: Any
+    prefix: str
+    hold_results: bool
+    logged: Iterator[tuple[int, str]]
+    held: list[dict[str, Any]] = field(default_factory=list)
+
+    def forward(self, line: str, evidence: Evidence) -> None:
+        """Forward one message, given as a line of JSON; the refusal of a message becomes evidence."""
+        try:
+            message = json.loads(line)
+            method, params = message["method"], message.get("params") or {}
+            if not isinstance(method, str):
+                raise TypeError(f"its method is {method!r}")
+            if method == "closed" and params.get("exception"):
+                params["exception"] = _without_colours(params["exception"])
+            evidence.add_message(method, params)
+            if self.hold_results and method.startswith("report_"):
+                self.held.append(message)
+            elif method != "log" or not self._is_logged_message(params):
+                self.handler.handle_message(message)
+        except Exception as error:  # noqa: BLE001 - users' messages may be malformed in any way, and Dagster raises anything
+            self.refuse(error, evidence, line)
+
+    def forward_held(self, evidence: Evidence) -> None:
+        """Forward the results that were held back, now that the job cannot be requeued."""
+        while self.held:
+            message = self.held.pop(0)
+            try:
+                self.handler.handle_message(message)
+            except Exception as error:  # noqa: BLE001
+                self.refuse(error, evidence, json.dumps(message))
+
+    def refuse(self, error: Exception, evidence: Evidence, line: str = "") -> None:
+        """Log that a message cannot be used; the first such message becomes evidence."""
+        why = f"{type(error).__name__}: {error}"
+        shown = f"; the message was: {line[:500]}" if line else ""
+        evidence.message_error = evidence.message_error or why + shown
+        self.log(logging.ERROR, f"a Pipes message cannot be used: {why}")
+
+    def log(self, level: int, text: str) -> None:
+        """Write a line to the Dagster log, unless an earlier Dagster process already wrote it."""
+        if not self._is_logged(level, self.prefix + text):
+            self.logger.log(level, self.prefix + text)
+
+    def _is_logged_message(self, params: dict[str, Any]) -> bool:
+        level = logging.getLevelName(str(params.get("level", "INFO")).upper())
+        return isinstance(level, int) and self._is_logged(level, params.get("message"))
+
+    def _is_logged(self, level: int, text: Any) -> bool:
+        """Whether an earlier Dagster process already wrote this line; advances `logged` behind the line."""
+        # A line below Dagster's log level is never in the event log, so a search for it would exhaust the iterator.
+        return self.logger.isEnabledFor(level) and (level, text) in self.logged
+
+
+def _without_colours(value: Any) -> Any:
+    """Returns an exception as Pipes reports it, without colour codes, which messages of Ray's exceptions have."""
+    if isinstance(value, str):
+        return without_colours(value)
+    if isinstance(value, dict):
+        return {key: _without_colours(each) for key, each in value.items()}
+    return [_without_colours(each) for each in value] if isinstance(value, list) else value
+
+
+@dataclass
+class OutputWriter:
+    """Writes a payload's output to Dagster's stdout and stderr.
+
+    If Dagster's own terminal is lost or its disk is full, that is logged once and does not end the payload.
+
+    Attributes:
+        prefix: what each line begins with, so that several payloads can share a stream; "" shows the output as it is.
+        partial: by stream, a line that is not shown yet, because it has no end and lines get a prefix.
+    """
+
+    prefix: str
+    warn: Callable[[str], None]
+    partial: dict[str, str] = field(default_factory=dict)
+    failed: bool = False
+
+    def write(self, stream: str, text: str) -> None:
+        """Show some output of the payload; `stream` is "stdout" or "stderr"."""
+        if not self.prefix:
+            return self._print(stream, text)
+        text = self.partial.pop(stream, "") + text
+        # A carriage return as the last character may be the first half of a line end.
+        end = 1 + max(text.rfind("\n"), text.rfind("\r", 0, -1))
+        self._print(stream, "".join(self.prefix + line for line in _LINE.findall(text[:end])))
+        if text[end:]:
+            self.partial[stream] = text[end:]
+        if len(text) - end > _LONGEST:
+            self.finish()
+
+    def flush(self) -> None:
+        self._guard(lambda: (sys.stdout.flush(), sys.stderr.flush()))
+
+    def finish(self) -> None:
+        """Show unfinished lines, with a line end."""
+        while self.partial:
+            stream, text = self.partial.popitem()
+            self._print(stream, f"{self.prefix}{text.rstrip()}\n")
+
+    def _print(self, name: str, text: str) -> None:
+        stream = sys.stderr if name == "stderr" else sys.stdout
+        try:
+            self._guard(lambda: stream.write(text))
+        except UnicodeEncodeError:  # Dagster runs in a locale without UTF-8.
+            self._guard(lambda: stream.write(text.encode("ascii", "backslashreplace").decode("ascii")))
+
+    def _guard(self, write: Callable[[], Any]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self.failed:
+                self.failed = True
+                self.warn(f"the payload's output cannot be shown: {error}")

@@ -1,0 +1,308 @@
+"""One result of payloads that run together, one for each component: reports, verdict and metadata.
+
+A run with a single payload has it under the component None; its verdict and metadata stay as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import dagster as dg
+
+from ..errors import FailureKind, may_retry
+from ..outcome import SUCCESS, Judged, Verdict, judge_job
+from ..outcome.chart import MIB
+from ..outcome.metadata import Metadata, cpus_of, failure_metadata
+from ..runtime.protocol.end import EndReason
+from ..runtime.protocol.record import Record
+
+Message = dict[str, Any]
+"""A Pipes message with method and parameters, or only its parameters."""
+Reports = Sequence[tuple[str, Mapping[str, Any]]]
+"""All reports about one asset or asset check: for each, the reporting component and the parameters of its message."""
+
+_SEVERITIES = ("WARN", "ERROR")
+"""Severities of asset checks, the worst last."""
+_RANK_UNEXPLAINED = 1
+"""Rank of a failure without an `end`: the runtime ended by itself, or srun ended it after another runtime failed.
+
+A rank is 0 for a failure with a cause of its own, and the higher, the likelier another component's failure is the cause.
+"""
+_RANKS_OF_CONSEQUENCES = {EndReason.TERMINATED: 2, EndReason.OTHER_COMPONENT: 3}
+"""Ranks of those reasons of an `end` that the failure of another component may have caused; other reasons have rank 0."""
+_KINDS_OF_THE_JOB = (FailureKind.ALLOCATION, FailureKind.CANCELLED, FailureKind.CONNECTION)
+"""Kinds of failure that concern the whole job, such as its cancellation, if all components have the same verdict."""
+_TABLE_COLUMNS = (
+    "CPU efficiency (%)",
+    "CPU time (s)",
+    "Elapsed (s)",
+    "Node",
+    "Peak memory (MiB)",
+    "Ray bring-up (s)",
+    "Ray cluster was warm",
+    "Slurm nodes",
+    "Slurm partition",
+)
+"""Keys of one payload's metadata that are left out of the run's metadata, because the table of components has them."""
+
+
+class ReportedTwice(ValueError):
+    """Raised when one component reports an asset or check twice that another component reports, too."""
+
+    def __init__(self, component: str, what: str) -> None:
+        super().__init__(f"component {component!r} reports {what} twice, and another component reports it, too; report it once")
+        self.component = component
+
+
+@dataclass
+class ReportMerger:
+    """Forwards the Pipes messages of several payloads to Dagster's one handler, with their results merged.
+
+    Results wait until all payloads have ended, because only then all reports about an asset are known. `closed` messages
+    wait, too, because Dagster expects no message after them.
+
+    Attributes:
+        components: the components, in the order in which their reports are merged.
+        check: raises what Dagster's handler would raise for a result, so that a bad result is refused at once.
+    """
+
+    handler: Any
+    components: Iterable[Any]
+    check: Callable[[Any], object]
+    results: dict[str, list[Message]] = field(default_factory=dict)
+    closed: list[tuple[str, Message]] = field(default_factory=list)
+
+    def of(self, component: str) -> Any:
+        """Returns the message handler for the payload of one component."""
+        return SimpleNamespace(handle_message=lambda message: self._add(component, message))
+
+    def _add(self, component: str, message: Message) -> None:
+        """Forward one message, or keep it for `hand_over`; raises what Dagster raises for the message."""
+        if message["method"] in _MERGE:
+            self.check(message)
+            self.results.setdefault(component, []).append(message)
+        elif message["method"] == "closed":
+            self.closed.append((component, message))
+        else:
+            self.handler.handle_message(message)
+
+    def hand_over(self) -> list[tuple[str, Exception]]:
+        """Merge the results and pass all kept messages to Dagster; returns each refusal, with a component that caused it."""
+        refused: list[tuple[str, Exception]] = []
+        reports: dict[tuple[str, str, str | None], list[tuple[str, Mapping[str, Any]]]] = {}
+        for component in self.components:
+            for message in self.results.pop(component, ()):
+                params = message["params"]
+                key = (message["method"], params["asset_key"], params.get("check_name"))
+                reports.setdefault(key, []).append((component, params))
+        for (method, *_), same in reports.items():
+            try:
+                for params in _MERGE[method](same):
+                    self.handler.handle_message({"method": method, "params": params})
+            except Exception as error:  # noqa: BLE001 - Dagster's handler raises anything on a malformed message
+                refused.append((error.component if isinstance(error, ReportedTwice) else same[-1][0], error))
+        while self.closed:
+            component, message = self.closed.pop(0)
+            try:
+                self.handler.handle_message(message)
+            except Exception as error:  # noqa: BLE001 - the message carries the user's exception, which may be malformed
+                refused.append((component, error))
+        return refused
+
+
+def merge(reports: Reports) -> list[Message]:
+    """Merges the materializations of one asset into one; returns reports that all come from one component unchanged.
+
+    Raises:
+        ValueError: the data versions differ, or one component reports twice.
+    """
+    asset_key = reports[0][1]["asset_key"]
+    by_component = _by_component(reports, f"asset {asset_key!r}")
+    if by_component is None:
+        return [dict(params) for _, params in reports]
+    versions: dict[str, str] = {}
+    for component, params in by_component.items():
+        if params["data_version"] is not None:
+            versions.setdefault(params["data_version"], component)
+    if len(versions) > 1:
+        each = " and ".join(f"{version!r} in component {component!r}" for version, component in versions.items())
+        raise ValueError(f"asset {asset_key!r} has data_version {each}; report it in one of them")
+    return [{"asset_key": asset_key, "metadata": _merged_metadata(by_component), "data_version": next(iter(versions), None)}]
+
+
+def merge_checks(reports: Reports) -> list[Message]:
+    """Merges the results of one asset check into one; returns reports that all come from one component unchanged.
+
+    The check passed if it passed in all components. If it did not, the severity is the worst of the components that failed.
+
+    Raises:
+        ValueError: one component reports twice.
+    """
+    first = reports[0][1]
+    by_component = _by_component(reports, f"asset check {first['check_name']!r} of {first['asset_key']!r}")
+    if by_component is None:
+        return [dict(params) for _, params in reports]
+    failed = [params for params in by_component.values() if not params["passed"]]
+    severity = max((params["severity"] for params in failed or by_component.values()), key=_SEVERITIES.index)
+    return [{**first, "passed": not failed, "severity": severity, "metadata": _merged_metadata(by_component)}]
+
+
+_MERGE = {"report_asset_materialization": merge, "report_asset_check": merge_checks}
+"""How to merge the results of several components, by the method of their messages."""
+
+
+def _by_component(reports: Reports, what: str) -> dict[str, Mapping[str, Any]] | None:
+    """Returns the report of each component; None if all reports come from one component."""
+    by_component = dict(reports)
+    names = [component for component, _ in reports]
+    twice = [component for component in by_component if names.count(component) > 1]
+    if twice and len(by_component) > 1:
+        raise ReportedTwice(twice[0], what)
+    return by_component if len(by_component) > 1 else None
+
+
+def _merged_metadata(by_component: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the metadata of all components; keys with different values get the component's name."""
+    own = {component: params["metadata"] or {} for component, params in by_component.items()}
+    taken = {key for metadata in own.values() for key in metadata}
+    merged: dict[str, Any] = {}
+    for key in dict.fromkeys(key for metadata in own.values() for key in metadata):
+        values = {component: metadata[key] for component, metadata in own.items() if key in metadata}
+        # Values are compared as JSON, in which they came, because 1, 1.0 and True are equal in Python.
+        if len({json.dumps(value, sort_keys=True) for value in values.values()}) == 1:
+            merged[key] = next(iter(values.values()))
+            continue
+        for component, value in values.items():
+            name = f"{key} ({component})"
+            numbered = (f"{name} {number}" for number in itertools.count(2))
+            free = next(each for each in itertools.chain([name], numbered) if each not in taken)
+            taken.add(free)
+            merged[free] = value
+    return merged
+
+
+def judge_components(judged: Mapping[Any, Judged]) -> Verdict:
+    """Returns the verdict on the run: success if all payloads succeeded, else the kind of the first failure and a sentence.
+
+    The sentence names each failure that no other failure caused.
+    """
+    failed = {component: each for component, each in judged.items() if each.verdict.kind is not None}
+    if not failed or None in failed:
+        return failed[None].verdict if failed else SUCCESS
+    roots = root_failures(failed)
+    first = next(iter(roots.values()))
+    # A component that got fewer resources than it asked for fails alone, though with the same kind of failure.
+    alone = (first.evidence.end or {}).get("reason") == EndReason.ALLOCATION
+    alike = len(roots) == len(judged) and len({each.verdict for each in roots.values()}) == 1
+    if first.verdict.kind in _KINDS_OF_THE_JOB and alike and not alone:
+        return first.verdict
+    components_by_sentence: dict[str, list[str]] = {}
+    for component, each in roots.items():
+        components_by_sentence.setdefault(each.verdict.sentence, []).append(component)
+    sentences = [f"{_named(components)}: {sentence}" for sentence, components in components_by_sentence.items()]
+    others = [component for component in failed if component not in roots]
+    if others:
+        sentences.append(f"{_named(others)} {'were' if len(others) > 1 else 'was'} ended because of that")
+    retry = all(may_retry(each.verdict.kind, each.verdict.retry) for each in roots.values())
+    return Verdict(first.verdict.kind, "; ".join(sentences), retry)
+
+
+def root_failures(judged: Mapping[Any, Judged]) -> dict[Any, Judged]:
+    """Returns the failures that are the likeliest causes, the earliest first; other failures are consequences of these."""
+
+    def rank(each: Judged) -> int:
+        if each.evidence.end is None:
+            return _RANK_UNEXPLAINED if judge_job(each.evidence) is None else 0
+        return _RANKS_OF_CONSEQUENCES.get(each.evidence.end["reason"], 0)
+
+    def order(item: tuple[Any, Judged]) -> tuple[int, float]:
+        return rank(item[1]), float((item[1].evidence.end or {}).get("ended_at") or 0.0)
+
+    failed = {component: each for component, each in judged.items() if each.verdict.kind is not None}
+    highest = max(_RANK_UNEXPLAINED, min(map(rank, failed.values()), default=0))
+    return dict(sorted(((component, each) for component, each in failed.items() if rank(each) <= highest), key=order))
+
+
+def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], mode: str, job_id: str | None) -> Metadata:
+    """Returns the metadata of the run, for results and failures alike, with a table of the components.
+
+    Args:
+        own: the metadata of each component's payload, in the order of the components in the job.
+        job_id: the id of the shared Slurm job; None without Slurm.
+    """
+    if None in own:
+        return own[None]
+    apart = {name: {key: value for key, value in each.items() if key not in _TABLE_COLUMNS} for name, each in own.items()}
+    metadata = {"Execution mode": mode, **merge_metadata(apart)}
+    rows = []
+    for index, component in enumerate(own):
+        # squeue shows "7+0" for a component of a heterogeneous job; a job with one component is not heterogeneous.
+        component_job = job_id if job_id is None or len(own) == 1 else f"{job_id}+{index}"
+        rows.append(_row(component, component_job, judged[component].evidence.end_or_partial or {}))
+    metadata["Components"] = dg.MetadataValue.table([dg.TableRecord(row) for row in rows])
+    elapsed = max(row["elapsed (s)"] for row in rows)
+    return {**metadata, "Elapsed (s)": elapsed} if elapsed else metadata
+
+
+def failures_metadata(judged: Mapping[Any, Judged], run_dir: str | None) -> Metadata:
+    """Returns the metadata of a failed run: last output and logs of each payload that failed by itself.
+
+    Args:
+        run_dir: the path of the run directory, with its host; None if the directory was removed.
+    """
+    if None in judged:
+        return failure_metadata(judged[None].evidence, run_dir)
+    own = {component: failure_metadata(each.evidence, None) for component, each in root_failures(judged).items()}
+    metadata = merge_metadata(own, always=True)
+    if run_dir is not None:
+        metadata["Run directory"] = dg.MetadataValue.path(run_dir)
+    return metadata
+
+
+def merge_metadata(own: Mapping[str, Metadata], always: bool = False) -> Metadata:
+    """Merges the metadata of all components: a value that all share appears once, any other under "key (component)".
+
+    Args:
+        own: the metadata of each component.
+        always: whether shared values, too, appear under "key (component)", except values of Slurm.
+    """
+    metadata: Metadata = {}
+    for key in dict.fromkeys(key for each in own.values() for key in each):
+        values = {component: each[key] for component, each in own.items() if key in each}
+        first, *others = values.values()
+        shared = len(values) == len(own) and all(value == first for value in others)
+        if shared and (not always or key.startswith("Slurm")):
+            metadata[key] = first
+        else:
+            metadata.update({f"{key} ({component})": value for component, value in values.items()})
+    return metadata
+
+
+def _named(components: Sequence[str]) -> str:
+    names = [repr(each) for each in components]
+    return f"component {names[0]}" if len(names) == 1 else f"components {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _row(component: str, job_id: str | None, end: Record) -> dict[str, Any]:
+    """Returns the row of a component in the table of components; unknown values are empty."""
+    context: Mapping[str, Any] = end.get("context") or {}
+    usage: Mapping[str, Any] = end.get("usage") or {}
+    allocation: Mapping[str, Any] = context.get("allocation") or {}
+    nodes = context.get("nodes") or []
+    slurm = {} if job_id is None else {"Slurm job ID": job_id, "partition": str(allocation.get("partition") or "")}
+    return {
+        "component": component,
+        **slurm,
+        "nodes": ", ".join(allocation.get("nodes") or [node["hostname"] for node in nodes] or [context.get("hostname") or ""]),
+        "CPUs": cpus_of(context),
+        "GPUs": float(sum(node["resources"].get("GPU", 0.0) for node in nodes)),
+        "bring-up (s)": round(context.get("bring_up") or 0.0, 2),
+        "elapsed (s)": round(usage.get("elapsed") or 0.0, 2),
+        "CPU time (s)": round(usage.get("cpu_seconds") or 0.0, 2),
+        "peak memory (MiB)": round((usage.get("peak_memory") or 0) / MIB, 1),
+    }
