@@ -195,36 +195,20 @@ class Connection(ABC):
         return self.call(files.account, repeat=True)
 
     def stat(self, path: str) -> Stat | None:
-        """Owner and modification time of a file or directory, or None if the path does not exist. Links are followed.
-
-        Raises:
-            OSError: the attributes cannot be read.
-        """
+        """Owner and modification time of a file or directory, or None if the path does not exist. Links are followed."""
         found = self._on_file(f"looking at {path}", files.stat, path)
         return Stat(*found) if found else None
 
     def read(self, path: str, offset: int, limit: int) -> bytes:
-        """At most `limit` bytes of a file from `offset` on; b"" at the end of the file, or if the file does not exist.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """At most `limit` bytes of a file from `offset` on; b"" at the end of the file, or if the file does not exist."""
         return self._on_file(f"reading {path}", files.read, path, offset, limit)
 
     def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
-        """Write a file: create it, or replace it atomically.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write a file: create it, or replace it atomically."""
         self._on_file(f"writing {path}", files.write, path, data, mode)
 
     def make_dir(self, path: str) -> None:
-        """Make a directory and its parents, with access for this user only. An existing directory is no error.
-
-        Raises:
-            OSError: the directory cannot be made.
-        """
+        """Make a directory and its parents, with access for this user only. An existing directory is no error."""
         self._on_file(f"making the directory {path}", files.make_dir, path)
 
     def rename(self, old: str, new: str) -> None:
@@ -239,11 +223,7 @@ class Connection(ABC):
         self._on_file(f"renaming {old}", files.rename, old, new)
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a directory with everything in it. A missing path is no error.
-
-        Raises:
-            OSError: the file, or a part of the directory, could not be removed.
-        """
+        """Remove a file, or a directory with everything in it. A missing path is no error."""
         self._on_file(f"removing {path}", files.remove, path)
 
     def _on_file(self, doing: str, function: Callable[..., T], *args: Any) -> T:
@@ -252,11 +232,7 @@ class Connection(ABC):
     def upload(self, local_path: str, path: str, progress: Progress | None = None, mode: int = 0o600) -> None:
         """Copy a file from this machine, and replace the target atomically once the copy is complete.
 
-        After a lost connection the copy continues behind the bytes that have arrived.
-
-        Raises:
-            OSError: the file cannot be read here or written there.
-        """
+        After a lost connection the copy continues behind the bytes that have arrived."""
         temporary, done = files.temporary_name(path), 0
 
         def put(submit: Submit) -> None:
@@ -292,11 +268,7 @@ class Connection(ABC):
             raise
 
     def download(self, path: str, local_path: str, progress: Progress | None = None) -> None:
-        """Copy a file to this machine, and make the directories above it.
-
-        Raises:
-            OSError: the file cannot be read there or written here.
-        """
+        """Copy a file to this machine, and make the directories above it."""
         files.make_dir(os.path.dirname(local_path))
         temporary = files.temporary_name(local_path)
         version: list[int] = []

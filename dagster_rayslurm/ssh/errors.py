@@ -13,40 +13,33 @@ from .config import SSHConnectionResource
 
 
 def address(ssh: SSHConnectionResource) -> str:
-    """The name of an SSH server in messages, such as "dev@edge:22"."""
     return f"{ssh.user}@{ssh.host}:{ssh.port}" if ssh.user else f"{ssh.host}:{ssh.port}"
 
 
 def failed(ssh: SSHConnectionResource, sentence: str, temporary: bool = False) -> ConnectionFailed:
-    """The exception for a failure that has no function of its own in this module."""
     return ConnectionFailed(f"SSH to {address(ssh)}: {sentence}", temporary)
 
 
 def unknown_host(ssh: SSHConnectionResource) -> ConnectionFailed:
-    """The exception for a host name that does not resolve."""
     hint = "" if ssh.client == "openssh" else '; an alias of ~/.ssh/config needs client="openssh"'
     return failed(ssh, f"no host is called {ssh.host!r}; check `host` and this machine's DNS or VPN{hint}", temporary=True)
 
 
 def nothing_listens(ssh: SSHConnectionResource) -> ConnectionFailed:
-    """The exception for a refused TCP connection."""
     return failed(ssh, "the connection is refused, nothing listens there; check `host` and `port`", temporary=True)
 
 
 def no_answer(ssh: SSHConnectionResource) -> ConnectionFailed:
-    """The exception for a connection or login that timed out."""
     return failed(
         ssh, f"no answer within {ssh.connect_timeout} s; check `host` and `port`, and the VPN or firewall between", temporary=True
     )
 
 
 def unreachable(ssh: SSHConnectionResource, detail: str) -> ConnectionFailed:
-    """The exception for a host that the network does not reach."""
     return failed(ssh, f"it cannot be reached ({detail}); check the network, the VPN and `host`", temporary=True)
 
 
 def busy(ssh: SSHConnectionResource) -> ServerBusy:
-    """The exception for a server that closes connections before the login."""
     return ServerBusy(
         f"SSH to {address(ssh)}: the server closes connections before the login; it has too many logins at once "
         "(MaxStartups), is restarting, or bans this machine: try again later"
@@ -54,22 +47,18 @@ def busy(ssh: SSHConnectionResource) -> ServerBusy:
 
 
 def not_ssh(ssh: SSHConnectionResource) -> ConnectionFailed:
-    """The exception for a port on which another protocol answers."""
     return failed(ssh, "what answers there is not an SSH server; check `port`")
 
 
 def lost(ssh: SSHConnectionResource, detail: str = "") -> ConnectionLost:
-    """The exception for a connection that broke during an operation."""
     return ConnectionLost(f"SSH to {address(ssh)}: the connection was lost{detail and f' ({detail})'}")
 
 
 def gone(ssh: SSHConnectionResource, detail: str = "") -> ConnectionGone:
-    """The exception for a connection that had ended before an operation started."""
     return ConnectionGone(f"SSH to {address(ssh)}: the connection is gone{detail and f' ({detail})'}")
 
 
 def jump_refused(ssh: SSHConnectionResource, jump: SSHConnectionResource, detail: str) -> ConnectionFailed:
-    """The exception for a jump host that cannot connect to the server behind it."""
     return failed(
         ssh,
         f"the jump host {address(jump)} cannot reach it ({detail}); check `host` and `port` as seen from there, and that it "
@@ -79,7 +68,6 @@ def jump_refused(ssh: SSHConnectionResource, jump: SSHConnectionResource, detail
 
 
 def host_key_unknown(ssh: SSHConnectionResource, file: str, key: str) -> ConnectionFailed:
-    """The exception for a new host key with `host_key_checking="strict"`."""
     return failed(
         ssh,
         f'its host key is not in {file} and host_key_checking is "strict"; compare the key with what the site publishes and '
@@ -88,7 +76,6 @@ def host_key_unknown(ssh: SSHConnectionResource, file: str, key: str) -> Connect
 
 
 def host_key_changed(ssh: SSHConnectionResource, file: str, key: str) -> ConnectionFailed:
-    """The exception for a host key that differs from the known one."""
     return failed(
         ssh,
         f"its host key is not the one in {file}; somebody may be listening in, so nothing was sent: ask the site, and if the "
@@ -97,12 +84,10 @@ def host_key_changed(ssh: SSHConnectionResource, file: str, key: str) -> Connect
 
 
 def host_key_revoked(ssh: SSHConnectionResource, file: str) -> ConnectionFailed:
-    """The exception for a host key that is marked as @revoked."""
     return failed(ssh, f"its host key is marked @revoked in {file}; do not use this server before the site has renewed it")
 
 
 def host_key_not_pinned(ssh: SSHConnectionResource, key: str) -> ConnectionFailed:
-    """The exception for a host key that differs from the configured `host_key`."""
     return failed(
         ssh,
         f"its host key is not the one in `host_key`; nothing was sent: ask the site for its key{key and f' (it shows {key})'}",
@@ -110,7 +95,6 @@ def host_key_not_pinned(ssh: SSHConnectionResource, key: str) -> ConnectionFaile
 
 
 def login_refused(ssh: SSHConnectionResource, tried: str, offered: str) -> ConnectionFailed:
-    """The exception for refused keys or passwords."""
     return failed(
         ssh,
         f"the server refused the login with {tried or 'nothing, for no key, agent or password is there'}"
@@ -120,7 +104,6 @@ def login_refused(ssh: SSHConnectionResource, tried: str, offered: str) -> Conne
 
 
 def prompt_unanswered(ssh: SSHConnectionResource, prompt: str, command: str) -> ConnectionFailed:
-    """The exception for a prompt that only a person can answer, such as one for a second factor."""
     return failed(
         ssh,
         f"the server asks {prompt!r}, which nobody can answer here; log in once by hand and let this use that login: set "
@@ -129,12 +112,10 @@ def prompt_unanswered(ssh: SSHConnectionResource, prompt: str, command: str) -> 
 
 
 def no_master(ssh: SSHConnectionResource, command: str) -> ConnectionFailed:
-    """The exception for `require_existing_master` when no master connection is open."""
     return failed(ssh, f"no master connection is open and require_existing_master is set; type: {command}", temporary=True)
 
 
 def no_sessions(ssh: SSHConnectionResource) -> ConnectionFailed:
-    """The exception for a server that opens no further session on a login."""
     return failed(
         ssh,
         "the server opens no session on this connection (MaxSessions is 0, or others use them all); ask the site",
@@ -143,7 +124,6 @@ def no_sessions(ssh: SSHConnectionResource) -> ConnectionFailed:
 
 
 def no_shell(ssh: SSHConnectionResource, said: str) -> ConnectionFailed:
-    """The exception for a login shell that does not run commands."""
     return failed(
         ssh,
         f"the login shell ended before it ran anything{said and f' and said {said!r}'}; the account needs a shell that takes "
@@ -152,16 +132,13 @@ def no_shell(ssh: SSHConnectionResource, said: str) -> ConnectionFailed:
 
 
 def not_started(ssh: SSHConnectionResource, code: int, said: str) -> ConnectionFailed:
-    """The exception for a login shell that ended with an exit code before the agent began, and said something."""
     missing = code in (126, 127) or re.search(rf"{re.escape(ssh.python)}: .*(not found|No such file|Permission denied)", said)
     return no_python(ssh, said.splitlines()[-1] if said else f"exit code {code}") if missing else no_shell(ssh, said)
 
 
 def no_python(ssh: SSHConnectionResource, said: str) -> ConnectionFailed:
-    """The exception for a missing or old Python."""
     return failed(ssh, f"{ssh.python} does not run there ({said}); name a Python 3.6 or newer of the server as `python`")
 
 
 def no_client(ssh: SSHConnectionResource) -> ConnectionFailed:
-    """The exception for a missing `ssh` program."""
     return failed(ssh, 'client="openssh" needs the `ssh` program, which is not on PATH; install openssh-client')

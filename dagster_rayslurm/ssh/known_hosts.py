@@ -25,13 +25,7 @@ _GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
 
 @dataclass(frozen=True)
 class KnownKey:
-    """A host key from a file of known hosts.
-
-    Attributes:
-        key_type: such as "ssh-ed25519".
-        key: the public key in base64.
-        revoked: whether the file marks the key as @revoked, so that it must never be accepted.
-    """
+    """A host key from a file of known hosts: its type, and the key in base64. A @revoked key must never be accepted."""
 
     key_type: str
     key: str
@@ -83,9 +77,6 @@ def add_key(path: str, host: str, port: int, key_type: str, key: str) -> Trust:
     """Add a host's key to a file of known hosts if the file has no key of that host yet.
 
     Returns how the file judges the key afterwards: known, changed or revoked. Several processes may call this at once.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     directory = os.path.dirname(path)
     if directory:
@@ -145,11 +136,7 @@ def known_hosts_path(ssh: SSHConnectionResource) -> str:
 
 
 def expected_keys(ssh: SSHConnectionResource) -> list[KnownKey]:
-    """The host keys to expect of a server: its configured `host_key`, or else its keys in the files of known hosts.
-
-    Raises:
-        ConnectionFailed: a file of known hosts cannot be read.
-    """
+    """The host keys to expect of a server: its configured `host_key`, or else its keys in the files of known hosts."""
     if ssh.host_key:
         key_type, key = ssh.host_key.split()
         return [KnownKey(key_type, key)]
@@ -161,17 +148,7 @@ def expected_keys(ssh: SSHConnectionResource) -> list[KnownKey]:
 
 
 def check_host_key(ssh: SSHConnectionResource, expected: Sequence[KnownKey], key_type: str, key: str) -> None:
-    """Refuse a host key that the configuration does not trust. A new key is added to the known hosts with "accept-new".
-
-    Args:
-        ssh: the server, with `host_key` and `host_key_checking`.
-        expected: result of `expected_keys`.
-        key_type: type of the key that the server has proved to hold.
-        key: that key in base64.
-
-    Raises:
-        ConnectionFailed: the key is not trusted.
-    """
+    """Refuse a host key that the configuration does not trust. With "accept-new" a new key is added to the known hosts."""
     shown, file = f"{key_type} {key}", known_hosts_path(ssh)
     trust = judge(expected, key_type, key)
     if trust is Trust.KNOWN:

@@ -82,11 +82,7 @@ def certificate_path(ssh: SSHConnectionResource) -> str | None:
 
 
 def check_files(ssh: SSHConnectionResource) -> None:
-    """Check that the configured key, certificate and known hosts files can be read, for the server and its jump hosts.
-
-    Raises:
-        ConnectionFailed: a file is missing or unreadable, or other users can read the key.
-    """
+    """Check that the configured key, certificate and known hosts files can be read, for the server and its jump hosts."""
     for hop in ssh.hops():
         key, certificate = key_path(hop), certificate_path(hop)
         if key:
@@ -115,11 +111,7 @@ def _check_readable(ssh: SSHConnectionResource, path: str, field: str) -> None:
 
 
 def check_keys(ssh: SSHConnectionResource) -> None:
-    """Check that the keys of the server and its jump hosts can be used, because `ssh` says little about a key that cannot.
-
-    Raises:
-        ConnectionFailed: a key is locked or damaged, or its certificate has expired or belongs to another key.
-    """
+    """Check that the keys of the server and its jump hosts can be used, because `ssh` says little about a key that cannot."""
     for hop in ssh.hops():
         path = key_path(hop)
         # A public key file only selects a key of the agent. Only ssh can use a FIDO key.
@@ -132,9 +124,6 @@ def load_key(ssh: SSHConnectionResource, path: str) -> Any:
     """A private key with its certificate, as a key object of paramiko.
 
     For a locked key without passphrase this is the agent's key object, if the agent holds the key.
-
-    Raises:
-        ConnectionFailed: the key cannot be used.
     """
     try:
         return _load(ssh, path)

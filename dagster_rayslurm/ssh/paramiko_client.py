@@ -17,13 +17,13 @@ from typing import Any
 import paramiko
 
 from . import errors
-from .agent_client import Refused
 from .base import ConnectionFailed
 from .config import SSHConnectionResource
+from .connection import Refused
 from .known_hosts import KnownKey, check_host_key, expected_keys
 from .login import agent_keys, check_files, key_path, load_key, login_slot
+from .openssh import master_command
 from .openssh_askpass import asks_password
-from .openssh_master import master_command
 
 _LOG = "dagster_rayslurm.paramiko"
 """Name of paramiko's logger, which is silenced."""
@@ -51,11 +51,7 @@ _SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 
 
 def log_in(ssh: SSHConnectionResource) -> ParamikoTransport:
-    """Log in to a server through its jump hosts, and return the login. Each host has its own `connect_timeout`.
-
-    Raises:
-        ConnectionFailed: a login failed.
-    """
+    """Log in to a server through its jump hosts, and return the login. Each host has its own `connect_timeout`."""
     check_files(ssh)
     transport: ParamikoTransport | None = None
     for hop in ssh.hops():
@@ -75,7 +71,7 @@ def _log_in_to(ssh: SSHConnectionResource, jump: ParamikoTransport | None) -> Pa
     """Log in to one server, directly or through the login to its jump host, and return the login."""
     deadline = time.monotonic() + ssh.connect_timeout
     stream = jump.open_tcp(ssh, deadline) if jump else _connect(ssh, deadline)
-    transport = paramiko.Transport(stream, packetizer_class=_Packetizer)
+    transport = paramiko.Transport(stream)
     transport.set_log_channel(_LOG)
     transport.logger.setLevel(100)  # paramiko logs tracebacks of failures that `errors` reports in a sentence.
     transport.daemon = True
@@ -145,11 +141,7 @@ def _prefer_key_types(transport: Any, expected: list[KnownKey]) -> None:
 
 
 def _authenticate(transport: Any, ssh: SSHConnectionResource, user: str) -> None:
-    """Authenticate by keys, then by password, as OpenSSH does; with several factors if the server requires them.
-
-    Raises:
-        ConnectionFailed: the server refuses the login.
-    """
+    """Authenticate by keys, then by password, as OpenSSH does; with several factors if the server requires them."""
     tried: list[str] = []
     offered: list[str] = []
     for name, key in _keys(ssh):
@@ -276,10 +268,6 @@ class ParamikoTransport:
         self.ssh = ssh
         self._transport = transport
         self._jump = jump
-        self._closed = threading.Event()
-        if ssh.keepalive:
-            for target in (self._send_keepalives, self._close_when_silent):
-                threading.Thread(target=target, name="rayslurm-keepalive", daemon=True).start()
 
     def alive(self) -> bool:
         return bool(self._transport.is_active())
@@ -331,7 +319,6 @@ class ParamikoTransport:
             raise errors.jump_refused(target, self.ssh, f"no answer within {target.connect_timeout} s") from None
 
     def close(self) -> None:
-        self._closed.set()
         self._transport.close()
         if self._jump is not None:
             self._jump.close()
@@ -348,35 +335,6 @@ class ParamikoTransport:
                 # The server refused the channel, but another thread, also refused, has taken paramiko's exception about it.
                 raise paramiko.ChannelException(_CONNECT_FAILED, "refused") from None
             raise errors.gone(self.ssh, "" if isinstance(error, EOFError) else str(error)) from None
-
-    # paramiko's own `set_keepalive` requests no answer. TCP does not notice a silent server behind a jump host or a proxy.
-    def _send_keepalives(self) -> None:
-        with contextlib.suppress(Exception):  # The transport has ended.
-            while not self._closed.wait(self.ssh.keepalive) and self.alive():
-                self._transport.global_request("keepalive@openssh.com")
-
-    def _close_when_silent(self) -> None:
-        """Close the transport when the server was silent for two keepalive intervals.
-
-        Otherwise threads would wait until TCP times out.
-        """
-        interval = self.ssh.keepalive
-        while not self._closed.wait(interval / 4) and self.alive():
-            if time.monotonic() - self._transport.packetizer.last_message > 2 * interval:
-                self._transport.close()
-
-
-class _Packetizer(paramiko.packet.Packetizer):  # type: ignore[misc]
-    """Packet reader and writer of paramiko that also keeps the time of the last message from the server."""
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream)
-        self.last_message = time.monotonic()
-
-    def read_message(self) -> Any:
-        message = super().read_message()
-        self.last_message = time.monotonic()
-        return message
 
 
 def _copy(receive: Callable[[int], bytes], send: Callable[[bytes], Any], end: Callable[[], Any]) -> None:

@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from dagster_rayslurm import SSHConnectionResource
-from dagster_rayslurm.ssh import openssh_master
+from dagster_rayslurm.ssh import openssh
 from dagster_rayslurm.ssh.base import ConnectionFailed
-from dagster_rayslurm.ssh.openssh_master import control_path, master_command
+from dagster_rayslurm.ssh.openssh import control_path, master_command
 from dagster_rayslurm.ssh.pool import close_connections, connection_to
 
 from .fixtures import PASSWORD, Connect, end_master
@@ -330,7 +330,7 @@ def test_an_ssh_config_that_hangs(connect: Connect, server: Sshd, tmp_path: Path
     (tmp_path / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {tmp_path}/config "$@"\n')
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(openssh_master, "_CONFIG_TIMEOUT", 1.0)
+    monkeypatch.setattr(openssh, "_CONFIG_TIMEOUT", 1.0)
     ssh = connect.fields(server, client="openssh", require_existing_master=True, user="dev", connect_timeout=1)
     began = time.monotonic()
     with pytest.raises(ConnectionFailed, match=r"`ssh -G -l dev .*` took over 1 s; see what its configuration runs"):

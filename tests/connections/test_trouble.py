@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm.ssh.base import ConnectionFailed, ConnectionLost
-from dagster_rayslurm.ssh.openssh_master import control_path
+from dagster_rayslurm.ssh.openssh import control_path
 from stack.link import Link
 
 from ..conftest import wait_until

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import ComputeResource, SSHConnectionResource
-from dagster_rayslurm.ssh.openssh_master import control_path
+from dagster_rayslurm.ssh.openssh import control_path
 from dagster_rayslurm.ssh.pool import connection_to
 from stack.link import Link
 

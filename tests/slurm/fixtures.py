@@ -17,7 +17,7 @@ import pytest
 
 from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig, SlurmQueueConfig, SlurmResource, SSHConnectionResource
 from dagster_rayslurm.ssh.base import Connection
-from dagster_rayslurm.ssh.openssh_master import control_path
+from dagster_rayslurm.ssh.openssh import control_path
 from dagster_rayslurm.ssh.pool import connection_to
 
 from ..conftest import Ran, pipes_script, run_asset, wait_until

@@ -23,8 +23,8 @@ from dagster_rayslurm.ssh.base import Backoff
 from dagster_rayslurm.ssh.known_hosts import KnownKey, Trust, add_key, judge, known_keys
 from dagster_rayslurm.ssh.local import private_dir
 from dagster_rayslurm.ssh.login import SLOTS, login_slot
+from dagster_rayslurm.ssh.openssh import control_path, explain, jump_options, login_options, master_command
 from dagster_rayslurm.ssh.openssh_askpass import choose
-from dagster_rayslurm.ssh.openssh_master import control_path, explain, jump_options, login_options, master_command
 from dagster_rayslurm.ssh.pool import connection_to
 
 # -- known hosts ---------------------------------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from dagster_rayslurm import SSHConnectionResource
 from dagster_rayslurm.edge import agent, files, processes
-from dagster_rayslurm.ssh.agent_client import AgentClient, agent_command
 from dagster_rayslurm.ssh.base import ConnectionFailed, ConnectionGone, ConnectionLost
-from dagster_rayslurm.ssh.connection import SSHConnection
+from dagster_rayslurm.ssh.connection import AgentClient, SSHConnection, agent_command
 
 from ..conftest import marked_processes, wait_until
 
