@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from dagster_rayslurm import archive
-from dagster_rayslurm.ssh.base import ConnectionLost
+from dagster_rayslurm.edge import delivery
 from dagster_rayslurm.ssh.local import LocalConnection
-from dagster_rayslurm.upload import bundle, deliver
+from dagster_rayslurm.upload import bundle
 from dagster_rayslurm.upload.bundle import Bundle, bundle_directory, bundle_files, make_bundle
 from dagster_rayslurm.upload.deliver import install
 from dagster_rayslurm.upload.tree import Limits, scan, scan_files
@@ -65,9 +65,9 @@ class Counting(LocalConnection):
         self.commands = 0
         self.uploads = 0
 
-    def run(self, *arguments: Any, **named: Any) -> Any:
+    def call(self, *arguments: Any, **named: Any) -> Any:
         self.commands += 1
-        return super().run(*arguments, **named)
+        return super().call(*arguments, **named)
 
     def upload(self, *arguments: Any, **named: Any) -> None:
         self.uploads += 1
@@ -720,57 +720,35 @@ def test_a_truncated_archive_is_never_visible(tree: Callable[..., Path], there: 
     assert content(os.fsencode(target)) == content(os.fsencode(source))
 
 
-class Losing(LocalConnection):
-    """A connection that breaks when some commands have been carried out, or before they are."""
-
-    def __init__(self, *events: str) -> None:
-        self.events = list(events)
-
-    def run(self, *arguments: Any, **named: Any) -> Any:
-        event = self.events.pop(0) if self.events else "fine"
-        if event == "before":
-            raise ConnectionLost("lost")
-        done = super().run(*arguments, **named)
-        if event == "after":
-            raise ConnectionLost("lost")
-        return done
-
-
-@pytest.mark.parametrize(
-    "events",
-    [
-        ("before",),
-        ("after",),
-        ("fine", "before"),
-        ("fine", "after"),
-        ("fine", "fine", "after"),
-        ("fine", "fine", "before", "after"),
-    ],
-)
 @pytest.mark.parametrize("size", [10, 3 * 2**20])
-def test_a_connection_that_breaks(tree: Callable[..., Path], there: Path, events: tuple[str, ...], size: int) -> None:
+def test_a_call_that_is_repeated_after_a_lost_connection(tree: Callable[..., Path], there: Path, size: int) -> None:
     source = tree({})
     (source / "f").write_bytes(os.urandom(size))
-    (target,) = installed(there, bundle_directory(str(source)), connection=Losing(*events))
+
+    class Repeats(LocalConnection):
+        def call(self, function: Any, *arguments: Any, **named: Any) -> Any:
+            assert named["repeat"]
+            super().call(function, *arguments, **named)  # Its answer is lost.
+            return super().call(function, *arguments, **named)
+
+    (target,) = installed(there, bundle_directory(str(source)), connection=Repeats())
     assert content(os.fsencode(target)) == content(os.fsencode(source))
     assert own_leftovers(there) == []
 
 
-def test_a_connection_that_stays_broken(there: Path) -> None:
-    with pytest.raises(ConnectionLost):
-        install(Losing(*["before"] * 9), str(there), [])
-
-
 @pytest.mark.parametrize(
-    ("script", "limit", "doing"), [("_LOOK", "_LOOK_TIMEOUT", "looking at"), ("_UNPACK", "_UNPACK_TIMEOUT", "making")]
+    ("function", "limit", "doing"), [(delivery.look, 300, "looking at"), (delivery.install_file, 600, "making")]
 )
-def test_a_file_system_that_does_not_answer(
-    script: str, limit: str, doing: str, there: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deliver, script, "sleep 60")
-    monkeypatch.setattr(deliver, limit, 1.0)
-    with pytest.raises(TimeoutError, match=rf"this machine: {doing} {there}.* took over 1 s and was ended; the file system of"):
-        install(LocalConnection(), str(there), [])
+def test_a_file_system_that_does_not_answer(function: Any, limit: int, doing: str, there: Path) -> None:
+    class Hangs(LocalConnection):
+        def call(self, called: Any, *arguments: Any, repeat: bool = False, timeout: float | None = None) -> Any:
+            if called is function:
+                assert timeout == limit
+                raise TimeoutError
+            return super().call(called, *arguments)
+
+    with pytest.raises(TimeoutError, match=rf"machine: {doing} {there}.* took over {limit} s and was ended; the file system of"):
+        install(Hangs(), str(there), [])
 
 
 def test_a_full_disk_there(tree: Callable[..., Path], tmp_path: Path) -> None:
