@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ..edge import files
 from ..runtime.protocol.end import EndReason
 from ..runtime.protocol.record import JOURNAL, PAYLOAD, RUNTIME, LineReader, Record
 from ..slurm.submit import JOB_SCRIPT
@@ -107,12 +108,11 @@ class Ownership:
 
     def _owners(self) -> list[str] | None:
         """The names of the owner files, at most two during a rename; None if the run directory does not exist."""
-        listed = self.connection.run(["ls", "-a", "--", self.run_dir], timeout=60)
-        if listed.returncode:
-            if self.connection.stat(self.run_dir) is None:
-                return None
-            raise OSError(listed.stderr.decode("utf-8", "replace").strip() or f"exit code {listed.returncode}")
-        return [name for name in listed.stdout.decode("utf-8", "replace").splitlines() if name.startswith(_PREFIX)]
+        try:
+            names = self.connection.call(files.names, self.run_dir, repeat=True)
+        except FileNotFoundError:
+            return None
+        return [name for name in names if name.startswith(_PREFIX)]
 
 
 def owner_file(run_id: str) -> str:

@@ -185,6 +185,8 @@ def _answer(sender: Sender, header: "dict[str, Any]", values: "list[Any]") -> No
     reply = {"id": header["id"]}
     try:
         module, function = header["call"].split(".")
+        # Python 3.6 in the C locale encodes file names as ASCII.
+        values = [os.fsdecode(v.encode("utf-8", "surrogateescape")) if isinstance(v, str) else v for v in values]
         result = getattr(importlib.import_module(PACKAGE + "." + module), function)(*values)
         reply["tuple"] = isinstance(result, tuple)
         values = list(result) if isinstance(result, tuple) else [result]

@@ -50,6 +50,11 @@ def temporary_name(path: str) -> str:
     return os.path.join(os.path.dirname(path), ".rs-" + os.urandom(8).hex() + ".tmp")
 
 
+def names(path: str) -> "list[str]":
+    """The names in a directory."""
+    return os.listdir(path)
+
+
 def make_dir(path: str) -> None:
     """Make a directory and its parents, for this user only. An existing directory is no error."""
     if path and not os.path.isdir(path):

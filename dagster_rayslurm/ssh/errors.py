@@ -132,8 +132,10 @@ def no_shell(ssh: SSHConnectionResource, said: str) -> ConnectionFailed:
 
 
 def not_started(ssh: SSHConnectionResource, code: int, said: str) -> ConnectionFailed:
-    missing = code in (126, 127) or re.search(rf"{re.escape(ssh.python)}: .*(not found|No such file|Permission denied)", said)
-    return no_python(ssh, said.splitlines()[-1] if said else f"exit code {code}") if missing else no_shell(ssh, said)
+    reason = re.search(rf".*{re.escape(ssh.python)}: .*(not found|No such file|Permission denied).*|.*nknown option.*", said)
+    if reason or code in (126, 127):
+        return no_python(ssh, reason[0] if reason else said or f"exit code {code}")
+    return no_shell(ssh, said)
 
 
 def no_python(ssh: SSHConnectionResource, said: str) -> ConnectionFailed:
