@@ -112,17 +112,13 @@ class AgentClient:
         ssh: the server.
         stream: a channel on which the command of `agent_command` was started.
         hello: the beginning of the hello.
-        hang_up: ends the login when the server has fallen silent.
 
     Raises:
         Refused, ConnectionFailed: the agent does not start. Nothing was called.
     """
 
-    def __init__(
-        self, ssh: SSHConnectionResource, stream: Stream, hello: bytes, hang_up: Callable[[], None] = lambda: None
-    ) -> None:
-        self._ssh, self._stream, self._hang_up = ssh, stream, hang_up
-        self._ended = threading.Event()
+    def __init__(self, ssh: SSHConnectionResource, stream: Stream, hello: bytes) -> None:
+        self._ssh, self._stream = ssh, stream
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Future[Any]] = {}
         self.lost = False
@@ -141,8 +137,6 @@ class AgentClient:
             alarm.cancel()
         self._sender = Sender(stream.sendall, stream.close)
         threading.Thread(target=self._receive, name="rayslurm-agent", daemon=True).start()
-        if ssh.keepalive:
-            threading.Thread(target=self._keep_alive, name="rayslurm-keepalive", daemon=True).start()
 
     def submit(self, deadline: float | None, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
         """Start a call, and return a function that waits for its result.
@@ -161,27 +155,14 @@ class AgentClient:
             try:
                 return future.result(None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE)
             except BaseException as error:
-                if not future.done():  # Nobody waits any more.
-                    self._sender.send({"id": number, "cancel": True}, [])
+                if not future.done():  # Nobody waits any more. A broken link may hold up the message.
+                    cancel = {"id": number, "cancel": True}
+                    threading.Thread(target=self._sender.send, args=(cancel, []), daemon=True).start()
                     if isinstance(error, NotInTime):
                         raise TimeoutError from None
                 raise
 
         return wait
-
-    def _keep_alive(self) -> None:
-        """Ask for an answer regularly, and end the login when none comes. TCP does not notice a silent server behind a proxy."""
-        interval = self._ssh.keepalive
-        asked = time.monotonic()
-        while not self._ended.wait(interval / 4):
-            now = time.monotonic()
-            if now - self.heard > 2 * interval:
-                self._hang_up()
-                self.close()
-            elif now - max(asked, self.heard) > interval:
-                asked = now
-                with contextlib.suppress(ConnectionFailed):
-                    self.submit(None, files.account)
 
     def close(self) -> None:
         """End the agent, and the commands that it runs."""
@@ -224,7 +205,6 @@ class AgentClient:
                 if future is not None:
                     _resolve(future, header, values)
         self.lost = True
-        self._ended.set()
         for future in list(self._waiting.values()):
             with contextlib.suppress(Exception):
                 future.set_exception(errors.lost(self._ssh))
@@ -342,7 +322,7 @@ class SSHConnection(Connection):
         try:
             for stream in transport.start(command):
                 with contextlib.suppress(Refused):
-                    return AgentClient(self.ssh, stream, hello, transport.close)
+                    return AgentClient(self.ssh, stream, hello)
         except ConnectionGone:
             self._log_out()
             raise
@@ -357,11 +337,10 @@ class SSHConnection(Connection):
     def forward(self, host: str, port: int) -> ListeningForward:
         def tunnel(client: socket.socket) -> None:
             for last in (False, True):
-                self._connected()  # The agent's keepalive serves the forwards as well.
-                transport = self._transport
+                with self._lock:
+                    transport = self._logged_in()
                 try:
-                    if transport is not None:
-                        return transport.tunnel(host, port, client)
+                    return transport.tunnel(host, port, client)
                 except ConnectionGone:
                     if last:
                         raise

@@ -71,7 +71,7 @@ def _log_in_to(ssh: SSHConnectionResource, jump: ParamikoTransport | None) -> Pa
     """Log in to one server, directly or through the login to its jump host, and return the login."""
     deadline = time.monotonic() + ssh.connect_timeout
     stream = jump.open_tcp(ssh, deadline) if jump else _connect(ssh, deadline)
-    transport = paramiko.Transport(stream)
+    transport = paramiko.Transport(stream, packetizer_class=_Packetizer)
     transport.set_log_channel(_LOG)
     transport.logger.setLevel(100)  # paramiko logs tracebacks of failures that `errors` reports in a sentence.
     transport.daemon = True
@@ -268,6 +268,10 @@ class ParamikoTransport:
         self.ssh = ssh
         self._transport = transport
         self._jump = jump
+        self._closed = threading.Event()
+        if ssh.keepalive:
+            for target in (self._send_keepalives, self._close_when_silent):
+                threading.Thread(target=target, name="rayslurm-keepalive", daemon=True).start()
 
     def alive(self) -> bool:
         return bool(self._transport.is_active())
@@ -319,6 +323,7 @@ class ParamikoTransport:
             raise errors.jump_refused(target, self.ssh, f"no answer within {target.connect_timeout} s") from None
 
     def close(self) -> None:
+        self._closed.set()
         self._transport.close()
         if self._jump is not None:
             self._jump.close()
@@ -335,6 +340,35 @@ class ParamikoTransport:
                 # The server refused the channel, but another thread, also refused, has taken paramiko's exception about it.
                 raise paramiko.ChannelException(_CONNECT_FAILED, "refused") from None
             raise errors.gone(self.ssh, "" if isinstance(error, EOFError) else str(error)) from None
+
+    # paramiko's own `set_keepalive` requests no answer. TCP does not notice a silent server behind a jump host or a proxy.
+    def _send_keepalives(self) -> None:
+        with contextlib.suppress(Exception):  # The transport has ended.
+            while not self._closed.wait(self.ssh.keepalive) and self.alive():
+                self._transport.global_request("keepalive@openssh.com")
+
+    def _close_when_silent(self) -> None:
+        """Close the transport when the server was silent for two keepalive intervals.
+
+        Otherwise threads would wait until TCP times out.
+        """
+        interval = self.ssh.keepalive
+        while not self._closed.wait(interval / 4) and self.alive():
+            if time.monotonic() - self._transport.packetizer.last_message > 2 * interval:
+                self._transport.close()
+
+
+class _Packetizer(paramiko.packet.Packetizer):  # type: ignore[misc]
+    """Packet reader and writer of paramiko that also keeps the time of the last message from the server."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self.last_message = time.monotonic()
+
+    def read_message(self) -> Any:
+        message = super().read_message()
+        self.last_message = time.monotonic()
+        return message
 
 
 def _copy(receive: Callable[[int], bytes], send: Callable[[bytes], Any], end: Callable[[], Any]) -> None:
