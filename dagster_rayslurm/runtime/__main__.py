@@ -9,46 +9,41 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Callable
+    from typing import Any, Callable, Optional  # noqa: F401
 
     from .node import allocation
-    from .payload.payload import Payload  # noqa: F401
+    from .process.scratch import Scratch  # noqa: F401
     from .protocol.spec import RuntimeSpec  # noqa: F401
-    from .supervisor import supervisor
+    from .supervisor.supervisor import Supervisor  # noqa: F401
 
-    Lead = Callable[[supervisor.Supervisor, allocation.Allocation], int]
+    Lead = Callable[[Supervisor, allocation.Allocation], int]
 
 if sys.version_info < (3, 8):
     sys.exit("rayslurm runtime: Python 3.8 or newer is needed, %s is %s" % (sys.executable, sys.version.split()[0]))
 
+_dispensable = mmap.mmap(-1, 1)
+"""A byte that the keeper process and its child, the runtime, share. A worker node sets it to 1 when the head knows it. Ray can go
+on without it from then on, so its end must not make `srun` end the step."""
+
 
 def run(run_dir):  # type: (str) -> int
-    """Run the one payload of a run directory for the parent process, without Slurm. Returns the exit code."""
-    from .process import loop, scratch
-    from .protocol import spec as start_records
-    from .supervisor import local_server, supervisor
-
-    scratch.sweep()
-    spec = start_records.load_spec(run_dir)
-    if spec.meeting is not None:
-        return _run_component(run_dir, spec)
-    runner = supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch())
-    local_server.serve_parent(runner, run_dir)
-    runner.run()
-    return 0
-
-
-def _run_component(run_dir, spec):  # type: (str, RuntimeSpec) -> int
-    """Run the payload of one of several components on this machine (separate topology) for the parent process, without Slurm."""
+    """Run the one payload of a run directory for the parent process, without Slurm."""
     from dataclasses import replace
 
-    from .process import loop, scratch
     from .protocol import record
-    from .separate import participant
-    from .supervisor import local_server, supervisor
+    from .supervisor import local_server
+
+    spec = _load(run_dir)
+    if spec.meeting is None:
+        runner = _supervisor(spec)
+        local_server.serve_parent(runner, run_dir)
+        runner.run()
+        return 0
+
+    from .separate import participant  # One of several components on this machine (separate topology).
 
     here, remark = participant.component_share(spec)
-    runner = supervisor.Supervisor(loop.Loop(), replace(spec, components=[]), scratch.Scratch(), here=here)
+    runner = _supervisor(replace(spec, components=[]), here=here)
     barrier = participant.join_barrier(runner, record.run_of_component(run_dir))
     payload = local_server.serve_parent(runner, run_dir)
     barrier.watch(payload)
@@ -59,47 +54,38 @@ def _run_component(run_dir, spec):  # type: (str, RuntimeSpec) -> int
     return 0
 
 
-def node(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
-    """Serve as one node of a Slurm step: the first node runs the payload of the run directory, the others join its Ray cluster.
-
-    Args:
-        dispensable: a byte that a worker node sets to 1 when the head knows it. Ray can go on without it from then on, so its
-            end must not make `srun` end the step.
-
-    Returns:
-        The exit code.
-    """
+def node(run_dir):  # type: (str) -> int
+    """Serve as one node of a Slurm step: the first node runs the payload of the run directory, the others join its Ray cluster."""
     from .supervisor import local_server, time_limit
 
-    def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
+    def lead(runner, here):  # type: (Supervisor, allocation.Allocation) -> int
         local_server.serve_run_dir(runner, run_dir)
         time_limit.watch(runner, here.job_id)
         runner.run()
         return runner.exit_code
 
-    return _be_node(run_dir, dispensable, lead)
+    spec = _load(run_dir)
+    return _lead_or_work(spec, _allocation(spec), run_dir, lead)
 
 
-def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
+def part(run_dir):  # type: (str) -> int
     """Serve as one node of a Slurm step with a payload per component (separate topology).
 
-    The first node of each component runs its payload, the others join the component's Ray cluster. See `node`.
+    The first node of each component runs its payload, the others join the component's Ray cluster.
     """
     from dataclasses import replace
 
     from .node.allocation import head_address
     from .protocol import record
-    from .protocol import spec as start_records
     from .separate import participant
     from .supervisor import local_server, time_limit
 
-    whole = _allocation(start_records.load_spec(run_dir))
+    whole = _allocation(_load(run_dir))
     directory = record.component_dir(run_dir, whole.component_of(whole.node_id) or "")
 
-    def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
+    def lead(runner, here):  # type: (Supervisor, allocation.Allocation) -> int
         barrier = participant.join_barrier(runner, run_dir, here, whole.head_addresses)
-        payload = local_server.serve_run_dir(runner, directory)
-        barrier.watch(payload)
+        barrier.watch(local_server.serve_run_dir(runner, directory))
         time_limit.watch(runner, here.job_id)
         runner.run()
         barrier.close()
@@ -109,18 +95,18 @@ def part(run_dir, dispensable):  # type: (str, mmap.mmap) -> int
     if here.node_id == 0:
         others = [node for node in whole.nodes if node not in here.nodes]
         here = replace(here, head_addresses=[head_address(replace(here, nodes=[*here.nodes, *others]))])
-    return _lead_or_work(start_records.load_spec(directory), here, run_dir, dispensable, lead)
+    return _lead_or_work(_load(directory), here, run_dir, lead)
 
 
-def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
+def session(session_dir):  # type: (str) -> int
     """Serve as one node of a session's Slurm step: the first node runs payloads for clients until the session ends.
 
-    A session ends when it is idle for too long, has failed, or comes to its time limit. See `node`.
+    A session ends when it is idle for too long, has failed, or comes to its time limit.
     """
     from .protocol import rpc
     from .supervisor import session_server, time_limit
 
-    def lead(runner, here):  # type: (supervisor.Supervisor, allocation.Allocation) -> int
+    def lead(runner, here):  # type: (Supervisor, allocation.Allocation) -> int
         spec = runner.spec
         assert spec.control_key is not None
         # Clients and worker nodes use different keys, so that neither can take the other's server for its own.
@@ -133,16 +119,37 @@ def session(session_dir, dispensable):  # type: (str, mmap.mmap) -> int
             server.close()
         return 1 if runner.queue.failed else 0
 
-    return _be_node(session_dir, dispensable, lead)
+    spec = _load(session_dir)
+    return _lead_or_work(spec, _allocation(spec), session_dir, lead)
 
 
-def _be_node(directory, dispensable, lead):
-    # type: (str, mmap.mmap, Lead) -> int
-    """Serve as one node of a Slurm step: the first node calls `lead`, the others are worker nodes. Returns the exit code."""
-    from .protocol import spec as start_records
+def serve(session_dir):  # type: (str) -> int
+    """Run a session on this machine, without Slurm: run payloads for clients until it is idle for too long."""
+    from .process import scratch
+    from .supervisor import local_server
 
-    spec = start_records.load_spec(directory)
-    return _lead_or_work(spec, _allocation(spec), directory, dispensable, lead)
+    private = scratch.Scratch()
+    runner = _supervisor(_load(session_dir), private)
+    server = local_server.LocalSessionServer(runner, session_dir, private.join("control.sock"))
+    try:
+        runner.run()
+    finally:
+        server.close()
+    return 0
+
+
+def _load(directory):  # type: (str) -> RuntimeSpec
+    from .protocol.spec import load_spec
+
+    return load_spec(directory)
+
+
+def _supervisor(spec, private=None, **more):  # type: (RuntimeSpec, Optional[Scratch], Any) -> Supervisor
+    from .process import loop, scratch
+    from .supervisor import supervisor
+
+    scratch.sweep()
+    return supervisor.Supervisor(loop.Loop(), spec, private or scratch.Scratch(), **more)
 
 
 def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
@@ -158,75 +165,48 @@ def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation
         sys.exit("rayslurm runtime: %s" % error)
 
 
-def _lead_or_work(spec, here, log_dir, dispensable, lead):
-    # type: (RuntimeSpec, allocation.Allocation, str, mmap.mmap, Lead) -> int
+def _lead_or_work(spec, here, log_dir, lead):  # type: (RuntimeSpec, allocation.Allocation, str, Lead) -> int
     """Call `lead` on the first node of an allocation; serve as a worker node on the others. Returns the exit code."""
+    if here.node_id == 0:
+        return lead(_supervisor(spec, allocation=here, log_dir=log_dir), here)
+
     from .nodes import worker
     from .process import loop, scratch
-    from .supervisor import supervisor
 
     scratch.sweep()
-    if here.node_id > 0:
-        helper = worker.Worker(loop.Loop(), spec, here, scratch.Scratch(), lambda: dispensable.__setitem__(0, 1))
-        helper.run()
-        if helper.exit_code:
-            dispensable[0] = 0
-        return helper.exit_code
-    return lead(supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch(), here, log_dir), here)
+    helper = worker.Worker(loop.Loop(), spec, here, scratch.Scratch(), lambda: _dispensable.__setitem__(0, 1))
+    helper.run()
+    if helper.exit_code:
+        _dispensable[0] = 0
+    return helper.exit_code
 
 
-def serve(session_dir):  # type: (str) -> int
-    """Run a session on this machine, without Slurm: run payloads for clients until it is idle for too long."""
-    from .process import loop, scratch
-    from .protocol import spec as start_records
-    from .supervisor import local_server, supervisor
-
-    scratch.sweep()
-    private = scratch.Scratch()
-    runner = supervisor.Supervisor(loop.Loop(), start_records.load_spec(session_dir), private)
-    server = local_server.LocalSessionServer(runner, session_dir, private.join("control.sock"))
-    try:
-        runner.run()
-    finally:
-        server.close()
-    return 0
-
-
-_IN_A_STEP = ("node", "part", "session")
+_IN_A_STEP = {"node": node, "part": part, "session": session}
 """Roles that srun starts as tasks of a Slurm step."""
+_ROLES = {"run": run, "serve": serve, **_IN_A_STEP}
+"""Roles that run payloads, each below a keeper."""
 
 
 def main(argv):  # type: (list[str]) -> int
     """Run the role that the first argument names, and return the exit code; see the module's docstring."""
     role = argv[0] if argv else ""
-    if role == "ray-node":
+    if role in ("ray-node", "hold"):
         from .ray import node_main
 
-        return node_main.main(argv[1:])
-    if role == "hold":
-        from .ray import node_main
-
-        return node_main.hold(argv[1])
+        return node_main.main(argv[1:]) if role == "ray-node" else node_main.hold(argv[1])
     if role == "ask":
         from .protocol import rpc
 
         return rpc.main(argv[1])
-    dispensable = mmap.mmap(-1, 1)  # One byte in memory that the keeper process and its child, the runtime, share.
-    roles = {
-        "run": run,
-        "node": lambda run_dir: node(run_dir, dispensable),
-        "part": lambda run_dir: part(run_dir, dispensable),
-        "session": lambda session_dir: session(session_dir, dispensable),
-        "serve": serve,
-    }
-    if role in roles:
-        from .process import processes
+    if role not in _ROLES:
+        sys.exit(__doc__)
 
-        processes.raise_file_limit()
-        # A Dagster process ends the job of a single payload; a session may have no Dagster process, so the keeper ends its job.
-        orphaned = (lambda: processes.cancel_own_job(os.environ)) if role == "session" else (lambda: None)
-        return processes.guard(lambda: roles[role](argv[1]), lambda: dispensable[0] == 1, role in _IN_A_STEP, orphaned)
-    sys.exit(__doc__)
+    from .process import processes
+
+    processes.raise_file_limit()
+    # A Dagster process ends the job of a single payload; a session may have no Dagster process, so the keeper ends its job.
+    orphaned = (lambda: processes.cancel_own_job(os.environ)) if role == "session" else (lambda: None)
+    return processes.guard(lambda: _ROLES[role](argv[1]), lambda: _dispensable[0] == 1, role in _IN_A_STEP, orphaned)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def test_ray_is_told_what_was_granted() -> None:
 
 
 def test_ports_are_free_distinct_and_outside_the_ephemeral_range() -> None:
-    low, high = network.ephemeral_range()
+    low, high = network._ephemeral_range()
     chosen = network.choose_ports()
     named = [int(option.partition("=")[2]) for option in chosen.options if not option.endswith("=0")]
     assert len(set(named)) == 3 and all(not low <= port <= high for port in named)

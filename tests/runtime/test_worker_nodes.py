@@ -99,7 +99,7 @@ def test_a_node_that_grants_less_than_was_asked_for_is_named() -> None:
     problem = footprint_error(runtime_footprint(RuntimeSpec("c", RaySpec(), asked_gpus=4)), node)
     assert problem is not None and "SlurmQueueConfig.gpus_per_node=4" in problem and "n7" in problem
     assert footprint_error(runtime_footprint(RuntimeSpec("c", RaySpec(num_cpus=2), asked_cpus=2)), node) is None
-    assert resources.from_facts(json.loads(json.dumps(node.facts()))) == node
+    assert resources.NodeResources(**json.loads(json.dumps(node.facts()))) == node
 
 
 @pytest.mark.parametrize(("workers", "nodes", "expected"), [(None, 4, 4), (0, 4, 1), (2, 4, 3), (9, 4, 4)])

@@ -19,34 +19,22 @@ _COMPONENT_VARIABLES = ("SLURM_JOB_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_MEM_P
 class Allocation:
     """The Slurm job that this task runs in, its nodes, and this task's place among them; the step has one task on each node.
 
-    Attributes:
-        job_id: Slurm's job id.
-        node_id: index of this node in `nodes`; 0 is the head, the node whose runtime commands the others.
-        nodes: names of all nodes, the head's first.
-        head_addresses: addresses at which the head may be reached, the likeliest first; if there are other nodes, none of them is
-            a loopback address.
-        partition: partition of the job.
-        account: account of the job; empty where Slurm has no accounts.
-        restarts: how often Slurm has requeued the job.
-        groups: the nodes of each component of a heterogeneous job, in the job's order; empty for any other job.
-        job_ids: Slurm's job id of each component; empty for any other job.
-        partitions: the partition of each component; empty for any other job.
-        component_ids: the names of the components in the configuration; empty if they have none.
-        first: index in the step of the first of `nodes`; not 0 only if `nodes` are those of a later component.
+    The lists about components are empty for a job that is not heterogeneous.
     """
 
     job_id: str
-    node_id: int
-    nodes: List[str]
+    node_id: int  # Index of this node in `nodes`; 0 is the head, the node whose runtime commands the others.
+    nodes: List[str]  # Names of all nodes, the head's first.
+    # Where the head may be reached, the likeliest first; if there are other nodes, no loopback address.
     head_addresses: List[str]
     partition: str = ""
-    account: str = ""
-    restarts: int = 0
-    groups: List[List[str]] = field(default_factory=list)
-    job_ids: List[str] = field(default_factory=list)
-    partitions: List[str] = field(default_factory=list)
-    component_ids: List[str] = field(default_factory=list)
-    first: int = 0
+    account: str = ""  # Empty where Slurm has no accounts.
+    restarts: int = 0  # How often Slurm has requeued the job.
+    groups: List[List[str]] = field(default_factory=list)  # The nodes of each component, in the job's order.
+    job_ids: List[str] = field(default_factory=list)  # Slurm's job id of each component.
+    partitions: List[str] = field(default_factory=list)  # The partition of each component.
+    component_ids: List[str] = field(default_factory=list)  # The components' names in the configuration, if they have names.
+    first: int = 0  # Index in the step of the first of `nodes`; not 0 only if `nodes` are those of a later component.
 
     def group_of(self, node_id: int) -> int:
         """Index of the component that a node belongs to."""
@@ -86,19 +74,12 @@ class Allocation:
     def facts(self) -> Dict[str, Any]:
         """What the run's metadata in Dagster shows of the allocation, as a dictionary for JSON."""
         facts = {"job_id": self.job_id, "partition": self.partition, "account": self.account, "nodes": self.nodes}
-        return {**facts, "components": self._component_facts()} if self.component_ids else facts
-
-    def _component_facts(self) -> List[Dict[str, Any]]:
-        """What metadata shows of each component; the components of job 17 have the ids 17+0, 17+1 and so on (squeue(1))."""
-        if not self.groups:  # A single component makes no heterogeneous job.
-            groups = [(self.job_id, self.partition, self.nodes)]
-        else:
-            numbers = ["%s+%d" % (self.job_id, group) for group in range(len(self.groups))]
-            groups = list(zip(numbers, self.partitions, self.groups))
-        return [
-            {"component": name, "job_id": job_id, "partition": partition, "nodes": nodes}
-            for name, (job_id, partition, nodes) in zip(self.component_ids, groups)
-        ]
+        if not self.component_ids:
+            return facts
+        # The components of job 17 have the ids 17+0, 17+1 and so on (squeue(1)). A single component makes no heterogeneous job.
+        numbers = ["%s+%d" % (self.job_id, group) for group in range(len(self.groups))] or [self.job_id]
+        rows = zip(self.component_ids, numbers, self.partitions or [self.partition], self.groups or [self.nodes])
+        return {**facts, "components": [dict(zip(("component", "job_id", "partition", "nodes"), row)) for row in rows]}
 
 
 def from_environ(environ: Mapping[str, str]) -> Optional[Allocation]:
@@ -136,11 +117,8 @@ def head_address(allocation: Allocation) -> str:
     name, *others = allocation.nodes
     if not others or known != name:
         return known
-    for host in (others[0], _UNKNOWN_NETWORK):
-        address = route_address(host)
-        if address is not None and not is_loopback(address):
-            return address
-    return name
+    found = (route_address(host) for host in (others[0], _UNKNOWN_NETWORK))
+    return next((address for address in found if address is not None and not is_loopback(address)), name)
 
 
 def component_variables(environ: Mapping[str, str], group: int) -> Dict[str, Optional[str]]:
@@ -156,15 +134,10 @@ def component_variables(environ: Mapping[str, str], group: int) -> Dict[str, Opt
 
 
 def select_component(environ: MutableMapping[str, str], here: Allocation, component_ids: Sequence[str]) -> Allocation:
-    """The allocation of a task with component names; also gives `environ` the variables of the task's own component.
+    """The allocation of a task with component names, if any were requested.
 
-    Args:
-        environ: the task's environment, which is changed.
-        here: the task's allocation, without component names.
-        component_ids: the names of the requested components; empty if none were requested.
-
-    Raises:
-        ValueError: Slurm's step has another number of components.
+    Also gives `environ`, the task's environment, the variables of the task's own component. Raises ValueError if Slurm's step
+    has another number of components.
     """
     if here.groups:
         change(environ, component_variables(environ, here.group_of(here.node_id)))

@@ -1,6 +1,4 @@
-"""Network addresses by which the nodes of a Ray cluster reach each other.
-
-Chooses ports for Ray's services on a node where other Ray clusters may run.
+"""Addresses by which the nodes of a Ray cluster reach each other, and ports for Ray's services.
 
 A fixed port is free when it is chosen. It is outside the kernel's ephemeral range, so that no outgoing connection takes it
 before Ray binds it. At a firewalled site, the configured `port_range` is divided into blocks. Each of this user's Ray clusters
@@ -14,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
+import itertools
 import os
 import random
 import re
@@ -39,26 +38,19 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of a network interface, or its IPv6 address if it has no IPv4 address.
-
-    Raises:
-        ClusterError: this node has no such interface, or the interface has no address.
-    """
+    """The IPv4 address of a network interface, or else its IPv6 address; raises `ClusterError` if it has none."""
     request = struct.pack("256s", os.fsencode(interface)[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR of netdevice(7).
-        except OSError as error:
-            address = _ipv6_address(interface)
-            if address is not None:
-                return address
-            known = ", ".join(name for _, name in socket.if_nameindex())
-            raise ClusterError(
-                EndReason.CLUSTER_START,
-                "network_interface=%r has no address on node %s (%s); it has: %s"
-                % (interface, socket.gethostname(), error.strerror, known),
-            ) from None
-    return socket.inet_ntoa(answer[20:24])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR of netdevice(7).
+    except OSError as error:
+        address = _ipv6_address(interface)
+        if address is not None:
+            return address
+        known = ", ".join(name for _, name in socket.if_nameindex())
+        told = (interface, socket.gethostname(), error.strerror, known)
+        message = "network_interface=%r has no address on node %s (%s); it has: %s" % told
+        raise ClusterError(EndReason.CLUSTER_START, message) from None
 
 
 def _ipv6_address(interface: str) -> Optional[str]:
@@ -84,15 +76,9 @@ def route_address(host: str) -> Optional[str]:
 
 
 def node_address(spec: RaySpec, gcs: str) -> Optional[str]:
-    """The address that this worker node has in its Ray cluster; None if there is no route to the head.
+    """The address that this worker node has in its Ray cluster, whose GCS is at `gcs` ("HOST:PORT"); None without a route there.
 
     That is the address of the configured network interface, or else the one from which this node reaches the head.
-
-    Args:
-        gcs: "HOST:PORT" of the GCS, the service of the head that all nodes of a Ray cluster connect to.
-
-    Raises:
-        ClusterError: the configured interface has no address.
     """
     if spec.network_interface:
         return interface_address(spec.network_interface)
@@ -134,29 +120,17 @@ class PortError(OSError):
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports chosen for a node, and how `ray start` is told of them.
+    """The ports chosen for a node, and how `ray start` is told of them."""
 
-    Attributes:
-        gcs: port of the head's GCS, the service that all nodes of a Ray cluster connect to; 0 on a worker node.
-        dashboard: port of the head's dashboard; 0 on a worker node.
-        options: options of `ray start`.
-        environ: environment variables for `ray start`.
-        lock: file descriptor that holds the lock of the block of ports; None without a `port_range`.
-    """
-
-    gcs: int
-    dashboard: int
-    options: Tuple[str, ...]
-    environ: Tuple[Tuple[str, str], ...] = ()
-    lock: Optional[int] = None
+    gcs: int  # Of the head's GCS, the service that all nodes of a Ray cluster connect to; 0 on a worker node.
+    dashboard: int  # Of the head's dashboard; 0 on a worker node.
+    options: Tuple[str, ...]  # Of `ray start`.
+    environ: Tuple[Tuple[str, str], ...] = ()  # Environment variables for `ray start`.
+    lock: Optional[int] = None  # File descriptor that holds the lock of the block of ports; None without a `port_range`.
 
 
 def parse_range(text: str) -> Tuple[int, int]:
-    """The first and the last port of a range "LOW-HIGH".
-
-    Raises:
-        ValueError: the text is not a range, or the range is too small for one Ray cluster.
-    """
+    """The first and the last port of a range "LOW-HIGH"; raises ValueError if it is none, or too small for one Ray cluster."""
     match = re.match(r"^(\d+)-(\d+)$", text)
     low, high = (int(match.group(1)), int(match.group(2))) if match else (0, 0)
     if not 1024 <= low <= high <= 65535:
@@ -166,7 +140,7 @@ def parse_range(text: str) -> Tuple[int, int]:
     return low, high
 
 
-def ephemeral_range() -> Tuple[int, int]:
+def _ephemeral_range() -> Tuple[int, int]:
     """The first and the last port that the kernel uses for outgoing connections (ip(7), ip_local_port_range)."""
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
@@ -204,36 +178,35 @@ def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
 
 
 def choose_ports(port_range: Optional[str] = None, head: bool = True) -> Ports:
-    """Free ports for the services and workers of a Ray cluster on this node.
+    """Free ports for the services and workers of a Ray cluster on this node, in a range "LOW-HIGH" if there is one.
 
-    Args:
-        port_range: "LOW-HIGH" if all ports must be in a range.
-        head: whether the node is the head of its Ray cluster.
-
-    Raises:
-        PortError: there are not enough free ports.
+    Raises `PortError` if there are not enough. A worker node has fewer services than the `head`.
     """
+    services: Tuple[str, ...] = HEAD_SERVICES if head else ()
+    environ: Tuple[Tuple[str, str], ...] = ()
+    lock = None
     if port_range:
-        return _from_block(*_claim_block(port_range), head)
-    return _choose_anywhere(HEAD_SERVICES if head else ())
+        free, lock = _claim_block(port_range)
+        services, variables = services + NODE_SERVICES, HEAD_VARIABLES if head else ()
+        named = dict(zip(services + variables, free))
+        others = ["--worker-port-list=" + ",".join(map(str, free[len(named) :]))]
+        environ = tuple((variable, str(named[variable])) for variable in variables)
+    else:
+        named = dict(zip(services, _free_ports(len(services))))
+        others = ["--%s=0" % service for service in NODE_SERVICES] + ["--min-worker-port=0", "--max-worker-port=0"]
+    options = tuple("--%s=%d" % (service, named[service]) for service in services)
+    return Ports(named.get("port", 0), named.get("dashboard-port", 0), (*options, *others), environ, lock)
 
 
-def _choose_anywhere(services: Tuple[str, ...]) -> Ports:
-    """Free ports outside the ephemeral range for the given services; the kernel chooses all other ports."""
-    low, high = ephemeral_range()
+def _free_ports(count: int) -> List[int]:
+    """Some free ports outside the ephemeral range."""
+    low, high = _ephemeral_range()
     candidates = [*range(10000, min(low, 65536)), *range(high + 1, 65536)] or list(range(10000, 65536))
-    chosen: List[int] = []
-    for port in random.SystemRandom().sample(candidates, min(200, len(candidates))):
-        if len(chosen) == len(services):
-            break
-        if is_free(port):
-            chosen.append(port)
-    if len(chosen) < len(services):
+    tried = random.SystemRandom().sample(candidates, min(200, len(candidates)))
+    chosen = list(itertools.islice(filter(is_free, tried), count))
+    if len(chosen) < count:
         raise PortError("no free ports outside the ephemeral range %d-%d" % (low, high))
-    named = dict(zip(services, chosen))
-    options = ["--%s=%d" % item for item in named.items()] + ["--%s=0" % service for service in NODE_SERVICES]
-    every = (*options, "--min-worker-port=0", "--max-worker-port=0")
-    return Ports(named.get("port", 0), named.get("dashboard-port", 0), every)
+    return chosen
 
 
 def _claim_block(port_range: str) -> Tuple[List[int], int]:
@@ -258,12 +231,9 @@ def _claim_block(port_range: str) -> Tuple[List[int], int]:
 
 
 def _lock_directory() -> str:
-    """The directory for locks that all runtimes of this Unix user share.
+    """The directory for locks that all runtimes of this Unix user share; only this user can write to it.
 
     The name is predictable, so another Unix user may have made a directory of that name. Then the next base is used.
-
-    Raises:
-        PortError: no base has room for a directory that only this Unix user can write to.
     """
     for base in _LOCK_BASES:
         path = os.path.join(base, "rayslurm-ports-%d" % os.geteuid())
@@ -274,19 +244,3 @@ def _lock_directory() -> str:
             if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022:
                 return path
     raise PortError("%s must be a directory that only this user can write to" % path)
-
-
-def _from_block(free: List[int], lock: int, head: bool) -> Ports:
-    """The free ports of a block, assigned to the services, and the rest to the workers."""
-    services = HEAD_SERVICES + NODE_SERVICES if head else NODE_SERVICES
-    variables = HEAD_VARIABLES if head else ()
-    named = dict(zip(services + variables, free))
-    workers = ",".join(map(str, free[len(named) :]))
-    options = ["--%s=%d" % (service, named[service]) for service in services]
-    return Ports(
-        named.get("port", 0),
-        named.get("dashboard-port", 0),
-        (*options, "--worker-port-list=" + workers),
-        tuple((variable, str(named[variable])) for variable in variables),
-        lock,
-    )

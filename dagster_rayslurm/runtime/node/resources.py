@@ -1,14 +1,9 @@
-"""What a payload or a Ray cluster requires of each of its nodes; this module imports only `protocol.spec`.
-
-The GPUs of this node: which GPUs are granted to this job, and how busy they are.
-
-CPUs, GPUs and memory that this node grants, and whether they suffice for a payload or a Ray cluster.
-"""
+"""CPUs, GPUs and memory that this node grants, and whether they suffice for what a payload or a Ray cluster requires."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -22,17 +17,11 @@ SHARE_FOR_RAY = 0.9
 
 
 class Requirement(NamedTuple):
-    """What one configuration field requires of a node.
+    """What one configuration field requires of a node; `amount` is None if the field is unset."""
 
-    Attributes:
-        field: the configuration field, as error messages name it.
-        amount: the required amount; None if the field is unset.
-        unit: "CPUs", "GPUs" or "GiB".
-    """
-
-    field: str
+    field: str  # As error messages name it.
     amount: Optional[float]
-    unit: str
+    unit: str  # "CPUs", "GPUs" or "GiB".
 
 
 Footprint = Tuple[Requirement, ...]
@@ -63,124 +52,12 @@ def payload_footprint(spec: PayloadSpec) -> Footprint:
 
 def runtime_footprint(spec: RuntimeSpec, component_id: Optional[str] = None) -> Footprint:
     """What a runtime, or one component of it, requires of each node: what Slurm was asked for, and what the Ray cluster needs."""
-    own = next((each for each in spec.components if each.component_id == component_id), None)
-    asked = (
-        Requirement("SlurmQueueConfig.cpus_per_node", spec.asked_cpus if own is None else own.asked_cpus, "CPUs"),
-        Requirement("SlurmQueueConfig.gpus_per_node", spec.asked_gpus if own is None else own.asked_gpus, "GPUs"),
+    asked = next((each for each in spec.components if each.component_id == component_id), spec)
+    return (
+        Requirement("SlurmQueueConfig.cpus_per_node", asked.asked_cpus, "CPUs"),
+        Requirement("SlurmQueueConfig.gpus_per_node", asked.asked_gpus, "GPUs"),
+        *(node_footprint(node_spec(spec.ray, component_id)) if spec.ray is not None else ()),
     )
-    return asked + (node_footprint(node_spec(spec.ray, component_id)) if spec.ray is not None else ())
-
-
-GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
-"""Environment variables of several vendors that say which GPUs a process sees. Slurm sets the last one whenever it sets the
-first (gres.conf(5))."""
-
-_LIST_TIMEOUT = 20.0
-"""Seconds in which `nvidia-smi` must list the GPUs; it is slow on a node of many GPUs without NVIDIA's persistence daemon."""
-_FIRST_MISSING_DEVICE = 1000
-"""The first of the GPU indices that stand for missing GPUs: no machine has so many GPUs."""
-
-
-def count_gpus(environ: Mapping[str, str]) -> int:
-    """Number of GPUs granted to this process.
-
-    Slurm sets `CUDA_VISIBLE_DEVICES`, `ROCR_VISIBLE_DEVICES` or `ZE_AFFINITY_MASK`, by vendor (gres.conf(5)), and always
-    `SLURM_GPUS_ON_NODE` and `SLURM_STEP_GPUS` (srun(1), Slurm 22.05). Without any of these, the GPUs that the driver lists
-    may belong to other jobs. They count only if the job has the whole node, as at sites whose Slurm does not manage GPUs.
-    """
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        return len(_devices(environ["CUDA_VISIBLE_DEVICES"]))
-    # HIP numbers the devices that ROCr leaves visible.
-    amd = [len(_devices(environ[name])) for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in environ]
-    if amd:
-        return min(amd)
-    if "ZE_AFFINITY_MASK" in environ:  # "0.1" is a tile of device 0.
-        return len({device.partition(".")[0] for device in _devices(environ["ZE_AFFINITY_MASK"])})
-    granted = environ.get("SLURM_GPUS_ON_NODE", "")
-    if granted.isdigit():
-        return int(granted)
-    if "SLURM_STEP_GPUS" in environ:
-        return len(_devices(environ["SLURM_STEP_GPUS"]))
-    return len(list_gpus()) if _owns_unmanaged_gpus(environ) else 0
-
-
-def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
-    """Indices or UUIDs of the GPUs granted to this process; None if all GPUs that the driver lists are granted."""
-    if any(name in environ for name in GPU_VARIABLES[:-1]):
-        return visible_gpus(environ, count_gpus(environ))[1]
-    if "SLURM_STEP_GPUS" in environ:
-        return _devices(environ["SLURM_STEP_GPUS"])
-    return None if _owns_unmanaged_gpus(environ) else []
-
-
-def _owns_unmanaged_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether all GPUs of this node are this process's, because no other Slurm job runs here.
-
-    No variable tells of `--exclusive`, so a Slurm job must have all CPUs of the node.
-    """
-    granted = environ.get("SLURM_CPUS_ON_NODE", "")
-    return "SLURM_JOB_ID" not in environ or (granted.isdigit() and int(granted) >= (os.cpu_count() or 1))
-
-
-def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]]:
-    """The variable that says which GPUs this process sees, and the names of the first `count` of these GPUs.
-
-    Several tiles of one Intel device count as one GPU.
-    """
-    variable = next((name for name in GPU_VARIABLES[:-1] if name in environ), None)
-    if variable is None:
-        return GPU_VARIABLES[0], [str(index) for index in range(count)]
-    names = _devices(environ[variable])
-    if variable == "ROCR_VISIBLE_DEVICES" and "HIP_VISIBLE_DEVICES" in environ:
-        chosen = [int(name) for name in _devices(environ["HIP_VISIBLE_DEVICES"]) if name.isdigit()]
-        names = [names[index] for index in chosen if index < len(names)]
-    elif variable == "ZE_AFFINITY_MASK":
-        tiles: Dict[str, List[str]] = {}
-        for name in names:
-            tiles.setdefault(name.partition(".")[0], []).append(name)
-        names = [",".join(each) for each in tiles.values()]
-    return variable, names[:count]
-
-
-def gpu_environment(variable: str, devices: Sequence[str]) -> Dict[str, Optional[str]]:
-    """The environment variables with which a process sees only the given GPUs; None for a variable that must be unset.
-
-    Args:
-        variable: the variable that `visible_gpus` returns.
-        devices: names of GPUs that `visible_gpus` returns.
-    """
-    changes: Dict[str, Optional[str]] = {variable: ",".join(devices)}
-    if variable == "ROCR_VISIBLE_DEVICES":
-        changes["HIP_VISIBLE_DEVICES"] = None  # It numbers the devices that were visible before.
-    return changes
-
-
-def missing_gpus(count: int) -> List[str]:
-    """Names of `count` GPUs that no machine has; CUDA ignores such an index, so a process that gets these names sees no GPU."""
-    return [str(_FIRST_MISSING_DEVICE + index) for index in range(count)]
-
-
-def _devices(visible: str) -> List[str]:
-    """The GPU names in the value of a variable; empty if the value stands for no GPU."""
-    names = [name.strip() for name in visible.split(",")]
-    return [name for name in names if name and name not in ("NoDevFiles", "-1", "none", "void")]
-
-
-def list_gpus() -> List[str]:
-    """The names of the GPUs that `nvidia-smi` lists; empty if it does not answer."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    except OSError:
-        return []
-    try:
-        output, _ = process.communicate(timeout=_LIST_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()  # Without a wait: if the GPU driver hangs, no signal ends a process that has called it.
-        if process.stdout is not None:
-            process.stdout.close()
-        return []
-    return output.decode("utf-8", "replace").splitlines() if process.returncode == 0 else []
 
 
 def named(hostname: str, component: Optional[str]) -> str:
@@ -190,20 +67,14 @@ def named(hostname: str, component: Optional[str]) -> str:
 
 @dataclass(frozen=True)
 class NodeResources:
-    """The CPUs, GPUs and memory that this job may use on a node.
-
-    Attributes:
-        memory: bytes of memory that the hardware has.
-        memory_limit: bytes of memory that Slurm or a cgroup allows; None if that is no less than the hardware has.
-        component: name of the component of a heterogeneous job that the node belongs to; None without components.
-    """
+    """The CPUs, GPUs and memory that this job may use on a node."""
 
     hostname: str
     num_cpus: int
     num_gpus: int
-    memory: int
-    memory_limit: Optional[int]
-    component: Optional[str] = None
+    memory: int  # Bytes that the hardware has.
+    memory_limit: Optional[int]  # Bytes that Slurm or a cgroup allows; None if that is no less than the hardware has.
+    component: Optional[str] = None  # Name of the node's component; None without components.
 
     @property
     def name(self) -> str:
@@ -211,13 +82,8 @@ class NodeResources:
         return named(self.hostname, self.component)
 
     def facts(self) -> Dict[str, Any]:
-        """The resources as a dictionary for JSON; `from_facts` reads it."""
+        """The resources as a dictionary for JSON."""
         return asdict(self)
-
-
-def from_facts(facts: Mapping[str, Any]) -> NodeResources:
-    """The resources of another node, read from its `NodeResources.facts`."""
-    return NodeResources(**facts)
 
 
 def usable_memory(node: NodeResources) -> int:
@@ -225,13 +91,23 @@ def usable_memory(node: NodeResources) -> int:
     return int((node.memory if node.memory_limit is None else node.memory_limit) * SHARE_FOR_RAY)
 
 
-def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) -> NodeResources:
-    """The resources granted to this process on this node.
+def footprint_error(footprint: Footprint, node: NodeResources) -> Optional[str]:
+    """An error message about the first requirement that a node does not meet; None if the node meets all."""
+    granted = {"CPUs": node.num_cpus, "GPUs": node.num_gpus, "GiB": round(usable_memory(node) / 2**30, 2)}
+    for field, amount, unit in footprint:
+        if amount is not None and amount > granted[unit]:
+            return "%s=%g asks for more than node %s grants: %g %s" % (field, amount, node.name, granted[unit], unit)
+    return None
 
-    Args:
-        environ: the environment variables; None for this process's own.
-        with_gpus: whether to count GPUs, which takes some time; without it, `num_gpus` is 0.
-    """
+
+def may_need_gpus(spec: RuntimeSpec) -> bool:
+    """Whether payloads of this runtime may need GPUs; if not, the runtime need not count them, which takes some time."""
+    asked = any([spec.asked_gpus, *(component.asked_gpus for component in spec.components)])
+    return spec.ray is not None or asked or (spec.idle_timeout is not None and spec.control_key is not None)
+
+
+def detect(environ: Optional[Mapping[str, str]] = None, with_gpus: bool = True) -> NodeResources:
+    """The resources granted to this process on this node; without `with_gpus`, which takes some time, `num_gpus` is 0."""
     environ = os.environ if environ is None else environ
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [slurm_memory(environ), *(limit for _, limit in cgroup_limits())]
@@ -253,10 +129,10 @@ def count_cpus(environ: Mapping[str, str]) -> int:
     """
     machine = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else machine
-    granted = environ.get("SLURM_CPUS_ON_NODE", "")
-    if not granted.isdigit() or int(granted) == 0:
+    granted = _number(environ, "SLURM_CPUS_ON_NODE")
+    if not granted:
         return usable
-    return int(granted) if usable == machine else min(usable, int(granted))
+    return granted if usable == machine else min(usable, granted)
 
 
 def slurm_memory(environ: Mapping[str, str]) -> Optional[int]:
@@ -264,12 +140,13 @@ def slurm_memory(environ: Mapping[str, str]) -> Optional[int]:
 
     Both variables are in megabytes, and 0 is all memory of the node (srun(1)).
     """
-    per_node, per_cpu = environ.get("SLURM_MEM_PER_NODE", ""), environ.get("SLURM_MEM_PER_CPU", "")
-    if per_node.isdigit() and int(per_node):
-        return int(per_node) * 2**20
-    if per_cpu.isdigit() and int(per_cpu):
-        return int(per_cpu) * 2**20 * count_cpus(environ)
-    return None
+    per_node, per_cpu = _number(environ, "SLURM_MEM_PER_NODE"), _number(environ, "SLURM_MEM_PER_CPU")
+    return (per_node or (per_cpu or 0) * count_cpus(environ)) * 2**20 or None
+
+
+def _number(environ: Mapping[str, str], name: str) -> Optional[int]:
+    value = environ.get(name, "")
+    return int(value) if value.isdigit() else None
 
 
 def cgroup_limits() -> List[Tuple[str, int]]:
@@ -293,32 +170,110 @@ def cgroup_limits() -> List[Tuple[str, int]]:
         parts = [part for part in path.split("/") if part]
         for depth in range(len(parts) + 1):
             directory = os.path.join(root, *parts[:depth])
-            limit = _read_limit(os.path.join(directory, name))
-            if limit is not None:
-                limits.append((directory, limit))
+            # There may be no such file, or "max" in it.
+            with contextlib.suppress(OSError, ValueError), open(os.path.join(directory, name)) as file:
+                limits.append((directory, int(file.read())))
     return limits
 
 
-def _read_limit(path: str) -> Optional[int]:
-    """The number in a limit file of a cgroup; None if there is no file or no number, such as "max"."""
-    try:
-        with open(path) as file:
-            text = file.read().strip()
-    except OSError:
+# ---- GPUs
+
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
+"""Environment variables of several vendors that say which GPUs a process sees. Slurm sets the last one whenever it sets the
+first (gres.conf(5))."""
+_LIST_TIMEOUT = 20.0
+"""Seconds in which `nvidia-smi` must list the GPUs; it is slow on a node of many GPUs without NVIDIA's persistence daemon."""
+_FIRST_MISSING_DEVICE = 1000
+"""The first of the GPU indices that stand for missing GPUs: no machine has so many GPUs."""
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """Number of GPUs granted to this process.
+
+    Slurm sets `CUDA_VISIBLE_DEVICES`, `ROCR_VISIBLE_DEVICES` or `ZE_AFFINITY_MASK`, by vendor (gres.conf(5)), and always
+    `SLURM_GPUS_ON_NODE` and `SLURM_STEP_GPUS` (srun(1), Slurm 22.05). Without any of these, the GPUs that the driver lists
+    may belong to other jobs. They count only if the job has the whole node, as at sites whose Slurm does not manage GPUs.
+    """
+    visible, number = _visible(environ), _number(environ, "SLURM_GPUS_ON_NODE")
+    if visible is None and number is not None:
+        return number
+    granted = granted_gpus(environ)
+    return len(list_gpus() if granted is None else granted)
+
+
+def granted_gpus(environ: Mapping[str, str]) -> Optional[List[str]]:
+    """Indices or UUIDs of the GPUs granted to this process; None if all GPUs that the driver lists are granted."""
+    visible = _visible(environ)
+    if visible is not None:
+        return visible[1]
+    if "SLURM_STEP_GPUS" in environ:
+        return _devices(environ["SLURM_STEP_GPUS"])
+    # No variable tells of `--exclusive`, so a Slurm job must have all CPUs of the node to have all its GPUs.
+    alone = "SLURM_JOB_ID" not in environ or (_number(environ, "SLURM_CPUS_ON_NODE") or 0) >= (os.cpu_count() or 1)
+    return None if alone else []
+
+
+def visible_gpus(environ: Mapping[str, str], count: int) -> Tuple[str, List[str]]:
+    """The variable that says which GPUs this process sees, and the names of the first `count` of these GPUs.
+
+    Several tiles of one Intel device count as one GPU.
+    """
+    variable, names = _visible(environ) or (GPU_VARIABLES[0], [str(index) for index in range(count)])
+    return variable, names[:count]
+
+
+def _visible(environ: Mapping[str, str]) -> Optional[Tuple[str, List[str]]]:
+    """The variable that says which GPUs this process sees, and their names; None if there is none."""
+    variable = next((name for name in GPU_VARIABLES[:-1] if name in environ), None)
+    if variable is None:
         return None
-    return int(text) if re.match(r"^\d+$", text) else None
+    names = _devices(environ[variable])
+    if variable == "ROCR_VISIBLE_DEVICES" and "HIP_VISIBLE_DEVICES" in environ:
+        # HIP numbers the devices that ROCr leaves visible.
+        chosen = [int(name) for name in _devices(environ["HIP_VISIBLE_DEVICES"]) if name.isdigit()]
+        names = [names[index] for index in chosen if index < len(names)]
+    elif variable == "ZE_AFFINITY_MASK":  # "0.1" is a tile of device 0.
+        tiles: Dict[str, List[str]] = {}
+        for name in names:
+            tiles.setdefault(name.partition(".")[0], []).append(name)
+        names = [",".join(each) for each in tiles.values()]
+    return variable, names
 
 
-def footprint_error(footprint: Footprint, node: NodeResources) -> Optional[str]:
-    """An error message about the first requirement that a node does not meet; None if the node meets all."""
-    granted = {"CPUs": node.num_cpus, "GPUs": node.num_gpus, "GiB": round(usable_memory(node) / 2**30, 2)}
-    for field, amount, unit in footprint:
-        if amount is not None and amount > granted[unit]:
-            return "%s=%g asks for more than node %s grants: %g %s" % (field, amount, node.name, granted[unit], unit)
-    return None
+def _devices(visible: str) -> List[str]:
+    """The GPU names in the value of a variable; empty if the value stands for no GPU."""
+    names = [name.strip() for name in visible.split(",")]
+    return [name for name in names if name and name not in ("NoDevFiles", "-1", "none", "void")]
 
 
-def may_need_gpus(spec: RuntimeSpec) -> bool:
-    """Whether payloads of this runtime may need GPUs; if not, the runtime need not count them, which takes some time."""
-    asked = any([spec.asked_gpus, *(component.asked_gpus for component in spec.components)])
-    return spec.ray is not None or asked or (spec.idle_timeout is not None and spec.control_key is not None)
+def gpu_environment(variable: str, devices: Sequence[str]) -> Dict[str, Optional[str]]:
+    """The environment variables with which a process sees only the given GPUs; None for a variable that must be unset.
+
+    `visible_gpus` returns the variable and the names of the devices.
+    """
+    changes: Dict[str, Optional[str]] = {variable: ",".join(devices)}
+    if variable == "ROCR_VISIBLE_DEVICES":
+        changes["HIP_VISIBLE_DEVICES"] = None  # It numbers the devices that were visible before.
+    return changes
+
+
+def missing_gpus(count: int) -> List[str]:
+    """Names of `count` GPUs that no machine has; CUDA ignores such an index, so a process that gets these names sees no GPU."""
+    return [str(_FIRST_MISSING_DEVICE + index) for index in range(count)]
+
+
+def list_gpus() -> List[str]:
+    """The names of the GPUs that `nvidia-smi` lists; empty if it does not answer."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError:
+        return []
+    try:
+        output, _ = process.communicate(timeout=_LIST_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()  # Without a wait: if the GPU driver hangs, no signal ends a process that has called it.
+        if process.stdout is not None:
+            process.stdout.close()
+        return []
+    return output.decode("utf-8", "replace").splitlines() if process.returncode == 0 else []

@@ -1,6 +1,4 @@
-"""The GPUs of this node: which GPUs are granted to this job, and how busy they are.
-
-CPU time, memory and GPU use of payloads on this node, sampled from /proc.
+"""CPU time, memory and GPU use of payloads on this node, sampled from /proc and from `nvidia-smi` or `rocm-smi`.
 
 CPU time is the sum over all processes seen. Memory is the private memory of all processes plus the largest shared mapping
 once, because all of Ray's processes map the same object store. If payloads share a Ray cluster, a payload's own usage is
@@ -18,95 +16,68 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from ..process import processes
-from ..process.loop import Loop, Timer
+from ..process.loop import Loop
 from ..process.processes import PROCESS_TABLE, Process, query_program, resident_and_shared
 from .ray_jobs import Attribution, RayJobs
 from .resources import granted_gpus
 
-_INTERVAL = 5.0
-"""Seconds between two queries of how busy the GPUs are."""
-_QUERY_TIMEOUT = 20.0
+_FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.15
+"""Seconds until the first sample, the most seconds between two samples, and the factor by which each pause is longer than the
+last: short payloads are seen, and long ones cost little. What Ray's workers use after the last sample is lost, because they
+end with their Ray job; for a short payload that is a seventh at most."""
+_MAX_POINTS = 240
+"""Most points in the course of usage; when there are more, every second one is dropped."""
+_GPU_INTERVAL, _GPU_RETRY = 5.0, 60.0
+"""Least seconds between two queries of how busy the GPUs are, and after a query that failed."""
+_GPU_TIMEOUT = 20.0
 """Seconds in which a query must answer."""
 _NVIDIA = ("nvidia-smi", "--query-gpu=index,uuid,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
 _AMD = ("rocm-smi", "--showuniqueid", "--showuse", "--showmeminfo", "vram", "--json")
-_CARD = "card"
-"""What `rocm-smi` writes before the index of a GPU."""
 
 
 class Gpu(NamedTuple):
     """How busy one GPU is."""
 
-    number: str
-    """The index that the vendor's program gives the GPU."""
+    number: str  # The index that the vendor's program gives the GPU.
     uuid: str
     percent_busy: float
-    memory: int
-    """Bytes of GPU memory in use."""
+    memory: int  # Bytes of GPU memory in use.
 
 
-Subscriber = Callable[[List[Gpu]], None]
-"""Called with the figures of the granted GPUs after each query."""
 Parse = Callable[[str], List[Gpu]]
 """Reads the figures of all GPUs from the output of a vendor's program."""
 
 
 class GpuMonitor:
-    """Tells subscribers every few seconds how busy the granted GPUs of this node are.
-
-    One query of `nvidia-smi` or `rocm-smi` serves all subscribers. For Intel there is no such program and no query.
-    """
+    """How busy the granted GPUs of this node are; one query of `nvidia-smi` or `rocm-smi` serves all payloads."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._subscribers: List[Subscriber] = []
-        self._querying = False
-        self._timer: Optional[Timer] = None
+        self._due = 0.0  # When the next query may begin; infinite while one is under way.
+        self._figures: Tuple[float, List[Gpu]] = (0.0, [])
 
-    def subscribe(self, subscriber: Subscriber) -> None:
-        """Call `subscriber` with the figures of the granted GPUs, soon and then every few seconds."""
-        self._subscribers.append(subscriber)
-        self._query_after(0.0)
+    def read(self) -> Tuple[float, List[Gpu]]:
+        """The time of the last answer (`time.monotonic`) and its figures of the granted GPUs; begins a query if one is due."""
+        if self._loop.now() >= self._due:
+            self._due = float("inf")
+            granted = granted_gpus(os.environ)
+            for command, parse in _programs(os.environ) if granted != [] else []:
+                with contextlib.suppress(OSError):  # The program is not installed.
+                    query_program(self._loop, command, _GPU_TIMEOUT, functools.partial(self._answered, granted, parse))
+                    break
+        return self._figures
 
-    def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Stop calling `subscriber`; without any subscriber, the queries end."""
-        if subscriber in self._subscribers:
-            self._subscribers.remove(subscriber)
-        if not self._subscribers and self._timer is not None:
-            self._timer.cancel()
-
-    def _query_after(self, delay: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(delay, self._query)
-
-    def _query(self) -> None:
-        """Start the first program that is installed; its answer goes to the subscribers and schedules the next query."""
-        granted = granted_gpus(os.environ)
-        if self._querying or granted == []:
-            return
-
-        def answered(parse: Parse, text: Optional[str]) -> None:
-            self._querying = False
-            if text is None or not self._subscribers:
-                return  # After a failure, the next query comes with the next subscriber.
-            gpus = select_granted(granted, parse(text))
-            for subscriber in list(self._subscribers):
-                subscriber(gpus)
-            self._query_after(_INTERVAL)
-
-        for command, parse in _programs(os.environ):
-            with contextlib.suppress(OSError):  # The program is not installed.
-                query_program(self._loop, command, _QUERY_TIMEOUT, functools.partial(answered, parse))
-                self._querying = True
-                return
+    def _answered(self, granted: Optional[Sequence[str]], parse: Parse, text: Optional[str]) -> None:
+        now = self._loop.now()
+        self._due = now + (_GPU_RETRY if text is None else _GPU_INTERVAL)
+        if text is not None:
+            self._figures = now, select_granted(granted, parse(text))
 
 
 def select_granted(granted: Optional[Sequence[str]], gpus: List[Gpu]) -> List[Gpu]:
-    """Those of `gpus` that are granted; `granted` is None if all are.
+    """Those of `gpus` that are granted, by index or UUID, which may be abbreviated; `granted` is None if all are.
 
     A granted slice of a GPU (MIG) selects no GPU, because a slice has no figures of its own.
-
-    UUIDs may be abbreviated (CUDA_VISIBLE_DEVICES in the CUDA C++ Programming Guide).
     """
     if granted is None:
         return gpus
@@ -134,7 +105,7 @@ def parse_amd(text: str) -> List[Gpu]:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             uuid = "GPU-" + values.get("Unique ID", "").replace("0x", "", 1)  # As in ROCR_VISIBLE_DEVICES.
             busy, memory = float(values["GPU use (%)"]), int(values["VRAM Total Used Memory (B)"])
-            gpus.append(Gpu(card[len(_CARD) :], uuid, busy, memory))
+            gpus.append(Gpu(card[len("card") :], uuid, busy, memory))
     return gpus
 
 
@@ -142,18 +113,8 @@ def _programs(environ: Mapping[str, str]) -> List[Tuple[Sequence[str], Parse]]:
     """Commands that may tell how busy the GPUs are, in the order to try them, each with the parser of its output."""
     if "ZE_AFFINITY_MASK" in environ:
         return []
-    amd = "CUDA_VISIBLE_DEVICES" not in environ and any(
-        name in environ for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-    )
-    return [(_AMD, parse_amd)] if amd else [(_NVIDIA, parse_nvidia), (_AMD, parse_amd)]
-
-
-_FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.15
-"""Seconds until the first sample, the most seconds between two samples, and the factor by which each pause is longer than the
-last: short payloads are seen, and long ones cost little. What Ray's workers use after the last sample is lost, because they
-end with their Ray job; for a short payload that is a seventh at most."""
-_MAX_POINTS = 240
-"""Most points in the course of usage; when there are more, every second one is dropped."""
+    only_amd = "CUDA_VISIBLE_DEVICES" not in environ and not {"ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}.isdisjoint(environ)
+    return [(_AMD, parse_amd)] if only_amd else [(_NVIDIA, parse_nvidia), (_AMD, parse_amd)]
 
 
 @dataclass
@@ -167,47 +128,38 @@ class Usage:
     gpu_utilization_max: Optional[float] = None
     gpu_memory_max: Optional[int] = None
     spilled_bytes: int = 0
+    # CPU time and peak memory of Ray's processes that belong to no payload; None if the Ray cluster is this payload's own.
     shared_cpu_seconds: Optional[float] = None
-    """CPU time of Ray's processes that belong to no payload; None if the Ray cluster is this payload's own."""
     shared_peak_memory: Optional[int] = None
-    """Peak memory of the processes that belong to no payload; None if the Ray cluster is this payload's own."""
-    points: List[List[float]] = field(default_factory=list)
-    """The course of usage: [seconds since the start, CPUs busy, bytes of memory] for each point."""
+    points: List[List[float]] = field(default_factory=list)  # [seconds since the start, CPUs busy, bytes of memory]
 
 
 class UsageMeter:
     """Adds up the samples of one payload's processes to its usage. Pure arithmetic: the caller reads /proc.
 
-    Args:
-        baseline: the processes that run before the payload starts; the CPU time that they have used by now does not count.
-        started: when measuring begins (`time.monotonic`).
+    `baseline` are the processes that run before the payload starts; the CPU time that they have used by now does not count.
     """
 
     def __init__(self, baseline: Iterable[Process], started: float) -> None:
         self._baseline = {process.pid: process.cpu_seconds for process in baseline}
         self._cpu: Dict[int, float] = {}
-        self._shared: Set[int] = set()
-        """Those of the process ids in `_cpu` that belong to no payload."""
+        self._shared: Set[int] = set()  # Those of the process ids in `_cpu` that belong to no payload.
         self._started = started
         self._last_point = (started, 0.0)
         self._gpu_utilization: List[float] = []
         self.usage = Usage()
 
     def add(self, at: float, sample: Attribution, memory: int, shared_memory: Optional[int] = None) -> None:
-        """Add one sample of processes and of their memory in bytes.
+        """Add a sample that was taken at a time (`time.monotonic`).
 
-        Args:
-            at: when the sample was taken (`time.monotonic`).
-            sample: the processes.
-            memory: memory of the payload's own processes.
-            shared_memory: memory of the processes of no payload; None if the Ray cluster is this payload's own.
+        `memory` is that of the payload's own processes, and `shared_memory` that of the processes of no payload; None if the Ray
+        cluster is this payload's own.
         """
-        for process in sample.shared:
-            self._count(process)
-            self._shared.add(process.pid)
-        for process in sample.own:
-            self._count(process)
-            self._shared.discard(process.pid)
+        for process in [*sample.shared, *sample.own]:
+            used = process.cpu_seconds - self._baseline.get(process.pid, 0.0)
+            self._cpu[process.pid] = max(used, self._cpu.get(process.pid, 0.0))
+        self._shared.update(process.pid for process in sample.shared)
+        self._shared.difference_update(process.pid for process in sample.own)
         for pid in sample.foreign:  # A worker that waited for a job may by now work for another payload.
             self._cpu.pop(pid, None)
         if shared_memory is not None:
@@ -215,11 +167,6 @@ class UsageMeter:
             self.usage.shared_cpu_seconds = sum(self._cpu[pid] for pid in self._shared)
             self.usage.shared_peak_memory = max(shared_memory, self.usage.shared_peak_memory or 0)
         self._add_point(at, memory)
-
-    def _count(self, process: Process) -> None:
-        """Note the CPU time that a process has used since the baseline."""
-        used = process.cpu_seconds - self._baseline.get(process.pid, 0.0)
-        self._cpu[process.pid] = max(used, self._cpu.get(process.pid, 0.0))
 
     def add_ended(self, at: float, pid: int, cpu_seconds: float) -> None:
         """Add the CPU time that the kernel reports for a process that has ended, with the children that it waited for."""
@@ -255,49 +202,32 @@ class UsageMeter:
             del usage.points[1::2]
 
 
+@dataclass(eq=False)
 class UsageSampler:
-    """Measures what a payload uses while it runs: takes samples of its processes and adds them to a `UsageMeter`.
+    """Measures what a payload uses while it runs: takes samples of its processes and adds them to a `UsageMeter`."""
 
-    Args:
-        ray_temp_dir: Ray's temporary directory, whose spilled objects are counted; None without Ray.
-        excluded: returns the process ids that, with all processes below them, belong to other payloads.
-        roots: returns the process ids that count, with all processes below them. None counts everything below this process, and
-            the GPUs as well.
-        jobs: tells which processes of a shared Ray cluster are the payload's; None if the Ray cluster is the payload's own.
-        sampled: called after each sample.
-    """
+    loop: Loop
+    gpus: GpuMonitor
+    ray_temp_dir: Optional[str] = None  # Ray's temporary directory, whose spilled objects are counted.
+    excluded: Callable[[], Iterable[int]] = lambda: ()  # Processes that, with all below them, belong to other payloads.
+    # Processes that count, with all below them; None counts everything below this process, and the GPUs as well.
+    roots: Optional[Callable[[], Iterable[int]]] = None
+    jobs: Optional[RayJobs] = None  # Attributes the processes of a shared Ray cluster; None if the cluster is the payload's own.
+    sampled: Callable[[], None] = lambda: None  # Called after each sample.
 
-    def __init__(
-        self,
-        loop: Loop,
-        gpus: GpuMonitor,
-        ray_temp_dir: Optional[str] = None,
-        excluded: Callable[[], Iterable[int]] = lambda: (),
-        roots: Optional[Callable[[], Iterable[int]]] = None,
-        jobs: Optional[RayJobs] = None,
-        sampled: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.jobs = jobs
-        self._loop = loop
-        self._gpus = gpus
-        self._ray_temp_dir = ray_temp_dir
-        self._excluded = excluded
-        self._roots: Callable[[], Iterable[int]] = roots or (lambda: [os.getpid()])
-        self._sampled = sampled
+    def __post_init__(self) -> None:
         # The baseline has all processes of this runtime: one that is excluded now may count later, but not for its past.
-        started, table = PROCESS_TABLE.read()
-        self.meter = UsageMeter(processes.descendants(os.getpid(), table), started)
+        self._gpus_read, table = PROCESS_TABLE.read()
+        self.meter = UsageMeter(processes.descendants(os.getpid(), table), self._gpus_read)
+        if self.roots is None:
+            self.gpus.read()
         self._pause = _FIRST
-        self._timer = loop.call_later(self._pause, self._sample_and_repeat)
-        if roots is None:
-            gpus.subscribe(self.meter.add_gpus)
+        self._timer = self.loop.call_later(self._pause, self._sample_and_repeat)
 
     def stop(self, pid: Optional[int] = None, rusage: Any = None) -> Dict[str, Any]:
         """Take the last sample and return the usage, as a dictionary with the fields of `Usage`.
 
-        Args:
-            pid: the payload's process, which has ended; None if the process ran on another node.
-            rusage: the kernel's figures for that process (getrusage(2)).
+        `pid` is the payload's ended process, None if it ran on another node, and `rusage` what getrusage(2) says of it.
         """
         self.cancel()
         self._sample()
@@ -312,14 +242,13 @@ class UsageSampler:
     def cancel(self) -> None:
         """Stop sampling."""
         self._timer.cancel()
-        self._gpus.unsubscribe(self.meter.add_gpus)
 
     def _sample_and_repeat(self) -> None:
         with contextlib.suppress(OSError):  # Out of file descriptors, perhaps; the next sample may succeed.
             self._sample(self._pause / 2)
-            self._sampled()
+            self.sampled()
         self._pause = min(self._pause * _GROWTH, _LONGEST)
-        self._timer = self._loop.call_later(self._pause, self._sample_and_repeat)
+        self._timer = self.loop.call_later(self._pause, self._sample_and_repeat)
 
     def _sample(self, max_age: float = 0.0) -> None:
         at, table = PROCESS_TABLE.read(max_age)
@@ -329,29 +258,29 @@ class UsageSampler:
         else:
             sample = self.jobs.attribute(candidates, table)
             self.meter.add(at, sample, memory_of(sample.own, mapped=False), memory_of(sample.shared))
-        if self._ray_temp_dir:
-            self.meter.usage.spilled_bytes = max(self.meter.usage.spilled_bytes, _spilled_bytes(self._ray_temp_dir))
+        if self.ray_temp_dir:
+            self.meter.usage.spilled_bytes = max(self.meter.usage.spilled_bytes, _spilled_bytes(self.ray_temp_dir))
+        if self.roots is None:
+            read, gpus = self.gpus.read()
+            if read > self._gpus_read:
+                self._gpus_read = read
+                self.meter.add_gpus(gpus)
 
     def _candidates(self, table: Dict[int, Process]) -> List[Process]:
         """The processes below the roots, without those that belong to other payloads."""
-        excluded = set(self._excluded())
+        excluded = set(self.excluded())
         for root in list(excluded):
             excluded.update(process.pid for process in processes.descendants(root, table))
-        below = [process for root in self._roots() for process in processes.descendants(root, table)]
+        roots = [os.getpid()] if self.roots is None else self.roots()
+        below = [process for root in roots for process in processes.descendants(root, table)]
         return [process for process in below if process.pid not in excluded]
 
 
 def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
-    """The usage of one payload on several nodes, merged to one.
+    """The usage of one payload on several nodes, by node name, merged to one, with CPU time and peak memory by node in `nodes`.
 
-    CPU time and spilled bytes are sums; peak memory is that of the node that used most, because `--mem` applies to each
-    node; GPU utilization is the mean of the nodes that have GPUs.
-
-    Args:
-        usages: usage by node name; the first node is the head, whose elapsed time and points count.
-
-    Returns:
-        A dictionary with the fields of `Usage` and with `nodes`: CPU time and peak memory of each node.
+    The first node is the head, whose elapsed time and points count. CPU time and spilled bytes are sums; peak memory is that of
+    the node that used most, because `--mem` applies to each node; GPU utilization is the mean of the nodes that have GPUs.
     """
     head, *others = usages.values()
 
@@ -370,9 +299,7 @@ def merge_usage(usages: Mapping[str, Dict[str, Any]]) -> Dict[str, Any]:
         shared_cpu_seconds=None if head["shared_cpu_seconds"] is None else sum(values("shared_cpu_seconds")),
         shared_peak_memory=max(values("shared_peak_memory"), default=None),
         points=[_merge_point(point, [usage["points"] for usage in others]) for point in head["points"]],
-        nodes={
-            name: {"cpu_seconds": usage["cpu_seconds"], "peak_memory": usage["peak_memory"]} for name, usage in usages.items()
-        },
+        nodes={name: {key: usage[key] for key in ("cpu_seconds", "peak_memory")} for name, usage in usages.items()},
     )
 
 
@@ -387,27 +314,19 @@ def _merge_point(point: List[float], others: List[List[List[float]]]) -> List[fl
 
 
 def memory_of(group: Iterable[Process], mapped: bool = True) -> int:
-    """Bytes of memory that a group of processes uses.
-
-    That is the private memory of all processes and, if `mapped`, the largest shared memory of one of them, counted once.
-    """
-    private, largest_shared = 0, 0
-    for process in group:
-        resident, shared = resident_and_shared(process.pid)
-        private += resident - shared
-        largest_shared = max(largest_shared, shared)
-    return private + largest_shared if mapped else private
+    """Bytes of private memory of a group of processes and, if `mapped`, the largest shared memory of one of them, once."""
+    sizes = [resident_and_shared(process.pid) for process in group]
+    largest_shared = max((shared for _, shared in sizes), default=0)
+    return sum(resident - shared for resident, shared in sizes) + (largest_shared if mapped else 0)
 
 
 def _spilled_bytes(ray_temp_dir: str) -> int:
     """Bytes of objects that Ray has moved from memory to disk (Ray 2.60: `session_*/ray_spilled_objects*`)."""
     total = 0
     session = os.path.join(ray_temp_dir, "session_latest")
-    try:
-        names = [name for name in os.listdir(session) if name.startswith("ray_spilled_objects")]
-        for name in names:
-            with os.scandir(os.path.join(session, name)) as entries:
-                total += sum(entry.stat().st_size for entry in entries)
-    except OSError:
-        return total  # Ray has not made the directory yet, or has removed an object meanwhile.
+    with contextlib.suppress(OSError):  # Ray has not made the directory yet, or has removed an object meanwhile.
+        for name in os.listdir(session):
+            if name.startswith("ray_spilled_objects"):
+                with os.scandir(os.path.join(session, name)) as entries:
+                    total += sum(entry.stat().st_size for entry in entries)
     return total

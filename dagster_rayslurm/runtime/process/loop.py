@@ -40,24 +40,19 @@ class Loop:
         self._children: Dict[int, Tuple[Optional["subprocess.Popen[bytes]"], ExitCallback]] = {}
         self._signals: Dict[int, Callable[[int], None]] = {}
         self._stopping = False
-        reader, writer = socket.socketpair()
-        for end in (reader, writer):
-            end.setblocking(False)
-        self._wakeup = reader
-        self._wakeup_writer = writer
-        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._wakeup, self._wakeup_writer = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._wakeup_writer.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self.on_readable(reader.fileno(), self._wake)
+        self.on_readable(self._wakeup.fileno(), self._wake)
 
     def on_readable(self, fd: int, call: Callable[[], None]) -> None:
         """Make a call whenever a descriptor can be read, until `forget`."""
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def on_writable(self, fd: int, call: Callable[[], None]) -> None:
-        """Make a call whenever a descriptor can be written, until `forget`.
-
-        A connecting socket can be written when it is connected, and also when the connection has failed.
-        """
+        """Make a call whenever a descriptor can be written, until `forget`; so can a socket that could not connect."""
         self._selector.register(fd, selectors.EVENT_WRITE, call)
 
     def forget(self, fd: int) -> None:
@@ -83,15 +78,9 @@ class Loop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])  # The keeper blocked the signal until it has a handler.
 
     def spawn(self, argv: Sequence[str], on_exit: ExitCallback, **options: Any) -> int:
-        """Start a process in a session of its own, and call `on_exit` when it has ended.
+        """Start a process in a session of its own by `subprocess.Popen`, and call `on_exit` when it has ended.
 
-        `options` go to `subprocess.Popen`.
-
-        Returns:
-            The process id, which is also the id of its process group.
-
-        Raises:
-            OSError: the program could not be started.
+        Returns the process id, which is also the id of its process group; raises OSError if the program could not be started.
         """
         process: "subprocess.Popen[bytes]" = subprocess.Popen(argv, start_new_session=True, **options)
         self._children[process.pid] = (process, on_exit)
@@ -158,9 +147,7 @@ class Loop:
 class Timers:
     """Named timers: setting one cancels the earlier timer of the same name.
 
-    Args:
-        loop: the event loop.
-        safely: makes each call that is due, for instance to catch its exceptions.
+    `safely` makes each call that is due, for instance to catch its exceptions.
     """
 
     def __init__(self, loop: Loop, safely: Callable[[Callable[[], None]], None] = lambda call: call()) -> None:

@@ -1,14 +1,12 @@
-"""The processes below this runtime: list and kill them, run programs, and kill what payloads leave behind.
+"""The processes below this runtime: list and kill them, run programs, kill what payloads leave behind; and the keeper.
+
+The keeper is the parent of a runtime. The runtime itself cleans up what it started; the keeper is for the case that the runtime
+is killed: it is a subreaper, so all orphans below the runtime become the keeper's children, and it kills them. If the keeper is
+killed instead, the kernel sends the runtime SIGTERM. The keeper also checks whether its own parent still lives. If slurmstepd was
+killed, the keeper sends the runtime SIGTERM, because nothing else would end the processes on this node, and perhaps the job.
 
 This needs /proc and prctl of Linux. On other systems (macOS) there are only process groups, and these functions find no
 descendants.
-
-The keeper: the parent process of a runtime, which kills all processes below itself when the runtime has ended.
-
-The runtime itself cleans up what it started. The keeper is for the case that the runtime is killed: it is a subreaper, so all
-orphans below the runtime become the keeper's children, and it kills them. If the keeper is killed instead, the kernel sends the
-runtime SIGTERM. The keeper also checks whether its own parent still lives. If slurmstepd was killed, the keeper sends the runtime
-SIGTERM, because nothing else would end the processes on this node, and perhaps nothing would end the job.
 """
 
 from __future__ import annotations
@@ -28,59 +26,18 @@ from .loop import Loop, Timer
 
 _PR_SET_PDEATHSIG = 1  # Operations of prctl(2).
 _PR_SET_CHILD_SUBREAPER = 36
-
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
-_CLOCK_STEP = 0.05
-"""Seconds within which the starts of two processes cannot be ordered, because the kernel counts start times in ticks."""
-
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class Process(NamedTuple):
     """One process of this machine, as /proc/PID/stat describes it."""
 
     pid: int
-    parent: int
-    """Process id of the parent."""
-    cpu_seconds: float
-    """CPU time that the process has used, in user and kernel mode."""
-    started: float = 0.0
-    """Start time on the clock of `uptime`, to a hundredth of a second."""
-    name: str = ""
-    """Name of the program, cut off after 15 bytes."""
-
-
-def become_subreaper() -> None:
-    """Make this process adopt all orphans below it, instead of PID 1 (prctl(2), Linux 3.4)."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def raise_file_limit(wanted: int = 65535) -> None:
-    """Raise this process's soft limit of open files as far as the hard limit allows; children inherit it.
-
-    Ray opens some thousands of files on a large node (Ray 2.60 warns below a limit of 8192), and the head's runtime has one
-    connection to each node.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft == resource.RLIM_INFINITY or soft >= target:
-        return
-    with contextlib.suppress(OSError, ValueError):  # macOS has an even lower limit, which only the kernel knows.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
-
-
-def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
-    """Returns a `preexec_fn` for `subprocess`, by which the kernel signals the child when this process ends (prctl(2))."""
-    parent = os.getpid()
-
-    def arrange() -> None:
-        if _libc is not None:
-            _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
-            if os.getppid() != parent:  # The parent ended before the prctl call.
-                os.kill(os.getpid(), signum)
-
-    return arrange
+    parent: int  # Process id of the parent.
+    cpu_seconds: float  # CPU time that the process has used, in user and kernel mode.
+    started: float = 0.0  # Start time on the clock of `uptime`, to a hundredth of a second.
+    name: str = ""  # Name of the program, cut off after 15 bytes.
 
 
 def table() -> Dict[int, Process]:
@@ -89,23 +46,17 @@ def table() -> Dict[int, Process]:
         return {}
     tick = os.sysconf("SC_CLK_TCK")
     found = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open("/proc/%s/stat" % name, "rb") as file:
-                stat = file.read()
-        except OSError:
-            continue  # The process ended meanwhile.
-        end = stat.rindex(b")")  # The name, in parentheses, may contain any character.
-        fields = stat[end + 2 :].split()
-        cpu = (int(fields[11]) + int(fields[12])) / tick
-        called = stat[stat.index(b"(") + 1 : end].decode("utf-8", "replace")
-        found[int(name)] = Process(int(name), int(fields[1]), cpu, int(fields[19]) / tick, called)
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+        stat = _read(pid, "stat")
+        if stat:  # The process may have ended meanwhile.
+            name, _, rest = stat.partition(b"(")[2].rpartition(b")")  # The name may contain any character.
+            fields = rest.split()
+            cpu = (int(fields[11]) + int(fields[12])) / tick
+            found[pid] = Process(pid, int(fields[1]), cpu, int(fields[19]) / tick, name.decode("utf-8", "replace"))
     return found
 
 
-class ProcessTable:
+class _ProcessTable:
     """A cache of all processes of this machine, so that callers that look at about the same time read /proc once."""
 
     def __init__(self) -> None:
@@ -120,18 +71,8 @@ class ProcessTable:
         return self._read_at, self._processes
 
 
-PROCESS_TABLE = ProcessTable()
+PROCESS_TABLE = _ProcessTable()
 """The one table that all parts of this runtime read."""
-
-
-def resident_and_shared(pid: int) -> Tuple[int, int]:
-    """Bytes of resident memory of a process, and how many of them it may share with others; zeros if the process has ended."""
-    try:
-        with open("/proc/%d/statm" % pid) as file:
-            fields = file.read().split()
-    except OSError:
-        return 0, 0
-    return int(fields[1]) * _PAGE_SIZE, int(fields[2]) * _PAGE_SIZE
 
 
 def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> List[Process]:
@@ -149,14 +90,25 @@ def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> Li
     return found
 
 
-def has_environment(pid: int, entry: str) -> bool:
-    """Whether a process was started with an entry `NAME=value` in its environment."""
-    return os.fsencode(entry) in environment(pid)
+def resident_and_shared(pid: int) -> Tuple[int, int]:
+    """Bytes of resident memory of a process, and how many of them it may share with others; zeros if the process has ended."""
+    fields = _read(pid, "statm").split() or [b"0"] * 3
+    return int(fields[1]) * _PAGE_SIZE, int(fields[2]) * _PAGE_SIZE
 
 
 def environment(pid: int) -> List[bytes]:
     """The entries `NAME=value` that a process was started with; none if the process is gone or belongs to another user."""
     return _read(pid, "environ").split(b"\0")
+
+
+def has_environment(pid: int, entry: str) -> bool:
+    """Whether a process was started with an entry `NAME=value` in its environment."""
+    return os.fsencode(entry) in environment(pid)
+
+
+def with_environment(entry: str) -> List[int]:
+    """Process ids below this process that were started with an entry `NAME=value` in their environment."""
+    return [process.pid for process in descendants(os.getpid()) if has_environment(process.pid, entry)]
 
 
 def command_line(pid: int) -> bytes:
@@ -173,15 +125,9 @@ def _read(pid: int, name: str) -> bytes:
         return b""
 
 
-def with_environment(entry: str) -> List[int]:
-    """Process ids below this process that were started with an entry `NAME=value` in their environment."""
-    return [process.pid for process in descendants(os.getpid()) if has_environment(process.pid, entry)]
-
-
-def signal_group(pid: int, signum: int) -> None:
-    """Send a signal to a process group, if the group still exists; `pid` is the id of its first process."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM when only zombies are left.
-        os.killpg(pid, signum)
+def uptime() -> float:
+    """Seconds since this machine booted, which is the clock of `Process.started`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
 def signal_name(signum: int) -> str:
@@ -192,49 +138,85 @@ def signal_name(signum: int) -> str:
         return "signal %d" % signum
 
 
+# ---- Starting and ending processes
+
+
+def become_subreaper() -> None:
+    """Make this process adopt all orphans below it, instead of PID 1 (prctl(2), Linux 3.4)."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def raise_file_limit(wanted: int = 65535) -> None:
+    """Raise this process's soft limit of open files as far as the hard limit allows; children inherit it.
+
+    Ray opens some thousands of files on a large node (Ray 2.60 warns below a limit of 8192), and the head's runtime has one
+    connection to each node.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        with contextlib.suppress(OSError, ValueError):  # macOS has an even lower limit, which only the kernel knows.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+
+
+def die_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None]:
+    """Returns a `preexec_fn` for `subprocess`, by which the kernel signals the child when this process ends (prctl(2))."""
+    parent = os.getpid()
+
+    def arrange() -> None:
+        if _libc is not None:
+            _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+            if os.getppid() != parent:  # The parent ended before the prctl call.
+                os.kill(os.getpid(), signum)
+
+    return arrange
+
+
+def query_program(loop: Loop, argv: Sequence[str], timeout: float, on_answer: Callable[[Optional[str]], None]) -> None:
+    """Run a program and call back with its standard output, without blocking; raises OSError if it cannot be started.
+
+    `on_answer` is called once the program has ended: with its output, or with None if it failed or was killed, `timeout` seconds
+    after its start. It is not called as long as the program hangs in an uninterruptible wait for a device or a file system.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)  # A process that the program left behind may keep the other end open.
+
+    def ended(code: int, _: Any) -> None:
+        timer.cancel()
+        with os.fdopen(reader, "rb") as file:
+            text = (file.read() or b"").decode("utf-8", "replace")
+        on_answer(text if code == 0 else None)
+
+    nothing = subprocess.DEVNULL
+    try:
+        pid = loop.spawn(argv, ended, stdin=nothing, stdout=writer, stderr=nothing, preexec_fn=die_with_parent())
+    except OSError:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+    timer = loop.call_later(timeout, lambda: signal_group(pid, signal.SIGKILL))
+
+
+def signal_group(pid: int, signum: int) -> None:
+    """Send a signal to a process group, if the group still exists; `pid` is the id of its first process."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM when only zombies are left.
+        os.killpg(pid, signum)
+
+
 def kill_all(pids: Iterable[int]) -> None:
     """Send SIGKILL to processes; ignores those that are gone, and those that belong to another user (because of `sudo`)."""
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
-
-
-def uptime() -> float:
-    """Seconds since this machine booted, which is the clock of `Process.started`."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
-
-
-def kill_orphans(keep: Iterable[int], before: Optional[float] = None) -> List[str]:
-    """Send SIGKILL to the orphans that this process adopted as their subreaper, and to all processes below them.
-
-    Args:
-        keep: process ids of the children that this process started itself, which are no orphans.
-        before: only orphans that started before this time, on the clock of `uptime`, are killed; None for all.
-
-    Returns:
-        The killed orphans, each as text with its name and process id.
-    """
-    everything = table()
-    me, kept = os.getpid(), set(keep)
-    orphans = [each for each in everything.values() if each.parent == me and each.pid not in kept]
-    strays = [each for each in orphans if before is None or each.started < before - _CLOCK_STEP]
-    for process in strays:
-        kill_all([process.pid, *(below.pid for below in descendants(process.pid, everything))])
-    return ["%s (pid %d)" % (process.name, process.pid) for process in strays]
 
 
 def kill_descendants(root: int, collect: Callable[[], None], timeout: float = 5.0) -> List[int]:
     """Send SIGKILL to all processes below `root` until none is left, not even a zombie that PID 1 would have to reap.
 
-    Args:
-        root: id of this process, which must be a subreaper so that orphans below become its children.
-        collect: reaps the children that have ended.
-        timeout: seconds after which the function gives up processes that do not end, such as those in uninterruptible sleep.
-
-    Returns:
-        The process ids that could not be killed.
+    `root` is this process, which must be a subreaper, and `collect` reaps its children that have ended. Returns the processes
+    that did not end within `timeout` seconds, such as those in uninterruptible sleep.
     """
     deadline = time.monotonic() + timeout
     pause = 0.001
@@ -248,48 +230,25 @@ def kill_descendants(root: int, collect: Callable[[], None], timeout: float = 5.
         pause = min(2 * pause, 0.05)
 
 
-def query_program(loop: Loop, argv: Sequence[str], timeout: float, on_answer: Callable[[Optional[str]], None]) -> None:
-    """Run a program and call back with its standard output, without blocking.
-
-    Args:
-        loop: the event loop.
-        argv: the program and its arguments.
-        timeout: seconds after which the program is killed.
-        on_answer: called once the program has ended: with its output, or with None if it failed or was killed. It is not called
-            as long as the program hangs in an uninterruptible wait for a device or a file system.
-
-    Raises:
-        OSError: the program cannot be started.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)  # A process that the program left behind may keep the other end open.
-
-    def ended(code: int, _: Any) -> None:
-        timer.cancel()
-        with os.fdopen(reader, "rb") as file:
-            text = (file.read() or b"").decode("utf-8", "replace")
-        on_answer(text if code == 0 else None)
-
-    try:
-        pid = loop.spawn(
-            argv,
-            ended,
-            stdin=subprocess.DEVNULL,
-            stdout=writer,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=die_with_parent(),
-        )
-    except OSError:
-        os.close(reader)
-        raise
-    finally:
-        os.close(writer)
-
-    timer = loop.call_later(timeout, lambda: signal_group(pid, signal.SIGKILL))
-
-
+_CLOCK_STEP = 0.05
+"""Seconds within which the starts of two processes cannot be ordered, because the kernel counts start times in ticks."""
 _LATER_SWEEPS = (1.0, 5.0)
 """Seconds before the second and the third search for strays: a payload's last processes may leave orphans when they end."""
+
+
+def kill_orphans(keep: Iterable[int], before: Optional[float] = None) -> List[str]:
+    """Kill the orphans that this process adopted as their subreaper, with all processes below them; returns them in words.
+
+    `keep` are the children that this process started itself, which are no orphans. Only orphans that started `before` a time of
+    `uptime` are killed; None for all.
+    """
+    everything = table()
+    me, kept = os.getpid(), set(keep)
+    orphans = [each for each in everything.values() if each.parent == me and each.pid not in kept]
+    strays = [each for each in orphans if before is None or each.started < before - _CLOCK_STEP]
+    for process in strays:
+        kill_all([process.pid, *(below.pid for below in descendants(process.pid, everything))])
+    return ["%s (pid %d)" % (process.name, process.pid) for process in strays]
 
 
 class StrayProcesses:
@@ -297,16 +256,12 @@ class StrayProcesses:
 
     A payload's daemon may have another environment and another session, so neither shows which payload started it. But that
     payload ran when the daemon started. So once all payloads of that time have ended, the daemon is a stray.
-
-    Args:
-        loop: the event loop; its child processes are never strays.
     """
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._running: Dict[str, float] = {}
-        """Start time of each running payload, on the clock of `uptime`, by the payload's nonce."""
-        self._timer: Optional[Timer] = None
+        self._running: Dict[str, float] = {}  # Start time of each running payload, by its nonce.
+        self._timer = Timer(lambda: None)
 
     def begin(self, nonce: str) -> None:
         """To be called before a payload starts processes on this node; `nonce` identifies the payload."""
@@ -315,38 +270,32 @@ class StrayProcesses:
     def end(self, nonce: str) -> None:
         """To be called when a payload has ended: kills the stray processes now, and again some seconds later."""
         self._running.pop(nonce, None)
-        self._sweep(0)
+        self._sweep(_LATER_SWEEPS)
 
-    def _sweep(self, sweeps: int) -> None:
-        """Kill the present strays, and set the timer for the next search; `sweeps` counts the searches before this one."""
-        oldest = min(self._running.values()) if self._running else None
+    def _sweep(self, later: Sequence[float]) -> None:
         ended = []
         with contextlib.suppress(OSError):  # Such as no free file descriptor; the next sweep may succeed.
-            ended = kill_orphans(keep=self._loop.children(), before=oldest)
+            ended = kill_orphans(keep=self._loop.children(), before=min(self._running.values(), default=None))
         if ended:
             print("rayslurm: ended stray processes of finished payloads: %s" % ", ".join(ended), file=sys.stderr, flush=True)
-        if self._timer is not None:
-            self._timer.cancel()
-        if sweeps < len(_LATER_SWEEPS):
-            self._timer = self._loop.call_later(_LATER_SWEEPS[sweeps], lambda: self._sweep(sweeps + 1))
+        self._timer.cancel()
+        if later:
+            self._timer = self._loop.call_later(later[0], lambda: self._sweep(later[1:]))
 
+
+# ---- The keeper
 
 _PARENT_CHECK_INTERVAL = 2.0
 """Seconds between two checks whether slurmstepd, the keeper's parent, still lives.
 
 The kernel's own signal (prctl(2), PR_SET_PDEATHSIG) is of no use here: it comes already when the thread of slurmstepd ends that
 forked the keeper."""
-
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """The signals that the keeper passes on to the runtime."""
-
 _SCANCEL_DELAY = 25.0
 """Seconds before the keeper cancels its job: until then Dagster asks Slurm why the payload ended, and must not see a cancel."""
-_SCANCEL_TIMEOUT = 60.0
-"""Seconds for one call of scancel."""
-_SCANCEL_TRIES = 10
-_SCANCEL_PAUSE = 30.0
-"""Seconds between two calls of scancel, of which there are at most `_SCANCEL_TRIES`."""
+_SCANCEL_TIMEOUT, _SCANCEL_PAUSE, _SCANCEL_TRIES = 60.0, 30.0, 10
+"""Seconds for one call of scancel, seconds between two calls, and how often it is called at most."""
 
 
 def guard(
@@ -376,10 +325,20 @@ def guard(
         arrange()
         become_subreaper()
         _exit_with(main)
+
+    def forward(signum: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # The child may just have ended.
+            os.kill(child, signum)
+
+    def check_parent() -> None:
+        if os.getppid() != parent:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # Once: a second signal would cut the payload's grace period short.
+            forward(signal.SIGTERM)
+
     for signum in _FORWARDED:
-        signal.signal(signum, lambda received, _: _forward(child, received))
+        signal.signal(signum, lambda received, _: forward(received))
     if in_a_step:
-        signal.signal(signal.SIGALRM, lambda *_: _check_parent(child, parent))
+        signal.signal(signal.SIGALRM, lambda *_: check_parent())
         signal.setitimer(signal.ITIMER_REAL, _PARENT_CHECK_INTERVAL, _PARENT_CHECK_INTERVAL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     # Standard input is the control channel. Only the runtime may hold it: the other end must see EOF when the runtime ends.
@@ -402,37 +361,17 @@ def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = 
     """Cancel the Slurm job of this task, because srun waits for the task for ever after slurmstepd was killed.
 
     Only the first node of the job does so. scancel is tried again while slurmctld does not answer.
-
-    Args:
-        environ: the task's environment, which names the job and the node.
-        sleep: `time.sleep`, replaced in tests.
     """
     if environ.get("SLURM_NODEID") != "0":
         return
     sleep(_SCANCEL_DELAY)
     command, nothing = ["scancel", "--quiet", environ["SLURM_JOB_ID"]], subprocess.DEVNULL
     for _ in range(_SCANCEL_TRIES):
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             # Without slurmstepd nothing reads the output of this process, so scancel gets none of its descriptors.
-            if subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_SCANCEL_TIMEOUT).returncode == 0:
+            if subprocess.call(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_SCANCEL_TIMEOUT) == 0:
                 return
-        except subprocess.TimeoutExpired:
-            pass
-        except OSError:
-            return  # This node has no scancel.
         sleep(_SCANCEL_PAUSE)
-
-
-def _forward(child: int, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # The child may just have ended.
-        os.kill(child, signum)
-
-
-def _check_parent(child: int, parent: int) -> None:
-    """Send the runtime, our child, SIGTERM if slurmstepd, our parent, has ended."""
-    if os.getppid() != parent:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # Once: a second signal would cut the payload's grace period short.
-        _forward(child, signal.SIGTERM)
 
 
 def _exit_with(main: Callable[[], int]) -> None:
@@ -457,8 +396,6 @@ def _wait(child: int) -> int:
 
 def _reap() -> None:
     """Reap the children that have ended, without blocking."""
-    try:
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue
-    except ChildProcessError:
-        return

@@ -9,6 +9,7 @@ left by a killed process, and `sweep` removes it. Only directories that contain 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -16,13 +17,11 @@ import re
 import shutil
 import stat
 import tempfile
-from typing import List, Optional, Tuple
+from typing import List, Optional
 
 MAX_RAY_TEMP_DIR_BYTES = 39
 """Longest path of a temporary directory that leaves room for the names of Ray's Unix sockets."""
-_PREFIX = "rs-"
 _NAME = re.compile(r"^rs-[0-9a-f]{8}$")
-"""The names of scratch directories: `_PREFIX` and a random number."""
 _MARKER = ".rayslurm-scratch"
 """Name of the empty file that marks a directory as one of this module."""
 _MIN_FREE_BYTES = 256 * 1024
@@ -43,22 +42,19 @@ def _bases() -> List[str]:
 class Scratch:
     """A directory with mode 0700 for sockets, tokens and Ray's files; the process that makes it removes it at its end.
 
-    Raises:
-        ScratchError: no directory can be made in any base directory.
+    Raises `ScratchError` if no directory can be made in any base directory.
     """
 
     def __init__(self) -> None:
         refusals = []
         for base in _bases():
-            path = os.path.join(base, _PREFIX + os.urandom(4).hex())
+            self.path = os.path.join(base, "rs-" + os.urandom(4).hex())
             try:
-                os.mkdir(path, 0o700)
-                lock = _claim(path)
+                os.mkdir(self.path, 0o700)
+                self._lock = _claim(self.path)
+                return
             except OSError as error:
                 refusals.append("%s: %s" % (base, error.strerror or error))
-                continue
-            self.path, self._lock = path, lock
-            return
         raise ScratchError("no private directory can be made for sockets (%s)" % "; ".join(refusals))
 
     @property
@@ -71,90 +67,56 @@ class Scratch:
         return os.path.join(self.path, *names)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        _remove(self.path, self._lock)
 
 
 def _claim(path: str) -> int:
-    """Lock a new directory and write the marker file into it; if either fails, remove the directory.
-
-    Returns:
-        The file descriptor that holds the lock.
-
-    Raises:
-        OSError: the file system has no locks, is full, or cannot be written.
-    """
+    """Lock a new directory and write the marker file into it; returns the lock. If either fails, the directory is removed."""
     lock = None
     try:
         lock = _lock(path)
-        if lock is None:
-            raise OSError("somebody else locked %s" % path)
         with open(os.path.join(path, _MARKER), "xb", 0) as marker:
             # A full disk still takes empty files, so write some bytes.
-            marker.write(os.urandom(_MIN_FREE_BYTES))
-            if marker.tell() < _MIN_FREE_BYTES:
+            if marker.write(os.urandom(_MIN_FREE_BYTES)) < _MIN_FREE_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             marker.truncate(0)
         return lock
     except OSError:
-        shutil.rmtree(path, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+        _remove(path, lock)
         raise
 
 
-def _lock(path: str) -> Optional[int]:
-    """Lock a directory.
-
-    Returns:
-        The file descriptor that holds the lock; None if another process holds it.
-
-    Raises:
-        OSError: the directory is gone, or its file system has no locks.
-    """
+def _lock(path: str) -> int:
+    """The file descriptor that locks a directory; raises OSError if another process holds it, or there are no locks."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return fd
-    except BlockingIOError:
-        os.close(fd)
-        return None
     except OSError:
         os.close(fd)
         raise
 
 
+def _remove(path: str, lock: Optional[int]) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
+
+
 def sweep() -> List[str]:
     """Remove the scratch directories that this user's killed processes left, and return the paths of those removed."""
-    return [path for path, lock in _abandoned() if _remove_locked(path, lock)]
-
-
-def _abandoned() -> List[Tuple[str, int]]:
-    """This user's scratch directories that no process held, each with the file descriptor by which it is locked now."""
-    found = []
+    removed = []
     for base in _bases():
-        try:
+        names: List[str] = []
+        with contextlib.suppress(OSError):
             names = [name for name in os.listdir(base) if _NAME.match(name)]
-        except OSError:
-            continue
-        for name in names:
-            path = os.path.join(base, name)
-            try:
+        for path in [os.path.join(base, name) for name in names]:
+            # The directory may be locked, or removed meanwhile, or not this user's to read.
+            with contextlib.suppress(OSError):
                 info = os.lstat(path)
-                if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+                # Without a marker, the directory is just being made, or is no scratch directory.
+                if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or not os.path.lexists(path + "/" + _MARKER):
                     continue
-                if not os.path.lexists(os.path.join(path, _MARKER)):
-                    continue  # The directory is just being made, or is no scratch directory.
-                lock = _lock(path)
-            except OSError:
-                continue  # The directory was removed meanwhile, or this user may not read it.
-            if lock is not None:
-                found.append((path, lock))
-    return found
-
-
-def _remove_locked(path: str, lock: int) -> bool:
-    """Remove a scratch directory that this process has locked; whether nothing of it is left."""
-    shutil.rmtree(path, ignore_errors=True)
-    os.close(lock)
-    return not os.path.exists(path)
+                _remove(path, _lock(path))
+                removed += [] if os.path.exists(path) else [path]
+    return removed

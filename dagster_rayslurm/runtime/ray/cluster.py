@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Callable, Dict, Mapping, Optional
 
 from ..node.network import join_host_port
-from ..node.resources import NodeResources, footprint_error, from_facts, node_footprint, runtime_footprint
+from ..node.resources import NodeResources, footprint_error, node_footprint, runtime_footprint
 from ..node.worker_nodes import WorkerNode, WorkerNodes
 from ..process.loop import Loop, Timer
 from ..process.scratch import Scratch
@@ -177,7 +177,7 @@ class RayCluster:
         """Called with each event of a worker node."""
         event = {**message, "node": member.node_id}
         if event["event"] == NodeEvent.JOINED:
-            event.update(identity=member.identity, here=member.here, problem=self._problem(from_facts(member.machine)))
+            event.update(identity=member.identity, here=member.here, problem=self._problem(NodeResources(**member.machine)))
         elif event["event"] == NodeEvent.RAY_FAILED:
             if event["cluster"] != self.key:
                 return

@@ -156,7 +156,7 @@ class Supervisor(RayListener):
     def machines(self) -> List[NodeResources]:
         """The resources of each node that has connected so far, the head first."""
         members = self.workers.members.values()
-        return [self.machine, *(resources.from_facts(member.machine) for member in members if member.joined)]
+        return [self.machine, *(NodeResources(**member.machine) for member in members if member.joined)]
 
     @property
     def _running(self) -> List[Payload]:
