@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .node import allocation
     from .process.scratch import Scratch  # noqa: F401
     from .protocol.spec import RuntimeSpec  # noqa: F401
-    from .supervisor.supervisor import Supervisor  # noqa: F401
+    from .supervisor.supervisor import Supervisor
 
     Lead = Callable[[Supervisor, allocation.Allocation], int]
 

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Se
 from ..process.loop import Loop
 from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.record import tail_file
-from ..protocol.rpc import RECONNECT_GRACE, Channel, ChannelListener, Message, Peer, RpcServer
+from ..protocol.rpc import RECONNECT_GRACE, Channel, ChannelListener, Message, RpcServer
 from ..protocol.spec import SpecError, from_fields
 from .resources import NodeResources, named
 
@@ -32,7 +32,7 @@ class Identity(NamedTuple):
     component: Optional[str]
 
 
-class WorkerNode(Peer):
+class WorkerNode:
     """What the head knows about one worker node, and the connection to it.
 
     Attributes:
@@ -41,10 +41,10 @@ class WorkerNode(Peer):
         commands: commands to send again when the node reconnects, by subject.
         losses: how often the connection was lost.
         gone: whether the node has not reconnected in time after a loss.
+        channel: the newest connection; None while the node is not connected.
     """
 
     def __init__(self, node_id: int, name: str, component: Optional[str] = None) -> None:
-        super().__init__()
         self.node_id = node_id
         self.name = name
         self.component = component
@@ -52,11 +52,22 @@ class WorkerNode(Peer):
         self.commands: Dict[str, Message] = {}
         self.losses = 0
         self.gone = False
+        self.channel: Optional[Channel] = None
 
     @property
     def pids(self) -> List[int]:
         """Process ids of the node's Ray on this machine; empty unless the node is simulated here."""
         return []
+
+    @property
+    def here(self) -> bool:
+        """Whether the node is connected."""
+        return self.channel is not None
+
+    def send(self, **message: Any) -> None:
+        """Send a message to the node; without a connection the message is dropped."""
+        if self.channel is not None:
+            self.channel.send(**message)
 
     @property
     def joined(self) -> bool:
@@ -194,8 +205,9 @@ class WorkerNodes(ChannelListener):
     def closed(self, channel: Channel, why: str) -> None:
         """Called when a connection has ended: reports the loss, and once more if the node does not reconnect in time."""
         node = self._node_of_channel.pop(channel, None)
-        if node is None or not node.detach(channel):
+        if node is None:
             return
+        node.channel = None
         node.losses += 1
         losses = node.losses
 
@@ -222,10 +234,10 @@ class WorkerNodes(ChannelListener):
             node = None
         if node is None or resources is None:
             return channel.close()
-        if node.channel is not None:
+        if node.channel is not None:  # The node reconnected before its loss was noticed here.
             del self._node_of_channel[node.channel]
-        node.attach(channel)
-        node.machine, node.gone = resources, False
+            node.channel.close()
+        node.channel, node.machine, node.gone = channel, resources, False
         self._node_of_channel[channel] = node
         if self._stopped:
             channel.send(op=NodeCommand.STOP)

@@ -336,9 +336,6 @@ class RpcServer(ChannelListener):
             channel.close()
         self._acceptor.close()
 
-    def authenticated(self, channel: Channel) -> None:
-        self.listener.authenticated(channel)
-
     def received(self, channel: Channel, message: Message) -> None:
         if message.get("event") != "pong":
             self.listener.received(channel, message)
@@ -360,40 +357,11 @@ class RpcServer(ChannelListener):
         """Close the connections that are silent for too long, and send a ping over the others."""
         for channel in list(self._channels) if self.heartbeat else []:
             if self.loop.now() - channel.last_received > HEARTBEAT_TIMEOUT:
+                self._channels.pop(channel)  # It may be closed already, without a call of `closed`.
                 channel.fail("it has been silent for %g s" % HEARTBEAT_TIMEOUT)
             elif channel.is_authenticated:
                 channel.send(op="ping")
         self._timer = self.loop.call_later(HEARTBEAT_INTERVAL, self._beat)
-
-
-class Peer:
-    """One client as the server sees it, over all its reconnections; `channel` is the newest connection, or None."""
-
-    def __init__(self) -> None:
-        self.channel: Optional[Channel] = None
-
-    @property
-    def here(self) -> bool:
-        """Whether the client is connected."""
-        return self.channel is not None
-
-    def attach(self, channel: Channel) -> None:
-        """Take a new connection of the client in place of the one before."""
-        if self.channel is not None:
-            self.channel.fail("replaced")  # The client reconnected before its loss was noticed here.
-        self.channel = channel
-
-    def detach(self, channel: Channel) -> bool:
-        """Drop a connection that has ended. Returns whether that leaves the client without a connection."""
-        newest = self.channel is channel
-        if newest:
-            self.channel = None
-        return newest
-
-    def send(self, **message: Any) -> None:
-        """Send a message to the client; without a connection the message is dropped."""
-        if self.channel is not None:
-            self.channel.send(**message)
 
 
 _CONNECT_TIMEOUT = 2.0
