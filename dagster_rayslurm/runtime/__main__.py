@@ -55,7 +55,7 @@ def run(run_dir):  # type: (str) -> int
 
 
 def node(run_dir):  # type: (str) -> int
-    """Serve as one node of a Slurm step: the first node runs the payload of the run directory, the others join its Ray cluster."""
+    """Serve as one node of a Slurm step: the first node runs the payload of the run directory, the others join its cluster."""
     from .supervisor import local_server, time_limit
 
     def lead(runner, here):  # type: (Supervisor, allocation.Allocation) -> int
