@@ -33,8 +33,7 @@ _SETTLE = 3.0
 tenths of a second."""
 _FILL_RATE = 2 * 2**30
 """Bytes per second by which memory use is expected to grow at most; one process touches new memory about that fast."""
-_SHORTEST, _LONGEST = 0.1, 5.0
-"""The least and the most seconds between two samples."""
+_SHORTEST, _LONGEST = 0.1, 5.0  # The least and the most seconds between two samples.
 
 
 class GroupKind(TextEnum):
@@ -140,8 +139,7 @@ _RECLAIMABLE = {
 free at need."""
 _JOB = re.compile(r"/job_\d+(/|$)")
 """The directory in a cgroup's path that Slurm makes for each job, in both cgroup versions."""
-_SHOW_CONFIG = ("scontrol", "show", "config")
-"""The command whose output says how slurmd counts memory."""
+_SHOW_CONFIG = ("scontrol", "show", "config")  # The command whose output says how slurmd counts memory.
 
 
 def private_memory(pid: int) -> int:
@@ -251,18 +249,15 @@ def _name(pid: int, kind: GroupKind) -> str:
 
 # ---- The watch
 
-_SCONTROL_TIMEOUT = 20.0
-"""Seconds in which `scontrol` must answer."""
+_SCONTROL_TIMEOUT = 20.0  # Seconds in which `scontrol` must answer.
 _QUERY_SHARE = 0.5
 """Share of the memory limit from which Slurm is asked how it counts memory. Most jobs never use so much, which spares Slurm a
 query from each node."""
 _PAUSE_FACTOR = 10
 """The pause after a sample is at least this many times as long as the sample took; a node may have thousands of processes."""
-_TABLE_AGE = 0.1
-"""Greatest age in seconds of a process table from /proc that a sample may use."""
+_TABLE_AGE = 0.1  # Greatest age in seconds of a process table from /proc that a sample may use.
 
-Report = Callable[[str, bool], None]
-"""Called with a sentence for the Dagster log, and whether a Ray worker was killed."""
+Report = Callable[[str, bool], None]  # Called with a sentence for the Dagster log, and whether a Ray worker was killed.
 
 
 @dataclass(eq=False)

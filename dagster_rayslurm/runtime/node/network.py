@@ -25,8 +25,7 @@ from typing import List, Optional, Tuple
 from ..protocol.end import ClusterError, EndReason
 from ..protocol.spec import RaySpec
 
-_IPV6 = "/proc/net/if_inet6"
-"""The file with the IPv6 addresses of this node (proc(5))."""
+_IPV6 = "/proc/net/if_inet6"  # The file with the IPv6 addresses of this node (proc(5)).
 
 
 def is_loopback(address: str) -> bool:

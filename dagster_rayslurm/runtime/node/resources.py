@@ -24,8 +24,7 @@ class Requirement(NamedTuple):
     unit: str  # "CPUs", "GPUs" or "GiB".
 
 
-Footprint = Tuple[Requirement, ...]
-"""Everything that a payload or a Ray cluster requires of each of its nodes."""
+Footprint = Tuple[Requirement, ...]  # Everything that a payload or a Ray cluster requires of each of its nodes.
 
 
 def node_footprint(spec: Union[RaySpec, NodeSpec]) -> Footprint:
@@ -183,8 +182,7 @@ GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DE
 first (gres.conf(5))."""
 _LIST_TIMEOUT = 20.0
 """Seconds in which `nvidia-smi` must list the GPUs; it is slow on a node of many GPUs without NVIDIA's persistence daemon."""
-_FIRST_MISSING_DEVICE = 1000
-"""The first of the GPU indices that stand for missing GPUs: no machine has so many GPUs."""
+_FIRST_MISSING_DEVICE = 1000  # The first of the GPU indices that stand for missing GPUs: no machine has so many GPUs.
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:

@@ -25,12 +25,10 @@ _FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.15
 """Seconds until the first sample, the most seconds between two samples, and the factor by which each pause is longer than the
 last: short payloads are seen, and long ones cost little. What Ray's workers use after the last sample is lost, because they
 end with their Ray job; for a short payload that is a seventh at most."""
-_MAX_POINTS = 240
-"""Most points in the course of usage; when there are more, every second one is dropped."""
+_MAX_POINTS = 240  # Most points in the course of usage; when there are more, every second one is dropped.
 _GPU_INTERVAL, _GPU_RETRY = 5.0, 60.0
 """Least seconds between two queries of how busy the GPUs are, and after a query that failed."""
-_GPU_TIMEOUT = 20.0
-"""Seconds in which a query must answer."""
+_GPU_TIMEOUT = 20.0  # Seconds in which a query must answer.
 _NVIDIA = ("nvidia-smi", "--query-gpu=index,uuid,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
 _AMD = ("rocm-smi", "--showuniqueid", "--showuse", "--showmeminfo", "vram", "--json")
 
@@ -44,8 +42,7 @@ class Gpu(NamedTuple):
     memory: int  # Bytes of GPU memory in use.
 
 
-Parse = Callable[[str], List[Gpu]]
-"""Reads the figures of all GPUs from the output of a vendor's program."""
+Parse = Callable[[str], List[Gpu]]  # Reads the figures of all GPUs from the output of a vendor's program.
 
 
 class GpuMonitor:

@@ -71,8 +71,7 @@ class _ProcessTable:
         return self._read_at, self._processes
 
 
-PROCESS_TABLE = _ProcessTable()
-"""The one table that all parts of this runtime read."""
+PROCESS_TABLE = _ProcessTable()  # The one table that all parts of this runtime read.
 
 
 def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> List[Process]:
@@ -290,8 +289,7 @@ _PARENT_CHECK_INTERVAL = 2.0
 
 The kernel's own signal (prctl(2), PR_SET_PDEATHSIG) is of no use here: it comes already when the thread of slurmstepd ends that
 forked the keeper."""
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""The signals that the keeper passes on to the runtime."""
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # The signals that the keeper passes on to the runtime.
 _SCANCEL_DELAY = 25.0
 """Seconds before the keeper cancels its job: until then Dagster asks Slurm why the payload ended, and must not see a cancel."""
 _SCANCEL_TIMEOUT, _SCANCEL_PAUSE, _SCANCEL_TRIES = 60.0, 30.0, 10

@@ -19,13 +19,10 @@ import stat
 import tempfile
 from typing import List, Optional
 
-MAX_RAY_TEMP_DIR_BYTES = 39
-"""Longest path of a temporary directory that leaves room for the names of Ray's Unix sockets."""
+MAX_RAY_TEMP_DIR_BYTES = 39  # Longest path of a temporary directory that leaves room for the names of Ray's Unix sockets.
 _NAME = re.compile(r"^rs-[0-9a-f]{8}$")
-_MARKER = ".rayslurm-scratch"
-"""Name of the empty file that marks a directory as one of this module."""
-_MIN_FREE_BYTES = 256 * 1024
-"""Bytes that a disk must have free for a scratch directory."""
+_MARKER = ".rayslurm-scratch"  # Name of the empty file that marks a directory as one of this module.
+_MIN_FREE_BYTES = 256 * 1024  # Bytes that a disk must have free for a scratch directory.
 
 
 class ScratchError(OSError):

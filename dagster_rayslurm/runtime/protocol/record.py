@@ -48,8 +48,7 @@ _RESERVE_BYTES = 64 * 1024
 _MAX_HOLE_READS = 600
 """Reads that begin with the same NUL bytes, after which these count as damage; so many reads take a minute or more."""
 
-Record = Dict[str, Any]
-"""The JSON object of one line."""
+Record = Dict[str, Any]  # The JSON object of one line.
 
 
 def encode(record: Record) -> bytes:

@@ -33,23 +33,16 @@ from ..process.loop import Loop, Timer
 from .end import TextEnum
 from .record import SESSION
 
-Message = Dict[str, Any]
-"""One message: the JSON object of a line."""
-Address = Tuple[str, int]
-"""Host and port."""
+Message = Dict[str, Any]  # One message: the JSON object of a line.
+Address = Tuple[str, int]  # Host and port.
 
-_MAX_LINE = 2**22
-"""Bytes that a message may have at most; usage samples and tails of logs are far shorter."""
-_MAX_HANDSHAKE = 4096
-"""Bytes that a line may have at most until the other end has authenticated itself."""
+_MAX_LINE = 2**22  # Bytes that a message may have at most; usage samples and tails of logs are far shorter.
+_MAX_HANDSHAKE = 4096  # Bytes that a line may have at most until the other end has authenticated itself.
 _HEX = {"challenge": re.compile("[0-9a-f]{32}"), "proof": re.compile("[0-9a-f]{64}")}
-_SEND_TIMEOUT = 2.0
-"""Seconds that sending may block before the connection counts as broken."""
+_SEND_TIMEOUT = 2.0  # Seconds that sending may block before the connection counts as broken.
 
-HEARTBEAT_INTERVAL = 5.0
-"""Seconds between two pings of a server to its clients; several must fit into HEARTBEAT_TIMEOUT."""
-HEARTBEAT_TIMEOUT = 30.0
-"""Seconds of silence after which the other end of a connection counts as lost."""
+HEARTBEAT_INTERVAL = 5.0  # Seconds between two pings of a server to its clients; several must fit into HEARTBEAT_TIMEOUT.
+HEARTBEAT_TIMEOUT = 30.0  # Seconds of silence after which the other end of a connection counts as lost.
 RECONNECT_GRACE = 10.0
 """Seconds after the loss of a connection in which the two ends may connect again, before one gives up the other; clients try ten
 times a second."""
@@ -366,8 +359,7 @@ class RpcServer(ChannelListener):
 
 _CONNECT_TIMEOUT = 2.0
 """Seconds for connecting to one address and the handshake with it: another service may listen there, or nothing answer."""
-_RETRY_PAUSE = 0.1
-"""Seconds after a failure until the next address is tried."""
+_RETRY_PAUSE = 0.1  # Seconds after a failure until the next address is tried.
 
 
 class ClientListener:
@@ -487,14 +479,11 @@ def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
     return [(host, port) for port in ports for host in dict.fromkeys(hosts)]
 
 
-ANSWER = "rayslurm-answer "
-"""The beginning of the output line of `main` that holds the answer: srun may print other lines."""
+ANSWER = "rayslurm-answer "  # The beginning of the output line of `main` that holds the answer: srun may print other lines.
 SENT = "rayslurm-sent"
 """The line that `main` prints just before it sends the request: from then on the session may have received the request."""
-_CALL_CONNECT_TIMEOUT = 10.0
-"""Seconds for connecting, and again for the handshake."""
-ANSWER_TIMEOUT = 60.0
-"""Seconds in which a session must answer a request; the session's file system may be slow."""
+_CALL_CONNECT_TIMEOUT = 10.0  # Seconds for connecting, and again for the handshake.
+ANSWER_TIMEOUT = 60.0  # Seconds in which a session must answer a request; the session's file system may be slow.
 
 
 class NotConnected(OSError):

@@ -11,8 +11,7 @@ _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _PART = re.compile(r"\[([^][]*)\]")
 _WORD = re.compile(r"(?:\[[^]]*\]|[^,])+")
 
-MAX_NODES = 1 << 20
-"""Nodes that a list may name at most: a longer list is damaged, and expanding it would fill the memory."""
+MAX_NODES = 1 << 20  # Nodes that a list may name at most: a longer list is damaged, and expanding it would fill the memory.
 
 
 def expand_nodelist(text: str) -> List[str]:

@@ -14,11 +14,9 @@ from typing import Any, Dict, List, Optional, Type, TypeVar, Union, get_args, ge
 
 from .record import RUNTIME, SECRETS
 
-PROTOCOL_VERSION = 1
-"""Version of the start record, the journal and the control messages; both sides must agree on it."""
+PROTOCOL_VERSION = 1  # Version of the start record, the journal and the control messages; both sides must agree on it.
 
-JOB_MARK = "rayslurm"
-"""Key in the metadata of a Ray job; its value is the nonce of the payload that the job belongs to."""
+JOB_MARK = "rayslurm"  # Key in the metadata of a Ray job; its value is the nonce of the payload that the job belongs to.
 
 T = TypeVar("T")
 

@@ -59,7 +59,7 @@ class SessionServer(ChannelListener):
             "key": key,
             "pid": os.getpid(),
             "hostname": supervisor.machine.hostname,
-            "heterogeneous": bool(allocation.groups),
+            "heterogeneous": len(allocation.components) > 1,
             "closing": None,
             "served": 0,
             "idle": False,
