@@ -15,7 +15,7 @@ from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional
 
 from ..process import processes
 from ..process.loop import Loop
-from ..process.processes import PROCESS_TABLE, Process, query_program, resident_and_shared
+from ..process.processes import Process, query_program, recent_table, resident_and_shared
 from ..protocol.end import TextEnum
 from . import resources
 
@@ -77,24 +77,24 @@ class Action(NamedTuple):
     kill: Optional[int] = None
 
 
-def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool = True) -> Tuple[State, List[Action]]:
-    """The warnings and kills that one sample of a node calls for, and the state for the next sample.
+def decide(node: str, state: State, sample: Sample, now: float, may_kill: bool = True) -> Tuple[State, Optional[Action]]:
+    """The warning or kill that one sample of a node calls for, if any, and the state for the next sample.
 
     `may_kill` is False if neither Slurm nor the kernel enforces the limit.
     """
     share = sample.used / sample.limit
     if share < _REARM:
-        return State(), []
+        return State(), None
     use = "%s uses %d %% of %s" % (node, 100 * sample.used // sample.limit, _in_mib(sample.limit))
     victim = _victim(state, sample, now) if may_kill and share >= KILL else None
     if victim is not None:
         advice = "raise SlurmQueueConfig.mem, or have Ray run fewer tasks at once with num_cpus= or memory= of the task"
         killed = "%s: killed the largest Ray worker, %s, before Slurm ends the whole job; %s" % (use, _named(victim), advice)
-        return State(True, victim.pid, now), [Action(killed, victim.pid)]
+        return State(True, victim.pid, now), Action(killed, victim.pid)
     if share < WARN or state.warned:
-        return state, []
+        return state, None
     largest = _largest(sample.groups)
-    return replace(state, warned=True), [Action(use if largest is None else "%s; largest: %s" % (use, _named(largest)))]
+    return replace(state, warned=True), Action(use if largest is None else "%s; largest: %s" % (use, _named(largest)))
 
 
 def needs_groups(state: State, used: int, limit: int) -> bool:
@@ -297,11 +297,11 @@ class MemoryWatch:
         groups: List[Group] = []
         table: Dict[int, Process] = {}
         if needs_groups(self._state, used, limit):
-            _, table = PROCESS_TABLE.read()
+            _, table = recent_table()
             groups = process_groups(table, self.ray_pids(), self.payload_pids())
         may_kill = self._accounting is None or self._accounting.enforced
-        self._state, actions = decide(self.node, self._state, Sample(used, limit, groups), self.loop.now(), may_kill)
-        for action in actions:
+        self._state, action = decide(self.node, self._state, Sample(used, limit, groups), self.loop.now(), may_kill)
+        if action is not None:
             if action.kill is not None:
                 processes.kill_all([action.kill, *(each.pid for each in processes.descendants(action.kill, table))])
             self.report(action.message, action.kill is not None)
@@ -309,7 +309,7 @@ class MemoryWatch:
 
     def _memory_of_processes(self) -> int:
         """Bytes that this runtime's processes use; until Slurm has told how it counts, shared memory counts."""
-        _, table = PROCESS_TABLE.read(_TABLE_AGE)
+        _, table = recent_table(_TABLE_AGE)
         memory_of = resident_memory if self._accounting is None else self._accounting.memory_of
         return sum(map(memory_of, [os.getpid(), *(process.pid for process in processes.descendants(os.getpid(), table))]))
 

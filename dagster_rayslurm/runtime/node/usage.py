@@ -17,7 +17,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 
 from ..process import processes
 from ..process.loop import Loop
-from ..process.processes import PROCESS_TABLE, Process, query_program, resident_and_shared
+from ..process.processes import Process, query_program, recent_table, resident_and_shared
 from .ray_jobs import Attribution, RayJobs
 from .resources import granted_gpus
 
@@ -214,7 +214,7 @@ class UsageSampler:
 
     def __post_init__(self) -> None:
         # The baseline has all processes of this runtime: one that is excluded now may count later, but not for its past.
-        self._gpus_read, table = PROCESS_TABLE.read()
+        self._gpus_read, table = recent_table()
         self.meter = UsageMeter(processes.descendants(os.getpid(), table), self._gpus_read)
         if self.roots is None:
             self.gpus.read()
@@ -248,7 +248,7 @@ class UsageSampler:
         self._timer = self.loop.call_later(self._pause, self._sample_and_repeat)
 
     def _sample(self, max_age: float = 0.0) -> None:
-        at, table = PROCESS_TABLE.read(max_age)
+        at, table = recent_table(max_age)
         candidates = self._candidates(table)
         if self.jobs is None:
             self.meter.add(at, Attribution(candidates, [], set()), memory_of(candidates))

@@ -12,7 +12,7 @@ from ..node.resources import NodeResources
 from ..node.usage import UsageSampler, merge_usage
 from ..process import processes
 from ..process.loop import Loop
-from ..process.processes import PROCESS_TABLE
+from ..process.processes import recent_table
 from ..protocol.record import Record
 from .environment import LaunchContext
 
@@ -124,7 +124,7 @@ def watch_own_ray(loop: Loop, payload: Payload, node: NodeResources) -> None:
 def _raylet_commands(run_dir: str, max_age: float) -> List[bytes]:
     """Command lines of the raylets (Ray's daemon on each node) whose environment names the run directory."""
     entry = "RAYSLURM_RUN_DIR=" + run_dir
-    _, table = PROCESS_TABLE.read(max_age)
+    _, table = recent_table(max_age)
     raylets = [process.pid for process in processes.descendants(os.getpid(), table) if process.name == "raylet"]
     return [processes.command_line(pid) for pid in raylets if processes.has_environment(pid, entry)]
 

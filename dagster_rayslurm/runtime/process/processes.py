@@ -56,22 +56,19 @@ def table() -> Dict[int, Process]:
     return found
 
 
-class _ProcessTable:
-    """A cache of all processes of this machine, so that callers that look at about the same time read /proc once."""
-
-    def __init__(self) -> None:
-        self._read_at = float("-inf")
-        self._processes: Dict[int, Process] = {}
-
-    def read(self, max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
-        """The time of reading (`time.monotonic`) and the processes by id; a table older than `max_age` seconds is read anew."""
-        now = time.monotonic()
-        if now - self._read_at >= max_age:
-            self._read_at, self._processes = now, table()
-        return self._read_at, self._processes
+_latest: Tuple[float, Dict[int, Process]] = (float("-inf"), {})
 
 
-PROCESS_TABLE = _ProcessTable()  # The one table that all parts of this runtime read.
+def recent_table(max_age: float = 0.0) -> Tuple[float, Dict[int, Process]]:
+    """The time of reading (`time.monotonic`) and a `table` of that time, which is at most so many seconds old.
+
+    So all parts of the runtime that look at about the same time read /proc once.
+    """
+    global _latest
+    now = time.monotonic()
+    if now - _latest[0] >= max_age:
+        _latest = now, table()
+    return _latest
 
 
 def descendants(root: int, processes: Optional[Dict[int, Process]] = None) -> List[Process]:
@@ -149,8 +146,7 @@ def become_subreaper() -> None:
 def raise_file_limit(wanted: int = 65535) -> None:
     """Raise this process's soft limit of open files as far as the hard limit allows; children inherit it.
 
-    Ray opens some thousands of files on a large node (Ray 2.60 warns below a limit of 8192), and the head's runtime has one
-    connection to each node.
+    Ray opens some thousands of files on a large node (Ray 2.60 warns below 8192), and the head has a connection to each node.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -304,14 +300,8 @@ def guard(
 ) -> int:
     """Turn this process into the keeper: run `main` in a forked child, and afterwards kill all processes below this one.
 
-    Args:
-        main: the runtime; it runs in the child, which exits with the returned code.
-        excused: called in the keeper after the end of `main`; whether a failed runtime still makes the exit code 0.
-        in_a_step: whether the keeper's parent is the slurmstepd of a job step; if slurmstepd ends, `main` must end as well.
-        orphaned: called in the keeper after the end of `main` if that slurmstepd is gone.
-
-    Returns:
-        The exit code of `main`, or 128 + the signal that ended it; 0 if excused.
+    Returns the exit code of `main`, or 128 + the signal that ended it; 0 if `excused`, called afterwards, says so. With
+    `in_a_step` the parent is the slurmstepd of a job step: if that ends, `main` must end as well, and `orphaned` is called then.
     """
     become_subreaper()
     arrange = die_with_parent(signal.SIGTERM)
