@@ -368,9 +368,8 @@ def test_a_signal_just_after_the_runtimes_end_is_no_error() -> None:
 
 @pytest.mark.parametrize("node_id", ["0", "1"])
 def test_a_session_without_its_slurmstepd_has_its_job_cancelled(node_id: str, tmp_path: Path) -> None:
-    """By the first of its tasks, and again if slurmctld does not answer."""
     asked, over = tmp_path / "asked", tmp_path / "over"
-    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" >>{asked}\n[ "$(wc -l <{asked})" = 2 ]\n')
+    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" >>{asked}\n')
     (tmp_path / "scancel").chmod(0o755)
     program = textwrap.dedent("""
         import os, signal, sys, time
@@ -395,8 +394,8 @@ def test_a_session_without_its_slurmstepd_has_its_job_cancelled(node_id: str, tm
     stepd.wait()
     assert wait_until(lambda: over.exists() and over.read_text(), 60)
     lead = node_id == "0"
-    assert over.read_text() == ("[25.0, 30.0]" if lead else "[]")
-    assert asked.exists() == lead and (not lead or asked.read_text() == "--quiet 7\n" * 2)
+    assert over.read_text() == ("[25.0]" if lead else "[]")
+    assert asked.exists() == lead and (not lead or asked.read_text() == "--quiet 7\n")
 
 
 def test_what_a_timer_sets_for_at_once_holds_nothing_else_up() -> None:

@@ -288,8 +288,7 @@ forked the keeper."""
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # The signals that the keeper passes on to the runtime.
 _SCANCEL_DELAY = 25.0
 """Seconds before the keeper cancels its job: until then Dagster asks Slurm why the payload ended, and must not see a cancel."""
-_SCANCEL_TIMEOUT, _SCANCEL_PAUSE, _SCANCEL_TRIES = 60.0, 30.0, 10
-"""Seconds for one call of scancel, seconds between two calls, and how often it is called at most."""
+_SCANCEL_TIMEOUT = 60.0
 
 
 def guard(
@@ -348,18 +347,14 @@ def guard(
 def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = time.sleep) -> None:
     """Cancel the Slurm job of this task, because srun waits for the task for ever after slurmstepd was killed.
 
-    Only the first node of the job does so. scancel is tried again while slurmctld does not answer.
+    Only the first node of the job does so.
     """
-    if environ.get("SLURM_NODEID") != "0":
-        return
-    sleep(_SCANCEL_DELAY)
-    command, nothing = ["scancel", "--quiet", environ["SLURM_JOB_ID"]], subprocess.DEVNULL
-    for _ in range(_SCANCEL_TRIES):
+    if environ.get("SLURM_NODEID") == "0":
+        sleep(_SCANCEL_DELAY)
+        command, nothing = ["scancel", "--quiet", environ["SLURM_JOB_ID"]], subprocess.DEVNULL
+        # Without slurmstepd nothing reads the output of this process, so scancel gets none of its descriptors.
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
-            # Without slurmstepd nothing reads the output of this process, so scancel gets none of its descriptors.
-            if subprocess.call(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_SCANCEL_TIMEOUT) == 0:
-                return
-        sleep(_SCANCEL_PAUSE)
+            subprocess.call(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_SCANCEL_TIMEOUT)
 
 
 def _exit_with(main: Callable[[], int]) -> None:
