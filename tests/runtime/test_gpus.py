@@ -96,19 +96,21 @@ def program(directory: Path, name: str, output: str) -> None:
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, directory: Path) -> list[Gpu]:
-    """The figures of a monitor that several payloads read."""
+    """The figures of a monitor that serves several payloads."""
     monkeypatch.setenv("PATH", str(directory), prepend=os.pathsep)
     loop = Loop()
     gpus = GpuMonitor(loop)
 
     def look() -> None:
-        if min(gpus.read()[0] for _ in range(3)):  # All three read.
+        for _ in range(3):
+            gpus.query_if_due()
+        if gpus.figures[0]:
             return loop.stop()
         loop.call_later(0.01, look)
 
     look()
     loop.resume(30.0)
-    return gpus.read()[1]
+    return gpus.figures[1]
 
 
 def test_gpus_of_other_jobs_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

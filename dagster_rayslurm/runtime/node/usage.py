@@ -51,10 +51,11 @@ class GpuMonitor:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._due = 0.0  # When the next query may begin; infinite while one is under way.
-        self._figures: Tuple[float, List[Gpu]] = (0.0, [])
+        self.figures: Tuple[float, List[Gpu]] = (0.0, [])
+        """The time of the last answer (`time.monotonic`), and its figures of the granted GPUs."""
 
-    def read(self) -> Tuple[float, List[Gpu]]:
-        """The time of the last answer (`time.monotonic`) and its figures of the granted GPUs; begins a query if one is due."""
+    def query_if_due(self) -> None:
+        """Begin the next query, if the figures are old; to be called again and again."""
         if self._loop.now() >= self._due:
             self._due = float("inf")
             granted = granted_gpus(os.environ)
@@ -62,13 +63,12 @@ class GpuMonitor:
                 with contextlib.suppress(OSError):  # The program is not installed.
                     query_program(self._loop, command, _GPU_TIMEOUT, functools.partial(self._answered, granted, parse))
                     break
-        return self._figures
 
     def _answered(self, granted: Optional[Sequence[str]], parse: Parse, text: Optional[str]) -> None:
         now = self._loop.now()
         self._due = now + (_GPU_RETRY if text is None else _GPU_INTERVAL)
         if text is not None:
-            self._figures = now, select_granted(granted, parse(text))
+            self.figures = now, select_granted(granted, parse(text))
 
 
 def select_granted(granted: Optional[Sequence[str]], gpus: List[Gpu]) -> List[Gpu]:
@@ -217,7 +217,7 @@ class UsageSampler:
         self._gpus_read, table = recent_table()
         self.meter = UsageMeter(processes.descendants(os.getpid(), table), self._gpus_read)
         if self.roots is None:
-            self.gpus.read()
+            self.gpus.query_if_due()
         self._pause = _FIRST
         self._timer = self.loop.call_later(self._pause, self._sample_and_repeat)
 
@@ -242,6 +242,8 @@ class UsageSampler:
 
     def _sample_and_repeat(self) -> None:
         with contextlib.suppress(OSError):  # Out of file descriptors, perhaps; the next sample may succeed.
+            if self.roots is None:
+                self.gpus.query_if_due()
             self._sample(self._pause / 2)
             self.sampled()
         self._pause = min(self._pause * _GROWTH, _LONGEST)
@@ -257,11 +259,10 @@ class UsageSampler:
             self.meter.add(at, sample, memory_of(sample.own, mapped=False), memory_of(sample.shared))
         if self.ray_temp_dir:
             self.meter.usage.spilled_bytes = max(self.meter.usage.spilled_bytes, _spilled_bytes(self.ray_temp_dir))
-        if self.roots is None:
-            read, gpus = self.gpus.read()
-            if read > self._gpus_read:
-                self._gpus_read = read
-                self.meter.add_gpus(gpus)
+        read, gpus = self.gpus.figures
+        if self.roots is None and read > self._gpus_read:
+            self._gpus_read = read
+            self.meter.add_gpus(gpus)
 
     def _candidates(self, table: Dict[int, Process]) -> List[Process]:
         """The processes below the roots, without those that belong to other payloads."""
