@@ -25,72 +25,52 @@ from dagster_rayslurm.runtime.ray.ray_node import start_arguments
 HERE = resources.NodeResources("n1", num_cpus=4, num_gpus=1, memory=64 * 2**30, memory_limit=None)
 
 
-@pytest.mark.parametrize(
-    ("visible", "count"),
-    [("0,1", 2), ("", 0), ("NoDevFiles", 0), ("-1", 0), ("GPU-8f2e, GPU-77aa", 2), ("MIG-1", 1)],
-)
-def test_gpus_are_those_that_are_visible(visible: str, count: int) -> None:
-    assert resources.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fake `nvidia-smi` that lists two GPUs, on a machine of 8 CPUs."""
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text('#!/bin/sh\n[ "$1" = --query-gpu=name ] && printf "NVIDIA H200\\nNVIDIA H200\\n"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    return fake
 
 
 @pytest.mark.parametrize(
     ("environ", "count"),
     [
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2),
+        *(({"CUDA_VISIBLE_DEVICES": visible, "SLURM_GPUS_ON_NODE": "4"}, 0) for visible in ("", "NoDevFiles", "-1")),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f2e, GPU-77aa"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-1"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "0,1"}, 1),
         ({"ROCR_VISIBLE_DEVICES": "0,1,2"}, 3),
         ({"HIP_VISIBLE_DEVICES": "1"}, 1),
         ({"ROCR_VISIBLE_DEVICES": "4,5,6,7", "HIP_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "4"}, 2),
         ({"ROCR_VISIBLE_DEVICES": "-1", "SLURM_GPUS_ON_NODE": "4"}, 0),
         ({"ZE_AFFINITY_MASK": "0,1"}, 2),
         ({"ZE_AFFINITY_MASK": "0.0,0.1,1.0"}, 2),
-        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles", "SLURM_GPUS_ON_NODE": "4"}, 0),
-        ({"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "0,1"}, 1),
         ({"SLURM_GPUS_ON_NODE": "4", "SLURM_STEP_GPUS": "0"}, 4),
         ({"SLURM_GPUS_ON_NODE": "mi250:2", "SLURM_STEP_GPUS": "0,1"}, 2),
         ({"SLURM_STEP_GPUS": "2,3,5"}, 3),
-    ],
-)
-def test_gpus_of_any_maker(environ: dict[str, str], count: int) -> None:
-    assert resources.count_gpus(environ) == count
-
-
-def test_gpus_of_the_driver_where_nothing_restricts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "nvidia-smi"
-    fake.write_text('#!/bin/sh\n[ "$1" = --query-gpu=name ] && printf "NVIDIA H200\\nNVIDIA H200\\n"\n')
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert resources.detect().num_gpus == 2
-    fake.write_text("#!/bin/sh\nexit 9\n")
-    assert resources.detect().num_gpus == 0
-
-
-@pytest.mark.parametrize(
-    ("environ", "count"),
-    [
+        # The driver's GPUs count where nothing restricts; a Slurm job claims no GPUs of other jobs.
         ({}, 2),
-        ({"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "2"}, 0),
         ({"SLURM_JOB_ID": "7"}, 0),
+        ({"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "2"}, 0),
         ({"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "8"}, 2),
         ({"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "2", "SLURM_GPUS_ON_NODE": "1"}, 1),
     ],
 )
-def test_a_slurm_job_claims_no_gpus_of_other_jobs(
-    environ: dict[str, str], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_gpus_that_are_granted(environ: dict[str, str], count: int, driver: Path) -> None:
+    assert resources.detect(environ).num_gpus == count
+
+
+@pytest.mark.parametrize(("script", "seconds"), [("exit 9", 20.0), ("echo NVIDIA H200\nexec sleep 30", 0.5)])
+def test_a_driver_that_does_not_answer_grants_no_gpus(
+    script: str, seconds: float, driver: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = tmp_path / "nvidia-smi"
-    fake.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA H200\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert resources.count_gpus(environ) == count
-
-
-def test_a_driver_that_does_not_answer_grants_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "nvidia-smi"
-    fake.write_text("#!/bin/sh\necho NVIDIA H200\nexec sleep 30\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(resources, "_LIST_TIMEOUT", 0.5)
+    driver.write_text("#!/bin/sh\n" + script)
+    monkeypatch.setattr(resources, "_LIST_TIMEOUT", seconds)
     began = time.monotonic()
     assert resources.list_gpus() == [] and time.monotonic() - began < 10
 
