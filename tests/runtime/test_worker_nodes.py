@@ -28,7 +28,7 @@ from dagster_rayslurm.runtime.nodes.agent import NodeAgent
 from dagster_rayslurm.runtime.process import scratch
 from dagster_rayslurm.runtime.process.loop import Loop
 from dagster_rayslurm.runtime.protocol.end import ClusterError
-from dagster_rayslurm.runtime.protocol.rpc import Channel, ChannelListener, Role, RpcServerError, listen
+from dagster_rayslurm.runtime.protocol.rpc import Channel, ChannelListener, Role, listen
 from dagster_rayslurm.runtime.protocol.spec import RaySpec, RuntimeSpec
 from dagster_rayslurm.runtime.ray.cluster import HeadNode, RayCluster, RayListener
 from dagster_rayslurm.runtime.ray.membership import nodes_expected
@@ -571,7 +571,7 @@ def test_listen_skips_a_port_in_use() -> None:
         free = control_ports(None, 1)
         with listen([port, *free]) as other:
             assert other.getsockname()[1] == free[0]
-        with pytest.raises(RpcServerError, match=str(port)):
+        with pytest.raises(OSError, match=str(port)):
             listen([port])
 
 

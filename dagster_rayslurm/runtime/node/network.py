@@ -113,10 +113,6 @@ _LOCK_BASES = ("/tmp", "/var/tmp", "/dev/shm")
 """Directories for locks that all users and jobs on this node share; TMPDIR may be another directory for each job."""
 
 
-class PortError(OSError):
-    """Raised when there are not enough free ports; the message names the range."""
-
-
 @dataclass(frozen=True)
 class Ports:
     """The ports chosen for a node, and how `ray start` is told of them."""
@@ -179,7 +175,7 @@ def control_ports(port_range: Optional[str], count: int = 8) -> List[int]:
 def choose_ports(port_range: Optional[str] = None, head: bool = True) -> Ports:
     """Free ports for the services and workers of a Ray cluster on this node, in a range "LOW-HIGH" if there is one.
 
-    Raises `PortError` if there are not enough. A worker node has fewer services than the `head`.
+    Raises OSError if there are not enough. A worker node has fewer services than the `head`.
     """
     services: Tuple[str, ...] = HEAD_SERVICES if head else ()
     environ: Tuple[Tuple[str, str], ...] = ()
@@ -204,7 +200,7 @@ def _free_ports(count: int) -> List[int]:
     tried = random.SystemRandom().sample(candidates, min(200, len(candidates)))
     chosen = list(itertools.islice(filter(is_free, tried), count))
     if len(chosen) < count:
-        raise PortError("no free ports outside the ephemeral range %d-%d" % (low, high))
+        raise OSError("no free ports outside the ephemeral range %d-%d" % (low, high))
     return chosen
 
 
@@ -226,7 +222,7 @@ def _claim_block(port_range: str) -> Tuple[List[int], int]:
         if len(free) > len(HEAD_SERVICES + NODE_SERVICES + HEAD_VARIABLES):
             return free, lock
         os.close(lock)
-    raise PortError("every block of %d ports in %s is taken on this node" % (BLOCK, port_range))
+    raise OSError("every block of %d ports in %s is taken on this node" % (BLOCK, port_range))
 
 
 def _lock_directory() -> str:
@@ -242,4 +238,4 @@ def _lock_directory() -> str:
             info = os.lstat(path)
             if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022:
                 return path
-    raise PortError("%s must be a directory that only this user can write to" % path)
+    raise OSError("%s must be a directory that only this user can write to" % path)

@@ -25,10 +25,6 @@ _MARKER = ".rayslurm-scratch"  # Name of the empty file that marks a directory a
 _MIN_FREE_BYTES = 256 * 1024  # Bytes that a disk must have free for a scratch directory.
 
 
-class ScratchError(OSError):
-    """Raised when no scratch directory can be made; the message says why for each base directory."""
-
-
 def _bases() -> List[str]:
     """The directories in which scratch directories may be made, in order of preference; only those with short paths."""
     candidates = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", tempfile.gettempdir()]
@@ -39,7 +35,7 @@ def _bases() -> List[str]:
 class Scratch:
     """A directory with mode 0700 for sockets, tokens and Ray's files; the process that makes it removes it at its end.
 
-    Raises `ScratchError` if no directory can be made in any base directory.
+    Raises OSError if no directory can be made in any base directory.
     """
 
     def __init__(self) -> None:
@@ -52,7 +48,7 @@ class Scratch:
                 return
             except OSError as error:
                 refusals.append("%s: %s" % (base, error.strerror or error))
-        raise ScratchError("no private directory can be made for sockets (%s)" % "; ".join(refusals))
+        raise OSError("no private directory can be made for sockets (%s)" % "; ".join(refusals))
 
     @property
     def ray_temp_dir(self) -> str:

@@ -245,16 +245,8 @@ _MAX_STRANGERS = 256
 milliseconds, so that strangers cannot keep clients out."""
 
 
-class RpcServerError(OSError):
-    """Raised when none of the ports is free to listen on."""
-
-
 def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
-    """A socket that listens on the first free port, to all hosts or only to this machine.
-
-    Raises:
-        RpcServerError: no port is free.
-    """
+    """A socket that listens on the first free port, to all hosts or only to this machine; raises OSError if none is free."""
     problem: Optional[OSError] = None
     for port in ports:
         try:
@@ -263,7 +255,7 @@ def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=256, dualstack_ipv6=True)
         except OSError as error:
             problem = error
-    raise RpcServerError("the head cannot listen on any of the ports %s: %s" % (", ".join(map(str, ports)), problem))
+    raise OSError("the head cannot listen on any of the ports %s: %s" % (", ".join(map(str, ports)), problem))
 
 
 @dataclass(eq=False)
