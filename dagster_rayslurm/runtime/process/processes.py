@@ -49,10 +49,10 @@ def table() -> Dict[int, Process]:
     for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
         stat = _read(pid, "stat")
         if stat:  # The process may have ended meanwhile.
-            name, _, rest = stat.partition(b"(")[2].rpartition(b")")  # The name may contain any character.
+            called, _, rest = stat.partition(b"(")[2].rpartition(b")")  # The name may contain any character.
             fields = rest.split()
             cpu = (int(fields[11]) + int(fields[12])) / tick
-            found[pid] = Process(pid, int(fields[1]), cpu, int(fields[19]) / tick, name.decode("utf-8", "replace"))
+            found[pid] = Process(pid, int(fields[1]), cpu, int(fields[19]) / tick, called.decode("utf-8", "replace"))
     return found
 
 
