@@ -303,7 +303,7 @@ def test_a_payload_sees_the_gpus_of_its_component(tmp_path: Path, monkeypatch: p
     """It runs beside the head; the machine's other GPUs are the other components'."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     runtime = Runtime(tmp_path)
-    runtime.add("one", "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'])")
+    runtime.add("one", "import os, sys; sys.stdout.write('sees %s\\n' % os.environ['CUDA_VISIBLE_DEVICES'])")
     runtime.run("""
         from dagster_rayslurm.runtime.protocol.spec import ComponentSpec
         machine.detect = lambda *_, **__: machine.NodeResources("n1", 4, 2, 2**33, None)

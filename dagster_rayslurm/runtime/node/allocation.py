@@ -11,8 +11,8 @@ from .network import is_loopback, route_address
 from .resources import GPU_VARIABLES
 
 _UNKNOWN_NETWORK = "192.0.2.1"  # An address on no network (RFC 5737), so the route to this address is the default route.
+# Variables that Slurm sets for each component with the suffix `_HET_GROUP_N`.
 _COMPONENT_VARIABLES = ("SLURM_JOB_PARTITION", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE")
-"""Variables that Slurm sets for each component with the suffix `_HET_GROUP_N`."""
 
 
 class Component(NamedTuple):

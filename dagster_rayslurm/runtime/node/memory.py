@@ -21,18 +21,18 @@ from . import resources
 
 # ---- The decision; pure
 
+# Shares of the memory limit from which the Dagster log shows a warning, and from which a Ray worker is killed.
 WARN, KILL = 0.90, 0.95
-"""Shares of the memory limit from which the Dagster log shows a warning, and from which a Ray worker is killed."""
+# Share of the limit below which memory must fall before the next warning; it stays below `WARN`, so that memory that hovers
+# around `WARN` causes one warning.
 _REARM = 0.85
-"""Share of the limit below which memory must fall before the next warning; it stays below `WARN`, so that memory that hovers
-around `WARN` causes one warning."""
+# A worker is killed only if it uses at least the smaller of this share of the limit and this many bytes.
 _LEAST_SHARE, _LEAST = 0.05, 256 * 2**20
-"""A worker is killed only if it uses at least the smaller of this share of the limit and this many bytes."""
+# Seconds in which the memory of a killed worker should become free, before another worker is killed; gibibytes take some
+# tenths of a second.
 _SETTLE = 3.0
-"""Seconds in which the memory of a killed worker should become free, before another worker is killed; gibibytes take some
-tenths of a second."""
+# Bytes per second by which memory use is expected to grow at most; one process touches new memory about that fast.
 _FILL_RATE = 2 * 2**30
-"""Bytes per second by which memory use is expected to grow at most; one process touches new memory about that fast."""
 _SHORTEST, _LONGEST = 0.1, 5.0  # The least and the most seconds between two samples.
 
 
@@ -131,14 +131,14 @@ def _in_mib(size: int) -> str:
 
 # ---- What is counted
 
+# The file with the memory use of a cgroup, in versions 2 and 1, and the fields of `memory.stat` for memory that the kernel can
+# free at need.
 _RECLAIMABLE = {
     "memory.current": ("inactive_file", "active_file", "slab_reclaimable"),
     "memory.usage_in_bytes": ("total_inactive_file", "total_active_file"),
 }
-"""The file with the memory use of a cgroup, in versions 2 and 1, and the fields of `memory.stat` for memory that the kernel can
-free at need."""
+# The directory in a cgroup's path that Slurm makes for each job, in both cgroup versions.
 _JOB = re.compile(r"/job_\d+(/|$)")
-"""The directory in a cgroup's path that Slurm makes for each job, in both cgroup versions."""
 _SHOW_CONFIG = ("scontrol", "show", "config")  # The command whose output says how slurmd counts memory.
 
 
@@ -250,11 +250,11 @@ def _name(pid: int, kind: GroupKind) -> str:
 # ---- The watch
 
 _SCONTROL_TIMEOUT = 20.0  # Seconds in which `scontrol` must answer.
+# Share of the memory limit from which Slurm is asked how it counts memory. Most jobs never use so much, which spares Slurm a
+# query from each node.
 _QUERY_SHARE = 0.5
-"""Share of the memory limit from which Slurm is asked how it counts memory. Most jobs never use so much, which spares Slurm a
-query from each node."""
+# The pause after a sample is at least this many times as long as the sample took; a node may have thousands of processes.
 _PAUSE_FACTOR = 10
-"""The pause after a sample is at least this many times as long as the sample took; a node may have thousands of processes."""
 _TABLE_AGE = 0.1  # Greatest age in seconds of a process table from /proc that a sample may use.
 
 Report = Callable[[str, bool], None]  # Called with a sentence for the Dagster log, and whether a Ray worker was killed.

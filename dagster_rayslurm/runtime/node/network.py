@@ -89,12 +89,13 @@ def join_host_port(host: str, port: int) -> str:
     return "%s:%d" % ("[%s]" % host if ":" in host else host, port)
 
 
+# Number of ports that one Ray cluster gets on one node from a `port_range`: a dozen for services, the others for workers.
 BLOCK = 100
-"""Number of ports that one Ray cluster gets on one node from a `port_range`: a dozen for services, the others for workers."""
 
+# Options of `ray start` for ports that only the head of a Ray cluster has (Ray 2.60).
 HEAD_SERVICES = ("port", "ray-client-server-port", "dashboard-port")
-"""Options of `ray start` for ports that only the head of a Ray cluster has (Ray 2.60)."""
 
+# Options of `ray start` for ports that every node has; without a `port_range` the kernel chooses these (Ray 2.60).
 NODE_SERVICES = (
     "dashboard-agent-listen-port",
     "dashboard-agent-grpc-port",
@@ -103,14 +104,13 @@ NODE_SERVICES = (
     "node-manager-port",
     "object-manager-port",
 )
-"""Options of `ray start` for ports that every node has; without a `port_range` the kernel chooses these (Ray 2.60)."""
 
 
+# Environment variables for two ports of the head that have no option and by default the same number in all Ray clusters.
 HEAD_VARIABLES = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
-"""Environment variables for two ports of the head that have no option and by default the same number in all Ray clusters."""
 
+# Directories for locks that all users and jobs on this node share; TMPDIR may be another directory for each job.
 _LOCK_BASES = ("/tmp", "/var/tmp", "/dev/shm")
-"""Directories for locks that all users and jobs on this node share; TMPDIR may be another directory for each job."""
 
 
 @dataclass(frozen=True)

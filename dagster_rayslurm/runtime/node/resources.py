@@ -12,8 +12,8 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 
 from ..protocol.spec import NodeSpec, PayloadSpec, RaySpec, RuntimeSpec, node_spec
 
+# Share of a node's memory that Ray may use, its object store included; the runtime and Ray's daemons use the rest.
 SHARE_FOR_RAY = 0.9
-"""Share of a node's memory that Ray may use, its object store included; the runtime and Ray's daemons use the rest."""
 
 
 class Requirement(NamedTuple):
@@ -177,11 +177,11 @@ def cgroup_limits() -> List[Tuple[str, int]]:
 
 # ---- GPUs
 
+# Environment variables of several vendors that say which GPUs a process sees. Slurm sets the last one whenever it sets the
+# first (gres.conf(5)).
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
-"""Environment variables of several vendors that say which GPUs a process sees. Slurm sets the last one whenever it sets the
-first (gres.conf(5))."""
+# Seconds in which `nvidia-smi` must list the GPUs; it is slow on a node of many GPUs without NVIDIA's persistence daemon.
 _LIST_TIMEOUT = 20.0
-"""Seconds in which `nvidia-smi` must list the GPUs; it is slow on a node of many GPUs without NVIDIA's persistence daemon."""
 _FIRST_MISSING_DEVICE = 1000  # The first of the GPU indices that stand for missing GPUs: no machine has so many GPUs.
 
 

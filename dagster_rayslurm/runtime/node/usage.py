@@ -21,13 +21,13 @@ from ..process.processes import Process, query_program, recent_table, resident_a
 from .ray_jobs import Attribution, RayJobs
 from .resources import granted_gpus
 
+# Seconds until the first sample, the most seconds between two samples, and the factor by which each pause is longer than the
+# last: short payloads are seen, and long ones cost little. What Ray's workers use after the last sample is lost, because they
+# end with their Ray job; for a short payload that is a seventh at most.
 _FIRST, _LONGEST, _GROWTH = 0.2, 5.0, 1.15
-"""Seconds until the first sample, the most seconds between two samples, and the factor by which each pause is longer than the
-last: short payloads are seen, and long ones cost little. What Ray's workers use after the last sample is lost, because they
-end with their Ray job; for a short payload that is a seventh at most."""
 _MAX_POINTS = 240  # Most points in the course of usage; when there are more, every second one is dropped.
+# Least seconds between two queries of how busy the GPUs are, and after a query that failed.
 _GPU_INTERVAL, _GPU_RETRY = 5.0, 60.0
-"""Least seconds between two queries of how busy the GPUs are, and after a query that failed."""
 _GPU_TIMEOUT = 20.0  # Seconds in which a query must answer.
 _NVIDIA = ("nvidia-smi", "--query-gpu=index,uuid,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
 _AMD = ("rocm-smi", "--showuniqueid", "--showuse", "--showmeminfo", "vram", "--json")
@@ -51,8 +51,8 @@ class GpuMonitor:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._due = 0.0  # When the next query may begin; infinite while one is under way.
+        # The time of the last answer (`time.monotonic`), and its figures of the granted GPUs.
         self.figures: Tuple[float, List[Gpu]] = (0.0, [])
-        """The time of the last answer (`time.monotonic`), and its figures of the granted GPUs."""
 
     def query_if_due(self) -> None:
         """Begin the next query, if the figures are old; to be called again and again."""

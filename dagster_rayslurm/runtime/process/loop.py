@@ -16,8 +16,8 @@ import subprocess
 import time
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
+# Called when a process has ended, with its exit code (negative: the signal that killed it) and its `resource.struct_rusage`.
 ExitCallback = Callable[[int, Any], None]
-"""Called when a process has ended, with its exit code (negative: the signal that killed it) and its `resource.struct_rusage`."""
 
 
 class Timer:

@@ -225,10 +225,10 @@ def kill_descendants(root: int, collect: Callable[[], None], timeout: float = 5.
         pause = min(2 * pause, 0.05)
 
 
+# Seconds within which the starts of two processes cannot be ordered, because the kernel counts start times in ticks.
 _CLOCK_STEP = 0.05
-"""Seconds within which the starts of two processes cannot be ordered, because the kernel counts start times in ticks."""
+# Seconds before the second and the third search for strays: a payload's last processes may leave orphans when they end.
 _LATER_SWEEPS = (1.0, 5.0)
-"""Seconds before the second and the third search for strays: a payload's last processes may leave orphans when they end."""
 
 
 def kill_orphans(keep: Iterable[int], before: Optional[float] = None) -> List[str]:
@@ -280,14 +280,14 @@ class StrayProcesses:
 
 # ---- The keeper
 
+# Seconds between two checks whether slurmstepd, the keeper's parent, still lives.
+#
+# The kernel's own signal (prctl(2), PR_SET_PDEATHSIG) is of no use here: it comes already when the thread of slurmstepd ends that
+# forked the keeper.
 _PARENT_CHECK_INTERVAL = 2.0
-"""Seconds between two checks whether slurmstepd, the keeper's parent, still lives.
-
-The kernel's own signal (prctl(2), PR_SET_PDEATHSIG) is of no use here: it comes already when the thread of slurmstepd ends that
-forked the keeper."""
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # The signals that the keeper passes on to the runtime.
+# Seconds before the keeper cancels its job: until then Dagster asks Slurm why the payload ended, and must not see a cancel.
 _SCANCEL_DELAY = 25.0
-"""Seconds before the keeper cancels its job: until then Dagster asks Slurm why the payload ended, and must not see a cancel."""
 _SCANCEL_TIMEOUT = 60.0
 
 

@@ -7,8 +7,8 @@ from typing import Any, Callable, Dict
 
 from .end import TextEnum
 
+# The answer to a request. If its `ok` is False, `error` says why, and `message` may explain it for the Dagster log.
 Answer = Dict[str, Any]
-"""The answer to a request. If its `ok` is False, `error` says why, and `message` may explain it for the Dagster log."""
 
 
 class NodeCommand(TextEnum):

@@ -45,8 +45,8 @@ COMPONENTS = "components"  # Directory with a run directory for each component o
 
 _CRC_KEY = b',"crc":"'
 _RESERVE_BYTES = 64 * 1024
+# Reads that begin with the same NUL bytes, after which these count as damage; so many reads take a minute or more.
 _MAX_HOLE_READS = 600
-"""Reads that begin with the same NUL bytes, after which these count as damage; so many reads take a minute or more."""
 
 Record = Dict[str, Any]  # The JSON object of one line.
 

@@ -43,9 +43,9 @@ _SEND_TIMEOUT = 2.0  # Seconds that sending may block before the connection coun
 
 HEARTBEAT_INTERVAL = 5.0  # Seconds between two pings of a server to its clients; several must fit into HEARTBEAT_TIMEOUT.
 HEARTBEAT_TIMEOUT = 30.0  # Seconds of silence after which the other end of a connection counts as lost.
+# Seconds after the loss of a connection in which the two ends may connect again, before one gives up the other; clients try ten
+# times a second.
 RECONNECT_GRACE = 10.0
-"""Seconds after the loss of a connection in which the two ends may connect again, before one gives up the other; clients try ten
-times a second."""
 
 
 class Role(TextEnum):
@@ -238,11 +238,11 @@ class Channel:
             self.fail("its connection ended")
 
 
+# Seconds until a server that could not accept a connection, perhaps for want of file descriptors, tries again.
 _ACCEPT_PAUSE = 0.2
-"""Seconds until a server that could not accept a connection, perhaps for want of file descriptors, tries again."""
+# Connections without a finished handshake that a server keeps; for a further one it closes the oldest. A handshake takes
+# milliseconds, so that strangers cannot keep clients out.
 _MAX_STRANGERS = 256
-"""Connections without a finished handshake that a server keeps; for a further one it closes the oldest. A handshake takes
-milliseconds, so that strangers cannot keep clients out."""
 
 
 def listen(ports: Sequence[int], loopback: bool = False) -> socket.socket:
@@ -349,8 +349,8 @@ class RpcServer(ChannelListener):
         self._timer = self.loop.call_later(HEARTBEAT_INTERVAL, self._beat)
 
 
+# Seconds for connecting to one address and the handshake with it: another service may listen there, or nothing answer.
 _CONNECT_TIMEOUT = 2.0
-"""Seconds for connecting to one address and the handshake with it: another service may listen there, or nothing answer."""
 _RETRY_PAUSE = 0.1  # Seconds after a failure until the next address is tried.
 
 
@@ -472,8 +472,8 @@ def all_addresses(hosts: Sequence[str], ports: Sequence[int]) -> List[Address]:
 
 
 ANSWER = "rayslurm-answer "  # The beginning of the output line of `main` that holds the answer: srun may print other lines.
+# The line that `main` prints just before it sends the request: from then on the session may have received the request.
 SENT = "rayslurm-sent"
-"""The line that `main` prints just before it sends the request: from then on the session may have received the request."""
 _CALL_CONNECT_TIMEOUT = 10.0  # Seconds for connecting, and again for the handshake.
 ANSWER_TIMEOUT = 60.0  # Seconds in which a session must answer a request; the session's file system may be slow.
 

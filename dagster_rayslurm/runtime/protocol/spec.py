@@ -20,6 +20,8 @@ JOB_MARK = "rayslurm"  # Key in the metadata of a Ray job; its value is the nonc
 
 T = TypeVar("T")
 
+# Environment variables that make Ray connect to a Ray cluster (Ray 2.60). The runtime sets them itself: inherited values would
+# name another Ray cluster.
 RAY_COORDINATES = (
     "RAY_ADDRESS",
     "RAY_API_SERVER_ADDRESS",
@@ -28,8 +30,6 @@ RAY_COORDINATES = (
     "RAY_AUTH_TOKEN_PATH",
     "RAY_JOB_CONFIG_JSON_ENV_VAR",
 )
-"""Environment variables that make Ray connect to a Ray cluster (Ray 2.60). The runtime sets them itself: inherited values would
-name another Ray cluster."""
 
 
 @dataclass(frozen=True)
@@ -233,12 +233,12 @@ def is_passable(text: str) -> bool:
         return False
 
 
+# Key of the Ray label that holds the name of a node's component, as in `label_selector={"component": "gpu"}`.
 COMPONENT_LABEL = "component"
-"""Key of the Ray label that holds the name of a node's component, as in `label_selector={"component": "gpu"}`."""
+# Prefix of the Ray resource by which tasks run on a component's nodes, as in `resources={"component:gpu": 1}`.
 COMPONENT_RESOURCE = "component:"
-"""Prefix of the Ray resource by which tasks run on a component's nodes, as in `resources={"component:gpu": 1}`."""
+# Amount of the resource `COMPONENT_RESOURCE` on each node, so large that it never limits how many tasks run.
 COMPONENT_AMOUNT = 1000.0
-"""Amount of the resource `COMPONENT_RESOURCE` on each node, so large that it never limits how many tasks run."""
 
 
 def node_spec(ray: RaySpec, component_id: Optional[str]) -> RaySpec:
