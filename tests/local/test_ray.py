@@ -214,7 +214,7 @@ WHICH = pipes_script("""
 
 
 def test_warm_clusters_serve_their_runs_and_end_when_told(base: Path, script: Any) -> None:
-    """Two on one node: neither a payload that dies nor the end of the other one does any harm."""
+    """Two on one node: no payload or session harms the other. One that ended or died is replaced."""
     compute, other = warm(base / "one"), warm(base / "two")
     first = run_asset(compute, script(WHICH), extra_env={"FOO": "1"})
     second = run_asset(compute, script(WHICH), extra_env={"BAR": "2"})
@@ -235,7 +235,12 @@ def test_warm_clusters_serve_their_runs_and_end_when_told(base: Path, script: An
     assert compute.cleanup_cluster(cluster_id) is True
     again = run_asset(other, script(WHICH))
     assert again.metadata["address"] == beside.metadata["address"] and again.metadata["Ray cluster was warm"]
-    assert other.cleanup_cluster(again.completed[0].cluster_id)
+    replaced = run_asset(compute, script(WHICH)).completed[0].cluster_id
+    for process in marked_processes(os.environ["PYTEST_OF_RAYSLURM"]):
+        with contextlib.suppress(psutil.NoSuchProcess):  # It may end with one of the others.
+            process.kill()
+    last = run_asset(compute, script(WHICH)).completed[0].cluster_id
+    assert len({cluster_id, replaced, last}) == 3 and compute.cleanup_cluster(last)
 
 
 def test_a_warm_cluster_is_shared_between_processes_and_ends_itself_when_idle(base: Path, script: Any, tmp_path: Path) -> None:
@@ -286,16 +291,3 @@ def test_another_footprint_gets_another_session_or_an_error(base: Path, script: 
     assert failure.kind == "cluster-start" and "session 'shared' is alive with another cluster" in (failure.description or "")
     for ran in (first, other):
         assert compute.cleanup_cluster(ran.completed[0].cluster_id)
-
-
-def test_a_warm_cluster_that_ended_or_died_is_replaced(base: Path, script: Any) -> None:
-    compute = warm(base)
-    first = run_asset(compute, script(WHICH)).completed[0].cluster_id
-    assert compute.cleanup_cluster(first)
-    second = run_asset(compute, script(WHICH)).completed[0].cluster_id
-    for process in marked_processes(os.environ["PYTEST_OF_RAYSLURM"]):
-        with contextlib.suppress(psutil.NoSuchProcess):  # It may end with one of the others.
-            process.kill()
-    third = run_asset(compute, script(WHICH)).completed[0].cluster_id
-    assert len({first, second, third}) == 3
-    assert compute.cleanup_cluster(third)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set
 
-from ..process.loop import Loop
+from ..process.loop import Loop, Timer
 from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.record import tail_file
 from ..protocol.rpc import RECONNECT_GRACE, Channel, ChannelListener, Message, RpcServer
@@ -33,26 +33,17 @@ class Identity(NamedTuple):
 
 
 class WorkerNode:
-    """What the head knows about one worker node, and the connection to it.
-
-    Attributes:
-        node_id: the node's place in the allocation, which counts from 0, the head.
-        machine: the resources that the node reports when it joins (`NodeResources.facts`); empty before.
-        commands: commands to send again when the node reconnects, by subject.
-        losses: how often the connection was lost.
-        gone: whether the node has not reconnected in time after a loss.
-        channel: the newest connection; None while the node is not connected.
-    """
+    """What the head knows about one worker node, and the connection to it."""
 
     def __init__(self, node_id: int, name: str, component: Optional[str] = None) -> None:
-        self.node_id = node_id
+        self.node_id = node_id  # Its place in the allocation, which counts from 0, the head.
         self.name = name
         self.component = component
-        self.machine: Dict[str, Any] = {}
-        self.commands: Dict[str, Message] = {}
-        self.losses = 0
-        self.gone = False
-        self.channel: Optional[Channel] = None
+        self.machine: Dict[str, Any] = {}  # The resources that the node reports when it joins (`NodeResources.facts`).
+        self.commands: Dict[str, Message] = {}  # Those to send again when the node reconnects, by subject.
+        self.gone = False  # Whether the node has not reconnected in time after a loss.
+        self.grace: Optional[Timer] = None  # Runs from a loss to that time.
+        self.channel: Optional[Channel] = None  # The newest connection; None while the node is not connected.
 
     @property
     def pids(self) -> List[int]:
@@ -85,7 +76,7 @@ class WorkerNode:
         return Identity(str(self.machine.get("hostname") or self.name), self.component)
 
     def facts(self) -> Dict[str, Any]:
-        """The node's name, its resources as far as they are known, and whether it is connected, as a dictionary for JSON."""
+        """The node's name, its resources as far as they are known, and whether it is connected, for JSON."""
         cpus, gpus = self.machine.get("num_cpus"), self.machine.get("num_gpus")
         return {"name": self.name, "cpus": cpus, "gpus": gpus, "here": self.here, "component": self.component}
 
@@ -208,15 +199,12 @@ class WorkerNodes(ChannelListener):
         if node is None:
             return
         node.channel = None
-        node.losses += 1
-        losses = node.losses
 
-        def check() -> None:
-            if not node.here and node.losses == losses:
-                node.gone = True
-                self.on_event(node, {"event": NodeEvent.GONE})
+        def missed() -> None:
+            node.gone = True
+            self.on_event(node, {"event": NodeEvent.GONE})
 
-        self.loop.call_later(RECONNECT_GRACE, check)
+        node.grace = self.loop.call_later(RECONNECT_GRACE, missed)
         self.on_event(node, {"event": NodeEvent.LOST, "message": why})
 
     @property
@@ -238,6 +226,8 @@ class WorkerNodes(ChannelListener):
             del self._node_of_channel[node.channel]
             node.channel.close()
         node.channel, node.machine, node.gone = channel, resources, False
+        if node.grace is not None:
+            node.grace.cancel()
         self._node_of_channel[channel] = node
         if self._stopped:
             channel.send(op=NodeCommand.STOP)

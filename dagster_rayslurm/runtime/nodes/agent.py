@@ -33,22 +33,17 @@ class _NodeCluster:
 class NodeAgent:
     """Carries out the head's commands on one node, for one or several Ray clusters.
 
-    Attributes:
-        send: sends an event to the head.
-        log: writes a line to the node's log; if the node fails, the head shows the last lines of that log.
-        scratch_for: returns a scratch directory for a Ray cluster, given its key; may raise OSError.
-        environ: environment variables for Ray's daemons on this node; a variable with the value None must not be set.
-        simulated: whether this is a simulated node, which shares the machine and the runtime with others. Then usage counts only
-            the processes of this node's Ray, and the runtime itself looks for stray processes.
+    A simulated node shares the machine and the runtime with others. Its usage counts only the processes of its Ray, and the
+    runtime itself looks for stray processes.
     """
 
     loop: Loop
     spec: RuntimeSpec
     machine: NodeResources
-    send: Callable[..., None]
-    log: Callable[[str], None]
-    scratch_for: Callable[[str], Scratch]
-    environ: Mapping[str, Optional[str]] = field(default_factory=dict)
+    send: Callable[..., None]  # Sends an event to the head.
+    log: Callable[[str], None]  # Writes to the node's log; if the node fails, the head shows the last lines of that log.
+    scratch_for: Callable[[str], Scratch]  # Returns a scratch directory for a Ray cluster, given its key; may raise OSError.
+    environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
     simulated: bool = False
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from ..process.loop import Loop
 from ..process.scratch import Scratch
 from ..protocol.rpc import Message
 from ..protocol.spec import ComponentSpec, NodeSpec, RuntimeSpec
-from ..ray.ray_node import ClusterDirs
+from ..ray.ray_node import ClusterDir
 from .agent import NodeAgent
 
 ADDRESS = "127.0.0.1"
@@ -27,29 +27,19 @@ Variables = Dict[str, Optional[str]]
 
 
 class Share(NamedTuple):
-    """The share of this machine that one Ray node gets.
+    """The share of this machine that one Ray node gets."""
 
-    Attributes:
-        machine: the node's resources, including simulated CPUs and GPUs.
-        environ: environment variables for Ray on this node.
-        remark: a sentence for the Dagster log about what is simulated; "" if nothing is.
-    """
-
-    machine: NodeResources
-    environ: Variables
-    remark: str
+    machine: NodeResources  # With simulated CPUs and GPUs.
+    environ: Variables  # For Ray on this node.
+    remark: str  # A sentence for the Dagster log about what is simulated; "" if nothing is.
 
 
 def component_shares(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str, Sequence[str]]) -> List[Share]:
     """The share of this machine that each component gets, in the order of the start record. Pure.
 
     Each component may use all CPUs unless it requests fewer, because simulated components are rarely busy at the same time. GPUs
-    are assigned in the order of the components. If too few are left for a component, Ray counts simulated ones.
-
-    Args:
-        spec: the runtime's start record.
-        here: the resources of this machine.
-        visible: name of the environment variable that limits the GPUs of a process, and the ids of this machine's GPUs.
+    are assigned in the order of the components. If too few are left for a component, Ray counts simulated ones. `visible` is the
+    name of the environment variable that limits the GPUs of a process, and the ids of this machine's GPUs.
     """
     variable, left = visible[0], list(visible[1])
     nodes = {each.component_id: each for each in spec.ray.components} if spec.ray is not None else {}
@@ -105,17 +95,11 @@ def _requested(component: ComponentSpec, node: NodeSpec, here: NodeResources) ->
 
 
 class Simulation(NamedTuple):
-    """The simulated components or devices of one runtime in local mode.
+    """The simulated components or devices of one runtime in local mode."""
 
-    Attributes:
-        spec: the runtime's start record, changed for the simulation.
-        shares: the shares of all components, the head's first.
-        workers: the simulated nodes besides the head; None without components.
-    """
-
-    spec: RuntimeSpec
-    shares: List[Share]
-    workers: Optional[WorkerNodes]
+    spec: RuntimeSpec  # The start record, changed for the simulation.
+    shares: List[Share]  # Those of all components, the head's first.
+    workers: Optional[WorkerNodes]  # The simulated nodes besides the head; None without components.
 
     def remarks(self, uses_ray: bool) -> List[str]:
         """Sentences for the Dagster log about what is simulated; for a payload without Ray, only in the first component."""
@@ -138,16 +122,16 @@ def simulate(
     # The shares replace what was requested of Slurm, and the nodes need a shared secret.
     components = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
     spec = replace(spec, components=components, control_key=os.urandom(32).hex())
-    nodes, dirs = WorkerNodes(loop, {}, on_event), ClusterDirs(private)
+    nodes = WorkerNodes(loop, {}, on_event)
     for node_id, share in enumerate(shares[1:], 1):
-        nodes.members[node_id] = SimulatedNode(nodes, spec, node_id, share, dirs)
+        nodes.members[node_id] = SimulatedNode(nodes, spec, node_id, share, private)
     return Simulation(spec, shares, nodes)
 
 
 class SimulatedNode(WorkerNode):
     """The simulated node of one component other than the head's: a worker node whose agent runs in the head's runtime."""
 
-    def __init__(self, nodes: WorkerNodes, spec: RuntimeSpec, node_id: int, share: Share, dirs: ClusterDirs) -> None:
+    def __init__(self, nodes: WorkerNodes, spec: RuntimeSpec, node_id: int, share: Share, private: Scratch) -> None:
         machine = share.machine
         super().__init__(node_id, machine.hostname, machine.component)
         self.machine = machine.facts()
@@ -159,7 +143,10 @@ class SimulatedNode(WorkerNode):
         def log(text: str) -> None:
             print("rayslurm on %s: %s" % (machine.name, text), file=sys.stderr, flush=True)
 
-        self._agent = NodeAgent(nodes.loop, spec, machine, send, log, lambda _: dirs.take(), share.environ, simulated=True)
+        def scratch_for(_: str) -> Scratch:
+            return ClusterDir(private)
+
+        self._agent = NodeAgent(nodes.loop, spec, machine, send, log, scratch_for, share.environ, simulated=True)
 
     @property
     def here(self) -> bool:

@@ -17,7 +17,7 @@ from ..process.scratch import Scratch
 from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.rpc import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Address, ClientListener, Message, RpcClient, all_addresses
 from ..protocol.spec import RuntimeSpec
-from ..ray.ray_node import ClusterDirs
+from ..ray.ray_node import ClusterDir
 from .agent import NodeAgent
 
 _HEAD_SIGNAL_TIMEOUT = 20.0
@@ -28,32 +28,24 @@ _FIRST_CONNECT_TIMEOUT = 600.0
 
 @dataclass(eq=False)
 class Worker(ClientListener):
-    """The runtime of one worker node: passes the head's commands to the node agent, and the agent's events to the head.
-
-    Attributes:
-        on_connected: called each time that this node has connected to the head's runtime.
-        exit_code: the exit code for this node's Slurm task; any but 0 ends the Slurm step on all nodes.
-    """
+    """The runtime of one worker node: passes the head's commands to the node agent, and the agent's events to the head."""
 
     loop: Loop
     spec: RuntimeSpec
     allocation: Allocation
     scratch: Scratch
-    on_connected: Callable[[], None] = lambda: None
-    exit_code: int = 0
+    on_connected: Callable[[], None] = lambda: None  # Called each time that this node has connected to the head's runtime.
+    exit_code: int = 0  # Of this node's Slurm task; any but 0 ends the Slurm step on all nodes.
 
     def __post_init__(self) -> None:
         spec, allocation = self.spec, self.allocation
         assert spec.control_key is not None
         detected = resources.detect(with_gpus=resources.may_need_gpus(spec))
         self._machine = replace(detected, component=allocation.component_of(allocation.node_id))
-        dirs = ClusterDirs(self.scratch)
         override = [spec.ray.node_ip_address] if spec.ray is not None and spec.ray.node_ip_address else []
         addresses = all_addresses([*allocation.head_addresses, *override], spec.control_ports)
         self._head = RpcClient(self.loop, spec.control_key, addresses, self)
-        self._agent = NodeAgent(
-            self.loop, spec, self._machine, self._head.send, self.log, lambda key: dirs.take() if key else self.scratch
-        )
+        self._agent = NodeAgent(self.loop, spec, self._machine, self._head.send, self.log, self._scratch_for)
         MemoryWatch(self.loop, self._machine.name, lambda: self._agent.guarded, lambda: [], self._report_memory)
         self._parent = os.getppid()
         self._was_signalled = self._head_is_ending = self._was_connected = False
@@ -135,3 +127,6 @@ class Worker(ClientListener):
     def _report_memory(self, message: str, killed: bool) -> None:
         self.log(message)
         self._head.send(event=NodeEvent.MEMORY, message=message, killed=killed)
+
+    def _scratch_for(self, cluster_key: str) -> Scratch:
+        return ClusterDir(self.scratch) if cluster_key else self.scratch

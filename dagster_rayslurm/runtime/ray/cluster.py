@@ -43,36 +43,25 @@ class RayListener:
 
 @dataclass(frozen=True)
 class HeadNode:
-    """What a Ray cluster must know of its head's node: resources, address and variables, and the worker nodes that can join.
-
-    Attributes:
-        workers: the worker nodes; None if there are none.
-        address: the address of this node for the worker nodes; None for the one that Ray finds.
-        environ: environment variables for Ray's daemons on this node; the value None removes a variable.
-    """
+    """What a Ray cluster must know of its head's node, and the worker nodes that can join."""
 
     machine: NodeResources
     workers: Optional[WorkerNodes] = None
-    address: Optional[str] = None
-    environ: Mapping[str, Optional[str]] = field(default_factory=dict)
+    address: Optional[str] = None  # Of this node for the worker nodes; None for the one that Ray finds.
+    environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
 
 
 @dataclass(eq=False)
 class RayCluster:
-    """A Ray cluster whose head runs on this node: starts it, watches it and ends it. `Membership` decides.
-
-    Attributes:
-        fresh: describes a payload's own cluster; None for the cluster that the runtime keeps warm.
-        key: identifies the cluster among those on the same nodes; "" for the warm one.
-    """
+    """A Ray cluster whose head runs on this node: starts it, watches it and ends it. `Membership` decides."""
 
     loop: Loop
     runtime: RuntimeSpec
     head: HeadNode
     scratch: Scratch
     listener: RayListener
-    fresh: Optional[RaySpec] = None
-    key: str = ""
+    fresh: Optional[RaySpec] = None  # Describes a payload's own cluster; None for the cluster that the runtime keeps warm.
+    key: str = ""  # Names the cluster on its nodes; "" for the warm one.
 
     def __post_init__(self) -> None:
         spec = self.runtime.ray if self.fresh is None else self.fresh
@@ -176,6 +165,8 @@ class RayCluster:
     def handle(self, member: WorkerNode, message: Event) -> None:
         """Called with each event of a worker node."""
         event = {**message, "node": member.node_id}
+        if event.get("event") not in tuple(NodeEvent):
+            return
         if event["event"] == NodeEvent.JOINED:
             event.update(identity=member.identity, here=member.here, problem=self._problem(NodeResources(**member.machine)))
         elif event["event"] == NodeEvent.RAY_FAILED:

@@ -30,13 +30,10 @@ LabelRule = Tuple[str, bool, Tuple[str, ...]]
 
 
 class Request(NamedTuple):
-    """What one task, one actor, or one bundle of a placement group needs on one node.
-
-    `labels` has alternative lists of rules; a node must meet all rules of one list. It is empty if labels do not matter.
-    """
+    """What one task, one actor, or one bundle of a placement group needs on one node."""
 
     resources: Dict[str, float]
-    labels: Tuple[Tuple[LabelRule, ...], ...] = ()
+    labels: Tuple[Tuple[LabelRule, ...], ...] = ()  # Alternative lists of rules; a node must meet all rules of one, if any.
 
 
 class Group(NamedTuple):
@@ -66,40 +63,31 @@ RAYLET_ENVIRON = {
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
 }
-"""Environment variables for a faster start of the raylet: it looks for its object store every 20 ms instead of every second.
-
-The whole wait stays 10 s at most (500 attempts); Ray 2.60.
-"""
-
+"""Make the raylet look for its object store every 20 ms instead of every second, for 10 s at most as before (Ray 2.60)."""
 PRESTART_AT_FIRST_DRIVER = "RAY_prestart_worker_first_driver"
-"""Environment variable of the raylet; "0" keeps it from starting one worker per CPU for each new driver.
+"""Variable of the raylet; "0" keeps it from starting one worker per CPU for each new driver, even if idle workers wait.
 
-It starts them even if idle workers wait, and they take the CPU time that the driver needs for its first task.
+Those workers take the CPU time that the driver needs for its first task.
 """
 
 _ALIVE = 0  # GcsNodeInfo.ALIVE in gcs.proto
 _GROUP_REMOVED = 3  # PlacementGroupTableData.REMOVED in gcs.proto
 _NOT_IN = 2  # LABEL_OPERATOR_NOT_IN in common.proto
-_LIVING_ACTORS = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")
-"""Ray's names for all states of an actor except dead."""
-_CLIENT_SERVER = "get_ray_client_dependency_error"
-"""Function of `ray start` that says what the Ray Client server lacks to run."""
-_DASHBOARD = "get_dashboard_dependency_error"
-"""Function of Ray that says what the dashboard lacks to run."""
-_HEAD_INFO = "get_all_node_info_until_retrieved"
-"""Function of `ray start --address` that asks for the head's row of the node table."""
-_START_PROCESS = "start_ray_process"
-"""Function of Ray that starts each of its daemons."""
-_TEMP_DIR_KEY = b"rayslurm_temp_dir"
-"""Key under which the head writes its temporary directory to the GCS, for the worker nodes."""
-_SUBMITTED = "_ray_internal_job_actor_"
-"""Prefix of the name of the actor that runs a job of `ray job submit`; the rest of the name is the job's id."""
+_LIVING_ACTORS = ("ALIVE", "RESTARTING", "PENDING_CREATION", "DEPENDENCIES_UNREADY")  # All states except dead.
+_CLIENT_SERVER = "get_ray_client_dependency_error"  # Function that says what the Ray Client server lacks to run.
+_DASHBOARD = "get_dashboard_dependency_error"  # Function that says what the dashboard lacks to run.
+_HEAD_INFO = (
+    "get_all_node_info_until_retrieved"  # Function of `ray start --address` that asks for the head's row of the node table.
+)
+_START_PROCESS = "start_ray_process"  # Function that starts each of Ray's daemons.
+_TEMP_DIR_KEY = b"rayslurm_temp_dir"  # Key under which the head writes its temporary directory to the GCS, for the worker nodes.
+_SUBMITTED = (
+    "_ray_internal_job_actor_"  # Prefix of the name of the actor that runs a job of `ray job submit`; the job's id follows.
+)
 _SHARED_LIBRARIES = ("ray.data.", "ray.train.", "ray.tune.", "ray.llm.")
 """Libraries of Ray whose detached actors are no leaks: later payloads use them too, and would fail without them."""
-_TIMEOUT = 5.0
-"""Seconds that a request about idle workers may take."""
-_IDLE_WORKERS = 600
-"""Seconds after which Ray may end an idle worker, if there are more idle workers than CPUs."""
+_TIMEOUT = 5.0  # Seconds that a request about idle workers may take.
+_IDLE_WORKERS = 600  # Seconds after which Ray may end an idle worker, if there are more idle workers than CPUs.
 
 
 def installed_version() -> Optional[str]:
@@ -130,12 +118,7 @@ def disable_client_server(command: List[str]) -> List[str]:
 
     Nobody needs that server, because drivers run on the nodes. Ray 2.60 always starts it if `grpcio` is installed, and
     refuses an option for its port if not. `ray symmetric-run` calls `ray start` in other processes, where this has no effect.
-
-    Args:
-        command: the words of the command line after `ray`.
-
-    Returns:
-        The words to use instead.
+    Returns the words of the command line after `ray` to use instead of `command`.
     """
     scripts = _module("ray.scripts.scripts")
     if command[0] == "start" and hasattr(scripts, _CLIENT_SERVER):
@@ -173,11 +156,7 @@ def connect_gcs(gcs: str) -> Any:
 
 
 def node_table(client: Any) -> Nodes:
-    """The nodes of the Ray cluster by Ray's id, each with state, role, host name, address, resources and component.
-
-    Raises:
-        Exception: the GCS does not answer; Ray's RPC errors have no common public base.
-    """
+    """The nodes by Ray's id. If the GCS does not answer, raises one of Ray's RPC errors, which have no common public base."""
     return {
         node_id.hex(): {
             "alive": info.state == _ALIVE,

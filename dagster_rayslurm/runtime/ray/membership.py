@@ -7,12 +7,11 @@ each on one host.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple, Union
 
 from ..node.resources import named
 from ..node.worker_nodes import Identity
-from ..protocol.end import ClusterError, EndReason
+from ..protocol.end import ClusterError, EndReason, TextEnum
 from ..protocol.messages import NodeCommand, NodeEvent
 from ..protocol.spec import RaySpec
 
@@ -24,36 +23,21 @@ Nodes = Dict[str, Node]
 """Ray's node table: its rows by Ray's id of the node."""
 
 
-class Report(str, Enum):
+class Report(TextEnum):
     """What happens to Ray on one node. The program `node_main` sends some of these, and `RayNode` makes the others."""
 
-    ENVIRONMENT = "environment"
-    """The Ray of this Python environment cannot be used; `message` says why."""
-    VERSION = "version"
-    """Ray was imported; its version is `ray_version`."""
-    NODES = "nodes"
-    """Ray's node table has changed; `nodes` is the new one."""
-    ENTRYPOINT = "entrypoint"
-    """`ray symmetric-run` has started its command, so the Ray cluster is up."""
-    UNSCHEDULABLE = "unschedulable"
-    """A task, actor or placement group waits for resources that no node can ever grant; `message` names it."""
-    GCS_LOST = "gcs-lost"
-    """Ray's control service (GCS) has ended."""
-    WATCH_FAILED = "watch-failed"
-    """The GCS cannot be asked for its nodes; `message` says why."""
-    TABLES = "tables"
-    """The answer to the query `id` of the leak check: `tables`, or None after an error."""
-    STARTING = "starting"
-    """Ray starts; the head's address is `gcs`, which changes if a port was taken and Ray starts again."""
-    RETRY = "retry"
-    """Ray starts again; `message` says why."""
-    FAILED = "ray-failed"
-    """Ray did not start, or was lost; `error` is a `ClusterError`."""
-    DEADLINE = "deadline"
-    """The time in which the cluster must be ready is over."""
-
-    def __str__(self) -> str:
-        return self.value
+    ENVIRONMENT = "environment"  # The Ray of this Python environment cannot be used; `message` says why.
+    VERSION = "version"  # Ray was imported; its version is `ray_version`.
+    NODES = "nodes"  # Ray's node table has changed; `nodes` is the new one.
+    ENTRYPOINT = "entrypoint"  # `ray symmetric-run` has started its command, so the Ray cluster is up.
+    UNSCHEDULABLE = "unschedulable"  # Something waits for resources that no node can ever grant; `message` names it.
+    GCS_LOST = "gcs-lost"  # Ray's control service (GCS) has ended.
+    WATCH_FAILED = "watch-failed"  # The GCS cannot be asked for its nodes; `message` says why.
+    TABLES = "tables"  # The answer to the query `id` of the leak check: `tables`, or None after an error.
+    STARTING = "starting"  # Ray starts; the head's address is `gcs`, another one if a port was taken and Ray starts again.
+    RETRY = "retry"  # Ray starts again; `message` says why.
+    FAILED = "ray-failed"  # Ray did not start, or was lost; `error` is a `ClusterError`.
+    DEADLINE = "deadline"  # The time in which the cluster must be ready is over.
 
 
 class Say(NamedTuple):
@@ -82,6 +66,7 @@ class Ready(NamedTuple):
     head: Node
 
 
+Step = Tuple["Membership", List["Action"]]
 Action = Union[Say, Send, NodeLost, Ready, ClusterError]
 """What follows from an event; a `ClusterError` means that the cluster has failed and must end."""
 
@@ -90,14 +75,10 @@ class Member(NamedTuple):
     """One worker node of the complete cluster, joined or not."""
 
     title: str
-    identity: Optional[Identity] = None
-    """How Ray's node table names it; None until the node has connected to the head's runtime."""
-    here: bool = False
-    """Whether it is connected to the head's runtime."""
-    given_up: bool = False
-    """Whether the cluster no longer waits for it, or has lost it; its log may tell why."""
-    counted: bool = False
-    """Whether the node was told that it has joined, so that an end of its Ray is a loss from then on."""
+    identity: Optional[Identity] = None  # In Ray's node table; None until the node has connected to the head's runtime.
+    here: bool = False  # Whether it is connected to the head's runtime.
+    given_up: bool = False  # Whether the cluster no longer waits for it, or has lost it; its log may tell why.
+    counted: bool = False  # Whether the node was told that it has joined, so that an end of its Ray is a loss from then on.
 
 
 @dataclass(frozen=True)
@@ -105,14 +86,11 @@ class Membership:
     """The state of a Ray cluster's membership; `step` is its transition."""
 
     spec: RaySpec
-    head: str
-    """Name of the head node in messages."""
+    head: str  # Name of the head node in messages.
     members: Mapping[int, Member] = field(default_factory=dict)
     nodes: Nodes = field(default_factory=dict)
-    attempt: int = 0
-    """Number of the latest start of Ray on the head; 0 before the first."""
-    entrypoint: bool = False
-    """Whether `ray symmetric-run` has started its command."""
+    attempt: int = 0  # Number of the latest start of Ray on the head; 0 before the first.
+    entrypoint: bool = False  # Whether `ray symmetric-run` has started its command.
     ready: bool = False
     failed: bool = False
 
@@ -126,44 +104,44 @@ class Membership:
         """Least number of nodes with which the cluster starts, the head included."""
         return self.expected if self.spec.min_nodes is None else min(self.spec.min_nodes, self.expected)
 
-    def step(self, event: Event) -> Tuple[Membership, List[Action]]:
+    def step(self, event: Event) -> Step:
         """The state after an event, and what follows from the event; nothing does once the cluster has failed."""
         handler = _HANDLERS.get(event["event"])
         unknown = "node" in event and event["node"] not in self.members
         return (self, []) if self.failed or handler is None or unknown else handler(self, event)
 
-    def _fail(self, why: str, reason: EndReason = EndReason.CLUSTER_START) -> Tuple[Membership, List[Action]]:
+    def _fail(self, why: str, reason: EndReason = EndReason.CLUSTER_START) -> Step:
         return replace(self, failed=True), [ClusterError(reason, why)]
 
     def _with(self, node_id: int, **changes: Any) -> Membership:
         return replace(self, members={**self.members, node_id: self.members[node_id]._replace(**changes)})
 
-    def _started(self, _: Event) -> Tuple[Membership, List[Action]]:
+    def _started(self, _: Event) -> Step:
         return replace(self, attempt=self.attempt + 1), [Send(NodeCommand.START_RAY, list(self.members))]
 
-    def _joined(self, event: Event) -> Tuple[Membership, List[Action]]:
+    def _joined(self, event: Event) -> Step:
         after = self._with(event["node"], identity=event["identity"], here=event["here"])
         if not event["problem"]:
             return after, []
         return after._give_up(event["node"], ClusterError(EndReason.CLUSTER_START, event["problem"]))
 
-    def _ray_failed(self, event: Event) -> Tuple[Membership, List[Action]]:
+    def _ray_failed(self, event: Event) -> Step:
         if event["attempt"] != self.attempt:
             return self, []
         return self._give_up(event["node"], ClusterError(EndReason(event["reason"]), event["message"]))
 
-    def _lost(self, event: Event) -> Tuple[Membership, List[Action]]:
+    def _lost(self, event: Event) -> Step:
         lost = Say("node-lost", "node %s is lost: %s") if self.ready else Say("cluster-start", "node %s is out of reach: %s")
         message = lost.message % (self.members[event["node"]].title, event["message"])
         return self._with(event["node"], here=False), [lost._replace(message=message)]
 
-    def _gone(self, event: Event) -> Tuple[Membership, List[Action]]:
+    def _gone(self, event: Event) -> Step:
         if self.ready:
             return self, []  # The node table tells.
         why = "node %s was lost while the cluster started" % self.members[event["node"]].title
         return self._give_up(event["node"], ClusterError(EndReason.CLUSTER_START, why))
 
-    def _give_up(self, node_id: int, error: ClusterError) -> Tuple[Membership, List[Action]]:
+    def _give_up(self, node_id: int, error: ClusterError) -> Step:
         """Go on without a worker node; fail if too few are left to start the cluster. A node may repeat its failure."""
         member = self.members[node_id]
         if member.given_up:
@@ -175,7 +153,7 @@ class Membership:
             return replace(after, failed=True), [error]
         return after, [Say("cluster-start", "the cluster starts without node %s: %s" % (member.title, error))]
 
-    def _table(self, event: Event) -> Tuple[Membership, List[Action]]:
+    def _table(self, event: Event) -> Step:
         nodes = within(self.spec, event["nodes"])
         after, actions = replace(self, nodes=nodes), []  # type: Membership, List[Action]
         if self.ready:
@@ -192,10 +170,10 @@ class Membership:
         after, more = after._ready_if_complete()
         return after, actions + more
 
-    def _at_entrypoint(self, _: Event) -> Tuple[Membership, List[Action]]:
+    def _at_entrypoint(self, _: Event) -> Step:
         return replace(self, entrypoint=True)._ready_if_complete()
 
-    def _ready_if_complete(self) -> Tuple[Membership, List[Action]]:
+    def _ready_if_complete(self) -> Step:
         living = alive(self.nodes)
         head = next((node for node in living if node["head"]), None)
         waits = self.spec.launch_style == "symmetric-run" and not self.entrypoint
@@ -204,20 +182,20 @@ class Membership:
         after, actions = replace(self, ready=True)._count()
         return after, [*actions, Ready(head)]
 
-    def _count(self) -> Tuple[Membership, List[Action]]:
+    def _count(self) -> Step:
         """Tell each worker node in the node table, only once, that an end of its Ray is a loss from now on."""
         here = present(self.nodes)
         new = [place for place, member in self.members.items() if not member.counted and member.identity in here]
         members = {**self.members, **{place: self.members[place]._replace(counted=True) for place in new}}
         return replace(self, members=members), [Send(NodeCommand.RAY_READY, new)] if new else []
 
-    def _gcs_lost(self, _: Event) -> Tuple[Membership, List[Action]]:
+    def _gcs_lost(self, _: Event) -> Step:
         return self._fail("the GCS on node %s is gone" % self.head, EndReason.CLUSTER_LOST) if self.ready else (self, [])
 
-    def _head_failed(self, event: Event) -> Tuple[Membership, List[Action]]:
+    def _head_failed(self, event: Event) -> Step:
         return replace(self, failed=True), [event["error"]]
 
-    def _timed_out(self, _: Event) -> Tuple[Membership, List[Action]]:
+    def _timed_out(self, _: Event) -> Step:
         limit = "within startup_timeout=%g s" % self.spec.startup_timeout
         living = alive(self.nodes)
         if self.ready:
@@ -239,7 +217,7 @@ class Membership:
         return replace(self, members={**self.members, **given_up})._fail("%s %s" % (why, limit))
 
 
-_HANDLERS: Dict[str, Callable[[Membership, Event], Tuple[Membership, List[Action]]]] = {
+_HANDLERS: Dict[str, Callable[[Membership, Event], Step]] = {
     NodeEvent.JOINED: Membership._joined,
     NodeEvent.RAY_FAILED: Membership._ray_failed,
     NodeEvent.LOST: Membership._lost,

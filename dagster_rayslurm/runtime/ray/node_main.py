@@ -43,8 +43,7 @@ def main(argv: List[str]) -> int:
     """Run Ray on this node until it ends, and return the exit code. The only argument is a JSON object.
 
     Keys:
-        report_fd: descriptor to which reports are written as JSON lines; see `Report`.
-        request_fd: descriptor from which requests come; see `serve`.
+        fd: descriptor of a socket; this program sends reports (`Report`) and gets requests (`serve`) over it, as JSON lines.
         gcs: "HOST:PORT" of the head.
         head: whether this node is the head.
         expected: number of nodes of the complete Ray cluster.
@@ -56,7 +55,7 @@ def main(argv: List[str]) -> int:
         logs: the directory in which Ray writes its logs.
     """
     order = json.loads(argv[0])
-    report = _Reporter(order["report_fd"])
+    report = _Reporter(order["fd"])
     try:
         import ray
         from ray.scripts import scripts
@@ -74,7 +73,7 @@ def main(argv: List[str]) -> int:
         return 1
     report(event=Report.VERSION, ray_version=ray.__version__)
     if order["head"]:
-        serve(order["request_fd"], order["gcs"], order["logs"], order["idle_workers"], report)
+        serve(order["fd"], order["gcs"], order["logs"], order["idle_workers"], report)
         threading.Thread(target=_watch, args=(order, report), daemon=True).start()
         if command[0] == "start":
             internals.move_dashboard_files(_temp_dir(command))
@@ -144,13 +143,12 @@ class _Reporter:
 
 
 def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
-    """Start threads that serve the requests from `fd`, which are JSON lines with one of these keys.
+    """Start threads that serve the requests from a socket or pipe, which are JSON lines with one of these keys.
 
     tables: report Ray's tables for the leak check, or the error; the value is the id of the query.
     prestart: bring the number of idle Ray workers up to one for each of `cpus`, at most `MOST_IDLE_WORKERS`, for the first tasks
         of the next payload. Without Ray's RPC for that, or without `grpcio`, nothing happens.
     """
-    os.set_inheritable(fd, False)
     wanted = threading.Event()
     if cpus > 0 and internals.can_start_workers():
         if cpus <= MOST_IDLE_WORKERS:
@@ -161,7 +159,7 @@ def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
 
     def answer() -> None:
         accessor: Any = None
-        with os.fdopen(fd, encoding="utf-8") as requests:
+        with os.fdopen(os.dup(fd), encoding="utf-8") as requests:
             for request in map(json.loads, requests):
                 if "tables" not in request:
                     wanted.set()
@@ -213,8 +211,8 @@ def _watch(order: Mapping[str, Any], report: _Reporter) -> None:
             if nodes is not None and nodes != known:
                 report(event=Report.NODES, nodes=nodes)
                 known = nodes
-            elif nodes is None and known is not None and _refuses(gcs):
-                # `ray start` watches its processes as well, but begins with that only seconds later.
+            elif nodes is None and known is not None and isinstance(_connect_error(gcs, 2.0), ConnectionRefusedError):
+                # A GCS that is only slow does not refuse. `ray start` begins to watch its processes seconds later.
                 return report(event=Report.GCS_LOST)
             if entrypoint and os.path.exists(entrypoint):
                 report(event=Report.ENTRYPOINT)
@@ -244,25 +242,17 @@ def _temp_dir(command: List[str]) -> str:
 
 def _wait_for_port(gcs: str) -> None:
     """Wait until the GCS listens at "HOST:PORT". The constructor of Ray's own client would retry more slowly."""
-    while True:
-        try:
-            return _connect(gcs, 1.0)
-        except OSError:
-            time.sleep(_FAST)
+    while _connect_error(gcs, 1.0):
+        time.sleep(_FAST)
 
 
-def _refuses(gcs: str) -> bool:
-    """Whether the GCS at "HOST:PORT" refuses connections, so that it must have ended; False if it is only slow."""
-    try:
-        _connect(gcs, 2.0)
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False
-
-
-def _connect(gcs: str, timeout: float) -> None:
+def _connect_error(gcs: str, timeout: float) -> Optional[OSError]:
     host, _, port = gcs.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=timeout).close()
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def _nodes(client: Any) -> Optional[Nodes]:
@@ -284,30 +274,27 @@ def _report_demand(gcs: str, report: _Reporter) -> None:
     """
     client, before, reported = internals.connect_gcs(gcs), set(), set()  # type: Any, Set[str], Set[str]
     while True:
-        time.sleep(_DEMAND_INTERVAL)
         with contextlib.suppress(Exception):  # Ray's errors have no common public base class. The next poll may succeed.
             found = set(unschedulable(internals.pending_demand(client)))
             for sentence in sorted(found & before - reported):
                 report(event=Report.UNSCHEDULABLE, message=sentence)
             before, reported = found, found & before
+        time.sleep(_DEMAND_INTERVAL)
 
 
 def unschedulable(demand: Demand) -> List[str]:
     """Sentences about the requests and placement groups that the nodes could not hold even if nothing else ran. Pure."""
     requests, groups, nodes = demand
-    found = []
-    for request in requests:
-        # A task inside a placement group waits until the group is placed.
-        if not any("_group_" in name for name in request.resources) and not any(_fits(request, node) for node in nodes):
-            found.append("a task or actor asks for %s, and no node has that" % _words(request))
-    for group in groups:
-        if not _group_fits(group, nodes):
-            bundles = ", ".join("{%s}" % _words(bundle) for bundle in group.bundles[:_MOST_NAMES])
-            more = ", …" if len(group.bundles) > _MOST_NAMES else ""
-            told = (group.strategy, len(group.bundles), bundles, more)
-            found.append("a placement group (%s) asks for %d bundles, %s%s, and the nodes cannot hold them" % told)
+    # A task inside a placement group waits until the group is placed.
+    alone = [request for request in requests if not any("_group_" in name for name in request.resources)]
+    misfits = [_words(request) for request in alone if not any(_fits(request, node) for node in nodes)]
+    found = ["a task or actor asks for %s, and no node has that" % words for words in misfits]
+    for strategy, bundles in [group for group in groups if not _group_fits(group, nodes)]:
+        words = ", ".join("{%s}" % _words(bundle) for bundle in bundles[:_MOST_NAMES]) + ", …" * (len(bundles) > _MOST_NAMES)
+        what = "a placement group (%s) asks for %d bundles, %s, and the nodes cannot hold them"
+        found.append(what % (strategy, len(bundles), words))
     asked = {name for request in [*requests, *(each for group in groups for each in group.bundles)] for name in request.resources}
-    there = "; ".join(_has(node, asked) for node in nodes[:_MOST_NAMES]) + ("; …" if len(nodes) > _MOST_NAMES else "")
+    there = "; ".join(_has(node, asked) for node in nodes[:_MOST_NAMES]) + "; …" * (len(nodes) > _MOST_NAMES)
     end = " (%s). It waits forever unless the launcher and the queue ask for nodes that have it" % there
     return sorted({sentence + end for sentence in found})
 

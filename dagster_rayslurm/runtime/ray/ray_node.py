@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import json
 import os
+import random
 import re
 import shlex
 import shutil
 import signal
+import socket
 import string
 import subprocess
 import sys
@@ -136,11 +136,15 @@ def _token(runtime: RuntimeSpec, key: str) -> str:
 
 
 class ClusterDir(Scratch):
-    """The directories of one Ray cluster inside a scratch directory; `name` is one character."""
+    """New directories for one Ray cluster inside a scratch directory; OSError if all names are in use or they cannot be made."""
 
-    def __init__(self, parent: Scratch, name: str) -> None:
-        self.path = parent.join("cluster-" + name)
-        self._ray_temp_dir = parent.join(name)
+    def __init__(self, parent: Scratch) -> None:
+        taken = os.listdir(parent.path)
+        free = [name for name in _DIR_NAMES if name not in taken and "cluster-" + name not in taken]
+        if not free:
+            raise OSError("%d clusters are in %s already" % (len(_DIR_NAMES), parent.path))
+        name = random.choice(free)  # Names are seldom reused soon, because removal takes time.
+        self.path, self._ray_temp_dir = parent.join("cluster-" + name), parent.join(name)
         os.mkdir(self.path, 0o700)
 
     @property
@@ -150,21 +154,6 @@ class ClusterDir(Scratch):
     def remove(self) -> None:
         shutil.rmtree(self._ray_temp_dir, ignore_errors=True)
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-class ClusterDirs:
-    """Makes the directories of Ray clusters. It reuses a name as late as possible, because removal takes time."""
-
-    def __init__(self, parent: Scratch) -> None:
-        self._parent = parent
-        self._names = itertools.cycle(_DIR_NAMES)
-
-    def take(self) -> ClusterDir:
-        """Make the directories of a new Ray cluster; OSError if all names are in use, or the directory cannot be made."""
-        for name in itertools.islice(self._names, len(_DIR_NAMES)):
-            if not os.path.lexists(self._parent.join("cluster-" + name)) and not os.path.lexists(self._parent.join(name)):
-                return ClusterDir(self._parent, name)
-        raise OSError("%d clusters are in %s already" % (len(_DIR_NAMES), self._parent.path))
 
 
 def clean_up_cluster(loop: Loop, place: Scratch, key: str) -> None:
@@ -187,29 +176,19 @@ def clean_up_cluster(loop: Loop, place: Scratch, key: str) -> None:
 
 @dataclass(eq=False)
 class RayNode:
-    """Starts Ray on this node, as head or worker, watches it and ends it; tries again with other ports if a port was taken.
-
-    Attributes:
-        cluster: describes the Ray cluster.
-        key: names the cluster among those on the same nodes: "" for the warm one, the payload's nonce for a payload's own.
-        nodes: number of nodes of the complete cluster.
-        on_event: gets the reports of Ray's process and of this object; see `Report`.
-        environ: environment variables for Ray's daemons on this node; the value None removes a variable.
-        ready: whether the cluster uses this node; from then on an end of Ray here is a loss, not a failed start.
-        pid: id of the process of which all of Ray's processes on this node are descendants; None while there is none.
-    """
+    """Starts Ray on this node, as head or worker, watches it and ends it; tries again with other ports if a port was taken."""
 
     loop: Loop
     runtime: RuntimeSpec
     cluster: RaySpec
-    key: str
+    key: str  # Names the cluster on its nodes: "" for the warm one, the payload's nonce for a payload's own.
     machine: NodeResources
     scratch: Scratch
-    nodes: int
-    on_event: Callable[[Event], None]
-    environ: Mapping[str, Optional[str]] = field(default_factory=dict)
-    ready: bool = False
-    pid: Optional[int] = None
+    nodes: int  # Of the complete cluster.
+    on_event: Callable[[Event], None]  # Gets the reports of Ray's process and of this object; see `Report`.
+    environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
+    ready: bool = False  # Whether the cluster uses this node; from then on an end of Ray here is a loss, not a failed start.
+    pid: Optional[int] = None  # Of the process of which all of Ray's processes on this node are descendants.
 
     def __post_init__(self) -> None:
         self.ports: Optional[Ports] = None
@@ -218,20 +197,16 @@ class RayNode:
         self._log = self.scratch.join("ray-start.log")
         self._gcs: Optional[str] = None
         self._address: Optional[str] = None
-        self._requests: Optional[int] = None
-        """Pipe for requests to Ray's process."""
-        self._reports: Optional[int] = None
+        self._socket: Optional[socket.socket] = None
+        """Connection to Ray's process; None while there is none."""
         self._partial = b""
         self._daemons: Set[int] = set()
         """Ids of Ray's daemons that are children of this runtime, which `ray symmetric-run` causes; else empty."""
         self._attempt = 0
         self._over = False
-        with open(self.token_path, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        self._token_path = self.scratch.join("ray.token")
+        with open(self._token_path, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(_token(self.runtime, self.key))
-
-    @property
-    def token_path(self) -> str:
-        return self.scratch.join("ray.token")
 
     def start(self, gcs: Optional[str] = None, address: Optional[str] = None) -> None:
         """Run the health check, if there is one, and start Ray on this node.
@@ -257,19 +232,15 @@ class RayNode:
 
     def request(self, **request: Any) -> bool:
         """Send a request to Ray's process, see `node_main.serve`; returns whether there is a process that can get it."""
-        if self._requests is None:
-            return False
         try:
-            os.write(self._requests, json.dumps(request).encode("utf-8") + b"\n")
+            return self._socket is not None and self._socket.send(json.dumps(request).encode("utf-8") + b"\n") > 0
         except OSError:
-            return False  # The process has ended, or the pipe is full because it has not read for a while.
-        return True
+            return False  # The process has ended, or has not read for a while.
 
     def end(self) -> None:
         """End every process of Ray on this node at once; there are no more events."""
         self._over = True
         self._kill()
-        self._close_requests()
         self._release_ports()
 
     def log_tails(self) -> Dict[str, str]:
@@ -326,7 +297,7 @@ class RayNode:
         if cpus > existing:
             env.setdefault(PRESTART_AT_FIRST_DRIVER, "0")  # More CPUs are simulated than exist; not each needs a worker.
         env.update(self.ports.environ)
-        env.update(ray_environment(self.spec, self.token_path))
+        env.update(ray_environment(self.spec, self._token_path))
         if entrypoint:
             env["RAY_ADDRESS"] = gcs  # Otherwise the `ray.init` in `ray symmetric-run` finds other clusters.
             env["TMPDIR"] = temp_dir  # Otherwise Ray's dashboard leaves files; see `internals.move_dashboard_files`.
@@ -341,20 +312,14 @@ class RayNode:
             "idle_workers": min(cpus, existing) if head and self._prestarts else 0,
             "logs": logs_of(temp_dir),
         }
-        self._close_requests()
-        self._reports, reports = os.pipe()
-        requests, self._requests = os.pipe()
-        os.set_blocking(self._reports, False)
-        os.set_blocking(self._requests, False)
-        self._partial = b""
-        self.loop.on_readable(self._reports, self._read_reports)
-        order.update(report_fd=reports, request_fd=requests)
-        try:
-            program = [sys.executable, sys.argv[0], "ray-node", json.dumps(order)]
-            self._spawn(program, self._exited, self._log, env, cwd=self.scratch.path, pass_fds=[reports, requests])
-        finally:
-            os.close(reports)
-            os.close(requests)
+        self._close()
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._socket.setblocking(False)
+            self._partial = b""
+            self.loop.on_readable(self._socket.fileno(), self._read_reports)
+            program = [sys.executable, sys.argv[0], "ray-node", json.dumps(dict(order, fd=theirs.fileno()))]
+            self._spawn(program, self._exited, self._log, env, cwd=self.scratch.path, pass_fds=[theirs.fileno()])
 
     def _spawn(self, argv: List[str], on_exit: Callable[[int, Any], None], log: str, env: Dict[str, str], **options: Any) -> None:
         with open(log, "ab") as output:
@@ -372,15 +337,15 @@ class RayNode:
         directory = self.scratch.join("bin")
         os.makedirs(directory, exist_ok=True)
         path = os.path.join(directory, "ray")
-        with open(path, "w") as file:
+        with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o700)) as file:
             file.write(_SHIM % shlex.quote(sys.executable))
-        os.chmod(path, 0o700)
         return directory
 
-    def _close_requests(self) -> None:
-        if self._requests is not None:
-            os.close(self._requests)
-            self._requests = None
+    def _close(self) -> None:
+        if self._socket is not None:
+            self.loop.forget(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
 
     def _release_ports(self) -> None:
         if self.ports is not None and self.ports.lock is not None:
@@ -388,16 +353,18 @@ class RayNode:
             self.ports = replace(self.ports, lock=None)
 
     def _read_reports(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # No more reports have arrived.
-            while self._reports is not None:
-                data = os.read(self._reports, 65536)
-                if not data:
-                    self.loop.forget(self._reports)
-                    os.close(self._reports)
-                    self._reports = None
-                lines, self._partial = split_lines(self._partial + data)
-                for line in lines:
-                    self._handle(json.loads(line.decode("utf-8")))
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(65536)
+            except BlockingIOError:
+                return  # No more reports have arrived.
+            except OSError:
+                data = b""  # The process ended before it had read a request.
+            if not data:
+                self._close()
+            lines, self._partial = split_lines(self._partial + data)
+            for line in lines:
+                self._handle(json.loads(line.decode("utf-8")))
 
     def _handle(self, event: Event) -> None:
         kind = event["event"]
@@ -426,7 +393,6 @@ class RayNode:
 
     def _exited(self, code: int, _: Any) -> None:
         self.pid = None
-        self._close_requests()
         self._read_reports()  # The last reports may say why.
         if self._over:
             return

@@ -40,7 +40,7 @@ from ..ray.cluster import UNSCHEDULABLE, HeadNode, RayCluster, RayListener
 from ..ray.internals import installed_version
 from ..ray.leak_check import LeakCheck
 from ..ray.membership import nodes_expected
-from ..ray.ray_node import ClusterDirs, clean_up_cluster, granted_defaults
+from ..ray.ray_node import ClusterDir, clean_up_cluster, granted_defaults
 from .queue import Closing, Misfit, Next, Queue, capacities_of, misfit
 
 # Seconds between SIGTERM and SIGKILL for a payload whose Ray cluster was lost; `ray.init` may hang for 40 s (Ray 2.60).
@@ -120,7 +120,6 @@ class Supervisor(RayListener):
         limit, margin, timeout = spec.max_concurrent_payloads, spec.drain_margin, spec.idle_timeout
         self.is_session = timeout is not None
         self.queue = Queue(limit, margin, timeout, allocation is not None, idle_since=loop.now())
-        self._cluster_dirs = ClusterDirs(self.scratch)
         self._fresh: Dict[str, RayCluster] = {}  # The payloads' own Ray clusters, by the payload's nonce.
         self._unwritten: List[Payload] = []  # Payloads that have ended, but whose `end` record could not be written yet.
         self._signalled = False
@@ -377,7 +376,7 @@ class Supervisor(RayListener):
         payload.phase("cluster-start", "starting a Ray cluster of the payload's own on %s" % where)
         key = payload.spec.nonce
         try:
-            scratch = self._cluster_dirs.take()
+            scratch = ClusterDir(self.scratch)
         except OSError as error:
             return payload.end_early(End(EndReason.CLUSTER_START, "no directory for its cluster: %s" % error))
         listener = _FreshListener(payload, self._start)
