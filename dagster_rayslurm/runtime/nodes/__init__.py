@@ -1,4 +1,4 @@
-"""Work on the worker nodes of an allocation: the head node sends commands, and an agent on each worker node carries them out.
+"""Work on the worker nodes of an allocation: an agent on each worker node carries out the head's commands.
 
-Facts about a single node are in `runtime.node`. Begin with `head` for the head's side and `node_agent` for the worker's.
+The head's side is `runtime.node.worker_nodes`. Begin with `agent`; `worker` and `simulated` are the two ways to reach it.
 """

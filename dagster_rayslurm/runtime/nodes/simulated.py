@@ -99,7 +99,7 @@ class Simulation(NamedTuple):
 
     spec: RuntimeSpec  # The start record, changed for the simulation.
     shares: List[Share]  # Those of all components, the head's first.
-    workers: Optional[WorkerNodes]  # The simulated nodes besides the head; None without components.
+    workers: WorkerNodes  # The simulated nodes besides the head.
 
     def remarks(self, uses_ray: bool) -> List[str]:
         """Sentences for the Dagster log about what is simulated; for a payload without Ray, only in the first component."""
@@ -116,13 +116,13 @@ def simulate(
 ) -> Simulation:
     """Make the simulated nodes of a runtime in local mode; no process starts yet."""
     visible = visible_gpus(os.environ, here.num_gpus)
+    nodes = WorkerNodes(loop, {}, on_event)
     if not spec.components:
-        return Simulation(spec, [single_node_share(spec, here, visible)], None)
+        return Simulation(spec, [single_node_share(spec, here, visible)], nodes)
     shares = component_shares(spec, here, visible)
     # The shares replace what was requested of Slurm, and the nodes need a shared secret.
     components = [replace(each, asked_cpus=None, asked_gpus=None) for each in spec.components]
     spec = replace(spec, components=components, control_key=os.urandom(32).hex())
-    nodes = WorkerNodes(loop, {}, on_event)
     for node_id, share in enumerate(shares[1:], 1):
         nodes.members[node_id] = SimulatedNode(nodes, spec, node_id, share, private)
     return Simulation(spec, shares, nodes)

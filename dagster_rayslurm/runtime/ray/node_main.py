@@ -145,7 +145,7 @@ class _Reporter:
 def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
     """Start threads that serve the requests from a socket or pipe, which are JSON lines with one of these keys.
 
-    tables: report Ray's tables for the leak check, or the error; the value is the id of the query.
+    tables: report Ray's tables for the leak check, or None after an error; the value is the id of the query.
     prestart: bring the number of idle Ray workers up to one for each of `cpus`, at most `MOST_IDLE_WORKERS`, for the first tasks
         of the next payload. Without Ray's RPC for that, or without `grpcio`, nothing happens.
     """
@@ -168,9 +168,9 @@ def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
                     accessor = internals.connect_state(gcs) if accessor is None else accessor
                     report(event=Report.TABLES, id=request["tables"], tables=internals.living_things(accessor))
                 except Exception as error:  # Ray's errors have no common public base class, and their modules change.
+                    print("rayslurm: no tables for the leak check: %r" % error, file=sys.stderr)
                     accessor = None
-                    message = "%s: %s" % (type(error).__name__, error)
-                    report(event=Report.TABLES, id=request["tables"], tables=None, message=message)
+                    report(event=Report.TABLES, id=request["tables"], tables=None)
 
     threading.Thread(target=answer, daemon=True).start()
 

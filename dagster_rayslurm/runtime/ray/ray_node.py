@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -211,9 +210,7 @@ class RayNode:
     def start(self, gcs: Optional[str] = None, address: Optional[str] = None) -> None:
         """Run the health check, if there is one, and start Ray on this node.
 
-        Args:
-            gcs: "HOST:PORT" of the head to join; None on the head.
-            address: the address of the head, if it is known.
+        `gcs` is "HOST:PORT" of the head to join; None on the head, whose address is given if it is known.
         """
         try:
             if gcs is not None:
@@ -382,22 +379,22 @@ class RayNode:
 
         `ray symmetric-run` leaves them without a parent, so they become children of this process.
         """
+
+        def ended(pid: int) -> Callable[[int, Any], None]:
+            return lambda code, usage: self._daemons.discard(pid)  # noqa: ARG005
+
         mark, own = "TMPDIR=" + self.scratch.ray_temp_dir, os.getpid()
         for process in processes.table().values():
             if process.parent == own and process.pid != self.pid and processes.has_environment(process.pid, mark):
                 self._daemons.add(process.pid)
-                self.loop.adopt(process.pid, functools.partial(self._daemon_ended, process.pid))
-
-    def _daemon_ended(self, pid: int, *_: Any) -> None:
-        self._daemons.discard(pid)
+                self.loop.adopt(process.pid, ended(process.pid))
 
     def _exited(self, code: int, _: Any) -> None:
         self.pid = None
         self._read_reports()  # The last reports may say why.
         if self._over:
             return
-        how = "signal %d" % -code if code < 0 else "exit code %d" % code
-        node = self.machine.name
+        node, how = self.machine.name, "signal %d" % -code if code < 0 else "exit code %d" % code
         if self.ready:
             return self._fail("Ray on node %s ended with %s" % (node, how))
         temporary = any(_TEMPORARY.search(tail_file(path, lines=200)) for path in self._log_paths.values())

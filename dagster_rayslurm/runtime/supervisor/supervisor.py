@@ -112,7 +112,7 @@ class Supervisor(RayListener):
         elif spec.components or (spec.ray is not None and spec.ray.simulate):
             self._simulation = simulation = simulated.simulate(loop, spec, self.machine, self.scratch, self._handle_message)
             self.spec = spec = simulation.spec
-            self.workers, self.machine = simulation.workers or self.workers, simulation.shares[0].machine
+            self.workers, self.machine = simulation.workers, simulation.shares[0].machine
             address = simulated.ADDRESS if spec.components else None
             self._head = HeadNode(self.machine, self.workers, address, simulation.shares[0].environ)
         else:
