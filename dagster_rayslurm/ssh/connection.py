@@ -176,6 +176,8 @@ class AgentClient:
             data = b""
             with contextlib.suppress(OSError, EOFError):
                 data = self._stream.recv(_BUFFER)
+            if not data and time.monotonic() >= self.heard + self._ssh.connect_timeout:
+                raise errors.no_answer(self._ssh)
             if not data or len(received) > _MAX_NOISE:
                 raise self._stream.failure(received.decode("utf-8", "replace")[-300:].strip())
             received += data

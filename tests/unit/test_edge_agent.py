@@ -99,6 +99,12 @@ def test_a_shell_that_ends_at_once(connect: Any) -> None:
         connect("echo your account has expired; exit 3; ")[0].run(["true"])
 
 
+def test_a_start_up_file_that_hangs(connect: Any) -> None:
+    with pytest.raises(ConnectionFailed, match="no answer within 1 s") as caught:
+        connect("sleep 3; ", connect_timeout=1)[0].run(["true"])
+    assert caught.value.temporary
+
+
 def test_an_old_python_is_named() -> None:
     word = agent_command(SSH)[1].decode()
     with pytest.raises(ConnectionFailed, match=r"python3 does not run there \(it is Python 2.7\)"):
