@@ -135,11 +135,11 @@ class ComputeResource(StrictResource, dg.PipesClient):
             connect_early(self.slurm.ssh)
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
-        """Called when a step ends; ends the sessions with scope "run" of its Dagster run, whose process may live on."""
-        if context.run is not None:
-            from .backends.sessions.run_scope import run_ended
+        """Called when a process of a run ends; ends the sessions with scope "run" if that was the run's last step."""
+        if self.session.scope == "run" and (self.enable_cluster_reuse or self.mode == ExecutionMode.SLURM_SESSION):
+            from .run_call import end_run
 
-            run_ended(context.run.run_id)
+            end_run(self, context)
 
     @explain_arguments
     def run(  # type: ignore[override]

@@ -5,13 +5,11 @@ Nothing is started or written; the file system is only asked whether named files
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from .components import Component, component_specs, ray_across, request_for
@@ -19,7 +17,7 @@ from .config import check_length
 from .launchers import Launcher, RayLauncher
 from .runtime.node.resources import Footprint
 from .runtime.payload.environment import JOB_CONFIG, job_config, shared_variables
-from .runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, PayloadSpec, RaySpec, is_passable
+from .runtime.protocol.spec import ComponentSpec, PayloadSpec, RaySpec, is_passable
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
@@ -235,14 +233,6 @@ def _without_quotes(piece: re.Match[str]) -> str:
     """A placeholder for a quoted part of a word, in which only variables in double quotes are special."""
     quoted = piece.group()
     return "_$_" if quoted[0] == '"' and _VARIABLE.search(re.sub(r"\\.", "", quoted)) else "_"
-
-
-def fingerprint(ray: RaySpec, python: Sequence[str]) -> str:
-    """A short hash of a warm Ray cluster's configuration; payloads share a warm cluster only if their hashes are equal."""
-    # Clusters that differ only in their startup timeout are interchangeable.
-    shape = asdict(replace(ray, startup_timeout=0.0))
-    text = json.dumps([PROTOCOL_VERSION, list(python), shape], sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:12]
 
 
 def run_dir_name(run_id: str, step_key: str, nonce: str) -> str:

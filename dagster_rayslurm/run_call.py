@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,12 +17,13 @@ import dagster as dg
 from dagster_pipes import PipesExtras
 
 from .backends.base import Backend
-from .backends.batch import BatchBackend, cancel_cluster
+from .backends.batch import BatchBackend, absolute, cancel_cluster
 from .backends.local import LocalBackend
 from .backends.run_dir import Layout
 from .backends.sessions import local as local_session
 from .backends.sessions.backend import SessionBackend, end_session
-from .backends.sessions.idle import make_way_for
+from .backends.sessions.listing import make_way_for, stop_sessions_of_run
+from .backends.sessions.local import LocalSessionBackend
 from .backends.sessions.matching import required_head
 from .backends.sessions.session_job import SessionSetup
 from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
@@ -44,10 +46,13 @@ from .runtime.protocol.spec import ComponentSpec, RaySpec
 from .runtime.ray.node_main import lacks_tokens
 from .separate.backend import SeparateBatchBackend, SeparateLocalBackend
 from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
+from .ssh.local import LocalConnection
+from .ssh.pool import connection_to
 
 if TYPE_CHECKING:
     from .compute import ComputeResource, Context, Payloads
 
+_log = logging.getLogger("rayslurm")
 _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}'"
 
 
@@ -109,6 +114,30 @@ def end_cluster(resource: ComputeResource, cluster_id: str) -> bool:
             slurm = resolve_variables(resource.slurm, "slurm")
             return end_session(slurm, cluster_id) or cancel_cluster(slurm, cluster_id)
         return local_session.stop(_layout(resource), cluster_id)
+
+
+def end_run(resource: ComputeResource, context: dg.InitResourceContext) -> None:
+    """End the sessions with scope "run" of a Dagster run once all its steps have ended; otherwise do nothing.
+
+    Every executor calls this at the end of each of its processes. The run's status says nothing yet.
+    """
+    run, instance = context.run, context.instance
+    if run is None or instance is None or run.execution_plan_snapshot_id is None:
+        return
+    planned = instance.get_execution_plan_snapshot(run.execution_plan_snapshot_id).step_keys_to_execute
+    stats = instance.get_run_step_stats(run.run_id)
+    ended = {each.step_key for each in stats if each.status is not None and each.status.value != "IN_PROGRESS"}
+    if not ended.issuperset(planned):
+        return
+    try:
+        if _mode(resource) == ExecutionMode.LOCAL:
+            stop_sessions_of_run(LocalConnection(), local_session.sessions_base(_layout(resource)), run.run_id)
+        elif resource.slurm is not None:
+            slurm = resolve_variables(resource.slurm, "slurm")
+            connection = connection_to(slurm.ssh)
+            stop_sessions_of_run(connection, absolute(connection, slurm.remote_base), run.run_id)
+    except (OSError, ValueError) as error:
+        _log.warning(f"[rayslurm] the session of the run ends after its idle_timeout: {error}")
 
 
 @dataclass
@@ -269,10 +298,13 @@ def choose_backend(call: Call) -> Backend[Any, Any]:
         interpreter = resolve_environment(environment)
         if separate:
             return SeparateLocalBackend(_layout(resource), interpreter, call.parts, simulate)
-        warm_ray, warm_components = _warm_cluster(call) if resource.enable_cluster_reuse else (None, [])
-        session = resource.session if resource.enable_cluster_reuse else None
+        where: dict[str, Any] = {"layout": _layout(resource), "interpreter": interpreter, "simulate": simulate}
+        if not resource.enable_cluster_reuse:
+            return LocalBackend(**where)
+        warm_ray, warm_components = _warm_cluster(call)
         head = required_head(call.merged, call.components)
-        return LocalBackend(_layout(resource), interpreter, session, warm_ray, warm_components, head, simulate)
+        session = resource.session
+        return LocalSessionBackend(**where, session=session, offered=warm_ray, components=warm_components, head=head)
     if resource.mode == ExecutionMode.SLURM_SESSION:
         setup = SessionSetup(
             slurm=call.slurm,
@@ -286,7 +318,7 @@ def choose_backend(call: Call) -> Backend[Any, Any]:
             own_launcher=call.merged,
         )
         to_start = resource.queue_timeout, resource.runtime_start_timeout
-        return SessionBackend(setup, *to_start, resource.connection_loss_timeout, _layout(resource))
+        return SessionBackend(setup, *to_start, resource.connection_loss_timeout)
     queue = merge_queue(call.slurm.queue, call.queue)
     timeouts = resource.queue_timeout, resource.connection_loss_timeout
     batch = BatchBackend(call.slurm, queue, environment, *timeouts, call.parts, make_way_for)

@@ -12,9 +12,9 @@ from types import FrameType
 import dagster as dg
 
 from dagster_rayslurm import BashLauncher, ComputeResource, Launcher, RayLauncher
-from dagster_rayslurm.backends import local_process
+from dagster_rayslurm.backends import local
 
-PACKAGE = Path(local_process.__file__).parents[1]
+PACKAGE = Path(local.__file__).parents[1]
 TRACER = """
 import os, runpy, sys
 found = set()
@@ -34,7 +34,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def modules_of(launcher: Launcher, payload: list[str]) -> tuple[set[str], set[str]]:
     """Modules of the package whose functions run for a payload: in Dagster's process, and in the runtime."""
     here: set[str] = set()
-    start_command = local_process.runtime_command
+    start_command = local.runtime_command
 
     def trace(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
@@ -60,9 +60,9 @@ def modules_of(launcher: Launcher, payload: list[str]) -> tuple[set[str], set[st
                 sys.setprofile(None)
                 threading.setprofile(None)  # type: ignore[arg-type]
 
-        local_process.runtime_command = traced_command
+        local.runtime_command = traced_command
         dg.materialize([traced], resources={"compute": ComputeResource(default_launcher=launcher, local_base=base)})
-        local_process.runtime_command = start_command
+        local.runtime_command = start_command
         there = {f"runtime/{line}" for line in list_of_modules.read_text().splitlines()}
     return here, {re.sub(r"\.pyc$", ".py", name) for name in there}
 

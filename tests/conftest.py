@@ -20,6 +20,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from dagster_rayslurm import BashLauncher, CompletedRun, ComputeResource, Launcher, RayLauncher, RunFailure
+from dagster_rayslurm.backends.run_dir import Layout
+from dagster_rayslurm.backends.sessions import local
 
 from .core import is_core
 from .fake_slurm import FakeSlurm
@@ -145,6 +147,12 @@ def base(tmp_path: Path) -> Path:
 def compute(base: Path) -> ComputeResource:
     """A resource in local mode whose payloads run without a Ray cluster."""
     return ComputeResource(local_base=str(base), default_launcher=BashLauncher(grace_period=2))
+
+
+def end_sessions(base: Path) -> None:
+    """End the warm sessions of this machine."""
+    for session in local.list_sessions(Layout(base)):
+        local.end_session(session)
 
 
 def small_ray(**fields: Any) -> RayLauncher:

@@ -1,53 +1,57 @@
-"""Local mode: run payloads on this machine, in a runtime of their own or in a warm session."""
+"""Local mode: run each payload on this machine, in a runtime that is a child process of Dagster."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from collections.abc import Sequence
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from dagster_pipes import PipesContextData
 
+from ..archive import install_runtime
 from ..components import on_one_machine
-from ..config import SessionConfig
 from ..environments import Interpreter
-from ..errors import FailureKind, StartError
-from ..follow import Cadence
+from ..follow import Cadence, Evidence
+from ..outcome import exit_in_words
 from ..plan import Plan
 from ..runtime.node import resources
-from ..runtime.node.resources import Footprint, count_gpus, footprint_error, node_footprint
-from ..runtime.protocol.spec import ComponentSpec, RaySpec
+from ..runtime.node.resources import Footprint, footprint_error, node_footprint
+from ..runtime.payload.environment import shared_variables
+from ..runtime.process import processes
+from ..runtime.protocol.messages import Operation
+from ..runtime.protocol.record import RUNTIME_LOG, STATUS, tail_file
+from ..runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec, to_json
 from ..ssh.local import LocalConnection
 from .base import Register, RunningPayload, Step
-from .local_process import OwnRuntime, example_command, own_runtime_spec
 from .run_dir import Layout, run_files, write_run_dir, write_runtime_spec
-from .sessions import local as local_session
-from .sessions.matching import Capacity, Requirements, claimed_resources, misfit, misfit_error
 
 LOCAL_CADENCE = Cadence(busy=0.01, idle=0.03, waiting=0.03)
 """How often records on this machine are read: often, because reads of local files cost next to nothing."""
 _LARGE_STORE = 10**10
 """Bytes up to which Ray 2.60 accepts an object store that does not fit into /dev/shm (REQUIRE_SHM_SIZE_THRESHOLD)."""
+_KEEPER_TIMEOUT = 5.0
+"""Seconds in which the keeper (the process that watches a runtime) ends all processes of a killed runtime."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LocalBackend:
-    """Runs payloads on this machine.
+    """Runs payloads on this machine, each with a runtime and a Ray cluster of its own.
 
     Args:
-        session: how payloads share a warm Ray cluster; None gives each payload a Ray cluster of its own.
-        offered: the warm Ray cluster as configured; None makes a cluster as each payload requires.
-        components: the requirements of the warm cluster's components; empty if all its nodes are alike.
-        head: the component in which the payload must run; None for the component with the head of the Ray cluster.
         simulate: whether missing CPUs and GPUs are simulated; else a plan that requires them is refused.
     """
 
     layout: Layout
     interpreter: Interpreter
-    session: SessionConfig | None
-    offered: RaySpec | None = None
-    components: Sequence[ComponentSpec] = ()
-    head: str | None = None
     simulate: bool = False
     connection: LocalConnection = field(default_factory=LocalConnection)
     cadence: Cadence = LOCAL_CADENCE
@@ -64,60 +68,108 @@ class LocalBackend:
         return  # This machine is swept in every mode.
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
-        running: RunningPayload
         if plan.ray is not None:
-            plan = replace(plan, ray=self._on_this_machine(plan.ray, plan.components))
+            plan = replace(plan, ray=self.on_this_machine(plan.ray, plan.components))
         elif self.simulate and (problem := lacking(plan, "CPUs", "GPUs")):
             step.log.info(f"[rayslurm] {problem}; local mode starts the payload all the same")
-        if plan.ray is not None and self.session is not None:
-            ray = self._session_cluster(plan.ray, self.session)
-            cpus, gpus = claimed_resources(Requirements(plan.ray, plan.footprint), Capacity(ray, True))
-            payload = replace(plan.payload, run_id=step.run_id, step=step.step_key, want_cpus=cpus, want_gpus=gpus)
-            plan = replace(plan, payload=payload)
-            write_run_dir(self.connection, run_dir, run_files(plan, context))
-            running = local_session.submit(self.layout, self.interpreter, plan, ray, self.session, step, run_dir)
-        else:
-            spec = own_runtime_spec(plan)
-            write_run_dir(self.connection, run_dir, run_files(plan, context))
-            write_runtime_spec(self.connection, run_dir, spec)
-            running = OwnRuntime(self.layout, self.interpreter, run_dir, spec.cluster_id)
+        worker_env, components = shared_variables(plan.payload), list(plan.components)
+        spec = RuntimeSpec(f"local-{plan.payload.nonce}", plan.ray, worker_env=worker_env, components=components)
+        write_run_dir(self.connection, run_dir, run_files(plan, context))
+        write_runtime_spec(self.connection, run_dir, spec)
+        running = OwnRuntime(self.layout, self.interpreter, run_dir, spec.cluster_id)
         register(running)
         return running
 
     def example(self, plan: Plan) -> str:
-        return example_command(self.layout, self.interpreter, plan)
+        run_dir = str(self.layout.runs / "RUN_DIR")
+        command = runtime_command(self.layout, self.interpreter, "run", run_dir)
+        spec = RuntimeSpec(f"local-{plan.payload.nonce}", plan.ray, components=list(plan.components))
+        return (
+            f"{shlex.join(command)}\n\n# {run_dir}/runtime.json\n{to_json(spec)}\n\n"
+            f"# {run_dir}/payload.json\n{to_json(plan.payload)}\n"
+        )
 
-    def _session_cluster(self, wanted: RaySpec, session: SessionConfig) -> RaySpec:
-        """Returns the warm Ray cluster if the payload fits into it, else a cluster as the payload requires.
-
-        Raises:
-            StartError: the payload does not fit, and `on_misfit` is "error".
-        """
-        if self.offered is None:
-            return wanted
-        offered = self._on_this_machine(self.offered, self.components)
-        problem = misfit(Requirements(wanted, (), head=self.head), Capacity(_with_counts(offered, wanted), True))
-        if problem is not None and session.on_misfit == "error":
-            raise StartError(FailureKind.CONFIGURATION, misfit_error(problem))
-        return offered if problem is None else wanted
-
-    def _on_this_machine(self, ray: RaySpec, components: Sequence[ComponentSpec]) -> RaySpec:
+    def on_this_machine(self, ray: RaySpec, components: Sequence[ComponentSpec]) -> RaySpec:
+        """The Ray cluster with all its components simulated here."""
         return replace(on_one_machine(ray, components, resources.count_cpus(os.environ)), simulate=self.simulate)
 
 
-def _with_counts(ray: RaySpec, wanted: RaySpec) -> RaySpec:
-    """Returns the Ray cluster with this machine's CPUs and GPUs filled in if `ray` names none and `wanted` requires some."""
-    cpus, gpus = ray.num_cpus, ray.num_gpus
-    if cpus is None and wanted.num_cpus:
-        cpus = resources.count_cpus(os.environ)
-    if gpus is None and wanted.num_gpus:
-        gpus = count_gpus(os.environ)
-    return replace(ray, num_cpus=cpus, num_gpus=gpus)
+class LocalPayload:
+    """Base class of running payloads on this machine, without Slurm; see `RunningPayload`."""
+
+    job_id: str | None = None
+    waiting = False
+    place = ""
+    requeue = False
+
+    def metadata(self, evidence: Evidence) -> Mapping[str, Any]:  # noqa: ARG002
+        return {}
+
+
+class OwnRuntime(LocalPayload):
+    """The runtime of one payload, as a child process; it ends when its standard input closes, so at the latest with Dagster."""
+
+    def __init__(self, layout: Layout, interpreter: Interpreter, run_dir: str, cluster_id: str) -> None:
+        self.cluster_id = cluster_id
+        self._run_dir = Path(run_dir)
+        self._process = start_process(runtime_command(layout, interpreter, "run", run_dir), run_dir, subprocess.PIPE)
+
+    def poll(self, evidence: Evidence) -> str | None:  # noqa: ARG002
+        code = self._process.poll()
+        return None if code is None else exit_in_words(code)
+
+    def cancel(self, now: bool = False) -> None:
+        self._request(op=Operation.CANCEL, now=now)
+
+    def _request(self, **request: Any) -> None:
+        """Write a request to the runtime's standard input."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # The runtime has ended, which `poll` reports.
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def kill(self) -> None:
+        if self._process.poll() is not None:
+            return  # A keeper outlives its runtime, whose pid may be another process's by now.
+        # Kill the runtime first: its keeper then ends all processes below it. A keeper that cannot do so is killed next.
+        status = LocalConnection().read(str(self._run_dir / STATUS), 0, 65536)
+        with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
+            pid = json.loads(status)["runtime_pid"]
+            below = [process.pid for process in processes.descendants(self._process.pid)]
+            if pid in below or sys.platform != "linux":  # Else the runtime has ended, and the pid is another process's.
+                os.kill(pid, signal.SIGKILL)
+        try:
+            self._process.wait(_KEEPER_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def explain(self, evidence: Evidence) -> None:
+        evidence.runtime_log = tail_file(str(self._run_dir / RUNTIME_LOG))
+
+    def release(self, evidence: Evidence) -> None:  # noqa: ARG002
+        # The runtime still takes its Ray cluster down, and nobody waits for that.
+        reap_later(self._process)
+
+
+def runtime_command(layout: Layout, interpreter: Interpreter, role: str, directory: str) -> list[str]:
+    """Returns the command that starts a runtime; `-I` keeps Python from importing the user's modules."""
+    return interpreter.start("-I", str(install_runtime(layout.runtimes)), role, directory)
+
+
+def start_process(command: list[str], directory: str, stdin: int) -> subprocess.Popen[bytes]:
+    """Start a runtime with its log, in a process session of its own, so that Ctrl-C in a terminal reaches only Dagster."""
+    with open(os.path.join(directory, RUNTIME_LOG), "ab") as log:
+        return subprocess.Popen(command, cwd=directory, stdin=stdin, stdout=log, stderr=log, start_new_session=True)
+
+
+def reap_later(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process in a thread, so that a long-lived Dagster process keeps no zombie."""
+    threading.Thread(target=process.communicate, name="rayslurm-reaper", daemon=True).start()
 
 
 def lacking(plan: Plan, *units: str) -> str | None:
     """A sentence about the first requirement of a plan, counted in one of `units`, that this machine does not meet; or None."""
-    for label, footprint in footprints(plan):
+    for label, footprint in _footprints(plan):
         asked = tuple(want for want in footprint if want.unit in units and want.amount is not None)
         problem = footprint_error(asked, resources.detect(with_gpus="GPUs" in units)) if asked else None
         if problem:
@@ -135,14 +187,14 @@ def _too_large_for_shared_memory(plan: Plan) -> str | None:
     except OSError:
         return None
     free = status.f_bsize * status.f_bavail
-    for label, footprint in footprints(plan):
+    for label, footprint in _footprints(plan):
         for want in footprint:
             if want.unit == "GiB" and want.amount is not None and want.amount * 2**30 > max(free, _LARGE_STORE):
                 return f"{label}{want.field}={want.amount:g} does not fit into /dev/shm, which has {free / 2**30:.3g} GiB free"
     return None
 
 
-def footprints(plan: Plan) -> list[tuple[str, Footprint]]:
+def _footprints(plan: Plan) -> list[tuple[str, Footprint]]:
     """Returns the resources that each node of a plan needs, with the component's label; GPUs of components are simulated."""
     if not plan.components:
         return [("", plan.footprint)]

@@ -17,13 +17,10 @@ from dagster_pipes import PipesContextData
 from ..edge.sweep import SWEPT, sweep
 from ..follow import Evidence
 from ..plan import Plan
-from ..runtime.protocol.record import CANCEL, CONTEXT, JOURNAL, PAYLOAD, RUNTIME, SECRETS, SESSION, STDIO
+from ..runtime.protocol.record import CANCEL, CONTEXT, JOURNAL, PAYLOAD, RUNTIME, SECRETS, STDIO
 from ..runtime.protocol.spec import RuntimeSpec, to_json
 from ..slurm.shared_queue import fetch_queue
 from ..ssh.base import Connection
-
-WATCH_LOG = ".watch.log"
-"""Suffix of the log of the process that waits for the end of a Dagster run, to end the session of that run."""
 
 BOOKMARK = ".followed"
 """Suffix of the file that notes how much of a payload's output on the cluster was shown in Dagster."""
@@ -84,22 +81,20 @@ def write_runtime_spec(connection: Connection, directory: str, spec: RuntimeSpec
 
 
 def sweep_old(layout: Layout, retention_days: float) -> list[Path]:
-    """Remove old run directories, outputs and ended sessions from this machine; returns their paths.
+    """Remove old run directories and outputs from this machine; returns their paths.
 
-    Old is what was not touched for `retention_days`. A runtime touches the directories of its payloads every few minutes. A
-    session that its file announces stays. If a cluster has the same base directory, its sessions have numbered directories,
-    which only `sweep_remote` removes.
+    Old is what was not touched for `retention_days`. A runtime touches the directories of its payloads every few minutes.
     """
     oldest = time.time() - retention_days * 86400
     removed = []
-    for entry in [*layout.runs.glob("*"), *layout.outputs.glob("*"), *layout.sessions.glob("*")]:
+    for entry in [*layout.runs.glob("*"), *layout.outputs.glob("*")]:
         try:
             newest = max(path.stat().st_mtime for path in (entry, *entry.glob("*.json*")))
-            if newest >= oldest or (entry / SESSION).exists() or (entry.parent == layout.sessions and _is_numbered(entry)):
+            if newest >= oldest:
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name.endswith((WATCH_LOG, BOOKMARK)):
+            elif entry.name.endswith(BOOKMARK):
                 entry.unlink()
             else:
                 continue
@@ -107,11 +102,6 @@ def sweep_old(layout: Layout, retention_days: float) -> list[Path]:
         except OSError:
             continue  # Another process removed the entry, or the entry belongs to another user.
     return removed
-
-
-def _is_numbered(directory: Path) -> bool:
-    """Whether a session's directory has numbered directories, as only sessions in Slurm jobs have."""
-    return any(path.name.isdecimal() for path in directory.glob("*"))
 
 
 _INTERVAL = 1.0  # Seconds between two attempts to deliver a request.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import posixpath
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,15 +15,16 @@ from typing import Any
 import click
 
 from ..backends.run_dir import Layout
-from ..backends.sessions.client import Unreachable
 from ..backends.sessions.listing import Generation, SessionState, ask_session, end_generations, job_of, list_generations, state_of
-from ..backends.sessions.local import LocalSession, end_directory
+from ..backends.sessions.local import end_session
 from ..backends.sessions.local import list_sessions as list_local_sessions
+from ..backends.sessions.request import Unreachable
 from ..errors import StartError
 from ..runtime.protocol.messages import Operation
 from ..slurm.refusals import most_informative_row
 from ..slurm.shared_queue import QueueRow, fetch_queue
 from ..ssh.base import Connection, expand_home, is_rooted
+from ..ssh.local import LocalConnection
 from ..ssh.pool import connection_to
 from .common import edge_node, one_sentence_errors, prefix_option, print_table
 
@@ -140,15 +140,18 @@ def _sessions(layout: Layout, prefix: str, remote_base: str) -> list[Session]:
     return found
 
 
-def _local(found: LocalSession) -> Session:
+def _local(found: Generation) -> Session:
     """A session of this machine."""
+    announced = found.announcement
+    assert announced is not None  # `list_local_sessions` leaves out the others.
+    state = SessionState.DRAINING if announced.closing else SessionState.UP
+    row = _row("this machine", found.key, found.directory, found.number, state, announced.cluster_id, announced.hostname)
 
     def end() -> bool:
-        end_directory(found.directory)
+        end_session(found)
         return True
 
-    row = _row("this machine", found.directory.name, found.directory, 1, SessionState.UP, found.cluster_id, socket.gethostname())
-    return Session(row, lambda: found.ask(Operation.DESCRIBE), end)
+    return Session(row, lambda: ask_session(LocalConnection(), found, {"op": Operation.DESCRIBE}), end)
 
 
 def _remote(prefix: str, remote_base: str) -> Iterable[Session]:

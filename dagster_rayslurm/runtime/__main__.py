@@ -31,12 +31,12 @@ def run(run_dir):  # type: (str) -> int
     from dataclasses import replace
 
     from .protocol import record
-    from .supervisor import local_server
+    from .supervisor import request_server
 
     spec = _load(run_dir)
     if spec.meeting is None:
         runner = _supervisor(spec)
-        local_server.serve_parent(runner, run_dir)
+        request_server.serve_parent(runner, run_dir)
         runner.run()
         return 0
 
@@ -45,7 +45,7 @@ def run(run_dir):  # type: (str) -> int
     here, remark = participant.component_share(spec)
     runner = _supervisor(replace(spec, components=[]), here=here)
     barrier = participant.join_barrier(runner, record.run_of_component(run_dir))
-    payload = local_server.serve_parent(runner, run_dir)
+    payload = request_server.serve_parent(runner, run_dir)
     barrier.watch(payload)
     if remark:
         payload.phase("cluster-start", remark)
@@ -56,10 +56,10 @@ def run(run_dir):  # type: (str) -> int
 
 def node(run_dir):  # type: (str) -> int
     """Serve as one node of a Slurm step: the first node runs the payload of the run directory, the others join its cluster."""
-    from .supervisor import local_server, time_limit
+    from .supervisor import request_server, time_limit
 
     def lead(runner, here):  # type: (Supervisor, allocation.Allocation) -> int
-        local_server.serve_run_dir(runner, run_dir)
+        request_server.serve_run_dir(runner, run_dir)
         time_limit.watch(runner, here.job_id)
         runner.run()
         return runner.exit_code
@@ -78,14 +78,14 @@ def part(run_dir):  # type: (str) -> int
     from .node.allocation import head_address
     from .protocol import record
     from .separate import participant
-    from .supervisor import local_server, time_limit
+    from .supervisor import request_server, time_limit
 
     whole = _allocation(_load(run_dir))
     directory = record.component_dir(run_dir, whole.component_of(whole.node_id) or "")
 
     def lead(runner, here):  # type: (Supervisor, allocation.Allocation) -> int
         barrier = participant.join_barrier(runner, run_dir, here, whole.head_addresses)
-        barrier.watch(local_server.serve_run_dir(runner, directory))
+        barrier.watch(request_server.serve_run_dir(runner, directory))
         time_limit.watch(runner, here.job_id)
         runner.run()
         barrier.close()
@@ -104,14 +104,14 @@ def session(session_dir):  # type: (str) -> int
     A session ends when it is idle for too long, has failed, or comes to its time limit.
     """
     from .protocol import rpc
-    from .supervisor import session_server, time_limit
+    from .supervisor import request_server, time_limit
 
     def lead(runner, here):  # type: (Supervisor, allocation.Allocation) -> int
         spec = runner.spec
         assert spec.control_key is not None
         # Clients and worker nodes use different keys, so that neither can take the other's server for its own.
         key = rpc.derive_key(spec.control_key, "requests")
-        server = session_server.SessionServer(runner, session_dir, here, key, spec.control_ports)
+        server = request_server.RequestServer(runner, session_dir, key, spec.control_ports, here)
         time_limit.watch(runner, here.job_id)
         try:
             runner.run()
@@ -125,12 +125,13 @@ def session(session_dir):  # type: (str) -> int
 
 def serve(session_dir):  # type: (str) -> int
     """Run a session on this machine, without Slurm: run payloads for clients until it is idle for too long."""
-    from .process import scratch
-    from .supervisor import local_server
+    from .protocol import rpc
+    from .supervisor import request_server
 
-    private = scratch.Scratch()
-    runner = _supervisor(_load(session_dir), private)
-    server = local_server.LocalSessionServer(runner, session_dir, private.join("control.sock"))
+    spec = _load(session_dir)
+    runner = _supervisor(spec)
+    assert spec.control_key is not None
+    server = request_server.RequestServer(runner, session_dir, rpc.derive_key(spec.control_key, "requests"), spec.control_ports)
     try:
         runner.run()
     finally:
@@ -144,12 +145,12 @@ def _load(directory):  # type: (str) -> RuntimeSpec
     return load_spec(directory)
 
 
-def _supervisor(spec, private=None, **more):  # type: (RuntimeSpec, Optional[Scratch], Any) -> Supervisor
+def _supervisor(spec, **more):  # type: (RuntimeSpec, Any) -> Supervisor
     from .process import loop, scratch
     from .supervisor import supervisor
 
     scratch.sweep()
-    return supervisor.Supervisor(loop.Loop(), spec, private or scratch.Scratch(), **more)
+    return supervisor.Supervisor(loop.Loop(), spec, scratch.Scratch(), **more)
 
 
 def _allocation(spec):  # type: (RuntimeSpec) -> allocation.Allocation

@@ -23,8 +23,7 @@ from ..backends.batch import (
     job_script,
     runtime_spec,
 )
-from ..backends.local import LOCAL_CADENCE
-from ..backends.local_process import OwnRuntime, runtime_command
+from ..backends.local import LOCAL_CADENCE, OwnRuntime, runtime_command
 from ..backends.payload_files import deliver, pack, remote_base_errors, required_files
 from ..backends.run_dir import Layout, run_files, write_run_dir, write_runtime_spec
 from ..backends.slurm_job import BatchJob, SlurmJob

@@ -13,7 +13,7 @@ import pytest
 from dagster_rayslurm import BashLauncher, ComputeResource, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig
 from dagster_rayslurm.runtime.node import resources
 
-from ..conftest import pipes_script, run_asset, small_ray, wait_until
+from ..conftest import end_sessions, pipes_script, run_asset, small_ray, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -159,8 +159,7 @@ def warm(base: Path) -> Iterator[ComputeResource]:
         components=cpu_and_gpu(),
     )
     yield compute
-    for directory in (base / "sessions").glob("*/session.json"):
-        compute.cleanup_cluster(json.loads(directory.read_text())["cluster_id"])
+    end_sessions(base)
 
 
 @pytest.mark.thorough
@@ -173,7 +172,7 @@ def test_a_warm_cluster_keeps_its_components(warm: ComputeResource, script: Any,
     assert second.metadata["Ray cluster was warm"] is True
 
     # A session that lost a component takes no more payloads; the next one is whole.
-    (session,) = (base / "sessions").glob("*/session.json")
+    (session,) = base.glob("local/*/sessions/*/1/session.json")
     runtime = psutil.Process(json.loads(session.read_text())["pid"])
     raylets = [
         process

@@ -213,7 +213,7 @@ def test_cancelling_one_payload_keeps_the_warm_cluster(dagster: Dagster) -> None
     os.killpg(process.pid, signal.SIGINT)
     process.wait(60)
     assert not running(pid)
-    session = next((dagster.home / "base" / "sessions").glob("*/session.json"))
+    session = next((dagster.home / "base").glob("local/*/sessions/*/1/session.json"))
     cluster_id = json.loads(session.read_text())["cluster_id"]
     (dagster.home / "up").unlink()
     again = dagster.execute(definitions)

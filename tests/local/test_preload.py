@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from dagster_rayslurm import ComputeResource, RayLauncher, RunFailure, SessionConfig
 
-from ..conftest import pipes_script, run_asset, small_ray, wait_until
+from ..conftest import end_sessions, pipes_script, run_asset, small_ray, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -41,8 +40,7 @@ def warm(base: Path) -> Iterator[ComputeResource]:
         default_launcher=small_ray(num_cpus_per_node=2, preload=["ray"]),
     )
     yield compute
-    for directory in (base / "sessions").glob("*/session.json"):
-        compute.cleanup_cluster(json.loads(directory.read_text())["cluster_id"])
+    end_sessions(base)
 
 
 def preload_processes_of(run: Any) -> list[psutil.Process]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from dagster_rayslurm import ComputeResource, SessionConfig
 
-from ..conftest import pipes_script, run_asset, small_ray
+from ..conftest import end_sessions, pipes_script, run_asset, small_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -57,8 +56,7 @@ def warm(base: Path) -> Iterator[ComputeResource]:
         default_launcher=small_ray(num_cpus_per_node=2),
     )
     yield compute
-    for directory in (base / "sessions").glob("*/session.json"):
-        compute.cleanup_cluster(json.loads(directory.read_text())["cluster_id"])
+    end_sessions(base)
 
 
 def test_usage_is_measured_per_payload(warm: ComputeResource, script: Any) -> None:

@@ -1,4 +1,4 @@
-"""The request server of a session in an allocation, without Slurm."""
+"""The request server of a session, without Slurm and Ray: requests, queue, and faults that affect only their own payload."""
 
 import json
 import os
@@ -14,10 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from dagster_rayslurm.backends.local_process import runtime_command
+from dagster_rayslurm.backends.local import runtime_command
 from dagster_rayslurm.backends.run_dir import Layout, write_runtime_spec
-from dagster_rayslurm.backends.sessions import client as session_client
-from dagster_rayslurm.backends.sessions.client import Announcement, Unreachable, parse_announcement, send_request
+from dagster_rayslurm.backends.sessions import request as session_request
+from dagster_rayslurm.backends.sessions.registry import Announcement, parse_announcement
+from dagster_rayslurm.backends.sessions.request import Unreachable, send_request
 from dagster_rayslurm.environments import InheritedEnvironment, resolve_environment
 from dagster_rayslurm.runtime.node.network import control_ports
 from dagster_rayslurm.runtime.protocol.record import CANCEL, JOURNAL, PAYLOAD, SECRETS, SESSION, LineReader
@@ -26,28 +27,29 @@ from dagster_rayslurm.runtime.protocol.spec import PayloadSpec, RaySpec, Runtime
 from dagster_rayslurm.ssh.base import Completed
 from dagster_rayslurm.ssh.local import LocalConnection
 
-from ..conftest import wait_until
+from ..conftest import small_disk, wait_until
 
 KEY = "ab" * 32
 REQUESTS_KEY = derive_key(KEY, "requests")
 
 
 class Session:
-    """A session's runtime on a node that calls itself the only one of job 12."""
+    """A session's runtime on a node that calls itself the only one of job 12; with `local`, one on this machine without Slurm."""
 
-    def __init__(self, path: Path, left: int | None = None, **spec: Any) -> None:
+    def __init__(self, path: Path, left: int | None = None, local: bool = False, **spec: Any) -> None:
         self.path = path
         self.directory = path / "sessions" / "default-0" / "1"
         fields = {"idle_timeout": 30.0, "control_key": KEY, "control_ports": control_ports(None), **spec}
         write_runtime_spec(LocalConnection(), str(self.directory), RuntimeSpec("slurm-1", **fields))
-        self.command = runtime_command(Layout(path), resolve_environment(InheritedEnvironment()), "session", str(self.directory))
+        role = "serve" if local else "session"
+        self.command = runtime_command(Layout(path), resolve_environment(InheritedEnvironment()), role, str(self.directory))
         tools = path / "bin"
         tools.mkdir()
         at = "UNLIMITED" if left is None else f"$(printf 0:%02d $(({int(time.time()) + left} - $(date +%s))))"
         (tools / "squeue").write_text(f"#!/bin/sh\necho {at}\n")
         (tools / "squeue").chmod(0o755)
         slurm = {"SLURM_JOB_ID": "12", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "localhost"}
-        env = {**os.environ, **slurm, "PATH": f"{tools}:{os.environ['PATH']}"}
+        env = {**os.environ, **({} if local else slurm), "PATH": f"{tools}:{os.environ['PATH']}"}
         self.log = path / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -81,15 +83,27 @@ class Session:
     def run_dir(self, name: str) -> Path:
         return self.path / "runs" / name
 
-    def run(self, name: str, code: str, needs: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
+    def request(self, name: str, code: str, needs: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
         spec = PayloadSpec(argv=["python", "-c", code], nonce=name, **{"grace_period": 1.0, **fields})
         files = {PAYLOAD: to_json(spec), JOURNAL: "", "stdio.jsonl": "", CANCEL: ""}
-        return self.ask(op="run", request_id=name, run_dir=str(self.run_dir(name)), files=files, needs=list(needs))
+        return {"op": "run", "request_id": name, "run_dir": str(self.run_dir(name)), "files": files, "needs": list(needs)}
+
+    def run(self, name: str, code: str, needs: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
+        return self.ask(**self.request(name, code, needs, **fields))
+
+    def run_bound(self, name: str, code: str, **more: Any) -> socket.socket:
+        """Run a payload that ends with the connection, which is returned."""
+        sock = socket.create_connection(("localhost", self.port()))
+        assert call(sock, REQUESTS_KEY, {**self.request(name, code), "bound": True, **more})["ok"]
+        sock.settimeout(20)
+        return sock
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        return LineReader().feed((self.run_dir(name) / JOURNAL).read_bytes())
 
     def end_of(self, name: str) -> dict[str, Any]:
         def ends() -> list[dict[str, Any]]:
-            records = LineReader().feed((self.run_dir(name) / JOURNAL).read_bytes())
-            return [record for record in records if record["type"] == "end"]
+            return [record for record in self.records(name) if record["type"] == "end"]
 
         assert wait_until(ends, 20), self.log.read_text()
         assert len(ends()) == 1
@@ -357,19 +371,23 @@ class Srun:
         return LocalConnection().run(program, stdin, timeout)
 
 
-def test_a_step_in_the_allocation_hands_the_request_over(session: Callable[..., Session]) -> None:
+def test_a_step_in_the_allocation_hands_the_request_over(
+    session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, srun = session(), Srun()
     start = [*one.command[:-2], "ask"]
     announced = one.announced()
     assert announced is not None
-    answer = send_request(LocalConnection(), srun, announced, {"op": "describe"}, "srun", str(one.directory), start)  # type: ignore[arg-type]
+    monkeypatch.setattr(session_request, "run_slurm", lambda _, *words, **more: srun.run(*words, **more))
+    answer = send_request(LocalConnection(), announced, {"op": "describe"}, "srun", str(one.directory), start)
     assert answer["ok"] is True and "--overlap" in srun.commands[0] and KEY not in " ".join(srun.commands[0])
 
 
-def test_a_process_uses_srun_alone_after_two_failures_of_tcp(
+def test_a_process_uses_srun_alone_after_a_failure_of_tcp(
     session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, srun = session(), Srun()
+    monkeypatch.setattr(session_request, "run_slurm", lambda _, *words, **more: srun.run(*words, **more))
     start = [*one.command[:-2], "ask"]
     found = one.announced()
     assert found is not None
@@ -380,45 +398,16 @@ def test_a_process_uses_srun_alone_after_two_failures_of_tcp(
     def steps(where: Announcement, carrier: str = "auto") -> int:
         """How many steps one more request takes."""
         before = len(srun.commands)
-        answer = send_request(LocalConnection(), srun, where, {"op": "describe"}, carrier, str(one.directory), start)  # type: ignore[arg-type]
+        answer = send_request(LocalConnection(), where, {"op": "describe"}, carrier, str(one.directory), start)
         assert answer["ok"] is True
         return len(srun.commands) - before
 
-    assert [steps(walled), steps(found), steps(walled), steps(walled)] == [1, 0, 1, 1]
-    # Now TCP is left alone, even once it would work, until the decision has grown old.
-    assert [steps(found), steps(found)] == [1, 1]
-    monkeypatch.setattr(session_client, "_TCP_RETRY_AFTER", 0.0)
-    assert [steps(walled), steps(found), steps(walled)] == [1, 0, 1]
+    # TCP is left alone, even once it would work, until the decision has grown old.
+    assert [steps(found), steps(walled), steps(walled), steps(found)] == [0, 1, 1, 1]
+    monkeypatch.setattr(session_request, "_TCP_RETRY_AFTER", 0.0)
+    assert [steps(walled), steps(found)] == [1, 0]
     with pytest.raises(Unreachable, match="by TCP"):
         steps(walled, "direct")
-
-
-@pytest.mark.parametrize("trouble", ["forward", "connect", "setsockopt"])
-def test_one_failure_of_tcp_is_forgotten(session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
-    """One attempt goes wrong: a step hands the request over, and the next one goes directly again."""
-    one, srun = session(), Srun()
-    found = one.announced()
-    assert found is not None
-    left = [OSError(24, "Too many open files")]
-
-    def once(do: Callable[..., Any]) -> Callable[..., Any]:
-        def act(*words: Any) -> Any:
-            if left:
-                raise left.pop()
-            return do(*words)
-
-        return act
-
-    connection = LocalConnection()
-    if trouble == "forward":
-        monkeypatch.setattr(connection, "forward", once(connection.forward))
-    elif trouble == "connect":
-        monkeypatch.setattr(socket, "create_connection", once(socket.create_connection))
-    else:
-        monkeypatch.setattr(socket.socket, "setsockopt", once(socket.socket.setsockopt))
-    for steps in (1, 1):
-        words = (srun, found, {"op": "describe"}, "auto", str(one.directory), [*one.command[:-2], "ask"])
-        assert send_request(connection, *words)["ok"] is True and len(srun.commands) == steps  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -430,18 +419,22 @@ def test_one_failure_of_tcp_is_forgotten(session: Callable[..., Session], monkey
         (Completed(0, b"rayslurm-sent\n" + ANSWER.encode() + b"{torn", b""), AnswerLost),
     ],
 )
-def test_what_a_step_leaves_open(tmp_path: Path, done: Completed, error: type[Exception]) -> None:
+def test_what_a_step_leaves_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: Completed, error: type[Exception]
+) -> None:
+    monkeypatch.setattr(session_request, "run_slurm", lambda *_, **__: done)
     announced = Announcement("slurm-1", "12", ("c1",), 1, KEY, 1, None, "c1")
     with pytest.raises(error):
-        send_request(LocalConnection(), Srun(lambda: done), announced, {"op": "run"}, "srun", str(tmp_path), ["true"])  # type: ignore[arg-type]
+        send_request(LocalConnection(), announced, {"op": "run"}, "srun", str(tmp_path), ["true"])
 
 
 @pytest.mark.parametrize("heterogeneous", [False, True])
-def test_a_step_is_told_which_component(tmp_path: Path, heterogeneous: bool) -> None:
+def test_a_step_is_told_which_component(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heterogeneous: bool) -> None:
     """srun starts nothing in a heterogeneous job otherwise, and nothing in any other job if it is told so."""
     announced = Announcement("slurm-1", "12", ("c1",), 1, KEY, 1, None, "c1", heterogeneous)
     srun = Srun(lambda: Completed(0, ANSWER.encode() + b"{}", b""))
-    assert send_request(LocalConnection(), srun, announced, {"op": "run"}, "srun", str(tmp_path), ["true"]) == {}  # type: ignore[arg-type]
+    monkeypatch.setattr(session_request, "run_slurm", lambda _, *words, **more: srun.run(*words, **more))
+    assert send_request(LocalConnection(), announced, {"op": "run"}, "srun", str(tmp_path), ["true"]) == {}
     assert ("--het-group=0" in srun.commands[0]) == heterogeneous
 
 
@@ -458,6 +451,78 @@ def test_a_session_leaves_no_process(session: Callable[..., Session]) -> None:
     one.process.wait(20)
     time.sleep(0.1)
     assert not [each for each in psutil.process_iter(["cmdline"]) if "time.sleep(97.25)" in " ".join(each.info["cmdline"] or ())]
+
+
+# ---- The queue, and payloads that are bound to their client
+
+
+def test_payloads_queue_in_order_and_show_their_place(session: Callable[..., Session], tmp_path: Path) -> None:
+    one = session(local=True)
+    for name in "abc":
+        one.run(name, f"open({str(tmp_path / 'order')!r}, 'a').write('{name} '); import time; time.sleep(0.4)")
+    assert [one.end_of(name)["exit_code"] for name in "abc"] == [0, 0, 0]
+    assert (tmp_path / "order").read_text().split() == ["a", "b", "c"]
+    places = [record["message"] for record in one.records("c") if record.get("phase") == "queued"]
+    assert [place.partition(" in ")[0] for place in places] == ["place 2", "place 1"]
+
+
+def test_a_bound_payload_and_its_connection_end_together(session: Callable[..., Session], tmp_path: Path) -> None:
+    """Its record may be lost, as when its run directory is removed: the end of the connection tells its client."""
+    one = session(local=True, max_concurrent_payloads=3)
+    lost = one.run_bound("lost", "import time; time.sleep(0.5)")
+    assert wait_until(lambda: len(one.records("lost")) >= 2, 10)
+    subprocess.run(["rm", "-rf", str(one.run_dir("lost"))], check=True)
+    orphan = one.run_bound("orphan", "import time; time.sleep(60)")
+    short = one.run_bound("short", "import os, sys; sys.exit(os.environ['WHO'] != 'me')", environ={**os.environ, "WHO": "me"})
+    orphan.close()
+    end = one.end_of("orphan")
+    assert end["reason"] == "cancel" and "is gone" in end["message"]
+    assert lost.recv(1) == short.recv(1) == b"" and one.end_of("short")["exit_code"] == 0
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "runs", "128k") as disk:
+        yield disk
+
+
+def test_a_full_disk_affects_only_its_payload(session: Callable[..., Session], full_disk: Path) -> None:
+    one = session(local=True)
+    elsewhere = {"run_dir": str(one.path / "elsewhere")}
+    assert one.ask(**{**one.request("a", "import time; time.sleep(1.5)"), **elsewhere})["ok"]
+    waiting = one.run_bound("b", "pass")
+    with open(full_disk / "filler", "ab", buffering=0) as filler, pytest.raises(OSError):
+        while True:
+            filler.write(b"x" * 4096)
+    assert one.run("c", "pass")["error"] == "record"
+    assert waiting.recv(1) == b"" and one.process.poll() is None
+    os.unlink(full_disk / "filler")
+    assert one.run("d", "pass")["ok"] and one.end_of("d")["exit_code"] == 0
+
+
+def test_a_payload_that_cannot_be_laid_out_leaves_the_queue(session: Callable[..., Session]) -> None:
+    one = session(local=True)
+    one.run("a", "pass", working_dir="/no/such/directory")
+    assert one.end_of("a")["reason"] == "record"
+    one.run("b", "pass")
+    assert one.end_of("b")["exit_code"] == 0
+
+
+def test_stray_processes_without_the_payloads_environment_are_ended(session: Callable[..., Session], tmp_path: Path) -> None:
+    one, child = session(local=True), tmp_path / "child"
+    command = ["env", "-i", "setsid", "sh", "-c", f"echo $$ > {child}; sleep 300"]
+    one.run("a", f"import subprocess; subprocess.Popen({command}, stdout=-3, stderr=-3); import time; time.sleep(0.5)")
+    one.end_of("a")
+    pid = int(child.read_text())
+    assert wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 5)
+
+
+def test_only_this_machine_reaches_a_local_session(session: Callable[..., Session]) -> None:
+    one = session(local=True)
+    announced = one.announced()
+    assert announced is not None and announced.hosts == ("127.0.0.1",) and announced.job_id != "12"
+    listening = {each.laddr.ip for each in psutil.net_connections("tcp") if each.laddr.port == one.port() and not each.raddr}
+    assert listening == {"127.0.0.1"}
 
 
 # ---- What goes wrong

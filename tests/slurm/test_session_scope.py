@@ -1,7 +1,6 @@
-"""`SessionConfig(scope="run")` on the stack: the job of a run's session ends with the run, whatever ends that."""
+"""`SessionConfig(scope="run")` on the stack: the job of a run's session ends with the run."""
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -12,8 +11,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from dagster_rayslurm import BashLauncher, ComputeResource, SessionConfig
-from dagster_rayslurm.backends.sessions import run_scope, run_scope_end
+from dagster_rayslurm import ComputeResource, SessionConfig
 
 from ..conftest import marked_processes, wait_until
 from .fixtures import Site
@@ -21,13 +19,10 @@ from .fixtures import Site
 pytestmark = pytest.mark.timeout(280)
 
 PAYLOAD = """
-import os, pathlib, time
+import os, pathlib
 data = pathlib.Path(os.environ["RAYSLURM_DATA_DIR"])
 with (data / "jobs").open("a") as file:
     file.write(os.environ["SLURM_JOB_ID"] + "\\n")
-if (data / "wait").exists():
-    (data / "up").write_text("x")
-    time.sleep(200)
 """
 
 JOB = """
@@ -115,27 +110,6 @@ def test_the_session_lives_as_long_as_the_run(job: Job, site: Site, executor: st
     assert wait_until(lambda: over(site), 30), site.sh("squeue --me")
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_run_that_is_killed_takes_its_session_along(job: Job, site: Site, executor: str) -> None:
-    site.sh('touch "$1/data/wait"', site.base)
-    process = job.start(executor)
-    up = f"{site.base}/data/up"
-    assert wait_until(lambda: site.connection.read(up, 0, 1) or process.poll() is not None, 90) and process.poll() is None, (
-        job.log
-    )
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert wait_until(lambda: over(site), 60), site.sh("squeue --me")
-
-
-def test_a_session_that_waits_in_the_queue_goes_too(job: Job, site: Site) -> None:
-    process = job.start("in_process", queue='extra_sbatch=["--begin=now+1hour"]')
-    assert wait_until(lambda: site.jobs() or process.poll() is not None, 90) and process.poll() is None, job.log
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert wait_until(lambda: over(site), 30), site.sh("squeue --me")
-
-
 def test_a_notebook_outlives_its_runs(
     slurm_compute: Callable[..., ComputeResource], site: Site, script: Callable[..., Path]
 ) -> None:
@@ -151,28 +125,3 @@ def test_a_notebook_outlives_its_runs(
         assert dg.materialize([one], resources={"compute": compute}).success
         assert wait_until(lambda: over(site), 30), site.sh("squeue --me")
     assert len(set(jobs_seen(site))) == 2
-
-
-def test_whoever_waits_for_the_end_of_a_run_reaches_the_cluster_later(
-    slurm_compute: Callable[..., ComputeResource], site: Site, script: Callable[..., Path]
-) -> None:
-    """Out of reach when the run ends, the session is ended once it is back."""
-    compute = slurm_compute(mode="slurm-session", session=SessionConfig(idle_timeout=250), default_launcher=BashLauncher())
-    payload = script(PAYLOAD)
-
-    @dg.asset
-    def one(context: dg.AssetExecutionContext, compute: ComputeResource) -> Any:
-        return compute.run(context=context, payload_path=payload, uses_pipes=False).get_materialize_result()
-
-    assert dg.materialize([one], resources={"compute": compute}).success and site.jobs()
-    (key,) = site.sh('ls "$1/sessions"', site.base).split()
-    away = site.ssh.model_copy(update={"port": 1})
-    session = run_scope.slurm_target(away, site.base, key)
-    waited: list[float] = []
-
-    def back(pause: float) -> None:
-        waited.append(pause)
-        session["ssh"]["port"] = site.ssh.port if len(waited) == 2 else 1
-
-    run_scope_end.end_session(session, sleep=back)
-    assert len(waited) == 2 and not site.jobs()

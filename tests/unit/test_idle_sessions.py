@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dagster_rayslurm.backends.sessions import idle
-from dagster_rayslurm.backends.sessions.idle import IdleSessions
+from dagster_rayslurm.backends.sessions import listing as idle
+from dagster_rayslurm.backends.sessions.listing import IdleSessions
 from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
 from dagster_rayslurm.ssh.local import LocalConnection
 

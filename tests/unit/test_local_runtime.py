@@ -1,23 +1,20 @@
-"""Runtimes on this machine: kill, incomplete answers, and locks."""
+"""Runtimes on this machine: kill, and locks."""
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from dagster_rayslurm.backends import local_process
-from dagster_rayslurm.backends.local_process import OwnRuntime
+from dagster_rayslurm.backends import local
+from dagster_rayslurm.backends.local import OwnRuntime
 from dagster_rayslurm.backends.run_dir import Layout
-from dagster_rayslurm.backends.sessions import local
 from dagster_rayslurm.environments import Interpreter
 from dagster_rayslurm.runtime.protocol.record import STATUS
-from dagster_rayslurm.ssh.known_hosts import add_key
+from dagster_rayslurm.ssh import known_hosts
 
 from ..conftest import wait_until
 
@@ -42,7 +39,7 @@ def test_a_runtime_that_has_ended_is_not_ended_again(tmp_path: Path) -> None:
 
 def test_a_runtime_that_has_ended_below_its_keeper_is_not_ended_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper lives on for a moment; only what is below it can be the runtime."""
-    monkeypatch.setattr(local_process, "_KEEPER_TIMEOUT", 0.1)
+    monkeypatch.setattr(local, "_KEEPER_TIMEOUT", 0.1)
     innocent = subprocess.Popen(["sleep", "60"])
     keeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
@@ -57,30 +54,8 @@ def test_a_runtime_that_has_ended_below_its_keeper_is_not_ended_again(tmp_path: 
             process.wait()
 
 
-@pytest.mark.parametrize("said", [b"", b'{"ok": tr', b'{"ok": true}'])
-def test_an_incomplete_answer_means_gone(tmp_path: Path, said: bytes) -> None:
-    path = str(tmp_path / "socket")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-
-        def dies() -> None:
-            peer, _ = listener.accept()
-            with peer:
-                peer.recv(1024)
-                peer.sendall(said)
-
-        thread = threading.Thread(target=dies)
-        thread.start()
-        client = local.SessionClient(path)
-        assert client.ask(op="run") == {"ok": False, "error": "gone"}
-        client.close()
-        thread.join()
-
-
-@pytest.mark.parametrize("of", ["a session", "known hosts"])
-def test_a_forked_child_keeps_no_lock(tmp_path: Path, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that Dagster forks while one of its threads holds a lock has the file open as well."""
+def test_a_forked_child_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that Dagster forks while one of its threads holds the lock of the known hosts has the file open as well."""
     reads, writes = os.pipe()
     children = []
 
@@ -91,18 +66,10 @@ def test_a_forked_child_keeps_no_lock(tmp_path: Path, of: str, monkeypatch: pyte
             os._exit(0)
         children.append(child)
 
-    if of == "a session":
-        file = tmp_path / "lock"
-        with local._locked(tmp_path):
-            fork()
-    else:
-        file = tmp_path / "known_hosts"
-        from dagster_rayslurm.ssh import known_hosts
-
-        judge = known_hosts.judge
-        monkeypatch.setattr(known_hosts, "judge", lambda *given: (fork(), judge(*given))[1])
-        add_key(str(file), "h", 22, "ssh-ed25519", "A")
-        assert file.read_text() == "h ssh-ed25519 A\n"
+    file, judge = tmp_path / "known_hosts", known_hosts.judge
+    monkeypatch.setattr(known_hosts, "judge", lambda *given: (fork(), judge(*given))[1])
+    known_hosts.add_key(str(file), "h", 22, "ssh-ed25519", "A")
+    assert file.read_text() == "h ssh-ed25519 A\n"
     try:
         free = subprocess.run(["flock", "--nonblock", str(file), "true"], timeout=10)
         assert free.returncode == 0

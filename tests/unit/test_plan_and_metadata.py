@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from dagster_rayslurm.follow import Evidence
 from dagster_rayslurm.outcome.chart import usage_chart
 from dagster_rayslurm.outcome.metadata import failure_metadata, run_metadata
-from dagster_rayslurm.plan import existing_files, fingerprint, parse_payload, run_dir_name
-from dagster_rayslurm.runtime.protocol.spec import RaySpec
+from dagster_rayslurm.plan import existing_files, parse_payload, run_dir_name
 from dagster_rayslurm.slurm.accounting import JobFacts
 
 END: dict[str, Any] = {
@@ -218,12 +217,6 @@ def test_files_of_one_name_cannot_stand_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"two files are called 'x\.csv'"):
         existing_files([tmp_path / "a" / "x.csv", tmp_path / "b" / "x.csv"])
     assert existing_files([os.fspath(tmp_path / "a")]) == [str(tmp_path / "a")]
-
-
-def test_the_fingerprint_is_of_the_cluster_alone() -> None:
-    one = fingerprint(RaySpec(startup_timeout=1), ["/p"])
-    assert one == fingerprint(RaySpec(startup_timeout=2), ["/p"])
-    assert len({one, fingerprint(RaySpec(num_cpus=1), ["/p"]), fingerprint(RaySpec(), ["/q"])}) == 3
 
 
 def test_metadata_of_components() -> None:

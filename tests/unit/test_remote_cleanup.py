@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagster_rayslurm.archive import runtime_name
-from dagster_rayslurm.backends.run_dir import Layout, sweep_old, sweep_remote
+from dagster_rayslurm.backends.run_dir import sweep_remote
 from dagster_rayslurm.plan import run_dir_name
 from dagster_rayslurm.ssh.local import LocalConnection
 from dagster_rayslurm.upload.bundle import bundle_files
@@ -296,14 +296,3 @@ def test_a_bundle_used_during_the_sweep_stays(base: Path, make: Callable[..., Pa
     with used_before_the_rename(Path.touch):
         assert sweep(base) == []
     assert (path / "f").exists() and os.listdir(path.parent) == [path.name]
-
-
-def test_old_local_sessions_are_removed(base: Path, make: Callable[..., Path]) -> None:
-    """A complaint goes with them; what is announced stays, and what is a cluster's is not looked at here."""
-    gone = [make("sessions/default-0123456789ab", 15, "runtime.json"), make("sessions/x-0.watch.log", 15, is_file=True)]
-    make("sessions/warm-0123456789ab", 15, "session.json")
-    make("sessions/young-0123456789ab", 13, "runtime.json")
-    make("sessions/held-0.watch", 15, is_file=True)
-    make("sessions/cluster-0123456789ab", 15, "1/exit")
-    assert sorted(sweep_old(Layout(base), 14)) == sorted(gone)
-    assert len(os.listdir(base / "sessions")) == 4

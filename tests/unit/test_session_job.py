@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dagster_rayslurm import BashLauncher, HetComponent, RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
-from dagster_rayslurm.backends.sessions.matching import Requirements, capacity_from_json, capacity_to_json, misfit
+from dagster_rayslurm.backends.sessions.matching import Requirements, capacity_from_json, capacity_to_json, misfit, run_suffix
 from dagster_rayslurm.backends.sessions.session_job import SessionSetup
 from dagster_rayslurm.components import arrange, merge_launchers
 from dagster_rayslurm.environments import PreDeployedEnvironment
@@ -150,7 +150,8 @@ def test_a_payload_without_ray() -> None:
 
 
 def key(one: SessionSetup, apart: bool = False) -> str:
-    return one.key(one.default, "run", "/base", "/data", apart)
+    choice = one.choice(plan(one), "run", "/base", "/data")
+    return (choice.own() if apart else choice.shared()).key
 
 
 def test_the_key_tells_sessions_apart() -> None:
@@ -169,6 +170,8 @@ def test_the_key_tells_sessions_apart() -> None:
     ]
     assert len({key(one), *map(key, others)}) == 1 + len(others)
     assert key(setup(GPU, CPU)) == key(others[6])  # The same job.
+    run = dataclasses.replace(one, session=SessionConfig(scope="run"))
+    assert key(run).startswith(f"{key(one)}-") and key(run).endswith(run_suffix("run"))
     # A name stands for whatever it has; those beside it are told apart.
     named = [dataclasses.replace(each, session=SessionConfig(name="n")) for each in (one, *others)]
     assert len(set(map(key, named))) == 1

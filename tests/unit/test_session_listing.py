@@ -1,4 +1,4 @@
-"""List and end sessions, with the real listing command on a local directory."""
+"""List and end sessions, in a local directory."""
 
 import json
 import os
@@ -9,9 +9,9 @@ import pytest
 
 from dagster_rayslurm import RayLauncher, SlurmQueueConfig
 from dagster_rayslurm.backends.sessions import listing as session_listing
-from dagster_rayslurm.backends.sessions.listing import end_sessions, job_of, list_generations, parse_listing, state_of
+from dagster_rayslurm.backends.sessions.listing import end_generations, job_of, list_generations, state_of
 from dagster_rayslurm.backends.sessions.matching import Requirements
-from dagster_rayslurm.backends.sessions.registry import SessionManifest, manifest_to_json
+from dagster_rayslurm.backends.sessions.registry import SessionManifest
 from dagster_rayslurm.components import Component
 from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
 from dagster_rayslurm.ssh.local import LocalConnection
@@ -63,11 +63,6 @@ def test_generations_are_listed(base: Path) -> None:
     assert list_generations(LocalConnection(), str(base / "nowhere")) == []
 
 
-@pytest.mark.parametrize("data", [b"", b"junk" * 500, b"\0" * 1024])
-def test_a_damaged_listing_is_empty(data: bytes) -> None:
-    assert parse_listing(data, "/base") == []
-
-
 def test_states(base: Path) -> None:
     write(base, 1, job_id="11\n", exit="11 0 0\n")
     write(base, 2, job_id="12\n", exit="")
@@ -114,7 +109,7 @@ def test_components_are_listed_from_the_manifest(base: Path) -> None:
     queue = SlurmQueueConfig(partition="gpu")
     parts = tuple(Component(name, queue, RayLauncher()) for name in ("gpu", "cpu"))
     capacity = Requirements(None, (), queue, parts).capacity(reuse=False)
-    offer = manifest_to_json(SessionManifest(1, capacity, ("python", "ask"))).decode()
+    offer = SessionManifest(1, capacity, ("python", "ask")).to_json().decode()
     write(base, 1, job_id="12\n", offer_json=offer, session_json=json.dumps({**ANNOUNCED, "heterogeneous": True}))
     write(base, 2, job_id="13\n", session_json=json.dumps(ANNOUNCED))
     one, other = list_generations(LocalConnection(), str(base))
@@ -144,10 +139,15 @@ class Slurm:
         return self.answer != "stuck"
 
     def _ask(self, *arguments: Any) -> Any:
-        self.did.append(arguments[3])
+        self.did.append(arguments[2])
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
+
+
+def end_all(base: Path) -> bool:
+    connection = LocalConnection()
+    return end_generations(connection, list_generations(connection, str(base), "default-0123456789ab"))
 
 
 def test_end_sessions_stops_cancels_and_abandons(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_end_sessions_stops_cancels_and_abandons(base: Path, monkeypatch: pytest
     write(base, 2, job_id="12\n", exit="", session_json=json.dumps(ANNOUNCED))
     write(base, 3, job_id="13\n", exit="")
     directory = write(base, 4, creator="rayslurm-four\n")
-    assert end_sessions(LocalConnection(), str(base), "default-0123456789ab")
+    assert end_all(base)
     assert slurm.did == [{"op": "stop"}, (12, True), (13, False), "rayslurm-four"]
     assert (directory / "abandoned").is_dir(), "whoever submits it right now takes it back"
 
@@ -166,7 +166,7 @@ def test_a_session_that_does_not_answer_is_cancelled(base: Path, answer: Excepti
     slurm = Slurm(monkeypatch, (12, "RUNNING", ""))
     slurm.answer = answer
     write(base, 2, job_id="12\n", exit="", session_json=json.dumps(ANNOUNCED))
-    assert end_sessions(LocalConnection(), str(base), "default-0123456789ab")
+    assert end_all(base)
     assert slurm.did[1:] == [(12, False)]
 
 
@@ -174,10 +174,10 @@ def test_an_unconfirmed_end_fails(base: Path, monkeypatch: pytest.MonkeyPatch) -
     Slurm(monkeypatch, (12, "RUNNING", "")).answer = "stuck"
     write(base, 2, job_id="12\n", exit="")
     with pytest.raises(session_listing.StartError, match="does not confirm the end of job 12; run `scancel 12`"):
-        end_sessions(LocalConnection(), str(base), "default-0123456789ab")
+        end_all(base)
 
 
 def test_end_sessions_without_a_living_session(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = Slurm(monkeypatch)
     write(base, 1, job_id="11\n", exit="")
-    assert not end_sessions(LocalConnection(), str(base), "default-0123456789ab") and slurm.did == []
+    assert not end_all(base) and slurm.did == []

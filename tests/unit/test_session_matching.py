@@ -231,7 +231,7 @@ def test_a_capacity_survives_json() -> None:
 def test_a_damaged_capacity_is_refused(field: str, value: Any) -> None:
     for made in (capacity(RayLauncher(**RAY), **QUEUE), across()):
         data = capacity_to_json(made)
-        if value != data[field] and (field, value) != ("ray", None):
+        if value != data[field] and (field, value) not in (("ray", None), ("queue", None)):
             with pytest.raises((ValueError, TypeError)):
                 capacity_from_json({**data, field: value})
     data = capacity_to_json(across())

@@ -10,7 +10,6 @@ import pytest
 from dagster_rayslurm import RayLauncher, SessionConfig, SlurmQueueConfig, SlurmResource
 from dagster_rayslurm.backends.base import Step
 from dagster_rayslurm.backends.ownership import REQUIREMENTS_FILE
-from dagster_rayslurm.backends.run_dir import Layout
 from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions.backend import SessionBackend
 from dagster_rayslurm.backends.sessions.session_job import SessionSetup
@@ -30,7 +29,7 @@ def asking(base: Path, **fields: Any) -> tuple[SessionBackend, Plan]:
     environment, session = PreDeployedEnvironment(path="/env"), SessionConfig(name="ours")
     usual: dict[str, Any] = {"own_queue": None, "launcher": RayLauncher(), "reuse": True}
     setup = SessionSetup(**{"slurm": slurm, "environment": environment, "session": session, **usual, **fields})
-    backend = SessionBackend(setup=setup, queue_timeout=None, start_timeout=60, patience=60, home=Layout(base))
+    backend = SessionBackend(setup=setup, queue_timeout=None, start_timeout=60, patience=60)
     launcher = setup.own_launcher or setup.launcher
     plan = make_plan(payload_path=["true"], launcher=launcher, nonce="n", max_output_bytes=1, max_stdio_bytes=1)
     return backend, plan
@@ -52,7 +51,7 @@ def test_a_retry_with_other_requirements_does_not_reattach(
 ) -> None:
     step = Step(run_id="r", step_key="s", partition_key=None, log=Log())
     first, plan = asking(tmp_path)
-    asked = first.setup.fingerprint(plan, "r", str(tmp_path), str(tmp_path / "data"))
+    asked = first.setup.choice(plan, "r", str(tmp_path), str(tmp_path / "data")).fingerprint()
     accepted = dataclasses.replace(plan.payload, run_id="r", step="s", ray=None, want_cpus=2, time_limit=60.0)
     run_dir = tmp_path / "runs" / "r-s-n"
     run_dir.mkdir(parents=True)

@@ -1,13 +1,11 @@
-"""The registry and the acquisition of sessions, with a real shell on a real directory and a Slurm of files."""
+"""The registry and the acquisition of sessions, on a real directory and with a Slurm of files."""
 
-import contextlib
 import json
 import multiprocessing
 import os
 import shlex
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +18,16 @@ from hypothesis import strategies as st
 from dagster_rayslurm import RunFailure, SlurmQueueConfig
 from dagster_rayslurm.backends import slurm_job
 from dagster_rayslurm.backends.sessions import acquire
-from dagster_rayslurm.backends.sessions.acquire import AcquiredSession, SessionAcquisition
+from dagster_rayslurm.backends.sessions import backend as session_backend
+from dagster_rayslurm.backends.sessions.acquire import AcquiredSession, Action, SessionAcquisition, next_action
+from dagster_rayslurm.backends.sessions.backend import SlurmSite
 from dagster_rayslurm.backends.sessions.listing import list_generations
-from dagster_rayslurm.backends.sessions.matching import Requirements
+from dagster_rayslurm.backends.sessions.matching import Requirements, Target
 from dagster_rayslurm.backends.sessions.registry import (
     NewestGeneration,
     SessionManifest,
     SessionRegistry,
-    manifest_to_json,
     parse_manifest,
-    parse_newest,
 )
 from dagster_rayslurm.backends.slurm_job import SlurmJob
 from dagster_rayslurm.errors import StartError
@@ -38,7 +36,7 @@ from dagster_rayslurm.slurm.commands import SlurmUnanswered
 from dagster_rayslurm.slurm.request import JobRequest, make_request
 from dagster_rayslurm.slurm.shared_queue import ClusterClock, SharedQueue, fetch_queue
 from dagster_rayslurm.slurm.submit import ClaimTaken, SubmissionRefused, SubmittedJob, submit
-from dagster_rayslurm.ssh.base import Completed, ConnectionFailed
+from dagster_rayslurm.ssh.base import ConnectionFailed
 from dagster_rayslurm.ssh.local import LocalConnection
 
 from ..conftest import wait_until
@@ -73,67 +71,54 @@ class Cluster:
 
     def acquisition(self, timeout: float | None = None, log: Any = None, commands: Any = None) -> SessionAcquisition:
         commands, log = commands or LocalConnection(), log or Log()
-        registry = SessionRegistry(commands, str(self.directory))
-        queue = SharedQueue(commands, str(self.path / "queue"), 0.2)
-
-        def watch_job(number: int, job_id: str, name: str, at: float) -> SlurmJob:
-            return self.watched(
-                commands, queue, request(name), SubmittedJob(job_id, at), registry.generation_dir(number), timeout, log
-            )
-
-        def create(number: int, hold: Callable[[SlurmJob], None]) -> bool:
-            asked = request(f"rayslurm-session-default-{os.urandom(6).hex()}")
-            try:
-                submitted = submit(
-                    commands,
-                    registry.generation_dir(number),
-                    files(number, asked.job_name),
-                    asked,
-                    queue.clock,
-                    log.warning,
-                    claim=True,
-                )
-            except ClaimTaken:
-                return False
-            hold(self.watched(commands, queue, asked, submitted, registry.generation_dir(number), timeout, log))
-            return True
-
         return SessionAcquisition(
-            commands=commands,
-            registry=registry,
-            queue=queue,
-            watch_job=watch_job,
-            create=create,
+            registry=SessionRegistry(commands, str(self.directory)),
+            site=Jobs(self.path, commands, timeout, log),
+            target=Target("default-0", Requirements(None, ()), Requirements(None, ()).capacity(reuse=False)),
             waiter=os.urandom(6).hex(),
             start_timeout=10,
             patience=self.patience,
             log=log,
         )
 
-    def watched(
-        self,
-        commands: Any,
-        queue: Any,
-        asked: JobRequest,
-        submitted: SubmittedJob,
-        directory: str,
-        timeout: float | None,
-        log: Any,
-    ) -> SlurmJob:
-        return SlurmJob(
-            commands=commands,
-            queue=queue,
-            request=asked,
-            submitted=submitted,
-            directory=directory,
-            queue_timeout=timeout,
-            over_ssh=False,
-            log=log,
-        )
-
     @property
     def registry(self) -> SessionRegistry:
         return SessionRegistry(LocalConnection(), str(self.directory))
+
+
+class Jobs(SlurmSite):
+    """Creates and watches jobs without the files of a payload."""
+
+    def __init__(self, path: Path, commands: Any, timeout: float | None, log: Any) -> None:
+        self.connection = commands
+        self._queue = SharedQueue(commands, str(path / "queue"), 0.2)
+        self._timeout, self._log = timeout, log
+
+    def create(self, registry: SessionRegistry, target: Target, number: int, hold: Any) -> bool:
+        asked, directory = request(f"rayslurm-session-default-{os.urandom(6).hex()}"), registry.generation_dir(number)
+        content = files(number, asked.job_name)
+        try:
+            submitted = submit(self.connection, directory, content, asked, self._queue.clock, self._log.warning, claim=True)
+        except ClaimTaken:
+            return False
+        hold(self.watched(asked, submitted, directory))
+        return True
+
+    def watch(self, registry: SessionRegistry, target: Target, job_id: str, newest: NewestGeneration) -> SlurmJob:
+        submitted = SubmittedJob(job_id, self._queue.clock.now() - newest.age)
+        return self.watched(request(newest.creator), submitted, registry.generation_dir(newest.number))
+
+    def watched(self, asked: JobRequest, submitted: SubmittedJob, directory: str) -> SlurmJob:
+        return SlurmJob(
+            commands=self.connection,
+            queue=self._queue,
+            request=asked,
+            submitted=submitted,
+            directory=directory,
+            queue_timeout=self._timeout,
+            over_ssh=False,
+            log=self._log,
+        )
 
 
 def request(name: str) -> JobRequest:
@@ -146,7 +131,7 @@ def manifest(number: int) -> SessionManifest:
 
 def files(number: int, job_name: str = "rayslurm-session-x") -> dict[str, bytes]:
     script = f"#!/bin/sh\n#SBATCH --job-name={job_name}\n".encode()
-    return {"job.sh": script, "offer.json": manifest_to_json(manifest(number)), "session.json": b"", "exit": b""}
+    return {"job.sh": script, "offer.json": manifest(number).to_json(), "session.json": b"", "exit": b""}
 
 
 @pytest.fixture
@@ -181,7 +166,7 @@ def test_a_known_session_is_acquired_without_a_command(cluster: Cluster) -> None
     commands = LocalConnection()
     assert not cluster.acquisition(commands=commands).acquire(0).reused
     acquisition = cluster.acquisition(commands=commands)
-    acquisition.commands.run = None  # type: ignore[method-assign,assignment]
+    commands.run = None  # type: ignore[method-assign,assignment]
     acquired = acquisition.acquire(0)
     assert acquired.reused and acquired.session.manifest == manifest(1) and acquired.session.announcement.job_id == "1"
 
@@ -417,15 +402,10 @@ class Flaky(LocalConnection):
     def __init__(self) -> None:
         self.error: OSError | None = None
 
-    def run(self, *arguments: Any, **options: Any) -> Completed:
+    def attempt(self, *arguments: Any, **options: Any) -> Any:
         if self.error is not None:
             raise self.error
-        return super().run(*arguments, **options)
-
-    def read(self, *arguments: Any) -> bytes:
-        if self.error is not None:
-            raise self.error
-        return super().read(*arguments)
+        return super().attempt(*arguments, **options)
 
 
 GONE = ConnectionFailed("dev@edge:22 does not answer", temporary=True)
@@ -500,7 +480,7 @@ def test_an_unanswered_query_does_not_expire_a_claim(cluster: Cluster, monkeypat
         place.joinpath("session.json").write_text(json.dumps({**ANNOUNCED, "cluster_id": "slurm-7", "job_id": "7"}))
         return fetch_queue(connection)
 
-    monkeypatch.setattr(acquire, "fetch_queue", silent)
+    monkeypatch.setattr(session_backend, "fetch_queue", silent)
     assert cluster.acquire().session.announcement.job_id == "7"
     assert not place.joinpath("abandoned").exists() and cluster.jobs() == ["7"]
 
@@ -508,13 +488,13 @@ def test_an_unanswered_query_does_not_expire_a_claim(cluster: Cluster, monkeypat
 def test_an_interrupt_after_the_submission_cancels_the_job(cluster: Cluster) -> None:
     cluster.slurm.set(starts=False)
     acquisition = cluster.acquisition()
-    create = acquisition.create
+    create = acquisition.site.create
 
-    def interrupted(number: int, hold: Callable[[SlurmJob], None]) -> bool:
-        create(number, hold)
+    def interrupted(*arguments: Any) -> bool:
+        create(*arguments)
         raise KeyboardInterrupt
 
-    acquisition.create = interrupted
+    acquisition.site.create = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         acquisition.acquire(0)
     assert cluster.jobs("CANCELLED") == ["1"] and cluster.registry.is_abandoned(1)
@@ -549,14 +529,12 @@ def test_the_largest_generation_is_refused(cluster: Cluster) -> None:
     [
         {"offer": {"queue": {"num_nodes": "many"}}},
         {"offer": {"queue": {}}},
-        {"offer": {"queue": None}},
         {"offer": {"queue": {"nodes": 1}}},
         {"offer": {"ray": {"num_cpus": 1, "speed": 2}}},
         {"offer": {"ray": 3}},
         {"offer": {"reuse": "no"}},
         {"ask": "sh"},
         {"ask": [1]},
-        {"ask": []},
         {"generation": "1"},
         {"generation": -1},
         {"protocol": None},
@@ -575,19 +553,36 @@ def test_a_manifest_with_wrong_types_is_ignored(cluster: Cluster, damage: dict[s
     assert parse_manifest(current.read_bytes()) == manifest(1)
 
 
-def test_only_ascii_numbers_are_job_ids() -> None:
-    for text in ("\u00b2", "\u0663", "1" * 5000, "-1", "x"):
-        assert parse_newest(f"1\n0\nx\n{text}\n\n\n").job_id is None
-    assert parse_newest("1\n0\nx\n12\n\n\n").job_id == "12"
+@pytest.mark.parametrize("text", ["\u00b2", "\u0663", "1" * 5000, "-1", "x", ""])
+def test_only_ascii_numbers_are_job_ids(cluster: Cluster, text: str) -> None:
+    (cluster.directory / "1").mkdir(parents=True)
+    (cluster.directory / "1" / "job_id").write_text(text)
+    assert cluster.registry.newest().job_id is None
 
 
 @given(st.binary())
 def test_any_bytes_are_a_manifest_or_none(data: bytes) -> None:
     assert parse_manifest(data) is None
-    assert parse_manifest(manifest_to_json(manifest(3))) == manifest(3)
+    assert parse_manifest(manifest(3).to_json()) == manifest(3)
 
 
-@given(st.text())
-def test_any_output_is_parsed_or_an_error(text: str) -> None:
-    with contextlib.suppress(ValueError):
-        assert isinstance(parse_newest(text), NewestGeneration)
+@pytest.mark.parametrize(
+    ("newest", "announced", "action"),
+    [
+        ({"number": 0}, False, Action.CREATE),
+        ({"number": 1}, True, Action.CREATE),
+        ({"number": 2, "ended": True}, True, Action.SKIP),
+        ({"number": 2}, True, Action.USE),
+        ({"number": 2, "age": 99, "abandoned": True}, True, Action.USE),
+        ({"number": 2, "job_id": "5"}, False, Action.JOIN),
+        ({"number": 2, "job_id": "5", "age": 99}, False, Action.CHECK),
+        ({"number": 2, "job_id": "5", "abandoned": True}, False, Action.CHECK),
+        ({"number": 2}, False, Action.WAIT),
+        ({"number": 2, "abandoned": True}, False, Action.SKIP),
+        ({"number": 2, "age": 99}, False, Action.EXPIRE),
+    ],
+    ids=str,
+)
+def test_the_next_action(newest: dict[str, Any], announced: bool, action: Action) -> None:
+    """The step has been refused by generation 1."""
+    assert next_action(NewestGeneration(**newest), 1, announced) is action

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from dagster_rayslurm.backends.sessions import backend as session_backend
 from dagster_rayslurm.backends.sessions import request as session_request
-from dagster_rayslurm.backends.sessions.client import Announcement, AnswerLost, Unreachable
+from dagster_rayslurm.backends.sessions.backend import SlurmSite
 from dagster_rayslurm.backends.sessions.matching import Requirements
-from dagster_rayslurm.backends.sessions.registry import LiveSession, SessionManifest
-from dagster_rayslurm.backends.sessions.request import RunRequest
+from dagster_rayslurm.backends.sessions.registry import Announcement, LiveSession, SessionManifest
+from dagster_rayslurm.backends.sessions.request import AnswerLost, RunRequest, Unreachable
 from dagster_rayslurm.errors import StartError
 from dagster_rayslurm.runtime.protocol.record import encode
 from dagster_rayslurm.slurm.shared_queue import QueueRow, QueueSnapshot
@@ -30,7 +31,7 @@ LOST = AnswerLost("the answer is lost")
 NOBODY = Unreachable("nobody is there")
 
 
-class Route:
+class Route(SlurmSite):
     """The route to sessions, with scripted events."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,29 +41,26 @@ class Route:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.state = "RUNNING"
         self.log = Log()
-        monkeypatch.setattr(session_request, "send_request", self._ask)
-        monkeypatch.setattr(session_request, "fetch_queue", lambda _: self._ask_queue())
+        monkeypatch.setattr(session_backend, "fetch_queue", lambda _: self._ask_queue())
         monkeypatch.setattr(session_request, "_PAUSES", (0.01,))
-        connection = self.connection = LocalConnection()
+        self.connection = LocalConnection()
         self.clock = self
+        self._queue = self  # type: ignore[assignment]
         self.error: str | None = None
         self.known = True
         self.questions = 0
         """Queries of the queue beside the shared snapshot."""
         self.request = RunRequest(
-            connection=connection,
-            commands=connection,
-            queue=self,  # type: ignore[arg-type]
+            site=self,
             run_dir=str(path / "run"),
             nonce="n",
-            carrier="auto",
             patience=1.0,
             on_accepted=lambda session: self.accepted.append(session.announcement.cluster_id),
             log=self.log,
         )
 
-    def _ask(self, _: Any, __: Any, announcement: Announcement, request: dict[str, Any], *___: Any) -> dict[str, Any]:
-        self.asked.append((announcement.cluster_id, request))
+    def send(self, session: LiveSession, request: Any) -> dict[str, Any]:
+        self.asked.append((session.announcement.cluster_id, request))
         event = self.events.pop(0) if len(self.events) > 1 else self.events[0]
         if isinstance(event, BaseException):
             raise event
@@ -75,13 +73,13 @@ class Route:
 
     def latest(self, _: float) -> QueueSnapshot | None:
         """The shared snapshot."""
-        return self._queue() if self.known else QueueSnapshot(0.0, ())
+        return self._rows() if self.known else QueueSnapshot(0.0, ())
 
     def _ask_queue(self) -> QueueSnapshot:
         self.questions += 1
-        return self._queue()
+        return self._rows()
 
-    def _queue(self) -> QueueSnapshot:
+    def _rows(self) -> QueueSnapshot:
         rows = [QueueRow(number, "", self.state, "", None, None, 1, "", "p", "x") for number in (1, 2)]
         return QueueSnapshot(0.0, tuple(rows) if self.state else ())
 
@@ -239,15 +237,6 @@ def test_an_unreadable_record_never_runs_a_payload_twice(route: Route, monkeypat
     route.events, route.state = [LOST, NOBODY], ""
     _stumble(route, monkeypatch, times=3)
     assert route.submit()["ok"] and route.accepted == ["slurm-1"]
-
-
-def test_the_acceptor_is_read_until_it_is_known(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    route.events, route.state = [NOBODY], ""
-    assert route.submit(1)["error"] == "gone"
-    route.begin_record("slurm-1")
-    route.events = [DUPLICATE]
-    _stumble(route, monkeypatch, times=3)
-    assert route.submit(2)["ok"] and route.accepted == ["slurm-1"]
 
 
 def _stumble(route: Route, monkeypatch: pytest.MonkeyPatch, times: int) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from enum import Enum
+from typing import Any, Protocol, TypeVar
 
 from ...errors import FailureKind, RunFailure
 from ...follow import Cadence, Evidence
@@ -18,16 +19,15 @@ from ...outcome import judge, judge_job
 from ...outcome.metadata import failure_metadata
 from ...slurm.accounting import relevant_lines
 from ...slurm.commands import SlurmUnanswered
-from ...slurm.shared_queue import SharedQueue, fetch_queue
-from ...slurm.states import TERMINAL, JobPhase
+from ...slurm.states import JobPhase, JobStatus
 from ...ssh.base import Connection, ConnectionFailed
-from ..slurm_job import SlurmJob
-from .registry import TOUCH_INTERVAL, LiveSession, NewestGeneration, SessionRegistry
+from .matching import Target
+from .registry import TOUCH_INTERVAL, Announcement, LiveSession, NewestGeneration, SessionRegistry
 
 CLAIM_TIMEOUT = 60.0
 """Seconds in which the process that claimed a generation submits its job and writes the job's id down."""
-_CADENCE = Cadence(busy=0.1, idle=2.0, waiting=15.0)
-"""Pauses between two looks at a session that starts."""
+SLURM_CADENCE = Cadence(busy=0.1, idle=2.0, waiting=15.0)
+"""Pauses between two looks at a session that starts in a Slurm job."""
 _CLAIM_INTERVAL = 0.5
 """Seconds between two looks at a generation whose job another process is submitting."""
 _RETRY_INTERVAL = 3.0
@@ -40,14 +40,101 @@ _FINAL_STATE_TIMEOUT = 5.0
 T = TypeVar("T")
 
 
+class Allocation(Protocol):
+    """The Slurm job of a session, or its process on this machine; see `SlurmJob`."""
+
+    job_id: str
+    directory: str
+    cancelled: bool
+
+    @property
+    def place(self) -> str: ...
+    @property
+    def status(self) -> JobStatus: ...
+    def observe(self) -> bool: ...
+    def report_waiting(self) -> None: ...
+    def check_waiting(self) -> None: ...
+    def end_description(self, started: bool, recorded: bool = True) -> str | None: ...
+    def explain(self, evidence: Evidence, timeout: float = ...) -> None: ...
+    def metadata(self, evidence: Evidence) -> dict[str, Any]: ...
+    def cancel_until_gone(self) -> None: ...
+
+
+Hold = Callable[[Allocation], None]
+
+
+class Site(Protocol):
+    """How sessions get their allocations: as jobs of a Slurm cluster, or as processes of this machine."""
+
+    connection: Connection
+    noun: str
+    """What an allocation is, in words, before its id."""
+    cadence: Cadence
+
+    def create(self, registry: SessionRegistry, target: Target, number: int, hold: Hold) -> bool:
+        """Claim a generation, by making its directory, and start its allocation. Returns False if another process was faster.
+
+        `hold` is called with the allocation before an interrupt can come.
+        """
+        ...
+
+    def watch(self, registry: SessionRegistry, target: Target, job_id: str, newest: NewestGeneration) -> Allocation:
+        """The allocation of a generation that another process created; may raise OSError if the cluster is out of reach."""
+        ...
+
+    def find(self, creator: str) -> str | None:
+        """The id of the allocation that the named creator of a generation made; None if there is none."""
+        ...
+
+    def is_alive(self, job_id: str, directory: str) -> bool | None:
+        """Whether an allocation lives; None if that cannot be found out now."""
+        ...
+
+    def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request to a session, and return its answer; raises what `send_request` raises."""
+        ...
+
+    def end_command(self, job_id: str) -> str:
+        """What a person types to end an allocation."""
+        ...
+
+
+class Action(Enum):
+    """What a step does next about the newest generation of its session."""
+
+    CREATE = "create the next generation"
+    USE = "use the session, if it still accepts requests"
+    JOIN = "wait until the session announces itself"
+    CHECK = "join, unless the job is over"
+    WAIT = "look again, because the creator is submitting the job"
+    EXPIRE = "search for the job of a creator that is late; without a job, give the generation up"
+    SKIP = "do not wait for this generation"
+
+
+def next_action(newest: NewestGeneration, after: int, announced: bool) -> Action:
+    """What to do about the newest generation. Pure.
+
+    Args:
+        after: number of the last generation that did not serve this step.
+        announced: whether the session of the newest generation has announced itself.
+    """
+    late = newest.age > CLAIM_TIMEOUT
+    if newest.number <= after:
+        return Action.CREATE
+    if newest.ended:
+        return Action.SKIP
+    if announced:
+        return Action.USE
+    if newest.job_id is not None:
+        return Action.CHECK if newest.abandoned or late else Action.JOIN
+    if newest.abandoned:
+        return Action.SKIP
+    return Action.EXPIRE if late else Action.WAIT
+
+
 @dataclass(frozen=True)
 class AcquiredSession:
-    """The session that a step got; it accepts requests.
-
-    Attributes:
-        session: the session.
-        reused: whether the session accepted requests before this step came.
-    """
+    """The session that a step got; `reused` says whether it accepted requests before this step came."""
 
     session: LiveSession
     reused: bool
@@ -58,26 +145,21 @@ class SessionAcquisition:
     """Acquires a session for one step.
 
     Attributes:
-        watch_job: returns the `SlurmJob` of a generation that another process created. Its arguments are the generation's
-            number, the job's id and name, and the time of its submission by the cluster's clock.
-        create: claims the generation of a number and submits its job. Its second argument is called with the job before an
-            interrupt can come. Returns False if another process was faster.
+        target: the session to find or to create.
         waiter: the unique name under which this step waits for a generation, see `SessionRegistry.wait_for`.
         start_timeout: seconds in which a session announces itself once its job runs.
         patience: seconds for which the cluster, or Slurm, may be out of reach.
     """
 
-    commands: Connection
     registry: SessionRegistry
-    queue: SharedQueue
-    watch_job: Callable[[int, str, str, float], SlurmJob]
-    create: Callable[[int, Callable[[SlurmJob], None]], bool]
+    site: Site
+    target: Target
     waiter: str
     start_timeout: float
     patience: float
     log: Any
 
-    _jobs: dict[int, SlurmJob] = field(default_factory=dict, init=False)
+    _jobs: dict[int, Allocation] = field(default_factory=dict, init=False)
     """Jobs for which this step waited, by the number of their generation."""
     _problem: str = field(default="", init=False)
     """Why the last of these jobs did not serve this step."""
@@ -97,21 +179,46 @@ class SessionAcquisition:
         session = self.registry.current()
         if session is not None and session.manifest.generation > after:
             return AcquiredSession(session, reused=True)
+        action = Action.SKIP
         while True:
-            newest = self.registry.newest()
-            joins = newest.number > after
-            number = newest.number if joins else after + 1
+            waits = action in (Action.WAIT, Action.EXPIRE)
+            newest = self._retry(self.registry.newest) if waits else self.registry.newest()
+            number = newest.number if newest.number > after else after + 1
+            announced = newest.number > after and not newest.ended and self._announcement(number) is not None
+            action = next_action(newest, after, announced)
             try:
-                acquired = self._join(newest) if joins else self._create_generation(number)
+                session = self._act(action, newest, number)
             except BaseException:
                 if number in self._jobs:
                     with deferred_interrupts():
                         self._stop_waiting(number, self._jobs[number])
                 raise
-            if acquired is not None:
-                return acquired
-            if joins:
+            if session is not None:
+                return AcquiredSession(session, reused=action is Action.USE)
+            if action in (Action.USE, Action.JOIN, Action.CHECK, Action.SKIP):
                 after = number
+
+    def _act(self, action: Action, newest: NewestGeneration, number: int) -> LiveSession | None:
+        """Follow an action, and return the session once it accepts requests; None if the step must look again."""
+        if action is Action.CREATE:
+            self._check_allocations()
+            if self.site.create(self.registry, self.target, number, lambda job: self._jobs.__setitem__(number, job)):
+                return self._wait(number, self._jobs[number], created=True)
+            time.sleep(_CLAIM_INTERVAL)  # This host may not see the faster process's files at once.
+        elif action is Action.USE:
+            return self.registry.session(number)
+        elif action is Action.WAIT:
+            time.sleep(_CLAIM_INTERVAL)
+        elif action is Action.EXPIRE:
+            self._expire_claim(newest)
+        elif action is Action.JOIN or (action is Action.CHECK and not self._is_over(newest)):
+            self._check_allocations()
+            assert newest.job_id is not None
+            job = self._retry(lambda: self.site.watch(self.registry, self.target, str(newest.job_id), newest))
+            self._jobs[number] = job
+            self.log.info(f"[rayslurm] waiting for the session that {self.site.noun} {job.job_id} is to hold")
+            return self._wait(number, job, created=False)
+        return None
 
     def on_refused(self, number: int, reason: str) -> None:
         """Called when a session that announced itself does not accept the payload and never will.
@@ -124,113 +231,50 @@ class SessionAcquisition:
         job = self._jobs.get(number)
         if job is None:
             return  # The session served other steps before, so its end is nothing unusual.
-        announcement = self._retry(lambda: self.registry.announcement(number))
-        self._problem = (announcement.closing if announcement is not None else None) or reason
-        if self._retry(lambda: self.registry.never_served(number)):
+        announcement = self._announcement(number)
+        self._problem = (announcement and announcement.closing) or reason
+        if announcement is not None and announcement.served == 0:
             sentence = f"the session did not come up, it ended before it took anything: {self._problem}"
             raise self._served_nothing(job, sentence)
 
-    def _create_generation(self, number: int) -> AcquiredSession | None:
-        """Create a generation, and return its session once that accepts requests; None if the step must look for another one."""
-        self._check_allocations()
+    def _announcement(self, number: int) -> Announcement | None:
+        return self._retry(lambda: self.registry.announcement(number))
 
-        def hold(job: SlurmJob) -> None:
-            self._jobs[number] = job
-
-        if not self.create(number, hold):
-            time.sleep(_CLAIM_INTERVAL)  # This host may not see the faster process's files at once.
-            return None
-        session = self._wait(number, self._jobs[number], created=True)
-        return None if session is None else AcquiredSession(session, reused=False)
-
-    def _join(self, newest: NewestGeneration) -> AcquiredSession | None:
-        """Wait for a generation that another process created, and return its session once that accepts requests.
-
-        Returns None if the generation has ended, or will never accept requests.
-        """
-        number = newest.number
-        if newest.ended:
-            return None
-        if self.registry.announcement(number) is not None:
-            session = self.registry.session(number)
-            return None if session is None else AcquiredSession(session, reused=True)
-        job_id = newest.job_id or self._wait_for_job(newest)
-        if job_id is None or ((newest.abandoned or newest.age > CLAIM_TIMEOUT) and self._is_over(int(job_id))):
-            return None
-        self._check_allocations()
-        submitted_at = self._retry(self.queue.clock.now) - newest.age
-        job = self._jobs[number] = self.watch_job(number, job_id, newest.creator, submitted_at)
-        self.log.info(f"[rayslurm] waiting for the session that Slurm job {job_id} is to hold")
-        session = self._wait(number, job, created=False)
-        return None if session is None else AcquiredSession(session, reused=False)
-
-    def _wait_for_job(self, newest: NewestGeneration) -> str | None:
-        """The id of the job of a claimed generation, once the claiming process has submitted it; None if it never will."""
-        number = newest.number
-        while newest.number == number and newest.job_id is None and not newest.abandoned:
-            if newest.age > CLAIM_TIMEOUT:
-                return self._expire_claim(newest)
-            # The creator may have been cut off after the submission, before it wrote down the job.
-            announcement = self._retry(lambda: self.registry.announcement(number))
-            if announcement is not None:
-                return announcement.job_id
-            time.sleep(_CLAIM_INTERVAL)
-            newest = self._retry(self.registry.newest)
-        return newest.job_id if newest.number == number else None
-
-    def _expire_claim(self, claim: NewestGeneration) -> str | None:
-        """The id of the job of a claimed generation whose creator is gone or slow.
-
-        If Slurm has no such job, the generation is marked as abandoned, and None is returned.
-        """
+    def _expire_claim(self, claim: NewestGeneration) -> None:
+        """Write down the job of a claimed generation whose creator is gone or slow; without a job, abandon the generation."""
         # An old claim may mean that slurmctld answers no process: then the creator still waits for the submission.
-        queue = self._retry(lambda: fetch_queue(self.commands)) if claim.creator else None
-        jobs = [str(row.job_id) for row in queue.named(claim.creator) if row.is_leader] if queue is not None else []
-        if jobs:
-            self._retry(lambda: self.registry.write_job_id(claim.number, jobs[0]))
-            return jobs[0]
-        # A slow creator finds the mark after its submission and cancels its job. If it submitted before the mark, its job counts.
-        self._retry(lambda: self.registry.abandon(claim.number))
-        return self._retry(self.registry.newest).job_id
+        job_id = self._retry(lambda: self.site.find(claim.creator)) if claim.creator else None
+        if job_id is not None:
+            self._retry(lambda: self.registry.write_job_id(claim.number, job_id))
+        else:
+            # A slow creator finds the mark after its submission and cancels its job. If it submitted before, its job counts.
+            self._retry(lambda: self.registry.abandon(claim.number))
 
-    def _is_over(self, job_id: int) -> bool:
-        """Whether a job that was submitted a while ago has ended; False if Slurm does not say."""
-        try:
-            snapshot = self.queue.wait_for_latest(self.queue.clock.now())
-            row = snapshot.job(job_id) if snapshot is not None else None
-            if row is None or row.state in TERMINAL:  # The shared snapshot may be too old to show the job.
-                row = fetch_queue(self.commands).job(job_id)
-        except OSError:
-            return False
-        return row is None or row.state in TERMINAL
+    def _is_over(self, newest: NewestGeneration) -> bool:
+        """Whether the job of a generation has ended; False if Slurm does not say."""
+        with contextlib.suppress(OSError):
+            return self.site.is_alive(str(newest.job_id), self.registry.generation_dir(newest.number)) is False
+        return False
 
-    def _wait(self, number: int, job: SlurmJob, created: bool) -> LiveSession | None:
+    def _wait(self, number: int, job: Allocation, created: bool) -> LiveSession | None:
         """Wait for a generation, and return its session once that accepts requests; None if the step needs another generation.
 
         Another generation is needed if the session no longer accepts payloads, or if another process created the job and the
         job had ended before this step first looked at it.
         """
-        self._problem = f"Slurm job {job.job_id} ended before anybody looked"
+        self._problem = f"{self.site.noun} {job.job_id} ended before anybody looked"
         began = time.monotonic()
         touched = -TOUCH_INTERVAL
         running_since: float | None = None
         alive = created
-
-        def check() -> tuple[LiveSession | None, bool, str | None]:
-            announcement = self.registry.announcement(number)
-            if announcement is None:
-                return None, False, None
-            return self.registry.session(number), True, announcement.closing
-
         while True:
             # While the cluster is out of reach nothing is known of the session: it counts neither as late nor as ended.
-            session, announced, closing = self._retry(check, any_error=True)
-            if session is not None:
+            announcement = self._retry(lambda: self.registry.announcement(number), any_error=True)
+            if announcement is not None:
+                session = self._retry(lambda: self.registry.session(number), any_error=True)
+                if session is None and announcement.closing is not None:
+                    self.on_refused(number, announcement.closing)
                 return session
-            if announced:
-                if closing is not None:
-                    self.on_refused(number, closing)
-                return None
             now = time.monotonic()
             if now - touched >= TOUCH_INTERVAL:
                 touched = now
@@ -254,7 +298,7 @@ class SessionAcquisition:
                     running_since = now
                 elif now - running_since > self.start_timeout:
                     raise self._silent(job)
-            time.sleep(_CADENCE.pause(now - (running_since or began), running_since is not None))
+            time.sleep(self.site.cadence.pause(now - (running_since or began), running_since is not None))
 
     def _retry(self, action: Callable[[], T], any_error: bool = False) -> T:
         """Return the result of an action, which is repeated for `patience` seconds while the cluster is out of reach.
@@ -281,24 +325,23 @@ class SessionAcquisition:
             sentence = f"{len(self._jobs)} sessions that were waited for took nothing; the last one: {self._problem}"
             raise self._served_nothing(job, sentence)
 
-    def _stop_waiting(self, number: int, job: SlurmJob) -> None:
+    def _stop_waiting(self, number: int, job: Allocation) -> None:
         """Record that this step no longer waits, and cancel the job if no other process waits for the session."""
         if job.status.over:
             return
+        name = f"{self.site.noun} {job.job_id}"
         try:
             last = self.registry.stop_waiting(number, self.waiter)
         except OSError as error:
-            self.log.error(
-                f"[rayslurm] Slurm job {job.job_id} may hold a session that nobody waits for ({error}); run "
-                f"`scancel {job.job_id}` on {self.commands.place}"
-            )
+            command, place = self.site.end_command(job.job_id), self.site.connection.place
+            self.log.error(f"[rayslurm] {name} may hold a session that nobody waits for ({error}); run `{command}` on {place}")
             return
         if last:
-            self.log.info(f"[rayslurm] nobody waits for the session any more: cancelling Slurm job {job.job_id}")
+            self.log.info(f"[rayslurm] nobody waits for the session any more: cancelling {name}")
             job.cancelled = True
             job.cancel_until_gone()
 
-    def _never_started(self, job: SlurmJob, description: str) -> RunFailure:
+    def _never_started(self, job: Allocation, description: str) -> RunFailure:
         """The failure to raise when a session's job ended before the session announced itself."""
         evidence = Evidence(runtime_exit=description)
         job.explain(evidence)
@@ -306,7 +349,7 @@ class SessionAcquisition:
         sentence = f"the session did not come up: {verdict.sentence}"
         return RunFailure(verdict.kind or FailureKind.RUNTIME, sentence, _metadata(job, evidence), verdict.retry)
 
-    def _served_nothing(self, job: SlurmJob, sentence: str) -> RunFailure:
+    def _served_nothing(self, job: Allocation, sentence: str) -> RunFailure:
         """The failure to raise when sessions announced themselves but did not run this step's payload."""
         evidence = Evidence(runtime_exit=self._problem, started_at=0.0)  # The job wrote an announcement, so its files are there.
         job.explain(evidence, timeout=_FINAL_STATE_TIMEOUT)
@@ -315,7 +358,7 @@ class SessionAcquisition:
             return RunFailure(verdict.kind, f"{sentence}; {verdict.sentence}", _metadata(job, evidence), verdict.retry)
         return RunFailure(FailureKind.CLUSTER_START, sentence, _metadata(job, evidence))
 
-    def _silent(self, job: SlurmJob) -> RunFailure:
+    def _silent(self, job: Allocation) -> RunFailure:
         """The failure to raise when a session's job runs but the session does not announce itself in time."""
         evidence = Evidence()
         job.explain(evidence, timeout=0.0)
@@ -324,7 +367,7 @@ class SessionAcquisition:
         return RunFailure(FailureKind.RUNTIME, sentence, _metadata(job, evidence))
 
 
-def _metadata(job: SlurmJob, evidence: Evidence) -> dict[str, Any]:
+def _metadata(job: Allocation, evidence: Evidence) -> dict[str, Any]:
     where = f"{job.place}:{job.directory}" if job.place else job.directory
     return {**failure_metadata(evidence, where), **job.metadata(evidence)}
 

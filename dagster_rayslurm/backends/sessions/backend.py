@@ -1,6 +1,6 @@
-"""The backend of the mode `slurm-session`: run payloads in a session, a warm allocation that many steps share.
+"""Run payloads in sessions, warm allocations that many steps share: the backend of the mode `slurm-session`.
 
-If there is no session, the step creates one. A session has one allocation, its newest generation, at a time (see `registry`).
+If there is no session, the step creates one. `SessionStart` does the same for sessions on this machine (see `local`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from dagster_pipes import PipesContextData
 
@@ -22,27 +23,29 @@ from ...errors import FailureKind, StartError
 from ...follow import Cadence
 from ...interrupts import deferred_interrupts
 from ...plan import Plan
-from ...runtime.protocol.messages import Refusal
+from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import CANCEL, EXIT, PAYLOAD, RUNTIME, SECRETS, SESSION, Record
 from ...runtime.protocol.spec import to_json
 from ...slurm.config import SlurmResource
 from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
-from ...slurm.shared_queue import shared_queue
+from ...slurm.script import parse_exit
+from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
+from ...slurm.states import TERMINAL
 from ...slurm.submit import JOB_SCRIPT, MANIFEST, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
-from ...ssh.base import Connection
+from ...ssh.base import Connection, ConnectionFailed
 from ...ssh.pool import connection_to
 from ..base import Register, RunningPayload, Step
 from ..batch import CLUSTER, absolute, check_paths, cluster_nonce, data_dir_of, sweep_in_background
 from ..ownership import FIRST_OWNER, REQUIREMENTS_FILE, reattachable_job
-from ..payload_files import deliver, pack, remote_base_errors, required_files
+from ..payload_files import PayloadFiles, deliver, pack, remote_base_errors, required_files
 from ..run_dir import Layout, run_files
 from ..slurm_job import SlurmJob
-from .acquire import AcquiredSession, SessionAcquisition
-from .idle import make_way_for
-from .listing import end_generations, list_generations
+from .acquire import SLURM_CADENCE, Hold, SessionAcquisition, Site
+from .listing import end_generations, list_generations, make_way_for
 from .matching import (
     Capacity,
-    Requirements,
+    Choice,
+    Target,
     claimed_resources,
     misfit,
     misfit_error,
@@ -51,9 +54,8 @@ from .matching import (
     same_capacity,
 )
 from .payload import SessionPayload
-from .registry import LiveSession, SessionManifest, SessionRegistry, manifest_to_json
-from .request import RunRequest
-from .run_scope import end_with_run, slurm_target
+from .registry import MOST_BYTES, LiveSession, NewestGeneration, SessionManifest, SessionRegistry
+from .request import RunRequest, send_request
 from .session_job import SessionSetup
 
 _CADENCE = Cadence(busy=0.05, idle=3.0, waiting=1.0)
@@ -64,23 +66,175 @@ _DELIVERIES = 3
 """Most uploads for one session of bundles that disappear again."""
 
 
+@dataclass(kw_only=True, eq=False)
+class SessionStart:
+    """The start of one payload in a session: acquires a session, and submits the run request.
+
+    Attributes:
+        base: the base directory of the sessions, absolute.
+        running: makes the running payload; gets the session that accepted it, and whether that session had served before.
+        files: first files of the run directory beside the usual ones.
+        members: further members of the run request.
+        needs: paths of the bundles that must be on the cluster.
+        deliver: uploads these bundles; its argument says whether to look whether earlier uploads are still there.
+    """
+
+    site: Site
+    base: str
+    choice: Choice
+    plan: Plan
+    run_dir: str
+    context: PipesContextData
+    step: Step
+    register: Register
+    start_timeout: float
+    patience: float
+    running: Callable[[LiveSession, bool], RunningPayload]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    members: Mapping[str, Any] = field(default_factory=dict)
+    needs: Sequence[str] = ()
+    deliver: Callable[[bool], Any] = lambda recheck: None  # noqa: ARG005
+
+    def __post_init__(self) -> None:
+        self._payload: RunningPayload | None = None
+        self._reused = False
+        self._refusal = ""
+        self._request = RunRequest(
+            site=self.site,
+            run_dir=self.run_dir,
+            nonce=self.plan.payload.nonce,
+            patience=self.patience,
+            on_accepted=self._on_accepted,
+            log=self.step.log,
+            secrets=run_files(self.plan, self.context)[SECRETS] if self.plan.secret_env else b"",
+            members=self.members,
+        )
+
+    def run(self) -> RunningPayload:
+        """Start the payload, and return it once a session has accepted it.
+
+        Raises:
+            RunFailure: the payload's session did not start.
+            StartError: the payload fits no session, or no session can be created.
+            OSError: the cluster cannot be reached or written to.
+        """
+        problem = self.choice.problem  # A misfit of the run's own launcher or queue is known before any request.
+        if problem is not None and self.choice.strict:
+            raise StartError(FailureKind.CONFIGURATION, misfit_error(problem))
+        try:
+            payload = (self._submit(apart=False) if problem is None else None) or self._submit(apart=True)
+        except BaseException:
+            if self._request.unsettled and self._payload is None:
+                with deferred_interrupts():
+                    self._request.withdraw()
+            raise
+        assert payload is not None
+        return payload
+
+    def _submit(self, apart: bool) -> RunningPayload | None:
+        """Submit the payload to a session, and to its next generation while one ends before it accepts the payload.
+
+        Args:
+            apart: whether to use a separate session that is created for such payloads, instead of the shared session.
+
+        Returns:
+            The accepted payload; None if it does not fit the shared session and needs a separate one.
+        """
+        choice = self.choice
+        target = choice.own() if apart else choice.shared()
+        acquisition = SessionAcquisition(
+            registry=SessionRegistry(self.site.connection, os.path.join(self.base, "sessions", target.key)),
+            site=self.site,
+            target=target,
+            waiter=self.plan.payload.nonce,
+            start_timeout=self.start_timeout,
+            patience=self.patience,
+            log=self.step.log,
+        )
+        number = 0
+        while True:
+            acquired = acquisition.acquire(after=number)
+            session, self._reused = acquired.session, acquired.reused
+            problem = misfit(choice.required, session.manifest.capacity) or self._submit_to(session)
+            if self._payload is not None:
+                return self._payload
+            if problem is not None:
+                if apart or choice.strict:
+                    raise StartError(FailureKind.CONFIGURATION, problem if apart else misfit_error(problem))
+                if same_capacity(choice.own().capacity, session.manifest.capacity):
+                    raise StartError(FailureKind.CONFIGURATION, f"{problem}; a session of its own would be given no more")
+                self.step.log.info(f"[rayslurm] another session is needed: {problem}")
+                return None
+            number = session.manifest.generation
+            acquisition.on_refused(number, self._refusal)
+
+    def _submit_to(self, session: LiveSession) -> str | None:
+        """Submit the payload to one generation. Returns why the payload does not fit, if the session refuses it for that."""
+        log, name = self.step.log, f"{self.site.noun} {session.announcement.job_id}"
+        files = self._first_files(session.manifest.capacity)
+        deliveries, deadline, pause = 0, time.monotonic() + _VISIBILITY_TIMEOUT, 0.1
+        while True:
+            answer = self._request.submit(session, files, self.needs)
+            if self._payload is not None:
+                return None
+            error = answer.get("error")
+            message = str(answer.get("message") or error)
+            if error != Refusal.MISSING:
+                break
+            if time.monotonic() > deadline:
+                message = f"its node does not see {', '.join(map(str, answer.get('missing') or ()))}"
+                break
+            if deliveries < _DELIVERIES:
+                self.deliver(deliveries > 0)
+            deliveries += 1
+            if deliveries > 1:  # The bundle is there, but the session's node looked for it too early.
+                time.sleep(pause)
+                pause = min(2 * pause, 3.0)
+        if error == Refusal.MISFIT:
+            return message
+        if error not in (Refusal.CLOSING, Refusal.GONE):
+            raise StartError(FailureKind.RUNTIME, f"the session in {name} refuses the payload: {message}")
+        self._refusal = "it was gone before it could be asked" if error == Refusal.GONE else message
+        log.info(f"[rayslurm] {name} takes no more payloads: {message}")
+        return None
+
+    def _first_files(self, capacity: Capacity) -> dict[str, str]:
+        """The first files of the payload's run directory, except secrets."""
+        required = self.choice.required
+        cpus, gpus = claimed_resources(required, capacity)
+        payload = dataclasses.replace(
+            self.plan.payload,
+            run_id=self.step.run_id,
+            step=self.step.step_key,
+            ray=None if capacity.reuse else own_cluster(self.plan.ray, capacity),
+            want_cpus=cpus,
+            want_gpus=gpus,
+            time_limit=payload_time_limit(required, capacity),
+        )
+        files = run_files(dataclasses.replace(self.plan, payload=payload, secret_env={}), self.context)
+        # CANCEL is there from the beginning: on NFS a name that was looked up in vain stays missing for up to a minute.
+        return {name: content.decode("utf-8") for name, content in {**files, CANCEL: b"", **self.files}.items()}
+
+    def _on_accepted(self, session: LiveSession) -> None:
+        """Called when a session has accepted the payload: registers the running payload."""
+        self._payload = self.running(session, self._reused)
+        self.register(self._payload)
+
+
 @dataclass(frozen=True)
 class SessionBackend:
-    """Runs payloads in the allocations of sessions.
+    """Runs payloads in the Slurm allocations of sessions.
 
     Args:
-        setup: which session a payload gets.
         queue_timeout: seconds after which a run no longer waits for a session that is still in the queue; None waits for ever.
         start_timeout: seconds in which a session announces itself once its job runs.
         patience: seconds for which the cluster may be out of reach once a session or a job may have been started.
-        home: the base directory on this machine.
     """
 
     setup: SessionSetup
     queue_timeout: float | None
     start_timeout: float
     patience: float
-    home: Layout
     cadence: Cadence = _CADENCE
 
     @cached_property
@@ -106,14 +260,41 @@ class SessionBackend:
         sweep_in_background(self.connection, str(self.layout.base), retention_days)
 
     def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
-        return _SessionStart(self, plan, run_dir, context, step, register).run()
+        began = time.monotonic()
+        connection, base = self.connection, str(self.layout.base)
+        data_dir = data_dir_of(connection, self.layout, plan)
+        upload = pack(plan, base, data_dir)
+        upload.warn(step.log)
+        site = SlurmSite(self, upload, step, began)
+        choice = self.setup.choice(upload.plan, step.run_id, base, data_dir)
+
+        def deliver_again(recheck: bool) -> None:
+            with remote_base_errors(base):
+                deliver(connection, base, upload, step.log, recheck=recheck)
+
+        return SessionStart(
+            site=site,
+            base=base,
+            choice=choice,
+            plan=upload.plan,
+            run_dir=run_dir,
+            context=context,
+            step=step,
+            register=register,
+            start_timeout=self.start_timeout,
+            patience=self.patience,
+            running=lambda session, reused: site.running(session, run_dir, reused),
+            files={REQUIREMENTS_FILE: choice.fingerprint(), **({} if step.reattached else {FIRST_OWNER: b""})},
+            needs=upload.places(base),
+            deliver=deliver_again,
+        ).run()
 
     def can_reattach(self, plan: Plan, run_dir: str, step: Step) -> bool:
         base, data_dir = str(self.layout.base), data_dir_of(self.connection, self.layout, plan)
         packed = pack(plan, base, data_dir).plan
         expected = {
             PAYLOAD: to_json(dataclasses.replace(packed.payload, step=step.step_key)).encode("utf-8"),
-            REQUIREMENTS_FILE: self.setup.fingerprint(packed, step.run_id, base, data_dir),
+            REQUIREMENTS_FILE: self.setup.choice(packed, step.run_id, base, data_dir).fingerprint(),
         }
 
         def job_of(start: Record | None) -> str | None:
@@ -135,251 +316,67 @@ class SessionBackend:
         return self.setup.example_script(plan)
 
 
-def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
-    """End the session of a Ray cluster, with all its payloads; False if there is no such session, or it has ended.
+class SlurmSite:
+    """Sessions as Slurm jobs; a `Site` for one step.
 
     Args:
-        slurm: the Slurm cluster.
-        cluster_id: name of the Ray cluster.
-
-    Raises:
-        StartError: Slurm does not confirm the end.
-        OSError: the cluster or Slurm does not answer.
+        upload: the payload's files, which a new session delivers before it starts.
+        began: when the step began to look for a session (monotonic clock).
     """
-    nonce = cluster_nonce(cluster_id)
-    if nonce is None:
-        return False
-    connection = connection_to(slurm.ssh)
-    generations = list_generations(connection, absolute(connection, slurm.remote_base))
-    own = [each for each in generations if is_job_of(each.job_name, nonce)]
-    return bool(own) and end_generations(connection, own)
 
+    noun = "Slurm job"
+    cadence = SLURM_CADENCE
 
-class _SessionStart:
-    """The start of one payload in a session: acquires a session, uploads the payload's files, and submits the run request."""
-
-    def __init__(
-        self, backend: SessionBackend, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register
-    ) -> None:
-        self._began = time.monotonic()
-        self._backend, self._setup = backend, backend.setup
-        self._connection = backend.connection
-        self._commands = self._connection
-        self._queue = shared_queue(self._commands, str(backend.layout.queue), backend.setup.slurm.poll_interval)
+    def __init__(self, backend: SessionBackend, upload: PayloadFiles, step: Step, began: float) -> None:
+        self.connection = backend.connection
+        self._backend, self._setup, self._upload, self._step, self._began = backend, backend.setup, upload, step, began
         self._base = str(backend.layout.base)
-        self._data_dir = data_dir_of(self._connection, backend.layout, plan)
-        self._upload = pack(plan, self._base, self._data_dir)
-        self._upload.warn(step.log)
-        self._plan = self._upload.plan
-        self._run_dir, self._context, self._step, self._register = run_dir, context, step, register
-        self._required = self._setup.required(plan)
-        self._fingerprint = self._setup.fingerprint(self._plan, step.run_id, self._base, self._data_dir)
-        self._acquired: AcquiredSession | None = None
-        self._payload: SessionPayload | None = None
-        self._refusal = ""
-        self._request = RunRequest(
-            connection=self._connection,
-            commands=self._commands,
-            queue=self._queue,
-            run_dir=run_dir,
-            nonce=plan.payload.nonce,
-            carrier=self._setup.session.carrier,
-            patience=backend.patience,
-            on_accepted=self._on_accepted,
-            log=step.log,
-            secrets=run_files(self._plan, context)[SECRETS] if plan.secret_env else b"",
-        )
+        self._queue: SharedQueue = shared_queue(self.connection, str(backend.layout.queue), self._setup.slurm.poll_interval)
 
-    def run(self) -> SessionPayload:
-        """Start the payload, and return it once a session has accepted it.
-
-        Raises:
-            RunFailure: the payload's session did not start.
-            StartError: the payload fits no session, or no session can be created.
-            OSError: the cluster cannot be reached or written to.
-        """
-        # A misfit of the run's own launcher or queue is known before any request.
-        apart = self._setup.misfit(self._plan) is not None
-        try:
-            payload = self._submit(apart) or self._submit(apart=True)
-        except BaseException:
-            if self._request.unsettled and self._payload is None:
-                with deferred_interrupts():
-                    self._request.withdraw()
-            raise
-        assert payload is not None
-        return payload
-
-    def _submit(self, apart: bool) -> SessionPayload | None:
-        """Submit the payload to a session, and to its next generation while one ends before it accepts the payload.
-
-        Args:
-            apart: whether to use a separate session that is created for such payloads, instead of the default session.
-
-        Returns:
-            The accepted payload; None if it does not fit the default session and needs a separate one.
-        """
-        setup = self._setup
-        created_with = setup.own(self._plan) if apart else setup.default
-        key = setup.key(created_with, self._step.run_id, self._base, self._data_dir, apart)
-        if setup.session.scope == "run":
-            end_with_run(self._backend.home, self._step.run_id, slurm_target(setup.slurm.ssh, self._base, key), self._step.log)
-        registry = SessionRegistry(self._commands, os.path.join(self._base, "sessions", key))
-        acquisition = self._acquisition(registry, created_with)
-        number = 0
-        while True:
-            self._acquired = acquisition.acquire(after=number)
-            session = self._acquired.session
-            problem = misfit(self._required, session.manifest.capacity) or self._submit_to(session)
-            if self._payload is not None:
-                return self._payload
-            if problem is not None:
-                if apart or setup.session.on_misfit == "error":
-                    raise StartError(FailureKind.CONFIGURATION, problem if apart else misfit_error(problem))
-                if same_capacity(setup.own(self._plan).capacity(setup.reuse), session.manifest.capacity):
-                    raise StartError(FailureKind.CONFIGURATION, f"{problem}; a session of its own would be given no more")
-                self._step.log.info(f"[rayslurm] another session is needed: {problem}")
-                return None
-            number = session.manifest.generation
-            acquisition.on_refused(number, self._refusal)
-
-    def _submit_to(self, session: LiveSession) -> str | None:
-        """Submit the payload to one generation. Returns why the payload does not fit, if the session refuses it for that."""
-        log, job_id = self._step.log, session.announcement.job_id
-        files = self._run_dir_files(session.manifest.capacity)
-        needs = self._upload.places(self._base)
-        deliveries, deadline, pause = 0, time.monotonic() + _VISIBILITY_TIMEOUT, 0.1
-        while True:
-            answer = self._request.submit(session, files, needs)
-            if self._payload is not None:
-                return None
-            error = answer.get("error")
-            message = str(answer.get("message") or error)
-            if error != Refusal.MISSING:
-                break
-            if time.monotonic() > deadline:
-                message = f"its node does not see {', '.join(map(str, answer.get('missing') or ()))}"
-                break
-            if deliveries < _DELIVERIES:
-                with remote_base_errors(self._base):
-                    deliver(self._connection, self._base, self._upload, log, recheck=deliveries > 0)
-            deliveries += 1
-            if deliveries > 1:  # The bundle is there, but the session's node looked for it too early.
-                time.sleep(pause)
-                pause = min(2 * pause, 3.0)
-        if error == Refusal.MISFIT:
-            return message
-        if error not in (Refusal.CLOSING, Refusal.GONE):
-            raise StartError(FailureKind.RUNTIME, f"the session in Slurm job {job_id} refuses the payload: {message}")
-        self._refusal = "it was gone before it could be asked" if error == Refusal.GONE else message
-        log.info(f"[rayslurm] Slurm job {job_id} takes no more payloads: {message}")
-        return None
-
-    def _run_dir_files(self, capacity: Capacity) -> dict[str, str]:
-        """The first files of the payload's run directory, except secrets."""
-        cpus, gpus = claimed_resources(self._required, capacity)
-        payload = dataclasses.replace(
-            self._plan.payload,
-            run_id=self._step.run_id,
-            step=self._step.step_key,
-            ray=None if capacity.reuse else own_cluster(self._plan.ray, capacity),
-            want_cpus=cpus,
-            want_gpus=gpus,
-            time_limit=payload_time_limit(self._required, capacity),
-        )
-        files = run_files(dataclasses.replace(self._plan, payload=payload, secret_env={}), self._context)
-        first = {} if self._step.reattached else {FIRST_OWNER: b""}
-        # CANCEL is there from the beginning: on NFS a name that was looked up in vain stays missing for up to a minute.
-        files = {**files, REQUIREMENTS_FILE: self._fingerprint, CANCEL: b"", **first}
-        return {name: content.decode("utf-8") for name, content in files.items()}
-
-    def _on_accepted(self, session: LiveSession) -> None:
-        """Called when a session has accepted the payload: registers the running payload."""
-        assert self._acquired is not None
-        reattached = self._step.reattached
+    def running(self, session: LiveSession, run_dir: str, reused: bool) -> SessionPayload:
+        """The payload that a session has accepted."""
         key, capacity = os.path.basename(os.path.dirname(session.directory)), session.manifest.capacity
         cluster_id = session.announcement.cluster_id
         name = job_name(f"session-{self._setup.name}", cluster_id.removeprefix(CLUSTER))
-        first, *others = [
-            JobRequest(name, "", partition=queue["partition"], component_id=part) for part, queue in capacity.queues.items()
-        ]
-        request = dataclasses.replace(first, further_components=tuple(others))
-        self._payload = SessionPayload(
-            connection=self._connection,
+        parts = [JobRequest(name, "", partition=queue["partition"], component_id=part) for part, queue in capacity.queues.items()]
+        request = dataclasses.replace(parts[0], further_components=tuple(parts[1:]))
+        reattached = self._step.reattached
+        return SessionPayload(
+            connection=self.connection,
             job=self._slurm_job(request, SubmittedJob(session.announcement.job_id, 0.0), session.directory),
             cluster_id=cluster_id,
             name=f"{key}/{session.manifest.generation}",
-            run_dir=self._run_dir,
-            nonce=self._plan.payload.nonce,
+            run_dir=run_dir,
+            nonce=self._upload.plan.payload.nonce,
             # After a reattach, this process does not know whether the session was reused or how long the wait was.
-            reused=None if reattached else self._acquired.reused,
+            reused=None if reattached else reused,
             waited=None if reattached else time.monotonic() - self._began,
             poll_interval=self._setup.slurm.poll_interval,
-            describe=lambda: self._request.describe(session),
+            describe=lambda: self.send(session, {"op": Operation.DESCRIBE}),
             step=self._step,
         )
-        self._register(self._payload)
 
-    def _slurm_job(self, request: JobRequest, submitted: SubmittedJob, directory: str, since: float | None = None) -> SlurmJob:
-        return SlurmJob(
-            commands=self._commands,
-            queue=self._queue,
-            request=request,
-            submitted=submitted,
-            directory=directory,
-            queue_timeout=self._backend.queue_timeout,
-            over_ssh=self._setup.slurm.ssh is not None,
-            log=self._step.log,
-            make_way=make_way_for(self._connection, self._base, self._step.log),
-            waiting_since=since,
-        )
-
-    def _acquisition(self, registry: SessionRegistry, created_with: Requirements) -> SessionAcquisition:
-        def watch_job(number: int, job_id: str, name: str, submitted_at: float) -> SlurmJob:
-            request = dataclasses.replace(created_with.job_request(), job_name=name)
-            since = self._queue.clock.now() - (time.monotonic() - self._began)
-            return self._slurm_job(request, SubmittedJob(job_id, submitted_at), registry.generation_dir(number), since)
-
-        return SessionAcquisition(
-            commands=self._commands,
-            registry=registry,
-            queue=self._queue,
-            watch_job=watch_job,
-            create=lambda number, hold: self._create(registry, created_with, number, hold),
-            waiter=self._plan.payload.nonce,
-            start_timeout=self._backend.start_timeout,
-            patience=self._backend.patience,
-            log=self._step.log,
-        )
-
-    def _create(
-        self, registry: SessionRegistry, created_with: Requirements, number: int, hold: Callable[[SlurmJob], None]
-    ) -> bool:
-        """Claim a generation, by making its directory, and submit its job. Returns False if another process was faster.
-
-        `hold` is called with the job before an interrupt can come.
-        """
-        step, setup, base = self._step, self._setup, self._base
+    def create(self, registry: SessionRegistry, target: Target, number: int, hold: Hold) -> bool:
+        step, setup, base, plan = self._step, self._setup, self._base, self._upload.plan
         with remote_base_errors(base):
-            ray, kept = created_with.ray or self._plan.ray, str(self._backend.layout.environments)
-            interpreter = check_environment_on(self._connection, setup.environment, ray, self._plan.uses_pipes, kept)
-            runtime = deliver(self._connection, base, self._upload, step.log)
+            ray, kept = target.created_with.ray or plan.ray, str(self._backend.layout.environments)
+            interpreter = check_environment_on(self.connection, setup.environment, ray, plan.uses_pipes, kept)
+            runtime = deliver(self.connection, base, self._upload, step.log)
         nonce = secrets.token_hex(6)
         name = job_name(f"session-{setup.name}", nonce)
-        request = created_with.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
+        request = target.created_with.job_request(name, job_comment(step.run_id, step.step_key, step.partition_key))
         directory = registry.generation_dir(number)
-        ask_command = tuple(interpreter.start("-I", runtime, "ask"))
+        manifest = SessionManifest(number, target.capacity, tuple(interpreter.start("-I", runtime, "ask")))
         files = {
-            RUNTIME: to_json(setup.runtime_spec(f"{CLUSTER}{nonce}", created_with, request, self._plan)).encode("utf-8"),
+            RUNTIME: to_json(setup.runtime_spec(f"{CLUSTER}{nonce}", target.created_with, request, plan)).encode("utf-8"),
             JOB_SCRIPT: setup.script(request, interpreter, runtime, directory).encode("utf-8", "surrogateescape"),
-            MANIFEST: manifest_to_json(SessionManifest(number, created_with.capacity(setup.reuse), ask_command)),
+            MANIFEST: manifest.to_json(),
             SESSION: b"",
             EXIT: b"",
         }
         try:
-            needs = required_files(self._connection, base, [self._upload], step.log)
             submitted = submit(
-                self._commands,
+                self.connection,
                 directory,
                 files,
                 request,
@@ -387,7 +384,7 @@ class _SessionStart:
                 step.log.warning,
                 claim=True,
                 patience=self._backend.patience,
-                needs=needs,
+                needs=required_files(self.connection, base, [self._upload], step.log),
             )
             hold(self._slurm_job(request, submitted, directory))
         except ClaimTaken:
@@ -400,8 +397,71 @@ class _SessionStart:
             with deferred_interrupts():
                 with contextlib.suppress(OSError):
                     registry.abandon(number)
-                cancel_named(self._commands, name, step.log)
+                cancel_named(self.connection, name, step.log)
             raise
-        where = f"{request.partitions_text} on {self._connection.place}"
+        where = f"{request.partitions_text} on {self.connection.place}"
         step.log.info(f"[rayslurm] submitted Slurm job {submitted.job_id} ({name}) to {where}")
         return True
+
+    def watch(self, registry: SessionRegistry, target: Target, job_id: str, newest: NewestGeneration) -> SlurmJob:
+        request = dataclasses.replace(target.created_with.job_request(), job_name=newest.creator)
+        now = self._queue.clock.now()
+        submitted = SubmittedJob(job_id, now - newest.age)
+        return self._slurm_job(request, submitted, registry.generation_dir(newest.number), now - (time.monotonic() - self._began))
+
+    def _slurm_job(self, request: JobRequest, submitted: SubmittedJob, directory: str, since: float | None = None) -> SlurmJob:
+        return SlurmJob(
+            commands=self.connection,
+            queue=self._queue,
+            request=request,
+            submitted=submitted,
+            directory=directory,
+            queue_timeout=self._backend.queue_timeout,
+            over_ssh=self._setup.slurm.ssh is not None,
+            log=self._step.log,
+            make_way=make_way_for(self.connection, self._base, self._step.log),
+            waiting_since=since,
+        )
+
+    def find(self, creator: str) -> str | None:
+        named = fetch_queue(self.connection).named(creator)
+        return next((str(row.job_id) for row in named if row.is_leader), None)
+
+    def is_alive(self, job_id: str, directory: str) -> bool | None:
+        try:
+            if parse_exit(self.connection.read(os.path.join(directory, EXIT), 0, MOST_BYTES), int(job_id)) is not None:
+                return False
+            snapshot = self._queue.latest(self._queue.clock.now())
+            if snapshot is None or self._queue.error:
+                return None
+            row = snapshot.job(int(job_id))
+            if row is None or row.state in TERMINAL:  # The shared snapshot may be older than the job.
+                row = fetch_queue(self.connection).job(int(job_id))
+        except ConnectionFailed:
+            raise
+        except OSError:
+            return None
+        return row is not None and row.state not in TERMINAL
+
+    def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
+        carrier, command = self._setup.session.carrier, session.manifest.ask_command
+        return send_request(self.connection, session.announcement, request, carrier, session.directory, command)
+
+    def end_command(self, job_id: str) -> str:
+        return f"scancel {job_id}"
+
+
+def end_session(slurm: SlurmResource, cluster_id: str) -> bool:
+    """End the session of a Ray cluster, with all its payloads; False if there is no such session, or it has ended.
+
+    Raises:
+        StartError: Slurm does not confirm the end.
+        OSError: the cluster or Slurm does not answer.
+    """
+    nonce = cluster_nonce(cluster_id)
+    if nonce is None:
+        return False
+    connection = connection_to(slurm.ssh)
+    generations = list_generations(connection, absolute(connection, slurm.remote_base))
+    own = [each for each in generations if is_job_of(each.job_name, nonce)]
+    return bool(own) and end_generations(connection, own)

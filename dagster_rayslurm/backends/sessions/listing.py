@@ -1,45 +1,43 @@
-"""List the sessions of a user on a Slurm cluster, and end them with confirmation by Slurm."""
+"""List the sessions of a user below a base directory, and end them: on demand, with a Dagster run, or when idle."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
-import tarfile
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
+from ...edge import sessions
 from ...errors import FailureKind, StartError
-from ...runtime.protocol.messages import Operation
+from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import EXIT, SESSION
 from ...slurm.script import parse_exit
 from ...slurm.shared_queue import QueueRow, QueueSnapshot, fetch_queue
 from ...slurm.states import TERMINAL, WAITING
 from ...slurm.submit import ABANDONED, CREATOR, JOB_ID, MANIFEST, cancel_named, wait_until_gone
 from ...ssh.base import Connection
-from .client import Announcement, AnswerLost, Unreachable, parse_announcement, send_request
-from .registry import FOREIGN, parse_manifest
+from ..slurm_job import MakeWay
+from .matching import run_suffix
+from .registry import MOST_BYTES, Announcement, check_owner, parse_announcement, parse_manifest
+from .request import AnswerLost, Unreachable, send_request
 
 _TIMEOUT = 120.0
 """Seconds for the command that lists sessions."""
 _END_TIMEOUT = 45.0
 """Seconds in which a session ends after a stop request; its payloads and Ray have grace periods. Then its job is cancelled."""
 
-# Directories are listed too: one without files is a session that is being submitted. Files may disappear meanwhile.
-_LIST = f"""\
-unset TAR_OPTIONS
-for each in "$1" "$1/sessions"; do
-    if [ -e "$each" ] && ! [ -O "$each" ]; then stat -L -c '%U' -- "$each"; exit {FOREIGN}; fi
-done
-cd -- "$1/sessions" 2>/dev/null || exit 0
-find . -mindepth 2 -maxdepth 3 -path "./$2/*" \
-    '(' -type d -o -type f '(' -name {JOB_ID} -o -name {EXIT} -o -name {SESSION} -o -name {CREATOR} -o -name {MANIFEST} ')' ')' \
-    -print0 2>/dev/null |
-    tar -c --no-recursion --null --ignore-failed-read --files-from=- 2>/dev/null
-exit 0
-"""
+_WAITS_FOR_NODES = ("Resources", "Priority")
+"""Slurm's pending reasons for a job that starts as soon as other jobs end."""
+_SESSION_JOBS = "rayslurm-session-"
+"""Prefix of the job names of sessions, see `job_name`."""
+_INTERVAL = 3.0
+"""Seconds between two checks for an idle session; each check is one small read per session."""
+_START_TIMEOUT = 20.0
+"""Seconds in which the waiting job may start after one session has yielded, before the next session is asked."""
 _log = logging.getLogger("rayslurm")
 
 
@@ -65,16 +63,11 @@ class SessionState(str, Enum):
 
 @dataclass(frozen=True)
 class Generation:
-    """One allocation of a session, as its directory shows it.
+    """One allocation of a session, as its directory shows it; what is not written yet is None or empty.
 
     Attributes:
         key: the name of the session's directory.
-        number: the number of the generation.
-        directory: the generation's directory, absolute.
-        job_id: Slurm's id of the job; None if it is not known (yet).
-        job_name: name of the job; "" if that was not written yet.
         exit_code: exit code of the job's script; None before its end.
-        announcement: how to reach the session; None before the session accepts requests.
         ask_command: the command that hands a request to the session from within its allocation; the directory is appended.
         components: names of the allocation's components, the head's first; empty where all nodes are alike.
     """
@@ -91,56 +84,35 @@ class Generation:
 
 
 def list_generations(connection: Connection, base: str, key: str = "*") -> list[Generation]:
-    """All generations of sessions below a base directory, sorted by session and number; one command on the cluster.
+    """All generations of sessions below a base directory, sorted by session and number; one command.
 
-    Args:
-        connection: the edge node of the cluster.
-        base: the base directory, absolute.
-        key: the name of a session's directory, or a pattern of names.
-
-    Raises:
-        OSError: the cluster cannot be reached, or the directory is another user's.
+    `key` is the name of a session's directory, or a pattern of names. Raises OSError if the cluster cannot be reached, or the
+    directory is another user's.
     """
-    done = connection.run(["sh", "-c", _LIST, "sh", base, key], timeout=_TIMEOUT)
-    if done.returncode == FOREIGN:
-        owner = done.stdout.decode("utf-8", "replace").strip()
-        raise PermissionError(f"{connection.place}: {base} belongs to {owner}, who could change what runs there")
-    return parse_listing(done.stdout, base)
+    directory = os.path.join(base, "sessions")
+    try:
+        check_owner(connection, base, directory)
+    except StartError as error:
+        raise PermissionError(str(error)) from None
+    found = connection.call(sessions.listing, directory, key, repeat=True, timeout=_TIMEOUT)
+    generations = [_generation(base, *os.path.split(which), files) for which, files in found.items()]
+    return sorted(generations, key=lambda each: (each.key, each.number))
 
 
-def parse_listing(data: bytes, base: str) -> list[Generation]:
-    """The generations in a tar file of the directories of sessions; unknown and damaged entries are left out."""
-    files: dict[tuple[str, int], dict[str, bytes]] = {}
-    known: set[tuple[str, int]] = set()
-    # The beginning of a listing that was cut off is used.
-    with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        for member in archive:
-            key, _, rest = member.name.removeprefix("./").partition("/")
-            number, _, name = rest.partition("/")
-            if not (number.isascii() and number.isdecimal()):
-                continue
-            if not name:
-                known.add((key, int(number)))
-            elif content := archive.extractfile(member) if member.isfile() else None:
-                files.setdefault((key, int(number)), {})[name] = content.read()
-    found = [_generation(base, *which, files.get(which, {})) for which in known]
-    return sorted(found, key=lambda each: (each.key, each.number))
-
-
-def _generation(base: str, key: str, number: int, files: Mapping[str, bytes]) -> Generation:
-    text = files.get(JOB_ID, b"").decode("ascii", "replace").strip()
-    job_id = int(text) if text.isdecimal() else None
-    announcement = parse_announcement(files.get(SESSION, b""))
+def _generation(base: str, key: str, number: str, files: Mapping[str, str]) -> Generation:
+    text = files[JOB_ID].strip()
+    job_id = int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None
+    announcement = parse_announcement(files[SESSION])
     if job_id is None and announcement is not None:
         job_id = int(announcement.job_id)
-    manifest = parse_manifest(files.get(MANIFEST, b""))
+    manifest = parse_manifest(files[MANIFEST])
     return Generation(
         key=key,
-        number=number,
-        directory=os.path.join(base, "sessions", key, str(number)),
+        number=int(number),
+        directory=os.path.join(base, "sessions", key, number),
         job_id=job_id,
-        job_name=files.get(CREATOR, b"").decode("utf-8", "replace").strip(),
-        exit_code=None if job_id is None else parse_exit(files.get(EXIT, b""), job_id),
+        job_name=files[CREATOR].strip(),
+        exit_code=None if job_id is None else parse_exit(files[EXIT].encode(), job_id),
         announcement=announcement,
         ask_command=manifest.ask_command if manifest is not None else (),
         components=tuple(manifest.capacity.components) if manifest is not None else (),
@@ -177,46 +149,117 @@ def ask_session(connection: Connection, generation: Generation, request: Mapping
     if generation.announcement is None:
         raise Unreachable(f"the session {generation.key} does not say where it is")
     command, directory = generation.ask_command, generation.directory
-    carrier = "auto" if command else "direct"
-    return send_request(connection, connection, generation.announcement, request, carrier, directory, command)
+    return send_request(connection, generation.announcement, request, "auto" if command else "direct", directory, command)
 
 
-def end_sessions(connection: Connection, base: str, key: str) -> bool:
-    """End all generations of a session and wait until Slurm confirms their end; False if no generation was alive.
+def stop_sessions_of_run(connection: Connection, base: str, run_id: str) -> None:
+    """Ask the sessions that belong to a Dagster run to end; one that cannot be asked ends by its idle timeout."""
+    for each in list_generations(connection, base, f"*{run_suffix(run_id)}"):
+        if each.announcement is not None and each.announcement.closing is None and each.exit_code is None:
+            with contextlib.suppress(Unreachable, AnswerLost):
+                ask_session(connection, each, {"op": Operation.STOP})
 
-    Args:
-        connection: the edge node of the cluster.
-        base: the base directory there, absolute.
-        key: the name of the session's directory, or a pattern of names.
+
+def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
+    """End the given generations and wait until Slurm confirms their end; False if none was alive.
 
     Raises:
         StartError: Slurm does not confirm the end.
         OSError: the cluster or Slurm does not answer.
     """
-    return end_generations(connection, list_generations(connection, base, key))
-
-
-def end_generations(connection: Connection, generations: Iterable[Generation]) -> bool:
-    """End the given generations and wait until Slurm confirms their end; False if none was alive. Raises as `end_sessions`."""
-    commands = connection
-    snapshot = fetch_queue(commands)
+    snapshot = fetch_queue(connection)
     ended = False
     for generation in generations:
         row = job_of(generation, snapshot)
         if row is not None:
-            _end(connection, commands, generation, row)
+            _end(connection, generation, row)
             ended = True
         elif generation.job_id is None and generation.job_name:
             # The submission was cut off or is under way. If it succeeds, the creator finds this mark and cancels the job.
             connection.make_dir(os.path.join(generation.directory, ABANDONED))
-            cancel_named(commands, generation.job_name, _log)
+            cancel_named(connection, generation.job_name, _log)
     return ended
 
 
-def _end(connection: Connection, commands: Connection, generation: Generation, row: QueueRow) -> None:
+def _end(connection: Connection, generation: Generation, row: QueueRow) -> None:
     stopping = False
     if generation.announcement is not None:
         with contextlib.suppress(Unreachable, AnswerLost):
             stopping = bool(ask_session(connection, generation, {"op": Operation.STOP}).get("ok"))
-    if not wait_until_gone(commands, row.job_id, _END_TIMEOUT if stopping else 0.0):
+    if not wait_until_gone(connection, row.job_id, _END_TIMEOUT if stopping else 0.0):
         raise StartError(FailureKind.RUNTIME, f"Slurm does not confirm the end of job {row.job_id}; run `scancel {row.job_id}`")
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """A running session and the nodes that it holds."""
+
+    generation: Generation
+    nodes: str
+
+
+def make_way_for(connection: Connection, base: str, log: Any) -> MakeWay:
+    """The function that ends idle sessions for one waiting job, see `IdleSessions`."""
+    return IdleSessions(connection, base, log).make_way
+
+
+class IdleSessions:
+    """The sessions of the same user and base directory that can give up their nodes to one waiting job.
+
+    The shared snapshot of the queue tells which sessions hold nodes, so no request goes to Slurm.
+    """
+
+    def __init__(self, connection: Connection, base: str, log: Any) -> None:
+        self._connection = connection
+        self._base = base
+        self._log = log
+        self._holders: list[_Holder] = []
+        self._snapshot_began = 0.0
+        """When the snapshot of the queue began from which `_holders` was made."""
+        self._next_check = 0.0
+        self._keep: set[int | None] = set()
+        """Job ids of sessions that have refused to yield."""
+
+    def make_way(self, snapshot: QueueSnapshot, waiting: Sequence[QueueRow]) -> None:
+        """Ask one idle session to end if it holds nodes for which the job waits; to be called again while the job waits."""
+        now = time.monotonic()
+        wanted = {name for row in waiting if row.reason in _WAITS_FOR_NODES for name in row.partition.split(",")}
+        if not wanted or now < self._next_check:
+            return
+        self._next_check = now + _INTERVAL
+        if snapshot.began != self._snapshot_began:
+            self._holders, self._snapshot_began = self._find(snapshot, wanted), snapshot.began
+        for holder in self._holders:
+            if holder.generation.job_id not in self._keep and self._is_idle(holder) and self._yields(holder):
+                self._next_check = now + _START_TIMEOUT
+                return
+
+    def _find(self, snapshot: QueueSnapshot, partitions: set[str]) -> list[_Holder]:
+        nodes: dict[str, list[str]] = {}
+        for row in snapshot.rows:
+            if row.name.startswith(_SESSION_JOBS) and row.state == "RUNNING" and row.partition in partitions:
+                nodes.setdefault(row.leader_label, []).append(row.nodes)
+        if not nodes:
+            return []
+        found = [each for each in list_generations(self._connection, self._base) if str(each.job_id) in nodes]
+        return [_Holder(each, ",".join(nodes[str(each.job_id)])) for each in found if each.announcement is not None]
+
+    def _is_idle(self, holder: _Holder) -> bool:
+        path = os.path.join(holder.generation.directory, SESSION)
+        announcement = parse_announcement(self._connection.read(path, 0, MOST_BYTES))
+        return announcement is not None and announcement.idle and announcement.closing is None
+
+    def _yields(self, holder: _Holder) -> bool:
+        """Ask a session to yield, and return whether it does; it refuses if another payload has come meanwhile."""
+        key = holder.generation.key
+        answer = ask_session(self._connection, holder.generation, {"op": Operation.YIELD})
+        if answer.get("ok"):
+            self._log.info(f"[rayslurm] session {key} was idle and held {holder.nodes}: it ends, so that this job can start")
+            return True
+        if answer.get("error") != Refusal.BUSY:
+            self._keep.add(holder.generation.job_id)
+            self._log.warning(
+                f"[rayslurm] session {key} is idle and holds {holder.nodes}, while this job waits; "
+                f"`rayslurm session stop {key}` ends it"
+            )
+        return False

@@ -1,343 +1,315 @@
-"""Warm sessions on this machine: one process starts a session with a Ray cluster, other processes find it and use it.
+"""Warm sessions on this machine: a runtime process takes the place of the Slurm job.
 
-A session that is idle for long enough ends itself.
+They have a registry of their own below the base directory, one for each host, because the directory may be on a shared file
+system.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
 import secrets
+import shutil
+import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+from dagster_pipes import PipesContextData
 
 from ...archive import runtime_name
 from ...config import SessionConfig
-from ...environments import Interpreter
 from ...errors import FailureKind, StartError
-from ...follow import Evidence
-from ...plan import Plan, fingerprint
+from ...follow import Cadence, Evidence
+from ...interrupts import delayed_interrupts
+from ...plan import Plan
+from ...runtime.node import resources
 from ...runtime.payload.environment import shared_variables
-from ...runtime.protocol.messages import Operation, Refusal
-from ...runtime.protocol.record import JOURNAL, RUNTIME_LOG, SESSION, tail_file
-from ...runtime.protocol.spec import ComponentSpec, RaySpec, RuntimeSpec
+from ...runtime.protocol.messages import Operation
+from ...runtime.protocol.record import RUNTIME, RUNTIME_LOG, SESSION, tail_file
+from ...runtime.protocol.rpc import NotConnected, call
+from ...runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, RaySpec, RuntimeSpec, to_json
+from ...slurm.states import JobPhase, JobStatus
+from ...slurm.submit import CREATOR, MANIFEST
+from ...ssh.base import Connection
 from ...ssh.local import LocalConnection
-from ..base import Step
-from ..local_process import LocalPayload, reap_later, runtime_command, start_process
-from ..run_dir import Layout, write_runtime_spec
-from .run_scope import end_with_run, local_target
+from ..base import Register, RunningPayload, Step
+from ..local import LocalBackend, LocalPayload, reap_later, runtime_command, start_process
+from ..run_dir import Layout, write_cancel_request
+from .acquire import Hold
+from .backend import SessionStart
+from .listing import Generation, ask_session, list_generations
+from .matching import Capacity, Choice, Requirements, Target, misfit, session_key
+from .registry import LiveSession, NewestGeneration, SessionManifest, SessionRegistry
+from .request import PROOF_TIMEOUT, AnswerLost, Unreachable, send_request
 
-_ANSWER_TIMEOUT = 30.0
-"""Seconds in which a session answers a request."""
 _START_TIMEOUT = 60.0
-"""Seconds in which a session that was started listens."""
+"""Seconds in which a session that was started announces itself."""
 _END_TIMEOUT = 120.0
 """Seconds in which a session ends after a stop request, with its payloads' grace periods and the end of its Ray cluster."""
-_LATE_START = 3.0
-"""Seconds for which a session may still appear after the process that was starting it was killed."""
-_ATTEMPTS = 5
-"""Most sessions that are asked to run one payload, where each ends before it accepts the payload."""
 
 
-class SessionClient:
-    """A connection to a session's socket; the constructor raises an OSError if no session listens."""
+@dataclass(frozen=True, kw_only=True)
+class LocalSessionBackend(LocalBackend):
+    """Runs payloads with Ray in warm sessions on this machine.
 
-    def __init__(self, socket_path: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(_ANSWER_TIMEOUT)
-        try:
-            self._socket.connect(socket_path)
-        except OSError:
-            self._socket.close()
-            raise
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and return the answer; if the session ends before it answers, the answer has the error "gone".
-
-        Raises:
-            TimeoutError: the session does not answer.
-        """
-        try:
-            self.send(**request)
-            line = self._socket.makefile("rb").readline()
-        except (BrokenPipeError, ConnectionResetError):
-            line = b""
-        # A line that was cut off is no answer.
-        return json.loads(line) if line.endswith(b"\n") else {"ok": False, "error": Refusal.GONE}
-
-    def send(self, **request: Any) -> None:
-        self._socket.sendall(json.dumps(request).encode() + b"\n")
-
-    def at_end(self) -> bool:
-        """Whether the session closed the connection."""
-        self._socket.setblocking(False)
-        try:
-            return self._socket.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except ConnectionResetError:
-            return True
-        finally:
-            self._socket.settimeout(_ANSWER_TIMEOUT)
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-@dataclass(frozen=True)
-class LocalSession:
-    """A session on this machine that accepts connections.
-
-    Attributes:
-        directory: the session's directory.
-        cluster_id: name of the session's Ray cluster.
-        socket: path of the session's socket.
-        pid: id of the session's process; None if the session does not announce it.
+    Args:
+        offered: the warm Ray cluster as configured; None makes a cluster as each payload requires.
+        components: the requirements of the warm cluster's components; empty if all its nodes are alike.
+        head: the component in which the payload must run; None for the component with the head of the Ray cluster.
     """
 
-    directory: Path
-    cluster_id: str
-    socket: str
-    pid: int | None
+    session: SessionConfig
+    offered: RaySpec | None = None
+    components: Sequence[ComponentSpec] = ()
+    head: str | None = None
 
-    def ask(self, op: Operation) -> dict[str, Any]:
-        """Send a request without arguments and return the answer; if the session has ended, the answer has the error "gone".
+    def start(self, plan: Plan, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayload:
+        if plan.ray is None:
+            return super().start(plan, run_dir, context, step, register)
+        ray = self.on_this_machine(plan.ray, plan.components)
+        plan = replace(plan, ray=ray)
+        site = LocalSite(self, plan)
+        # If the session has an activated environment, the payload gets that one; otherwise it gets this process's variables,
+        # as a payload without a session does.
+        environ = dict(os.environ) if self.interpreter.activate is None else None
+        return SessionStart(
+            site=site,
+            base=sessions_base(self.layout),
+            choice=self._choice(plan, ray, step.run_id),
+            plan=plan,
+            run_dir=run_dir,
+            context=context,
+            step=step,
+            register=register,
+            start_timeout=_START_TIMEOUT,
+            patience=0.0,
+            running=lambda session, _: LocalSessionPayload(session, run_dir, site.bound),
+            members={"bound": True, "environ": environ},
+        ).run()
 
-        Raises:
-            StartError: the session does not answer.
-        """
-        try:
-            client = SessionClient(self.socket)
-            try:
-                return client.ask(op=op)
-            finally:
-                client.close()
-        except TimeoutError:
-            raise StartError(FailureKind.RUNTIME, self.no_answer) from None
-        except OSError:
-            return {"ok": False, "error": Refusal.GONE}
+    def _choice(self, plan: Plan, ray: RaySpec, run_id: str) -> Choice:
+        shared = ray if self.offered is None else self.on_this_machine(self.offered, self.components)
+        problem = misfit(Requirements(ray, (), head=self.head), Capacity(_with_counts(shared, ray), True))
+        what = {"interpreter": self.interpreter.start(), "runtime": [PROTOCOL_VERSION, runtime_name()]}
 
-    @property
-    def no_answer(self) -> str:
-        """The error message for a session that does not answer."""
-        return (
-            f"the warm session {self.directory.name} (pid {self.pid}) does not answer within {_ANSWER_TIMEOUT:g} s; "
-            "end that process, then try again"
+        def target(cluster: RaySpec, apart: bool) -> Target:
+            created_with = Requirements(cluster, ())
+            key = session_key(self.session, run_id, what, created_with, apart)
+            return Target(key, created_with, Capacity(cluster, True))
+
+        required, strict = Requirements(ray, plan.footprint, head=self.head), self.session.on_misfit == "error"
+        return Choice(required, problem, lambda: target(shared, False), lambda: target(ray, True), strict)
+
+    def sweep(self, retention_days: float) -> None:
+        oldest = time.time() - retention_days * 86400
+        for each in list_generations(self.connection, sessions_base(self.layout)):
+            with contextlib.suppress(OSError):
+                if os.stat(each.directory).st_mtime < oldest and not is_alive(each.job_id, each.directory):
+                    shutil.rmtree(each.directory, ignore_errors=True)
+
+
+def sessions_base(layout: Layout) -> str:
+    """The base directory of this host's sessions."""
+    return str(layout.base / "local" / socket.gethostname())
+
+
+def _with_counts(ray: RaySpec, wanted: RaySpec) -> RaySpec:
+    """Returns the Ray cluster with this machine's CPUs and GPUs filled in if `ray` names none and `wanted` requires some."""
+    cpus, gpus = ray.num_cpus, ray.num_gpus
+    if cpus is None and wanted.num_cpus:
+        cpus = resources.count_cpus(os.environ)
+    if gpus is None and wanted.num_gpus:
+        gpus = resources.count_gpus(os.environ)
+    return replace(ray, num_cpus=cpus, num_gpus=gpus)
+
+
+class LocalSite:
+    """Sessions as processes of this machine; a `Site` for one payload."""
+
+    noun = "process"
+    cadence = Cadence(busy=0.02, idle=0.2, waiting=0.2)
+
+    def __init__(self, backend: LocalSessionBackend, plan: Plan) -> None:
+        self.connection: Connection = backend.connection
+        self.bound: socket.socket | None = None
+        """The connection to which the payload is bound: the session ends the payload when it closes."""
+        self._backend, self._plan = backend, plan
+
+    def create(self, registry: SessionRegistry, target: Target, number: int, hold: Hold) -> bool:
+        backend, ray, directory = self._backend, target.created_with.ray, registry.generation_dir(number)
+        assert ray is not None
+        spec = RuntimeSpec(
+            cluster_id=f"local-{secrets.token_hex(4)}",
+            ray=ray,
+            idle_timeout=backend.session.idle_timeout,
+            max_concurrent_payloads=backend.session.max_concurrent_payloads,
+            control_key=secrets.token_hex(32),
+            worker_env=shared_variables(self._plan.payload),
+            preload=self._plan.payload.preload,
+            components=[ComponentSpec(node.component_id) for node in ray.components],
         )
+        manifest = SessionManifest(number, target.capacity, ())
+        files = {RUNTIME: to_json(spec).encode(), MANIFEST: manifest.to_json(), SESSION: b"", CREATOR: b"process\n"}
+        command = runtime_command(backend.layout, backend.interpreter, "serve", directory)
+        self.connection.make_dir(registry.directory)
+        with delayed_interrupts():
+            try:
+                os.mkdir(directory, 0o700)
+            except FileExistsError:
+                return False
+            try:
+                for name, content in files.items():
+                    self.connection.write(os.path.join(directory, name), content)
+                process = start_process(command, directory, subprocess.DEVNULL)
+            except OSError:
+                registry.abandon(number)
+                raise
+            registry.write_job_id(number, str(process.pid))
+            hold(LocalProcess(str(process.pid), directory))
+        reap_later(process)
+        return True
+
+    def watch(self, registry: SessionRegistry, target: Target, job_id: str, newest: NewestGeneration) -> LocalProcess:  # noqa: ARG002
+        return LocalProcess(job_id, registry.generation_dir(newest.number))
+
+    def find(self, creator: str) -> str | None:  # noqa: ARG002
+        return None  # Its creator was killed before it started the process.
+
+    def is_alive(self, job_id: str, directory: str) -> bool:
+        return is_alive(int(job_id), directory)
+
+    def send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
+        announcement = session.announcement
+        if request["op"] != Operation.RUN:
+            return send_request(self.connection, announcement, request, "direct", session.directory, ())
+        try:
+            with contextlib.ExitStack() as stack:
+                where = announcement.hosts[0], announcement.port
+                sock = stack.enter_context(socket.create_connection(where, PROOF_TIMEOUT))
+                answer = call(sock, announcement.key, dict(request), PROOF_TIMEOUT)
+                if answer.get("ok"):
+                    stack.pop_all()
+                    self.bound = sock
+                return answer
+        except AnswerLost:
+            raise
+        except OSError as error:
+            raise Unreachable(f"the session in process {announcement.job_id} cannot be reached: {error}") from None
+
+    def end_command(self, job_id: str) -> str:
+        return f"kill {job_id}"
 
 
-class SessionRuntime(LocalPayload):
-    """A payload that runs in a session; when this object closes its connection, the session cancels the payload."""
+def is_alive(pid: int | None, directory: str) -> bool:
+    """Whether a process is the runtime of a session's directory; otherwise the runtime has ended, and the id may be reused."""
+    if pid is None:
+        return False
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return os.fsencode(directory) in file.read().split(b"\0")
+    except OSError:
+        if os.path.exists("/proc/self/cmdline"):
+            return False
+    return directory in LocalConnection().run(["ps", "-ww", "-o", "args=", "-p", str(pid)]).stdout.decode("utf-8", "replace")
 
-    def __init__(self, client: SessionClient, session: LocalSession) -> None:
-        self.cluster_id = session.cluster_id
-        self._client = client
-        self._directory = session.directory
+
+class LocalProcess:
+    """The process of a session on this machine; an `Allocation`."""
+
+    place = ""
+
+    def __init__(self, job_id: str, directory: str) -> None:
+        self.job_id = job_id
+        self.directory = directory
+        self.cancelled = False
+        self.status = JobStatus(JobPhase.RUNNING)
+
+    def observe(self) -> bool:
+        if not is_alive(int(self.job_id), self.directory):
+            self.status = JobStatus(JobPhase.ENDED)
+        return True
+
+    def report_waiting(self) -> None: ...
+
+    def check_waiting(self) -> None: ...
+
+    def end_description(self, started: bool, recorded: bool = True) -> str | None:  # noqa: ARG002
+        return "its runtime ended" if self.status.over else None
+
+    def explain(self, evidence: Evidence, timeout: float = 0.0) -> None:  # noqa: ARG002
+        evidence.runtime_log = tail_file(os.path.join(self.directory, RUNTIME_LOG))
+
+    def metadata(self, evidence: Evidence) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+    def cancel_until_gone(self) -> None:
+        if is_alive(int(self.job_id), self.directory):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(self.job_id), signal.SIGTERM)
+
+
+class LocalSessionPayload(LocalPayload):
+    """A payload that a session on this machine has accepted. The session ends it when `bound` closes, and closes `bound` then."""
+
+    def __init__(self, session: LiveSession, run_dir: str, bound: socket.socket | None) -> None:
+        self.cluster_id = session.announcement.cluster_id
+        self._process = LocalProcess(session.announcement.job_id, session.directory)
+        self._run_dir = run_dir
+        self._bound = bound
 
     def poll(self, evidence: Evidence) -> str | None:  # noqa: ARG002
-        return "its session closed the connection" if self._client.at_end() else None
+        if self._bound is None:
+            self._process.observe()
+            return self._process.end_description(started=True)
+        self._bound.setblocking(False)
+        try:
+            ended = self._bound.recv(1) == b""
+        except BlockingIOError:
+            ended = False
+        except OSError:
+            ended = True
+        return "its session closed the connection" if ended else None
 
     def cancel(self, now: bool = False) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # Then `poll` tells of the end.
-            self._client.send(op=Operation.CANCEL, now=now)
+        with contextlib.suppress(OSError):  # `release` ends the payload.
+            write_cancel_request(LocalConnection(), self._run_dir, now)
 
     def kill(self) -> None:
         return  # The session serves other payloads; `release` closes the connection.
 
     def explain(self, evidence: Evidence) -> None:
-        evidence.runtime_log = tail_file(str(self._directory / RUNTIME_LOG))
+        self._process.explain(evidence)
 
     def release(self, evidence: Evidence) -> None:  # noqa: ARG002
-        self._client.close()
+        if self._bound is not None:
+            self._bound.close()
 
 
-def submit(
-    layout: Layout, interpreter: Interpreter, plan: Plan, ray: RaySpec, config: SessionConfig, step: Step, run_dir: str
-) -> SessionRuntime:
-    """Run a payload in the session with a given Ray cluster, and start that session if there is none.
-
-    Args:
-        layout: where sessions have their directories.
-        interpreter: the Python that runs sessions.
-        plan: the payload.
-        ray: the session's Ray cluster.
-        config: how sessions are shared.
-        step: the step that runs the payload.
-        run_dir: the payload's run directory.
-
-    Raises:
-        StartError: the session does not start or accept the payload, or `on_misfit="error"` and the session of this name has
-            another Ray cluster.
-        OSError: the session directory cannot be written.
-    """
-    name = config.name or "default"
-    if config.scope == "run":
-        name = f"{name}-{step.run_id[:8]}"
-    directory = layout.sessions / f"{name}-{_session_fingerprint(ray, interpreter)}"
-    if config.on_misfit == "error":
-        _refuse_misfit(layout, name, directory)
-    if config.scope == "run":
-        end_with_run(layout, step.run_id, local_target(layout, directory.name), step.log)
-    # If the session has an activated environment, the payload gets that one; otherwise it gets this process's variables, as a
-    # payload without a session does.
-    request = {
-        "op": Operation.RUN,
-        "run_dir": run_dir,
-        "request_id": os.path.basename(run_dir),
-        "environ": dict(os.environ) if interpreter.activate is None else None,
-    }
-    refusal = ""
-    for _ in range(_ATTEMPTS):
-        session = _find(directory) or _start(layout, interpreter, plan, ray, config, directory)
-        try:
-            client = SessionClient(session.socket)
-        except OSError:
-            continue  # The session ended meanwhile.
-        try:
-            answer = client.ask(**request)
-        except TimeoutError:
-            client.close()
-            raise StartError(FailureKind.CLUSTER_START, session.no_answer) from None
-        if answer["ok"] or (answer["error"] == Refusal.GONE and _was_accepted(run_dir)):
-            return SessionRuntime(client, session)
-        client.close()
-        refusal = answer.get("message", answer["error"])
-        if answer["error"] not in (Refusal.CLOSING, Refusal.GONE):
-            break
-    message = f"the warm session {directory.name} does not take the payload: {refusal or 'it keeps ending'}"
-    raise StartError(FailureKind.CLUSTER_START, message)
+def list_sessions(layout: Layout) -> list[Generation]:
+    """The sessions on this machine that accept requests."""
+    generations = list_generations(LocalConnection(), sessions_base(layout))
+    return [each for each in generations if each.announcement is not None and is_alive(each.job_id, each.directory)]
 
 
-def _session_fingerprint(ray: RaySpec, interpreter: Interpreter) -> str:
-    """A fingerprint of all that two payloads must have in common to share a session.
-
-    This includes the host: the session's socket works only on its host, even if the base directory is on a shared file system.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        boot = ""
-    return fingerprint(ray, [*interpreter.start(), runtime_name(), socket.gethostname(), boot])
-
-
-def _was_accepted(run_dir: str) -> bool:
-    """Whether a session that ended without an answer had begun to run the payload, which must not run twice."""
-    return LocalConnection().read(os.path.join(run_dir, JOURNAL), 0, 1) != b""
-
-
-def list_sessions(layout: Layout) -> list[LocalSession]:
-    """The sessions on this machine that accept connections."""
-    found = map(_find, sorted(path.parent for path in layout.sessions.glob(f"*/{SESSION}")))
-    return [session for session in found if session is not None]
+def end_session(generation: Generation) -> None:
+    """End a session with its payloads, and wait until it is gone; raises StartError if it does not end."""
+    with contextlib.suppress(Unreachable, AnswerLost, NotConnected):
+        ask_session(LocalConnection(), generation, {"op": Operation.STOP})
+    deadline = time.monotonic() + _END_TIMEOUT
+    while is_alive(generation.job_id, generation.directory):
+        if time.monotonic() > deadline:
+            sentence = f"the session {generation.key} was asked to end and goes on; run `kill {generation.job_id}`"
+            raise StartError(FailureKind.RUNTIME, sentence)
+        time.sleep(0.05)
 
 
 def stop(layout: Layout, cluster_id: str) -> bool:
-    """Ask the session of a Ray cluster to end, with its payloads; False if there is no such session.
-
-    Raises:
-        StartError: the session does not answer.
-    """
-    for session in list_sessions(layout):
-        if session.cluster_id == cluster_id:
-            session.ask(Operation.STOP)
-            return True
-    return False
-
-
-def end_directory(directory: Path) -> None:
-    """End the session with a given directory, if there is one, and wait until it is gone.
-
-    Raises:
-        StartError: the session does not answer or does not end.
-    """
-    session = None
-    began = time.monotonic()
-    while time.monotonic() - began < _END_TIMEOUT:
-        before, session = session, _find(directory)
-        if session is None and (before is not None or time.monotonic() - began > _LATE_START):
-            return
-        if session is not None and session != before:
-            session.ask(Operation.STOP)
-        time.sleep(0.1)
-    pid = session.pid if session is not None else None
-    message = f"the warm session {directory.name} (pid {pid}) was asked to end and goes on; end that process"
-    raise StartError(FailureKind.RUNTIME, message)
-
-
-def _refuse_misfit(layout: Layout, name: str, directory: Path) -> None:
-    for other in list_sessions(layout):
-        if other.directory != directory and other.directory.name.rpartition("-")[0] == name:
-            raise StartError(
-                FailureKind.CLUSTER_START,
-                f"session {name!r} is alive with another cluster than this launcher asks for; use the same launcher, "
-                'another session name, or SessionConfig(on_misfit="new-session")',
-            )
-
-
-def _find(directory: Path) -> LocalSession | None:
-    """The session with a given directory, if it accepts connections; else None."""
-    try:
-        announced: dict[str, Any] = json.loads((directory / SESSION).read_text(encoding="utf-8"))
-        session = LocalSession(directory, announced["cluster_id"], announced["socket"], announced.get("pid"))
-        SessionClient(session.socket).close()
-        return session
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Let only one process at a time start the session of a directory; the kernel releases the lock when that process dies."""
-    LocalConnection().make_dir(str(directory))
-    with open(directory / "lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # Closing is not enough: a child that was forked meanwhile holds the file open too.
-
-
-def _start(
-    layout: Layout, interpreter: Interpreter, plan: Plan, ray: RaySpec, config: SessionConfig, directory: Path
-) -> LocalSession:
-    """Start a session, unless another process has just started it, and return it once it accepts connections."""
-    with _locked(directory):
-        session = _find(directory)
-        if session is not None:
-            return session
-        spec = RuntimeSpec(
-            cluster_id=f"local-{secrets.token_hex(4)}",
-            ray=ray,
-            idle_timeout=config.idle_timeout,
-            max_concurrent_payloads=config.max_concurrent_payloads,
-            worker_env=shared_variables(plan.payload),
-            preload=plan.payload.preload,
-            components=[ComponentSpec(node.component_id) for node in ray.components],
-        )
-        write_runtime_spec(LocalConnection(), str(directory), spec)
-        for name in (SESSION, RUNTIME_LOG):
-            LocalConnection().remove(str(directory / name))
-        command = runtime_command(layout, interpreter, "serve", str(directory))
-        process = start_process(command, str(directory), subprocess.DEVNULL)
-        deadline, pause = time.monotonic() + _START_TIMEOUT, 0.005
-        while time.monotonic() < deadline:
-            session = _find(directory)
-            if session is not None:
-                reap_later(process)
-                return session
-            if process.poll() is not None:
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        process.terminate()
-        reap_later(process)
-        log = tail_file(str(directory / RUNTIME_LOG), lines=5).strip()
-        message = f"the warm session {directory.name} did not start: {log or 'its runtime said nothing'}"
-        raise StartError(FailureKind.CLUSTER_START, message)
+    """End the session of a Ray cluster, with its payloads; False if there is no such session."""
+    own = [each for each in list_sessions(layout) if each.announcement and each.announcement.cluster_id == cluster_id]
+    for each in own:
+        end_session(each)
+    return bool(own)

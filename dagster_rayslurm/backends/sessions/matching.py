@@ -6,13 +6,14 @@ knows what Slurm granted, and the session itself refuses a payload that does not
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ...components import Component, request_for
-from ...config import time_limit_seconds
+from ...config import SessionConfig, time_limit_seconds
 from ...launchers import Launcher, RayLauncher
 from ...runtime.node.resources import Footprint
 from ...runtime.protocol.spec import NodeSpec, RaySpec, SpecError, from_json
@@ -37,7 +38,6 @@ class Requirements:
     """What a payload requires of a session, and what a session is created with.
 
     Attributes:
-        ray: the Ray cluster; None for a payload without Ray.
         footprint: what the launcher requires of each node.
         queue: the allocation, or its first component.
         components: the components of the allocation, in the job's order; empty where all nodes are alike.
@@ -62,11 +62,7 @@ class Requirements:
         return replace(self, queue=limited(self.queue), components=components)
 
     def job_request(self, name: str = "rayslurm", comment: str = "") -> JobRequest:
-        """The request for the Slurm job of a session that is created with these requirements.
-
-        Raises:
-            ValueError: the queue and the launcher contradict each other.
-        """
+        """The request for the Slurm job of a session; raises ValueError if the queue and the launcher contradict each other."""
         if self.components:
             request = request_for(self.components, job_name=name, comment=comment)
         else:
@@ -118,15 +114,12 @@ def capacity_to_json(capacity: Capacity) -> dict[str, Any]:
 
 
 def capacity_from_json(data: Mapping[str, Any]) -> Capacity:
-    """The capacity that `capacity_to_json` wrote.
-
-    Raises:
-        ValueError: the data is damaged.
-    """
+    """The capacity that `capacity_to_json` wrote; raises ValueError if the data is damaged."""
     try:
         ray = None if data["ray"] is None else from_json(RaySpec, json.dumps(data["ray"]))
         queues: dict[str | None, QueueFields] = {str(each["component_id"]): each["queue"] for each in data["components"]}
-        queues = queues or {None: data["queue"]}
+        if not queues and data["queue"] is not None:
+            queues = {None: data["queue"]}
         granted = {name: SlurmQueueConfig(**queue).model_dump(mode="json") for name, queue in queues.items()}
         capacity = Capacity(ray, bool(data["reuse"]), granted)
     except (KeyError, TypeError, SpecError) as error:
@@ -136,12 +129,83 @@ def capacity_from_json(data: Mapping[str, Any]) -> Capacity:
     return capacity
 
 
+@dataclass(frozen=True)
+class Target:
+    """A session that a payload may use: the name of its directory, and what it is created with if there is none."""
+
+    key: str
+    created_with: Requirements
+    capacity: Capacity
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which session one payload gets.
+
+    Attributes:
+        required: what the payload requires.
+        problem: why the payload does not fit the shared session, as a sentence; None if it fits.
+        shared: the session for all payloads; used only without a `problem`.
+        own: a separate session that is created for such payloads.
+        strict: whether a payload that does not fit is refused, instead of getting a separate session.
+    """
+
+    required: Requirements
+    problem: str | None
+    shared: Callable[[], Target]
+    own: Callable[[], Target]
+    strict: bool
+
+    def fingerprint(self) -> bytes:
+        """Text of all that the payload asks for. A retry of the step continues the payload only if its own text is the same."""
+        required, target = self.required, self.own() if self.problem else self.shared()
+        what = {"session": target.key, "time_limited": required.time_limited, "head": required.head}
+        return json.dumps(what | requirements_to_json(required), sort_keys=True).encode()
+
+
+def session_key(config: SessionConfig, run_id: str, what: Mapping[str, Any], created_with: Requirements, apart: bool) -> str:
+    """The name of a session's directory: the session's name and a fingerprint of all that tells sessions apart.
+
+    Args:
+        what: what tells sessions apart whatever their names are.
+        apart: whether this is a separate session, for a payload that does not fit the shared one.
+    """
+    what = dict(what)
+    if config.name is None or apart:
+        # How long to wait for a Ray cluster says nothing about the Ray cluster.
+        ray = None if created_with.ray is None else replace(created_with.ray, startup_timeout=0.0)
+        what |= requirements_to_json(replace(created_with, ray=ray))
+        what |= {"concurrent": config.max_concurrent_payloads, "idle": config.idle_timeout, "yields": config.yield_when_idle}
+    key = f"{config.name or 'default'}-{_digest(json.dumps(what, sort_keys=True))}"
+    return key + run_suffix(run_id) if config.scope == "run" else key
+
+
+def run_suffix(run_id: str) -> str:
+    """The end of the names of all sessions that belong to a Dagster run."""
+    return f"-{_digest(run_id)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def requirements_to_json(required: Requirements) -> dict[str, Any]:
+    """The requirements that tell sessions apart, as JSON."""
+    return {
+        "ray": None if required.ray is None else asdict(required.ray),
+        "footprint": required.footprint,
+        "queue": required.queue.model_dump(mode="json"),
+        "components": [
+            [each.component_id, each.queue.model_dump(mode="json"), each.launcher.footprint(), each.payload_wants]
+            for each in required.components
+        ],
+    }
+
+
 def required_head(launcher: Launcher, own_components: Sequence[HetComponent] | None) -> str | None:
     """The component in which a payload must run; None if it runs wherever the session has its head.
 
-    Args:
-        launcher: the payload's launcher.
-        own_components: the components of this run; None if it takes those of the session.
+    `own_components` are the components of this run; None if it takes those of the session.
     """
     if isinstance(launcher, RayLauncher) and launcher.component_id is not None:
         return launcher.component_id

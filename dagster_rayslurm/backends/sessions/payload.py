@@ -47,8 +47,6 @@ class SessionPayload:
     """One payload in a session; a `RunningPayload`.
 
     Attributes:
-        connection: reaches the files.
-        job: the session's job.
         name: name of the session and number of its generation.
         reused: whether the session accepted requests before this step came; None if that is not known.
         waited: seconds until the session accepted the payload; None if that is not known.

@@ -1,8 +1,14 @@
-"""Ask a session to run one payload, again until it is known whether a session accepted the payload: it must not run twice."""
+"""Ask a session to run one payload, again until it is known whether a session accepted the payload: it must not run twice.
+
+A request goes by TCP through the SSH connection, or by an `srun` in the session's allocation.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,26 +17,129 @@ from typing import Any
 from ...errors import FailureKind, StartError
 from ...interrupts import delayed_interrupts
 from ...runtime.protocol.messages import Operation, Refusal
-from ...runtime.protocol.record import EXIT, JOURNAL, SECRETS, SESSION, LineReader
-from ...slurm.script import parse_exit
-from ...slurm.shared_queue import SharedQueue, fetch_queue
-from ...slurm.states import TERMINAL
-from ...ssh.base import Connection, ConnectionFailed
-from .client import AnswerLost, Unreachable, parse_announcement, send_request
-from .registry import LiveSession
+from ...runtime.protocol.record import JOURNAL, SECRETS, SESSION, LineReader
+from ...runtime.protocol.rpc import ANSWER, ANSWER_TIMEOUT, SENT, AnswerLost, NotConnected, call
+from ...slurm.commands import run_slurm
+from ...ssh.base import Connection, ConnectionFailed, ConnectionLost
+from .acquire import Site
+from .registry import MOST_BYTES, Announcement, LiveSession, parse_announcement
 
+__all__ = ["AnswerLost", "RunRequest", "Unreachable", "send_request"]
+
+_TCP_RETRY_AFTER = 300.0
+"""Seconds after a failure of TCP where srun got through, until this process tries TCP to that session again."""
+PROOF_TIMEOUT = 3.0
+"""Seconds in which a TCP connection is made, and in which the session then proves its identity. A firewall that drops packets
+costs as much."""
+_SRUN_TIMEOUT = 60.0 + ANSWER_TIMEOUT
+"""Seconds for an srun that carries a request: its start, and the session's answer."""
 _PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds between two tries of a request; the last number repeats."""
 _ANSWER_DEADLINE = 600.0
 """Seconds in which a session must answer while the edge node is in reach."""
 _SECRETS_REWRITES = 5
 """How often secrets are written again for a session that does not see them."""
-_MOST_BYTES = 1024 * 1024
-"""Most bytes of a file that are read."""
-_WITHDRAWALS = 3
-"""Most tries to withdraw a request."""
-_WITHDRAW_TIMEOUT = 20.0
-"""Seconds after which no further withdrawal is tried; a person has pressed Ctrl-C and waits."""
+_WITHDRAWALS, _WITHDRAW_TIMEOUT = 3, 20.0
+"""Most tries to withdraw a request, and seconds after which none begins; a person has pressed Ctrl-C and waits."""
+
+_tcp_failed_at: dict[str, float] = {}
+"""When TCP failed while srun succeeded (monotonic clock), by session directory."""
+
+
+class Unreachable(OSError):
+    """Raised when a session cannot be reached; it has not received the request."""
+
+
+def send_request(
+    connection: Connection,
+    announcement: Announcement,
+    request: Mapping[str, Any],
+    carrier: str,
+    directory: str,
+    ask_command: Sequence[str],
+) -> dict[str, Any]:
+    """Send a request to a session and return its answer.
+
+    Args:
+        carrier: "direct" for TCP, "srun" for a step in the allocation, "auto" for TCP and, if that fails, srun.
+        directory: the directory of the session's generation.
+        ask_command: starts the runtime with the role `ask`; `directory` is appended.
+
+    Raises:
+        Unreachable: the session did not receive the request.
+        AnswerLost: the session may have received the request, but its answer is not known.
+        ConnectionFailed: the edge node itself cannot be reached.
+    """
+    blocked = time.monotonic() - _tcp_failed_at.get(directory, -_TCP_RETRY_AFTER) < _TCP_RETRY_AFTER
+    tcp = carrier == "direct" or (carrier == "auto" and not blocked)
+    if tcp:
+        try:
+            return _send_by_tcp(connection, announcement, request)
+        except NotConnected as error:
+            if carrier == "direct":
+                raise Unreachable(f"{_described(announcement)} cannot be reached by TCP: {error}") from None
+    answer = _send_by_srun(connection, announcement, request, [*ask_command, directory])
+    if tcp:  # The session lives, so TCP failed for another reason than its end.
+        _tcp_failed_at[directory] = time.monotonic()
+    return answer
+
+
+def _described(announcement: Announcement) -> str:
+    return f"the session in job {announcement.job_id} on {announcement.hostname}"
+
+
+def _send_by_tcp(connection: Connection, announcement: Announcement, request: Mapping[str, Any]) -> dict[str, Any]:
+    problem = NotConnected("it announces no host")
+    for host in announcement.hosts:
+        try:
+            with (
+                connection.forward(host, announcement.port) as forward,
+                socket.create_connection((forward.host, forward.port), PROOF_TIMEOUT) as sock,
+            ):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return call(sock, announcement.key, dict(request), PROOF_TIMEOUT)
+        except AnswerLost:
+            raise
+        except OSError as error:
+            problem = NotConnected(f"{host}:{announcement.port}: {error}")
+    raise problem
+
+
+def _send_by_srun(
+    connection: Connection, announcement: Announcement, request: Mapping[str, Any], program: Sequence[str]
+) -> dict[str, Any]:
+    # Without --overlap the step would wait for the CPUs that the session's own step holds. Without --mem=0 it would request
+    # all memory of the job (srun(1), Slurm 22.05). --het-group is needed in a heterogeneous job and fails in any other one
+    # (tried on Slurm 22.05 and 24.11).
+    command = [
+        "srun",
+        "--overlap",
+        f"--jobid={announcement.job_id}",
+        *(["--het-group=0"] if announcement.heterogeneous else []),
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={announcement.hosts[0]}",
+        "--mem=0",
+        "--cpu-bind=none",
+        "--mpi=none",
+        "--quiet",
+        "--chdir=/",
+        *program,
+    ]
+    name = _described(announcement)
+    try:
+        done = run_slurm(connection, command, json.dumps(request).encode(), timeout=_SRUN_TIMEOUT)
+    except (ConnectionLost, TimeoutError) as error:
+        raise AnswerLost(f"{name} may have been asked by srun: {error}") from None
+    lines = done.stdout.decode("utf-8", "replace").splitlines()
+    for line in lines:
+        if line.startswith(ANSWER):
+            with contextlib.suppress(ValueError):
+                return dict(json.loads(line[len(ANSWER) :]))
+    error_text = done.stderr.decode("utf-8", "replace").strip()[-500:] or f"exit code {done.returncode}"
+    if SENT in lines:
+        raise AnswerLost(f"{name} was asked by srun, and its answer is lost: {error_text}")
+    raise Unreachable(f"{name} cannot be reached by srun: {error_text}")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -38,27 +147,23 @@ class RunRequest:
     """The request to run one payload: submit it to a session, or withdraw it.
 
     Attributes:
-        connection: reaches the files and the session.
-        commands: runs Slurm's programs.
-        run_dir: the payload's run directory.
+        site: reaches the files and the sessions.
         nonce: the payload's nonce, which is the request's idempotency key.
-        carrier: how requests reach the session, see `send_request`.
         patience: seconds for which the edge node may be out of reach once a session may have accepted the payload.
         on_accepted: called with the session that accepted the payload, before an interrupt can come.
         secrets: content of the payload's file of secret variables; empty if it has none.
+        members: further members of the request.
         unsettled: whether a session may have accepted the payload although its answer is not known.
     """
 
-    connection: Connection
-    commands: Connection
-    queue: SharedQueue
+    site: Site
     run_dir: str
     nonce: str
-    carrier: str
     patience: float
     on_accepted: Callable[[LiveSession], None]
     log: Any
     secrets: bytes = b""
+    members: Mapping[str, Any] = field(default_factory=dict)
 
     unsettled: bool = field(default=False, init=False)
     _tried: dict[str, LiveSession] = field(default_factory=dict, init=False)
@@ -72,7 +177,6 @@ class RunRequest:
         """Ask a session to run the payload, and return its answer.
 
         Args:
-            session: the session.
             files: the first files of the run directory.
             needs: paths of the bundles that must be on the cluster.
 
@@ -85,7 +189,7 @@ class RunRequest:
             ConnectionFailed: the edge node cannot be reached; no session got the request.
             OSError: the secrets cannot be written.
         """
-        request = self._message(Operation.RUN, files=dict(files), needs=list(needs))
+        request = self._message(Operation.RUN, files=dict(files), needs=list(needs), **self.members)
         if self.secrets:
             request["secrets"] = True
             self._write_secrets()
@@ -104,14 +208,14 @@ class RunRequest:
             if answer is not None:
                 message = str(answer.get("message"))
                 if answer.get("error") == Refusal.RECORD:
-                    raise StartError(FailureKind.RECORD, f"{_name(session)}, {self.commands.place}: {message}")
+                    raise StartError(FailureKind.RECORD, f"{self._name(session)}, {self.site.connection.place}: {message}")
                 if answer.get("error") != Refusal.MISSING_SECRETS:
                     return answer
                 # A cleanup removed the file; or the file is new and the session's node does not see it yet.
                 self._problem = message
                 rewrites += 1
                 if rewrites > _SECRETS_REWRITES:
-                    raise StartError(FailureKind.RECORD, f"{_name(session)} cannot read what was written for it: {message}")
+                    raise StartError(FailureKind.RECORD, f"{self._name(session)} cannot read what was written for it: {message}")
                 self._write_secrets()
             now = time.monotonic()
             if in_reach is not was_in_reach:
@@ -122,14 +226,6 @@ class RunRequest:
                 logged = self._problem
                 self.log.warning(f"[rayslurm] {logged}; asking again")
             time.sleep(next(pauses, _PAUSES[-1]))
-
-    def describe(self, session: LiveSession) -> dict[str, Any]:
-        """A session's description of itself.
-
-        Raises:
-            OSError: the session does not answer.
-        """
-        return self._send(session, {"op": Operation.DESCRIBE})
 
     def withdraw(self) -> None:
         """Called when the step is interrupted while the request is unsettled: withdraw the request.
@@ -158,12 +254,8 @@ class RunRequest:
 
     def _write_secrets(self) -> None:
         """Write the secrets just before the request: while the session waits in the queue, a cleanup may remove them."""
-        self.connection.make_dir(self.run_dir)
-        self.connection.write(os.path.join(self.run_dir, SECRETS), self.secrets)
-
-    def _send(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any]:
-        announcement, command = session.announcement, session.manifest.ask_command
-        return send_request(self.connection, self.commands, announcement, request, self.carrier, session.directory, command)
+        self.site.connection.make_dir(self.run_dir)
+        self.site.connection.write(os.path.join(self.run_dir, SECRETS), self.secrets)
 
     def _try(self, session: LiveSession, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """Send the request once, and return the answer; None if there is no answer and the session may still live."""
@@ -194,7 +286,7 @@ class RunRequest:
         # From here on an interrupt leaves it open whether the session accepts the payload.
         self.unsettled = True
         try:
-            answer = self._send(session, request)
+            answer = self.site.send(session, request)
         except AnswerLost:
             raise
         except OSError:
@@ -203,7 +295,7 @@ class RunRequest:
         if answer.get("ok"):
             return self._settle(session)
         if answer.get("error") == Refusal.DUPLICATE:
-            return self._settle(self._find_acceptor(session))
+            return self._settle(self._read_acceptor()[0] or session)
         # Before any other answer, the session has checked that the payload was not accepted before.
         self.unsettled = False
         return answer
@@ -215,24 +307,10 @@ class RunRequest:
             self.unsettled = False
         return {"ok": True}
 
-    def _find_acceptor(self, session: LiveSession) -> LiveSession:
-        """The session that accepted the payload, when `session` answers that one has: itself or an earlier, ended one."""
-        if len(self._tried) == 1:
-            return session
-        error: OSError | None = None
-        for pause in _PAUSES:
-            acceptor, error = self._read_acceptor()
-            if acceptor is not None:
-                return acceptor
-            time.sleep(pause)
-        if error is not None:
-            raise AnswerLost(f"a session has accepted it, but which one cannot be read: {error}")
-        return session
-
     def _read_acceptor(self) -> tuple[LiveSession | None, OSError | None]:
         """The session that began the payload's record, or None; and the error if the record cannot be read."""
         try:
-            data = self.connection.read(os.path.join(self.run_dir, JOURNAL), 0, _MOST_BYTES)
+            data = self.site.connection.read(os.path.join(self.run_dir, JOURNAL), 0, MOST_BYTES)
         except ConnectionFailed:
             raise
         except OSError as error:
@@ -243,48 +321,33 @@ class RunRequest:
 
     def _lives(self, session: LiveSession, unreachable: bool) -> bool | None:
         """Whether a session may still answer a request; None if that is not known."""
-        job_id = int(session.announcement.job_id)
         try:
             if unreachable:  # A session in reach may still answer, even if it announces that it is closing.
-                now = parse_announcement(self.connection.read(os.path.join(session.directory, SESSION), 0, _MOST_BYTES))
+                data = self.site.connection.read(os.path.join(session.directory, SESSION), 0, MOST_BYTES)
+                now = parse_announcement(data)
                 if now is not None and now.closing is not None:
                     return False
-            if parse_exit(self.connection.read(os.path.join(session.directory, EXIT), 0, _MOST_BYTES), job_id) is not None:
-                return False
-            snapshot = self.queue.latest(self.queue.clock.now())
-            if snapshot is None or self.queue.error:
-                return None
-            row = snapshot.job(job_id)
-            if row is None:  # The shared snapshot may be older than the job.
-                row = fetch_queue(self.commands).job(job_id)
+            return self.site.is_alive(session.announcement.job_id, session.directory)
         except ConnectionFailed:
             raise
         except OSError:
             return None
-        return row is not None and row.state not in TERMINAL
+
+    def _name(self, session: LiveSession) -> str:
+        return f"the session in {self.site.noun} {session.announcement.job_id}"
 
     def _no_answer(self, session: LiveSession, in_reach: bool) -> StartError:
         """The error to raise when a session has not answered for too long."""
-        name, job_id, place = _name(session), session.announcement.job_id, self.commands.place
-        if self.unsettled and not in_reach:
-            message = (
-                f"{name} may have accepted the payload, which may run, and the edge node was out of reach for "
-                f"{self.patience:g} s: {self._problem}"
-            )
-            return StartError(FailureKind.CONNECTION, message, retry=False)
-        if self.unsettled:
-            message = (
-                f"{name} was asked to run the payload, which may run, and has not answered for {_ANSWER_DEADLINE:g} s: "
-                f"{self._problem}; see {self.run_dir} on {place}, where `scancel {job_id}` ends the session and all it runs"
-            )
-            return StartError(FailureKind.RUNTIME, message, retry=False)
-        if self._alive:
-            remedy = f"Slurm says that it runs; run `scancel {job_id}` on {place}, then try again"
-        else:
-            remedy = f"whether it lives cannot be found out; see `squeue --job {job_id}` on {place}"
-        message = f"{name} does not answer within {_ANSWER_DEADLINE:g} s: {self._problem}; {remedy}"
-        return StartError(FailureKind.CLUSTER_START, message)
-
-
-def _name(session: LiveSession) -> str:
-    return f"the session in Slurm job {session.announcement.job_id}"
+        name, place = self._name(session), self.site.connection.place
+        command = f"`{self.site.end_command(session.announcement.job_id)}`"
+        if not self.unsettled:
+            remedy = f"it still runs; run {command} on {place}" if self._alive else "whether it lives cannot be found out"
+            message = f"{name} does not answer within {_ANSWER_DEADLINE:g} s: {self._problem}; {remedy}, then try again"
+            return StartError(FailureKind.CLUSTER_START, message)
+        silence = f"has not answered for {_ANSWER_DEADLINE:g} s"
+        message = (
+            f"{name} was asked to run the payload, which may run, and "
+            f"{silence if in_reach else f'the edge node was out of reach for {self.patience:g} s'}: {self._problem}; "
+            f"see {self.run_dir} on {place}, where {command} ends the session and all it runs"
+        )
+        return StartError(FailureKind.RUNTIME if in_reach else FailureKind.CONNECTION, message, retry=False)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from ...archive import runtime_name
 from ...components import arrange, component_specs, merge_launchers, ray_across
@@ -24,7 +20,7 @@ from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec
 from ...slurm.config import HetComponent, SlurmQueueConfig, SlurmResource, split_signal
 from ...slurm.request import JobRequest, job_comment, job_name
 from ...slurm.script import render_script
-from .matching import Requirements, misfit, required_head
+from .matching import Choice, Requirements, Target, misfit, required_head, session_key
 
 
 @dataclass(frozen=True)
@@ -32,10 +28,7 @@ class SessionSetup:
     """How a `ComputeResource` uses sessions, and what one run overrides.
 
     Attributes:
-        slurm: the Slurm cluster.
         own_queue: what this run changes in the queue configuration of sessions; None for nothing.
-        environment: the Python environment on the cluster.
-        session: how sessions are shared.
         launcher: the launcher for which sessions are created.
         reuse: whether the Ray cluster stays warm between payloads.
         components: the components of a session's job, instead of the cluster's queue; empty where all nodes are alike.
@@ -60,11 +53,7 @@ class SessionSetup:
 
     @cached_property
     def default(self) -> Requirements:
-        """What the default session is created with; it serves payloads without overrides.
-
-        Raises:
-            ValueError: the components contradict each other or the session's configuration.
-        """
+        """What the default session is created with; raises ValueError if its components contradict each other or `session`."""
         if not self.components:
             queue = session_queue(self.slurm.queue, self.session)
             return Requirements(self.launcher.ray_spec(), self.launcher.footprint(), queue)
@@ -91,10 +80,7 @@ class SessionSetup:
         return required if own else required.with_time_limit(self.default.queue.time_limit)
 
     def own(self, plan: Plan) -> Requirements:
-        """What a separate session is created with, for a payload that does not fit the default session.
-
-        The separate session lives at least as long as the default session.
-        """
+        """What a separate session is created with, for a payload that does not fit; it lives as long as the default one."""
         required = self.required(plan)
         limits = [required.queue.time_limit]
         with suppress(ValueError):  # The session's components may contradict each other where the run brings its own.
@@ -104,8 +90,7 @@ class SessionSetup:
     def misfit(self, plan: Plan) -> str | None:
         """What the payload requires and the default session does not offer, as a sentence; None if the payload fits.
 
-        Raises:
-            ValueError: the default session is impossible, and the run does not replace the session's components by its own.
+        Raises ValueError if the default session is impossible, and the run does not replace its components by its own.
         """
         required = self.required(plan)
         try:
@@ -116,42 +101,33 @@ class SessionSetup:
             return f"there is no session for all payloads: {error}"
         return misfit(required, capacity)
 
-    def key(self, required: Requirements, run_id: str, base: str, data_dir: str, apart: bool) -> str:
-        """The name of a session's directory: the session's name and a fingerprint of all that tells sessions apart.
+    def choice(self, plan: Plan, run_id: str, base: str, data_dir: str) -> Choice:
+        """Which session the payload gets.
 
         Args:
-            required: what the session is created with.
-            run_id: the Dagster run.
             base: the base directory on the cluster.
             data_dir: the directory that payloads share.
-            apart: whether this is a separate session, for a payload that does not fit the default session.
         """
-        config = self.session
-        what: dict[str, Any] = {
+        what = {
             "base": base,
             "runtime": [PROTOCOL_VERSION, runtime_name()],
             "environment": path_on_cluster(self.environment, over_ssh=self.slurm.ssh is not None),
             "data_dir": data_dir,
             "reuse": self.reuse,
-            "run": run_id if config.scope == "run" else None,
         }
-        if config.name is None or apart:
-            # How long to wait for a Ray cluster says nothing about the Ray cluster.
-            ray = None if required.ray is None else dataclasses.replace(required.ray, startup_timeout=0.0)
-            what |= _as_json(dataclasses.replace(required, ray=ray)) | {"site": self.slurm.site}
-            what |= {"concurrent": config.max_concurrent_payloads, "idle": config.idle_timeout, "yields": config.yield_when_idle}
-        text = json.dumps(what, sort_keys=True)
-        return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
-    def fingerprint(self, plan: Plan, run_id: str, base: str, data_dir: str) -> bytes:
-        """Text of all that a payload asks for. A retry of the step continues the payload only if its own text is the same.
+        def target(created_with: Requirements, apart: bool) -> Target:
+            more = {"site": self.slurm.site} if self.session.name is None or apart else {}
+            key = session_key(self.session, run_id, {**what, **more}, created_with, apart)
+            return Target(key, created_with, created_with.capacity(self.reuse))
 
-        The arguments are those of `key`.
-        """
-        required, apart = self.required(plan), self.misfit(plan) is not None
-        session = self.key(self.own(plan) if apart else self.default, run_id, base, data_dir, apart)
-        what = {"session": session, "time_limited": required.time_limited, "head": required.head, **_as_json(required)}
-        return json.dumps(what, sort_keys=True).encode()
+        return Choice(
+            self.required(plan),
+            self.misfit(plan),
+            lambda: target(self.default, False),
+            lambda: target(self.own(plan), True),
+            self.session.on_misfit == "error",
+        )
 
     def runtime_spec(self, cluster_id: str, required: Requirements, request: JobRequest, plan: Plan) -> RuntimeSpec:
         """What the runtime of a session reads when it starts."""
@@ -190,15 +166,3 @@ class SessionSetup:
 
 def _component_of(launcher: Launcher) -> str | None:
     return launcher.component_id if isinstance(launcher, RayLauncher) else None
-
-
-def _as_json(required: Requirements) -> dict[str, Any]:
-    return {
-        "ray": None if required.ray is None else dataclasses.asdict(required.ray),
-        "footprint": required.footprint,
-        "queue": required.queue.model_dump(mode="json"),
-        "components": [
-            [each.component_id, each.queue.model_dump(mode="json"), each.launcher.footprint(), each.payload_wants]
-            for each in required.components
-        ],
-    }

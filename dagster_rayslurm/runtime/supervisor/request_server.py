@@ -1,7 +1,8 @@
-"""The server over which Dagster processes use a session in a Slurm allocation: they send payloads to run, and ask for its state.
+"""How Dagster processes reach a runtime: a pipe or a file for its single payload, a server on TCP for the payloads of a session.
 
-A payload belongs to the allocation, so it goes on when the client's connection ends. Each request has the id of its payload,
-so a client whose answer was lost may repeat the request, to this session or a later one, and the payload still runs once.
+A session's payload goes on when the client's connection ends, unless the request binds the payload to it. Each request has the
+id of its payload, so a client whose answer was lost may repeat the request, to this session or a later one, and the payload
+still runs once.
 """
 
 from __future__ import annotations
@@ -13,57 +14,111 @@ import sys
 from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..node.allocation import Allocation
+from ..payload.payload import Payload
 from ..protocol.end import End, EndReason
 from ..protocol.messages import Operation, Refusal, answer_safely, refuse
-from ..protocol.record import JOURNAL, SECRETS, SESSION, write_atomically
+from ..protocol.record import CANCEL, JOURNAL, SECRETS, SESSION, split_lines, write_atomically
 from ..protocol.rpc import Channel, ChannelListener, Message, RpcServer
 from ..protocol.spec import PROTOCOL_VERSION, SpecError, is_passable
-from .local_server import serve_run_dir
 from .queue import Closing, Misfit
 from .supervisor import Supervisor
 
-_POLL_INTERVAL = 1.0
+_CANCEL_POLL = 0.5
+"""Seconds between two reads of the file in a run directory that may cancel its payload."""
+_ANNOUNCEMENT_POLL = 1.0
 """Seconds between two checks that the session's announcement file is there and up to date."""
 
-_ENDED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
-"""How payloads end when a client asks the session to stop."""
+ORPHANED = End(EndReason.CANCEL, "the Dagster process that asked for the run is gone")
+"""How a payload ends whose requester has closed its end of the pipe or connection."""
+CANCELLED = End(EndReason.CANCEL, "cancelled from Dagster")
+_STOPPED = End(EndReason.CANCEL, "its session was ended by cleanup_cluster")
 
 
-class SessionServer(ChannelListener):
-    """Serves clients of a session in a Slurm allocation: runs, withdraws and describes payloads, and ends the session.
+def serve_parent(supervisor: Supervisor, run_dir: str, fd: int = 0) -> Payload:
+    """Queue the payload of a run directory for the parent process, which cancels it by a line over the pipe, or by closing it."""
+    payload, partial = supervisor.submit(run_dir), [b""]
 
-    The server writes its host names, port and key to `session.json` in the session's directory (the announcement), where
-    clients find them.
+    def read() -> None:
+        data = os.read(fd, 65536)
+        if not data:
+            supervisor.loop.forget(fd)
+            return payload.end_early(ORPHANED)
+        lines, partial[0] = split_lines(partial[0] + data)
+        for line in lines:
+            _cancel(payload, line)
+
+    supervisor.loop.on_readable(fd, read)
+    return payload
+
+
+def serve_run_dir(supervisor: Supervisor, run_dir: str, environ: Optional[Dict[str, str]] = None) -> Payload:
+    """Queue the payload of a run directory, and cancel it if a request appears in the directory's file `cancel.json`."""
+    payload = supervisor.submit(run_dir, environ)
+    handled = [b""]
+
+    def poll() -> None:
+        with contextlib.suppress(OSError):  # The file cannot be read now, or is just being replaced.
+            with open(os.path.join(run_dir, CANCEL), "rb") as file:
+                text = file.read()
+            if text != handled[0]:
+                handled[0] = text
+                _cancel(payload, text)
+        if not payload.ended:
+            supervisor.loop.call_later(_CANCEL_POLL, poll)
+
+    supervisor.loop.call_later(_CANCEL_POLL, poll)
+    return payload
+
+
+def _cancel(payload: Payload, text: bytes) -> None:
+    """Cancel a payload if `text` asks for that; it may be anything, for the payload can write to the file too."""
+    try:
+        request = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return
+    if isinstance(request, dict) and request.get("op") == Operation.CANCEL:
+        gone = request.get("gone")
+        end = CANCELLED if gone is None else End(EndReason.OTHER_COMPONENT, "component %r: its runtime is gone" % (gone,))
+        payload.end_early(end, grace=0 if request.get("now") else None)
+
+
+class RequestServer(ChannelListener):
+    """Serves clients of a session: runs, withdraws and describes payloads, and ends the session.
+
+    It writes hosts, port and key to `session.json` in the session's directory (the announcement), where clients find them.
 
     Args:
-        supervisor: runs the payloads.
-        session_dir: the directory for the announcement.
-        allocation: the Slurm allocation in which the session runs.
         key: the secret that clients must know, hexadecimal.
         ports: candidates for the port, in order; if none of them is free, the kernel chooses one.
+        allocation: the Slurm allocation in which the session runs; None for a session that only this machine may reach.
     """
 
-    def __init__(self, supervisor: Supervisor, session_dir: str, allocation: Allocation, key: str, ports: List[int]) -> None:
+    def __init__(
+        self, supervisor: Supervisor, session_dir: str, key: str, ports: List[int], allocation: Optional[Allocation] = None
+    ) -> None:
         self._supervisor = supervisor
         self._path = os.path.join(session_dir, SESSION)
         self._accepted_ids: Set[str] = set()
         self._withdrawn: Set[str] = set()
+        self._bound: Dict[Channel, Payload] = {}
         # 0 lets the kernel choose a port. A firewall may close that port to other nodes, but clients on this node reach it.
-        self._server = RpcServer(supervisor.loop, key, [*ports, 0], self)
+        self._server = RpcServer(supervisor.loop, key, [*ports, 0], self, loopback=allocation is None)
         self._announcement: Dict[str, Any] = {
             "protocol": PROTOCOL_VERSION,
             "cluster_id": supervisor.spec.cluster_id,
-            "job_id": allocation.job_id,
-            "hosts": list(dict.fromkeys([allocation.nodes[0], *allocation.head_addresses])),
+            "job_id": allocation.job_id if allocation is not None else str(os.getpid()),
+            "hosts": ["127.0.0.1"],
             "port": self._server.port,
             "key": key,
             "pid": os.getpid(),
             "hostname": supervisor.machine.hostname,
-            "heterogeneous": len(allocation.components) > 1,
+            "heterogeneous": allocation is not None and len(allocation.components) > 1,
             "closing": None,
             "served": 0,
             "idle": False,
         }
+        if allocation is not None:
+            self._announcement["hosts"] = list(dict.fromkeys([allocation.nodes[0], *allocation.head_addresses]))
         self._announce()
         self._poll()
 
@@ -71,21 +126,18 @@ class SessionServer(ChannelListener):
         """Take no more requests, and say so in the announcement, unless another session has announced itself there since."""
         self._server.close()
         self._update(self._supervisor.closing or self._announcement["closing"] or "it has ended")
-        with contextlib.suppress(OSError):  # Clients also learn from Slurm that the job has ended.
+        with contextlib.suppress(OSError):  # Clients also learn the end of the session from Slurm or the kernel.
             if not self._is_displaced():
                 self._announce()
 
     def _update(self, closing: Optional[str]) -> bool:
         """Update the announcement in memory, and log why the session closes. Returns whether the announcement has changed."""
-        before = dict(self._announcement)
-        self._announcement.update(closing=closing, served=self._supervisor.queue.served, idle=self._is_idle())
+        before, served = dict(self._announcement), self._supervisor.queue.served
+        self._announcement.update(closing=closing, served=served, idle=served > 0 and not self._supervisor.payloads)
         if closing != before["closing"]:
-            said = "rayslurm: the session takes no more payloads, %d were here: %s" % (self._supervisor.queue.served, closing)
+            said = "rayslurm: the session takes no more payloads, %d were here: %s" % (served, closing)
             print(said, file=sys.stderr, flush=True)
         return self._announcement != before
-
-    def _is_idle(self) -> bool:
-        return self._supervisor.queue.served > 0 and not self._supervisor.payloads
 
     def _announce(self) -> None:
         write_atomically(self._path, json.dumps(self._announcement).encode("utf-8"))
@@ -102,7 +154,7 @@ class SessionServer(ChannelListener):
             self._supervisor.drain("nobody can find it: %s is gone" % os.path.dirname(self._path))
         except OSError:
             pass  # A full disk, or a file system that does not answer: the next poll may succeed.
-        self._supervisor.loop.call_later(_POLL_INTERVAL, self._poll)
+        self._supervisor.loop.call_later(_ANNOUNCEMENT_POLL, self._poll)
 
     def _is_displaced(self) -> bool:
         """Whether another session has announced itself in this directory, as may happen after a user removed directories."""
@@ -119,25 +171,30 @@ class SessionServer(ChannelListener):
 
     def received(self, channel: Channel, message: Message) -> None:
         """Called when a client sent a request: answer it."""
-        channel.send(**self.answer(message))
+        channel.send(**answer_safely(lambda: self._answer(channel, message)))
 
-    def answer(self, request: Message) -> Message:
-        """The answer to a client's request; a refusal if the request makes no sense."""
-        return dict(answer_safely(lambda: self._answer(request)))
+    def closed(self, channel: Channel, why: str) -> None:  # noqa: ARG002
+        """Called when a client's connection has ended: end the payload that is bound to it."""
+        payload = self._bound.pop(channel, None)
+        if payload is not None:
+            payload.end_early(ORPHANED)
 
-    def _answer(self, request: Message) -> Message:
+    def _answer(self, channel: Channel, request: Message) -> Message:
         op = request.get("op")
         if op in (Operation.RUN, Operation.WITHDRAW):
-            problem = _problem(request)
-            if problem is not None:
-                return refuse(Refusal.REFUSED, "the request cannot be understood: %s" % problem)
+            if not _is_valid(request):
+                return refuse(Refusal.REFUSED, "the request cannot be understood")
             if request["request_id"] in self._accepted_ids or _has_started(request["run_dir"]):
                 return refuse(Refusal.DUPLICATE)
-            return self._admit(request) if op == Operation.RUN else self._withdraw(request)
+            if op == Operation.WITHDRAW:
+                self._withdrawn.add(request["request_id"])
+            if request["request_id"] in self._withdrawn:  # A `run` request may arrive later than the one that withdrew it.
+                return refuse(Refusal.WITHDRAWN, "the request was withdrawn")
+            return self._admit(channel, request)
         if op == Operation.DESCRIBE:
             return {**self._supervisor.describe(), "ok": True}
         if op == Operation.STOP:
-            self._supervisor.close(_ENDED)
+            self._supervisor.close(_STOPPED)
             return {"ok": True}
         if op == Operation.YIELD:
             if not self._supervisor.spec.yield_when_idle:
@@ -145,15 +202,8 @@ class SessionServer(ChannelListener):
             return {"ok": True} if self._supervisor.give_way() else refuse(Refusal.BUSY)
         return refuse(Refusal.UNKNOWN, "this session does not know %.80r" % (op,))
 
-    def _withdraw(self, request: Message) -> Message:
-        """Promise the client that its payload will never run here, even if a delayed `run` request for it arrives later."""
-        self._withdrawn.add(request["request_id"])
-        return refuse(Refusal.WITHDRAWN, "the request was withdrawn")
-
-    def _admit(self, request: Message) -> Message:
-        request_id, run_dir = request["request_id"], request["run_dir"]
-        if request_id in self._withdrawn:
-            return self._withdraw(request)
+    def _admit(self, channel: Channel, request: Message) -> Message:
+        run_dir = request["run_dir"]
         if self._supervisor.closing is not None:
             return refuse(Refusal.CLOSING, self._supervisor.closing)
         missing = [path for path in request.get("needs", []) if not _use(path)]
@@ -163,7 +213,7 @@ class SessionServer(ChannelListener):
             return refuse(Refusal.MISSING_SECRETS, "%s has no %s" % (run_dir, SECRETS))
         try:
             lay_out(run_dir, request.get("files", {}))
-            serve_run_dir(self._supervisor, run_dir)
+            payload = serve_run_dir(self._supervisor, run_dir, request.get("environ"))
         except Closing as error:
             return refuse(Refusal.CLOSING, error)
         except Misfit as error:
@@ -172,25 +222,37 @@ class SessionServer(ChannelListener):
             return refuse(Refusal.REFUSED, error)
         except OSError as error:
             return refuse(Refusal.RECORD, "the run directory %s cannot be written: %s" % (run_dir, error))
-        self._accepted_ids.add(request_id)
+        self._accepted_ids.add(request["request_id"])
+        if request.get("bound"):
+            self._bind(channel, payload)
         return {"ok": True, "cluster_id": self._supervisor.spec.cluster_id}
 
+    def _bind(self, channel: Channel, payload: Payload) -> None:
+        """End a payload with its client's connection, and the connection with the payload, whose record may be lost."""
+        self._bound[channel] = payload
 
-def _problem(request: Message) -> Optional[str]:
-    """What is wrong with the fields of a `run` or `withdraw` request, as a sentence; None if they are valid."""
-    texts = [request.get("request_id"), request.get("run_dir")]
-    if not all(isinstance(text, str) and text and is_passable(text) for text in texts):
-        return "request_id and run_dir must be text"
-    if not os.path.isabs(request["run_dir"]):
-        return "run_dir must be absolute"
+        def hang_up() -> None:
+            self._bound.pop(channel, None)
+            channel.close()
+
+        if payload.ended:
+            self._supervisor.loop.call_later(0.0, hang_up)
+        else:
+            payload.on_ended.append(hang_up)
+
+
+def _is_valid(request: Message) -> bool:
+    """Whether the fields of a `run` or `withdraw` request have their types."""
+    request_id, run_dir = request.get("request_id"), request.get("run_dir")
     files, needs = request.get("files", {}), request.get("needs", [])
-    if not isinstance(files, dict) or not all(isinstance(text, str) and _is_text(name, text) for name, text in files.items()):
-        return "files must be texts by name"
-    if not isinstance(needs, list) or not all(isinstance(path, str) and is_passable(path) for path in needs):
-        return "needs must be a list of paths"
-    if not isinstance(request.get("secrets", False), bool):
-        return "secrets must be true or false"
-    return None
+    if not isinstance(files, dict) or not isinstance(needs, list) or not isinstance(request.get("secrets", False), bool):
+        return False
+    paths = all(isinstance(text, str) and text and is_passable(text) for text in [request_id, run_dir, *needs])
+    return (
+        paths
+        and os.path.isabs(str(run_dir))
+        and all(isinstance(text, str) and _is_text(name, text) for name, text in files.items())
+    )
 
 
 def _is_text(name: str, text: str) -> bool:
@@ -203,14 +265,7 @@ def _is_text(name: str, text: str) -> bool:
 
 
 def lay_out(run_dir: str, files: Mapping[str, str]) -> None:
-    """Make a run directory that only this user can read, with these files.
-
-    Args:
-        files: texts by file name; directories in a name are ignored.
-
-    Raises:
-        OSError: the directory or a file cannot be written.
-    """
+    """Make a run directory that only this user can read, with these texts by file name; directories in a name are ignored."""
     os.makedirs(run_dir, 0o700, exist_ok=True)
     for name, text in files.items():
         fd = os.open(os.path.join(run_dir, os.path.basename(name)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
