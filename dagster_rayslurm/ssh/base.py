@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..edge import files, processes
 from ..edge.agent import PART
@@ -73,22 +73,21 @@ class Stat:
     modified: float
 
 
-class Forward(Protocol):
-    """A TCP port of this machine that is forwarded to a port behind the connection. Several clients may use it at once."""
+@dataclass
+class Forward:
+    """A TCP port that leads to a port behind the connection. Several clients may use it at once."""
 
-    @property
-    def host(self) -> str: ...
-
-    @property
-    def port(self) -> int: ...
+    host: str
+    port: int
 
     def close(self) -> None:
         """Stop listening and disconnect all clients."""
-        ...
 
-    def __enter__(self) -> Forward: ...
+    def __enter__(self) -> Forward:
+        return self
 
-    def __exit__(self, *exc_info: object) -> None: ...
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
 
 class Connection(ABC):

@@ -23,7 +23,7 @@ from .. import edge
 from ..edge import files
 from ..edge.agent import Sender, command_line, messages, program
 from . import errors
-from .base import Backoff, Connection, ConnectionFailed, ConnectionGone, ConnectionLost, ServerBusy, Submit
+from .base import Backoff, Connection, ConnectionFailed, ConnectionGone, ConnectionLost, Forward, ServerBusy, Submit
 from .config import SSHConnectionResource
 
 T = TypeVar("T")
@@ -336,7 +336,7 @@ class SSHConnection(Connection):
                 each.close()
         self._agent = self._transport = None
 
-    def forward(self, host: str, port: int) -> ListeningForward:
+    def forward(self, host: str, port: int) -> Forward:
         def tunnel(client: socket.socket) -> None:
             for last in (False, True):
                 with self._lock:
@@ -357,7 +357,7 @@ class SSHConnection(Connection):
             self._log_out()
 
 
-class ListeningForward:
+class ListeningForward(Forward):
     """A port on 127.0.0.1 that is forwarded over SSH. Other users of this machine can connect to the port as well.
 
     Args:
@@ -367,18 +367,11 @@ class ListeningForward:
     def __init__(self, tunnel: Callable[[socket.socket], None]) -> None:
         self._tunnel = tunnel
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        super().__init__("127.0.0.1", self._listener.getsockname()[1])
         self._clients: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="rayslurm-forward", daemon=True).start()
-
-    @property
-    def host(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    def port(self) -> int:
-        return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
         self._closed.set()
@@ -390,12 +383,6 @@ class ListeningForward:
         for client in clients:
             with contextlib.suppress(OSError):
                 client.shutdown(socket.SHUT_RDWR)
-
-    def __enter__(self) -> ListeningForward:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _accept(self) -> None:
         while not self._closed.is_set():

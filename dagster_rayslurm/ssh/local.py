@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
-from .base import Connection, Submit
+from .base import Connection, Forward, Submit
 
 T = TypeVar("T")
 
@@ -36,21 +35,6 @@ def private_dir() -> str:
     return path
 
 
-@dataclass(frozen=True)
-class LocalForward:
-    """A port as `LocalConnection.forward` returns it: the given address itself, which this machine reaches without forwarding."""
-
-    host: str
-    port: int
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> LocalForward:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None: ...
-
-
 class LocalConnection(Connection):
     """Files and commands of this machine, without SSH."""
 
@@ -61,8 +45,8 @@ class LocalConnection(Connection):
     def attempt(self, doing: str, operation: Callable[[Submit], T], repeat: bool, deadline: float | None = None) -> T:  # noqa: ARG002
         return operation(_submit)
 
-    def forward(self, host: str, port: int) -> LocalForward:
-        return LocalForward(host, port)
+    def forward(self, host: str, port: int) -> Forward:
+        return Forward(host, port)  # This machine reaches the address without forwarding.
 
     def close(self) -> None: ...
 
