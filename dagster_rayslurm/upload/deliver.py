@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TypeVar
 
 from ..archive import build_runtime, runtime_name
 from ..edge import delivery
@@ -25,16 +24,13 @@ from ..ssh.base import Connection, ConnectionFailed, Progress
 from ..ssh.local import private_dir
 from .bundle import Bundle
 
-T = TypeVar("T")
-
 _SMALL = 1024 * 1024
-"""Maximum bytes of an archive that goes with the call that unpacks it; others are uploaded first."""
+"""Maximum bytes of an archive that goes to the function that unpacks it; others are uploaded as a file first."""
 _ENTRY = 1024
 """Upper limit of the bytes that an archive has for an entry in addition to its content: the header and padding."""
 _KNOWN_FOR = 300.0
 """Seconds for which this process trusts that an installed item is still there."""
 _LOOK_TIMEOUT = 300.0
-"""Seconds for the check for installed items."""
 _UNPACK_TIMEOUT = 600.0
 _UNPACKED_PER_SECOND = 1024 * 1024
 """An archive must be unpacked within `_UNPACK_TIMEOUT` seconds, plus a second for each of these bytes."""
@@ -51,22 +47,6 @@ class Installed:
 
     bundles: Mapping[Bundle, str]
     runtime: str
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A bundle or the runtime, as an item to install below the base directory."""
-
-    directory: str
-    name: str
-    size: int
-    """An upper limit of the bytes to send."""
-    write: Callable[[IO[bytes]], object]
-
-    @property
-    def place(self) -> str:
-        """The path of the item below the base directory."""
-        return posixpath.join(self.directory, self.name)
 
 
 def place_of(base: str, bundle: Bundle) -> str:
@@ -89,13 +69,11 @@ def install(
 ) -> Installed:
     """Install bundles and the runtime on the cluster if they are missing there; only their owner can read them.
 
-    If nothing is missing, this takes one round trip, or none within five minutes of the last one. Several processes may
+    If nothing is missing, this takes one small call, or none within five minutes of the last one. Several processes may
     install at the same time: those of one machine send a large item once, those of several machines at worst once each.
 
     Args:
-        connection: the connection to the edge node.
         base: the absolute base directory on the cluster.
-        bundles: the bundles that payloads need.
         progress: called with the bytes sent, for each item.
         afresh: check all items on the cluster, even those that this process saw a short time ago.
         warn: called with a warning about a base directory that others may write to.
@@ -104,110 +82,102 @@ def install(
         ValueError: a file changed since its bundle was named.
         OSError: a file cannot be written on this machine or the cluster, or another user owns or can change the base directory.
     """
-    runtime = _Part("runtime", runtime_name(), 0, lambda target: target.write(build_runtime()))
     if afresh:
         _known.pop(connection, None)
-    installer = _Installer(connection, base)
-    for part in installer.missing([runtime, *map(_part, dict.fromkeys(bundles))], warn):
-        if part.size <= _SMALL:
-            installer.send_small(part, progress)
+    items: dict[str, Bundle | None] = {runtime_place(base): None}
+    items |= {place_of(base, bundle): bundle for bundle in bundles}
+    for path in _missing(connection, base, list(items), warn):
+        bundle = items[path]
+        if bundle is None or bundle.size + _ENTRY * len(bundle.manifest.entries) <= _SMALL:
+            _send_small(connection, base, bundle, progress)
         else:
-            with _machine_lock(f"{connection.place} {base} {part.place}"):
-                if installer.missing([part]):
-                    installer.send_large(part, progress)
-        installer.remember([part])
+            with _machine_lock(f"{connection.place} {path}"):
+                if _missing(connection, base, [path]):
+                    _send_large(connection, base, bundle, progress)
+        _known.setdefault(connection, {})[path] = time.monotonic()
     return Installed({bundle: place_of(base, bundle) for bundle in bundles}, runtime_place(base))
 
 
-def _part(bundle: Bundle) -> _Part:
-    """The item that installs a bundle."""
-    size = bundle.size + _ENTRY * len(bundle.manifest.entries)
-    return _Part("bundles", bundle.name, size, bundle.write_archive)
+def _missing(
+    connection: Connection, base: str, paths: Sequence[str], warn: Callable[[str], object] = lambda _: None
+) -> list[str]:
+    """The paths that are not installed; asks the cluster unless this process saw all of them a short time ago.
 
-
-class _Installer:
-    """Finds out which items are missing below one base directory, and sends items."""
-
-    def __init__(self, connection: Connection, base: str) -> None:
-        self._connection, self._base = connection, base
-
-    def missing(self, parts: Sequence[_Part], warn: Callable[[str], object] = lambda _: None) -> list[_Part]:
-        """The items that are not installed; asks the cluster unless this process saw all of them a short time ago."""
-        seen, since = _known.get(self._connection, {}), time.monotonic() - _KNOWN_FOR
-        if all(seen.get(self._path(part), since) > since for part in parts):
-            return []
-        owner, open_place, group, found = self._call(
-            f"looking at {self._base}", _LOOK_TIMEOUT, delivery.look, self._base, [part.place for part in parts]
+    Raises:
+        PermissionError: another user owns or can change the base directory.
+    """
+    known, now = _known.setdefault(connection, {}), time.monotonic()
+    if all(path in known and now - known[path] < _KNOWN_FOR for path in paths):
+        return []
+    where, places = connection.place, [posixpath.relpath(path, base) for path in paths]
+    with _errors(connection, base, f"looking at {base}", _LOOK_TIMEOUT):
+        owner, open_place, group, found = connection.call(delivery.look, base, places, repeat=True, timeout=_LOOK_TIMEOUT)
+    if owner:
+        raise PermissionError(f"{where}: {base} belongs to {owner}, who could change what runs there")
+    if open_place:
+        sentence = f"everybody may write to {open_place}, and so change what runs there; run: chmod o-w {open_place}"
+        raise PermissionError(f"{where}: {sentence}")
+    if group:
+        warn(
+            f"{where}: group {group} may write to {base}, and so change what runs there; run: "
+            f"chmod g-w {base} (or chmod +t {base}, if the group needs it)"
         )
-        place = self._connection.place
-        if owner:
-            raise PermissionError(f"{place}: {self._base} belongs to {owner}, who could change what runs there")
-        if open_place:
-            sentence = f"everybody may write to {open_place}, and so change what runs there; run: chmod o-w {open_place}"
-            raise PermissionError(f"{place}: {sentence}")
-        if group:
-            warn(
-                f"{place}: group {group} may write to {self._base}, and so change what runs there; run: "
-                f"chmod g-w {self._base} (or chmod +t {self._base}, if the group needs it)"
-            )
-        self.remember([part for part in parts if part.place in found])
-        return [part for part in parts if part.place not in found]
+    known.update({posixpath.join(base, place): now for place in found})
+    return [path for path, place in zip(paths, places, strict=True) if place not in found]
 
-    def remember(self, parts: Sequence[_Part]) -> None:
-        """Note that these items are on the cluster now, so that `missing` need not ask again for some minutes."""
-        now = time.monotonic()
-        _known.setdefault(self._connection, {}).update({self._path(part): now for part in parts})
 
-    def send_small(self, part: _Part, progress: Progress | None) -> None:
-        """Install an item with a single call."""
-        archive = io.BytesIO()
-        part.write(archive)
-        self._install(part, "", archive.getvalue())
-        if progress:
-            progress(archive.tell(), archive.tell())
+def _send_small(connection: Connection, base: str, bundle: Bundle | None, progress: Progress | None) -> None:
+    """Install the runtime (None) or a bundle with a single call, which gets its content."""
+    archive = io.BytesIO()
+    archive.write(build_runtime()) if bundle is None else bundle.write_archive(archive)
+    _install(connection, base, bundle, "", archive.getvalue())
+    if progress:
+        progress(archive.tell(), archive.tell())
 
-    def send_large(self, part: _Part, progress: Progress | None) -> None:
-        """Install an item by an upload and a call that unpacks the uploaded file."""
-        place, name = self._connection.place, f".rs-{secrets.token_hex(8)}.tgz"
-        directory = posixpath.join(self._base, part.directory)
-        with tempfile.NamedTemporaryFile(prefix="rayslurm-") as archive:
-            try:
-                part.write(archive)
-                archive.flush()
-            except OSError as error:
-                raise OSError(f"{archive.name} cannot be written before it goes to {place}: {error.strerror}") from None
-            self._connection.make_dir(directory)
-            self._connection.upload(archive.name, posixpath.join(directory, name), progress)
-        self._install(part, name, b"")
 
-    def _path(self, part: _Part) -> str:
-        """The absolute path of an item on the cluster."""
-        return posixpath.join(self._base, part.place)
-
-    def _install(self, part: _Part, archive: str, data: bytes) -> None:
-        """Make an item on the cluster; `archive` is an uploaded file there, or "" for `data`."""
-        directory = posixpath.join(self._base, part.directory)
-        doing, timeout = f"making {self._path(part)}", _UNPACK_TIMEOUT + part.size / _UNPACKED_PER_SECOND
+def _send_large(connection: Connection, base: str, bundle: Bundle, progress: Progress | None) -> None:
+    """Install a bundle by an upload, and a call that unpacks the uploaded file."""
+    name, directory = f".rs-{secrets.token_hex(8)}.tgz", posixpath.join(base, "bundles")
+    with tempfile.NamedTemporaryFile(prefix="rayslurm-") as archive:
         try:
-            if part.directory == "runtime":
-                self._call(doing, timeout, delivery.install_file, directory, part.name, data)
-            else:
-                self._call(doing, timeout, delivery.install, directory, part.name, archive, data)
-        except (ConnectionFailed, TimeoutError):
-            raise
+            bundle.write_archive(archive)
+            archive.flush()
         except OSError as error:
-            said = str(error).removeprefix(f"{self._connection.place}: ")
-            raise OSError(f"{self._connection.place}: {self._path(part)} cannot be made: {said}") from None
+            raise OSError(f"{archive.name} cannot be written before it goes to {connection.place}: {error.strerror}") from None
+        connection.make_dir(directory)
+        connection.upload(archive.name, posixpath.join(directory, name), progress)
+    _install(connection, base, bundle, name, b"")
 
-    def _call(self, doing: str, timeout: float, function: Callable[..., T], *arguments: object) -> T:
-        """Call a function on the cluster, again if the connection is lost."""
-        try:
-            return self._connection.call(function, *arguments, repeat=True, timeout=timeout)
-        except TimeoutError:
-            raise TimeoutError(
-                f"{self._connection.place}: {doing} took over {timeout:.0f} s and was ended; the file system of {self._base} "
-                "does not answer: try again later, or choose another remote_base"
-            ) from None
+
+def _install(connection: Connection, base: str, bundle: Bundle | None, archive: str, data: bytes) -> None:
+    """Make the runtime or a bundle on the cluster; `archive` is an uploaded file there, or "" for `data`."""
+    path = runtime_place(base) if bundle is None else place_of(base, bundle)
+    timeout = _UNPACK_TIMEOUT + (bundle.size / _UNPACKED_PER_SECOND if bundle else 0)
+    directory, name = posixpath.split(path)
+    with _errors(connection, base, f"making {path}", timeout):
+        if bundle is None:
+            connection.call(delivery.install_file, directory, name, data, repeat=True, timeout=timeout)
+        else:
+            connection.call(delivery.install, directory, name, archive, data, repeat=True, timeout=timeout)
+
+
+@contextlib.contextmanager
+def _errors(connection: Connection, base: str, doing: str, timeout: float) -> Iterator[None]:
+    """Name the machine, the path and the remedy in errors of the cluster's file system."""
+    try:
+        yield
+    except ConnectionFailed:
+        raise
+    except TimeoutError:
+        raise TimeoutError(
+            f"{connection.place}: {doing} took over {timeout:.0f} s and was ended; the file system of {base} "
+            "does not answer: try again later, or choose another remote_base"
+        ) from None
+    except OSError as error:
+        if not doing.startswith("making "):
+            raise
+        said = str(error).removeprefix(f"{connection.place}: ")
+        raise OSError(f"{connection.place}: {doing.removeprefix('making ')} cannot be made: {said}") from None
 
 
 @contextlib.contextmanager

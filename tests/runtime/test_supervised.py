@@ -278,7 +278,9 @@ def test_endless_messages_do_not_delay_the_time_limit(tmp_path: Path) -> None:
     assert (records[-1]["type"], records[-1]["message"]) == ("end", "enough")
 
 
-@pytest.mark.parametrize("answer", ["exit 1", "sleep 100", "true"])
+@pytest.mark.parametrize(
+    "answer", ["exit 1", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("sleep 100", "true"))]
+)
 def test_without_an_answer_of_squeue_the_last_known_limit_counts(tmp_path: Path, answer: str) -> None:
     directory = tmp_path / "bin"
     directory.mkdir()
