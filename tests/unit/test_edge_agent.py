@@ -40,7 +40,7 @@ class Pipe:
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def failure(self, noise: str) -> Exception:
-        return ConnectionFailed(noise, temporary=False)
+        return ConnectionFailed(noise, temporary=not noise)
 
 
 class Transport:
