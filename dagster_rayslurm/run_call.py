@@ -251,7 +251,7 @@ def _check_environment_and_ray(resource: ComputeResource, launcher: Launcher) ->
         )
 
 
-def _prepare(call: Call, nonce: str) -> tuple[Any, Backend[Any, Any]]:
+def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
     """The plan of a call (with topology "separate", the plans by component), and the backend, which has checked the plan.
 
     Raises:
@@ -286,7 +286,7 @@ def _prepare(call: Call, nonce: str) -> tuple[Any, Backend[Any, Any]]:
     return plan, backend
 
 
-def choose_backend(call: Call) -> Backend[Any, Any]:
+def choose_backend(call: Call) -> Backend:
     """The backend for a call.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from dagster_pipes import PipesContextData
 
@@ -13,11 +13,6 @@ from ..plan import Plan
 from ..ssh.base import Connection
 from .ownership import Ownership
 from .run_dir import Layout
-
-P = TypeVar("P", contravariant=True)
-"""What a backend starts: `Plan`, or `Plans` for several components."""
-R = TypeVar("R", covariant=True)
-"""What a backend hands back: `RunningPayload`, or `RunningPayloads` for several components."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +96,10 @@ Register = Callable[[RunningPayload], None]
 
 Plans = Mapping[str, Plan]
 """Plans by name of their component, in the order of the components in the job."""
-RunningPayloads = Mapping[str, RunningPayload]
-"""Running payloads by name of their component, in the order of the components in the job."""
 
 
-class Backend(Protocol[P, R]):
-    """Starts the runtime for a payload, or the runtimes for the payloads of all components at once."""
+class Backend(Protocol):
+    """Starts the runtime for a payload (`Plan`), or the runtimes for the payloads of all components at once (`Plans`)."""
 
     @property
     def connection(self) -> Connection:
@@ -123,11 +116,11 @@ class Backend(Protocol[P, R]):
         """How often records are read."""
         ...
 
-    def check(self, plan: P, /) -> None:
+    def check(self, plan: Any, /) -> None:
         """Refuse a plan that this backend cannot run, by a ValueError that names the field, before anything starts."""
         ...
 
-    def start(self, plan: P, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> R:
+    def start(self, plan: Any, run_dir: str, context: PipesContextData, step: Step, register: Register, /) -> object:
         """Write the run directory, which is new unless the step reattached, and start the runtimes.
 
         Raises:
@@ -136,7 +129,7 @@ class Backend(Protocol[P, R]):
         """
         ...
 
-    def example(self, plan: P, /) -> str:
+    def example(self, plan: Any, /) -> str:
         """Returns the command or batch script of a plan, to read; words in capitals stand for values known only at the start."""
         ...
 

@@ -7,7 +7,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..backends.base import Backend
 from ..backends.run_dir import Layout, sweep_old
@@ -100,7 +99,7 @@ def discard(connection: Connection, path: str) -> None:
         connection.remove(path)
 
 
-def sweep(backend: Backend[Any, Any], settings: RunSettings) -> None:
+def sweep(backend: Backend, settings: RunSettings) -> None:
     """Remove files older than `retention_days` on this machine and where payloads run; at most once an hour per process."""
     now, base = time.monotonic(), (backend.connection.place, backend.layout.base)
     if now - _last_sweep.get(base, -_SWEEP_INTERVAL) >= _SWEEP_INTERVAL:

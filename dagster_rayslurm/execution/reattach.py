@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 
@@ -79,7 +78,7 @@ class Launch:
     state: ReattachState = field(default_factory=ReattachState)
 
 
-def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend[Any, Any], home: Layout) -> Launch:
+def reattach_or_new(context: dg.OpExecutionContext, plan: Plan, backend: Backend, home: Layout) -> Launch:
     """Take over the payload of an earlier attempt if it was the same request; else prepare a new launch.
 
     Raises:

@@ -34,9 +34,7 @@ _CANCEL_MARGIN = 15.0
 """Seconds beyond the grace period for which a cancelled payload's record is still read."""
 
 
-def execute(
-    context: dg.OpExecutionContext, plan: Any, backend: Backend[Any, Any], settings: RunSettings, extras: Any
-) -> CompletedRun:
+def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, settings: RunSettings, extras: Any) -> CompletedRun:
     """Run a plan, or the plans of all components at once, to the end; returns what the user's asset gets of the run.
 
     Args:
@@ -128,7 +126,7 @@ class PayloadRun:
     """
 
     context: dg.OpExecutionContext
-    backend: Backend[Any, Any]
+    backend: Backend
     settings: RunSettings
     launch: Launch
     plans: Mapping[Any, Plan]

@@ -144,39 +144,39 @@ class RecordState:
         return None if overdue else cadence.pause(silence, evidence.started)
 
 
+@dataclass
 class Follower:
     """Follows one payload's record to its `end`: shows output, forwards messages, and collects evidence.
 
-    Args:
+    Attributes:
+        connection: reads files; see `Connection.read`.
+        handler: Dagster's handler of Pipes messages.
         requeue: whether Slurm may requeue the job. Then results wait until the payload has ended.
         component: the component's name, a prefix of output and log lines; None for a run with one payload.
-        reattach: the output and log lines that an earlier Dagster process showed; None for a new payload.
+        reattach: the output and log lines that an earlier Dagster process showed.
     """
 
-    def __init__(
-        self,
-        connection: Any,
-        run_dir: str,
-        nonce: str,
-        handler: Any,
-        log: Any,
-        cadence: Cadence,
-        loss_timeout: float = 86400.0,
-        requeue: bool = False,
-        component: str | None = None,
-        reattach: ReattachState | None = None,
-    ) -> None:
-        self.cadence = cadence
-        self._reattach = reattach or ReattachState()
-        self.state = RecordState(nonce, loss_timeout, requeue, LineReader(), LineReader(self._reattach.offset))
-        self.may_restart = requeue and component is not None
+    connection: Any
+    run_dir: str
+    nonce: str
+    handler: Any
+    log: Any
+    cadence: Cadence
+    loss_timeout: float = 86400.0
+    requeue: bool = False
+    component: str | None = None
+    reattach: ReattachState = field(default_factory=ReattachState)
+
+    def __post_init__(self) -> None:
+        self.state = RecordState(self.nonce, self.loss_timeout, self.requeue, LineReader(), LineReader(self.reattach.offset))
+        self._prefix = "[rayslurm] " if self.component is None else f"[rayslurm] {self.component}: "
+        self._output = OutputWriter("" if self.component is None else f"[{self.component}] ", self._warn)
+        self.messages = MessageForwarder(self.handler, self.log, self._prefix, self.requeue, self.reattach.logged)
+
+    @property
+    def may_restart(self) -> bool:
         """Whether Slurm may requeue the job although this payload has ended, because other components still run."""
-        self._connection = connection
-        self._run_dir = run_dir
-        self._log = log
-        self._prefix = "[rayslurm] " if component is None else f"[rayslurm] {component}: "
-        self._output = OutputWriter("" if component is None else f"[{component}] ", self._warn)
-        self.messages = MessageForwarder(handler, log, self._prefix, requeue, self._reattach.logged)
+        return self.requeue and self.component is not None
 
     @property
     def evidence(self) -> Evidence:
@@ -191,11 +191,11 @@ class Follower:
     def start(self) -> None:
         """Prepare for the first poll; after a reattach, the end of the output that was shown before becomes evidence again."""
         self.evidence.last_growth = time.monotonic()
-        offset = self._reattach.offset
+        offset = self.reattach.offset
         if offset and not self.evidence.last_output:
-            reader, path = LineReader(max(0, offset - _TAIL)), os.path.join(self._run_dir, STDIO)
+            reader, path = LineReader(max(0, offset - _TAIL)), os.path.join(self.run_dir, STDIO)
             with contextlib.suppress(OSError):
-                for record in reader.feed(self._connection.read(path, reader.offset, offset - reader.offset)):
+                for record in reader.feed(self.connection.read(path, reader.offset, offset - reader.offset)):
                     self.evidence.add_output(record)
 
     def poll(self, runtime_exit: RuntimeExit, deadline: float = float("inf")) -> float | None:
@@ -212,7 +212,7 @@ class Follower:
 
     def read_once(self) -> int:
         """Read new output and new lines of the journal; returns the size of the longer of both reads."""
-        state, note = self.state, self._reattach.note
+        state, note = self.state, self.reattach.note
         # Output is read first, so that a message about a result follows the output before it.
         output, size = self._read(STDIO, state.output)
         for record in output:
@@ -242,7 +242,7 @@ class Follower:
     def _read(self, name: str, reader: LineReader) -> tuple[list[Record], int]:
         """Read new data of one file of the record; returns its complete lines, and the bytes read."""
         try:
-            data = self._connection.read(os.path.join(self._run_dir, name), reader.next_read, CHUNK)
+            data = self.connection.read(os.path.join(self.run_dir, name), reader.next_read, CHUNK)
         except OSError as error:
             if self.state.read_failed(error, time.monotonic()):
                 self._warn(f"the record cannot be read, the run goes on: {error}")
@@ -265,7 +265,7 @@ class Follower:
             self.messages.log(level, f"{record['phase']}: {record['message']}")
 
     def _warn(self, text: str) -> None:
-        self._log.warning(self._prefix + text)
+        self.log.warning(self._prefix + text)
 
 
 def follow_all(followed: Sequence[tuple[Follower, RuntimeExit]], deadline: float = float("inf")) -> None:

@@ -9,10 +9,11 @@ import secrets
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dagster_pipes import PipesContextData
 
-from ..backends.base import Plans, Register, RunningPayloads, Step
+from ..backends.base import Plans, Register, Step
 from ..backends.batch import (
     CLUSTER,
     BatchBackend,
@@ -117,25 +118,14 @@ def _requirements(component: Component, plan: Plan) -> ComponentSpec:
 
 
 class ComponentProcess(OwnRuntime):
-    """The runtime of one of several components on this machine, as a child process.
+    """The runtime of one of several components on this machine, as a child process; `processes` are those of all components.
 
     If the runtime of another component ends before the start barrier, only the Dagster process notices. Then it cancels the
     payload of this component.
-
-    Args:
-        processes: the runtimes of all components, this one included.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        interpreter: Interpreter,
-        run_dir: str,
-        cluster_id: str,
-        component: str,
-        processes: list[ComponentProcess],
-    ) -> None:
-        super().__init__(layout, interpreter, run_dir, cluster_id)
+    def __init__(self, *arguments: Any, component: str, processes: list[ComponentProcess]) -> None:
+        super().__init__(*arguments)
         self._component = component
         self._processes = processes
         self._evidence = Evidence()
@@ -173,22 +163,18 @@ class SeparateLocalBackend:
     def sweep(self, retention_days: float) -> None:  # noqa: ARG002
         return  # This machine is swept in every mode.
 
-    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayloads:  # noqa: ARG002
+    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, register: Register) -> None:  # noqa: ARG002
         plans = {name: replace(plan, ray=plan.ray and replace(plan.ray, simulate=self.simulate)) for name, plan in plans.items()}
         nonce = next(iter(plans.values())).payload.nonce
         specs = local_specs(f"local-{nonce}", plans, self.components)
-        for component, plan in plans.items():
-            directory = component_dir(run_dir, component)
-            write_run_dir(self.connection, directory, run_files(plan, context))
-            write_runtime_spec(self.connection, directory, specs[component])
         processes: list[ComponentProcess] = []
-        for component in plans:
-            directory = component_dir(run_dir, component)
-            cluster_id = specs[component].cluster_id
-            process = ComponentProcess(self.layout, self.interpreter, directory, cluster_id, component, processes)
-            processes.append(process)
-            register(process)
-        return dict(zip(plans, processes, strict=True))
+        for component, plan in plans.items():
+            directory, spec = component_dir(run_dir, component), specs[component]
+            write_run_dir(self.connection, directory, run_files(plan, context))
+            write_runtime_spec(self.connection, directory, spec)
+            start = self.layout, self.interpreter, directory, spec.cluster_id
+            processes.append(ComponentProcess(*start, component=component, processes=processes))
+            register(processes[-1])
 
     def example(self, plans: Plans) -> str:
         run_dir = str(self.layout.runs / "RUN_DIR")
@@ -231,7 +217,7 @@ class SeparateBatchBackend:
     def sweep(self, retention_days: float) -> None:
         self.batch.sweep(retention_days)
 
-    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, register: Register) -> RunningPayloads:
+    def start(self, plans: Plans, run_dir: str, context: PipesContextData, step: Step, register: Register) -> None:
         base, connection = str(self.layout.base), self.connection
         packed = {component: pack(plan, base, data_dir_of(connection, self.layout, plan)) for component, plan in plans.items()}
         for each in packed.values():
@@ -263,10 +249,8 @@ class SeparateBatchBackend:
         shared = SharedJobState()
         with self.batch.cancel_on_error(request, step):
             job = self.batch.submit_job(run_dir, files, request, step, needs)
-            running = {each: ComponentJob(job, connection, cluster_id, component_dir(run_dir, each), shared) for each in plans}
-            for each_running in running.values():
-                register(each_running)
-        return running
+            for component in plans:
+                register(ComponentJob(job, connection, cluster_id, component_dir(run_dir, component), shared))
 
     def example(self, plans: Plans) -> str:
         nonce = next(iter(plans.values())).payload.nonce

@@ -167,14 +167,24 @@ def _by_component(reports: Reports, what: str) -> dict[str, Mapping[str, Any]] |
 
 
 def _merged_metadata(by_component: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the metadata of all components; keys with different values get the component's name."""
+    """Returns what all components report as metadata; keys with different values get the component's name."""
     own = {component: params["metadata"] or {} for component, params in by_component.items()}
+    # Values are compared as JSON, in which they came, because 1, 1.0 and True are equal in Python.
+    return merge_metadata(own, lambda _, values: len({json.dumps(value, sort_keys=True) for value in values}) == 1)
+
+
+def merge_metadata(own: Mapping[str, Mapping[str, Any]], is_shared: Callable[[str, list[Any]], bool]) -> dict[str, Any]:
+    """Merges the metadata of all components: a shared value appears once, any other under "key (component)".
+
+    Args:
+        own: the metadata of each component.
+        is_shared: whether the values that components have for a key appear once.
+    """
     taken = {key for metadata in own.values() for key in metadata}
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for metadata in own.values() for key in metadata):
         values = {component: metadata[key] for component, metadata in own.items() if key in metadata}
-        # Values are compared as JSON, in which they came, because 1, 1.0 and True are equal in Python.
-        if len({json.dumps(value, sort_keys=True) for value in values.values()}) == 1:
+        if is_shared(key, list(values.values())):
             merged[key] = next(iter(values.values()))
             continue
         for component, value in values.items():
@@ -238,7 +248,8 @@ def metadata_of_all(own: Mapping[Any, Metadata], judged: Mapping[Any, Judged], m
     if None in own:
         return own[None]
     apart = {name: {key: value for key, value in each.items() if key not in _TABLE_COLUMNS} for name, each in own.items()}
-    metadata = {"Execution mode": mode, **merge_metadata(apart)}
+    merged = merge_metadata(apart, lambda _, values: len(values) == len(own) and values.count(values[0]) == len(own))
+    metadata = {"Execution mode": mode, **merged}
     rows = []
     for index, component in enumerate(own):
         # squeue shows "7+0" for a component of a heterogeneous job; a job with one component is not heterogeneous.
@@ -258,28 +269,9 @@ def failures_metadata(judged: Mapping[Any, Judged], run_dir: str | None) -> Meta
     if None in judged:
         return failure_metadata(judged[None].evidence, run_dir)
     own = {component: failure_metadata(each.evidence, None) for component, each in root_failures(judged).items()}
-    metadata = merge_metadata(own, always=True)
+    metadata = merge_metadata(own, lambda key, values: key.startswith("Slurm") and values.count(values[0]) == len(own))
     if run_dir is not None:
         metadata["Run directory"] = dg.MetadataValue.path(run_dir)
-    return metadata
-
-
-def merge_metadata(own: Mapping[str, Metadata], always: bool = False) -> Metadata:
-    """Merges the metadata of all components: a value that all share appears once, any other under "key (component)".
-
-    Args:
-        own: the metadata of each component.
-        always: whether shared values, too, appear under "key (component)", except values of Slurm.
-    """
-    metadata: Metadata = {}
-    for key in dict.fromkeys(key for each in own.values() for key in each):
-        values = {component: each[key] for component, each in own.items() if key in each}
-        first, *others = values.values()
-        shared = len(values) == len(own) and all(value == first for value in others)
-        if shared and (not always or key.startswith("Slurm")):
-            metadata[key] = first
-        else:
-            metadata.update({f"{key} ({component})": value for component, value in values.items()})
     return metadata
 
 

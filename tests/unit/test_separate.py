@@ -48,7 +48,6 @@ from dagster_rayslurm.separate.together import (
     judge_components,
     merge,
     merge_checks,
-    merge_metadata,
     metadata_of_all,
 )
 from dagster_rayslurm.slurm.accounting import JobFacts
@@ -708,10 +707,9 @@ def test_job_ids_are_as_slurm_shows_them(names: str, ids: list[str]) -> None:
 
 
 def test_different_metadata_gets_the_components_name() -> None:
-    found = merge_metadata({"a": {"Ray version": "2", "Usage": 1, "Mine": 0}, "b": {"Ray version": "2", "Usage": 2}})
-    assert found == {"Ray version": "2", "Usage (a)": 1, "Usage (b)": 2, "Mine (a)": 0}
-    assert merge_metadata({"a": {"Exit code": 1, "Slurm state": "FAILED"}}, always=True) == {
-        "Exit code (a)": 1,
-        "Slurm state": "FAILED",
-    }
-    assert json.loads(json.dumps(found)) == found
+    own = {"a": {"Ray version": "2", "Usage": 1, "Mine": 0}, "b": {"Ray version": "2", "Usage": 2}}
+    found = metadata_of_all(own, dict.fromkeys("ab", Judged(SUCCESS, Evidence())), "local", None)
+    del found["Components"]
+    assert found == {"Execution mode": "local", "Ray version": "2", "Usage (a)": 1, "Usage (b)": 2, "Mine (a)": 0}
+    failed_alone = {"a": judged(exit_code=1, job=JobFacts(7, "FAILED")), "b": judged()}
+    assert failures_metadata(failed_alone, None) == {"Exit code (a)": 1, "Slurm state": "FAILED"}
