@@ -9,7 +9,6 @@ import secrets
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from dagster_pipes import PipesContextData
 
@@ -34,7 +33,6 @@ from ..follow import Cadence, Evidence
 from ..plan import Plan
 from ..runtime.node.network import control_ports
 from ..runtime.payload.environment import shared_variables
-from ..runtime.protocol.messages import Operation
 from ..runtime.protocol.record import CANCEL, COMPONENTS, EXIT, RUNTIME, component_dir
 from ..runtime.protocol.rpc import derive_key
 from ..runtime.protocol.spec import BarrierSpec, ComponentSpec, RuntimeSpec, to_json
@@ -117,29 +115,6 @@ def _requirements(component: Component, plan: Plan) -> ComponentSpec:
     return ComponentSpec(component.component_id, 1, cpus, gpus)
 
 
-class ComponentProcess(OwnRuntime):
-    """The runtime of one of several components on this machine, as a child process; `processes` are those of all components.
-
-    If the runtime of another component ends before the start barrier, only the Dagster process notices. Then it cancels the
-    payload of this component.
-    """
-
-    def __init__(self, *arguments: Any, component: str, processes: list[ComponentProcess]) -> None:
-        super().__init__(*arguments)
-        self._component = component
-        self._processes = processes
-        self._evidence = Evidence()
-        self._cancelled = False
-
-    def poll(self, evidence: Evidence) -> str | None:
-        self._evidence = evidence
-        gone = [each._component for each in self._processes if each._evidence.runtime_exit and each._evidence.end is None]
-        if gone and not self._cancelled:
-            self._cancelled = True
-            self._request(op=Operation.CANCEL, gone=gone[0])
-        return super().poll(evidence)
-
-
 @dataclass(frozen=True)
 class SeparateLocalBackend:
     """Runs the payloads of all components on this machine, each in a runtime of its own.
@@ -167,14 +142,11 @@ class SeparateLocalBackend:
         plans = {name: replace(plan, ray=plan.ray and replace(plan.ray, simulate=self.simulate)) for name, plan in plans.items()}
         nonce = next(iter(plans.values())).payload.nonce
         specs = local_specs(f"local-{nonce}", plans, self.components)
-        processes: list[ComponentProcess] = []
         for component, plan in plans.items():
             directory, spec = component_dir(run_dir, component), specs[component]
             write_run_dir(self.connection, directory, run_files(plan, context))
             write_runtime_spec(self.connection, directory, spec)
-            start = self.layout, self.interpreter, directory, spec.cluster_id
-            processes.append(ComponentProcess(*start, component=component, processes=processes))
-            register(processes[-1])
+            register(OwnRuntime(self.layout, self.interpreter, directory, spec.cluster_id))
 
     def example(self, plans: Plans) -> str:
         run_dir = str(self.layout.runs / "RUN_DIR")

@@ -10,7 +10,6 @@ import pytest
 from dagster._core.errors import DagsterExecutionInterruptedError
 
 from dagster_rayslurm import BashLauncher, ComputeResource, HetComponent, RunFailure, SlurmQueueConfig
-from dagster_rayslurm.separate import backend
 
 from ..conftest import pipes_script, run_asset, small_ray
 
@@ -197,23 +196,6 @@ def test_a_runtime_that_is_killed_is_a_failure_of_its_component(separate: Any, s
     other = "gpu" if victim == "cpu" else "cpu"
     assert failure.kind == "runtime" and f"component {victim!r}: the runtime ended" in failure.description
     assert failure.description.endswith(f"component {other!r} was ended because of that")
-
-
-def test_a_runtime_that_never_meets_the_others_ends_them(
-    separate: Any, script: Any, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody waits until the time for the meeting is over."""
-    real = backend.write_runtime_spec
-
-    def damage(connection: Any, directory: str, spec: Any) -> None:
-        real(connection, directory, spec)
-        if directory.endswith("gpu"):
-            (Path(directory) / "runtime.json").write_text("{")
-
-    monkeypatch.setattr(backend, "write_runtime_spec", damage)
-    failure = run_asset(separate(), script("import time; time.sleep(600)"), uses_pipes=False).failure
-    assert failure.kind == "runtime" and "component 'gpu': the runtime ended" in failure.description
-    assert failure.description.endswith("component 'cpu' was ended because of that")
 
 
 def test_cancelling_reaches_all(separate: Any, script: Any, base: Path) -> None:

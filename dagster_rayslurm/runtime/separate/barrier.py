@@ -48,8 +48,6 @@ class Ended:
     exit_code: int
     terminated: bool
     """Whether the payload ended because its runtime received a signal; then Slurm may run the job again."""
-    hurry: bool = False
-    """Whether not to wait for absent components: Slurm gives little time after a signal, or a component will never come."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,8 @@ class Barrier:
             member.ended = True
             self._terminated = self._terminated or event.terminated
             failure = self._fail(component, event.failure, event.exit_code or 1, now) if event.failure is not None else []
-            hurry = event.hurry and component == self._host
+            # After a signal, Slurm gives the host little time.
+            hurry = event.terminated and component == self._host
             return failure + (self.give_up_absent(now) if hurry else self._finish_if_over(now))
         return []
 

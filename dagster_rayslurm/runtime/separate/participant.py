@@ -141,10 +141,7 @@ class Participant(Hooks, ABC):
             failure = "its payload was killed by %s" % signal_name(end.signal)
         else:
             failure = "its payload ended with exit code %s" % end.exit_code
-        told = any(isinstance(each, Fail) for each in self._commands)
-        by_dagster = end is not None and end.reason == EndReason.OTHER_COMPONENT and not told
-        hurry = ending.terminated or by_dagster  # Dagster ends a payload because another component's runtime is gone.
-        return Ended(failure if ending.exit_code != 0 else None, ending.exit_code, ending.terminated, hurry)
+        return Ended(failure if ending.exit_code != 0 else None, ending.exit_code, ending.terminated)
 
     def _address(self) -> ComponentAddress:
         cluster, here = self._supervisor.cluster, self._allocation
@@ -279,8 +276,8 @@ class Guest(Participant, ClientListener):
             if self._given_up:
                 self.follow(Finish(final=False))
             elif event.failure is not None:
-                # A host that is about to come should learn of the failure.
-                pause = 0.0 if event.hurry else 3 * self._spec.grace
+                # A host that is about to come should learn of the failure; after a signal, Slurm gives little time.
+                pause = 0.0 if event.terminated else 3 * self._spec.grace
                 self._give_up_at = min(self._give_up_at, self._loop.now() + pause)
 
     def interrupted(self, loop: Loop, signum: int) -> None:  # noqa: ARG002

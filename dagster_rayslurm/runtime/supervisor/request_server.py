@@ -77,9 +77,7 @@ def _cancel(payload: Payload, text: bytes) -> None:
     except (ValueError, RecursionError):
         return
     if isinstance(request, dict) and request.get("op") == Operation.CANCEL:
-        gone = request.get("gone")
-        end = CANCELLED if gone is None else End(EndReason.OTHER_COMPONENT, "component %r: its runtime is gone" % (gone,))
-        payload.end_early(end, grace=0 if request.get("now") else None)
+        payload.end_early(CANCELLED, grace=0 if request.get("now") else None)
 
 
 class RequestServer(ChannelListener):
