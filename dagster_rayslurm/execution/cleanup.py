@@ -36,14 +36,14 @@ class RunSettings:
         return self.keep_run_dirs == "all" or (self.keep_run_dirs == "failed" and failed)
 
 
+# Seconds between two tries to download a file over a lost connection.
 _RETRY = 5.0
-"""Seconds between two tries to download a file over a lost connection."""
+# Most files that a warning names.
 _SHOWN = 5
-"""Most files that a warning names."""
+# Seconds between two sweeps of one base directory by one process.
 _SWEEP_INTERVAL = 3600.0
-"""Seconds between two sweeps of one base directory by one process."""
+# When this process last swept each base directory, by host and path, by the monotonic clock.
 _last_sweep: dict[tuple[str, Path], float] = {}
-"""When this process last swept each base directory, by host and path, by the monotonic clock."""
 
 
 def fetch_outputs(end: Record, connection: Connection, run_dir: str, outputs: Path, timeout: float) -> None:

@@ -41,22 +41,21 @@ try:
 except ImportError:  # A Dagster without this class: after a reattach, all output is shown again.
     LocalComputeLogManager = None  # type: ignore[assignment, misc]
 
+# Beginning of the name under which Dagster's event log keeps a payload's run directory.
 _CLIENT = "dagster-rayslurm"
-"""Beginning of the name under which Dagster's event log keeps a payload's run directory."""
+# Tags of a Dagster run that retries another run from failure.
 _IS_RETRY = ("dagster/is_resume_retry", "dagster/is_asset_resume_retry")
-"""Tags of a Dagster run that retries another run from failure."""
+# Most entries of the event log, or runs, in one query.
 _PAGE = 1000
-"""Most entries of the event log, or runs, in one query."""
+# Bytes of a bookmark's file, always the same, so that each write replaces the whole text before.
 _BOOKMARK_BYTES = 1024
-"""Bytes of a bookmark's file, always the same, so that each write replaces the whole text before."""
 
+# Guards `_calls`.
 _lock = threading.Lock()
-"""Guards `_calls`."""
+# Number of payloads that each attempt at a step has started in this process, by run id, step and retry number.
+#
+# The first payload of a retry continues the first payload of the attempt before, the second continues the second, and so on.
 _calls: collections.Counter[tuple[str, str, int]] = collections.Counter()
-"""Number of payloads that each attempt at a step has started in this process, by run id, step and retry number.
-
-The first payload of a retry continues the first payload of the attempt before, the second continues the second, and so on.
-"""
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from ..ssh.base import ConnectionFailed
 from .cleanup import RunSettings, discard, fetch_outputs, missing_output_warnings, sweep
 from .reattach import Launch, reattach_or_new
 
+# The name of a component; None if the run has a single payload.
 Component = str | None
-"""The name of a component; None if the run has a single payload."""
 
+# Seconds beyond the grace period for which a cancelled payload's record is still read.
 _CANCEL_MARGIN = 15.0
-"""Seconds beyond the grace period for which a cancelled payload's record is still read."""
 
 
 def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, settings: RunSettings, extras: Any) -> CompletedRun:
@@ -91,9 +91,7 @@ def start_errors() -> Iterator[None]:
 class FollowedPayload:
     """One running payload with the follower of its record; `start_by` is when its runtime must have started."""
 
-    component: Component
     plan: Plan
-    run_dir: str
     running: RunningPayload
     follower: Follower
     start_by: float
@@ -106,7 +104,7 @@ class FollowedPayload:
     @property
     def label(self) -> str:
         """The beginning of each line about the payload in the Dagster log; "" for the only payload of a run."""
-        return "" if self.component is None else f"component {self.component!r}: "
+        return "" if self.follower.component is None else f"component {self.follower.component!r}: "
 
     def metadata(self, mode: str) -> Metadata:
         """Returns the Dagster metadata of the payload, for a result and a failure alike."""
@@ -224,21 +222,20 @@ class PayloadRun:
         return f"{place}:{self.run_dir}" if place else self.run_dir
 
     def _followed(self, component: Component, running: RunningPayload, handler: Any) -> FollowedPayload:
-        settings, plan, run_dir = self.settings, self.plans[component], self._dir_of(component)
+        plan = self.plans[component]
         follower = Follower(
             self.backend.connection,
-            run_dir,
+            self._dir_of(component),
             plan.payload.nonce,
             handler,
             self.context.log,
             self.backend.cadence,
-            settings.connection_loss_timeout,
+            self.settings.connection_loss_timeout,
             running.requeue,
             component,
             self.launch.state,
         )
-        start_by = time.monotonic() + settings.runtime_start_timeout
-        return FollowedPayload(component, plan, run_dir, running, follower, start_by)
+        return FollowedPayload(plan, running, follower, time.monotonic() + self.settings.runtime_start_timeout)
 
     def _dir_of(self, component: Component) -> str:
         return self.run_dir if component is None else component_dir(self.run_dir, component)
@@ -312,10 +309,10 @@ class PayloadRun:
     def _fetch_outputs(self, payload: FollowedPayload, succeeded: bool) -> str | None:
         """Fetch output files and warn of missing ones; returns why some are only in the run directory, or None."""
         end = payload.evidence.end or {"outputs": []}
-        outputs = self.outputs / (payload.component or "")
+        outputs, run_dir = self.outputs / (payload.follower.component or ""), payload.follower.run_dir
         problem = None
         try:
-            fetch_outputs(end, self.backend.connection, payload.run_dir, outputs, self.settings.connection_loss_timeout)
+            fetch_outputs(end, self.backend.connection, run_dir, outputs, self.settings.connection_loss_timeout)
         except OSError as error:
             problem = f"its outputs cannot be brought back: {error}"
         for warning in missing_output_warnings(end, succeeded):

@@ -12,8 +12,8 @@ from ..errors import without_colours
 from ..runtime.protocol.record import Record, tail_lines
 from ..slurm.accounting import JobFacts
 
+# Most characters that are kept of each piece of output; `last_output` has 64 pieces.
 _OUTPUT_CHUNK = 4096
-"""Most characters that are kept of each piece of output; `last_output` has 64 pieces."""
 
 
 @dataclass

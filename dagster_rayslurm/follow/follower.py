@@ -20,24 +20,24 @@ from ..ssh.base import ConnectionFailed
 from .evidence import Evidence
 from .forward import MessageForwarder, OutputWriter
 
+# Most bytes of one read of a record.
 CHUNK = 1024 * 1024
-"""Most bytes of one read of a record."""
 
+# Seconds to wait for data that must have been written already: a network file system may show a file, or a part of a file,
+# that late (nfs(5): acregmax is 60 seconds).
 VISIBILITY_TIMEOUT = 60.0
-"""Seconds to wait for data that must have been written already: a network file system may show a file, or a part of a file,
-that late (nfs(5): acregmax is 60 seconds)."""
 
+# Phases that are warnings in the Dagster log, because the user should fix something.
 _WARNING_PHASES = ("memory", "own-ray", "unschedulable")
-"""Phases that are warnings in the Dagster log, because the user should fix something."""
 
+# Most bytes of earlier output that become evidence again after a reattach.
 _TAIL = 65536
-"""Most bytes of earlier output that become evidence again after a reattach."""
 
+# Most polls after the ends of all records, to wait for a component whose record still ends before the last requeue.
 _LATE_POLLS = 10
-"""Most polls after the ends of all records, to wait for a component whose record still ends before the last requeue."""
 
+# Callback that returns how the runtime ended, in words; None while the runtime lives.
 RuntimeExit = Callable[[Evidence], "str | None"]
-"""Callback that returns how the runtime ended, in words; None while the runtime lives."""
 
 
 @dataclass(frozen=True)

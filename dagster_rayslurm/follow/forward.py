@@ -20,10 +20,10 @@ from dagster_pipes import PipesContextData, PipesExtras, PipesParams
 from ..errors import without_colours
 from .evidence import Evidence
 
+# A line with its end; a progress bar ends each of its states with a carriage return.
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)")
-"""A line with its end; a progress bar ends each of its states with a carriage return."""
+# Characters after which a line without an end is shown in pieces.
 _LONGEST = 65536
-"""Characters after which a line without an end is shown in pieces."""
 
 
 class RecordPipes(dg.PipesContextInjector, dg.PipesMessageReader):

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+# Bytes of a mebibyte.
 MIB = 2**20
-"""Bytes of a mebibyte."""
 
+# Characters of Markdown from which on Dagster shows a link instead of the text (Dagster 1.13).
 _LIMIT = 1000
-"""Characters of Markdown from which on Dagster shows a link instead of the text (Dagster 1.13)."""
+# Pixels of the plot: its width, its height, and the room for two lines of text above it.
 _WIDTH, _HEIGHT, _TOP = 400, 100, 34
-"""Pixels of the plot: its width, its height, and the room for two lines of text above it."""
+# Numbers of points to try; the first whose drawing is shorter than `_LIMIT` is used.
 _COLUMNS = (80, 60, 50, 40, 35, 30, 25, 22, 20, 18, 16, 14, 12, 10, 5)
-"""Numbers of points to try; the first whose drawing is shorter than `_LIMIT` is used."""
+# Colours of the line of CPUs and the line of memory.
 _CPU, _MEMORY = "#26e", "#d70"
-"""Colours of the line of CPUs and the line of memory."""
 
+# One measurement: seconds since the start, CPUs busy since the point before, and bytes of memory.
 Point = Sequence[float]
-"""One measurement: seconds since the start, CPUs busy since the point before, and bytes of memory."""
 
 
 def usage_chart(usage: Mapping[str, Any], cpus: float = 0.0, memory: float = 0.0) -> str:

@@ -14,15 +14,15 @@ from ..runtime.ray.membership import title
 from ..slurm.accounting import JobFacts
 from .chart import MIB, usage_chart
 
+# Dagster metadata: values by the key that Dagster shows.
 Metadata = dict[str, Any]
-"""Dagster metadata: values by the key that Dagster shows."""
+# What the record says of one node: names and resources.
 Node = Mapping[str, Any]
-"""What the record says of one node: names and resources."""
+# The usage of each node, by the title of the node: its hostname, with the component if components share the host.
 NodeUsage = Mapping[str, Mapping[str, Any]]
-"""The usage of each node, by the title of the node: its hostname, with the component if components share the host."""
 
+# Most characters of a text that Dagster shows in place; the run directory has the whole text.
 _IN_PLACE = 990
-"""Most characters of a text that Dagster shows in place; the run directory has the whole text."""
 
 
 def run_metadata(end: Record | None, mode: str, cluster_id: str) -> Metadata:

@@ -18,39 +18,42 @@ _FRAME = re.compile(r'  File "(?P<path>.+)", line (?P<line>\d+)(?:, in (?P<funct
 _TASK = re.compile(r"ray::(?P<task>\S+)\(\) \(pid=\d+, ip=(?P<address>[^,) ]+)")
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*(\([\w.<>]+\))?(:.*)?")
 _ACTOR = re.compile(r"\t(class_name|ip): (.+)")
+# Prefix of a line that Ray prints for another process.
 _RAY_LOG = re.compile(r"\((autoscaler|raylet|([^()]+ )?pid=\d+)[^()]*\) ")
-"""Prefix of a line that Ray prints for another process."""
 _CAUSE = "The above exception was the direct cause of the following exception:"
+# Python's lines between two tracebacks, and the value of `Raised.link` for each.
 _LINKS = {_CAUSE: "cause", "During handling of the above exception, another exception occurred:": "context"}
-"""Python's lines between two tracebacks, and the value of `Raised.link` for each."""
+# Beginnings of the line before a traceback whose exception does not end the process.
 _HARMLESS = ("Exception ignored ", "Exception in thread", "Error in atexit")
-"""Beginnings of the line before a traceback whose exception does not end the process."""
+# Paths of code that is not the user's own: the standard library, and installed packages.
 _LIBRARY = re.compile(r"^<|^python/ray/|/(site|dist)-packages/|/lib/python3\.\d+/")
-"""Paths of code that is not the user's own: the standard library, and installed packages."""
+# Paths of code that only calls other code; passed over if all frames are in libraries.
 _PLUMBING = re.compile(r"^<frozen |^python/ray/|/(ray|dagster_pipes)/|/importlib/")
-"""Paths of code that only calls other code; passed over if all frames are in libraries."""
+# Most characters of an exception in a sentence.
 _LONGEST = 400
-"""Most characters of an exception in a sentence."""
 
 
 @dataclass
 class Raised:
-    """One exception, as read from the text of a traceback."""
+    """One exception, as read from the text of a traceback.
+
+    Attributes:
+        link: how the exception before led to this exception: "cause", "context", or "" if it did not.
+        harmless: whether the process survived the exception.
+        task: the Ray task that raised the exception; "" for the payload's own process.
+        address: the IP address of the task's node.
+        frames: path, line and function of each frame, the innermost frame last.
+        text: the exception's name and the first line of its message.
+        more: the number of lines of the message after the first line.
+    """
 
     link: str = ""
-    """How the exception before led to this exception: "cause", "context", or "" if it did not."""
     harmless: bool = False
-    """Whether the process survived the exception."""
     task: str = ""
-    """The Ray task that raised the exception; "" for the payload's own process."""
     address: str = ""
-    """The IP address of the task's node."""
     frames: list[tuple[str, int, str]] = field(default_factory=list)
-    """Path, line and function of each frame, the innermost frame last."""
     text: str = ""
-    """The exception's name and the first line of its message."""
     more: int = 0
-    """The number of lines of the message after the first line."""
 
     def in_words(self, nodes: Mapping[str, str]) -> str:
         """Returns the exception with its file, line, function and node; `nodes` has hostnames by IP address."""

@@ -21,6 +21,7 @@ from ..runtime.protocol.end import EndReason
 from ..slurm.accounting import explain_job_end, relevant_lines
 from .traceback_text import exception_in_words, read_traceback, shortened, traceback_of
 
+# Kind of failure and sentence for each reason of an `end` record except EXIT.
 _ENDS: dict[str, tuple[FailureKind, str]] = {
     EndReason.ALLOCATION: (FailureKind.ALLOCATION, "the allocation is not what was asked for"),
     EndReason.CANCEL: (FailureKind.CANCELLED, "the run was cancelled"),
@@ -35,21 +36,20 @@ _ENDS: dict[str, tuple[FailureKind, str]] = {
     EndReason.TERMINATED: (FailureKind.CANCELLED, "the run was ended from outside"),
     EndReason.TIMEOUT: (FailureKind.ALLOCATION, "the payload ran out of time"),
 }
-"""Kind of failure and sentence for each reason of an `end` record except EXIT."""
 
+# Whether another attempt may succeed, for those reasons whose answer differs from the default of their kind of failure.
 _RETRY: dict[str, bool] = {EndReason.RETURNED: True, EndReason.TIMEOUT: False}
-"""Whether another attempt may succeed, for those reasons whose answer differs from the default of their kind of failure."""
 
 _SIGNAL_HINTS = {
     signal.SIGKILL: "; the kernel does that when memory runs out (see `dmesg`), else somebody ended it",
     signal.SIGSEGV: "; a native library crashed",
 }
+# Python's text for an exception that it cannot print, such as a SyntaxError raised through Ray.
 _NO_DETAIL = "<no detail available>"
-"""Python's text for an exception that it cannot print, such as a SyntaxError raised through Ray."""
+# Lines of standard error within which the cause of the end is looked for: more lines after a traceback make it too old.
 _NEAR = 20
-"""Lines of standard error within which the cause of the end is looked for: more lines after a traceback make it too old."""
+# Lines of output that do not explain an end: routine log lines, and lines that Ray prints for other processes.
 _ROUTINE = re.compile(r"\b(DEBUG|INFO)\b|^\((autoscaler|raylet|[^()]*pid=\d)")
-"""Lines of output that do not explain an end: routine log lines, and lines that Ray prints for other processes."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,7 @@ def _not_sent(plan: Plan, name: str, what_to_do: str) -> str:
     return f"{name} is beside {os.path.basename(plan.script or '')} here, but only the script itself is sent: {what_to_do}"
 
 
+# Hints by the pattern that they need in the verdict's sentence: a text, or a function that returns one, "" for no hint.
 _HINTS: Mapping[str, str | Callable[[re.Match[str], Plan, Mapping[str, Any]], str]] = {
     r"No module named '?([\w.]+)": _missing_module,
     r"FileNotFoundError: .*No such file or directory: '([^']+)'": _missing_file,
@@ -286,4 +287,3 @@ _HINTS: Mapping[str, str | Callable[[re.Match[str], Plan, Mapping[str, Any]], st
     ),
     r"report_asset_check`? without passing an asset key": "pass asset_key=",
 }
-"""Hints by the pattern that they need in the verdict's sentence: a text, or a function that returns one, "" for no hint."""

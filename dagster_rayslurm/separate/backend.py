@@ -43,10 +43,10 @@ from ..slurm.submit import JOB_SCRIPT
 from ..ssh.base import Connection
 from ..ssh.local import LocalConnection
 
+# Seconds that the start barrier waits beyond the latest start deadline of a Ray cluster, whose own failure says more.
 _MARGIN = 30.0
-"""Seconds that the start barrier waits beyond the latest start deadline of a Ray cluster, whose own failure says more."""
+# Seconds that the start barrier waits if no component has Ray; `_MARGIN` comes on top.
 _TIMEOUT_WITHOUT_RAY = 300.0
-"""Seconds that the start barrier waits if no component has Ray; `_MARGIN` comes on top."""
 
 
 def check_components(components: Sequence[Component], plans: Plans) -> None:
@@ -158,8 +158,8 @@ class SeparateLocalBackend:
         return "\n".join(shown)
 
 
+# The subcommand of the runtime for a component of a heterogeneous job.
 _ROLE = "part"
-"""The subcommand of the runtime for a component of a heterogeneous job."""
 
 
 @dataclass(frozen=True)

@@ -21,22 +21,22 @@ from ..outcome.metadata import Metadata, cpus_of, failure_metadata
 from ..runtime.protocol.end import EndReason
 from ..runtime.protocol.record import Record
 
+# A Pipes message with method and parameters, or only its parameters.
 Message = dict[str, Any]
-"""A Pipes message with method and parameters, or only its parameters."""
+# All reports about one asset or asset check: for each, the reporting component and the parameters of its message.
 Reports = Sequence[tuple[str, Mapping[str, Any]]]
-"""All reports about one asset or asset check: for each, the reporting component and the parameters of its message."""
 
+# Severities of asset checks, the worst last.
 _SEVERITIES = ("WARN", "ERROR")
-"""Severities of asset checks, the worst last."""
+# Rank of a failure without an `end`: the runtime ended by itself, or srun ended it after another runtime failed.
+#
+# A rank is 0 for a failure with a cause of its own, and the higher, the likelier another component's failure is the cause.
 _RANK_UNEXPLAINED = 1
-"""Rank of a failure without an `end`: the runtime ended by itself, or srun ended it after another runtime failed.
-
-A rank is 0 for a failure with a cause of its own, and the higher, the likelier another component's failure is the cause.
-"""
+# Ranks of those reasons of an `end` that the failure of another component may have caused; other reasons have rank 0.
 _RANKS_OF_CONSEQUENCES = {EndReason.TERMINATED: 2, EndReason.OTHER_COMPONENT: 3}
-"""Ranks of those reasons of an `end` that the failure of another component may have caused; other reasons have rank 0."""
+# Kinds of failure that concern the whole job, such as its cancellation, if all components have the same verdict.
 _KINDS_OF_THE_JOB = (FailureKind.ALLOCATION, FailureKind.CANCELLED, FailureKind.CONNECTION)
-"""Kinds of failure that concern the whole job, such as its cancellation, if all components have the same verdict."""
+# Keys of one payload's metadata that are left out of the run's metadata, because the table of components has them.
 _TABLE_COLUMNS = (
     "CPU efficiency (%)",
     "CPU time (s)",
@@ -48,7 +48,6 @@ _TABLE_COLUMNS = (
     "Slurm nodes",
     "Slurm partition",
 )
-"""Keys of one payload's metadata that are left out of the run's metadata, because the table of components has them."""
 
 
 class ReportedTwice(ValueError):
@@ -152,8 +151,8 @@ def merge_checks(reports: Reports) -> list[Message]:
     return [{**first, "passed": not failed, "severity": severity, "metadata": _merged_metadata(by_component)}]
 
 
+# How to merge the results of several components, by the method of their messages.
 _MERGE = {"report_asset_materialization": merge, "report_asset_check": merge_checks}
-"""How to merge the results of several components, by the method of their messages."""
 
 
 def _by_component(reports: Reports, what: str) -> dict[str, Mapping[str, Any]] | None:

@@ -20,16 +20,15 @@ from ..protocol.spec import SpecError, from_fields
 
 @dataclass(frozen=True)
 class ComponentAddress:
-    """Where one component runs; each payload finds the addresses of all components in RAYSLURM_COMPONENTS."""
+    """Where one component runs; each payload finds the addresses of all components in RAYSLURM_COMPONENTS.
+
+    `host` and `address` are those of the component's first node, `ray_address` that of its Ray cluster, if it has one.
+    """
 
     host: str
-    """Hostname of the component's first node."""
     address: str
-    """Address of that node for the other components."""
     ray_address: Optional[str]
-    """Address of the component's Ray cluster; None if it has none."""
     nodes: List[str]
-    """Names of all nodes of the component."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,16 @@ class Ready:
 
 @dataclass(frozen=True)
 class Ended:
-    """A component's payload has ended."""
+    """A component's payload has ended.
+
+    Attributes:
+        failure: why the payload failed; None for success.
+        terminated: whether the payload ended because its runtime received a signal; then Slurm may run the job again.
+    """
 
     failure: Optional[str]
-    """Why the payload failed; None for success."""
     exit_code: int
     terminated: bool
-    """Whether the payload ended because its runtime received a signal; then Slurm may run the job again."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,12 @@ class Fail:
 
 @dataclass(frozen=True)
 class Finish:
-    """The payloads of all components have ended, or were given up: end your runtime."""
+    """The payloads of all components have ended, or were given up: end your runtime.
+
+    If `final`, Slurm has no reason to run the job again, so that files for another attempt are no longer needed.
+    """
 
     final: bool
-    """Whether Slurm has no reason to run the job again, so that files for another attempt are no longer needed."""
 
 
 Event = Union[Ready, Ended, Leaving]
@@ -148,8 +152,8 @@ class Barrier:
         self._grace = grace
         self._start_by = now + patience
         self._failed_at = self._finished_at = float("inf")
+        # Whether a runtime received a signal, so that Slurm may run the job again.
         self._terminated = False
-        """Whether a runtime received a signal, so that Slurm may run the job again."""
 
     def connected(self, component: str) -> None:
         """A component's runtime has connected: the host waits for it, even if it was given up before."""

@@ -38,18 +38,18 @@ from ..protocol.spec import RuntimeSpec, SpecError, take_secrets
 from ..supervisor.supervisor import Hooks, Supervisor
 from .barrier import Barrier, Command, ComponentAddress, Ended, Event, Fail, Finish, Leaving, Ready, Start, decode, encode
 
+# Environment variable of a payload with the name of its component.
 COMPONENT = "RAYSLURM_COMPONENT"
-"""Environment variable of a payload with the name of its component."""
+# Environment variable of a payload with the addresses of all components (`ComponentAddress`), as JSON.
 COMPONENTS = "RAYSLURM_COMPONENTS"
-"""Environment variable of a payload with the addresses of all components (`ComponentAddress`), as JSON."""
 
+# Seconds between two updates of the run directory's modification time, which keep cleanup from removing it.
+#
+# The supervisor does the same only for the component's own directory.
 _REFRESH_INTERVAL = 600.0
-"""Seconds between two updates of the run directory's modification time, which keep cleanup from removing it.
-
-The supervisor does the same only for the component's own directory."""
 _LOCALHOST = "127.0.0.1"
+# Seconds that the host waits at its end for the guests to end: `srun` ends them when the host's exit code is not 0.
 _LEAVE_TIMEOUT = 5.0
-"""Seconds that the host waits at its end for the guests to end: `srun` ends them when the host's exit code is not 0."""
 
 
 class Participant(Hooks, ABC):
@@ -67,8 +67,8 @@ class Participant(Hooks, ABC):
         self._allocation = allocation
         self._payload: Optional[Payload] = None
         self._ready = self._started = False
+        # The host's commands so far.
         self._commands: List[Command] = []
-        """The host's commands so far."""
         supervisor.hooks = self
         self._keep_fresh()
 
@@ -162,8 +162,8 @@ class Host(Participant, ChannelListener):
     def __init__(self, supervisor: Supervisor, run_dir: str, allocation: Optional[Allocation] = None) -> None:
         super().__init__(supervisor, run_dir, allocation)
         self.barrier = Barrier(self._spec.components, self._spec.patience, self._spec.grace, self._loop.now())
+        # The command to end all runtimes, between the decision and the time when the host follows it itself.
         self._finish: Optional[Finish] = None
-        """The command to end all runtimes, between the decision and the time when the host follows it itself."""
         self._guests: Dict[Channel, str] = {}
         self._server = RpcServer(self._loop, self._spec.key, self._spec.ports, self, allocation is None, heartbeat=True)
         self._tick()
@@ -253,8 +253,8 @@ class Guest(Participant, ClientListener):
         self._problem = "it is gone"
         self._ended: Optional[Ended] = None
         self._given_up = False
+        # When the host is given up, unless it is connected then.
         self._give_up_at = self._loop.now() + self._spec.patience + 3 * self._spec.grace
-        """When the host is given up, unless it is connected then."""
         addresses = all_addresses([*hosts, *self._spec.hosts], self._spec.ports)
         self.client = RpcClient(self._loop, self._spec.key, addresses, self)
         self.client.connect()
