@@ -142,27 +142,17 @@ class AcquiredSession:
 
 @dataclass(kw_only=True, eq=False)
 class SessionAcquisition:
-    """Acquires a session for one step.
-
-    Attributes:
-        target: the session to find or to create.
-        waiter: the unique name under which this step waits for a generation, see `SessionRegistry.wait_for`.
-        start_timeout: seconds in which a session announces itself once its job runs.
-        patience: seconds for which the cluster, or Slurm, may be out of reach.
-    """
+    """Acquires a session for one step."""
 
     registry: SessionRegistry
     site: Site
     target: Target
-    waiter: str
-    start_timeout: float
-    patience: float
+    waiter: str  # The unique name under which this step waits for a generation, see `SessionRegistry.wait_for`.
+    start_timeout: float  # Seconds in which a session announces itself once its job runs.
+    patience: float  # Seconds for which the cluster, or Slurm, may be out of reach.
     log: Any
-
-    _jobs: dict[int, Allocation] = field(default_factory=dict, init=False)
-    """Jobs for which this step waited, by the number of their generation."""
-    _problem: str = field(default="", init=False)
-    """Why the last of these jobs did not serve this step."""
+    _jobs: dict[int, Allocation] = field(default_factory=dict, init=False)  # Those that this step waited for, by generation.
+    _problem: str = field(default="", init=False)  # Why the last of them did not serve this step.
 
     def acquire(self, after: int) -> AcquiredSession:
         """Find, join or create a session, and wait until it accepts requests.

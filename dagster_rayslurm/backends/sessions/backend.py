@@ -68,19 +68,10 @@ _DELIVERIES = 3
 
 @dataclass(kw_only=True, eq=False)
 class SessionStart:
-    """The start of one payload in a session: acquires a session, and submits the run request.
-
-    Attributes:
-        base: the base directory of the sessions, absolute.
-        running: makes the running payload; gets the session that accepted it, and whether that session had served before.
-        files: first files of the run directory beside the usual ones.
-        members: further members of the run request.
-        needs: paths of the bundles that must be on the cluster.
-        deliver: uploads these bundles; its argument says whether to look whether earlier uploads are still there.
-    """
+    """The start of one payload in a session: acquires a session, and submits the run request."""
 
     site: Site
-    base: str
+    base: str  # The base directory of the sessions, absolute.
     choice: Choice
     plan: Plan
     run_dir: str
@@ -89,10 +80,10 @@ class SessionStart:
     register: Register
     start_timeout: float
     patience: float
-    running: Callable[[LiveSession, bool], RunningPayload]
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    members: Mapping[str, Any] = field(default_factory=dict)
-    needs: Sequence[str] = ()
+    running: Callable[[LiveSession, bool], RunningPayload]  # Gets the session, and whether it had served before.
+    files: Mapping[str, bytes] = field(default_factory=dict)  # First files of the run directory beside the usual ones.
+    members: Mapping[str, Any] = field(default_factory=dict)  # Further members of the run request.
+    needs: Sequence[str] = ()  # Paths of the bundles that must be on the cluster; `deliver` uploads them, again if they vanished.
     deliver: Callable[[bool], Any] = lambda recheck: None  # noqa: ARG005
 
     def __post_init__(self) -> None:
@@ -132,13 +123,9 @@ class SessionStart:
         return payload
 
     def _submit(self, apart: bool) -> RunningPayload | None:
-        """Submit the payload to a session, and to its next generation while one ends before it accepts the payload.
+        """Submit the payload to the shared session or, `apart`, to one of its own; to its next generation if one ends too early.
 
-        Args:
-            apart: whether to use a separate session that is created for such payloads, instead of the shared session.
-
-        Returns:
-            The accepted payload; None if it does not fit the shared session and needs a separate one.
+        Returns the accepted payload; None if it does not fit the shared session and needs a separate one.
         """
         choice = self.choice
         target = choice.own() if apart else choice.shared()
@@ -317,12 +304,7 @@ class SessionBackend:
 
 
 class SlurmSite:
-    """Sessions as Slurm jobs; a `Site` for one step.
-
-    Args:
-        upload: the payload's files, which a new session delivers before it starts.
-        began: when the step began to look for a session (monotonic clock).
-    """
+    """Sessions as Slurm jobs; a `Site` for one step, which began to look for a session at `began` (monotonic clock)."""
 
     noun = "Slurm job"
     cadence = SLURM_CADENCE

@@ -140,21 +140,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which session one payload gets.
-
-    Attributes:
-        required: what the payload requires.
-        problem: why the payload does not fit the shared session, as a sentence; None if it fits.
-        shared: the session for all payloads; used only without a `problem`.
-        own: a separate session that is created for such payloads.
-        strict: whether a payload that does not fit is refused, instead of getting a separate session.
-    """
+    """Which session one payload gets."""
 
     required: Requirements
-    problem: str | None
-    shared: Callable[[], Target]
-    own: Callable[[], Target]
-    strict: bool
+    problem: str | None  # Why the payload does not fit the shared session, as a sentence; None if it fits.
+    shared: Callable[[], Target]  # The session for all payloads; used only without a `problem`.
+    own: Callable[[], Target]  # A separate session that is created for such payloads.
+    strict: bool  # Whether a payload that does not fit is refused, instead of getting a separate session.
 
     def fingerprint(self) -> bytes:
         """Text of all that the payload asks for. A retry of the step continues the payload only if its own text is the same."""

@@ -144,45 +144,26 @@ def _send_by_srun(
 
 @dataclass(kw_only=True, eq=False)
 class RunRequest:
-    """The request to run one payload: submit it to a session, or withdraw it.
-
-    Attributes:
-        site: reaches the files and the sessions.
-        nonce: the payload's nonce, which is the request's idempotency key.
-        patience: seconds for which the edge node may be out of reach once a session may have accepted the payload.
-        on_accepted: called with the session that accepted the payload, before an interrupt can come.
-        secrets: content of the payload's file of secret variables; empty if it has none.
-        members: further members of the request.
-        unsettled: whether a session may have accepted the payload although its answer is not known.
-    """
+    """The request to run one payload: submit it to a session, or withdraw it."""
 
     site: Site
     run_dir: str
-    nonce: str
-    patience: float
-    on_accepted: Callable[[LiveSession], None]
+    nonce: str  # The request's idempotency key.
+    patience: float  # Seconds for which the edge node may be out of reach once a session may have accepted the payload.
+    on_accepted: Callable[[LiveSession], None]  # Called before an interrupt can come.
     log: Any
-    secrets: bytes = b""
-    members: Mapping[str, Any] = field(default_factory=dict)
-
-    unsettled: bool = field(default=False, init=False)
-    _tried: dict[str, LiveSession] = field(default_factory=dict, init=False)
-    """Sessions to which the request was sent, by the id of their Ray cluster."""
-    _problem: str = field(default="", init=False)
-    """Why the last try failed."""
-    _alive: bool | None = field(default=None, init=False)
-    """Whether the session was alive after the last failed try; None if that is not known."""
+    secrets: bytes = b""  # Content of the payload's file of secret variables; empty if it has none.
+    members: Mapping[str, Any] = field(default_factory=dict)  # Further members of the request.
+    unsettled: bool = field(default=False, init=False)  # Whether a session may have accepted the payload without our knowledge.
+    _tried: dict[str, LiveSession] = field(default_factory=dict, init=False)  # By the id of their Ray cluster.
+    _problem: str = field(default="", init=False)  # Why the last try failed.
+    _alive: bool | None = field(default=None, init=False)  # Whether the session lived after it; None if that is not known.
 
     def submit(self, session: LiveSession, files: Mapping[str, str], needs: Sequence[str]) -> dict[str, Any]:
-        """Ask a session to run the payload, and return its answer.
+        """Ask a session to run the payload, with the first files of its run directory and the bundles that it needs.
 
-        Args:
-            files: the first files of the run directory.
-            needs: paths of the bundles that must be on the cluster.
-
-        Returns:
-            The session's answer. It is {"ok": True} also if an earlier session had accepted the payload, and has the error
-            "gone" if this session has ended.
+        Returns the session's answer. It is {"ok": True} also if an earlier session had accepted the payload, and has the error
+        "gone" if this session has ended.
 
         Raises:
             StartError: the session does not answer, or cannot write to the run directory.
