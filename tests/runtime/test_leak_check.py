@@ -110,7 +110,7 @@ def test_a_session_forgets_leaks_that_a_later_payload_has_removed() -> None:
     clock.tables = tables(ACTOR, GROUP, total={"CPU": 4.0}, available={"CPU": 2.0})
     check.check_when_idle(lambda: True)
     clock.timers.pop()[1]()
-    assert len(check.found) == 3 and check.found[0] == "CPU: 2 of 4 are not free although no payload runs"
+    assert len(check.found) == 3 and next(iter(check.found)) == "CPU: 2 of 4 are not free although no payload runs"
     ended: list[list[str]] = []
     other = {**ACTOR, "id": "a2", "name": "other"}  # A running payload's.
     clock.tables = tables(other, GROUP, total={"CPU": 4.0}, available={"CPU": 1.0})
@@ -118,7 +118,7 @@ def test_a_session_forgets_leaks_that_a_later_payload_has_removed() -> None:
     assert [message.split()[0] for message in check.found] == ["CPU:", "placement"]
     clock.tables = tables(total={"CPU": 4.0}, available={"CPU": 4.0})
     check.at_end("n3")(ended.append)
-    assert check.found == [] and ended == [[], []]
+    assert check.found == {} and ended == [[], []]
     clock.tables = None
     check.at_end("n3")(ended.append)
     assert ended[-1] == []

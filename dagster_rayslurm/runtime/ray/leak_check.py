@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from typing import Callable, List, NamedTuple, Optional
+from typing import Callable, Dict, List, NamedTuple, Optional
 
 from ..process.loop import Loop
 from .cluster import RayCluster, Tables
 
-_TIMEOUT, _IDLE = 0.3, 10.0
-"""Seconds that a payload's end waits for the tables, and from the last end to the check; Ray frees some resources late."""
-_BYTES = ("memory", "object_store_memory")
-"""Resources that are not counted, because idle workers and cached objects use them until others need them."""
+_TIMEOUT = 0.3  # Seconds that the end of a payload waits for the tables, which take some milliseconds.
+_IDLE = 10.0  # Seconds from the last end of a payload to the check of the idle cluster; Ray frees some resources late.
+_UNCOUNTED = ("memory", "object_store_memory")  # Idle workers and cached objects use them until others need them.
 _HINTS = {
     "actor": "detached actor %(name)r (%(class)s, namespace %(namespace)r) is still alive; end it with "
     "ray.kill(ray.get_actor(%(name)r, namespace=%(namespace)r)) before the payload ends",
@@ -24,7 +22,7 @@ _HINTS = {
 
 
 class Leak(NamedTuple):
-    """One thing that is left: its key in later tables, a sentence, the nonce of its payload if Ray tells, when a job began."""
+    """One thing that is left: its name in later tables, a sentence, its payload's nonce if Ray tells, when a job began."""
 
     key: str
     message: str
@@ -43,7 +41,7 @@ def left_when_idle(tables: Tables) -> List[Leak]:
     taken = []
     for name, total in sorted(tables["total"].items()):
         used = total - tables["available"].get(name, 0.0)
-        if used > 1e-3 and name not in _BYTES and not name.startswith("node:") and "_group_" not in name:
+        if used > 1e-3 and name not in _UNCOUNTED and not name.startswith("node:") and "_group_" not in name:
             taken.append(Leak(name, "%s: %g of %g are not free although no payload runs" % (name, used, total)))
     return taken + [leak for leak in living(tables) if taken or leak.since]
 
@@ -53,12 +51,7 @@ class LeakCheck:
 
     def __init__(self, loop: Loop, cluster: Callable[[], Optional[RayCluster]]) -> None:
         self._loop, self._cluster, self._timer = loop, cluster, loop.call_later(0.0, lambda: None)
-        self._left: List[Leak] = []
-
-    @property
-    def found(self) -> List[str]:
-        """Sentences about what the last check of the idle cluster found and that has not ended since."""
-        return [leak.message for leak in self._left]
+        self.found: Dict[str, str] = {}  # What was left when the cluster was idle, and has not ended since: key by sentence.
 
     def at_end(self, nonce: str) -> Callable[[Callable[[List[str]], None]], None]:
         """Returns a function to call at the end of the payload that starts now; it passes the payload's leaks to a callback."""
@@ -68,18 +61,18 @@ class LeakCheck:
         def find(done: Callable[[List[str]], None], tables: Optional[Tables]) -> None:
             if tables is not None:
                 still = {leak.key for leak in left_when_idle(tables)}
-                self._left = [leak for leak in self._left if leak.key in still]
+                self.found = {message: key for message, key in self.found.items() if key in still}
             left = [] if tables is None else living(tables)
             done([leak.message for leak in left if leak.nonce == nonce or leak.since >= began])
 
-        return lambda done: cluster.query_tables(_TIMEOUT, functools.partial(find, done))
+        return lambda done: cluster.query_tables(_TIMEOUT, lambda tables: find(done, tables))
 
     def check_when_idle(self, is_idle: Callable[[], bool]) -> None:
         """Check the whole cluster in some seconds, unless a payload runs by then."""
 
         def check(tables: Optional[Tables]) -> None:
             if tables is not None and is_idle():
-                self._left = left_when_idle(tables)
+                self.found = {leak.message: leak.key for leak in left_when_idle(tables)}
 
         self._timer.cancel()
         cluster = self._cluster()

@@ -131,9 +131,9 @@ class Membership:
         return self._give_up(event["node"], ClusterError(EndReason(event["reason"]), event["message"]))
 
     def _lost(self, event: Event) -> Step:
-        lost = Say("node-lost", "node %s is lost: %s") if self.ready else Say("cluster-start", "node %s is out of reach: %s")
-        message = lost.message % (self.members[event["node"]].title, event["message"])
-        return self._with(event["node"], here=False), [lost._replace(message=message)]
+        phase, what = ("node-lost", "lost") if self.ready else ("cluster-start", "out of reach")
+        message = "node %s is %s: %s" % (self.members[event["node"]].title, what, event["message"])
+        return self._with(event["node"], here=False), [Say(phase, message)]
 
     def _gone(self, event: Event) -> Step:
         if self.ready:

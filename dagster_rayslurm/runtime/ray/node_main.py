@@ -23,20 +23,14 @@ from . import internals
 from .internals import Demand, DemandNode, Group, LabelRule, Request
 from .membership import Nodes, Report
 
-TOKEN_SINCE = (2, 52)
-"""First Ray version (major, minor) with token authentication."""
-MOST_IDLE_WORKERS = 4
-"""Most workers that are kept idle for the next payload; each takes some 60 MB of memory."""
+TOKEN_SINCE = (2, 52)  # First Ray version (major, minor) with token authentication.
+MOST_IDLE_WORKERS = 4  # Most workers that are kept idle for the next payload; each takes some 60 MB of memory.
 
-_FAST, _SLOW = 0.02, 1.0
-"""Seconds between two polls of the node table: `_FAST` until the Ray cluster is complete, `_SLOW` from then on."""
-_DEMAND_INTERVAL = 7.0
-"""Seconds between two polls of what waits for resources; one poll takes a millisecond or two."""
-_START_TIMEOUT, _POLL = 60.0, 0.1
-"""Seconds in which a new idle worker must have begun to write its log, and between two looks for that."""
+_FAST, _SLOW = 0.02, 1.0  # Seconds between two polls of the node table, until the Ray cluster is complete and from then on.
+_DEMAND_INTERVAL = 7.0  # Seconds between two polls of what waits for resources; one poll takes a millisecond or two.
+_START_TIMEOUT, _POLL = 60.0, 0.1  # Seconds in which a new idle worker must begin its log, and between two looks for that.
 _TEMP_DIR = "--temp-dir="
-_MOST_NAMES = 4
-"""Most nodes, or bundles of a placement group, that one message names."""
+_MOST_NAMES = 4  # Most nodes, or bundles of a placement group, that one message names.
 
 
 def main(argv: List[str]) -> int:

@@ -29,25 +29,21 @@ from ..protocol.spec import RAY_COORDINATES, RaySpec, RuntimeSpec, node_spec
 from .internals import PRESTART_AT_FIRST_DRIVER, RAYLET_ENVIRON
 from .membership import Event, Report
 
-_ATTEMPTS = 3
-"""Most attempts to start Ray on this node."""
+_ATTEMPTS = 3  # Most attempts to start Ray on this node.
 _CLASH = r"address already in use|port \d+ is already|already occupied|Failed to bind"
 _TEMPORARY = re.compile(_CLASH + r"|Timed out waiting for file \S*_port_", re.IGNORECASE)
 """What Ray's logs contain when another attempt may succeed: a port was taken, or Ray's agents were not up in its own 15 s."""
-_KEEPS_WORKERS_READY = "ray"
-"""Name of a module: a runtime that preloads it for payloads also keeps idle Ray workers ready."""
+_KEEPS_WORKERS_READY = "ray"  # A module: a runtime that preloads it for payloads also keeps idle Ray workers ready.
+# Ray's logs that may tell why Ray failed on a node.
 _LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard.log", "ray_process_exit.log")
-"""Ray's logs that may tell why Ray failed on a node."""
 _SHIM = """#!/bin/sh
 # `ray stop` would end every Ray of this user on this node, also other clusters; this one ends with its runtime.
 [ "$1" = stop ] && exit 0
 exec %s -m ray.scripts.scripts "$@"
 """
 """The `ray` program that `ray symmetric-run` finds in its PATH; %s is the Python to use."""
-_STORE_SHARE = 0.3
-"""Fraction of a node's memory that Ray's object store gets if the user sets no size; the same as Ray's own default."""
-_SMALLEST_STORE = 75 * 2**20
-"""Bytes; Ray 2.60 refuses to start with a smaller object store."""
+_STORE_SHARE = 0.3  # Of a node's memory, for Ray's object store if the user sets no size; Ray's own default.
+_SMALLEST_STORE = 75 * 2**20  # Bytes; Ray 2.60 refuses to start with a smaller object store.
 _MARK = "RAYSLURM_CLUSTER"
 """Variable by which processes of a payload's own cluster are found even if they left the process tree below `ray start`."""
 _DIR_NAMES = [name for name in string.digits + string.ascii_lowercase if name != "r"]

@@ -509,7 +509,7 @@ class Supervisor(RayListener):
             "ray_version": cluster.get("ray_version"),
             "address": cluster.get("ray_address"),
             "dashboard_url": cluster.get("dashboard_url"),
-            "leaks": self._leaks.found,
+            "leaks": list(self._leaks.found),
             "time_left": self.time_left(),
         }
 
