@@ -200,9 +200,8 @@ def test_commands_see_the_environment_of_the_login_and_nothing_else(connect: Any
     assert not {b"LC_CTYPE", b"PYTHONUTF8"} & names
 
 
-@pytest.mark.parametrize("python", [sys.executable, *filter(None, map(shutil.which, ("python3.6", "python3.8")))])
-def test_any_name_in_any_locale(python: str, connect: Any, tmp_path: Path) -> None:
-    connection, _ = connect("unset LANG LC_CTYPE; LC_ALL=C; export LC_ALL; ", python=python)
+def test_any_name_in_any_locale(connect: Any, tmp_path: Path) -> None:
+    connection, _ = connect("unset LANG LC_CTYPE; LC_ALL=C; export LC_ALL; ")
     path = f"{tmp_path}/é\udcff"
     connection.write(path, b"x")
     assert connection.read(path, 0, 1) == b"x" and connection.run(["cat", path]).stdout == b"x"
