@@ -283,7 +283,7 @@ def test_secrets_are_nowhere_else_on_this_machine(reuse: bool, base: Path, look:
     try:
         said, secrets = look(compute, place)
     finally:
-        for path in base.glob("sessions/*/session.json"):
+        for path in base.rglob("session.json"):
             compute.cleanup_cluster(json.loads(path.read_text())["cluster_id"])
     assert "ray-node" in said["arguments"] and "RAYSLURM_" in said["what the payload saw "]
     check(said, secrets, place)

@@ -162,6 +162,6 @@ def test_the_first_task_finds_an_idle_worker(base: Path, scratch_base: Path, scr
         ready = again
     # Those that nobody used count for nobody.
     assert ran.metadata["CPU time (s)"] < 2
-    for announced in (base / "sessions").glob("*/session.json"):
+    for announced in base.rglob("session.json"):
         compute.cleanup_cluster(json.loads(announced.read_text())["cluster_id"])
     assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ready), 15)
