@@ -82,7 +82,7 @@ class Ownership:
         return self._confirmed
 
     def confirm_or_assume(self) -> bool:
-        """Like `confirm`, but if the owner cannot be determined, True unless a new owner is known."""
+        """As `confirm`, but while the cluster does not answer this attempt counts as the owner, unless a new one is known."""
         try:
             return self.confirm()
         except OSError:
@@ -177,7 +177,7 @@ def same_request(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> bool:
 
 
 def _normalized(files: Mapping[str, bytes]) -> list[Any] | None:
-    """Returns what a comparison of requests compares, without Dagster run and random keys; None if a file is damaged."""
+    """The request in the files of a run directory, in a form to compare: without Dagster run and random keys. None if damaged."""
     request: list[Any] = []
     try:
         payload = json.loads(files[PAYLOAD])

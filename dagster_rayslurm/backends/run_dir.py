@@ -27,7 +27,7 @@ BOOKMARK = ".followed"
 
 
 class _Below:
-    """A directory below the base directory of a `Layout`."""
+    """Descriptor of an attribute of `Layout`: the path of the directory of this name below the base directory."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -49,7 +49,10 @@ class Session:
     """Ends the session and waits until it has ended; returns False if the session had ended before."""
 
     def described(self) -> Session:
-        """The session with a row that its own description completes; unchanged if it cannot describe itself yet or any more."""
+        """Ask the session for its description, and return a copy with those values in its row.
+
+        A session that has not announced itself yet, or has ended, is not asked and is returned unchanged.
+        """
         if self.row["state"] not in (SessionState.UP, SessionState.DRAINING):
             return self
         own: dict[str, Any] = {"state": SessionState.ENDED}

@@ -119,7 +119,7 @@ def _kill_session(session: int, signum: int) -> None:
 
 
 def end(name: str) -> None:
-    """Kill the command that a thread runs, if any, without waiting."""
+    """Kill the command that the thread called `name` runs, if any, without waiting."""
     process = _running.get(name)
     if process is not None:
         threading.Thread(target=_end, args=(process,), daemon=True).start()

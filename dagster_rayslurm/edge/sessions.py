@@ -54,7 +54,7 @@ def _read(path: str) -> str:
 
 
 def newest(directory: str) -> "tuple[int, float, str, str, bool, bool]":
-    """The newest allocation: number (0 for none), age in seconds, creator, job id, and whether it was abandoned, or ended."""
+    """A session's newest allocation: number (0 for none), age in seconds, creator, job id, whether abandoned, whether ended."""
     try:
         numbers = [int(name) for name in os.listdir(directory) if re.fullmatch("[1-9][0-9]{0,8}", name)]
     except FileNotFoundError:

@@ -77,7 +77,7 @@ class ReportMerger:
     closed: list[tuple[str, Message]] = field(default_factory=list)
 
     def of(self, component: str) -> Any:
-        """Returns the message handler for the payload of one component."""
+        """The handler for Pipes messages of one component's payload."""
         return SimpleNamespace(handle_message=lambda message: self._add(component, message))
 
     def _add(self, component: str, message: Message) -> None:

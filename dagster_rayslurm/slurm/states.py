@@ -56,7 +56,7 @@ class Seen(NamedTuple):
 
 
 class Started(NamedTuple):
-    """An observation: the record of the run has begun."""
+    """An observation: the run record has begun."""
 
     at: float
 

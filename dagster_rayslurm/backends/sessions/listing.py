@@ -250,7 +250,7 @@ class IdleSessions:
         return announcement is not None and announcement.idle and announcement.closing is None
 
     def _yields(self, holder: _Holder) -> bool:
-        """Ask a session to yield, and return whether it does; it refuses if another payload has come meanwhile."""
+        """Ask an idle session to end for this job; returns whether it will. It refuses if a payload has come meanwhile."""
         key = holder.generation.key
         answer = ask_session(self._connection, holder.generation, {"op": Operation.YIELD})
         if answer.get("ok"):

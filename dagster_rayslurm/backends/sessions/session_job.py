@@ -88,9 +88,9 @@ class SessionSetup:
         return required.with_time_limit(max(limits, key=lambda text: time_limit_seconds(text) or float("inf")))
 
     def misfit(self, plan: Plan) -> str | None:
-        """What the payload requires and the default session does not offer, as a sentence; None if the payload fits.
+        """Why the payload does not fit the default session, which the resource's own configuration describes; None if it fits.
 
-        Raises ValueError if the default session is impossible, and the run does not replace its components by its own.
+        Raises ValueError if that session is impossible, and the run does not replace its components by its own.
         """
         required = self.required(plan)
         try:

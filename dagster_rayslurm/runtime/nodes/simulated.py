@@ -67,7 +67,7 @@ def single_node_share(spec: RuntimeSpec, here: NodeResources, visible: Tuple[str
 
 
 def _gpu_variables(variable: str, own: Sequence[str], gpus: int) -> Variables:
-    """The environment variables that limit a node to its own GPUs, and to made-up ids for the simulated ones."""
+    """The environment variables that show a node its own GPUs only; simulated GPUs have made-up ids."""
     missing = missing_gpus(gpus - len(own))
     # Ray refuses a number of GPUs that contradicts any of these variables.
     others: Variables = dict.fromkeys(GPU_VARIABLES) if missing else {}

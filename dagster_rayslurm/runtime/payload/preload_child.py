@@ -123,7 +123,7 @@ def _load(names: List[str]) -> Optional[str]:
 
 
 class Threads(NamedTuple):
-    """What decides whether a process can be forked: its threads, libraries and GPU devices.
+    """The facts that decide whether a process can be forked: its threads, libraries and GPU devices.
 
     `python` are the names of the threads that Python started, `others` those that the kernel has, without the main thread. The
     kernel calls the main thread, and each thread without a name of its own, `name`. `cpus` of the machine bound a pool's threads.

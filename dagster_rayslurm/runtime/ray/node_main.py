@@ -170,7 +170,7 @@ def serve(fd: int, gcs: str, logs: str, cpus: int, report: Any) -> None:
 
 
 def _keep_idle_workers(wanted: threading.Event, gcs: str, logs: str, number: int) -> None:
-    """Whenever workers are wanted, start those that are missing."""
+    """In a thread: each time `wanted` is set, start Ray workers until `number` of them wait for work on this node."""
     raylet: Any = None
     try:
         while wanted.wait():

@@ -193,7 +193,7 @@ class Barrier:
         return failure + self._finish_if_over(now)
 
     def interrupted(self, why: str, exit_code: int, now: float) -> List[Command]:
-        """The host received a signal after its payload had ended: a failure, if payloads of other components still run."""
+        """Called when the host gets a signal after its payload has ended; the host has failed if other components still run."""
         self._terminated = True
         return ([] if self._is_over() else self._fail(self._host, why, exit_code, now)) + self.give_up_absent(now)
 

@@ -61,7 +61,7 @@ _MOST_NAMES = 8
 
 
 class Hooks:
-    """Callbacks with which another module changes when payloads start and when the runtime ends; set `Supervisor.hooks`."""
+    """Callbacks by which another module decides about starts of payloads and the runtime's end; set `Supervisor.hooks`."""
 
     def may_start(self, payload: Payload) -> bool:  # noqa: ARG002
         """Whether a payload whose Ray cluster is up may start; call `Supervisor.schedule` when the answer changes."""
@@ -461,7 +461,7 @@ class Supervisor(RayListener):
         self.close(End(error.reason, str(error)), _LOST_GRACE, queued)
 
     def _handle_message(self, member: WorkerNode, message: Message) -> None:
-        """Called when a worker node sends a message: pass it to the Ray clusters, and report lack of memory and lost nodes."""
+        """Called when a worker node sends a message: pass it to the Ray clusters; log nodes without memory and lost nodes."""
         for cluster in self._clusters:
             cluster.handle(member, message)
         if message.get("event") == NodeEvent.MEMORY:
