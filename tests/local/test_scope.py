@@ -83,7 +83,7 @@ def nothing_runs() -> bool:
     return not marked_processes(os.environ["PYTEST_OF_RAYSLURM"])
 
 
-@pytest.mark.parametrize("executor", ["in_process", "multiprocess"])
+@pytest.mark.parametrize("executor", [pytest.param("in_process", marks=pytest.mark.thorough), "multiprocess"])
 def test_the_cluster_lives_as_long_as_the_run(job: Any, tmp_path: Path, executor: str) -> None:
     process = job(executor)
     assert process.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
