@@ -138,7 +138,7 @@ CORE = {
         "test_what_does_not_fit",
     ),
     "slurm/test_session_cli.py": ("test_a_session_from_pending_to_its_end",),
-    "slurm/test_session_commands.py": ("test_a_warm_step_runs_one_command_at_most",),
+    "slurm/test_session_commands.py": ("test_a_warm_step_runs_no_command",),
     "slurm/test_session_hetjob.py": ("test_a_warm_cluster_across_components",),
     "slurm/test_session_scope.py": ("test_the_session_lives_as_long_as_the_run[in_process]",),
     "slurm/test_starting.py": ("test_a_cluster_is_ended_by_its_name", "test_a_runtime_that_does_not_come"),
@@ -148,7 +148,7 @@ CORE = {
     ),
     "slurm/test_transport_on_slurm.py": (
         "test_a_tree_arrives_and_the_nodes_see_it",
-        "test_what_is_there_costs_one_small_command",
+        "test_what_is_there_costs_one_small_call",
     ),
     "slurm/test_without_ssh.py": ("test_dagster_runs_in_a_job_itself",),
     "stack/test_stack.py": ("test_batch_job", "test_gpus", "test_nodes_partitions_and_version", "test_two_users"),

@@ -68,7 +68,7 @@ class Counting:
         self.asked: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("run", "upload", "write", "make_dir", "read", "remove"):
+        if name in ("run", "call", "upload", "write", "make_dir", "read", "remove"):
             self.asked.append(name)
         return getattr(self._connection, name)
 
@@ -129,7 +129,7 @@ def test_nobody_else_reads_it(edge: Connection, base: str, source: Path, stack: 
         assert "Permission denied" in said
 
 
-def test_what_is_there_costs_one_small_command(edge: Connection, base: str, source: Path) -> None:
+def test_what_is_there_costs_one_small_call(edge: Connection, base: str, source: Path) -> None:
     (source / "big").write_bytes(os.urandom(12 * 2**20))
     made, script = bundle_directory(str(source)), bundle_files({"train.py": str(source / "pkg/train.py")})
     progress: list[tuple[int, int]] = []
@@ -139,14 +139,14 @@ def test_what_is_there_costs_one_small_command(edge: Connection, base: str, sour
     second = Counting(edge)
     began = time.monotonic()
     assert install(second, base, [made, script]) == done  # type: ignore[arg-type]
-    assert second.asked == ["run"] and time.monotonic() - began < 1
+    assert second.asked == ["call"] and time.monotonic() - began < 1
     install(second, base, [made, script])  # type: ignore[arg-type]
-    assert second.asked == ["run"]
+    assert second.asked == ["call"]
     (source / "pkg/train.py").write_text("print(2)")
     changed = bundle_files({"train.py": str(source / "pkg/train.py")})
     third = Counting(edge)
     path = install(third, base, [made, changed]).bundles[changed]  # type: ignore[arg-type]
-    assert third.asked == ["run", "run"]
+    assert third.asked == ["call", "call"]
     assert run(edge, "cat", f"{path}/train.py") == "print(2)"
 
 
