@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
 from pydantic import ValidationError
 
 from .runtime.protocol.end import TextEnum
-
-if TYPE_CHECKING:
-    from .backends.base import RunningPayload
 
 _ESCAPE_CODES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
 
@@ -107,6 +104,8 @@ class CompletedRun(dg.PipesClientCompletedInvocation):
         outputs: paths on this machine of the files that `outputs=` selected.
     """
 
-    def __init__(self, session: Any, metadata: Mapping[str, Any], attempt: RunningPayload, outputs: list[Path]) -> None:
+    def __init__(
+        self, session: Any, metadata: Mapping[str, Any], cluster_id: str, job_id: str | None, outputs: list[Path]
+    ) -> None:
         super().__init__(session, metadata=metadata)
-        self.cluster_id, self.job_id, self.outputs = attempt.cluster_id, attempt.job_id, outputs
+        self.cluster_id, self.job_id, self.outputs = cluster_id, job_id, outputs

@@ -71,7 +71,8 @@ def execute(context: dg.OpExecutionContext, plan: Any, backend: Backend, setting
             metadata = {**failures_metadata(judged, kept), **metadata}
             raise RunFailure(verdict.kind, verdict.sentence, metadata, verdict.retry)
     outputs = sorted(path for path in run.outputs.rglob("*") if path.is_file())
-    return CompletedRun(session, metadata, run.first.running, outputs)
+    running = run.first.running
+    return CompletedRun(session, metadata, running.cluster_id, running.job_id, outputs)
 
 
 @contextmanager
