@@ -16,6 +16,7 @@ from typing import Any
 from dagster_pipes import PipesContextData
 
 from ..components import Component, component_specs, request_for
+from ..edge.sessions import JOB_ID
 from ..environments import Environment, Interpreter, path_on_cluster
 from ..environments.check import check_environment_on
 from ..errors import FailureKind, StartError
@@ -32,7 +33,7 @@ from ..slurm.request import JobRequest, is_job_of, job_comment, job_name, make_r
 from ..slurm.script import render_script
 from ..slurm.shared_queue import fetch_queue, shared_queue
 from ..slurm.states import TERMINAL
-from ..slurm.submit import JOB_ID, JOB_SCRIPT, RequiredFiles, SubmissionRefused, cancel_named, submit, wait_until_gone
+from ..slurm.submit import JOB_SCRIPT, RequiredFiles, SubmissionRefused, cancel_named, submit, wait_until_gone
 from ..ssh.base import Connection, check_no_variable, expand_home, is_rooted
 from ..ssh.pool import connection_to
 from .base import Register, Step

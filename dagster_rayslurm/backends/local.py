@@ -147,7 +147,7 @@ class OwnRuntime(LocalPayload):
         evidence.runtime_log = tail_file(str(self._run_dir / RUNTIME_LOG))
 
     def release(self, evidence: Evidence) -> None:  # noqa: ARG002
-        # The runtime still takes its Ray cluster down, and nobody waits for that.
+        # The runtime still ends its Ray cluster; this process does not wait for that.
         reap_later(self._process)
 
 

@@ -99,7 +99,7 @@ def make_private(directory: str) -> None:
 
 
 def install_file(directory: str, name: str, data: bytes) -> None:
-    """Make a file that nobody changes."""
+    """Make a read-only file."""
     make_private(directory)
     files.write(os.path.join(directory, name), data, 0o400)
 

@@ -10,8 +10,15 @@ import pwd
 import re
 import time
 
-_CREATOR, _JOB_ID, _EXIT, _ANNOUNCEMENT, _MANIFEST = "creator", "job_id", "exit", "session.json", "offer.json"
-_ABANDONED, _WAITING = "abandoned", "waiting"
+JOB_ID = "job_id"
+"""File in a run directory: the id of its job."""
+CREATOR = "creator"
+ABANDONED = "abandoned"
+MANIFEST = "offer.json"
+CURRENT = "current"
+"""Files of a session: the name of the job that created the session, the mark that the creator gave up, the session's manifest,
+and the copy of the newest manifest in the parent directory, which saves other processes the search."""
+_EXIT, _ANNOUNCEMENT, _WAITING = "exit", "session.json", "waiting"
 _MOST_BYTES = 1024 * 1024
 _READ_RETRY = 0.2
 """Seconds before a failed read is repeated: a network file system that lost sight of a file finds it then."""
@@ -62,14 +69,14 @@ def newest(directory: str) -> "tuple[int, float, str, str, bool, bool]":
     if not numbers:
         return 0, 0.0, "", "", False, False
     number, own = max(numbers), os.path.join(directory, str(max(numbers)))
-    made = [_modified(path) for path in (os.path.join(own, _CREATOR), own)]
+    made = [_modified(path) for path in (os.path.join(own, CREATOR), own)]
     now = _now(directory)
     age = now - next((each for each in made if each is not None), now)
     if not os.path.isdir(own):
         return number, age, "", "", True, False
-    creator, job_id = ((text.splitlines() or [""])[0][:300] for text in read(own, [_CREATOR, _JOB_ID]))
+    creator, job_id = ((text.splitlines() or [""])[0][:300] for text in read(own, [CREATOR, JOB_ID]))
     exit_size = _size(os.path.join(own, _EXIT))
-    return number, age, creator, job_id, os.path.lexists(os.path.join(own, _ABANDONED)), exit_size > 0
+    return number, age, creator, job_id, os.path.lexists(os.path.join(own, ABANDONED)), exit_size > 0
 
 
 def wait_for(directory: str, waiter: str) -> None:
@@ -98,7 +105,7 @@ def stop_waiting(directory: str, waiter: str, fresh: float) -> bool:
     if any(seen is not None and now - seen < fresh for seen in others) or _size(announcement) > 0:
         return False
     with contextlib.suppress(FileExistsError):
-        os.mkdir(os.path.join(directory, _ABANDONED), 0o700)
+        os.mkdir(os.path.join(directory, ABANDONED), 0o700)
     return _size(announcement) == 0
 
 
@@ -112,7 +119,7 @@ def listing(sessions: str, pattern: str) -> "dict[str, dict[str, str]]":
         for number in os.listdir(directory):
             own = os.path.join(directory, number)
             if re.fullmatch("[1-9][0-9]{0,8}", number) and os.path.isdir(own):
-                names = (_JOB_ID, _EXIT, _ANNOUNCEMENT, _CREATOR, _MANIFEST)
+                names = (JOB_ID, _EXIT, _ANNOUNCEMENT, CREATOR, MANIFEST)
                 found[key + "/" + number] = {name: _readable(os.path.join(own, name)) for name in names}
     return found
 

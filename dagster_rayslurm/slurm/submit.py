@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ..edge.sessions import JOB_ID
 from ..errors import FailureKind, StartError
 from ..ssh.base import Backoff, Completed, Connection, ConnectionFailed, ConnectionLost
 from .commands import run_slurm, stderr_of
@@ -23,15 +24,7 @@ from .shared_queue import ClusterClock, fetch_queue
 from .states import TERMINAL
 
 JOB_SCRIPT = "job.sh"
-JOB_ID = "job_id"
-"""Files in the run directory: the batch script, and the id of its job."""
-CREATOR = "creator"
-ABANDONED = "abandoned"
-MANIFEST = "offer.json"
-CURRENT = "current"
-"""Files of a session: the name of the job that created the session, the mark that the creator gave up, the session's manifest,
-and the copy of the newest manifest in the parent directory, which saves other processes the search."""
-
+"""File in the run directory: the batch script."""
 _SUBMIT = """
 unset TAR_OPTIONS
 old=$(umask)

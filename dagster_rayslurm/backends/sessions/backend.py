@@ -18,6 +18,7 @@ from typing import Any
 
 from dagster_pipes import PipesContextData
 
+from ...edge.sessions import MANIFEST
 from ...environments.check import check_environment_on
 from ...errors import FailureKind, StartError
 from ...follow import Cadence
@@ -31,7 +32,7 @@ from ...slurm.request import JobRequest, is_job_of, job_comment, job_name
 from ...slurm.script import parse_exit
 from ...slurm.shared_queue import SharedQueue, fetch_queue, shared_queue
 from ...slurm.states import TERMINAL
-from ...slurm.submit import JOB_SCRIPT, MANIFEST, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
+from ...slurm.submit import JOB_SCRIPT, ClaimTaken, SubmissionRefused, SubmittedJob, cancel_named, submit
 from ...ssh.base import Connection, ConnectionFailed
 from ...ssh.pool import connection_to
 from ..base import Register, RunningPayload, Step

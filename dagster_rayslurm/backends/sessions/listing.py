@@ -12,13 +12,14 @@ from enum import Enum
 from typing import Any
 
 from ...edge import sessions
+from ...edge.sessions import ABANDONED, CREATOR, JOB_ID, MANIFEST
 from ...errors import FailureKind, StartError
 from ...runtime.protocol.messages import Operation, Refusal
 from ...runtime.protocol.record import EXIT, SESSION
 from ...slurm.script import parse_exit
 from ...slurm.shared_queue import QueueRow, QueueSnapshot, fetch_queue
 from ...slurm.states import TERMINAL, WAITING
-from ...slurm.submit import ABANDONED, CREATOR, JOB_ID, MANIFEST, cancel_named, wait_until_gone
+from ...slurm.submit import cancel_named, wait_until_gone
 from ...ssh.base import Connection
 from ..slurm_job import MakeWay
 from .matching import run_suffix

@@ -22,6 +22,7 @@ from dagster_pipes import PipesContextData
 
 from ...archive import runtime_name
 from ...config import SessionConfig
+from ...edge.sessions import CREATOR, MANIFEST
 from ...errors import FailureKind, StartError
 from ...follow import Cadence, Evidence
 from ...interrupts import delayed_interrupts
@@ -33,7 +34,6 @@ from ...runtime.protocol.record import RUNTIME, RUNTIME_LOG, SESSION, tail_file
 from ...runtime.protocol.rpc import NotConnected, call
 from ...runtime.protocol.spec import PROTOCOL_VERSION, ComponentSpec, RaySpec, RuntimeSpec, to_json
 from ...slurm.states import JobPhase, JobStatus
-from ...slurm.submit import CREATOR, MANIFEST
 from ...ssh.base import Connection
 from ...ssh.local import LocalConnection
 from ..base import Register, RunningPayload, Step

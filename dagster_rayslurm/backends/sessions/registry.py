@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...edge import sessions
+from ...edge.sessions import ABANDONED, CURRENT, JOB_ID, MANIFEST
 from ...errors import FailureKind, StartError
 from ...runtime.protocol.record import SESSION
 from ...runtime.protocol.spec import PROTOCOL_VERSION
-from ...slurm.submit import ABANDONED, CURRENT, JOB_ID, MANIFEST
 from ...ssh.base import Connection
 from ..payload_files import remote_base_errors
 from .matching import Capacity, capacity_from_json, capacity_to_json

@@ -115,7 +115,7 @@ _LOCK_BASES = ("/tmp", "/var/tmp", "/dev/shm")
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports chosen for a node, and how `ray start` is told of them."""
+    """The ports chosen for a node, and the arguments of `ray start` for them."""
 
     gcs: int  # Of the head's GCS, the service that all nodes of a Ray cluster connect to; 0 on a worker node.
     dashboard: int  # Of the head's dashboard; 0 on a worker node.

@@ -358,7 +358,7 @@ def cancel_own_job(environ: Mapping[str, str], sleep: Callable[[float], None] = 
 
 
 def _exit_with(main: Callable[[], int]) -> None:
-    """Run `main` and exit the forked child with its code, never returning to the code that the parent goes on with."""
+    """Run `main` and exit the forked child with its code, so that it never runs the parent's code."""
     code = 70  # EX_SOFTWARE of sysexits(3), unless `main` returns.
     try:
         code = main()

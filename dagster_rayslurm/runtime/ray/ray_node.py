@@ -183,7 +183,7 @@ class RayNode:
     on_event: Callable[[Event], None]  # Gets the reports of Ray's process and of this object; see `Report`.
     environ: Mapping[str, Optional[str]] = field(default_factory=dict)  # For Ray's daemons; None removes a variable.
     ready: bool = False  # Whether the cluster uses this node; from then on an end of Ray here is a loss, not a failed start.
-    pid: Optional[int] = None  # Of the process of which all of Ray's processes on this node are descendants.
+    pid: Optional[int] = None  # Process id of the common ancestor of all Ray processes on this node.
 
     def __post_init__(self) -> None:
         self.ports: Optional[Ports] = None
