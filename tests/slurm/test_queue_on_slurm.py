@@ -250,8 +250,9 @@ def test_many_callers_and_processes_are_one_to_slurmctld(stack: Any, edge: Conne
         _, said = other.communicate(timeout=60)
         assert other.returncode == 0, said
     calls = [int(line) / 1000 for line in edge.read(f"{directory}/calls", 0, 100_000).split()]
-    # Two of them may come close together: between a claim and its squeue, a shell has to get going on a busy machine.
-    assert SECONDS / INTERVAL / 2 <= len(calls) <= SECONDS / INTERVAL + 2, calls
+    # The other processes start late on a busy machine and end as much later, so that the calls themselves tell how long
+    # all of this took. Two calls may come close together: between a claim and its squeue, a shell has to get going.
+    assert SECONDS / INTERVAL / 2 <= len(calls) <= (calls[-1] - calls[0]) / INTERVAL + 2, calls
     assert max(stale) < 2.5 * INTERVAL, max(stale)
 
 
