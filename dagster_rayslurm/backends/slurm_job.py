@@ -82,7 +82,7 @@ class SlurmJob:
     cancelled: bool = False  # Whether Slurm was asked to cancel the job.
     _snapshot: QueueSnapshot | None = None
     _queried_at: float = 0.0
-    _exit_read_at: float = field(default_factory=time.monotonic)
+    _exit_read_at: float = field(default_factory=lambda: time.monotonic())
     _ended_at: float | None = None
     _cancel_confirmed: bool = False
     _last_reason: str = ""

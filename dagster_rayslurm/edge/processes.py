@@ -29,6 +29,7 @@ def run(
     stdin: bytes = b"",
     timeout: "float | None" = None,
     environ: "Mapping[str, str] | None" = None,
+    directory: str = "",
 ) -> "tuple[int | None, bytes, bytes]":
     """Run a command; returns its exit code, 128 + N after signal N, its output and its error output.
 
@@ -40,7 +41,14 @@ def run(
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
-            words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, env=environ and dict(environ)
+            words,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            bufsize=0,
+            start_new_session=True,
+            env=environ and dict(environ),
+            cwd=directory or None,
         )
     except OSError as error:
         return 127 if error.errno == errno.ENOENT else 126, b"", words[0] + b": " + os.strerror(error.errno or 0).encode()

@@ -59,7 +59,7 @@ class Evidence:
     damaged_lines: int = 0
     unreachable: str | None = None
     connection_lost: bool = False
-    last_growth: float = field(default_factory=time.monotonic)
+    last_growth: float = field(default_factory=lambda: time.monotonic())
     tails: dict[str, str] = field(default_factory=dict)
     last_output: collections.deque[tuple[str, str]] = field(default_factory=lambda: collections.deque(maxlen=64))
 

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..ssh.base import Connection
+from ..edge import slurm
+from ..ssh.base import Completed, Connection
 from ..ssh.local import LocalConnection
-from .commands import SlurmUnanswered, run_slurm, unanswered
+from .commands import SlurmUnanswered, unanswered
 
 SNAPSHOT = "snapshot.json"
 """Name of the snapshot's file in the shared directory."""
@@ -42,32 +43,6 @@ _UNIT = "\x1f"
 # The name comes last, as it may contain any character. %A is the number of a component or array task itself, %i the label that
 # users know; %S of a pending job is when Slurm expects it to start.
 _COLUMNS = "".join(_UNIT + column for column in ("%A", "%i", "%T", "%r", "%S", "%V", "%D", "%N", "%P", "%j"))
-
-# $1 is a random word that begins each row, as a job name may contain a newline. Without --all hidden partitions hide jobs.
-# --states=all also shows jobs that ended, for MinJobAge (300 s by default).
-_SQUEUE = """\
-export LC_ALL=C SLURM_TIME_FORMAT=%s
-squeue --me --all --noheader --states=all --format="$1$2"
-rc=$?; echo "$1 $(date +%s%3N)"; exit $rc
-"""
-
-# Before the claim: a host without squeue must not claim.
-_STAMP = 'now=$(date +%s%3N) && echo "$1 $now" && command -v squeue >/dev/null || exit 127\n'
-
-# A process claims the renewal of the snapshot by making a directory. $3 is the directory for claims, $4 the interval and $5 the
-# age at which claims are removed, in milliseconds. mkdir is atomic on NFS too, so there is one claim in each interval of the
-# cluster's clock, whatever clock the callers have. A directory in the claim is named by the time of the claim, so that claims in
-# successive intervals are not too close either.
-_CLAIM = """\
-umask 077 && mkdir -p -- "$3" && cd -- "$3" || exit
-claim="claim-$((now / $4 * $4))"
-for last in "claim-$((now / $4 * $4 - $4))"/[0-9]* "$claim"/[0-9]*; do
-    [ -d "$last" ] && [ $((now - ${last##*/})) -lt "$4" ] && echo "$1 taken ${last##*/}" && exit
-done
-mkdir "$claim" 2>/dev/null || { [ -d "$claim" ] && echo "$1 taken $now" || mkdir "$claim"; exit; }
-mkdir "$claim/$now"
-for old in claim-*; do [ "${old#claim-}" -lt $((now - $5)) ] && rmdir "$old"/* "$old"; done 2>/dev/null
-"""
 
 
 @dataclass(frozen=True)
@@ -188,19 +163,14 @@ class ClusterClock:
     """
 
     connection: Connection
-    local: Callable[[], float] = time.monotonic
+    local: Callable[[], float] = lambda: time.monotonic()
     _offset: float | None = None
 
     def now(self) -> float:
         """The time on the edge node, in seconds of the epoch; the edge node is asked for it at most once (OSError)."""
         if self._offset is None:
             sent = self.local()
-            done = self.connection.run(["date", "+%s.%N"], timeout=60)
-            try:
-                stamp = float(done.stdout)
-            except ValueError:
-                said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()[-500:]
-                raise OSError(f"{self.connection.place}: `date +%s.%N` does not say the time: {said}") from None
+            stamp = self.connection.call(slurm.now, repeat=True)
             return self.local() + self.observe(stamp, sent, self.local())
         return self.local() + self._offset
 
@@ -290,9 +260,8 @@ class SharedQueue:
                 return
             self._claimed_until = now + interval  # If the query fails, any process may try again in the next interval.
             keep = max(_KEEP_CLAIMS, 10 * interval)
-            words = (directory, str(round(1000 * interval)), str(round(1000 * keep)))
             sent = self.clock.local()
-            began, answer = _run_squeue(connection, _STAMP + _CLAIM + _SQUEUE, *words)
+            began, answer = _run_squeue(connection, directory, interval, keep)
             self.clock.observe(began, sent, self.clock.local())
             claimed = began if isinstance(answer, QueueSnapshot) else answer
             self._claimed_until = claimed + interval * (1 + self._spread)
@@ -316,29 +285,28 @@ def fetch_queue(connection: Connection) -> QueueSnapshot:
         SlurmUnanswered: Slurm did not answer.
         OSError: Slurm cannot be asked.
     """
-    _, answer = _run_squeue(connection, _STAMP + _SQUEUE)
+    _, answer = _run_squeue(connection)
     assert isinstance(answer, QueueSnapshot)
     return answer
 
 
-def _run_squeue(connection: Connection, script: str, *words: str) -> tuple[float, QueueSnapshot | float]:
+def _run_squeue(connection: Connection, *claim: object) -> tuple[float, QueueSnapshot | float]:
     """The cluster's time before the query, and the queue, or the time at which another process claimed the query."""
-    mark = secrets.token_hex(8)
-    done = run_slurm(connection, ["sh", "-c", script, "sh", mark, _COLUMNS, *words], timeout=_TIMEOUT)
-    first, _, text = done.stdout.decode("utf-8", "replace").partition("\n")
-    stamp = re.fullmatch(rf"{mark} ([0-9]+)", first)
-    taken = re.fullmatch(rf"{mark} taken ([0-9]+)\n", text)
-    if stamp and taken:
-        return int(stamp[1]) / 1000, int(taken[1]) / 1000
-    rows, _, ended = ("\n" + text).rpartition(f"\n{mark} ")
-    # A squeue that fails may have printed half of the jobs.
-    if not stamp or done.returncode or not ended.strip().isdigit():
-        raise unanswered(connection.place, "squeue", done)
-    began = int(stamp[1]) / 1000
+    mark = secrets.token_hex(8)  # Begins each row, as a job name may contain a newline.
+    of_dagster = isinstance(connection, LocalConnection)
+    code, out, error, began, ended = connection.call(
+        slurm.queue, mark + _COLUMNS, _TIMEOUT, of_dagster, *claim, timeout=2 * _TIMEOUT
+    )
+    if code == slurm.TAKEN:
+        return began, ended
+    if code is None:
+        raise TimeoutError(f"{connection.place}: squeue took over {_TIMEOUT:g} s and was ended")
+    if code:
+        raise unanswered(connection.place, "squeue", Completed(code, out, error))
     try:
-        return began, QueueSnapshot(began, parse_squeue(rows, mark), int(ended) / 1000 - began)
-    except ValueError as error:
-        raise SlurmUnanswered(f"{connection.place}: {error}") from None
+        return began, QueueSnapshot(began, parse_squeue(out.decode("utf-8", "replace"), mark), ended - began)
+    except ValueError as problem:
+        raise SlurmUnanswered(f"{connection.place}: {problem}") from None
 
 
 _queues: weakref.WeakValueDictionary[tuple[int, int, str, float], SharedQueue] = weakref.WeakValueDictionary()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
-import secrets
-import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ..edge import slurm
 from ..edge.sessions import JOB_ID
 from ..errors import FailureKind, StartError
 from ..ssh.base import Backoff, Completed, Connection, ConnectionFailed, ConnectionLost
@@ -24,64 +22,6 @@ from .shared_queue import ClusterClock, fetch_queue
 from .states import TERMINAL
 
 JOB_SCRIPT = "job.sh"
-"""File in the run directory: the batch script."""
-_SUBMIT = """
-unset TAR_OPTIONS
-old=$(umask)
-umask 077
-number=0
-for each; do
-    number=$((number + 1))
-    [ "$number" -le 3 ] || [ -O "$each" ] || exit 79
-done
-if [ -n "$2" ]; then
-    session=${1%/*}
-    mkdir -p -- "$session" || exit 70
-    for each in "${session%/*/*}" "${session%/*}" "$session"; do
-        [ -O "$each" ] && continue
-        echo "$each belongs to $(stat -L -c %U -- "$each"), who could change what runs there" >&2
-        exit 70
-    done
-    chmod 700 -- "${session%/*}" || exit 70
-    if mkdir -- "$1" 2>/dev/null; then
-        echo "$2" >"$1/creator" || exit 70
-    elif [ -e "$1" ]; then
-        [ "$(cat -- "$1/creator" 2>/dev/null)" = "$2" ] && ! [ -e "$1/abandoned" ] || exit 78
-    fi
-fi
-mkdir -p -- "$1" && chmod 700 -- "${1%/*}" && cd -- "$1" || exit 70
-id=$(cat job_id 2>/dev/null)
-if [ -z "$id" ]; then
-    tar -xf - || exit 71
-    id=$(umask "$old"; exec sbatch --parsable job.sh) || exit
-    printf '%s\\n' "$id" >job_id.new && mv job_id.new job_id
-    if [ -n "$2" ]; then
-        if [ -e abandoned ]; then scancel --quiet --me --name="$2"; exit 78; fi
-        cp offer.json "../.rs-$3.new" && mv -f -- "../.rs-$3.new" ../current
-    fi
-fi
-date +%s.%N
-printf '%s\\n' "$id"
-"""
-"""Shell script that makes the run directory and submits the job in it.
-
-$1: the run directory. $2: a job name, or "". $3: a random word. $4 and on: files and directories that the job needs. Standard
-input: a tar of the files of the run directory.
-
-With $2 the run directory must be new: `mkdir` is atomic on NFS too, and only the process that makes the directory submits.
-Others may have taken a slow creator for dead and submitted another job; then this job is cancelled. The job gets sbatch's
-umask. A `job_id` that cannot be written does no harm: it only saves the search by name."""
-_CANNOT_WRITE = (70, 71)
-_TAKEN = 78
-_MISSING = 79
-_NO_PROGRAM = 127
-"""Exit codes of `_SUBMIT`: the run directory cannot be written, another process has made it, a needed file is missing, and sbatch
-is not found."""
-
-_FIND = """
-squeue --me --all --noheader --states=all --name="$1" --format='%i|%T|%r' || exit
-sacct --noheader --parsable2 --allocations --name="$1" --starttime=now-1day --format=JobID,State,Reason 2>/dev/null || true
-"""
 _FOUND = re.compile(r"(?P<job>[0-9]+)(?:\+[0-9]+)?\|(?P<state>.*)")
 _REFUSED, _GIVEN_UP = "FAILED|BadConstraints", "CANCELLED|None"
 """State and reason of a job that Slurm refused, and of components before the refused one (tried on 22.05 and 24.11)."""
@@ -145,12 +85,12 @@ def next_step(answer: Completed | OSError, claim: bool, left: int) -> NextStep:
     said, code = stderr_of(answer), answer.returncode
     if code == 0 and _ANSWER.fullmatch(answer.stdout):
         return NextStep.DONE
-    if code == _TAKEN and claim:
+    if code == slurm.TAKEN and claim:
         return NextStep.STOP
-    if code == _MISSING and left:
+    if code == slurm.MISSING and left:
         return NextStep.SEND_FILES
     refused = 0 < code < 128 and _SBATCH_ERROR.search(said) and not is_temporary(said)
-    if refused or code in (*_CANNOT_WRITE, _MISSING, _NO_PROGRAM):
+    if refused or code in (slurm.CANNOT_WRITE, slurm.MISSING, slurm.NO_PROGRAM):
         return NextStep.REFUSE
     return NextStep.FIND_OR_REPEAT if is_temporary(said) and left else NextStep.FIND
 
@@ -184,14 +124,16 @@ def submit(
         SubmissionRefused: Slurm refuses the job or does not answer, or the run directory cannot be made.
         ConnectionFailed: the edge node cannot be reached; as far as is known, nothing was submitted.
     """
-    archive, name = _pack(files), request.job_name
-    command = ["sh", "-c", _SUBMIT, "sh", run_dir, name if claim else "", secrets.token_hex(8), *needs.paths]
+    name = request.job_name
+    texts = {each: content.decode("latin-1") for each, content in files.items()}
+    options = run_dir, name if claim else "", list(needs.paths), texts
+    command = ["sbatch", "--parsable", JOB_SCRIPT]
     for left in reversed(range(_ATTEMPTS)):
         sent = clock.local()
         answer: Completed | OSError
         try:
             # `SBATCH_*` variables win over the options in a script, so a user's own ones must not change the request.
-            answer = run_slurm(connection, command, archive, _TIMEOUT, request.login_variables)
+            answer = run_slurm(connection, command, b"", _TIMEOUT, request.login_variables, slurm.submit, options)
         except (ConnectionLost, TimeoutError) as error:
             answer = error
         step = next_step(answer, claim, left)
@@ -221,17 +163,6 @@ def submit(
     raise failure
 
 
-def _pack(files: Mapping[str, bytes]) -> bytes:
-    """A tar of files that only their owner can read."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size, info.mode, info.mtime = len(content), 0o600, int(time.time())
-            archive.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()
-
-
 def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, request: JobRequest) -> SubmissionRefused:
     """The error to raise for a failed submission, from its exit code and output."""
     place, temporary = connection.place, False
@@ -240,14 +171,14 @@ def _refusal(connection: Connection, answer: Completed | OSError, run_dir: str, 
         sentence = f"submitting from {run_dir} on {place} took over {_TIMEOUT:g} s and was ended: sbatch, or the file system "
         return SubmissionRefused(FailureKind.SUBMISSION, sentence + "there, does not answer", retry=True)
     said, code = stderr_of(answer), answer.returncode
-    if code in _CANNOT_WRITE:
+    if code == slurm.CANNOT_WRITE:
         why = said.splitlines()[-1] if said else "no reason given"
         sentence = f"remote_base: {base} cannot be written on {place}: {why}; choose a directory of your own that the edge and "
         return SubmissionRefused(FailureKind.CONFIGURATION, sentence + "the compute nodes share", retry=False)
-    if code == _MISSING:
+    if code == slurm.MISSING:
         sentence = f"remote_base: files that were sent to {base} on {place} disappear again; end what removes them"
         return SubmissionRefused(FailureKind.CONFIGURATION, sentence, retry=False)
-    if code == _NO_PROGRAM:
+    if code == slurm.NO_PROGRAM:
         sentence = f"sbatch is not found on {place}, by a login shell neither; add its directory to PATH there"
     elif code == 0:
         printed = answer.stdout.decode("utf-8", "replace").partition("\n")[2].strip()[:200]
@@ -272,7 +203,7 @@ def _find(connection: Connection, job_name: str, patience: float) -> str | None:
     """The id of a job by its name; None if two searches find no job."""
     for attempt in range(2):
         time.sleep(_PAUSE * attempt)
-        done = _run_repeatedly(connection, ["sh", "-c", _FIND, "sh", job_name], patience)
+        done = _search(connection, job_name, patience)
         if done.returncode:
             said = "; ".join(stderr_of(done).split("\n")[-4:])[-500:]
             raise ConnectionFailed(
@@ -286,12 +217,15 @@ def _find(connection: Connection, job_name: str, patience: float) -> str | None:
     return None
 
 
-def _run_repeatedly(connection: Connection, command: list[str], patience: float) -> Completed:
-    """Run a command that may safely run twice; again after a lost connection, and for `patience` seconds without one."""
+def _search(connection: Connection, job_name: str, patience: float) -> Completed:
+    """Ask squeue and sacct for a job name; again after a lost connection, and for `patience` seconds without one."""
+    command = ["squeue", "--me", "--all", "--noheader", "--states=all", f"--name={job_name}", "--format=%i|%T|%r"]
+    accounting = ["sacct", "--noheader", "--parsable2", "--allocations", f"--name={job_name}", "--starttime=now-1day"]
+    accounting += ["--format=JobID,State,Reason"]
     outage, left = Backoff(), _ATTEMPTS
     while True:
         try:
-            return run_slurm(connection, command, timeout=120)
+            return run_slurm(connection, command, timeout=120, function=slurm.find, options=accounting)
         except ConnectionFailed as error:
             lost = isinstance(error, ConnectionLost)
             left -= lost
@@ -302,7 +236,7 @@ def _run_repeatedly(connection: Connection, command: list[str], patience: float)
 
 
 def parse_jobs_found(text: str) -> list[str]:
-    """The ids of jobs in the output of `_FIND`: for each job that of its first component, without jobs that Slurm refused."""
+    """The ids of jobs in the answers of squeue and sacct: of each job that of its first component; without refused jobs."""
     rows = [match for match in map(_FOUND.fullmatch, text.splitlines()) if match]
     refused = any(row["state"].startswith(_REFUSED) for row in rows)
     ignored = (_REFUSED, _GIVEN_UP) if refused else ()

@@ -143,7 +143,14 @@ class Connection(ABC):
         deadline = None if timeout is None else time.monotonic() + timeout
         return self.attempt("", lambda submit: submit(function, *args)(), repeat, deadline)  # type: ignore[no-any-return]
 
-    def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
+    def run(
+        self,
+        command: Sequence[str],
+        stdin: bytes = b"",
+        timeout: float | None = None,
+        function: Callable[..., Any] = processes.run,
+        options: Sequence[Any] = (),
+    ) -> Completed:
         """Run a command, wait until it ends, and return its exit code and output. No shell interprets its words.
 
         The exit code is 127 if the program does not exist, as in a shell. `run` does not wait for background processes that
@@ -153,6 +160,8 @@ class Connection(ABC):
             command: program and arguments.
             stdin: the whole standard input.
             timeout: seconds after which the command is killed, with all processes that it started.
+            function: the function of `edge` that runs the command, as `processes.run` does.
+            options: further arguments of the function.
 
         Raises:
             ValueError: a word contains a NUL character.
@@ -166,7 +175,7 @@ class Connection(ABC):
 
         def operation(submit: Submit) -> Any:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            return submit(processes.run, list(command), stdin, remaining)()
+            return submit(function, list(command), stdin, remaining, *options)()
 
         try:
             code, out, err = self.attempt("", operation, False, deadline)

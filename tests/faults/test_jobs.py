@@ -424,13 +424,13 @@ class CutOff:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connection, name)
 
-    def run(self, command: Any, stdin: bytes = b"", timeout: float | None = None) -> Completed:
+    def run(self, command: Any, *more: Any) -> Completed:
         if any("sbatch" in word for word in command) and not self.broken:
             self.broken += 1
             if not self._before:
-                self._connection.run(command, stdin, timeout)
+                self._connection.run(command, *more)
             raise ConnectionLost("the connection broke")
-        return self._connection.run(command, stdin, timeout)
+        return self._connection.run(command, *more)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
@@ -448,30 +448,14 @@ def test_a_submission_that_is_cut_off_makes_one_job(before: bool, site: Site) ->
     assert found == [submitted.job_id] == site.sh('cat "$1/runs/x/job_id"', site.base).split()
 
 
-class WithVariables:
-    """A connection as if the user's start-up files set environment variables."""
-
-    def __init__(self, connection: Any, *variables: str) -> None:
-        self._connection = connection
-        self._variables = variables
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
-
-    def run(self, command: Any, stdin: bytes = b"", timeout: float | None = None) -> Completed:
-        return self._connection.run(["env", *self._variables, *command], stdin, timeout)
-
-
 @pytest.mark.parametrize(("asked", "found"), [("compute", "compute"), (None, "gpu")])
 def test_variables_of_sbatch_fill_gaps_and_change_nothing(asked: str | None, found: str, site: Site) -> None:
-    connection = WithVariables(
-        site.connection, "SBATCH_PARTITION=gpu", "SBATCH_JOB_NAME=x", "SBATCH_TIMELIMIT=2", "SBATCH_HOLD=1"
-    )
+    connection = site.login(SBATCH_PARTITION="gpu", SBATCH_JOB_NAME="x", SBATCH_TIMELIMIT="2", SBATCH_HOLD="1")
     name = f"rayslurm-vars-{os.path.basename(site.base)[2:]}"
     request = JobRequest(name, "", partition=asked, extra_sbatch=("--begin=now+1hour",))
     job = render_script(request, ["true"], f"{site.base}/runs/x", {}).encode()
     files = {"job.sh": job}
-    submitted = submit(connection, f"{site.base}/runs/x", files, request, ClusterClock(site.connection), print)  # type: ignore[arg-type]
+    submitted = submit(connection, f"{site.base}/runs/x", files, request, ClusterClock(site.connection), print)
     shown = site.sh(f"squeue --noheader --jobs={submitted.job_id} --format='%P %j %l'").split()
     site.sh(f"scancel {submitted.job_id}")
     assert shown == [found, name, "1:00:00"]

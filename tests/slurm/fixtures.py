@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -85,6 +86,14 @@ class Site:
     @property
     def connection(self) -> Connection:
         return connection_to(self.ssh)
+
+    def login(self, first: str = "", **variables: str) -> Connection:
+        """A connection as if the user's start-up files set these variables and then ran the shell commands `first`."""
+        path = f"{self.base}/python-{uuid.uuid4().hex[:8]}"
+        lines = ["#!/bin/sh", *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()), first]
+        self.connection.make_dir(self.base)
+        self.connection.write(path, "\n".join([*lines, 'exec python3 "$@"', ""]).encode(), mode=0o700)
+        return connection_to(self.ssh.model_copy(update={"python": path}))
 
     def sh(self, script: str, *arguments: str) -> str:
         """What a shell script prints on the edge, as the user."""

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from dagster_rayslurm.slurm import states
 from dagster_rayslurm.slurm.accounting import JobFacts, fetch_job_facts, memory_kill
 from dagster_rayslurm.slurm.shared_queue import SharedQueue, fetch_queue
 from dagster_rayslurm.slurm.states import Exited, JobPhase, JobStatus, JobWatch, Started, seen
-from dagster_rayslurm.ssh.base import Completed, Connection
+from dagster_rayslurm.ssh.base import Connection
 from dagster_rayslurm.ssh.pool import new_connection
 
 from ..conftest import wait_until
@@ -43,32 +43,18 @@ class Submission:
 
 LOOKER = """
 import sys, time
-from tests.slurm.test_queue_on_slurm import INTERVAL, Through, connection_of
+from tests.slurm.test_queue_on_slurm import INTERVAL, connection_of
 from dagster_rayslurm.slurm.shared_queue import SharedQueue
 directory, seconds = sys.argv[1], float(sys.argv[2])
 fields = dict(word.split("=", 1) for word in sys.argv[3:])
 with connection_of(fields) as connection:
-    queue = SharedQueue(Through(connection, f"PATH={directory}/bin:/usr/bin:/bin"), directory, INTERVAL)
+    queue = SharedQueue(connection, directory, INTERVAL)
     end, seen = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         seen += queue.latest(queue.clock.now()) is not None
         time.sleep(0.05)
 sys.exit(0 if seen and not queue.error else queue.error)
 """
-
-
-class Through:
-    """A connection whose commands run with another environment."""
-
-    def __init__(self, connection: Connection, *environment: str) -> None:
-        self._connection = connection
-        self._environment = environment
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
-
-    def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
-        return self._connection.run(["env", *self._environment, *command], stdin, timeout)
 
 
 def fields_of(stack: Any) -> dict[str, str]:
@@ -82,6 +68,14 @@ def connection_of(fields: dict[str, str]) -> Iterator[Connection]:
         yield connection
     finally:
         connection.close()
+
+
+@contextlib.contextmanager
+def connection_with(edge: Connection, directory: str, fields: dict[str, str], variable: str) -> Iterator[Connection]:
+    """A connection whose commands have an environment variable, given as "NAME=value"."""
+    edge.write(f"{directory}/python", f'#!/bin/sh\nexec env {shlex.quote(variable)} python3 "$@"\n'.encode(), 0o700)
+    with connection_of({**fields, "python": f"{directory}/python"}) as connection:
+        yield connection
 
 
 @pytest.fixture(scope="module")
@@ -201,12 +195,19 @@ def test_a_memory_limit_that_slurmd_enforces(stack: Any, edge: Connection, direc
 
 
 def test_a_job_that_is_gone_is_lost_and_one_that_nobody_can_ask_for_is_not(
-    edge: Connection, directory: str, monkeypatch: pytest.MonkeyPatch
+    stack: Any, edge: Connection, directory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = Submission(99_999_999, 0)
     healthy = SharedQueue(edge, f"{directory}/healthy", 1)
     edge.write(f"{directory}/slurm.conf", b"ThisIsNoOption=1\n")
-    down = SharedQueue(Through(edge, f"SLURM_CONF={directory}/slurm.conf"), f"{directory}/down", 1)
+    misled = connection_with(edge, directory, fields_of(stack), f"SLURM_CONF={directory}/slurm.conf")
+    with misled as connection:
+        down = SharedQueue(connection, f"{directory}/down", 1)
+        check_absence(healthy, down, gone, monkeypatch)
+    assert fetch_job_facts(edge, gone.job_id) is None
+
+
+def check_absence(healthy: SharedQueue, down: SharedQueue, gone: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "ABSENCE", 4.0)
     watches = {queue: JobWatch(gone.submitted) for queue in (healthy, down)}
 
@@ -220,7 +221,6 @@ def test_a_job_that_is_gone_is_lost_and_one_that_nobody_can_ask_for_is_not(
     assert wait_until(lambda: lost() and down.error, 30), watches
     assert watches[down].view == JobStatus(JobPhase.UNKNOWN)
     assert down.error is not None and "squeue did not answer" in down.error and healthy.error is None
-    assert fetch_job_facts(edge, gone.job_id) is None
 
 
 def test_many_callers_and_processes_are_one_to_slurmctld(stack: Any, edge: Connection, directory: str) -> None:
@@ -228,12 +228,11 @@ def test_many_callers_and_processes_are_one_to_slurmctld(stack: Any, edge: Conne
     edge.make_dir(f"{directory}/bin")
     edge.write(f"{directory}/bin/squeue", wrapper.encode(), 0o700)
     words = [f"{key}={value}" for key, value in fields_of(stack).items()]
-    command = [sys.executable, "-c", LOOKER, directory, str(SECONDS), *words]
-    others = [subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE) for _ in range(2)]
+    command = [sys.executable, "-c", LOOKER, directory, str(SECONDS), *words, f"python={directory}/python"]
     stale: list[float] = []
 
     def look() -> None:
-        queue = SharedQueue(Through(edge, f"PATH={directory}/bin:/usr/bin:/bin"), directory, INTERVAL)
+        queue = SharedQueue(connection, directory, INTERVAL)
         began = time.monotonic()
         while time.monotonic() < began + SECONDS:
             snapshot = queue.latest(queue.clock.now())
@@ -241,14 +240,17 @@ def test_many_callers_and_processes_are_one_to_slurmctld(stack: Any, edge: Conne
                 stale.append(queue.clock.now() - snapshot.began if snapshot else 1e9)
             time.sleep(0.05)
 
-    threads = [threading.Thread(target=look) for _ in range(40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for other in others:
-        _, said = other.communicate(timeout=60)
-        assert other.returncode == 0, said
+    path = f"PATH={directory}/bin:/usr/bin:/bin"
+    with connection_with(edge, directory, fields_of(stack), path) as connection:
+        others = [subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE) for _ in range(2)]
+        threads = [threading.Thread(target=look) for _ in range(40)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for other in others:
+            _, said = other.communicate(timeout=60)
+            assert other.returncode == 0, said
     calls = [int(line) / 1000 for line in edge.read(f"{directory}/calls", 0, 100_000).split()]
     # The other processes start late on a busy machine and end as much later, so that the calls themselves tell how long
     # all of this took. Two calls may come close together: between a claim and its squeue, a shell has to get going.

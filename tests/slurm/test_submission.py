@@ -17,7 +17,7 @@ from dagster_rayslurm.slurm.request import JobRequest
 from dagster_rayslurm.slurm.script import parse_exit, render_script
 from dagster_rayslurm.slurm.shared_queue import ClusterClock, fetch_queue
 from dagster_rayslurm.slurm.submit import SubmissionRefused, SubmittedJob, submit
-from dagster_rayslurm.ssh.base import Completed
+from dagster_rayslurm.ssh.base import Completed, Connection
 
 from ..conftest import wait_until
 from ..stack.access import Stack
@@ -51,24 +51,6 @@ BREAKING = {
 """What would break our one srun, or send its output elsewhere, if it came into the job."""
 
 
-class Login:
-    """A connection whose user's start-up files do something first."""
-
-    def __init__(self, connection: Any, variables: dict[str, str], first: str = "") -> None:
-        self._connection = connection
-        self._variables = variables
-        self.first = first
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
-
-    def run(self, command: Any, stdin: bytes = b"", timeout: float | None = None) -> Completed:
-        words = [f"{name}={value}" for name, value in self._variables.items()]
-        script = f'{self.first}\nexec "$@"'
-        done: Completed = self._connection.run(["env", *words, "sh", "-c", script, "sh", *command], stdin, timeout)
-        return done
-
-
 class Sender:
     """Submits jobs of one test's name."""
 
@@ -78,7 +60,7 @@ class Sender:
         self.run_dir = f"{site.base}/runs/x y"
         self.warnings: list[str] = []
 
-    def submit(self, login: Login, script: str = "true", **fields: Any) -> SubmittedJob:
+    def submit(self, login: Connection, script: str = "true", **fields: Any) -> SubmittedJob:
         fields = {"partition": "compute", "time_limit": "5", "extra_sbatch": ("--begin=now+1hour",), **fields}
         request = JobRequest(self.name, "", **fields)
         job = render_script(request, ["sh", "-c", script], self.run_dir, {}).encode()
@@ -116,7 +98,7 @@ def sender(site: Site) -> Iterator[Sender]:
 
 @pytest.mark.parametrize("umask", ["022", "027"])
 def test_a_job_has_the_umask_of_the_login_and_our_files_are_private(umask: str, sender: Sender, site: Site) -> None:
-    login = Login(site.connection, {}, f"umask {umask}")
+    login = site.login(f"umask {umask}")
     sender.submit(login, "umask; umask >made", extra_sbatch=())
     path = f"{sender.run_dir}/exit"
     assert wait_until(lambda: site.connection.read(path, 0, 99), 60)
@@ -128,7 +110,7 @@ def test_a_job_has_the_umask_of_the_login_and_our_files_are_private(umask: str, 
 
 def test_variables_of_slurm_neither_hide_the_job_nor_come_into_it(sender: Sender, site: Site) -> None:
     """On two nodes, each of whose four CPUs the step must get in spite of --cpus-per-task=2."""
-    login = Login(site.connection, {**HIDING, **BREAKING})
+    login = site.login(**HIDING, **BREAKING)
     names = "(SRUN_CPUS|SQUEUE|SACCT|SCANCEL)_|SLURM_(EXCLUSIVE|LABELIO|TASK_PROLOG|CLUSTERS|MEM_PER_GPU|WORKING_DIR)"
     script = f'pwd; scontrol show step "$SLURM_JOB_ID.$SLURM_STEP_ID" | grep TRES=; env | grep -E "^({names})"; true'
     sent = sender.submit(login, script, extra_sbatch=(), num_nodes=2, cpus_per_node=2, mem="300M", exclusive=True)
@@ -146,7 +128,7 @@ def test_variables_of_slurm_neither_hide_the_job_nor_come_into_it(sender: Sender
 
 
 def test_a_job_is_found_and_cancelled_whatever_hides_it(sender: Sender, site: Site) -> None:
-    login = Login(site.connection, HIDING, sender.fake('"$real" "$@" >/dev/null'))
+    login = site.login(sender.fake('"$real" "$@" >/dev/null'), **HIDING)
     sent = sender.submit(login)
     assert sender.jobs() == [sent.job_id] and len(sender.warnings) == 1
     assert run_slurm(login, ["scancel", sent.job_id]).returncode == 0
@@ -166,25 +148,23 @@ def test_a_job_is_found_and_cancelled_whatever_hides_it(sender: Sender, site: Si
     ],
 )
 def test_an_sbatch_that_leaves_it_open_whether_there_is_a_job(sbatch: str, looked: bool, sender: Sender, site: Site) -> None:
-    sent = sender.submit(Login(site.connection, {}, sender.fake(sbatch)))
+    sent = sender.submit(site.login(sender.fake(sbatch)))
     assert sender.jobs() == [sent.job_id]
     assert len(sender.warnings) == looked
 
 
 def test_a_job_id_that_cannot_be_written_does_no_harm(sender: Sender, site: Site) -> None:
-    site.sh(r'mkdir -p "$1/bin" && printf "#!/bin/sh\nexit 1\n" >"$1/bin/mv" && chmod +x "$1/bin/mv"', site.base)
-    login = Login(site.connection, {}, f"export PATH={site.base}/bin:$PATH")
-    sent = sender.submit(login)
+    sent = sender.submit(site.login(sender.fake('"$real" "$@"; chmod a-w .')))
     assert sender.jobs() == [sent.job_id] and not sender.warnings
 
 
 def test_what_never_became_a_job_is_refused(sender: Sender, site: Site) -> None:
     with pytest.raises(SubmissionRefused, match="printed 'later' where the id"):
-        sender.submit(Login(site.connection, {}, sender.fake("echo later")))
+        sender.submit(site.login(sender.fake("echo later")))
     assert "given up" in sender.warnings[0] and sender.jobs() == []
     site.sh('rm "$1/job_id"', sender.run_dir)
     with pytest.raises(SubmissionRefused, match="ended by signal 9") as caught:
-        sender.submit(Login(site.connection, {}, sender.fake("kill -9 $$")))
+        sender.submit(site.login(sender.fake("kill -9 $$")))
     assert caught.value.retry and sender.jobs() == []
 
 
@@ -192,16 +172,16 @@ def test_an_sbatch_that_does_not_come_back(sender: Sender, site: Site, monkeypat
     """What it has submitted is found; what it has not is refused in one sentence."""
     monkeypatch.setattr(submit_module, "_TIMEOUT", 3.0)
     with pytest.raises(SubmissionRefused, match=r"^submitting from .* took over 3 s and was ended") as caught:
-        sender.submit(Login(site.connection, {}, sender.fake("exec sleep 60")))
+        sender.submit(site.login(sender.fake("exec sleep 60")))
     assert caught.value.retry and "given up" in sender.warnings[0] and sender.jobs() == []
-    sent = sender.submit(Login(site.connection, {}, sender.fake('"$real" "$@"; exec sleep 60')))
+    sent = sender.submit(site.login(sender.fake('"$real" "$@"; exec sleep 60')))
     assert sender.jobs() == [sent.job_id] and "took over 3 s" in sender.warnings[1]
 
 
 def test_a_refused_heterogeneous_job_is_named_with_the_values_of_all_components(sender: Sender, site: Site) -> None:
     request = JobRequest(sender.name, "", gpus_per_node=1, component_id="a")
     request = replace(request, further_components=(replace(request, gpus_per_node=64, component_id="b"),))
-    login = Login(site.connection, {"SBATCH_PARTITION": "gpu"})
+    login = site.login(SBATCH_PARTITION="gpu")
     job = render_script(request, ["true"], sender.run_dir, {}).encode()
     with pytest.raises(SubmissionRefused, match=r"^Slurm refused the job .*gpus_per_node=64 of 'b'\)$"):
         submit(login, sender.run_dir, {"job.sh": job}, request, ClusterClock(login), sender.warnings.append)
@@ -210,12 +190,12 @@ def test_a_refused_heterogeneous_job_is_named_with_the_values_of_all_components(
 
 def test_a_job_that_comes_late_is_cancelled(sender: Sender, site: Site) -> None:
     """It is there when sbatch was given up, and not when it was looked for."""
-    login = Login(site.connection, {}, sender.fake("echo later"))
+    login = site.login(sender.fake("echo later"))
     run, looks = login.run, 0
 
-    def late(command: Any, stdin: bytes = b"", timeout: float | None = None) -> Completed:
+    def late(command: Any, *more: Any) -> Completed:
         nonlocal looks
-        done = run(command, stdin, timeout)
+        done = run(command, *more)
         if any("sacct" in word for word in command) and not any("sbatch" in word for word in command):
             looks += 1
             if looks == 2:

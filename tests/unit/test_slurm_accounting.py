@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -248,7 +249,7 @@ class Slurm(LocalConnection):
         self.commands: list[list[str]] = []
         self.user = Completed(1, b"", b"id: no such user")
 
-    def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
+    def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None, *_: Any) -> Completed:
         self.commands.append(list(command))
         if command[0] == "id":
             return self.user

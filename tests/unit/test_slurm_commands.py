@@ -4,15 +4,14 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_rayslurm.slurm.commands import job_environment, run_slurm
-from dagster_rayslurm.ssh.base import Completed, ConnectionLost
+from dagster_rayslurm.edge import slurm
+from dagster_rayslurm.slurm.commands import run_slurm
 from dagster_rayslurm.ssh.local import LocalConnection
 
 
@@ -32,6 +31,7 @@ def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("SHELL", "/bin/sh")
     monkeypatch.setenv("SECRET", "of Dagster")
+    monkeypatch.setattr(slurm, "_found", {})
     return directory
 
 
@@ -73,24 +73,8 @@ def test_a_program_that_no_path_has(hidden: Path) -> None:
     assert times_read() == 1
 
 
-def test_a_connection_that_breaks_meanwhile_is_no_answer(hidden: Path) -> None:
-    class Breaks(LocalConnection):
-        broken = False
-
-        def run(self, command, stdin=b"", timeout=None):  # type: ignore[no-untyped-def]
-            if timeout is not None and not self.broken:
-                self.broken = True
-                raise ConnectionLost("the connection broke")
-            return super().run(command, stdin, timeout)
-
-    connection = Breaks()
-    with pytest.raises(ConnectionLost):
-        run_slurm(connection, ["sbatch"])
-    assert run_slurm(connection, ["sbatch"]).returncode == 0
-
-
 def test_a_login_shell_that_hangs(hidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dagster_rayslurm.slurm.commands._LOGIN_TIMEOUT", 0.5)
+    monkeypatch.setattr(slurm, "_LOGIN_TIMEOUT", 0.5)
     Path(os.environ["HOME"], ".profile").write_text("sleep 60\n")
     connection = LocalConnection()
     began = time.monotonic()
@@ -107,7 +91,7 @@ DROPPED = [
 
 @given(st.dictionaries(st.sampled_from(DROPPED), st.text()))
 def test_what_a_job_may_see(others: dict[str, str]) -> None:
-    assert job_environment({**others, **KEPT}) == KEPT
+    assert slurm.job_environment({**others, **KEPT}) == KEPT
 
 
 OPTION_VARIABLES = {
@@ -124,24 +108,10 @@ OPTION_VARIABLES = {
 OTHER_VARIABLES = {"SLURM_CONF": "/etc/slurm/other.conf", "SLURM_JWT": "token", "MY_SLURM_X": "two\nlines", "SLURMLESS": "x"}
 
 
-def left_with(command: list[str], keep: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that a command which runs `env -0` is left with."""
-    variables = {"PATH": os.environ["PATH"], **OPTION_VARIABLES, **OTHER_VARIABLES}
-
-    class Login:
-        def run(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Completed:
-            return LocalConnection().run(["env", "-i", *(f"{name}={value}" for name, value in variables.items()), *command])
-
-    done = run_slurm(Login(), command, keep=keep)  # type: ignore[arg-type]
-    assert done.returncode == 0 and not done.stderr
-    found = dict(each.split("=", 1) for each in done.stdout.decode().split("\0") if each)
-    return {name: value for name, value in found.items() if (name in variables and name != "PATH") or "SQUEUE" in name}
-
-
 def test_variables_that_stand_for_options_are_gone_and_all_else_stays() -> None:
-    assert left_with(["env", "-0"]) == OTHER_VARIABLES
-    assert left_with(["env", "SLURM_CLUSTERS=mine", "env", "-0"]) == {**OTHER_VARIABLES, "SLURM_CLUSTERS": "mine"}
-    assert left_with(["env", "-0"], keep=["SBATCH_QOS", "SBATCH_ACCOUNT"]) == {**OTHER_VARIABLES, "SBATCH_QOS": "high"}
+    variables = {**OPTION_VARIABLES, **OTHER_VARIABLES}
+    assert slurm.without_options(variables) == OTHER_VARIABLES
+    assert slurm.without_options(variables, ["SBATCH_QOS", "SBATCH_ACCOUNT"]) == {**OTHER_VARIABLES, "SBATCH_QOS": "high"}
 
 
 def test_arguments_are_passed_unchanged() -> None:
