@@ -6,10 +6,11 @@ keys and `EnvVar`, were tested with Dagster 1.13.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from typing import Annotated, Any, Optional, TypeVar, get_args
 
@@ -19,7 +20,6 @@ from pydantic.fields import FieldInfo
 
 from .runtime.protocol.end import TextEnum
 from .runtime.protocol.spec import RAY_COORDINATES, is_passable
-from .unknown_names import explain, explain_class
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -35,6 +35,72 @@ MAX_BYTES = 2**17 - 1
 
 _ENV_VARS = (dg.EnvVar, type(dg.EnvVar.int("HOME")))
 """Classes of unresolved variables: `EnvVar`, and the class that `EnvVar.int` returns, which Dagster does not export."""
+
+_NO_PACKING = "remove it, environments are not packed or sent; name one on the cluster with pre_deployed_env_path"
+_ON_CLUSTER = 'for a file on the cluster write payload_path=["python", "/path/there.py"]'
+_INSTEAD = {
+    "SlurmQueueConfig": {
+        "cpus cpus_per_task": "use cpus_per_node",
+        "gpus": "use gpus_per_node",
+        "gres": "use gpus_per_node and gpu_type",
+        "memory": "use mem",
+        "nodes": "use num_nodes",
+        "ntasks": "remove it, the runtime is the one task of each node; use cpus_per_node for its CPUs",
+        "time": "use time_limit",
+    },
+    "SlurmResource": {
+        "extra_slurm_opts": "use queue=SlurmQueueConfig(…), and its extra_sbatch for options without a field",
+        "status_poll_backoff_factor status_poll_interval_seconds status_poll_max_interval_seconds": "use poll_interval",
+    },
+    "SSHConnectionResource": {
+        "batch_mode force_tty": "remove it, a login never asks questions and needs no terminal",
+        "extra_opts": 'use client="openssh", and write the options into ~/.ssh/config',
+        "key": "use key_path",
+        "post_login_command": "remove it; name what jobs need in SlurmResource(site={…}) or in the environment's activate.sh",
+        "username": "use user",
+    },
+    "ComputeResource": {
+        "allocation_scope run_allocation": 'use mode="slurm-session" with session=SessionConfig(scope="run")',
+        "cache_inject_globs default_environment_name pack_on_remote pack_platform remote_pack_timeout": _NO_PACKING,
+        "project_setup_cmd project_setup_env project_setup_input_globs": _NO_PACKING,
+        "cleanup_on_failure debug_mode": 'use keep_run_dirs="all", "failed" or "none"',
+        "cluster_reuse_tolerance": "remove it; a payload shares a warm cluster if that has what the payload asks for",
+        "default_extra_files": "use run(extra_files=[…])",
+        "default_skip_payload_upload": _ON_CLUSTER,
+        "extra_slurm_opts queue": "use slurm=SlurmResource(queue=SlurmQueueConfig(…))",
+        "launcher": "use default_launcher",
+        "ssh": "use slurm=SlurmResource(ssh=…)",
+    },
+    "SessionConfig": {
+        "max_concurrent_jobs": "use max_concurrent_payloads",
+        "account constraint cpus_per_task gpus_per_node mem mem_per_cpu nodelist partition qos": "use "
+        "slurm=SlurmResource(queue=SlurmQueueConfig(…)), which says what a session asks for",
+    },
+    "RayLauncher": {
+        "activate_sh": "use ComputeResource(pre_deployed_env_path=…), a directory with an activate.sh",
+        "dashboard_host ray_start_args": 'use ray_args, such as ["--dashboard-host=…"]',
+        "dashboard_port port_config port_strategy ray_port": "use port_range",
+        "head_startup_timeout": "use startup_timeout",
+        "node_ip_address_command use_head_ip": "use network_interface or head_node_address",
+        "pre_start_commands": "write them into the environment's activate.sh",
+        "ray_address": "use BashLauncher for a payload that connects to a cluster of its own with ray.init(address=…)",
+        "redis_password": "remove it; auth protects the cluster",
+        "worker_cpu_bind worker_startup_delay": "remove it, the one task of each node has all its CPUs and starts at once",
+    },
+    "run()": {
+        "config": "use queue=, launcher=, extra_env= and extras= instead",
+        "defer_cleanup": 'use ComputeResource(keep_run_dirs="all")',
+        "env": "use extra_env",
+        "environment_name": "use ComputeResource(pre_deployed_env_path=…)",
+        "extra_slurm_opts resource_requirements": "use queue=SlurmQueueConfig(…); fields that it does not set stay as they are",
+        "force_env_push": _NO_PACKING,
+        "metrics_collector slurm_metrics": "remove it, figures of Slurm and Ray are in the metadata of each run",
+        "poll_timeout": "use ComputeResource(queue_timeout=…) for the wait in the queue, SlurmQueueConfig.time_limit for the run",
+        "remote_payload_path skip_payload_upload": _ON_CLUSTER,
+        "use_session": 'use ComputeResource(mode="slurm-session")',
+    },
+}
+"""By class or method: field and argument names of other tools, mainly dagster-slurm, and what to write instead."""
 
 C = TypeVar("C", bound=dg.Config)
 
@@ -59,6 +125,16 @@ class Topology(TextEnum):
     SEPARATE = "separate"
 
 
+def explain(owner: str, name: str, known: Iterable[str], noun: str = "field") -> str:
+    """An error message for an unknown field or argument, with what to write instead or the names that exist."""
+    names = sorted(known)
+    instead = next((text for others, text in _INSTEAD.get(owner, {}).items() if name in others.split()), None)
+    if instead is None:
+        close = difflib.get_close_matches(name, names, n=1)
+        instead = f"did you mean {close[0]}?" if close else f"{noun}s are {', '.join(names)}"
+    return f"{owner} has no {noun} {name!r}; {instead}"
+
+
 class StrictModel(BaseModel):
     """Base class that refuses unknown fields, which Dagster would accept silently, and suggests the probable name."""
 
@@ -77,18 +153,19 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_fields(cls, values: Any) -> Any:
-        for name, value in values.items() if isinstance(values, dict) else ():
+        for name in values if isinstance(values, dict) else ():
             if name not in cls.model_fields:
                 raise ValueError(explain(cls.__name__, str(name), cls.model_fields))
-            if wrong := explain_class(value):
-                raise ValueError(f"{cls.__name__}.{name}: {wrong}")
         return values
 
 
 def _wrong_object(field: FieldInfo, value: object) -> str | None:
     """A sentence that says why a field cannot hold a class or a value of the wrong class; None if the value may be valid."""
+    cls = type(value)
     if isinstance(value, type):
         return f"{value.__name__} is a class; write {value.__name__}(…)"
+    if cls.__module__.partition(".")[0] == "dagster_slurm":
+        return f"{cls.__name__} of dagster_slurm cannot be used here; use the class of dagster_rayslurm"
     classes = get_args(field.annotation)
     if field.discriminator is None or value is None or isinstance(value, (Mapping, *classes)):
         return None

@@ -1,4 +1,4 @@
-"""Make the plan of a payload: its command, its Ray cluster and its requirements, all checked.
+"""Plan a payload from the arguments of a call and the fields of the resource: command, Ray cluster and requirements, checked.
 
 Nothing is started or written; the file system is only asked whether named files exist.
 """
@@ -9,23 +9,29 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from .components import Component, component_specs, ray_across, request_for
-from .config import check_length
+from .config import ExecutionMode, SessionConfig, StrictConfig, Topology, check_length
 from .launchers import Launcher, RayLauncher
 from .runtime.node.resources import Footprint
 from .runtime.payload.environment import JOB_CONFIG, job_config, shared_variables
 from .runtime.protocol.spec import ComponentSpec, PayloadSpec, RaySpec, is_passable
+from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
+from .slurm.request import requests_gpus
+
+C = TypeVar("C", bound=StrictConfig)
+T = TypeVar("T")
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
-
-_QUOTED = re.compile(r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
-_WORD = re.compile(rf"(?:{_QUOTED.pattern}|[^\s'\"\\])+", re.DOTALL)
-_OPERATOR = re.compile(r"\|\|?|&&?|[({})]|(\d*|&)(>>?|<<?<?)\S*|.*[;&]")
-_VARIABLE = re.compile(r"\$[A-Za-z_({]|`")
+_WORD = re.compile(r"""(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^\s'"\\])+""", re.DOTALL)
+_LITERAL = re.compile(r"\\.|'[^']*'", re.DOTALL)
+_DOUBLE_QUOTED = re.compile(r'"[^"]*"')
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_SHELL = re.compile(r"\|\|?|&&?|[({})]|(\d*|&)(>>?|<<?<?)\S*|.*[;&]|.*(\$[A-Za-z_({]|`).*", re.DOTALL)
+"""Words with a meaning to a shell: operators, redirections, words that end a command, and words with variables."""
 _MODULES = frozenset({".", "ml", "module", "source"})
 """Shell commands that load modules or scripts; `activate.sh` of the environment can do that instead."""
 _BUILTINS = _MODULES | {"alias", "cd", "eval", "exec", "export", "set", "ulimit", "umask", "unset"}
@@ -34,32 +40,16 @@ _BUILTINS = _MODULES | {"alias", "cd", "eval", "exec", "export", "set", "ulimit"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a backend needs to start one payload: the specifications of the payload and its Ray cluster.
-
-    Attributes:
-        ray: None for a payload without Ray.
-        footprint: what the payload or its Ray cluster requires of each node.
-        secret_env: variables for the payload's driver process only.
-        script: the script on this machine that the payload's command runs; None for other commands.
-        components: components of the allocation in the job's order, which local mode simulates; empty where all nodes are
-            alike.
-    """
+    """What a backend needs to start one payload: the specifications of the payload and its Ray cluster."""
 
     payload: PayloadSpec
     ray: RaySpec | None
-    footprint: Footprint
-    secret_env: dict[str, str] = field(default_factory=dict, repr=False)
+    footprint: Footprint  # What the payload or its Ray cluster requires of each node.
+    secret_env: dict[str, str] = field(default_factory=dict, repr=False)  # Variables for the payload's driver process only.
     uses_pipes: bool = True
-    script: str | None = None
+    script: str | None = None  # The script on this machine that the payload's command runs; None for other commands.
     components: tuple[ComponentSpec, ...] = ()
-
-
-def relocate(plan: Plan, script: str | None, working_dir: str | None, extra_files: Sequence[str], data_dir: str) -> Plan:
-    """The plan with other paths: those that the script, directories and files have on the machine where the payload runs."""
-    payload = plan.payload
-    argv = [script if script is not None and word == plan.script else word for word in payload.argv]
-    moved = replace(payload, argv=argv, working_dir=working_dir, extra_files=list(extra_files), data_dir=data_dir)
-    return replace(plan, payload=moved)
+    """Components of the allocation in the job's order, which local mode simulates; empty where all nodes are alike."""
 
 
 def make_plan(
@@ -74,25 +64,27 @@ def make_plan(
     data_dir: str | None = None,
     extra_files: Sequence[str | os.PathLike[str]] | None = None,
     outputs: Sequence[str] | None = None,
-    uses_pipes: bool = True,
+    uses_pipes: bool | Mapping[str, bool] = True,
     components: Sequence[Component] = (),
 ) -> Plan:
-    """The plan of a payload, from the arguments of `run()` and the fields of the resource.
+    """The plan of a payload; raises `ValueError`, which names the argument, if one is invalid.
 
     The `nonce` is a random text that tells this payload from all others; `components` are in the job's order, merged with the
     launcher.
-
-    Raises:
-        ValueError: an argument is invalid; the sentence names it.
     """
     both = sorted(set(env) & set(secret_env))
     if both:
         raise ValueError(f"secret_env: {both[0]} is in extra_env too; Ray workers would see it there")
+    if isinstance(uses_pipes, Mapping):
+        raise ValueError(f"uses_pipes: one for each component needs topology='{Topology.SEPARATE}'; pass a single one")
+    if not isinstance(uses_pipes, bool):
+        raise ValueError(f"uses_pipes: {uses_pipes!r} is neither True nor False")
     ray = ray_across(launcher, components)
     # Backends make this request again, with the job's name. Making it here reports mistakes early, and in local mode too.
     parts = component_specs(request_for(components, job_name="rayslurm", comment="")) if components else []
+    argv, script = parse_payload(payload_path)
     payload = PayloadSpec(
-        argv=launcher.command(parse_payload(payload_path)),
+        argv=launcher.command(argv),
         nonce=nonce,
         env=dict(env),
         data_dir=data_dir,
@@ -108,7 +100,20 @@ def make_plan(
     if payload.uses_ray:
         config = job_config(nonce, {**payload.env, **shared_variables(payload)})
         check_length(f"{JOB_CONFIG}={config}", "extra_env: what Ray gets of all variables together")
-    return Plan(payload, ray, launcher.footprint(), dict(secret_env), uses_pipes, script_of(payload_path), tuple(parts))
+    return Plan(payload, ray, launcher.footprint(), dict(secret_env), uses_pipes, script, tuple(parts))
+
+
+def run_dir_name(run_id: str, step_key: str, nonce: str) -> str:
+    """The name of a run directory: parts of the Dagster run id and the step, for readers, and the unique nonce."""
+    return f"{run_id[:8]}-{_UNSAFE.sub('_', step_key)[:40]}-{nonce}"
+
+
+def nonce_of(name: str) -> str:
+    """The nonce of a payload, from the name of its run directory."""
+    return name.rpartition("-")[2]
+
+
+# ---- Files and commands
 
 
 def _existing_directory(path: str | None) -> str | None:
@@ -145,8 +150,8 @@ def _checked_outputs(patterns: Sequence[str] | None) -> list[str]:
     return list(patterns or [])
 
 
-def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[str]:
-    """The command of a payload as a list of words.
+def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> tuple[list[str], str | None]:
+    """The command of a payload as a list of words, and the absolute path of the script of this machine that it runs, if any.
 
     An existing file is a script, even with spaces in its path. Other text is split like a shell does, and is a script with
     arguments if its first word is an existing `.py` file. A list is used unchanged.
@@ -154,8 +159,9 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[
     Raises:
         ValueError: `payload_path` is empty, contains a NUL, cannot be split, needs a shell, or names a missing file.
     """
+    script = None
     if isinstance(payload_path, (str, os.PathLike)):
-        argv = _parse_text(os.fspath(payload_path), is_path=isinstance(payload_path, os.PathLike))
+        argv, script = _parse_text(os.fspath(payload_path), is_path=isinstance(payload_path, os.PathLike))
     else:
         argv = list(payload_path)
     for index, word in enumerate(argv):
@@ -166,61 +172,44 @@ def parse_payload(payload_path: str | os.PathLike[str] | Sequence[str]) -> list[
         check_length(word, f"payload_path: word {index}")
     if not argv or not argv[0]:
         raise ValueError("payload_path: it is empty; name a script or a command")
-    return argv
+    return argv, script
 
 
-def _parse_text(text: str, is_path: bool) -> list[str]:
-    """The words of a command from text; `is_path` means that the text is one path and is not split."""
+def _parse_text(text: str, is_path: bool) -> tuple[list[str], str | None]:
+    """The words of a command, and its script, from text; `is_path` means that the text is one path and is not split."""
     if "\0" in text:
         raise ValueError(f"payload_path: {text!r} contains a NUL character; remove it")
-    script = script_of(text)
-    if script is not None and script == _existing_file(text):
-        return ["python", script]
-    argv = [text]
-    if not is_path:
+    argv, script = [text], _existing_file(text)
+    if script is None and not is_path:
         try:
             argv = shlex.split(text)
         except ValueError as error:
             raise ValueError(f"payload_path: {text!r} cannot be split into words: {error}; pass a list instead") from None
         _refuse_shell(text)
+        script = _existing_file(argv[0]) if argv and argv[0].endswith(".py") else None
     if script is not None:
-        return ["python", script, *argv[1:]]
+        return ["python", script, *argv[1:]], script
     if not argv:
-        return []
+        return [], None
     is_file = is_path or (argv[0].endswith(".py") and "/" not in argv[0]) or (len(argv) == 1 and "/" in argv[0])
     if is_file and not os.access(argv[0], os.X_OK):
         command = ["python", *argv] if argv[0].endswith(".py") else argv
         remedy = f"; if it is on the cluster only, write a list: {command}" if os.path.isabs(argv[0]) else ""
         raise ValueError(f"payload_path: there is no file {argv[0]!r} (looked in {os.getcwd()}){remedy}")
-    return argv
-
-
-def script_of(payload_path: str | os.PathLike[str] | Sequence[str]) -> str | None:
-    """The absolute path of the script that a payload runs; None if the payload runs no script of this machine."""
-    if not isinstance(payload_path, (str, os.PathLike)):
-        return None
-    whole = _existing_file(os.fspath(payload_path))
-    if whole is not None or isinstance(payload_path, os.PathLike):
-        return whole
-    try:
-        words = shlex.split(payload_path)
-    except ValueError:
-        return None
-    return _existing_file(words[0]) if words and words[0].endswith(".py") else None
+    return argv, None
 
 
 def _existing_file(text: str) -> str | None:
     path = os.path.expanduser(text)
-    # Path.is_file raises for a text that is too long for a file name; os.path.isfile raises for a NUL in some Python versions.
-    return os.path.abspath(path) if "\0" not in path and os.path.isfile(path) else None
+    return os.path.abspath(path) if os.path.isfile(path) else None  # Path.is_file raises for a text that is too long for a name.
 
 
 def _refuse_shell(text: str) -> None:
     """Raise `ValueError` for text with shell syntax, as no shell runs it; lists are not checked, and may contain anything."""
     for index, word in enumerate(_WORD.findall(text)):
-        bare = _QUOTED.sub(_without_quotes, word)
-        first = index == 0 and (bare in _BUILTINS or _ASSIGNMENT.match(bare))
-        if first or _OPERATOR.fullmatch(bare) or _VARIABLE.search(bare):
+        # In double quotes only variables have a meaning.
+        bare = _DOUBLE_QUOTED.sub(lambda found: re.sub(r"[^\w$`({]", "_", found.group()), _LITERAL.sub("_", word))
+        if _SHELL.fullmatch(bare) or (index == 0 and (bare in _BUILTINS or _ASSIGNMENT.match(bare))):
             other = ", or load modules in the environment's activate.sh" if bare in _MODULES else ""
             if _ASSIGNMENT.match(bare) or bare == "export":
                 other = ", or pass variables with extra_env"
@@ -229,17 +218,80 @@ def _refuse_shell(text: str) -> None:
             )
 
 
-def _without_quotes(piece: re.Match[str]) -> str:
-    """A placeholder for a quoted part of a word, in which only variables in double quotes are special."""
-    quoted = piece.group()
-    return "_$_" if quoted[0] == '"' and _VARIABLE.search(re.sub(r"\\.", "", quoted)) else "_"
+# ---- The fields of a call, of a resource, and of both
 
 
-def run_dir_name(run_id: str, step_key: str, nonce: str) -> str:
-    """The name of a run directory: parts of the Dagster run id and the step, for readers, and the unique nonce."""
-    return f"{run_id[:8]}-{_UNSAFE.sub('_', step_key)[:40]}-{nonce}"
+def merge(base: C, own: C | None) -> C:
+    """The queue or launcher of a call: the fields that `own` sets, and those of `base` that do not contradict them.
+
+    `own` alone if its class is another one.
+    """
+    if own is None or type(own) is not type(base):
+        return base if own is None else own
+    fields = type(own).model_fields
+    given = {name: getattr(own, name) for name in fields if name in own.model_fields_set - {"kind"}}
+    changes = _without_contradictions(base, given) if isinstance(base, SlurmQueueConfig) else {}
+    return type(own)(**{**{name: getattr(base, name) for name in fields}, **changes, **given})
 
 
-def nonce_of(name: str) -> str:
-    """The nonce of a payload, from the name of its run directory."""
-    return name.rpartition("-")[2]
+def _without_contradictions(base: SlurmQueueConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """New values for the fields of a queue that contradict the `given` fields of the call."""
+    changes: dict[str, Any] = {}
+    if given.get("mem") is not None:
+        changes["mem_per_cpu"] = None
+    if given.get("mem_per_cpu") is not None:
+        changes["mem"] = None
+    options = given.get("extra_sbatch", ())
+    if any(map(requests_gpus, options)):
+        changes |= {"gpus_per_node": None, "gpu_type": None}
+    elif given.get("gpus_per_node", ...) in (0, None):
+        changes["gpu_type"] = None
+    if any(option.startswith("--exclusive=") for option in options):
+        changes["exclusive"] = False
+    gpus, exclusive = given.get("gpus_per_node") is not None, "exclusive" in given
+    changes["extra_sbatch"] = [
+        option
+        for option in base.extra_sbatch
+        if not (gpus and requests_gpus(option)) and not (exclusive and option.startswith("--exclusive="))
+    ]
+    return changes
+
+
+def session_queue(queue: SlurmQueueConfig, session: SessionConfig) -> SlurmQueueConfig:
+    """The queue of a session's allocation: the resource's queue, with `num_nodes` and `time_limit` of the session if set."""
+    changes: dict[str, Any] = {"num_nodes": session.num_nodes, "time_limit": session.time_limit}
+    return merge(queue, SlurmQueueConfig(**{name: value for name, value in changes.items() if value is not None}))
+
+
+def by_component(value: T | Mapping[str, T], names: Sequence[str], argument: str, default: T | None = None) -> dict[str, T]:
+    """The value of an argument of `run()` for each component: the same for all, or from a mapping by component.
+
+    `default` is for components that the mapping leaves out; with None it must name all of them, else `ValueError` is raised.
+    """
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(names, value)
+    known, values = ", ".join(map(repr, names)), {name: value.get(name, default) for name in names}
+    if unknown := [name for name in value if name not in names]:
+        raise ValueError(f"{argument}: there is no component {unknown[0]!r}; there are {known}")
+    if missing := [name for name in names if values[name] is None]:
+        raise ValueError(f"{argument}: there is none for component {missing[0]!r}; give one for each of {known}")
+    return values  # type: ignore[return-value]
+
+
+def check_slurm_mode(mode: str, slurm: SlurmResource | None, components: Sequence[HetComponent]) -> None:
+    """Raise `ValueError` if a Slurm mode lacks its SlurmResource, or mode "slurm" has components."""
+    if mode != ExecutionMode.LOCAL and slurm is None:
+        raise ValueError(f"slurm: mode {mode!r} needs a Slurm cluster; set slurm=SlurmResource(…)")
+    if mode == ExecutionMode.SLURM and components:
+        raise ValueError(
+            f"components: a job of mode {mode!r} has none; use mode '{ExecutionMode.SLURM_HETJOB}', or remove components"
+        )
+
+
+def check_session(session: SessionConfig, components: Sequence[HetComponent]) -> None:
+    """Raise `ValueError` if a session's configuration contradicts the components of its allocation."""
+    if components and session.num_nodes is not None:
+        raise ValueError(
+            f"SessionConfig.num_nodes={session.num_nodes} says nothing of which component they are in; leave it out, and set "
+            "SlurmQueueConfig.num_nodes in the queue of each component"
+        )

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
 from dagster_pipes import PipesExtras
@@ -27,21 +27,13 @@ from .backends.sessions.local import LocalSessionBackend
 from .backends.sessions.matching import required_head
 from .backends.sessions.session_job import SessionSetup
 from .components import Component, arrange, component_specs, ray_across, request_for, spanning_components
+from .compute_fields import ComputeFields, Context, Payloads
 from .config import ExecutionMode, Topology, check_environment, resolve_variables
 from .environments import Environment, InheritedEnvironment, PreDeployedEnvironment, path_on_cluster, resolve_environment
 from .errors import CompletedRun, FailureKind, RunFailure, one_sentence
 from .execution import RunSettings, execute, start_errors
 from .launchers import Launcher, RayLauncher
-from .overrides import (
-    by_component,
-    check_slurm_mode,
-    check_uses_pipes,
-    merge_launcher,
-    merge_queue,
-    origins,
-    session_queue,
-)
-from .plan import Plan, make_plan
+from .plan import Plan, by_component, check_slurm_mode, make_plan, merge
 from .runtime.protocol.spec import ComponentSpec, RaySpec
 from .runtime.ray.node_main import lacks_tokens
 from .separate.backend import SeparateBatchBackend, SeparateLocalBackend
@@ -49,21 +41,13 @@ from .slurm.config import HetComponent, SlurmQueueConfig, SlurmResource
 from .ssh.local import LocalConnection
 from .ssh.pool import connection_to
 
-if TYPE_CHECKING:
-    from .compute import ComputeResource, Context, Payloads
-
 _log = logging.getLogger("rayslurm")
 _SEPARATE, _SPANNING = f"topology='{Topology.SEPARATE}'", f"'{Topology.SPANNING}'"
 
 
-def run(resource: ComputeResource, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
-    """Run the payloads of one call of `ComputeResource.run` and wait for them; returns the result of the call.
-
-    Raises:
-        RunFailure: the call is invalid, or the run did not succeed.
-    """
-    unused = _unused_fields(resource)
-    if unused:
+def run(resource: ComputeFields, context: Context, extras: PipesExtras | None, **arguments: Any) -> CompletedRun:
+    """Run the payloads of one call of `ComputeResource.run` and wait for them; raises `RunFailure` if one does not succeed."""
+    if unused := _unused_fields(resource):
         context.log.info(f"[rayslurm] local mode does not use {unused}")
     with _configuration_errors():
         call = Call(resource, **arguments)
@@ -85,17 +69,11 @@ def run(resource: ComputeResource, context: Context, extras: PipesExtras | None,
     )
     # Contexts of assets and checks wrap an op context; `open_pipes_session` accepts the op context in all cases.
     op_context = context if isinstance(context, dg.OpExecutionContext) else context.op_execution_context
-    for line in filter(None, (origins(resource.default_launcher, call.launcher), _queue_origins(call))):
-        op_context.log.info(f"[rayslurm] {line}")
     return execute(op_context, plan, backend, settings, extras)
 
 
-def example(resource: ComputeResource, **arguments: Any) -> str:
-    """The batch script or the command that a call would start, for a person to read.
-
-    Raises:
-        RunFailure: the call is invalid.
-    """
+def example(resource: ComputeFields, **arguments: Any) -> str:
+    """The batch script or the command that a call would start, for a person to read; raises `RunFailure` if it is invalid."""
     with _configuration_errors():
         unused = ["slurm"] if _mode(resource) == ExecutionMode.LOCAL else []
         resource = resolve_variables(resource, type(resource).__name__, unused)
@@ -103,7 +81,7 @@ def example(resource: ComputeResource, **arguments: Any) -> str:
         return backend.example(plan)
 
 
-def end_cluster(resource: ComputeResource, cluster_id: str) -> bool:
+def end_cluster(resource: ComputeFields, cluster_id: str) -> bool:
     """End a warm Ray cluster, with its session or its Slurm job; returns whether the cluster existed.
 
     Raises:
@@ -116,7 +94,7 @@ def end_cluster(resource: ComputeResource, cluster_id: str) -> bool:
         return local_session.stop(_layout(resource), cluster_id)
 
 
-def end_run(resource: ComputeResource, context: dg.InitResourceContext) -> None:
+def end_run(resource: ComputeFields, context: dg.InitResourceContext) -> None:
     """End the sessions with scope "run" of a Dagster run once all its steps have ended; otherwise do nothing.
 
     Every executor calls this at the end of each of its processes. The run's status says nothing yet.
@@ -144,16 +122,11 @@ def end_run(resource: ComputeResource, context: dg.InitResourceContext) -> None:
 class Call:
     """A valid call of `ComputeResource.run`: its own arguments with every `EnvVar` resolved, and what they are merged to.
 
-    Attributes:
-        launcher, queue, components: the arguments of the call; None for those that it does not have.
-        merged: the resource's launcher with the fields that the call changes.
-        parts: the components of the allocation in the job's order; empty where all nodes are alike.
-
     Raises:
         ValueError: an argument is invalid, or the resource's mode does not support it; the sentence names the field.
     """
 
-    resource: ComputeResource
+    resource: ComputeFields
     payload_path: Payloads
     launcher: Launcher | None = None
     queue: SlurmQueueConfig | None = None
@@ -163,11 +136,12 @@ class Call:
     secret_env: Mapping[str, str] | None = None
     extra_files: Sequence[str | os.PathLike[str]] | None = None
     outputs: Sequence[str] | None = None
-    merged: Launcher = field(init=False)
+    merged: Launcher = field(init=False)  # The resource's launcher with the fields that the call changes.
     parts: tuple[Component, ...] = field(init=False)
+    """The components of the allocation in the job's order; empty where all nodes are alike."""
 
     def __post_init__(self) -> None:
-        resource = self.resource
+        resource, components = self.resource, self.components
         queue = SlurmQueueConfig(**self.queue) if isinstance(self.queue, Mapping) else self.queue
         if not isinstance(queue, (SlurmQueueConfig, type(None))):
             raise ValueError(f"queue: {queue!r} is not a queue; pass a SlurmQueueConfig")
@@ -176,12 +150,13 @@ class Call:
         self.launcher = self.launcher and resolve_variables(self.launcher, "launcher")
         # Local mode does not use the queue, but its mistakes should show there too.
         self.queue = queue and resolve_variables(queue, "queue")
-        if self.components is not None:
-            self.components = _resolved_components(self.components)
-        self.merged = merge_launcher(resource.default_launcher, self.launcher)
+        if components is not None:
+            if not isinstance(components, Iterable) or not all(isinstance(each, HetComponent) for each in components):
+                raise ValueError(f"components: {components!r} is not a list of HetComponent; pass [HetComponent(…), …]")
+            self.components = tuple(resolve_variables(each, f"components[{at}]") for at, each in enumerate(components))
+        self.merged = merge(resource.default_launcher, self.launcher)
         chosen = tuple(resource.components if self.components is None else self.components)
         self._check(chosen)
-        _check_environment_and_ray(resource, self.merged)
         separate = resource.topology == Topology.SEPARATE
         self.parts = arrange(chosen) if separate else spanning_components(self.merged, chosen)
 
@@ -191,64 +166,50 @@ class Call:
         return self.resource.slurm
 
     def _check(self, components: Sequence[HetComponent]) -> None:
-        """Raise `ValueError` if the resource's mode and topology do not support the call; `components` are all that count."""
-        mode, ray = self.resource.mode, self.merged if isinstance(self.merged, RayLauncher) else None
-        check_slurm_mode(mode, self.resource.slurm, components)
+        """Raise `ValueError` for what the resource's mode and topology do not support; `components` are all that count."""
+        resource, mode, local = self.resource, self.resource.mode, self.resource.mode == ExecutionMode.LOCAL
+        check_slurm_mode(mode, resource.slurm, components)
+        ray, slurm = self.merged if isinstance(self.merged, RayLauncher) else RayLauncher(), ExecutionMode.SLURM
         if mode == ExecutionMode.SLURM_HETJOB and not components:
-            raise ValueError(
-                f"components: mode {mode!r} needs them; list at least one HetComponent, or use mode '{ExecutionMode.SLURM}'"
-            )
-        if mode == ExecutionMode.LOCAL and ray is not None and ray.launch_style != "builtin":
+            raise ValueError(f"components: mode {mode!r} needs them; list at least one HetComponent, or use mode '{slurm}'")
+        if local and ray.launch_style != "builtin":
             raise ValueError(f"launcher.launch_style: {ray.launch_style!r} needs the nodes of a Slurm allocation; use 'builtin'")
-        if ray is not None and ray.component_id is not None and not components:
+        if ray.component_id is not None and not components:
             raise ValueError(f"launcher.component_id: there is no component {ray.component_id!r}, as there are none; remove it")
         if self.queue is not None and components:
             raise ValueError("queue: each component has its own queue; change it with run(components=…)")
-        if self.resource.topology == Topology.SEPARATE:
+        if resource.topology == Topology.SEPARATE:
             self._check_separate(components)
         elif isinstance(self.payload_path, Mapping):
             raise ValueError(f"payload_path: one payload for each component needs {_SEPARATE}; pass a single one")
+        if ray.auth == "token" and lacks_tokens(ray.ray_version or ""):
+            raise ValueError(
+                f"launcher: Ray {ray.ray_version} has no token authentication, which came with Ray 2.52; set "
+                'auth="disabled" if others may run code as you, or another ray_version'
+            )
+        if resource.slurm is not None and not local:
+            path_on_cluster(_environment(resource), resource.slurm.ssh is not None)
 
     def _check_separate(self, components: Sequence[HetComponent]) -> None:
         """Raise `ValueError` for a call that topology "separate" does not support."""
-        if self.resource.mode == ExecutionMode.SLURM_SESSION:
-            hetjob = ExecutionMode.SLURM_HETJOB
+        mode, hetjob = self.resource.mode, ExecutionMode.SLURM_HETJOB
+        if mode == ExecutionMode.SLURM_SESSION:
             raise ValueError(f"topology: a session has one cluster across its components; use {_SPANNING}, or mode '{hetjob}'")
         if not components:
             raise ValueError(f"topology: '{Topology.SEPARATE}' needs components, and there are none; use {_SPANNING}")
+        apart = f"with {_SEPARATE} each component has its own launcher"
         if self.launcher is not None:
-            raise ValueError(f"launcher: with {_SEPARATE} each component has its own launcher; change it with run(components=…)")
+            raise ValueError(f"launcher: {apart}; change it with run(components=…)")
         if self.merged != RayLauncher():
-            raise ValueError(f"default_launcher: with {_SEPARATE} each component has its own launcher; set it there")
+            raise ValueError(f"default_launcher: {apart}; set it there")
         if self.resource.enable_cluster_reuse:
-            raise ValueError(
-                f"enable_cluster_reuse: with {_SEPARATE} each payload has its own cluster; use {_SPANNING}, or remove it"
-            )
+            alone = f"with {_SEPARATE} each payload has its own cluster"
+            raise ValueError(f"enable_cluster_reuse: {alone}; use {_SPANNING}, or remove it")
         for each in components:
             style = each.launcher.launch_style if isinstance(each.launcher, RayLauncher) else "builtin"
-            if self.resource.mode == ExecutionMode.LOCAL and style != "builtin":
-                raise ValueError(
-                    f"component {each.component_id!r}: launch_style={style!r} needs the nodes of a Slurm allocation; "
-                    "use 'builtin'"
-                )
-
-
-def _resolved_components(components: object) -> tuple[HetComponent, ...]:
-    if not isinstance(components, Iterable) or not all(isinstance(each, HetComponent) for each in components):
-        raise ValueError(f"components: {components!r} is not a list of HetComponent; pass [HetComponent(…), …]")
-    return tuple(resolve_variables(each, f"components[{index}]") for index, each in enumerate(components))
-
-
-def _check_environment_and_ray(resource: ComputeResource, launcher: Launcher) -> None:
-    """Raise `ValueError` if no run can succeed in the environment, or with the version of Ray."""
-    if resource.slurm is not None and resource.mode != ExecutionMode.LOCAL:
-        path_on_cluster(_environment(resource), resource.slurm.ssh is not None)
-    ray = launcher if isinstance(launcher, RayLauncher) else None
-    if ray is not None and ray.auth == "token" and ray.ray_version and lacks_tokens(ray.ray_version):
-        raise ValueError(
-            f"launcher: Ray {ray.ray_version} has no token authentication, which came with Ray 2.52; set "
-            'auth="disabled" if others may run code as you, or another ray_version'
-        )
+            if mode == ExecutionMode.LOCAL and style != "builtin":
+                needs = "needs the nodes of a Slurm allocation; use 'builtin'"
+                raise ValueError(f"component {each.component_id!r}: launch_style={style!r} {needs}")
 
 
 def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
@@ -275,12 +236,12 @@ def _prepare(call: Call, nonce: str) -> tuple[Any, Backend]:
         payloads = by_component(call.payload_path, list(launchers), "payload_path")
         uses_pipes = by_component(call.uses_pipes, list(launchers), "uses_pipes", default=True)
         plan = {
-            name: plan_of(payload_path=payloads[name], launcher=launcher, uses_pipes=check_uses_pipes(uses_pipes[name]))
+            name: plan_of(payload_path=payloads[name], launcher=launcher, uses_pipes=uses_pipes[name])
             for name, launcher in launchers.items()
         }
     else:
-        uses = check_uses_pipes(call.uses_pipes)
-        plan = plan_of(payload_path=call.payload_path, launcher=call.merged, components=call.parts, uses_pipes=uses)
+        payload, uses = call.payload_path, call.uses_pipes
+        plan = plan_of(payload_path=payload, launcher=call.merged, components=call.parts, uses_pipes=uses)
     backend = choose_backend(call)
     backend.check(plan)
     return plan, backend
@@ -319,7 +280,7 @@ def choose_backend(call: Call) -> Backend:
         )
         to_start = resource.queue_timeout, resource.runtime_start_timeout
         return SessionBackend(setup, *to_start, resource.connection_loss_timeout)
-    queue = merge_queue(call.slurm.queue, call.queue)
+    queue = merge(call.slurm.queue, call.queue)
     timeouts = resource.queue_timeout, resource.connection_loss_timeout
     batch = BatchBackend(call.slurm, queue, environment, *timeouts, call.parts, make_way_for)
     return SeparateBatchBackend(batch, call.parts) if separate else batch
@@ -342,33 +303,24 @@ def _warm_cluster(call: Call) -> tuple[RaySpec | None, list[ComponentSpec]]:
         return None, []
 
 
-def _queue_origins(call: Call) -> str | None:
-    """The line for the Dagster log that says where the fields of the merged queue come from."""
-    if call.resource.mode == ExecutionMode.LOCAL:
-        return None
-    queue = call.slurm.queue
-    by_session = call.resource.mode == ExecutionMode.SLURM_SESSION
-    return origins(session_queue(queue, call.resource.session) if by_session else queue, call.queue)
-
-
-def _mode(resource: ComputeResource) -> str | None:
+def _mode(resource: ComputeFields) -> str | None:
     """The resource's mode; a variable is resolved here, because outside of a run Dagster does not resolve it."""
     return resource.mode.get_value() if isinstance(resource.mode, dg.EnvVar) else resource.mode
 
 
-def _layout(resource: ComputeResource) -> Layout:
+def _layout(resource: ComputeFields) -> Layout:
     """The paths below the base directory on this machine."""
     return Layout(Path(os.path.abspath(os.path.expanduser(resource.local_base))))
 
 
-def _data_dir(resource: ComputeResource) -> str | None:
+def _data_dir(resource: ComputeFields) -> str | None:
     """The data directory of payloads: absolute in local mode; else as the user wrote it, None for the default."""
     if resource.mode != ExecutionMode.LOCAL:
         return resource.data_dir
     return os.path.abspath(os.path.expanduser(resource.data_dir)) if resource.data_dir else str(_layout(resource).data)
 
 
-def _environment(resource: ComputeResource) -> Environment:
+def _environment(resource: ComputeFields) -> Environment:
     """The Python environment of payloads, from `environment` or `pre_deployed_env_path`; raises `ValueError` for both."""
     path = resource.pre_deployed_env_path
     if path is None:
@@ -378,12 +330,12 @@ def _environment(resource: ComputeResource) -> Environment:
     return InheritedEnvironment() if _is_ignored(resource, path) else PreDeployedEnvironment(path=path)
 
 
-def _is_ignored(resource: ComputeResource, path: str) -> bool:
+def _is_ignored(resource: ComputeFields, path: str) -> bool:
     """Whether local mode ignores the environment at `path`, because that path does not exist on this machine."""
     return resource.mode == ExecutionMode.LOCAL and not os.path.exists(os.path.expanduser(path))
 
 
-def _unused_fields(resource: ComputeResource) -> str:
+def _unused_fields(resource: ComputeFields) -> str:
     """The resource's fields that local mode ignores, as part of a sentence for the Dagster log; "" for none."""
     unused = ["slurm"] if resource.slurm is not None and resource.mode == ExecutionMode.LOCAL else []
     path = resource.pre_deployed_env_path

@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import FailureKind, StartError
-from ..plan import Plan, relocate
+from ..plan import Plan
 from ..slurm.submit import RequiredFiles
 from ..ssh.base import Connection, ConnectionFailed, Progress
 from ..upload.bundle import Bundle, bundle_directory, bundle_files
@@ -64,11 +64,14 @@ def pack(plan: Plan, base: str, data_dir: str) -> PayloadFiles:
     except OSError as error:
         raise StartError(FailureKind.CONFIGURATION, f"a file of the payload cannot be read on this machine: {error}") from None
     places = {what: place_of(base, bundle) for what, bundle in bundles.items()}
-    script = os.path.join(places["working_dir"], inside) if inside else None
-    if plan.script and not inside:
-        script = os.path.join(places["script"], os.path.basename(plan.script))
+    argv = payload.argv
+    if plan.script:
+        there = (places["working_dir"], inside) if inside else (places["script"], os.path.basename(plan.script))
+        argv = [os.path.join(*there) if word == plan.script else word for word in argv]
     extra_files = [os.path.join(places["extra_files"], os.path.basename(path)) for path in payload.extra_files]
-    return PayloadFiles(relocate(plan, script, places.get("working_dir"), extra_files, data_dir), bundles, tuple(missing))
+    working_dir = places.get("working_dir")
+    moved = replace(payload, argv=argv, working_dir=working_dir, extra_files=extra_files, data_dir=data_dir)
+    return PayloadFiles(replace(plan, payload=moved), bundles, tuple(missing))
 
 
 def modules_beside(script: str) -> list[str]:

@@ -8,12 +8,17 @@ import pytest
 from dagster_rayslurm import BashLauncher, Launcher, RayLauncher
 from dagster_rayslurm.backends.payload_files import pack
 from dagster_rayslurm.config import check_environment
-from dagster_rayslurm.plan import Plan, make_plan, parse_payload, script_of
+from dagster_rayslurm.plan import Plan, make_plan
+from dagster_rayslurm.plan import parse_payload as parse_payload_and_script
 
 
 def plan_of(payload: str | list[str], launcher: Launcher | None = None, **fields: object) -> Plan:
     limits = {"max_output_bytes": 1, "max_stdio_bytes": 1}
     return make_plan(payload_path=payload, launcher=launcher or BashLauncher(), nonce="n", **limits, **fields)  # type: ignore[arg-type]
+
+
+def parse_payload(payload: str | list[str]) -> list[str]:
+    return parse_payload_and_script(payload)[0]
 
 
 @pytest.fixture
@@ -29,8 +34,8 @@ def test_a_script_may_have_arguments(here: Path) -> None:
     assert parse_payload("ok.py --epochs 3 --name 'a b'") == ["python", f"{here}/ok.py", "--epochs", "3", "--name", "a b"]
     assert parse_payload("'a b/ok.py' 3") == ["python", f"{here}/a b/ok.py", "3"]
     assert parse_payload("a b/ok.py") == ["python", f"{here}/a b/ok.py"]
-    assert script_of("ok.py --epochs 3") == f"{here}/ok.py"
-    assert script_of("python -m ok") is None and script_of("'") is None
+    assert parse_payload_and_script("ok.py --epochs 3")[1] == f"{here}/ok.py"
+    assert parse_payload_and_script("python -m ok")[1] is None
 
 
 def test_a_script_with_arguments_is_sent_to_the_cluster(here: Path) -> None:

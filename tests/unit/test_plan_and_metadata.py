@@ -200,14 +200,14 @@ def test_any_words_survive_a_shells_quoting(words: list[str]) -> None:
     import shlex
 
     text = shlex.join(["program", *words])
-    assert parse_payload(text) == ["program", *words]
-    assert parse_payload(words) == words
+    assert parse_payload(text)[0] == ["program", *words]
+    assert parse_payload(words)[0] == words
 
 
 def test_a_script_wins_over_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "python -V").write_text("")
-    assert parse_payload("python -V") == ["python", str(tmp_path / "python -V")]
+    assert parse_payload("python -V")[0] == ["python", str(tmp_path / "python -V")]
 
 
 def test_files_of_one_name_cannot_stand_together(tmp_path: Path) -> None:

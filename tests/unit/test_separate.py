@@ -27,8 +27,7 @@ from dagster_rayslurm.execution.run import PayloadRun
 from dagster_rayslurm.follow import Cadence, Evidence, Follower, follow_all
 from dagster_rayslurm.follow.forward import OutputWriter, RecordPipes
 from dagster_rayslurm.outcome import SUCCESS, Judged, Verdict, judge
-from dagster_rayslurm.overrides import by_component, check_uses_pipes
-from dagster_rayslurm.plan import Plan, make_plan
+from dagster_rayslurm.plan import Plan, by_component, make_plan
 from dagster_rayslurm.runtime.node.allocation import from_environ, select_component
 from dagster_rayslurm.runtime.protocol.record import JOURNAL, STDIO, encode
 from dagster_rayslurm.runtime.protocol.spec import RuntimeSpec, from_json, to_json
@@ -250,7 +249,7 @@ def test_by_component_expands_an_argument() -> None:
 @pytest.mark.parametrize("value", ["no", None, 1, {"a": True}])
 def test_uses_pipes_of_one_payload_is_a_boolean(value: Any) -> None:
     with pytest.raises(ValueError, match="uses_pipes"):
-        check_uses_pipes(value)
+        make_plan(payload_path=["x"], launcher=BashLauncher(), nonce="n", max_output_bytes=1, max_stdio_bytes=1, uses_pipes=value)
 
 
 # ---- Checks of components

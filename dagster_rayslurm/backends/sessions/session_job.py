@@ -12,8 +12,7 @@ from ...components import arrange, component_specs, merge_launchers, ray_across
 from ...config import SessionConfig, time_limit_seconds
 from ...environments import Environment, Interpreter, path_on_cluster
 from ...launchers import Launcher, RayLauncher
-from ...overrides import check_session, merge_queue, session_queue
-from ...plan import Plan
+from ...plan import Plan, check_session, merge, session_queue
 from ...runtime.node.network import control_ports
 from ...runtime.payload.environment import shared_variables
 from ...runtime.protocol.spec import PROTOCOL_VERSION, RuntimeSpec
@@ -68,7 +67,7 @@ class SessionSetup:
         own = self.own_components is not None
         components = self.components if self.own_components is None else self.own_components
         if not components:
-            queue = merge_queue(self.default.queue, self.own_queue)
+            queue = merge(self.default.queue, self.own_queue)
             limited = self.own_queue is not None and "time_limit" in self.own_queue.model_fields_set
             return Requirements(plan.ray, plan.footprint, queue, time_limited=limited)
         launcher = self.own_launcher or self.launcher
